@@ -1,0 +1,215 @@
+"""The ClientApp: reads a task, trains or evaluates under the client's memory budget, answers."""
+
+import platform
+import shutil
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.clientapp import ClientApp
+
+from client_app.client import Client
+from client_app.examples import Augmentation, Examples, share_examples
+from client_app.memory_cap import MemoryCap, ResidentPeak, return_free_memory
+from client_app.randomness import generator
+from client_app.store import Store
+from client_app.task import Metrics, Outcome, Task, content_bytes, piece_key, reply
+from client_app.trainers import find_trainer
+from client_app.training import PieceModel, Recipe
+from device_profiles.fleet import device_state, load_fleet
+from device_profiles.memory import MemoryBudgetExceededError
+from device_profiles.profile import available_memory, measure_device
+from federated_data.datasets import ArrayDataset, default_cache, load, prepare
+from federated_data.partition import make_shares, split
+from models.cascade import Blueprint, batch_norm_names, isolated_rng, unit_of
+from models.zoo import build_blueprint
+from server_app.settings import Settings
+
+app = ClientApp()
+
+
+@app.query("device")
+def query_device(message: Message, context: Context) -> Message:
+    """Who this node is: its client number, how its budget is set, and what software it has."""
+    node = context.node_config
+    metrics: Metrics = {"partition-id": int(node["partition-id"])}
+    if node.get("device") == "auto":
+        measured = measure_device(Path(str(node.get("state-dir", "."))))
+        metrics |= {
+            "memory-available": measured.memory_available_bytes,
+            "flops-per-second": measured.flops_per_second,
+            "disk-bandwidth": measured.disk_bandwidth,
+        }
+    device = str(node.get("device", ""))
+    versions = f"python {platform.python_version()}, torch {torch.__version__}"
+    return reply(message, Outcome("ok", reason=f"{device}|{versions}"), metrics)
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """One task. A budget that does not suffice is a normal answer, with the bytes needed and allowed."""
+    started = time.perf_counter()
+    settings, task, client = prepare_client(message, context)
+    resident = ResidentPeak()
+    try:
+        update = find_trainer(task.strategy)(task, client)
+    except MemoryBudgetExceededError as error:
+        client.store.clear_task()
+        outcome = Outcome("memory", error.needed, error.allowed, str(error))
+        return reply(message, outcome, {"budget": client.allowed, "measured-peak": client.cap.peak_bytes})
+    rss_peak = resident.peak_bytes()
+    if settings.batch_norm == "local":
+        _keep_batch_norm(client, update.units)
+    client.commit()
+    arrays = ArrayRecord({name: Array(array) for name, array in client.store.read(update.units)})
+    client.store.clear_task()
+    metrics = update.metrics | {
+        "num-examples": len(client.share(0)),
+        "budget": client.allowed,
+        "measured-peak": client.cap.peak_bytes,
+        "rss-peak": rss_peak,
+        "rss-growth": rss_peak - resident.start_bytes,
+        "seconds": time.perf_counter() - started,
+        "seen": update.seen,
+    }
+    if context.node_config.get("device") == "auto":
+        metrics["memory-available"] = available_memory()
+    return reply(message, Outcome("ok", reason="|".join(map(piece_key, update.pieces))), metrics, arrays)
+
+
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """Evaluate the model that was sent on this client's validation share, streamed atom by atom."""
+    _, _, client = prepare_client(message, context)
+    examples = client.validation
+    for atom in range(len(client.blueprint.atoms)):
+        piece = PieceModel(client.blueprint, [atom], "head", client.load())
+        piece.train(False)
+        if atom + 1 < len(client.blueprint.atoms):
+            examples = client.stream(piece, examples, f"evaluate-{atom}", atom + 1)
+    metrics = client.evaluate(piece.logits, examples) | {"measured-peak": client.cap.peak_bytes}
+    client.store.clear_task()
+    return reply(message, Outcome("ok"), metrics)
+
+
+def prepare_client(message: Message, context: Context) -> tuple[Settings, Task, Client]:
+    """Put the arrays that arrived on disk, release them, and set up what a trainer needs."""
+    settings = Settings.from_run_config(context.run_config)
+    torch.set_num_threads(settings.torch_threads)
+    task = Task.from_record(message.content.config_records["task"])
+    number = int(context.node_config["partition-id"])
+    clients = settings.clients or int(context.node_config["num-partitions"])
+    message_bytes = content_bytes(message.content)
+    store = Store(Path(str(context.node_config.get("state-dir", task.state_dir))), task.experiment_id, number)
+    old_state = store.newest_state(task.state_round)
+    _unpack(message, store)
+    if settings.batch_norm == "local" and old_state is not None:
+        store.overlay(old_state / "batch-norm")
+    data, rows = open_share(settings, context, number, clients)
+    train_rows, validation_rows = split(rows, settings.validation_share, settings.seed, number)
+
+    def share(fill: int) -> Examples:
+        rng = generator(settings.seed, task.round, number, "augment", fill)
+        drawn = Augmentation.draw(len(train_rows), rng) if settings.augment else None
+        return share_examples(data, train_rows, drawn)
+
+    allowed = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes))
+    client = Client(
+        number=number,
+        round=task.round,
+        allowed=allowed,
+        settings=settings,
+        blueprint=blueprint_for(settings, data),
+        store=store,
+        cap=MemoryCap(allowed, enforced=task.enforced),
+        recipe=recipe_for(settings, task.lr),
+        share=share,
+        validation=share_examples(data, validation_rows),
+        old_state=old_state,
+    )
+    return settings, task, client
+
+
+def _unpack(message: Message, store: Store) -> None:
+    """Arrays go to the store unit by unit, and their memory back to the system, before anything is trained."""
+    arrays = message.content.array_records["arrays"]
+    for unit in dict.fromkeys(map(unit_of, arrays)):
+        store.write_units({name: arrays.pop(name).numpy() for name in list(arrays) if unit_of(name) == unit})
+    return_free_memory()
+
+
+def _keep_batch_norm(client: Client, units: list[str]) -> None:
+    """FedBN: what batch norm learned stays with the client; the server's average of it serves central evaluation only."""
+    folder = client.new_state() / "batch-norm"
+    if client.old_state is not None and (client.old_state / "batch-norm").is_dir():
+        shutil.copytree(client.old_state / "batch-norm", folder)
+    folder.mkdir(exist_ok=True)
+    for unit in units:
+        with isolated_rng(0):
+            kept = batch_norm_names(unit, client.blueprint.build_unit(unit))
+        client.store.write_units({name: array for name, array in client.store.read([unit]) if name in kept}, folder)
+
+
+def own_budget(settings: Settings, task: Task, context: Context, number: int, clients: int, message_bytes: int) -> int:
+    """Bytes this client may use by its own knowledge: measured on a device, else a function of (fleet, seed, round, client)."""
+    device = str(context.node_config.get("device", ""))
+    if device == "auto":
+        return available_memory() - settings.reserve - 3 * message_bytes
+    fleet = load_fleet(settings.fleet)
+    state = device_state(fleet, number, clients, settings.seed, task.round, task.reference, device or None)
+    return state.budget_bytes
+
+
+def open_share(settings: Settings, context: Context, number: int, clients: int) -> tuple[ArrayDataset, np.ndarray]:
+    """The data set, memory-mapped, and the rows of it that are this client's: all of them where the node has its own data."""
+    own = context.node_config.get("data-dir")
+    if own:
+        data = load(Path(str(own)))
+        return data, np.arange(len(data.labels))
+    data = open_dataset(settings.dataset, settings.data_dir)
+    return data, _shares(settings, clients)[number]
+
+
+@lru_cache(maxsize=4)
+def open_dataset(name: str, data_dir: str) -> ArrayDataset:
+    """The converted data set; the server or the launcher converted it before the first task."""
+    return load(prepare(name, data_dir=data_dir, cache_dir=default_cache()))
+
+
+@lru_cache(maxsize=4)
+def _shares(settings: Settings, clients: int) -> list[np.ndarray]:
+    return client_shares(settings, open_dataset(settings.dataset, settings.data_dir).labels, clients)
+
+
+def client_shares(settings: Settings, labels: np.ndarray, clients: int) -> list[np.ndarray]:
+    """The rows of every client: a pure function of the labels, the number of clients and the settings."""
+    return make_shares(
+        settings.partition,
+        np.asarray(labels),
+        clients,
+        settings.seed,
+        alpha=settings.partition_alpha,
+        balanced=settings.partition_balanced,
+        classes_per_client=settings.partition_classes,
+    )
+
+
+def blueprint_for(settings: Settings, data: ArrayDataset) -> Blueprint:
+    """The model of a run, not built yet."""
+    options = {"shortcut_from": settings.shortcut_from} if settings.model == "preresnet20" else {}
+    return build_blueprint(
+        settings.model,
+        num_classes=data.num_classes,
+        input_shape=data.input_shape,
+        width=settings.model_width,
+        batch_norm=settings.batch_norm,
+        **options,
+    )
+
+
+def recipe_for(settings: Settings, lr: float) -> Recipe:
+    """The local step of a round."""
+    return Recipe(lr, settings.momentum, settings.weight_decay, settings.batch_size, settings.local_epochs)

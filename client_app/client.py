@@ -1,0 +1,109 @@
+"""What a trainer gets to work with, and what it gives back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from client_app.examples import Examples, batches, feature_examples
+from client_app.memory_cap import MemoryCap
+from client_app.randomness import generator
+from client_app.store import FeatureWriter, Store
+from client_app.task import Metrics
+from client_app.training import Load, PieceModel, Recipe, evaluate_examples, load_for_device
+from models.cascade import Blueprint, fit_features
+from models.partition import Piece
+from server_app.settings import Settings
+
+
+@dataclass
+class Client:
+    """One client in one round. `allowed` is in bytes; `share(fill)` is its training share, augmented anew for each fill."""
+
+    number: int
+    round: int
+    allowed: int
+    settings: Settings
+    blueprint: Blueprint
+    store: Store
+    cap: MemoryCap
+    recipe: Recipe
+    share: Callable[[int], Examples]
+    validation: Examples
+    old_state: Path | None
+    _new_state: Path | None = field(default=None, repr=False)
+
+    def rng(self, purpose: str, *parts: int) -> np.random.Generator:
+        """A generator for a purpose in this round, on this client."""
+        return generator(self.settings.seed, self.round, self.number, purpose, *parts)
+
+    def new_state(self) -> Path:
+        """The folder for what this client remembers after this round."""
+        self._new_state = self._new_state or self.store.new_state(self.round)
+        return self._new_state
+
+    def commit(self) -> None:
+        """Make this round's state, if there is one, the newest."""
+        if self._new_state is not None:
+            self.store.commit_state(self._new_state)
+
+    def load(self) -> Load:
+        """Units as the server sent them, or as they were trained since."""
+        return load_for_device(self.blueprint, self.store.load)
+
+    def save(self, piece: PieceModel) -> None:
+        """Write a piece's units back to the store."""
+        for unit, module in piece.units().items():
+            self.store.save(unit, module)
+
+    def evaluate(self, logits: Callable[[torch.Tensor], torch.Tensor], examples: Examples) -> Metrics:
+        """Validation metrics of the model as it stands after training; nothing where there are no examples."""
+        loss, correct, seen = evaluate_examples(
+            logits, examples, self.recipe.batch_size, self.rng("validate"), self.cap
+        )
+        if not seen:
+            return {}
+        return {"val-loss": loss / seen, "val-accuracy": correct / seen, "val-examples": seen}
+
+    @torch.no_grad()
+    def stream(self, piece: PieceModel, examples: Examples, part: str, to: int) -> Examples:
+        """The features that frozen atoms make of examples for atom `to`, computed batch by batch into a file of the store.
+
+        The order is drawn anew, so that batch statistics come from mixed batches; a last batch of one has none.
+        """
+        single = self.settings.batch_norm == "batch" and len(examples) % self.recipe.batch_size == 1
+        labels, writer = [], None
+        for positions in batches(len(examples), self.recipe.batch_size, self.rng(f"stream {part}"), drop_single=single):
+            with self.cap.first(f"stream {part}", len(positions)):
+                z = fit_features(piece.features(examples.read(positions)), self.blueprint.shape_before(to))
+                block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().numpy()
+            if writer is None:
+                path = self.store.feature_path(part)
+                writer = FeatureWriter(path, len(examples) - single, block.shape[1:], self.settings.feature_cache_bytes)
+            writer.append(block)
+            labels.append(examples.labels[positions])
+            del z, block
+        if writer is None:
+            return Examples(examples.read, examples.labels[:0])
+        return feature_examples(writer.close(), np.concatenate(labels))
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a trainer gives back: the units to upload, metrics, and for each piece how many examples it was trained on.
+
+    A piece seen in two epochs of 50 examples counts 100.
+    """
+
+    units: list[str]
+    metrics: Metrics
+    pieces: list[Piece]
+    seen: list[int]
+
+
+def fill_from(store: Store, folder: Path) -> Callable[[str, nn.Module], None]:
+    """Fill units from a folder of the client's state."""
+    return lambda unit, module: store.load(unit, module, folder)

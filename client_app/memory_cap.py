@@ -1,0 +1,86 @@
+"""Hold a client's task to its memory budget, and measure it.
+
+The accounting (`PeakMemory`) wraps the first run of every phase and every new batch shape: later runs repeat the same
+operations. The resident set is recorded beside it; it is a bound only where a process serves one client and nothing else.
+"""
+
+import ctypes
+import sys
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from device_profiles.memory import PeakMemory
+
+
+class MemoryCap:
+    """The accounting of one task. `allowed` is in bytes; without `enforced` it only measures."""
+
+    def __init__(self, allowed: int, *, enforced: bool) -> None:
+        self._meter = PeakMemory(allowed if enforced else None)
+        self._seen: set[Hashable] = set()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest number of bytes alive at once so far."""
+        return self._meter.peak
+
+    @contextmanager
+    def first(self, phase: str, *key: Hashable) -> Iterator[None]:
+        """Count what the body does, if it is the first of its phase and key. Raises MemoryBudgetExceededError."""
+        if (phase, *key) in self._seen:
+            yield
+            return
+        self._seen.add((phase, *key))
+        self._meter.where = phase
+        with self._meter:
+            yield
+
+
+def return_free_memory() -> None:
+    """Give freed heap pages back to the system, so that the resident set shows what is really held (glibc only)."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+class ResidentPeak:
+    """The largest resident set (bytes) of this process since `start`: exact on Linux, sampled elsewhere."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self.start_bytes = self._process.memory_info().rss
+        self._exact = _reset_high_water_mark()
+        self._sampled = self.start_bytes
+        self._stop = threading.Event()
+        if not self._exact:
+            threading.Thread(target=self._sample, daemon=True).start()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.05):
+            self._sampled = max(self._sampled, self._process.memory_info().rss)
+
+    def peak_bytes(self) -> int:
+        """The peak so far; ends the sampling."""
+        self._stop.set()
+        return _high_water_mark() if self._exact else max(self._sampled, self._process.memory_info().rss)
+
+
+def _reset_high_water_mark() -> bool:
+    """Writing 5 to clear_refs resets VmHWM; False where the kernel or the container does not allow it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        return _high_water_mark() > 0
+    except OSError:
+        return False
+
+
+def _high_water_mark() -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

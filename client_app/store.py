@@ -1,0 +1,147 @@
+"""What a client keeps on its disk: model units that are not in use, its state between rounds, and features.
+
+`<state-dir>/<experiment-id>/<client>/` holds `model/<unit>.safetensors` (the task at work), `state/<round>/...` (written per
+round; the last two kept) and `features-*.npy`. Every file is written under a temporary name and renamed.
+"""
+
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from torch import nn
+
+from models.cascade import unit_of
+
+KEPT_STATES = 2
+
+
+class Store:
+    """The folder of one client of one experiment."""
+
+    def __init__(self, state_dir: Path, experiment_id: str, client: int) -> None:
+        self.root = state_dir / experiment_id / str(client)
+        self.model = self.root / "model"
+        self.model.mkdir(parents=True, exist_ok=True)
+
+    def write_units(self, arrays: Mapping[str, np.ndarray], folder: Path | None = None) -> None:
+        """Write arrays with global names, one file a unit."""
+        units: dict[str, dict[str, np.ndarray]] = {}
+        for name, array in arrays.items():
+            units.setdefault(unit_of(name), {})[name] = np.ascontiguousarray(array).reshape(array.shape)
+        for unit, entries in units.items():
+            path = (folder or self.model) / f"{unit}.safetensors"
+            save_file(entries, path.with_suffix(".tmp"))
+            path.with_suffix(".tmp").replace(path)
+
+    def save(self, unit: str, module: nn.Module, folder: Path | None = None) -> None:
+        """Write a unit's module."""
+        state = module.state_dict()
+        self.write_units({f"{unit}.{name}": value.detach().numpy() for name, value in state.items()}, folder)
+
+    def load(self, unit: str, module: nn.Module, folder: Path | None = None) -> None:
+        """Copy a unit's arrays into its module, in place, one array at a time."""
+        with (
+            safe_open(_existing((folder or self.model) / f"{unit}.safetensors"), framework="np") as file,
+            torch.no_grad(),
+        ):
+            for name, target in module.state_dict().items():
+                target.copy_(torch.from_numpy(file.get_tensor(f"{unit}.{name}")))
+
+    def read(self, units: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """The arrays of units by global name."""
+        for unit in units:
+            yield from _arrays(_existing(self.model / f"{unit}.safetensors"))
+
+    def overlay(self, folder: Path) -> None:
+        """Replace arrays of the task's model by those of the same name in a folder of the client's state."""
+        for path in sorted(folder.glob("*.safetensors")):
+            unit = path.stem
+            self.write_units({**dict(self.read([unit])), **dict(_arrays(path))})
+
+    def clear_task(self) -> None:
+        """Drop the model and the features of the task that ended."""
+        shutil.rmtree(self.model, ignore_errors=True)
+        for path in self.root.glob("features-*"):
+            path.unlink(missing_ok=True)
+
+    def newest_state(self, state_round: int) -> Path | None:
+        """The folder of the newest state not newer than `state_round`; newer ones are of a lost future and are deleted."""
+        kept = None
+        for number in sorted(self._states()):
+            if number > state_round:
+                shutil.rmtree(self.root / "state" / str(number))
+            else:
+                kept = self.root / "state" / str(number)
+        return kept
+
+    def new_state(self, server_round: int) -> Path:
+        """An empty folder to write this round's state into; `commit_state` makes it valid."""
+        folder = self.root / "state" / f"{server_round}.tmp"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def commit_state(self, folder: Path) -> None:
+        """Make a state that was written completely the newest, and drop all but the last two."""
+        final = folder.with_suffix("")
+        shutil.rmtree(final, ignore_errors=True)
+        folder.replace(final)
+        for number in sorted(self._states())[:-KEPT_STATES]:
+            shutil.rmtree(self.root / "state" / str(number))
+
+    def _states(self) -> list[int]:
+        folder = self.root / "state"
+        return [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+
+    def feature_path(self, part: str) -> Path:
+        """Where the features of a part (training or validation, behind which piece) lie."""
+        return self.root / f"features-{part}.npy"
+
+
+def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    with safe_open(path, framework="np") as file:
+        for name in file.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+            yield name, file.get_tensor(name)
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"the client's store has no {path.name} in {path.parent}: the task named a unit it did not send"
+        )
+    return path
+
+
+class FeatureWriter:
+    """Appends float32 batches to an .npy file of known size without mapping it: dirty pages would count as memory.
+
+    `shape` is that of one example; `limit` is in bytes. Raises OSError where the file would be larger.
+    """
+
+    def __init__(self, path: Path, count: int, shape: tuple[int, ...], limit: int) -> None:
+        size = 4 * count * math.prod(shape)
+        if size > limit:
+            raise OSError(
+                f"features of {count} examples of shape {shape} take {size:,} bytes, feature-cache-bytes allows {limit:,}: "
+                "raise it, or give the client fewer examples"
+            )
+        self.path = path
+        self._file = path.with_suffix(".tmp").open("wb")
+        header = {"descr": "<f4", "fortran_order": False, "shape": (count, *shape)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def append(self, batch: np.ndarray) -> None:
+        """Write a batch [B, *shape], float32."""
+        self._file.write(np.ascontiguousarray(batch, dtype=np.float32).data)
+
+    def close(self) -> np.ndarray:
+        """Finish the file and return it memory-mapped, read-only."""
+        self._file.close()
+        self.path.with_suffix(".tmp").replace(self.path)
+        mapped: np.ndarray = np.load(self.path, mmap_mode="r", allow_pickle=False)
+        return mapped

@@ -1,0 +1,92 @@
+"""The messages between server and client, typed.
+
+Down: ConfigRecord `task` and ArrayRecord `arrays`. Up: ConfigRecord `outcome`, ArrayRecord `arrays`, MetricRecord `metrics`.
+A refusal for memory is a normal reply: Flower's Error carries only a code and a text.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Literal, cast
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from models.partition import Piece
+
+Status = Literal["ok", "memory", "failed"]
+Metrics = dict[str, float | int]
+UNLISTED = -1
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a server asks of a client in a round.
+
+    `budget` and `reference` are bytes: what the server assumed the client may use, and one reference step, of which emulated
+    budgets are shares. `state_round` names the newest client state that may be used. `prices` maps a piece ("0,1,2") to the
+    bytes of training it; `enforced` says whether these are true bytes that the accounting holds the client to.
+    """
+
+    experiment_id: str
+    round: int
+    state_round: int
+    strategy: str
+    budget: int
+    reference: int
+    lr: float
+    state_dir: str
+    enforced: bool = True
+    prices: dict[str, int] = field(default_factory=dict)
+
+    def to_record(self) -> ConfigRecord:
+        """As a Flower record; the price list is one JSON string."""
+        plain = {key.replace("_", "-"): value for key, value in asdict(self).items() if key != "prices"}
+        return ConfigRecord({**plain, "prices": json.dumps(self.prices, separators=(",", ":"))})
+
+    @classmethod
+    def from_record(cls, record: ConfigRecord) -> "Task":
+        """Read a task; raises TypeError for a field that is missing or not known."""
+        plain = {key.replace("-", "_"): value for key, value in record.items() if key != "prices"}
+        return cls(**cast(dict[str, object], plain), prices=json.loads(str(record["prices"])))  # type: ignore[arg-type]
+
+    def price(self, piece: Piece) -> int | None:
+        """Bytes of training a piece, or None where the server lists none."""
+        return self.prices.get(piece_key(piece))
+
+
+def piece_key(piece: Piece) -> str:
+    """The key of a piece in a price list: (0, 1, 2) -> `0,1,2`."""
+    return ",".join(map(str, piece))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a task ended. `needed` and `allowed` are bytes, of a refusal for memory."""
+
+    status: Status
+    needed: int = 0
+    allowed: int = 0
+    reason: str = ""
+
+    def to_record(self) -> ConfigRecord:
+        """As a Flower record."""
+        return ConfigRecord(asdict(self))
+
+    @classmethod
+    def from_record(cls, record: ConfigRecord) -> "Outcome":
+        """Read an outcome; raises ValueError for an unknown status."""
+        outcome = cls(**cast(dict[str, object], dict(record)))  # type: ignore[arg-type]
+        if outcome.status not in ("ok", "memory", "failed"):
+            raise ValueError(f"outcome status {outcome.status!r}: expected ok, memory or failed")
+        return outcome
+
+
+def reply(message: Message, outcome: Outcome, metrics: Metrics, arrays: ArrayRecord | None = None) -> Message:
+    """The answer to a task."""
+    content = RecordDict({"outcome": outcome.to_record(), "metrics": MetricRecord(cast(dict, metrics))})  # type: ignore[type-arg]
+    content["arrays"] = arrays if arrays is not None else ArrayRecord()
+    return Message(content, reply_to=message)
+
+
+def content_bytes(content: RecordDict) -> int:
+    """Bytes of a message's records, as Flower counts them."""
+    return sum(record.count_bytes() for record in content.values())

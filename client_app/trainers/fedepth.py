@@ -1,0 +1,164 @@
+"""FeDepth, the client's side (Algorithm 1, ClientUpdate): the blocks of the full model are trained one after another.
+
+theta_j: the j-th block of this device's own decomposition; phi: the head; z_j: the features behind block j; J: how many blocks.
+
+Eq. 1: theta_j, phi_j in argmin L(theta_j, phi; {z_{j-1}, y}), starting from (theta_j of the server, phi_{j-1}). Every
+sub-problem runs all local epochs. z_j is computed once block j is trained, and lies in the store (section 4.1's buffered
+activations). Towards the shared head features skip the remaining blocks by zero padding; m-FeDepth has heads of its own.
+
+Where the paper is silent: frozen blocks run in evaluation mode; each sub-problem starts with fresh momentum (the authors keep
+one optimiser, which comes to the same for block parameters and carries the head's momentum over); with mutual distillation the
+other model's logits are constants, as in the authors' code.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from client_app.client import Client, Update, fill_from
+from client_app.examples import Examples
+from client_app.randomness import integer
+from client_app.task import Task
+from client_app.training import Loss, MakeLoss, PieceModel, Trainee, channels_last, load_for_device
+from device_profiles.memory import MemoryBudgetExceededError
+from models.cascade import isolated_rng
+from models.partition import AtomTooLargeError, Piece, Price, greedy_partition, leave_out_input_side, runs
+
+MUTUAL = -1  # in a price list, the piece (MUTUAL, M) is M whole models that learn together
+
+
+def decompose(count: int, price: Price, allowed: int, names: list[str]) -> list[Piece]:
+    """The sub-problems of a device: blocks too large even alone are left out at the input side (section 4.2), the rest is cut.
+
+    Raises AtomTooLargeError where not even the last atom fits.
+    """
+    return greedy_partition(leave_out_input_side(range(count), price, allowed), price, allowed, names)
+
+
+def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
+    """FeDepth, or with `own_heads` m-FeDepth. Raises MemoryBudgetExceededError where no decomposition fits."""
+    count = len(client.blueprint.atoms)
+    for copies in range(client.settings.mutual_models, 1, -1):
+        needed = task.price((MUTUAL, copies))
+        if needed is not None and needed <= client.allowed:
+            return train_mutually(client, copies, needed)
+    try:
+        pieces = decompose(count, task.price, client.allowed, [atom.name for atom in client.blueprint.atoms])
+    except AtomTooLargeError as error:
+        raise MemoryBudgetExceededError(error.needed or 0, client.allowed, f"training atom {error.name!r}") from error
+    trained: dict[str, None] = {}
+    metrics: dict[str, float | int] = {}
+    loss, seen = 0.0, []
+    examples, validation = client.share(0), client.validation
+    for j, atoms in enumerate(pieces):
+        head = f"exits.{atoms[-1]}" if own_heads and atoms[-1] != count - 1 else "head"
+        trainee = Trainee(partial(_load_piece, client, atoms, head), client.recipe)
+        for epoch in range(client.recipe.epochs):
+            if epoch and j and not client.settings.feature_cache:
+                examples = _stream_anew(client, trainee, pieces[: j + 1], epoch)
+            trainee.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(atoms)}")
+        (piece,) = trainee.finish()
+        client.save(piece)
+        trained |= dict.fromkeys(piece.units())
+        loss += trainee.total_loss
+        seen.append(trainee.seen)
+        if j + 1 < len(pieces):
+            examples, validation = (
+                client.stream(piece, examples, f"train-{j}", pieces[j + 1][0]),
+                client.stream(piece, validation, f"validation-{j}", pieces[j + 1][0]),
+            )
+        else:
+            metrics |= client.evaluate(piece.logits, validation)
+        del piece, trainee
+    metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.price(piece) or 0 for piece in pieces)}
+    skipped = [] if client.settings.partial_training == "leave-out" else client.blueprint.units()
+    return Update([*dict.fromkeys([*trained, *skipped])], metrics, pieces, seen)
+
+
+def _load_piece(client: Client, atoms: Piece, head: str) -> list[PieceModel]:
+    return [PieceModel(client.blueprint, atoms, head, client.load())]
+
+
+def _stream_anew(client: Client, trainee: Trainee, pieces: list[Piece], fill: int) -> Examples:
+    """The last piece's input from a freshly augmented share; its training state waits on disk, it may not fit beside."""
+    client.save(trainee.pieces[0])
+    trainee.pause(client.store.root / "momentum.safetensors")
+    examples = client.share(fill)
+    for j, (atoms, following) in enumerate(pairwise(pieces)):
+        (piece,) = _load_piece(client, atoms, "head")
+        piece.train(False)
+        examples = client.stream(piece, examples, f"train-{j}", following[0])
+    return examples
+
+
+def train_mutually(client: Client, copies: int, needed: int) -> Update:
+    """Mutual knowledge distillation (section 4.3): M whole models teach each other, the first one is uploaded.
+
+    The others stay on the device, from round to round.
+    """
+    atoms = tuple(range(len(client.blueprint.atoms)))
+    loads = [client.load(), *(_load_companion(client, m) for m in range(1, copies))]
+    trainee = Trainee(
+        lambda: [PieceModel(client.blueprint, atoms, "head", load) for load in loads],
+        client.recipe,
+        mutual_loss(client.settings.mutual_loss),
+    )
+    examples = client.share(0)
+    for epoch in range(client.recipe.epochs):
+        trainee.epoch(examples, client.rng("batches", 0, epoch), client.cap, f"train {copies} models mutually")
+    first, *others = trainee.finish()
+    client.save(first)
+    for m, piece in enumerate(others, start=1):
+        folder = _companion_folder(client.new_state(), m)
+        folder.mkdir()
+        for unit, module in piece.units().items():
+            client.store.save(unit, module, folder)
+    metrics = client.evaluate(first.logits, client.validation)
+    metrics |= {"train-loss": trainee.total_loss / trainee.seen, "predicted-peak": needed}
+    return Update([*first.units()], metrics, [(MUTUAL, copies)], [trainee.seen])
+
+
+def _companion_folder(state: Path, m: int) -> Path:
+    return state / f"companion-{m}"
+
+
+def _load_companion(client: Client, m: int) -> Callable[[str], torch.nn.Module]:
+    """The m-th companion as this client left it, or new: a function of (seed, client, m, unit)."""
+    if client.old_state is not None and _companion_folder(client.old_state, m).is_dir():
+        return load_for_device(client.blueprint, fill_from(client.store, _companion_folder(client.old_state, m)))
+
+    def make(unit: str) -> torch.nn.Module:
+        with isolated_rng(integer(client.settings.seed, "companion", client.number, m, unit)):
+            return channels_last(client.blueprint.build_unit(unit))
+
+    return make
+
+
+def mutual_loss(kind: str) -> MakeLoss:
+    """1/M sum_m CE(h^m) + 1/(M-1) sum_{m' != m} KL(h^{m'} || h^m), for every m; `authors`: CE without the 1/M."""
+
+    def make(pieces: list[PieceModel]) -> Loss:
+        def loss(z: Tensor, y: Tensor) -> Tensor:
+            return mutual_objective([piece.logits(z) for piece in pieces], y, kind)
+
+        return loss
+
+    return make
+
+
+def mutual_objective(logits: list[Tensor], y: Tensor, kind: str) -> Tensor:
+    """The objective of section 4.3 on logits[M][B, classes] and labels y[B]; KL is the mean over the batch."""
+    M = len(logits)
+    ce = torch.stack([F.cross_entropy(h, y) for h in logits]).sum() / (M if kind == "paper" else 1)
+    kl = [
+        F.kl_div(h.log_softmax(1), other.detach().log_softmax(1), reduction="batchmean", log_target=True)
+        for m, h in enumerate(logits)
+        for n, other in enumerate(logits)
+        if n != m
+    ]
+    return ce + torch.stack(kl).sum() / (M - 1)

@@ -1,0 +1,239 @@
+"""The local loop that every trainer uses: a piece of the model, a small SGD, and one function that runs epochs.
+
+A piece is written as setup plus step, and both also run on fake tensors: that is how a server prices them (`piece_price`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from client_app.examples import Examples, batches
+from client_app.memory_cap import MemoryCap
+from device_profiles.memory import StepPrice, trace
+from models.cascade import Blueprint, fit_features, isolated_rng, run_atoms
+
+Load = Callable[[str], nn.Module]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a local step needs to know besides the model: `lr`, `momentum` in [0, 1), `weight_decay`, `batch_size`, `epochs`."""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    batch_size: int
+    epochs: int
+
+
+class PieceModel:
+    """Atoms and a head that a device holds at once. `head` is a unit: `head`, or `exits.<i>` for a piece's own."""
+
+    def __init__(self, blueprint: Blueprint, atoms: Sequence[int], head: str, load: Load) -> None:
+        self.blueprint, self.atoms, self.head_unit = blueprint, tuple(atoms), head
+        self.modules = {f"atoms.{index}": load(f"atoms.{index}") for index in atoms}
+        self.head = load(head)
+
+    def units(self) -> dict[str, nn.Module]:
+        """The modules by unit name, the head last."""
+        return {**self.modules, self.head_unit: self.head}
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation mode."""
+        for module in self.units().values():
+            module.train(mode)
+
+    def features(self, z: Tensor) -> Tensor:
+        """What the atoms make of z[B, ...]."""
+        return run_atoms(self.blueprint, self.atoms, list(self.modules.values()), z)
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Logits[B, classes]; towards the shared head, features skip the rest of the model by zero padding."""
+        z = self.features(z)
+        logits: Tensor = self.head(fit_features(z, self.blueprint.feature_shape) if self.head_unit == "head" else z)
+        return logits
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, in order."""
+        return [p for module in self.units().values() for p in module.parameters()]
+
+
+class SGD:
+    """SGD with momentum and weight decay, as torch.optim.SGD; constructing any torch optimiser imports torch's compiler.
+
+    The momentum buffers exist from the start, so that the first step already shows the peak.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], recipe: Recipe) -> None:
+        self.parameters = list(parameters)
+        self.recipe = recipe
+        self.buffers = [torch.zeros_like(p) for p in self.parameters] if recipe.momentum else []
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step; gradients are dropped at once. Parameters without a gradient do not move."""
+        with_grad = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        torch._fused_sgd_(
+            [self.parameters[i] for i in with_grad],
+            [g for i in with_grad if (g := self.parameters[i].grad) is not None],
+            [self.buffers[i] for i in with_grad] if self.buffers else [],
+            weight_decay=self.recipe.weight_decay,
+            momentum=self.recipe.momentum,
+            lr=self.recipe.lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def save(self, path: Path) -> None:
+        """Write the momentum buffers to a file."""
+        save_file({str(i): buffer.contiguous() for i, buffer in enumerate(self.buffers)}, path)
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        """Read the momentum buffers from a file."""
+        with safe_open(path, framework="np") as file:
+            for i, buffer in enumerate(self.buffers):
+                buffer.copy_(torch.from_numpy(file.get_tensor(str(i))))
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> scalar loss
+MakeLoss = Callable[[list[PieceModel]], Loss]
+
+
+def single_loss(pieces: list[PieceModel]) -> Loss:
+    """Cross-entropy of one piece with its head."""
+    (piece,) = pieces
+    return lambda z, y: F.cross_entropy(piece.logits(z), y)
+
+
+def train_step(loss: Loss, optimiser: SGD, z: Tensor, y: Tensor) -> Tensor:
+    """Forward, backward, update. Returns the detached loss."""
+    value = loss(z, y)
+    value.backward()  # type: ignore[no-untyped-call]
+    optimiser.step()
+    return value.detach()
+
+
+class Trainee:
+    """Pieces in training on a device, with their optimiser; made inside the accounting, by the first batch."""
+
+    def __init__(self, make: Callable[[], list[PieceModel]], recipe: Recipe, make_loss: MakeLoss = single_loss) -> None:
+        self._make, self.recipe, self._make_loss = make, recipe, make_loss
+        self.pieces: list[PieceModel] = []
+        self.total_loss, self.seen = 0.0, 0
+        self._paused: Path | None = None
+
+    def epoch(self, examples: Examples, rng: np.random.Generator, cap: MemoryCap, phase: str) -> None:
+        """One pass over the examples, in random batches."""
+        total = torch.zeros(())
+        for positions in batches(len(examples), self.recipe.batch_size, rng, drop_single=True):
+            with cap.first(phase, len(positions)):
+                if not self.pieces:
+                    self._begin()
+                value = train_step(self._loss, self.optimiser, examples.read(positions), examples.targets(positions))
+            total += value * len(positions)
+            self.seen += len(positions)
+        self.total_loss += float(total)
+
+    def _begin(self) -> None:
+        self.pieces = self._make()
+        self._loss, self.optimiser = start(self.pieces, self.recipe, self._make_loss)
+        if self._paused is not None:
+            self.optimiser.load(self._paused)
+
+    def pause(self, momentum: Path) -> None:
+        """Free the memory: momentum goes to a file, and the next epoch makes the pieces anew (save them before)."""
+        self.optimiser.save(momentum)
+        self._paused = momentum
+        self.pieces = []
+        del self.optimiser, self._loss
+
+    def finish(self) -> list[PieceModel]:
+        """Drop the optimiser, go into evaluation mode, and hand the pieces over."""
+        del self.optimiser, self._loss
+        for piece in self.pieces:
+            piece.train(False)
+        return self.pieces
+
+
+@torch.no_grad()
+def evaluate_examples(
+    logits: Callable[[Tensor], Tensor], examples: Examples, batch_size: int, rng: np.random.Generator, cap: MemoryCap
+) -> tuple[float, int, int]:
+    """Summed cross-entropy, correct predictions and examples seen."""
+    loss, correct, seen = 0.0, 0, 0
+    for positions in batches(len(examples), batch_size, rng, drop_single=True):
+        with cap.first("evaluate", len(positions)):
+            output, y = logits(examples.read(positions)), examples.targets(positions)
+            loss += float(F.cross_entropy(output, y, reduction="sum"))
+            correct += int((output.argmax(1) == y).sum())
+        seen += len(positions)
+    return loss, correct, seen
+
+
+def fake_load(blueprint: Blueprint) -> Load:
+    """Build units as a device would hold them, with whatever weights: for pricing."""
+    return lambda unit: channels_last(blueprint.build_unit(unit))
+
+
+def channels_last(module: nn.Module) -> nn.Module:
+    """Convolution weights in the memory format in which CPUs are faster (1.4 times, seen)."""
+    for parameter in module.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    return module
+
+
+def piece_price(
+    blueprint: Blueprint,
+    atoms: Sequence[int],
+    head: str,
+    recipe: Recipe,
+    copies: int = 1,
+    make_loss: MakeLoss = single_loss,
+) -> StepPrice:
+    """Bytes and FLOPs of one training step of a piece, or of `copies` of it that learn together, from fake tensors."""
+
+    def work() -> None:
+        pieces = [PieceModel(blueprint, atoms, head, fake_load(blueprint)) for _ in range(copies)]
+        loss, optimiser = start(pieces, recipe, make_loss)
+        z = fake_batch(recipe.batch_size, blueprint.shape_before(atoms[0]))
+        train_step(loss, optimiser, z, torch.zeros(recipe.batch_size, dtype=torch.int64))
+
+    return trace(work)
+
+
+def start(pieces: list[PieceModel], recipe: Recipe, make_loss: MakeLoss) -> tuple[Loss, SGD]:
+    """The setup of a step: training mode, one optimiser over all pieces, the loss."""
+    for piece in pieces:
+        piece.train(True)
+    return make_loss(pieces), SGD([p for piece in pieces for p in piece.parameters()], recipe)
+
+
+def fake_batch(batch_size: int, shape: Sequence[int]) -> Tensor:
+    """An input batch as `Examples` hands it out: images in channels-last memory."""
+    z = torch.empty(batch_size, *shape)
+    return z.contiguous(memory_format=torch.channels_last) if z.dim() == 4 else z
+
+
+def load_for_device(blueprint: Blueprint, fill: Callable[[str, nn.Module], None]) -> Load:
+    """Build a unit and fill it with weights, leaving torch's global generator as it was."""
+
+    def load(unit: str) -> nn.Module:
+        with isolated_rng(0):
+            module = channels_last(blueprint.build_unit(unit))
+        fill(unit, module)
+        return module
+
+    return load

@@ -1,0 +1,208 @@
+"""What a device is: the figures of a board, what a client has of them in one round, and a device measuring itself.
+
+Units: memory in bytes, speed in FLOPs/s (a multiply-accumulate is 2 FLOPs), network and disk in bytes/s.
+"""
+
+import math
+import os
+import re
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+PROBE_FILE_BYTES = 8_000_000
+PROBE_SECONDS = 0.1
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of "64MB" or "1.5 GiB"; an integer is bytes already. Raises ValueError naming the units."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text) if isinstance(text, str) else None
+    if match is None or match[2] not in UNITS:
+        raise ValueError(f'not an amount of memory; write a number and one of {", ".join(UNITS)}, as in "64MB"')
+    return round(float(match[1]) * UNITS[match[2]])
+
+
+def format_bytes(amount: int) -> str:
+    """`amount` bytes for people, in powers of ten with at most one decimal: 64300000 is "64.3 MB"."""
+    unit = next((unit for unit in ("GB", "MB", "kB") if abs(amount) >= UNITS[unit]), "B")
+    return f"{amount / UNITS[unit]:.1f}".removesuffix(".0") + f" {unit}"
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """A device as a fleet describes it, before a round takes something away.
+
+    Exactly one of `memory_bytes` and `memory_ratio` is set; the ratio is of the bytes of one reference step (the full
+    model's FedAvg step under the run's memory model). `bandwidth` (bytes/s) holds for each direction of the network.
+
+    Raises ValueError when both or neither memory figure is given.
+    """
+
+    name: str
+    memory_bytes: int | None
+    memory_ratio: float | None
+    flops_per_second: float
+    bandwidth: float
+    disk_bandwidth: float
+
+    def __post_init__(self) -> None:
+        if (self.memory_bytes is None) == (self.memory_ratio is None):
+            raise ValueError(
+                f"device {self.name!r}: give either memory_bytes or memory_ratio, not both and not neither"
+            )
+
+    def budget(self, reference_bytes: int, loss: float = 0.0) -> int:
+        """Memory in bytes, a ratio taken of `reference_bytes`, when the fraction `loss` (0 to 1) of it is gone.
+
+        Raises ValueError when a ratio is asked of a reference that is not positive: the budget would be nothing.
+        """
+        if self.memory_bytes is not None:
+            return int(self.memory_bytes * (1 - loss))
+        assert self.memory_ratio is not None
+        if reference_bytes <= 0:
+            raise ValueError(
+                f"device {self.name!r} has {self.memory_ratio:g} of a reference step's memory, "
+                f"and the reference step was given as {reference_bytes} bytes; it must be positive"
+            )
+        return int(self.memory_ratio * reference_bytes * (1 - loss))
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """What one client has in one round: bytes, FLOPs/s, and bytes/s of network (each direction) and disk."""
+
+    device: str
+    budget_bytes: int
+    flops_per_second: float
+    bandwidth: float
+    disk_bandwidth: float
+
+
+@dataclass(frozen=True)
+class MeasuredDevice:
+    """What a device found out about itself (`device = "auto"`): bytes, FLOPs/s, bytes/s."""
+
+    memory_available_bytes: int
+    flops_per_second: float
+    disk_bandwidth: float
+
+
+def measure_device(directory: str | Path) -> MeasuredDevice:
+    """Measure this machine in a few hundred milliseconds; a probe file is written into `directory` and removed.
+
+    The speed is that of one small convolution with torch's present number of threads, so set the threads first.
+
+    Raises OSError when `directory` is missing, not writable or full.
+    """
+    # Memory first: the probes themselves take some.
+    memory = available_memory()
+    return MeasuredDevice(memory, _measure_flops(), _measure_disk(Path(directory)))
+
+
+def available_memory(cgroup_root: Path = CGROUP_ROOT, own_cgroup: Path = OWN_CGROUP) -> int:
+    """Bytes this process can still take: what the system has available, or what its control group leaves it if less."""
+    system = int(psutil.virtual_memory().available)
+    group = cgroup_headroom(cgroup_root, own_cgroup)
+    return system if group is None else min(system, group)
+
+
+def cgroup_headroom(cgroup_root: Path = CGROUP_ROOT, own_cgroup: Path = OWN_CGROUP) -> int | None:
+    """Bytes left under the tightest memory limit of this process's control groups (v1 or v2); None without a limit.
+
+    A limit binds everything below it, so the process's own group and all its parents are looked at. Inside a container
+    the path in `own_cgroup` may be the host's and lead nowhere; the container's own group is then the root.
+    """
+    try:
+        lines = own_cgroup.read_text().splitlines()
+    except OSError:
+        lines = []
+    paths = {"memory": "", "": ""}  # of the v1 memory controller and of the v2 group
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            if controller in paths:
+                paths[controller] = path
+    found = []
+    for root, path, names in (
+        (cgroup_root, paths[""], ("memory.max", "memory.current", "inactive_file")),
+        (
+            cgroup_root / "memory",
+            paths["memory"],
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ):
+        # `..` stands for a group outside this namespace, which cannot be seen from here.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            left = _group_headroom(root.joinpath(*parts[:depth]), *names)
+            if left is not None:
+                found.append(left)
+    return min(found, default=None)
+
+
+def _group_headroom(group: Path, limit_name: str, usage_name: str, reclaimable: str) -> int | None:
+    limit, usage = _read_int(group / limit_name), _read_int(group / usage_name)
+    if limit is None or usage is None:
+        return None
+    # Usage counts the page cache, also that of our own feature files; the kernel drops its cold part before it kills.
+    cache = 0
+    try:
+        for line in (group / "memory.stat").read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == reclaimable:
+                cache = int(value)
+    except (OSError, ValueError):
+        pass
+    return max(0, limit - max(0, usage - cache))
+
+
+def _read_int(path: Path) -> int | None:
+    """The number in a file; None when there is no file, or it says no limit: `max` in v2, near 2^63 in v1."""
+    try:
+        number = int(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return number if number < 2**62 else None
+
+
+def _measure_flops() -> float:
+    """FLOPs/s of a 3x3 convolution, 32 -> 32 channels, 32x32, batch 8, forward; the best repetition."""
+    import torch  # here, so that the launcher can read fleets without loading torch
+
+    images, kernel = torch.ones(8, 32, 32, 32), torch.ones(32, 32, 3, 3)
+    flops = 2 * images.numel() * 32 * 3 * 3
+    best = math.inf
+    with torch.inference_mode():
+        torch.nn.functional.conv2d(images, kernel, padding=1)  # the first call prepares the kernel
+        start = time.perf_counter()
+        while best is math.inf or time.perf_counter() - start < PROBE_SECONDS:
+            before = time.perf_counter()
+            torch.nn.functional.conv2d(images, kernel, padding=1)
+            best = min(best, time.perf_counter() - before)
+    return flops / best
+
+
+def _measure_disk(directory: Path) -> float:
+    """Bytes/s of reading back a file of 8 MB. Where the system cannot be told to drop its cache, that of the cache."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        block = os.urandom(1_000_000)
+        for _ in range(PROBE_FILE_BYTES // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        start = time.perf_counter()
+        while file.read(len(block)):
+            pass
+        return PROBE_FILE_BYTES / (time.perf_counter() - start)

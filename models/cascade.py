@@ -1,0 +1,164 @@
+"""A model as a cascade: indivisible atoms a_1..a_L in order, then a head.
+
+Everything that cuts a model (modules, blocks, stages) is a choice of atoms. Parameter names are global, so that a
+partial update is a partial state dict: `atoms.3.conv1.weight`, `head.fc.bias`, and `exits.3.fc.bias` for the own head of
+a piece that ends with atom 3.
+
+A `Blueprint` is the model before any memory is spent on it: a device builds just the atoms it is about to run.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Atom:
+    """One indivisible part of a model.
+
+    `name` is what a person calls it (`stem`, `block3`); `build` makes the module with torch's default initialisation;
+    `shape` is that of its output for one example, without the batch dimension: (C, H, W) or (F,).
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """How to build a cascade, atom by atom. `input_shape` is (C, H, W) of one example."""
+
+    name: str
+    input_shape: Shape
+    num_classes: int
+    atoms: tuple[Atom, ...]
+    build_head: Callable[[], nn.Module]
+    batch_norm: str
+
+    @property
+    def feature_shape(self) -> Shape:
+        """The shape of one example at the head's entrance."""
+        return self.atoms[-1].shape
+
+    def shape_before(self, atom: int) -> Shape:
+        """The shape of one example at the entrance of atom `atom`."""
+        return self.input_shape if atom == 0 else self.atoms[atom - 1].shape
+
+    def build_unit(self, unit: str) -> nn.Module:
+        """Build the module of a unit: `atoms.<i>`, `head` or `exits.<i>`."""
+        kind, _, index = unit.partition(".")
+        if kind == "head":
+            return self.build_head()
+        if kind == "atoms":
+            return self.atoms[int(index)].build()
+        if kind == "exits":
+            return ExitHead(self.atoms[int(index)].shape, self.num_classes, self.batch_norm)
+        raise ValueError(f"unknown unit {unit!r}: expected 'head', 'atoms.<i>' or 'exits.<i>'")
+
+    def units(self, *, exits: bool = False) -> list[str]:
+        """The units of the whole model, in order; with `exits`, also an own head after every atom but the last."""
+        atoms = [f"atoms.{i}" for i in range(len(self.atoms))]
+        return [*atoms, "head", *(f"exits.{i}" for i in range(len(self.atoms) - 1) if exits)]
+
+
+class Cascade(nn.Module):
+    """The whole model; only a server, or a device that can afford it, holds one."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__()
+        self.atoms = nn.ModuleList(atom.build() for atom in blueprint.atoms)
+        self.head = blueprint.build_head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits[B, classes] of x[B, *input_shape]."""
+        for atom in self.atoms:
+            x = atom(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class ExitHead(nn.Module):
+    """m-FeDepth's own head of a block: batch norm, global average pooling, linear (facts from the authors' code)."""
+
+    def __init__(self, shape: Shape, num_classes: int, batch_norm: str) -> None:
+        super().__init__()
+        self.norm = norm_layer(shape[0], batch_norm) if len(shape) == 3 else nn.Identity()
+        self.fc = nn.Linear(shape[0], num_classes)
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Logits[B, classes] of z[B, C, H, W] or z[B, F]."""
+        z = self.norm(z)
+        logits: Tensor = self.fc(z.mean(dim=(2, 3)) if z.dim() == 4 else z)
+        return logits
+
+
+def norm_layer(channels: int, batch_norm: str) -> nn.Module:
+    """Batch norm as the setting `batch-norm` says: `running` or `local` statistics, or those of the `batch` always."""
+    return nn.BatchNorm2d(channels, track_running_stats=batch_norm != "batch")
+
+
+def fit_features(z: Tensor, shape: Shape) -> Tensor:
+    """Bring z[B, C, H, W] (or [B, F]) to `shape` without parameters: FeDepth's skip connection by zero padding.
+
+    Space is sub-sampled (every s-th row and column), then cropped; channels get zeros, half before and half after
+    (the authors' option A shortcut: 16 channels to 64 is 24 + 16 + 24).
+    """
+    if tuple(z.shape[1:]) == tuple(shape):
+        return z
+    if z.dim() - 1 != len(shape) or any(have < want for have, want in zip(z.shape[2:], shape[1:], strict=True)):
+        raise ValueError(f"features {tuple(z.shape[1:])} cannot be brought to {tuple(shape)}: space only shrinks")
+    missing = shape[0] - z.shape[1]
+    if missing < 0:
+        raise ValueError(f"features {tuple(z.shape[1:])} cannot be brought to {tuple(shape)}: channels are only added")
+    for dim, want in enumerate(shape[1:], start=2):
+        step = z.shape[dim] // want
+        z = z[(slice(None),) * dim + (slice(None, None, step),)].narrow(dim, 0, want)
+    before = missing // 2
+    return nn.functional.pad(z, (0, 0) * (z.dim() - 2) + (before, missing - before))
+
+
+def run_atoms(blueprint: Blueprint, atoms: Sequence[int], modules: Sequence[nn.Module], z: Tensor) -> Tensor:
+    """Run atoms in order on z; where atoms in between are left out, the features are fitted to the next one."""
+    for index, module in zip(atoms, modules, strict=True):
+        z = module(fit_features(z, blueprint.shape_before(index)))
+    return z
+
+
+def initial_state(blueprint: Blueprint, seed: int, *, exits: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The initial arrays by name, a pure function of (blueprint, seed); one unit is held at a time."""
+    for number, unit in enumerate(blueprint.units(exits=exits)):
+        with isolated_rng(int(np.random.SeedSequence([seed, number]).generate_state(1)[0])):
+            module = blueprint.build_unit(unit)
+        for name, value in module.state_dict().items():
+            yield f"{unit}.{name}", value
+
+
+@contextmanager
+def isolated_rng(seed: int) -> Iterator[None]:
+    """torch initialises layers from its global generator: seed that one, and put it back afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def unit_of(name: str) -> str:
+    """The unit a parameter belongs to: `atoms.3.conv1.weight` -> `atoms.3`, `head.fc.bias` -> `head`."""
+    kind, rest = name.split(".", 1)
+    return kind if kind == "head" else f"{kind}.{rest.split('.', 1)[0]}"
+
+
+def batch_norm_names(unit: str, module: nn.Module) -> set[str]:
+    """Global names of all entries of batch norm layers in a unit (what FedBN keeps on the device)."""
+    return {
+        f"{unit}.{path}.{name}" if path else f"{unit}.{name}"
+        for path, layer in module.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        for name in layer.state_dict()
+    }

@@ -1,0 +1,48 @@
+"""What the architecture files share: scaled widths, map sizes, layers with names, checks of what was asked for.
+
+Every ReLU after a convolution or a norm works in place, as torchvision's do: neither needs its output for its gradient,
+and one map less is held. An atom never changes its input, which may be a cached feature or another atom's residual.
+"""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from models.cascade import Shape
+
+
+def named(**layers: nn.Module) -> nn.Sequential:
+    """Layers in a row, with names rather than numbers in the state dict."""
+    row = nn.Sequential()
+    for name, layer in layers.items():
+        row.add_module(name, layer)
+    return row
+
+
+def pooled_linear(channels: int, num_classes: int) -> nn.Sequential:
+    """A head: global average pooling, then a linear layer; logits[B, classes] of z[B, C, H, W]."""
+    return named(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(channels, num_classes))
+
+
+def scaled(channels: int, width: float) -> int:
+    """The channels of a layer in a model of a fraction `width` of the channels (HeteroFL's rule, at least one)."""
+    return max(1, int(channels * width))
+
+
+def map_size(size: Sequence[int], kernel: int, stride: int = 1, padding: int = 0) -> tuple[int, int]:
+    """(H, W) after a convolution or pooling of (H, W)."""
+    height, width = ((edge + 2 * padding - kernel) // stride + 1 for edge in size)
+    return height, width
+
+
+def require_size(model: str, input_shape: Shape, minimum: int) -> None:
+    """Raise where an image is too small to leave a map at the end of the model."""
+    if min(input_shape[1:]) < minimum:
+        height, width = input_shape[1:]
+        raise ValueError(f"{model} needs images of at least {minimum}x{minimum} pixels, got {height}x{width}")
+
+
+def require_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise where an option has a value that is not known."""
+    if value not in allowed:
+        raise ValueError(f"{option} = {value!r} is not known: use one of {', '.join(allowed)}")

@@ -1,0 +1,68 @@
+"""Cut a cascade into consecutive pieces that each fit a budget.
+
+A piece is a tuple of atom numbers in order. Its price comes from whoever asks: a traced step, a table that a server sent, or
+a paper's formula.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from models.cascade import Blueprint
+
+Piece = tuple[int, ...]
+Price = Callable[[Piece], int | None]  # bytes of training the piece; None = not priced, so it may not be trained
+
+
+class AtomTooLargeError(ValueError):
+    """An atom does not fit its budget even alone, so no cut into pieces exists."""
+
+    def __init__(self, name: str, needed: int | None, allowed: int) -> None:
+        self.name, self.needed, self.allowed = name, needed, allowed
+        cost = "more than any price listed" if needed is None else f"{needed:,} bytes"
+        super().__init__(
+            f"atom {name!r} needs {cost}, the budget allows {allowed:,} bytes: raise the budget, or lower batch-size"
+        )
+
+
+def greedy_partition(atoms: Sequence[int], price: Price, allowed: int, names: Sequence[str]) -> list[Piece]:
+    """Consecutive pieces of `atoms`, each as long as `allowed` bytes permit (FedProphet's Algorithm 1, FeDepth's section 4.1).
+
+    Raises AtomTooLargeError, naming the atom of `names` that does not fit alone.
+    """
+    pieces: list[Piece] = []
+    for atom in atoms:
+        if pieces and fits(price((*pieces[-1], atom)), allowed):
+            pieces[-1] = (*pieces[-1], atom)
+        elif fits(needed := price((atom,)), allowed):
+            pieces.append((atom,))
+        else:
+            raise AtomTooLargeError(names[atom], needed, allowed)
+    return pieces
+
+
+def leave_out_input_side(atoms: Sequence[int], price: Price, allowed: int) -> list[int]:
+    """The atoms left when those that do not fit even alone are skipped (FeDepth's partial training, section 4.2).
+
+    The last atom always stays: a model whose output side does not fit cannot be trained at all.
+    """
+    return [atom for atom in atoms if atom == atoms[-1] or fits(price((atom,)), allowed)]
+
+
+def fits(needed: int | None, allowed: int) -> bool:
+    """Whether a priced piece is within the budget; what has no price is not."""
+    return needed is not None and needed <= allowed
+
+
+def atom_names(blueprint: Blueprint) -> list[str]:
+    """What a person calls the atoms, in order."""
+    return [atom.name for atom in blueprint.atoms]
+
+
+def runs(atoms: Iterable[int]) -> str:
+    """Atoms for people: (0, 4, 5, 6) -> `0,4-6`."""
+    spans: list[list[int]] = []
+    for atom in atoms:
+        if spans and atom == spans[-1][1] + 1:
+            spans[-1][1] = atom
+        else:
+            spans.append([atom, atom])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

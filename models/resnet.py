@@ -1,0 +1,83 @@
+"""ResNet-18: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, layer by layer as in torchvision.
+
+`stem` = `imagenet` is the 7x7 convolution of stride 2 with max-pooling; `cifar` the 3x3 convolution that PriSM and
+ProFL use on small images (11,173,962 parameters for 3 channels and 10 classes); `auto` takes `imagenet` from 64 pixels.
+"""
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from models.cascade import Atom, Blueprint, Shape, norm_layer
+from models.layers import map_size, named, pooled_linear, require_one_of, require_size, scaled
+
+CHANNELS = (64, 128, 256, 512)
+BLOCKS = 2
+
+
+class BasicBlock(nn.Module):
+    """conv-BN-ReLU-conv-BN plus a shortcut, then ReLU; the shortcut is a 1x1 convolution and BN where shapes differ."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, batch_norm: str) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = norm_layer(outputs, batch_norm)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = norm_layer(outputs, batch_norm)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            conv = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.downsample = nn.Sequential(conv, norm_layer(outputs, batch_norm))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """out[B, outputs, H/stride, W/stride] of x[B, inputs, H, W]."""
+        out: Tensor = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += self.downsample(x)
+        out = self.relu(out)
+        return out
+
+
+def resnet18(
+    num_classes: int,
+    input_shape: Shape,
+    width: float = 1.0,
+    batch_norm: str = "running",
+    stem: str = "auto",
+) -> Blueprint:
+    """Atoms `stem`, `block1` .. `block8`; the map halves at blocks 3, 5 and 7."""
+    require_one_of("stem", stem, ("auto", "cifar", "imagenet"))
+    if stem == "auto":
+        stem = "imagenet" if min(input_shape[1:]) >= 64 else "cifar"
+    require_size(f"resnet18 with the {stem} stem", input_shape, 32 if stem == "imagenet" else 8)
+    channels, size = scaled(CHANNELS[0], width), (input_shape[1], input_shape[2])
+    build_stem = _cifar_stem
+    if stem == "imagenet":
+        build_stem, size = _imagenet_stem, map_size(map_size(size, 7, 2, 3), 3, 2, 1)
+    atoms = [Atom("stem", partial(build_stem, input_shape[0], channels, batch_norm), (channels, *size))]
+    for number in range(BLOCKS * len(CHANNELS)):
+        stage, place = divmod(number, BLOCKS)
+        stride = 2 if stage and not place else 1
+        outputs, size = scaled(CHANNELS[stage], width), map_size(size, 3, stride, 1)
+        build = partial(BasicBlock, channels, outputs, stride, batch_norm)
+        atoms.append(Atom(f"block{number + 1}", build, (outputs, *size)))
+        channels = outputs
+    head = partial(pooled_linear, channels, num_classes)
+    return Blueprint("resnet18", input_shape, num_classes, tuple(atoms), head, batch_norm)
+
+
+def _cifar_stem(inputs: int, outputs: int, batch_norm: str) -> nn.Module:
+    return named(
+        conv1=nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+        bn1=norm_layer(outputs, batch_norm),
+        relu=nn.ReLU(inplace=True),
+    )
+
+
+def _imagenet_stem(inputs: int, outputs: int, batch_norm: str) -> nn.Module:
+    return named(
+        conv1=nn.Conv2d(inputs, outputs, 7, 2, padding=3, bias=False),
+        bn1=norm_layer(outputs, batch_norm),
+        relu=nn.ReLU(inplace=True),
+        maxpool=nn.MaxPool2d(3, 2, padding=1),
+    )

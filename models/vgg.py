@@ -1,0 +1,77 @@
+"""VGG-11 and VGG-16 with batch norm: Simonyan and Zisserman, ICLR 2015, convolutions as in torchvision's vgg*_bn.
+
+An atom is a convolution with its BN, its ReLU and the max-pooling that follows, as FedProphet cuts it; its authors
+count the average pooling and the classifier to the last convolution's atom, here they are the head. VGG-16 has
+15,253,578 parameters for 3 channels and 10 classes with the classifier `fedprophet`.
+
+A max-pooling that would leave less than one pixel is left out: from 28x28 the maps are 14, 7, 3, 1 and again 1. The
+`classifier` is the one of a system:
+
+  fedprophet  512-512-512-classes, dropout 0.5
+  profl       512-4096-4096-classes, dropout 0.4
+  prism       512-classes
+"""
+
+from functools import partial
+from itertools import pairwise
+
+from torch import nn
+
+from models.cascade import Atom, Blueprint, Shape, norm_layer
+from models.layers import map_size, named, require_one_of, require_size, scaled
+
+CHANNELS = (64, 128, 256, 512, 512)
+CONVS = {"vgg11": (1, 1, 2, 2, 2), "vgg16": (2, 2, 3, 3, 3)}  # before each of the five poolings
+CLASSIFIERS = {"fedprophet": ((512, 512), 0.5), "profl": ((4096, 4096), 0.4), "prism": ((), 0.0)}
+
+
+def _vgg(
+    name: str,
+    num_classes: int,
+    input_shape: Shape,
+    width: float = 1.0,
+    batch_norm: str = "running",
+    *,
+    classifier: str = "fedprophet",
+) -> Blueprint:
+    """Atoms `conv1` .. `conv8` (VGG-11) or `conv13` (VGG-16)."""
+    require_size(name, input_shape, 16)
+    require_one_of("classifier", classifier, tuple(CLASSIFIERS))
+    channels, size = input_shape[0], (input_shape[1], input_shape[2])
+    atoms: list[Atom] = []
+    for stage, convs in enumerate(CONVS[name]):
+        outputs = scaled(CHANNELS[stage], width)
+        for place in range(convs):
+            pool = place == convs - 1 and min(size) >= 2
+            size = map_size(size, 2, 2) if pool else size
+            build = partial(_conv, channels, outputs, pool, batch_norm)
+            atoms.append(Atom(f"conv{len(atoms) + 1}", build, (outputs, *size)))
+            channels = outputs
+    hidden, dropout = CLASSIFIERS[classifier]
+    head = partial(_head, (channels, *(scaled(h, width) for h in hidden)), num_classes, dropout)
+    return Blueprint(name, input_shape, num_classes, tuple(atoms), head, batch_norm)
+
+
+vgg11 = partial(_vgg, "vgg11")
+vgg16 = partial(_vgg, "vgg16")
+
+
+def _conv(inputs: int, outputs: int, pool: bool, batch_norm: str) -> nn.Module:
+    atom = named(
+        conv=nn.Conv2d(inputs, outputs, 3, padding=1),
+        bn=norm_layer(outputs, batch_norm),
+        relu=nn.ReLU(inplace=True),
+    )
+    if pool:
+        atom.add_module("pool", nn.MaxPool2d(2))
+    return atom
+
+
+def _head(features: tuple[int, ...], num_classes: int, dropout: float) -> nn.Module:
+    layers: dict[str, nn.Module] = {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
+    for number, (inputs, outputs) in enumerate(pairwise(features), start=1):
+        layers[f"fc{number}"] = nn.Linear(inputs, outputs)
+        layers[f"relu{number}"] = nn.ReLU(inplace=True)
+        layers[f"dropout{number}"] = nn.Dropout(dropout)
+    layers[f"fc{len(features)}"] = nn.Linear(features[-1], num_classes)
+    return named(**layers)

@@ -1,0 +1,189 @@
+"""A Flower `Grid` without Flower's processes: it runs the ClientApp here, or in spawned workers.
+
+For tests, small studies and machines without Ray. Messages are pickled in both cases, so a client never shares memory with
+the server, and replies come back in the order of the messages: results do not depend on the number of workers.
+"""
+
+import logging
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Iterable, Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+SERVER = 1
+FIRST_NODE = 2  # client i is node FIRST_NODE + i
+LOG = logging.getLogger("piecework")
+
+
+def identify(node_id: int) -> None:
+    """Flower makes no message outside a task."""
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, node_id
+
+
+def answer(data: bytes, run_config: Mapping[str, Any], clients: int, node_config: Mapping[str, Any]) -> bytes:
+    """Run the ClientApp on one pickled message; an exception becomes an error reply, as Flower's engines do."""
+    from client_app.app import app
+
+    message: Message = pickle.loads(data)  # noqa: S301 (written by this program, never from a network)
+    client = message.metadata.dst_node_id - FIRST_NODE
+    config = {"partition-id": client, "num-partitions": clients, **node_config}
+    context = Context(1, message.metadata.dst_node_id, config, RecordDict(), dict(run_config))
+    try:
+        reply = app(message, context)
+    except Exception as error:
+        LOG.error("client %d failed:\n%s", client, traceback.format_exc())
+        reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
+    return pickle.dumps(reply, protocol=5)
+
+
+def work(connection: Connection, run_config: Mapping[str, Any], clients: int, node_config: Mapping[str, Any]) -> None:
+    """A worker process: answers until the other end is closed."""
+    identify(SERVER)
+    while True:
+        try:
+            data = connection.recv_bytes()
+        except (EOFError, KeyboardInterrupt):
+            return
+        connection.send_bytes(answer(data, run_config, clients, node_config))
+
+
+class LocalGrid(Grid):
+    """`workers` = 1 runs clients in this process; more are spawned. `node_config` is given to every node besides its id."""
+
+    def __init__(
+        self,
+        clients: int,
+        run_config: Mapping[str, Any],
+        workers: int = 1,
+        node_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        identify(SERVER)
+        self._clients = clients
+        self._arguments = (dict(run_config), clients, dict(node_config or {}))
+        self._order: deque[str] = deque()
+        self._waiting: deque[tuple[str, bytes]] = deque()
+        self._done: dict[str, Message] = {}
+        self._busy: dict[Connection, tuple[str, bytes]] = {}
+        self._workers: dict[Connection, BaseProcess] = {}
+        for _ in range(workers if workers > 1 else 0):
+            self._start_worker()
+
+    def _start_worker(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=work, args=(theirs, *self._arguments), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers[ours] = process
+
+    def close(self) -> None:
+        """End the workers."""
+        for connection, process in self._workers.items():
+            connection.close()
+            process.terminate()
+            process.join()
+        self._workers.clear()
+
+    def __enter__(self) -> "LocalGrid":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def set_run(self, run: Run) -> None:
+        """Nothing to set: there is one run."""
+
+    @property
+    def run(self) -> Run:
+        """The one run."""
+        return Run.create_empty(1)
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """A message to a node."""
+        return Message(content, dst_node_id=dst_node_id, message_type=message_type, group_id=group_id, ttl=ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """The nodes, always all of them."""
+        return range(FIRST_NODE, FIRST_NODE + self._clients)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Queue messages; idle workers take them up at once."""
+        identifiers = []
+        for message in messages:
+            identifier = uuid.uuid4().hex
+            message.metadata.__dict__["_message_id"] = identifier
+            self._order.append(identifier)
+            self._waiting.append((identifier, pickle.dumps(message, protocol=5)))
+            identifiers.append(identifier)
+            self._feed()
+        return identifiers
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Block until the oldest message is answered, and return its reply."""
+        wanted = set(message_ids)
+        if not self._order or self._order[0] not in wanted:
+            return []
+        oldest = self._order.popleft()
+        while oldest not in self._done:
+            self._collect() if self._workers else self._run_here()
+        return [self._done.pop(oldest)]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """All replies, in the order of the messages."""
+        pending = set(self.push_messages(messages))
+        replies: list[Message] = []
+        deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
+        while pending and time.monotonic() < deadline:
+            for reply in self.pull_messages(pending):
+                pending.discard(reply.metadata.reply_to_message_id)
+                replies.append(reply)
+        return replies
+
+    def _run_here(self) -> None:
+        identifier, data = self._waiting.popleft()
+        self._done[identifier] = pickle.loads(answer(data, *self._arguments))  # noqa: S301
+
+    def _feed(self) -> None:
+        for connection in [c for c in self._workers if c not in self._busy]:
+            if self._waiting:
+                self._busy[connection] = self._waiting.popleft()
+                connection.send_bytes(self._busy[connection][1])
+
+    def _collect(self) -> None:
+        for ready in wait(list(self._busy)):
+            assert isinstance(ready, Connection)
+            identifier, data = self._busy.pop(ready)
+            try:
+                self._done[identifier] = pickle.loads(ready.recv_bytes())  # noqa: S301
+            except (EOFError, ConnectionResetError):
+                self._done[identifier] = self._replace(ready, data)
+        self._feed()
+
+    def _replace(self, connection: Connection, data: bytes) -> Message:
+        """A worker that died is replaced; its client's answer is an error."""
+        process = self._workers.pop(connection)
+        process.join()
+        self._start_worker()
+        reason = f"the worker process ended with exit code {process.exitcode}"
+        return Message(Error(8, reason), reply_to=pickle.loads(data))  # noqa: S301
+
+
+def default_workers(workers: int) -> int:
+    """As many as asked for; 0 = one a core."""
+    return (
+        workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else workers or os.cpu_count() or 1
+    )

@@ -1,0 +1,185 @@
+"""The folder a run leaves behind: settings, one JSON object a round, checkpoints, the model.
+
+`rounds.jsonl` is the source of truth for everything that is reported. A checkpoint is written under a temporary name, synced,
+renamed, and carries a schema version and a checksum: a kill at any moment leaves the one before. No pickle anywhere.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+from flwr.app import Array, ArrayRecord
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from server_app.settings import Scalar, Settings
+
+SCHEMA = 1
+KEPT = 2  # newest checkpoints kept, besides the first
+
+
+class CheckpointError(ValueError):
+    """A checkpoint or record cannot be used."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything a run needs to go on: arrays, and plain values (round, experiment-id, settings, strategy state, ...)."""
+
+    arrays: ArrayRecord
+    values: dict[str, Any]
+
+
+class RunDir:
+    """`<output-dir>/<run>/`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        self.rounds_file = self.path / "rounds.jsonl"
+        self.checkpoints = self.path / "checkpoint"
+
+    def create(self, settings: Settings) -> None:
+        """Make the folder and write the settings."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path / "settings.toml", tomli_w.dumps(settings.to_run_config()).encode())
+
+    def settings(self) -> dict[str, Scalar]:
+        """The settings the run was started with. Raises CheckpointError."""
+        import tomllib
+
+        try:
+            return tomllib.loads((self.path / "settings.toml").read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise CheckpointError(f"{self.path} is not the folder of a run: {error}") from error
+
+    def append_round(self, record: Mapping[str, object]) -> None:
+        """Add a round's record; readers see whole lines only."""
+        with self.rounds_file.open("ab") as file:
+            file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+            file.flush()
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """All round records; a half-written last line is not one."""
+        if not self.rounds_file.is_file():
+            return []
+        lines = self.rounds_file.read_bytes().split(b"\n")[:-1]
+        return [json.loads(line) for line in lines]
+
+    def forget_after(self, server_round: int) -> None:
+        """Drop the records of rounds that a resumed run will do again."""
+        kept = [r for r in self.rounds() if r["round"] <= server_round]
+        write_atomically(
+            self.rounds_file, b"".join(json.dumps(r, separators=(",", ":")).encode() + b"\n" for r in kept)
+        )
+
+    def save_checkpoint(self, arrays: ArrayRecord, values: Mapping[str, Any]) -> None:
+        """Write `checkpoint/round-NNNNN/` and drop all but the first and the newest two."""
+        final = self.checkpoints / f"round-{values['round']:05d}"
+        temporary = final.with_suffix(".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file(dict(numpy_arrays(arrays)), temporary / "arrays.safetensors")
+        digest = sha256(temporary / "arrays.safetensors")
+        document = {"schema": SCHEMA, "arrays-sha256": digest, **values}
+        (temporary / "state.json").write_text(json.dumps(document), encoding="utf-8")
+        for path in temporary.iterdir():
+            sync(path)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.replace(final)
+        sync(self.checkpoints)
+        for path in self._checkpoint_paths()[1:-KEPT]:
+            shutil.rmtree(path)
+
+    def _checkpoint_paths(self) -> list[Path]:
+        return sorted(path for path in self.checkpoints.glob("round-*") if path.suffix != ".tmp")
+
+    def load_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint, or None where there is none. Raises CheckpointError where it is damaged."""
+        paths = self._checkpoint_paths()
+        return read_checkpoint(paths[-1]) if paths else None
+
+    def save_model(self, arrays: ArrayRecord, description: Mapping[str, object]) -> None:
+        """Write `model.safetensors` with what is needed to build the model again in its metadata."""
+        temporary = self.path / "model.tmp"
+        save_file(dict(numpy_arrays(arrays)), temporary, metadata={"piecework": json.dumps(description)})
+        sync(temporary)
+        temporary.replace(self.path / "model.safetensors")
+
+    def write_summary(self, summary: Mapping[str, object]) -> None:
+        """Write `summary.json`: how the run ended."""
+        write_atomically(self.path / "summary.json", json.dumps(summary, indent=2).encode())
+
+    def summary(self) -> dict[str, Any] | None:
+        """How the run ended, or None where it has not."""
+        path = self.path / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and verify one checkpoint folder. Raises CheckpointError, naming the file and what to do."""
+    advice = f"delete {path} to go on from the checkpoint before it"
+    try:
+        values = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if values.pop("schema") != SCHEMA:
+            raise CheckpointError(
+                f"{path} was written by another version of Piecework (schema is not {SCHEMA}): {advice}"
+            )
+        if sha256(path / "arrays.safetensors") != values.pop("arrays-sha256"):
+            raise CheckpointError(f"{path / 'arrays.safetensors'} does not match its checksum: {advice}")
+        return Checkpoint(read_arrays(path / "arrays.safetensors"), values)
+    except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}): {advice}") from error
+
+
+def read_arrays(path: Path) -> ArrayRecord:
+    """A safetensors file as a Flower record."""
+    with safe_open(path, framework="np") as file:
+        return ArrayRecord({name: Array(file.get_tensor(name)) for name in file.keys()})  # noqa: SIM118
+
+
+def numpy_arrays(arrays: ArrayRecord) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of a record by name."""
+    return ((name, array.numpy()) for name, array in arrays.items())
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file's content, or leave it as it was."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    sync(temporary)
+    temporary.replace(path)
+
+
+def sync(path: Path) -> None:
+    """fsync a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def newest_run(output_dir: Path, settings_hash: str) -> Path | None:
+    """The run in `output_dir` with these settings that was written to last, if there is one."""
+    found = []
+    for path in output_dir.glob("*/settings.toml"):
+        try:
+            old = Settings.from_run_config(RunDir(path.parent).settings())
+        except ValueError:
+            continue  # a run of another version cannot be the one to resume
+        if old.hash() == settings_hash:
+            found.append((path.stat().st_mtime, path.parent))
+    return max(found)[1] if found else None

@@ -1,0 +1,115 @@
+"""Who is there: which Flower node is which client, and what each of them can afford.
+
+A client is known by the `partition-id` of its node-config: Flower's node id changes when a device restarts.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from client_app.task import Outcome
+from device_profiles.fleet import Fleet, device_of, device_state
+from device_profiles.profile import DeviceState
+
+QUERY = "query.device"
+
+
+class TooFewNodesError(RuntimeError):
+    """Fewer nodes connected in time than the run needs."""
+
+
+@dataclass
+class Member:
+    """A node: its client number, its device's name, versions, and measured figures where it measures itself."""
+
+    node_id: int
+    client: int
+    device: str
+    versions: str
+    measured: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Roster:
+    """The members by client number. `clients` is how many the run is for (0 = decided by who connects)."""
+
+    fleet: Fleet
+    seed: int
+    clients: int
+    reserve: int
+    members: dict[int, Member] = field(default_factory=dict)
+    _known: set[int] = field(default_factory=set)
+
+    def gather(self, grid: Grid, timeout: float) -> None:
+        """Wait, at most `timeout` seconds, until all clients are there. Raises TooFewNodesError."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self.update(grid, max(1.0, deadline - time.monotonic()))
+            if len(self.members) >= max(1, self.clients):
+                self.clients = self.clients or len(self.members)
+                return
+            if time.monotonic() >= deadline:
+                raise TooFewNodesError(
+                    f"{len(self.members)} of {max(1, self.clients)} clients connected within {timeout:g} s (node-timeout): "
+                    "start more nodes, lower `clients`, or give each node its own partition-id"
+                )
+            time.sleep(0.2)
+
+    def update(self, grid: Grid, timeout: float) -> None:
+        """Ask nodes that are new who they are; a client that came back under a new node id replaces its old entry."""
+        new = [node for node in grid.get_node_ids() if node not in self._known]
+        if not new:
+            return
+        queries = [Message(RecordDict(), dst_node_id=node, message_type=QUERY) for node in new]
+        for reply in grid.send_and_receive(queries, timeout=timeout):
+            if reply.has_error():
+                continue
+            self._known.add(reply.metadata.src_node_id)
+            self._admit(reply)
+
+    def _admit(self, reply: Message) -> None:
+        metrics = dict(reply.content.metric_records["metrics"])
+        device, _, versions = Outcome.from_record(reply.content.config_records["outcome"]).reason.partition("|")
+        client = int(metrics.pop("partition-id"))  # type: ignore[arg-type]
+        if self.clients and not 0 <= client < self.clients:
+            return
+        measured = {key: float(value) for key, value in metrics.items()}  # type: ignore[arg-type]
+        self.members[client] = Member(reply.metadata.src_node_id, client, device, versions, measured)
+
+    def present(self, grid: Grid) -> list[int]:
+        """The clients whose nodes are connected now, in order."""
+        nodes = set(grid.get_node_ids())
+        return sorted(client for client, member in self.members.items() if member.node_id in nodes)
+
+    def client_of(self, node_id: int) -> int | None:
+        """The client behind a node."""
+        return next((m.client for m in self.members.values() if m.node_id == node_id), None)
+
+    def device_name(self, client: int) -> str:
+        """What the records call this client's device."""
+        member = self.members.get(client)
+        if member is not None and member.device:
+            return member.device
+        return device_of(self.fleet, client, self.clients, self.seed).name
+
+    def state(self, client: int, server_round: int, reference: int, message_bytes: int) -> DeviceState:
+        """What a client has in a round: emulated, or as it last measured itself. `reference` is in bytes."""
+        member = self.members.get(client)
+        if member is not None and member.device == "auto":
+            budget = int(member.measured["memory-available"]) - self.reserve - 3 * message_bytes
+            flops, disk = member.measured["flops-per-second"], member.measured["disk-bandwidth"]
+            return DeviceState("auto", max(0, budget), flops, float("inf"), disk)
+        name = member.device if member is not None and member.device else None
+        return device_state(self.fleet, client, self.clients, self.seed, server_round, reference, name)
+
+    def note_free_memory(self, client: int, available: float) -> None:
+        """A device that measures itself says with every reply how much memory is free."""
+        self.members[client].measured["memory-available"] = available
+
+    def budgets(self, reference: int, message_bytes: int, rounds: Iterable[int] = (1,)) -> list[int]:
+        """The budgets of all members, without repetition, in ascending order."""
+        states = [self.state(c, r, reference, message_bytes) for c in self.members for r in rounds]
+        return sorted({state.budget_bytes for state in states})

@@ -1,0 +1,255 @@
+"""The one round loop: sample, send, aggregate as replies arrive, evaluate, record, checkpoint."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
+
+from client_app.app import blueprint_for, open_dataset
+from device_profiles.fleet import load_fleet
+from federated_data.datasets import default_cache, prepare
+from models.cascade import initial_state
+from server_app.evaluation import Evaluator
+from server_app.records import Checkpoint, RunDir, newest_run
+from server_app.roster import Roster
+from server_app.settings import Settings, check_resume
+from strategies import find_strategy
+from strategies.base import ClientReport, Experiment, PieceStrategy
+
+OnRound = Callable[[dict[str, Any]], None]
+
+
+class RunAbortedError(RuntimeError):
+    """The run cannot go on; the message says why."""
+
+
+def exchange(grid: Grid, messages: Iterable[Message], in_flight: int, timeout: float) -> Iterator[Message]:
+    """Send messages, at most `in_flight` out at once, and yield replies as they arrive, for at most `timeout` seconds."""
+    waiting, pending = iter(messages), set[str]()
+    deadline, pause, exhausted = time.monotonic() + timeout, 0.01, False
+    while time.monotonic() < deadline:
+        while not exhausted and len(pending) < in_flight:
+            message = next(waiting, None)
+            exhausted = message is None
+            if message is not None:
+                pending.update(grid.push_messages([message]))
+        if not pending:
+            return
+        replies = list(grid.pull_messages(pending))
+        for reply in replies:
+            pending.discard(reply.metadata.reply_to_message_id)
+            yield reply
+        pause = 0.01 if replies else min(2 * pause, 0.5)
+        if not replies:
+            time.sleep(pause)
+
+
+class Run:
+    """One run, new or resumed. `state_dir` is where emulated clients keep their stores."""
+
+    def __init__(self, grid: Grid, settings: Settings, run_dir: RunDir) -> None:
+        self.grid, self.settings, self.run_dir = grid, settings, run_dir
+        fleet = load_fleet(settings.fleet)
+        strategy_class = find_strategy(settings.strategy)
+        prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.download)
+        self.data = open_dataset(settings.dataset, settings.data_dir)
+        blueprint = blueprint_for(settings, self.data)
+        checkpoint = run_dir.load_checkpoint() if settings.resume_from else None
+        self.values = self._begin(checkpoint)
+        self.roster = Roster(fleet, settings.seed, settings.clients, settings.reserve)
+        state_dir = settings.state_dir or str(run_dir.path / "clients")
+        reference = blueprint_for(settings.model_copy(update={"model_width": 1.0}), self.data)
+        experiment = Experiment(settings, blueprint, reference, self.roster, self.values["experiment-id"], state_dir)
+        self.strategy: PieceStrategy = strategy_class(experiment)
+        if checkpoint is not None:
+            self.strategy.state = type(self.strategy.state).from_values(self.values["strategy-state"])
+            self.arrays = checkpoint.arrays
+        else:
+            state = initial_state(blueprint, settings.seed, exits=self.strategy.exits)
+            self.arrays = ArrayRecord({name: Array(value.numpy()) for name, value in state})
+        self.evaluate = Evaluator(blueprint, self.data, settings.eval_batch_size)
+
+    def _begin(self, checkpoint: Checkpoint | None) -> dict[str, Any]:
+        if checkpoint is None:
+            self.run_dir.rounds_file.unlink(missing_ok=True)
+            return {"experiment-id": uuid.uuid4().hex, "round": 0, "empty-rounds": 0, "best": None, "since-best": 0}
+        check_resume(checkpoint.values["settings"], self.settings)
+        self.run_dir.forget_after(checkpoint.values["round"])
+        return checkpoint.values
+
+    def run(self, on_round: OnRound) -> str:
+        """All rounds that are left. Returns `completed`; raises RunAbortedError or TooFewNodesError."""
+        self.roster.gather(self.grid, self.settings.node_timeout)
+        for server_round in range(self.values["round"] + 1, self.settings.num_rounds + 1):
+            record = self.one_round(server_round)
+            self._note(record)
+            self.run_dir.append_round(record)
+            self._checkpoint(server_round)
+            on_round(record)
+            if self.values["empty-rounds"] >= self.settings.max_empty_rounds:
+                raise RunAbortedError(why_empty(record, self.settings))
+            if self._finished_early(record):
+                break
+        description = {"settings": self.settings.to_run_config(), "experiment-id": self.values["experiment-id"]}
+        self.run_dir.save_model(self.arrays, description)
+        return "completed"
+
+    def one_round(self, server_round: int) -> dict[str, Any]:
+        """Train, aggregate, evaluate. Returns the round's record."""
+        started = time.perf_counter()
+        settings, strategy, config = self.settings, self.strategy, ConfigRecord()
+        self.roster.update(self.grid, settings.node_timeout)
+        in_flight = settings.max_in_flight or default_in_flight(settings)
+        messages = strategy.configure_train(server_round, self.arrays, config, self.grid)
+        replies = exchange(self.grid, messages, in_flight, settings.round_timeout)
+        arrays, train_metrics = strategy.aggregate_train(server_round, replies)
+        trained = time.perf_counter()
+        self.arrays = arrays if arrays is not None else self.arrays
+        questions = strategy.configure_evaluate(server_round, self.arrays, config, self.grid)
+        answers = exchange(self.grid, questions, in_flight, settings.round_timeout)
+        client_metrics = strategy.aggregate_evaluate(server_round, answers)
+        last = server_round == settings.num_rounds
+        due = last or (settings.evaluate_every and server_round % settings.evaluate_every == 0)
+        loss, accuracy = self.evaluate(self.arrays) if due else (None, None)
+        reports = list(strategy.reports.values())
+        return {
+            "round": server_round,
+            "stage": "",
+            "accuracy": accuracy,
+            "loss": loss,
+            "train_loss": float(train_metrics["train-loss"]) if train_metrics is not None else None,  # type: ignore[arg-type]
+            "client_accuracy": float(client_metrics["val-accuracy"]) if client_metrics is not None else None,  # type: ignore[arg-type]
+            "accuracy_by_device": accuracy_by_device(reports),
+            "asked": len(reports),
+            "answered": sum(report.status == "ok" for report in reports),
+            "failed": sum(report.status != "ok" for report in reports),
+            "bytes_down": sum(report.bytes_down for report in reports),
+            "bytes_up": sum(report.bytes_up for report in reports),
+            "bytes_evaluation": strategy.evaluation_bytes,
+            "enforced": settings.memory_model == "traced",
+            "seconds": time.perf_counter() - started,
+            "train_seconds": trained - started,
+            "simulated_seconds": max((report.simulated_seconds for report in reports), default=0.0),
+            "clients": [asdict(report) for report in reports],
+        }
+
+    def _checkpoint(self, server_round: int) -> None:
+        self.values |= {
+            "round": server_round,
+            "settings": self.settings.to_run_config(),
+            "strategy-state": self.strategy.state.to_values(),
+        }
+        self.run_dir.save_checkpoint(self.arrays, self.values)
+
+    def _note(self, record: dict[str, Any]) -> None:
+        """What decides when to stop is part of the checkpoint."""
+        self.values["empty-rounds"] = 0 if record["answered"] else self.values["empty-rounds"] + 1
+        accuracy, best = record["accuracy"], self.values["best"]
+        if accuracy is not None:
+            better = best is None or accuracy > best
+            self.values["best"] = accuracy if better else best
+            self.values["since-best"] = 0 if better else self.values["since-best"] + 1
+
+    def _finished_early(self, record: dict[str, Any]) -> bool:
+        accuracy: float = record["accuracy"] or 0.0
+        return 0 < self.settings.target_accuracy <= accuracy or 0 < self.settings.patience <= self.values["since-best"]
+
+
+def default_in_flight(settings: Settings) -> int:
+    """Enough to keep every worker busy; real devices all work at once."""
+    return max(4, 2 * settings.workers) if settings.engine != "deployment" else 2**16
+
+
+def accuracy_by_device(reports: list[ClientReport]) -> dict[str, float]:
+    """Validation accuracy after local training, over all validation examples of a device class's clients."""
+    by_device: dict[str, tuple[float, int]] = {}
+    for report in reports:
+        if report.val_accuracy is not None and report.val_examples:
+            correct, count = by_device.get(report.device, (0.0, 0))
+            by_device[report.device] = (
+                correct + report.val_accuracy * report.val_examples,
+                count + report.val_examples,
+            )
+    return {device: correct / count for device, (correct, count) in sorted(by_device.items())}
+
+
+def why_empty(record: dict[str, Any], settings: Settings) -> str:
+    """Why nobody trained, in one message that says what to change."""
+    clients = record["clients"]
+    refused = [c for c in clients if c["status"] == "memory"]
+    lines = [f"no client trained in round {record['round']}: {len(clients)} asked, {len(refused)} refused for memory"]
+    if refused:
+        nearest = min(refused, key=lambda c: c["needed"] - c["budget"])
+        lines.append(
+            f"the client nearest to fitting ({nearest['device']}) needs {nearest['needed']:,} bytes and may use "
+            f"{nearest['budget']:,}: choose a strategy that trains in pieces (strategy = fedepth), a smaller batch-size or "
+            "model-width, or a fleet with more memory"
+        )
+    others = [c for c in clients if c["status"] != "memory"]
+    lines += sorted({f"client {c['client']}: {c['reason']}" for c in others})[:3]
+    return "\n".join(lines)
+
+
+def resolve_run_dir(settings: Settings) -> RunDir:
+    """The folder of this run: a new one, or that of the run to resume. Raises ValueError where there is none."""
+    output_dir = Path(settings.output_dir)
+    if settings.resume_from == "auto":
+        found = newest_run(output_dir, settings.hash())
+        if found is None:
+            raise ValueError(f"resume-from = 'auto': no run with these settings in {output_dir.resolve()}")
+        return RunDir(found)
+    if settings.resume_from:
+        if not (Path(settings.resume_from) / "settings.toml").is_file():
+            raise ValueError(f"resume-from = {settings.resume_from!r}: not the folder of a run")
+        return RunDir(Path(settings.resume_from))
+    name = settings.run_name or f"{settings.strategy}-{safe_name(settings.dataset)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return RunDir(output_dir / name)
+
+
+def safe_name(text: str) -> str:
+    """A data set's name as part of a folder's."""
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in text)
+
+
+def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: OnRound = lambda _: None) -> None:
+    """Run, and leave `summary.json` behind whatever happens. Raises what went wrong."""
+    started = time.perf_counter()
+    run_dir.create(settings)
+    status, reason = "failed", ""
+    try:
+        status = Run(grid, settings, run_dir).run(on_round)
+    except BaseException as error:
+        reason = str(error) or type(error).__name__
+        raise
+    finally:
+        run_dir.write_summary(summarise(run_dir, status, reason, time.perf_counter() - started))
+
+
+def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict[str, Any]:
+    """The run in one object, from its round records."""
+    rounds = run_dir.rounds()
+    clients = [client for record in rounds for client in record["clients"]]
+    enforced = all(record["enforced"] for record in rounds)
+    trained = [c for c in clients if c["status"] == "ok" and c["budget"]]
+    evaluated = [record["accuracy"] for record in rounds if record["accuracy"] is not None]
+    return {
+        "run_dir": str(run_dir.path),
+        "status": status,
+        "reason": reason,
+        "rounds": len(rounds),
+        "accuracy": evaluated[-1] if evaluated else None,
+        "clients_asked": sum(record["asked"] for record in rounds),
+        "clients_answered": sum(record["answered"] for record in rounds),
+        "clients_failed": sum(record["failed"] for record in rounds),
+        "bytes_down": sum(record["bytes_down"] for record in rounds),
+        "bytes_up": sum(record["bytes_up"] for record in rounds),
+        "max_peak_over_budget": (
+            max((c["measured_peak"] / c["budget"] for c in trained), default=None) if enforced else None
+        ),
+        "seconds": seconds,
+    }

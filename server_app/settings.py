@@ -1,0 +1,190 @@
+"""The settings of a run: flat kebab-case keys, all in `[tool.flwr.app.config]`, validated at once.
+
+Flower does not check types (`lr=abc` arrives as a string), so everything that reads a run configuration goes through
+`Settings.from_run_config`. An error names the key, the value and what is allowed.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Scalar = bool | int | float | str
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+# What a resumed run may change; everything else decides its numbers.
+CHANGEABLE = frozenset(
+    [
+        "num-rounds",
+        "output-dir",
+        "run-name",
+        "run-dir",
+        "state-dir",
+        "resume-from",
+        "engine",
+        "workers",
+        "max-in-flight",
+        "evaluate-every",
+        "client-evaluation-every",
+        "round-timeout",
+        "node-timeout",
+        "max-empty-rounds",
+        "feature-cache-bytes",
+        "data-dir",
+        "download",
+    ]
+)
+
+
+class SettingsError(ValueError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+
+class Settings(BaseModel):
+    """One run. Defaults are the demo: FeDepth on the embedded digits over 20 emulated boards."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        alias_generator=lambda name: name.replace("_", "-"),
+        populate_by_name=True,
+    )
+
+    strategy: str = "fedepth"
+    num_rounds: AtLeastOne = 20
+    clients: Count = Field(20, description="how many clients take part; 0 = as many as the federation has")
+    clients_per_round: Count = Field(10, description="clients asked in a round; 0 = all")
+    seed: Count = 1
+
+    model: str = "convnet"
+    model_width: Annotated[float, Field(gt=0, le=4)] = 1.0
+    batch_norm: Literal["running", "batch", "local"] = "batch"
+    shortcut_from: Literal["x", "relu"] = Field("x", description="preresnet20 only: relu = the FeDepth authors' choice")
+
+    dataset: str = Field("digits", description="a name, npz:FILE or folder:DIR")
+    data_dir: str = Field("", description="where torchvision's files lie")
+    download: bool = False
+    partition: Literal["iid", "dirichlet", "pathological"] = "dirichlet"
+    partition_alpha: Positive = 1.0
+    partition_balanced: bool = True
+    partition_classes: AtLeastOne = Field(2, description="classes a client, pathological partition")
+    validation_share: Fraction = 0.2
+    augment: bool = Field(False, description="random flip and crop, drawn once per cache fill")
+
+    local_epochs: AtLeastOne = Field(2, description="passes over the share, for every sub-problem")
+    batch_size: Annotated[int, Field(ge=2)] = 16
+    eval_batch_size: Annotated[int, Field(ge=2)] = 256
+    lr: Positive = 0.1
+    lr_schedule: Literal["constant", "cosine"] = "cosine"
+    lr_rounds: Count = Field(0, description="length of the cosine in rounds; 0 = num-rounds")
+    momentum: Fraction = 0.9
+    weight_decay: NonNegative = 5e-4
+    torch_threads: AtLeastOne = Field(1, description="threads of a client's training")
+
+    fleet: str = Field("demo", description="a shipped fleet, a .toml file, or a fleet as JSON")
+    memory_model: Literal["traced", "fedepth"] = "traced"
+    tolerance: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="paper memory-models only: share over budget"
+    )
+    reserve: Count = Field(64 * 2**20, description="bytes a device with device = 'auto' keeps free")
+    feature_cache: bool = Field(True, description="false: features of frozen atoms are computed anew every epoch")
+    feature_cache_bytes: AtLeastOne = 4 * 10**9
+
+    partial_training: Literal["leave-out", "dilute"] = Field(
+        "leave-out", description="dilute = the FeDepth authors' choice"
+    )
+    mutual_models: AtLeastOne = Field(2, description="most models a rich FeDepth client distils mutually; 1 = off")
+    mutual_loss: Literal["paper", "authors"] = "paper"
+
+    evaluate_every: Count = Field(1, description="rounds between central evaluations; 0 = only at the end")
+    client_evaluation_every: Count = Field(0, description="rounds between evaluations on the clients; 0 = never")
+    target_accuracy: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="stop early when reached; 0 = off")
+    patience: Count = Field(0, description="stop after so many evaluations without a better accuracy; 0 = off")
+    max_empty_rounds: AtLeastOne = Field(1, description="rounds in a row in which nobody trained before the run aborts")
+    update_norm_limit: NonNegative = Field(10.0, description="times the median accepted update norm; 0 = off")
+    round_timeout: Positive = Field(3600.0, description="seconds a round waits for replies")
+    node_timeout: Positive = Field(120.0, description="seconds to wait for the clients to connect")
+
+    engine: Literal["local", "ray", "deployment"] = "local"
+    workers: Count = Field(0, description="client processes at once; 0 = one a core")
+    max_in_flight: Count = Field(
+        0, description="messages out at once; 0 = twice the workers, at least 4; deployment: all"
+    )
+    output_dir: str = "runs"
+    run_name: str = Field("", description="folder of the run in output-dir; empty = made from strategy, data and time")
+    state_dir: str = Field("", description="the clients' stores; empty = RUN/clients")
+    resume_from: str = Field(
+        "", description="a run's folder, or auto = the newest run in output-dir with these settings"
+    )
+
+    @classmethod
+    def from_run_config(cls, config: Mapping[str, Scalar]) -> Self:
+        """Validate a flat run configuration. Raises SettingsError."""
+        return _validated(cls, tuple(sorted(config.items())))  # type: ignore[return-value]
+
+    def to_run_config(self) -> dict[str, Scalar]:
+        """The flat kebab-case form, every key."""
+        return self.model_dump(by_alias=True)
+
+    def hash(self) -> str:
+        """A short digest of what decides a run's numbers; equal for a run and its resumption."""
+        kept = {key: value for key, value in self.to_run_config().items() if key not in CHANGEABLE}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=64)
+def _validated(cls: type[Settings], items: tuple[tuple[str, Scalar], ...]) -> Settings:
+    values = dict(items)
+    for key, value in values.items():
+        field = cls.model_fields.get(key.replace("-", "_"))
+        if field is None or "_" in key:
+            raise SettingsError(_unknown_key(cls, key))
+        if isinstance(value, int) and not isinstance(value, bool) and isinstance(field.default, float):
+            values[key] = float(value)
+    try:
+        return cls.model_validate(values, by_alias=True, by_name=False)
+    except ValidationError as error:
+        raise SettingsError("\n".join(map(_explain, error.errors()))) from None
+
+
+def _unknown_key(cls: type[Settings], key: str) -> str:
+    from difflib import get_close_matches
+
+    known = sorted(name.replace("_", "-") for name in cls.model_fields)
+    near = get_close_matches(key.replace("_", "-"), known, n=1)
+    return f"unknown setting {key!r}" + (f": did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}")
+
+
+def _explain(error: Mapping[str, object]) -> str:
+    location = error["loc"]
+    key = location[0] if isinstance(location, tuple) and location else "?"
+    message = str(error["msg"]).removeprefix("Input ")
+    return f"setting {key} = {error['input']!r}: {message}"
+
+
+def check_resume(old: Mapping[str, Scalar], new: Settings) -> None:
+    """Raise SettingsError, naming the first key, unless `new` may go on from a run with the settings `old`."""
+    for key, value in new.to_run_config().items():
+        if key not in CHANGEABLE and key in old and old[key] != value:
+            raise SettingsError(
+                f"setting {key} = {value!r} differs from {old[key]!r} of the run to resume: a resumed run may only change "
+                f"{', '.join(sorted(CHANGEABLE))}"
+            )
+
+
+def learning_rate(settings: Settings, server_round: int) -> float:
+    """The rate of round 1, 2, ...: constant, or a cosine that would reach zero after the last round."""
+    if settings.lr_schedule == "constant":
+        return settings.lr
+    import math
+
+    length = settings.lr_rounds or settings.num_rounds
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * min(server_round - 1, length) / length))

@@ -1,0 +1,306 @@
+"""What every strategy shares: sampling, tasks under budgets, checked updates, the running average, records.
+
+Flower's `Strategy` signatures are kept. `aggregate_train` takes an iterable of replies and works on them as they arrive. A
+method overrides what it does differently: which prices a task carries, and how replies are combined.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from client_app.app import recipe_for
+from client_app.randomness import generator
+from client_app.task import Metrics, Outcome, Task, content_bytes, piece_key
+from client_app.training import piece_price
+from device_profiles.clock import simulated_seconds
+from device_profiles.memory import StepPrice, fedepth_full_bytes, fedepth_price
+from device_profiles.profile import DeviceState
+from models.cascade import Blueprint
+from models.partition import Piece
+from server_app.roster import Roster
+from server_app.settings import Settings, learning_rate
+from strategies.aggregation import (
+    CheckedUpdate,
+    UpdateRejectedError,
+    WeightedMean,
+    check_update,
+    norm_limit,
+    spec_of,
+)
+
+NORMS_KEPT = 1000
+
+
+@dataclass
+class StrategyState:
+    """Everything a strategy remembers between rounds: plain values, so that a checkpoint is this and the arrays."""
+
+    norms: list[float] = field(default_factory=list)
+
+    def to_values(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Self:
+        """Read what `to_values` gave. Raises ValueError for a field that is missing or not known."""
+        known = {f.name for f in fields(cls)}
+        if set(values) != known:
+            raise ValueError(f"strategy state has the fields {sorted(values)}, expected {sorted(known)}")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a strategy works on. `blueprint` is the model of the run, `reference` the one at width 1."""
+
+    settings: Settings
+    blueprint: Blueprint
+    reference: Blueprint
+    roster: Roster
+    experiment_id: str
+    state_dir: str
+
+
+@dataclass
+class ClientReport:
+    """One client in one round, as it goes into the records. Bytes, seconds, FLOPs; peaks are of training memory."""
+
+    client: int
+    device: str
+    budget: int
+    bytes_down: int
+    status: str = "failed"
+    reason: str = "no answer within round-timeout"
+    bytes_up: int = 0
+    needed: int = 0
+    predicted_peak: int = 0
+    measured_peak: int = 0
+    rss_peak: int = 0
+    rss_growth: int = 0
+    pieces: str = ""
+    examples: int = 0
+    train_loss: float | None = None
+    val_accuracy: float | None = None
+    val_examples: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+    simulated_seconds: float = 0.0
+
+
+class PieceStrategy(Strategy):
+    """Base of all strategies here. `exits`: the model has own heads behind its atoms."""
+
+    name: ClassVar[str]
+    exits: ClassVar[bool] = False
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment, self.settings = experiment, experiment.settings
+        self.blueprint, self.roster = experiment.blueprint, experiment.roster
+        self.state = StrategyState()
+        self.reports: dict[int, ClientReport] = {}
+        self.evaluation_bytes = 0
+        self._states: dict[int, DeviceState] = {}
+        self._prices: dict[Piece, StepPrice] = {}
+        self._reference: int | None = None
+        self._arrays = ArrayRecord()
+
+    @abstractmethod
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        """The price list of a client with this budget (bytes): all that its trainer will look up."""
+
+    def trace_piece(self, piece: Piece) -> StepPrice:
+        """What one step of a piece really takes; overridden where a step is not one piece with the shared head."""
+        return piece_price(self.blueprint, piece, "head", recipe_for(self.settings, 1.0))
+
+    def price(self, piece: Piece) -> int:
+        """Bytes of training a piece by the memory-model."""
+        if self.settings.memory_model == "fedepth":
+            return int(self.paper_bytes(piece))
+        return self.step_price(piece).peak_bytes
+
+    def step_price(self, piece: Piece) -> StepPrice:
+        """Traced once a run."""
+        if piece not in self._prices:
+            self._prices[piece] = self.trace_piece(piece)
+        return self._prices[piece]
+
+    def paper_bytes(self, piece: Piece) -> float:
+        """Bytes of a piece by FeDepth's rule: a whole model of width r costs r times the full one (its Table 1)."""
+        if len(piece) == len(self.blueprint.atoms):
+            full = fedepth_full_bytes(self.experiment.reference, self.settings.batch_size)
+            return full * self.settings.model_width
+        return fedepth_price(self.blueprint, piece, self.settings.batch_size)
+
+    @property
+    def reference_bytes(self) -> int:
+        """One reference step: the model at width 1, a FedAvg step; ratio budgets are shares of it."""
+        if self._reference is None:
+            whole = self.experiment.reference
+            atoms = tuple(range(len(whole.atoms)))
+            self._reference = (
+                int(fedepth_full_bytes(whole, self.settings.batch_size))
+                if self.settings.memory_model == "fedepth"
+                else piece_price(whole, atoms, "head", recipe_for(self.settings, 1.0)).peak_bytes
+            )
+        return self._reference
+
+    def sample(self, server_round: int, grid: Grid) -> list[int]:
+        """The clients of a round: a function of (seed, round) and of who is connected."""
+        present = np.array(self.roster.present(grid))
+        wanted = min(self.settings.clients_per_round or len(present), len(present))
+        chosen = generator(self.settings.seed, server_round, "sample").choice(present, size=wanted, replace=False)
+        return sorted(int(client) for client in chosen)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """One task a client, made when it is sent: at most `max-in-flight` exist at once."""
+        self._arrays, self.reports = arrays, {}
+        return self._train_messages(server_round, arrays, grid)
+
+    def _train_messages(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterator[Message]:
+        for client in self.sample(server_round, grid):
+            state = self.roster.state(client, server_round, self.reference_bytes, arrays.count_bytes())
+            task = self.task(server_round, state.budget_bytes)
+            content = RecordDict({"task": task.to_record(), "arrays": arrays})
+            self._states[client] = state
+            self.reports[client] = ClientReport(client, state.device, state.budget_bytes, content_bytes(content))
+            yield self._message(content, client, "train", server_round)
+
+    def _message(self, content: RecordDict, client: int, kind: str, server_round: int) -> Message:
+        node = self.roster.members[client].node_id
+        return Message(content, dst_node_id=node, message_type=kind, group_id=str(server_round))
+
+    def task(self, server_round: int, budget: int) -> Task:
+        """The task of a client with this budget."""
+        return Task(
+            experiment_id=self.experiment.experiment_id,
+            round=server_round,
+            state_round=server_round - 1,
+            strategy=self.name,
+            budget=budget,
+            reference=self.reference_bytes,
+            lr=learning_rate(self.settings, server_round),
+            state_dir=self.experiment.state_dir,
+            enforced=self.settings.memory_model == "traced",
+            prices={piece_key(piece): price for piece, price in self.prices_for(budget).items()},
+        )
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Take in replies one by one. Returns (None, None) when nobody trained."""
+        mean, norms, spec = WeightedMean(), [], spec_of(self._arrays)
+        limit = norm_limit(self.state.norms, self.settings.update_norm_limit)
+        for message in replies:
+            client = self.roster.client_of(message.metadata.src_node_id)
+            if client is None or client not in self.reports:
+                continue  # an answer to an earlier round that timed out
+            update = self.receive(message, self.reports[client], spec, limit)
+            if update is not None:
+                self.combine(mean, update)
+                norms.append(update.norm)
+        if not norms:
+            return None, None
+        self.state.norms = [*self.state.norms, *norms][-NORMS_KEPT:]
+        return self.finish(mean), self._train_metrics()
+
+    def combine(self, mean: WeightedMean, update: CheckedUpdate) -> None:
+        """Add an update, weighted by its number of examples."""
+        mean.add(update.arrays, update.examples)
+
+    def finish(self, mean: WeightedMean) -> ArrayRecord:
+        """The new model; arrays that nobody trained stay the very same objects."""
+        spec = spec_of(self._arrays)
+        return ArrayRecord(
+            {
+                name: Array(np.asarray(mean[name], dtype=spec[name][1])) if name in mean else array
+                for name, array in self._arrays.items()
+            }
+        )
+
+    def receive(self, message: Message, report: ClientReport, spec: Any, limit: float) -> CheckedUpdate | None:
+        """Fill in the report; the update, if it may enter the model."""
+        if message.has_error():
+            report.status, report.reason = "failed", f"error {message.error.code}: {message.error.reason}"[:500]
+            return None
+        report.bytes_up = content_bytes(message.content)
+        try:
+            outcome = Outcome.from_record(message.content.config_records["outcome"])
+            metrics = dict(message.content.metric_records["metrics"])
+            self._note(report, outcome, metrics)
+            if outcome.status != "ok":
+                report.status, report.reason, report.needed = outcome.status, outcome.reason, outcome.needed
+                return None
+            arrays = message.content.array_records["arrays"]
+            update = check_update(arrays, metrics.get("num-examples"), self._arrays, spec, limit)
+        except (UpdateRejectedError, KeyError, TypeError, ValueError) as error:
+            report.status, report.reason = "rejected", str(error)
+            return None
+        report.status, report.reason = "ok", ""
+        return update
+
+    def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
+        state = self._states[report.client]
+        report.budget = int(metrics.get("budget", report.budget))
+        report.measured_peak = int(metrics.get("measured-peak", 0))
+        report.predicted_peak = int(metrics.get("predicted-peak", 0))
+        report.rss_peak, report.rss_growth = int(metrics.get("rss-peak", 0)), int(metrics.get("rss-growth", 0))
+        report.examples, report.seconds = int(metrics.get("num-examples", 0)), float(metrics.get("seconds", 0.0))
+        report.train_loss, report.val_accuracy = metrics.get("train-loss"), metrics.get("val-accuracy")
+        report.val_examples = int(metrics.get("val-examples", 0))
+        if "memory-available" in metrics:
+            self.roster.note_free_memory(report.client, float(metrics["memory-available"]))
+        if outcome.status == "ok":
+            report.pieces = outcome.reason
+            pieces = [tuple(map(int, key.split(","))) for key in outcome.reason.split("|")]
+            flops = [self.step_price(piece).flops for piece in pieces]
+            seen = metrics["seen"]
+            report.flops = sum(f * n / self.settings.batch_size for f, n in zip(flops, seen, strict=True))
+        report.simulated_seconds = simulated_seconds(state, report.flops, report.bytes_down, report.bytes_up)
+
+    def _train_metrics(self) -> MetricRecord:
+        trained = [r for r in self.reports.values() if r.status == "ok"]
+        total = sum(r.examples for r in trained)
+        return MetricRecord({"train-loss": sum((r.train_loss or 0.0) * r.examples for r in trained) / total})
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterator[Message]:
+        """In every `client-evaluation-every`-th round, the clients of the round evaluate the new model."""
+        self.evaluation_bytes = 0
+        every = self.settings.client_evaluation_every
+        if not every or server_round % every:
+            return
+        for client in self.sample(server_round, grid):
+            state = self.roster.state(client, server_round, self.reference_bytes, arrays.count_bytes())
+            content = RecordDict({"task": self.task(server_round, state.budget_bytes).to_record(), "arrays": arrays})
+            self.evaluation_bytes += content_bytes(content)
+            yield self._message(content, client, "evaluate", server_round)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Mean over all validation examples of the clients that answered."""
+        rows: list[Metrics] = []
+        for message in replies:
+            if message.has_content():
+                self.evaluation_bytes += content_bytes(message.content)
+                rows.append(dict(message.content.metric_records["metrics"]))  # type: ignore[arg-type]
+        total = sum(row.get("val-examples", 0) for row in rows)
+        if not total:
+            return None
+        return MetricRecord(
+            {
+                key: sum(row.get(key, 0.0) * row.get("val-examples", 0) for row in rows) / total
+                for key in ("val-loss", "val-accuracy")
+            }
+        )
+
+    def summary(self) -> None:
+        """Nothing: the launcher prints the settings."""

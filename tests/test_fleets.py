@@ -1,0 +1,420 @@
+"""Fleets, the figures a device measures of itself, and the emulated clock."""
+
+import dataclasses
+import json
+import math
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from device_profiles.clock import round_seconds, simulated_seconds
+from device_profiles.fleet import (
+    Fleet,
+    FleetError,
+    budgets,
+    device_classes,
+    device_of,
+    device_state,
+    format_bytes,
+    load_fleet,
+    parse_bytes,
+    shipped_fleets,
+)
+from device_profiles.profile import DeviceProfile, DeviceState, available_memory, cgroup_headroom, measure_device
+
+SPEEDS = {"flops": 1e9, "bandwidth": 1e6, "disk-bandwidth": 1e7}
+
+
+def device(name: str, **keys: Any) -> dict[str, Any]:
+    return {"name": name, **SPEEDS} | {key.replace("_", "-"): value for key, value in keys.items()}
+
+
+def fleet(*devices: dict[str, Any], assignment: str = "blocks", **keys: Any) -> Fleet:
+    table = {"name": "test", "assignment": assignment, "device": list(devices)}
+    return load_fleet(json.dumps(table | {key.replace("_", "-"): value for key, value in keys.items()}))
+
+
+ABCD = [device(name, memory_ratio=0.5) for name in "abcd"]
+A, B = device("a", memory="64MB"), device("b", memory="128MB", share=3.0)
+
+
+def names(given: Fleet, clients: int, seed: int = 0) -> str:
+    return "".join(device_of(given, client, clients, seed).name for client in range(clients))
+
+
+# ---- who has which device
+
+
+def test_blocks_are_consecutive_and_equal() -> None:
+    assert names(fleet(*ABCD), 100) == "a" * 25 + "b" * 25 + "c" * 25 + "d" * 25
+
+
+def test_blocks_where_clients_do_not_divide() -> None:
+    # floor(4i/7) for i = 0..6: 0 0 1 1 2 2 3
+    assert names(fleet(*ABCD), 7) == "aabbccd"
+    assert names(fleet(*ABCD), 2) == "ac"
+
+
+def test_round_robin() -> None:
+    assert names(fleet(*ABCD, assignment="round-robin"), 7) == "abcdabc"
+
+
+def test_list_gives_each_client_its_device() -> None:
+    listed = fleet(A, B, assignment="list", clients=["b", "a", "b"])
+    assert names(listed, 3) == "bab"
+    with pytest.raises(FleetError, match="lists 3 clients, the run has 4"):
+        device_of(listed, 0, 4, 0)
+
+
+def test_random_follows_the_shares_and_the_seed() -> None:
+    given = fleet(A, B, assignment="random")
+    counts = Counter(names(given, 4000))
+    assert counts["b"] / 4000 == pytest.approx(0.75, abs=0.03)
+    assert names(given, 50) == names(given, 50)
+    assert names(given, 50) != names(given, 50, seed=1)
+    # A client keeps its device when others join.
+    assert names(given, 60)[:50] == names(given, 50)
+
+
+def test_uniform_draws_bytes_within_the_range() -> None:
+    given = fleet(device("board"), assignment="uniform", memory_range=["64MB", "256MB"])
+    drawn = budgets(given, 500, 0, reference_bytes=0)
+    assert all(64_000_000 <= amount <= 256_000_000 for amount in drawn)
+    assert len(set(drawn)) == 500
+    assert sum(drawn) / 500 == pytest.approx(160e6, rel=0.05)
+    assert drawn != budgets(given, 500, 1, reference_bytes=0)
+    one = fleet(device("board"), assignment="uniform", memory_range=[5, 5])
+    assert budgets(one, 2, 0, 0) == [5, 5]
+
+
+def test_draws_stay_what_they_are() -> None:
+    """Server and devices may run different numpy versions: the streams behind the draws are pinned here."""
+    assert names(fleet(*ABCD, assignment="random"), 12, seed=7) == "bbcddbbacccb"
+    drawn = fleet(
+        device("a"),
+        assignment="uniform",
+        memory_range=["64MB", "256MB"],
+        degradation={"memory": [0, 0.2], "flops": [0, 0.5]},
+    )
+    assert device_of(drawn, 3, 10, 7).memory_bytes == 186_384_881
+    state = device_state(drawn, 3, 10, 7, 5, 0)
+    assert state.budget_bytes == 175_810_687
+    assert state.flops_per_second == pytest.approx(1e9 * 6014880397.017554 / 8e9, rel=1e-12)
+
+
+@pytest.mark.parametrize("client", [-1, 4])
+def test_no_such_client(client: int) -> None:
+    with pytest.raises(FleetError, match=f"no client {client}; 4 clients are numbered from 0"):
+        device_of(fleet(*ABCD), client, 4, 0)
+
+
+# ---- what a device has in a round
+
+
+def test_budgets_of_ratios_and_bytes() -> None:
+    mixed = fleet(device("a", memory_ratio=0.34), device("b", memory=1000), device("c", memory_ratio=2.0))
+    assert budgets(mixed, 3, 0, 1001) == [340, 1000, 2002]
+    assert device_classes(mixed) == ["a", "b", "c"]
+    with pytest.raises(ValueError, match=r"0\.34 of a reference step's memory.*0 bytes"):
+        budgets(mixed, 3, 0, 0)
+
+
+def test_state_without_degradation_is_the_profile() -> None:
+    given = fleet(A, B)
+    for number in range(3):
+        assert device_state(given, 1, 2, 0, number, 0) == DeviceState("b", 128_000_000, 1e9, 1e6, 1e7)
+
+
+def test_degradation_is_bounded_and_a_function_of_its_arguments() -> None:
+    given = fleet(device("a", memory=10**9), degradation={"memory": [0.1, 0.3], "flops": [0.0, 0.5]})
+    states = {(s, r, c): device_state(given, c, 20, s, r, 0) for s in range(2) for r in range(10) for c in range(20)}
+    memory = [state.budget_bytes / 1e9 for state in states.values()]
+    speed = [state.flops_per_second / 1e9 for state in states.values()]
+    assert 0.7 <= min(memory) < 0.72 and 0.88 < max(memory) <= 0.9
+    assert 0.5 <= min(speed) < 0.53 and 0.97 < max(speed) <= 1.0
+    assert len(set(memory)) == len(set(speed)) == 400
+    # In another order, from the JSON, as a client does.
+    again = load_fleet(given.to_json())
+    for (s, r, c), state in reversed(states.items()):
+        assert device_state(again, c, 20, s, r, 0) == state
+    assert budgets(given, 20, 0, 0) == [10**9] * 20
+
+
+def test_memory_and_speed_are_drawn_apart() -> None:
+    both = fleet(A, degradation={"memory": [0.1, 0.3], "flops": [0.1, 0.5]})
+    one = fleet(A, degradation={"memory": [0.1, 0.3]})
+    assert device_state(both, 0, 1, 0, 4, 0).budget_bytes == device_state(one, 0, 1, 0, 4, 0).budget_bytes
+
+
+# ---- shipped fleets and JSON
+
+
+@pytest.mark.parametrize("name", shipped_fleets())
+def test_shipped_fleets_load_and_travel(name: str) -> None:
+    given = load_fleet(name)
+    assert given.name == name and "assumed" in given.description
+    line = given.to_json()
+    assert "\n" not in line and load_fleet(line) == given
+    assert load_fleet(line).to_json() == line
+
+
+def test_shipped_ratios() -> None:
+    def ratios(name: str) -> list[float | None]:
+        return [device.memory_ratio for device in load_fleet(name).devices]
+
+    assert ratios("fedepth-fair") == [1 / 6, 1 / 3, 1 / 2, 1]
+    assert ratios("fedepth-lack") == [1 / 8, 1 / 6, 1 / 2, 1]
+    assert ratios("fedepth-surplus") == [1 / 6, 1 / 3, 1 / 2, 2]
+    assert ratios("fedepth-fair-traced") == [0.34, 0.49, 0.65, 1]
+    assert ratios("unlimited") == [1] and device_classes(load_fleet("unlimited")) == ["full"]
+    assert all(ratio is not None and ratio < 1 for ratio in ratios("demo"))
+    assert load_fleet("demo").assignment == "round-robin"
+    assert {load_fleet(name).assignment for name in shipped_fleets() if name.startswith("fedepth")} == {"blocks"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        fleet(A, B, assignment="list", clients=["b", "a"]),
+        fleet(A, B, assignment="random", degradation={"memory": [0.0, 0.5]}),
+        fleet(device("ä 'quoted' \"board\"", memory=1), description="two\nlines"),
+    ],
+)
+def test_json_round_trip(given: Fleet) -> None:
+    assert load_fleet(given.to_json()) == given and "\n" not in given.to_json()
+
+
+def test_load_from_a_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'name = "mine"\nassignment = "blocks"\n[[device]]\nname = "pi"\nmemory = "1.5 GiB"\n'
+        "flops = 1000\nbandwidth = 10\ndisk-bandwidth = 20\n"
+    )
+    profile = DeviceProfile("pi", 3 * 2**29, None, 1000.0, 10.0, 20.0)
+    assert load_fleet(str(path)) == Fleet("mine", "", "blocks", (profile,), (1.0,))
+
+
+# ---- errors
+
+
+def one(**keys: Any) -> dict[str, Any]:
+    return {"device": [device("a", **{"memory": 1} | keys)]}
+
+
+UNIFORM: dict[str, Any] = {"assignment": "uniform", "memory-range": [1, 2]}
+LIST_ONLY = 'clients belongs to assignment = "list", which needs it'
+UNIFORM_ONLY = 'memory-range belongs to assignment = "uniform", which needs it'
+ORDER = "the first must not be above the second"
+NOT_BYTES = "not an amount of memory; write a number and one of B, kB, MB, GB, KiB, MiB, GiB, as in"
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            {"assignment": "x"},
+            "assignment = 'x': input should be 'blocks', 'round-robin', 'random', 'list' or 'uniform'",
+        ),
+        ({"speed": 1}, "speed: unknown key; allowed are name, description, assignment, memory-range, clients, device"),
+        ({"memory_range": ["1MB", "2MB"]}, "memory_range: unknown key; allowed are "),
+        ({"name": 3}, "name = 3: input should be a valid string"),
+        ({"device": []}, "device = []: list should have at least 1 item"),
+        (
+            {"device": [A, B | {"flopz": 2}]},
+            "device 2 flopz: unknown key; allowed are name, memory, memory-ratio, flops",
+        ),
+        ({"device": [{"name": "a", "memory": 1, "flops": 1}]}, "device 1 disk-bandwidth is missing"),
+        ({"device": [A, B | {"flops": -1}]}, "device 2 flops = -1: input should be greater than 0"),
+        ({"device": [A, A]}, "device names = ['a', 'a']: each must be there once"),
+        (one(flops="2e9"), "device 1 flops = '2e9': input should be a valid number"),
+        (one(flops=math.inf), "device 1 flops = inf: input should be a finite number"),
+        (one(share=0), "device 1 share = 0: input should be greater than 0"),
+        (one(memory_ratio=0), "device 1 memory-ratio = 0: input should be greater than 0"),
+        (one(memory=0), "device 1 memory = 0: input should be greater than 0"),
+        (one(memory="64Mb"), f"device 1 memory = '64Mb': {NOT_BYTES}"),
+        (one(memory=True), f"device 1 memory = True: {NOT_BYTES}"),
+        (one(memory=1.5), f"device 1 memory = 1.5: {NOT_BYTES}"),
+        (one(memory_ratio=1), "device 1: exactly one of memory and memory-ratio is to be set, not 2"),
+        (one(memory=None), "device 1: exactly one of memory and memory-ratio is to be set, not 0"),
+        ({"memory-range": [1, 2]}, UNIFORM_ONLY),
+        ({"assignment": "uniform"}, UNIFORM_ONLY),
+        (UNIFORM | {"memory-range": [2, 1]}, f"memory-range = [2, 1]: {ORDER}"),
+        (UNIFORM | {"memory-range": [1]}, "memory-range 2 is missing"),
+        (UNIFORM, "device 1: memory comes from memory-range; neither of memory and memory-ratio is to be set, not 1"),
+        (UNIFORM | {"device": [device("a"), device("b")]}, 'assignment = "uniform" takes one device, not 2'),
+        ({"clients": ["a"]}, LIST_ONLY),
+        ({"assignment": "list"}, LIST_ONLY),
+        ({"assignment": "list", "clients": ["a", "z"]}, "clients names ['z']; the devices are ['a']"),
+        ({"degradation": {"memory": [0.5, 0.2]}}, f"degradation memory = [0.5, 0.2]: {ORDER}"),
+        ({"degradation": {"memory": [0, 1]}}, "degradation memory 2 = 1: input should be less than 1"),
+        ({"degradation": {"flops": [-1, 0]}}, "degradation flops 1 = -1: input should be greater than or equal to 0"),
+        ({"degradation": {"disk": [0, 0]}}, "degradation disk: unknown key; allowed are memory, flops"),
+    ],
+)
+def test_errors_name_the_place_the_value_and_what_is_allowed(table: dict[str, Any], message: str) -> None:
+    whole = {"name": "test", "assignment": "blocks", "device": [A]} | table
+    with pytest.raises(FleetError) as error:
+        load_fleet(json.dumps(whole))
+    assert f"fleet JSON: {message}" in str(error.value)
+
+
+def test_all_wrong_keys_are_told_at_once() -> None:
+    with pytest.raises(FleetError) as error:
+        load_fleet('{"device": []}')
+    assert len(str(error.value).splitlines()) == 3  # name, assignment, device
+
+
+def test_unknown_name_lists_the_shipped_fleets() -> None:
+    with pytest.raises(
+        FleetError, match=r"unknown fleet 'dmeo'; there are demo, fedepth-fair, .*unlimited, or the path"
+    ):
+        load_fleet("dmeo")
+    with pytest.raises(FleetError, match="unknown fleet"):
+        load_fleet("../fleets/demo")
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    path = tmp_path / "broken.toml"
+    with pytest.raises(FleetError, match=r"broken\.toml: .*No such file"):
+        load_fleet(str(path))
+    path.write_text('name = "x"\nassignment = \n')
+    with pytest.raises(FleetError, match=r"broken\.toml: .*line 2"):
+        load_fleet(str(path))
+    path.write_bytes(b'name = "\xff"')
+    with pytest.raises(FleetError, match=r"broken\.toml: .*utf-8"):
+        load_fleet(str(path))
+    with pytest.raises(FleetError, match=r"fleet JSON: .*line 1 column"):
+        load_fleet('{"name": ')
+
+
+def test_profile_takes_one_memory_figure() -> None:
+    for memory, ratio in ((None, None), (1, 0.5)):
+        with pytest.raises(ValueError, match="device 'a': give either memory_bytes or memory_ratio"):
+            DeviceProfile("a", memory, ratio, 1.0, 1.0, 1.0)
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("64MB", 64_000_000),
+        ("64 kB", 64_000),
+        ("1.5GiB", 1_610_612_736),
+        ("2GB", 2 * 10**9),
+        ("3KiB", 3072),
+        ("1MiB", 2**20),
+        ("7B", 7),
+        ("64.3MB", 64_300_000),
+        (12, 12),
+    ],
+)
+def test_parse_bytes(text: str | int, amount: int) -> None:
+    assert parse_bytes(text) == amount
+
+
+@pytest.mark.parametrize("text", ["64", "MB", "64mb", "64 XB", "-1MB", "1e3MB", "", "1.MB"])
+def test_parse_bytes_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match="one of B, kB, MB, GB, KiB, MiB, GiB"):
+        parse_bytes(text)
+
+
+def test_format_bytes() -> None:
+    amounts = [0, 999, 1000, 64_300_000, 64_000_000, 2_500_000_000, -1500]
+    assert [format_bytes(amount) for amount in amounts] == [
+        "0 B", "999 B", "1 kB", "64.3 MB", "64 MB", "2.5 GB", "-1.5 kB"
+    ]  # fmt: skip
+    assert parse_bytes(format_bytes(64_300_000)) == 64_300_000
+
+
+# ---- a device measures itself
+
+
+def group(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{value}\n")
+
+
+def own(folder: Path, text: str) -> Path:
+    path = folder / "own"
+    path.write_text(text)
+    return path
+
+
+def test_cgroup_v2_takes_the_tightest_limit_of_group_and_parents(tmp_path: Path) -> None:
+    root, path = tmp_path / "cgroup", own(tmp_path, "0::/slice/task\n")
+    group(root / "slice" / "task", memory__max="max", memory__current=300)
+    assert cgroup_headroom(root, path) is None
+    group(root / "slice", memory__max=1000, memory__current=400)
+    assert cgroup_headroom(root, path) == 600
+    group(root / "slice" / "task", memory__max=500, memory__current=300)
+    assert cgroup_headroom(root, path) == 200
+    # Page cache that the kernel can drop is not taken.
+    group(root / "slice" / "task", memory__stat="anon 150\ninactive_file 100")
+    assert cgroup_headroom(root, path) == 300
+    group(root / "slice" / "task", memory__current=900)
+    assert cgroup_headroom(root, path) == 0
+
+
+def test_cgroup_v1_and_containers(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    # The host's path leads nowhere inside a container: the root is its own group.
+    path = own(tmp_path, "5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n")
+    files = {"memory__limit_in_bytes": 1000, "memory__usage_in_bytes": 700}
+    group(root / "memory", **files, memory__stat="inactive_file 1\ntotal_inactive_file 50")
+    assert cgroup_headroom(root, path) == 350
+    # v1 writes "no limit" as a huge number.
+    group(root / "memory", memory__limit_in_bytes=2**63 - 4096)
+    assert cgroup_headroom(root, path) is None
+    group(root / "memory", memory__limit_in_bytes=1000)
+    # `..` is a group that cannot be seen, and must not lead out of the root.
+    group(tmp_path / "memory", memory__limit_in_bytes=1, memory__usage_in_bytes=0)
+    assert cgroup_headroom(root, own(tmp_path, "4:memory:/../../memory\n")) == 350
+
+
+def test_available_memory_is_the_smaller_of_system_and_group(tmp_path: Path) -> None:
+    root, path = tmp_path / "cgroup", own(tmp_path, "0::/\n")
+    system = psutil.virtual_memory().available
+    assert available_memory(tmp_path / "none", tmp_path / "no-file") == pytest.approx(system, rel=0.2)
+    group(root, memory__max=5000, memory__current=1000)
+    assert available_memory(root, path) == 4000
+    group(root, memory__max=10**18)
+    assert available_memory(root, path) == pytest.approx(system, rel=0.2)
+    assert available_memory() > 0
+
+
+def test_measure_device(tmp_path: Path) -> None:
+    import torch
+
+    torch.zeros(1)  # not to time the import
+    before = time.perf_counter()
+    measured = measure_device(tmp_path)
+    assert time.perf_counter() - before < 5
+    assert all(value > 0 for value in dataclasses.asdict(measured).values())
+    assert 1e7 < measured.flops_per_second < 1e14
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError):
+        measure_device(tmp_path / "missing")
+
+
+# ---- the clock
+
+
+def test_simulated_seconds() -> None:
+    state = DeviceState("a", 1, flops_per_second=100.0, bandwidth=10.0, disk_bandwidth=5.0)
+    # 20/10 down + 300/100 compute + 15/5 disk + 40/10 up
+    assert simulated_seconds(state, 300.0, 20, 40, disk_bytes=15) == pytest.approx(2 + 3 + 3 + 4)
+    assert simulated_seconds(state, 0, 0, 0) == 0
+    with pytest.raises(ValueError, match="down -1"):
+        simulated_seconds(state, 1.0, -1, 0)
+
+
+def test_a_round_takes_as_long_as_its_slowest_client() -> None:
+    assert round_seconds([1.0, 3.0, 2.0]) == 3.0
+    assert round_seconds([]) == 0.0
