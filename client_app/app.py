@@ -59,7 +59,7 @@ def train(message: Message, context: Context) -> Message:
     except MemoryBudgetExceededError as error:
         client.store.clear_task()
         outcome = Outcome("memory", error.needed, error.allowed, str(error))
-        return reply(message, outcome, {"budget": client.allowed, "measured-peak": client.cap.peak_bytes})
+        return reply(message, outcome, {"budget": client.budget, "measured-peak": client.cap.peak_bytes})
     rss_peak = resident.peak_bytes()
     if settings.batch_norm == "local":
         _keep_batch_norm(client, update.units)
@@ -68,7 +68,7 @@ def train(message: Message, context: Context) -> Message:
     client.store.clear_task()
     metrics = update.metrics | {
         "num-examples": len(client.share(0)),
-        "budget": client.allowed,
+        "budget": client.budget,
         "measured-peak": client.cap.peak_bytes,
         "rss-peak": rss_peak,
         "rss-growth": rss_peak - resident.start_bytes,
@@ -116,10 +116,12 @@ def prepare_client(message: Message, context: Context) -> tuple[Settings, Task, 
         drawn = Augmentation.draw(len(train_rows), rng) if settings.augment else None
         return share_examples(data, train_rows, drawn)
 
-    allowed = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes))
+    budget = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes))
+    allowed = settings.allowance(budget)
     client = Client(
         number=number,
         round=task.round,
+        budget=budget,
         allowed=allowed,
         settings=settings,
         blueprint=blueprint_for(settings, data),

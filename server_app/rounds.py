@@ -11,9 +11,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from client_app.app import blueprint_for, open_dataset
-from device_profiles.fleet import load_fleet
-from federated_data.datasets import default_cache, prepare
-from models.cascade import initial_state
+from device_profiles.fleet import Fleet, load_fleet
+from federated_data.datasets import ArrayDataset, default_cache, prepare
+from models.cascade import Blueprint, initial_state
 from server_app.evaluation import Evaluator
 from server_app.records import Checkpoint, RunDir, newest_run
 from server_app.roster import Roster
@@ -49,16 +49,20 @@ def exchange(grid: Grid, messages: Iterable[Message], in_flight: int, timeout: f
             time.sleep(pause)
 
 
+def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayDataset, Blueprint]:
+    """All that settings name, or a ValueError that says what is wrong with which: fleet, strategy, data set, model."""
+    fleet, strategy = load_fleet(settings.fleet), find_strategy(settings.strategy)
+    prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.download)
+    data = open_dataset(settings.dataset, settings.data_dir)
+    return fleet, strategy, data, blueprint_for(settings, data)
+
+
 class Run:
     """One run, new or resumed. `state_dir` is where emulated clients keep their stores."""
 
     def __init__(self, grid: Grid, settings: Settings, run_dir: RunDir) -> None:
         self.grid, self.settings, self.run_dir = grid, settings, run_dir
-        fleet = load_fleet(settings.fleet)
-        strategy_class = find_strategy(settings.strategy)
-        prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.download)
-        self.data = open_dataset(settings.dataset, settings.data_dir)
-        blueprint = blueprint_for(settings, self.data)
+        fleet, strategy_class, self.data, blueprint = preflight(settings)
         checkpoint = run_dir.load_checkpoint() if settings.resume_from else None
         self.values = self._begin(checkpoint)
         self.roster = Roster(fleet, settings.seed, settings.clients, settings.reserve)

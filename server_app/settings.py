@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Scalar = bool | int | float | str
 Positive = Annotated[float, Field(gt=0)]
@@ -125,6 +125,18 @@ class Settings(BaseModel):
         "", description="a run's folder, or auto = the newest run in output-dir with these settings"
     )
 
+    @model_validator(mode="after")
+    def _tolerance_is_for_papers(self) -> Self:
+        if self.tolerance and self.memory_model == "traced":
+            raise ValueError(
+                "tolerance exists for a paper's memory-model only: traced budgets are enforced as they are"
+            )
+        return self
+
+    def allowance(self, budget: int) -> int:
+        """Bytes a cut may use: the budget, and with a paper's memory-model `tolerance` of it more."""
+        return int(budget * (1 + self.tolerance))
+
     @classmethod
     def from_run_config(cls, config: Mapping[str, Scalar]) -> Self:
         """Validate a flat run configuration. Raises SettingsError."""
@@ -165,7 +177,9 @@ def _unknown_key(cls: type[Settings], key: str) -> str:
 
 def _explain(error: Mapping[str, object]) -> str:
     location = error["loc"]
-    key = location[0] if isinstance(location, tuple) and location else "?"
+    if not isinstance(location, tuple) or not location:
+        return str(error["msg"]).removeprefix("Value error, ")
+    key = location[0]
     message = str(error["msg"]).removeprefix("Input ")
     return f"setting {key} = {error['input']!r}: {message}"
 

@@ -112,6 +112,16 @@ class PieceStrategy(Strategy):
         self._arrays = ArrayRecord()
 
     @abstractmethod
+    def cut(self, budget: int) -> list[Piece]:
+        """What a client with this budget (bytes) will train, in order. Raises ValueError where nothing fits."""
+
+    def describe(self, piece: Piece) -> str:
+        """A piece for people: the names of its first and last atom."""
+        names = [self.blueprint.atoms[atom].name for atom in piece]
+        consecutive = list(piece) == list(range(piece[0], piece[-1] + 1))
+        return f"{names[0]}..{names[-1]}" if consecutive and len(names) > 2 else "+".join(names)
+
+    @abstractmethod
     def prices_for(self, budget: int) -> dict[Piece, int]:
         """The price list of a client with this budget (bytes): all that its trainer will look up."""
 

@@ -8,8 +8,10 @@ Ours, where the paper is silent: blocks that a client had to leave out are neith
 with it.
 """
 
+from contextlib import suppress
+
 from client_app.app import recipe_for
-from client_app.trainers.fedepth import MUTUAL, decompose, mutual_loss
+from client_app.trainers.fedepth import MUTUAL, choose_pieces, mutual_loss
 from client_app.training import piece_price, single_loss
 from device_profiles.memory import StepPrice
 from models.partition import AtomTooLargeError, Piece, atom_names
@@ -21,6 +23,12 @@ class FeDepth(PieceStrategy):
 
     name = "fedepth"
 
+    def cut(self, budget: int) -> list[Piece]:
+        """What the client will come to. Raises AtomTooLargeError where not even the last atom fits."""
+        return choose_pieces(
+            atom_names(self.blueprint), self.price, self.settings.allowance(budget), self.settings.mutual_models
+        )
+
     def prices_for(self, budget: int) -> dict[Piece, int]:
         """All prices the client's decomposition looks up; the whole list for a device that measures itself."""
         asked: dict[Piece, int] = {}
@@ -29,14 +37,10 @@ class FeDepth(PieceStrategy):
             asked[piece] = self.price(piece)
             return asked[piece]
 
-        names = atom_names(self.blueprint)
-        try:
-            pieces = decompose(len(names), look_up, budget, names)
-        except AtomTooLargeError:
-            pieces = []  # the client will refuse, with the price of the atom that does not fit
-        if len(pieces) == 1 and len(pieces[0]) == len(names):
-            for copies in range(2, self.settings.mutual_models + 1):
-                look_up((MUTUAL, copies))
+        with suppress(AtomTooLargeError):  # the client will refuse, with the price of the atom that does not fit
+            choose_pieces(
+                atom_names(self.blueprint), look_up, self.settings.allowance(budget), self.settings.mutual_models
+            )
         if any(member.device == "auto" for member in self.roster.members.values()):
             self._price_all(look_up, budget)
         return asked
@@ -62,6 +66,10 @@ class FeDepth(PieceStrategy):
         """M models cost M times one."""
         whole = tuple(range(len(self.blueprint.atoms)))
         return piece[1] * super().paper_bytes(whole) if piece[0] == MUTUAL else super().paper_bytes(piece)
+
+    def describe(self, piece: Piece) -> str:
+        """A piece for people."""
+        return f"{piece[1]} whole models, mutually" if piece[0] == MUTUAL else super().describe(piece)
 
     def head_of(self, piece: Piece) -> str:
         """The head a piece is trained with."""

@@ -27,7 +27,16 @@ from client_app.task import Task
 from client_app.training import Loss, MakeLoss, PieceModel, Trainee, channels_last, load_for_device
 from device_profiles.memory import MemoryBudgetExceededError
 from models.cascade import isolated_rng
-from models.partition import AtomTooLargeError, Piece, Price, greedy_partition, leave_out_input_side, runs
+from models.partition import (
+    AtomTooLargeError,
+    Piece,
+    Price,
+    atom_names,
+    fits,
+    greedy_partition,
+    leave_out_input_side,
+    runs,
+)
 
 MUTUAL = -1  # in a price list, the piece (MUTUAL, M) is M whole models that learn together
 
@@ -40,17 +49,25 @@ def decompose(count: int, price: Price, allowed: int, names: list[str]) -> list[
     return greedy_partition(leave_out_input_side(range(count), price, allowed), price, allowed, names)
 
 
+def choose_pieces(names: list[str], price: Price, allowed: int, mutual_models: int) -> list[Piece]:
+    """A device's decomposition; (MUTUAL, M) instead where it can afford M > 1 whole models (section 4.3)."""
+    pieces = decompose(len(names), price, allowed, names)
+    if len(pieces) == 1 and len(pieces[0]) == len(names):
+        for copies in range(mutual_models, 1, -1):
+            if fits(price((MUTUAL, copies)), allowed):
+                return [(MUTUAL, copies)]
+    return pieces
+
+
 def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     """FeDepth, or with `own_heads` m-FeDepth. Raises MemoryBudgetExceededError where no decomposition fits."""
     count = len(client.blueprint.atoms)
-    for copies in range(client.settings.mutual_models, 1, -1):
-        needed = task.price((MUTUAL, copies))
-        if needed is not None and needed <= client.allowed:
-            return train_mutually(client, copies, needed)
     try:
-        pieces = decompose(count, task.price, client.allowed, [atom.name for atom in client.blueprint.atoms])
+        pieces = choose_pieces(atom_names(client.blueprint), task.price, client.allowed, client.settings.mutual_models)
     except AtomTooLargeError as error:
         raise MemoryBudgetExceededError(error.needed or 0, client.allowed, f"training atom {error.name!r}") from error
+    if pieces[0][0] == MUTUAL:
+        return train_mutually(client, pieces[0][1], task.price(pieces[0]) or 0)
     trained: dict[str, None] = {}
     metrics: dict[str, float | int] = {}
     loss, seen = 0.0, []

@@ -1,0 +1,225 @@
+"""Data sets as memory-mapped arrays: `prepare` converts a source once, `load` maps what it wrote.
+
+Clients import this module, so it imports numpy and nothing heavier; a source imports what it needs when it is read.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from federated_data import own_sources, sources
+from federated_data.partition import share_class_counts
+from federated_data.sources import DatasetError, Source
+
+__all__ = ["DATASETS", "ArrayDataset", "DatasetError", "default_cache", "load", "prepare", "share_class_counts"]
+
+# Each takes where to look and whether it may download.
+DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
+    "digits": sources.digits,
+    "fashion-mnist": sources.fashion_mnist,
+    "cifar10": sources.cifar10,
+    "cifar100": sources.cifar100,
+    "npz": own_sources.npz,
+    "folder": own_sources.folder,
+}
+
+_SCHEMA = 1
+_OWN = ("npz", "folder")
+_FILES = ("train-images.npy", "train-labels.npy", "test-images.npy", "test-labels.npy")
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayDataset:
+    """A data set on disk, mapped read-only.
+
+    `images` and `test_images` are (N, H, W, C), uint8 or float32; `labels` and `test_labels` are (N,) int64 in
+    0..num_classes-1. `mean` and `std`, one a channel, are of the training pixels: of pixel / 255 where they are uint8,
+    of the values as they are where float32.
+    """
+
+    name: str
+    images: NDArray[Any]
+    labels: NDArray[np.int64]
+    num_classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    test_images: NDArray[Any]
+    test_labels: NDArray[np.int64]
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of one image."""
+        _, height, width, channels = self.images.shape
+        return (channels, height, width)
+
+
+def default_cache() -> Path:
+    """$PIECEWORK_CACHE, else $XDG_CACHE_HOME/piecework, else ~/.cache/piecework."""
+    if own := os.environ.get("PIECEWORK_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "piecework"
+
+
+def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False) -> Path:
+    """Convert the data set `name` unless `cache_dir` holds it already; returns its folder, for `load`.
+
+    `name` is a key of DATASETS, the last two as `npz:<file>` and `folder:<dir>`, relative to `data_dir` if that is set.
+    An empty `data_dir` means `<cache_dir>/downloads` to the published sets. An own file or folder that has changed is
+    converted again. DatasetError names what is unknown, missing or damaged. Several processes may prepare at once.
+    """
+    kind, colon, where = name.partition(":")
+    if kind not in DATASETS or (kind in _OWN) != bool(where) or (colon and not where):
+        known = [f"{key}:<{'file' if key == 'npz' else 'dir'}>" if key in _OWN else key for key in DATASETS]
+        raise DatasetError(f"unknown data set {name!r}; known: {', '.join(known)}")
+    root = Path(data_dir).expanduser() if data_dir else cache_dir / "downloads"
+    if kind in _OWN:
+        root = (Path(data_dir) if data_dir else Path()).expanduser() / Path(where).expanduser()
+    root = root.resolve()
+    target = cache_dir.resolve() / _folder_name(kind, root)
+    if _is_prepared(target):
+        return target
+    source = DATASETS[kind](root, download)
+    staging = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}"
+    try:
+        staging.mkdir(parents=True)
+        _write(staging, name, source)
+        _install(staging, target)
+    except OSError as error:
+        raise DatasetError(
+            f"cannot write the cache {target}: {error}; set PIECEWORK_CACHE to a folder with room"
+        ) from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return target
+
+
+def load(directory: Path, verify: bool = False) -> ArrayDataset:
+    """Map what `prepare` wrote to `directory`; `verify` also compares each file's md5. DatasetError when damaged."""
+    meta = _read_meta(directory)
+    arrays = []
+    for file in _FILES:
+        path = directory / file
+        try:
+            if verify and _md5(path) != meta["md5"].get(file):
+                raise DatasetError(_damaged(path, "its md5 differs"))
+            arrays.append(np.load(path, mmap_mode="r", allow_pickle=False))
+        except DatasetError:
+            raise
+        except (OSError, ValueError, EOFError, SyntaxError) as error:
+            raise DatasetError(_damaged(path, error)) from None
+    images, labels, test_images, test_labels = arrays
+    for x, y, file in ((images, labels, _FILES[1]), (test_images, test_labels, _FILES[3])):
+        if x.ndim != 4 or y.dtype != np.int64 or y.shape != x.shape[:1]:
+            raise DatasetError(_damaged(directory / file, f"labels {y.dtype} {y.shape} for images {x.dtype} {x.shape}"))
+    return ArrayDataset(
+        name=meta["name"],
+        images=images,
+        labels=labels,
+        num_classes=meta["num_classes"],
+        mean=tuple(meta["mean"]),
+        std=tuple(meta["std"]),
+        test_images=test_images,
+        test_labels=test_labels,
+    )
+
+
+def _folder_name(kind: str, root: Path) -> str:
+    if kind == "digits":
+        return kind
+    key = [str(root)]
+    if kind in _OWN and root.exists():
+        files = own_sources.image_files(root) if kind == "folder" else [root]
+        key += [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+    return f"{kind}-{hashlib.sha256(chr(10).join(key).encode()).hexdigest()[:12]}"
+
+
+def _write(staging: Path, name: str, source: Source) -> None:
+    mean, std = source.mean, source.std
+    if mean is None or std is None:
+        mean, std = _channel_statistics(source.images)
+    arrays = (source.images, source.labels, source.test_images, source.test_labels)
+    for file, array in zip(_FILES, arrays, strict=True):
+        with (staging / file).open("wb") as stream:
+            np.save(stream, array, allow_pickle=False)
+            stream.flush()
+            os.fsync(stream.fileno())
+    meta = {
+        "schema": _SCHEMA,
+        "name": name,
+        "num_classes": source.num_classes,
+        "mean": mean,
+        "std": std,
+        "md5": {file: _md5(staging / file) for file in _FILES},
+    }
+    with (staging / "meta.json").open("w", encoding="utf-8") as text:
+        json.dump(meta, text, indent=1)
+        text.flush()
+        os.fsync(text.fileno())
+
+
+def _install(staging: Path, target: Path) -> None:
+    try:
+        staging.rename(target)
+    except OSError:
+        if _is_prepared(target):  # another process was faster
+            return
+        if not target.exists():
+            raise
+        # Written by another version, or its meta.json is lost. Its readers keep what they have mapped.
+        aside = staging.with_name(f"{staging.name}.old")
+        target.rename(aside)
+        staging.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _is_prepared(directory: Path) -> bool:
+    try:
+        _read_meta(directory)
+    except DatasetError:
+        return False
+    return True
+
+
+def _read_meta(directory: Path) -> dict[str, Any]:
+    path = directory / "meta.json"
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DatasetError(
+            f"no {path}: there is no prepared data set; delete the folder if it exists and rerun"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DatasetError(_damaged(path, error)) from None
+    keys = {"schema", "name", "num_classes", "mean", "std", "md5"}
+    if not isinstance(meta, dict) or meta.get("schema") != _SCHEMA or not keys <= meta.keys():
+        raise DatasetError(_damaged(path, f"it is not of schema {_SCHEMA}"))
+    return meta
+
+
+def _damaged(path: Path, why: object) -> str:
+    return f"{path} is damaged ({why}); delete the folder {path.parent} and rerun"
+
+
+def _channel_statistics(images: NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation a channel; 1 for the deviation of a constant channel, since it is divided by."""
+    scale = 1 / 255 if images.dtype == np.uint8 else 1.0
+    rows = max(1, 2**20 // images[0].size)  # in blocks: the whole set in float64 is eight times its bytes
+    blocks = [images[start : start + rows] for start in range(0, len(images), rows)]
+    count = images.size // images.shape[3]
+    mean = sum(block.sum((0, 1, 2), dtype=np.float64) for block in blocks) * scale / count
+    std = np.sqrt(sum(np.square(block * scale - mean).sum((0, 1, 2)) for block in blocks) / count)
+    return tuple(mean.tolist()), tuple(np.where(std > 1e-12, std, 1.0).tolist())
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

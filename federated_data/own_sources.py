@@ -1,0 +1,145 @@
+"""Reading a user's own images: one .npz file of arrays, or a folder of pictures a class."""
+
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from federated_data.sources import DatasetError, Source, extra, held_out
+
+_NAMES = ("x_train", "y_train", "x_test", "y_test")
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+
+
+def npz(source: Path, download: bool) -> Source:
+    """Arrays x_train, y_train and, unless 20 % is to be held out, x_test, y_test.
+
+    Images are uint8 or float32 of shape (N, H, W), (N, H, W, C) or (N, C, H, W), C up to 4; labels are integers from 0.
+    """
+    arrays: dict[str, NDArray[Any]] = {}
+    try:
+        with np.load(source, allow_pickle=False) as archive:
+            for name in _NAMES:
+                if name in archive:
+                    arrays[name] = archive[name]
+            held = sorted(archive.files)
+    except FileNotFoundError:
+        raise DatasetError(f"no file {source}; write npz:<file>, absolute or relative to data-dir") from None
+    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise DatasetError(f"{source} is damaged or no .npz file of plain arrays: {error}") from None
+    wanted = _NAMES if {"x_test", "y_test"} & set(arrays) else _NAMES[:2]
+    if lost := [name for name in wanted if name not in arrays]:
+        raise DatasetError(f"{source} has no {', '.join(lost)}; it holds {', '.join(held) or 'nothing'}")
+    images = _as_images(arrays["x_train"], f"x_train in {source}")
+    labels = _as_labels(arrays["y_train"], len(images), f"y_train in {source}")
+    if "x_test" not in arrays:
+        return held_out(images, labels, int(labels.max()) + 1)
+    test_images = _as_images(arrays["x_test"], f"x_test in {source}")
+    test_labels = _as_labels(arrays["y_test"], len(test_images), f"y_test in {source}")
+    if (test_images.shape[1:], test_images.dtype) != (images.shape[1:], images.dtype):
+        raise DatasetError(
+            f"x_test in {source} has {test_images.dtype} images of shape {test_images.shape[1:]}, "
+            f"x_train {images.dtype} of {images.shape[1:]}; they must be alike"
+        )
+    return Source(images, labels, test_images, test_labels, int(max(labels.max(), test_labels.max())) + 1)
+
+
+def folder(source: Path, download: bool) -> Source:
+    """One folder of PNG or JPEG images a class, under train/ and test/; without test/, 20 % is held out.
+
+    Classes are numbered in the order of their names. Images are grey where all of them are, else RGB, and of one size.
+    """
+    if not source.is_dir():
+        raise DatasetError(f"no folder {source}; write folder:<dir>, absolute or relative to data-dir")
+    train = source / "train" if (source / "train").is_dir() else source
+    test = source / "test" if train != source and (source / "test").is_dir() else None
+    classes = [entry.name for entry in _classes(train)]
+    files, labels = _list_images(train, classes)
+    test_files, test_labels = _list_images(test, classes) if test else ([], np.zeros(0, dtype=np.int64))
+    images = _read_images(files + test_files)
+    if not test:
+        return held_out(images, labels, len(classes))
+    return Source(images[: len(files)], labels, images[len(files) :], test_labels, len(classes))
+
+
+def image_files(root: Path) -> list[Path]:
+    """Every image file under `root`, sorted."""
+    return sorted(path for path in root.rglob("*") if path.suffix.lower() in _IMAGE_SUFFIXES)
+
+
+def _as_images(array: NDArray[Any], what: str) -> NDArray[Any]:
+    if array.dtype not in (np.uint8, np.float32):
+        raise DatasetError(f"{what} is {array.dtype}; images are uint8 (0..255) or float32")
+    if array.ndim == 3:
+        array = array[..., None]
+    elif array.ndim == 4 and array.shape[3] > 4 >= array.shape[1]:
+        array = array.transpose(0, 2, 3, 1)
+    if array.ndim != 4 or array.shape[3] > 4 or array.size == 0:
+        raise DatasetError(
+            f"{what} has shape {array.shape}; allowed are (N, H, W), (N, H, W, C), (N, C, H, W), C up to 4"
+        )
+    if array.dtype == np.float32 and not np.isfinite(array).all():
+        raise DatasetError(f"{what} has values that are not finite")
+    return np.ascontiguousarray(array)
+
+
+def _as_labels(array: NDArray[Any], count: int, what: str) -> NDArray[np.int64]:
+    if array.size != count or array.shape[:1] != (count,) or not np.issubdtype(array.dtype, np.integer):
+        raise DatasetError(f"{what} is {array.dtype} of shape {array.shape}; labels are integers of shape ({count},)")
+    labels = array.reshape(-1).astype(np.int64)
+    if labels.min() < 0:
+        raise DatasetError(f"{what} has a label {labels.min()}; labels count from 0")
+    return labels
+
+
+def _classes(root: Path) -> list[Path]:
+    return sorted(entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _list_images(root: Path, classes: list[str]) -> tuple[list[Path], NDArray[np.int64]]:
+    files: list[Path] = []
+    labels: list[int] = []
+    for entry in _classes(root):
+        if entry.name not in classes:
+            raise DatasetError(f"{entry} is no class of the training images; those are {', '.join(classes)}")
+        found = image_files(entry)
+        files += found
+        labels += [classes.index(entry.name)] * len(found)
+    if not files:
+        raise DatasetError(
+            f"no .png, .jpg or .jpeg in the class folders of {root}; expected train/<class>/* or <class>/*"
+        )
+    return files, np.array(labels, dtype=np.int64)
+
+
+def _read_images(files: list[Path]) -> NDArray[np.uint8]:
+    image = extra("PIL.Image")
+    headers = [_opened(image, file, lambda picture: (picture.size, picture.mode)) for file in files]
+    (width, height), _ = headers[0]
+    for file, (size, mode) in zip(files, headers, strict=True):
+        if size != (width, height):
+            raise DatasetError(
+                f"{file} is {size[0]}x{size[1]}, {files[0]} is {width}x{height}; make all images one size"
+            )
+        if mode.startswith(("I", "F")):
+            raise DatasetError(
+                f"{file} has more than 8 bits a channel (mode {mode}); convert it, or use npz: with float32"
+            )
+    grey = all(mode in ("1", "L", "LA") for _, mode in headers)
+    pixels = np.empty((len(files), height, width, 1 if grey else 3), dtype=np.uint8)
+    for row, file in zip(pixels, files, strict=True):
+        picture = _opened(image, file, lambda picture: np.asarray(picture.convert("L" if grey else "RGB")))
+        row[:] = picture.reshape(row.shape)
+    return pixels
+
+
+def _opened(image: Any, file: Path, read: Callable[[Any], Any]) -> Any:
+    try:
+        with image.open(file) as picture:
+            return read(picture)
+    except (OSError, SyntaxError, ValueError, EOFError, image.DecompressionBombError) as error:
+        raise DatasetError(f"{file} cannot be read as an image: {error}") from None

@@ -1,0 +1,183 @@
+"""Reading the published data sets from where people keep them, once, on the machine that prepares them.
+
+torchvision and scikit-learn are imported inside the functions: clients only read what `datasets.prepare` wrote.
+"""
+
+import gzip
+import hashlib
+import http.client
+import importlib
+import io
+import math
+import pickle
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+_HOLD_OUT, _HOLD_OUT_SEED = 0.2, 2024
+_FASHION_MNIST = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+_LAYOUTS = {
+    "fashion-mnist": "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte (or .gz)",
+    "cifar10": "cifar-10-batches-py/{data_batch_1..5,test_batch}",
+    "cifar100": "cifar-100-python/{train,test}",
+}
+
+
+class DatasetError(ValueError):
+    """A data set that is unknown, missing or damaged; the message says which file and what to do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Images (N, H, W, C), uint8 or float32; labels (N,) int64; mean and std a channel, None = to be computed."""
+
+    images: NDArray[Any]
+    labels: Ints
+    test_images: NDArray[Any]
+    test_labels: Ints
+    num_classes: int
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+
+def digits(source: Path, download: bool) -> Source:
+    """scikit-learn's embedded 8x8 digits, 1797 images; the 17 grey levels are spread over 0..255."""
+    raw = extra("sklearn.datasets").load_digits()
+    images = np.rint(raw.images * (255 / 16)).astype(np.uint8)[..., None]
+    return held_out(images, raw.target.astype(np.int64), 10)
+
+
+def fashion_mnist(source: Path, download: bool) -> Source:
+    """The four idx files in torchvision's layout. Not read by torchvision: it would unpickle a `processed` folder."""
+    raw = source / "FashionMNIST" / "raw"
+    if download and not all(_idx_file(raw, stem) for stem in _FASHION_MNIST):
+        vision = extra("torchvision.datasets")
+        for name, md5 in vision.FashionMNIST.resources:
+            _fetch(f"{vision.FashionMNIST.mirrors[0]}{name}", raw, name, md5)
+    arrays = []
+    for stem in _FASHION_MNIST:
+        file = _idx_file(raw, stem)
+        if file is None:
+            raise _missing("fashion-mnist", source, raw / stem)
+        arrays.append(_read_idx(file, ndim=3 if "images" in stem else 1))
+    images, labels, test_images, test_labels = arrays
+    for x, y, part in ((images, labels, "train"), (test_images, test_labels, "t10k")):
+        if len(x) != len(y) or y.max() > 9 or x.shape[1:] != images.shape[1:]:
+            raise DatasetError(
+                f"{raw}/{part}-* do not match: {len(x)} images of {x.shape[1:]}, {len(y)} labels up to {y.max()}"
+            )
+    sets = (images[..., None], labels.astype(np.int64), test_images[..., None], test_labels.astype(np.int64))
+    return Source(*sets, num_classes=10, mean=(0.2860,), std=(0.3530,))
+
+
+def cifar10(source: Path, download: bool) -> Source:
+    """CIFAR-10's python batches in torchvision's layout."""
+    sets = _cifar("cifar10", "CIFAR10", "labels", source, download)
+    return Source(*sets, num_classes=10, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+
+
+def cifar100(source: Path, download: bool) -> Source:
+    """CIFAR-100's python batches in torchvision's layout; the 100 fine labels."""
+    sets = _cifar("cifar100", "CIFAR100", "fine_labels", source, download)
+    return Source(*sets, num_classes=100, mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762))
+
+
+def held_out(images: NDArray[Any], labels: Ints, num_classes: int) -> Source:
+    """A fifth of each class becomes the test set, the same fifth every time."""
+    rng = np.random.default_rng(np.random.SeedSequence(_HOLD_OUT_SEED))
+    parts = [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
+    test = np.sort(np.concatenate([part[: round(_HOLD_OUT * len(part))] for part in parts]))
+    if not len(test):
+        raise DatasetError(f"{len(labels)} images are too few to hold out a test set; give test images of their own")
+    train = np.setdiff1d(np.arange(len(labels)), test)
+    return Source(images[train], labels[train], images[test], labels[test], num_classes)
+
+
+def extra(module: str) -> Any:
+    """A module of the `data` extra; DatasetError when it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DatasetError(f"{error}; preparing this data set needs `pip install 'piecework[data]'`") from None
+
+
+def _cifar(
+    name: str, class_name: str, label_key: str, source: Path, download: bool
+) -> tuple[NDArray[np.uint8], Ints, NDArray[np.uint8], Ints]:
+    lists = getattr(extra("torchvision.datasets"), class_name)  # for file names and md5 sums; it reads nothing
+    base = source / lists.base_folder
+    if download and not all((base / file).is_file() for file, _ in lists.train_list + lists.test_list):
+        _fetch(lists.url, source, lists.filename, lists.tgz_md5)
+    batches = []
+    for file, md5 in lists.train_list + lists.test_list:
+        path = base / file
+        if not path.is_file():
+            raise _missing(name, source, path)
+        data = path.read_bytes()
+        if hashlib.md5(data, usedforsecurity=False).hexdigest() != md5:
+            raise DatasetError(f"{path} is damaged: its md5 is not {md5}; delete it and fetch {name} again")
+        batch = read_pickle(data)
+        pixels = batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        batches.append((pixels, np.array(batch[label_key], dtype=np.int64)))
+    images, labels = zip(*batches[: len(lists.train_list)], strict=True)
+    test_images, test_labels = batches[-1]
+    return np.concatenate(images), np.concatenate(labels), np.ascontiguousarray(test_images), test_labels
+
+
+def read_pickle(data: bytes) -> Any:
+    """Numpy arrays and Python's own containers; DatasetError for anything else."""
+    return _PlainUnpickler(io.BytesIO(data), encoding="latin1").load()
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds numpy arrays and Python's own containers, and nothing else: a pickle may name any function to call."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
+            return getattr(np, name)
+        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
+            return np.zeros(0).__reduce__()[0]  # numpy has moved it; this finds it in every version
+        raise DatasetError(f"a pickle asks for {module}.{name}; only numpy arrays are read from one")
+
+
+def _idx_file(raw: Path, stem: str) -> Path | None:
+    return next((path for path in (raw / stem, raw / f"{stem}.gz") if path.is_file()), None)
+
+
+def _read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
+    """An idx file of unsigned bytes: 0, 0, 8, ndim; the sizes as big-endian uint32; the bytes."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DatasetError(f"{path} cannot be read: {error}; fetch it again") from None
+    start = 4 + 4 * ndim
+    shape = tuple(int(size) for size in np.frombuffer(data[4:start], dtype=">u4")) if len(data) >= start else ()
+    if data[:4] != bytes((0, 0, 8, ndim)) or len(data) != start + math.prod(shape) or not math.prod(shape):
+        raise DatasetError(f"{path} is damaged: {len(data)} bytes, its header says {data[:4].hex()} and shape {shape}")
+    return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape)
+
+
+def _missing(name: str, source: Path, path: Path) -> DatasetError:
+    return DatasetError(
+        f"{name}: no {path}; set data-dir (now {source}) to the folder that holds {_LAYOUTS[name]}, "
+        "or set download = true"
+    )
+
+
+def _fetch(url: str, root: Path, file: str, md5: str) -> None:
+    """Download and unpack one archive with torchvision, which checks its md5."""
+    try:
+        extra("torchvision.datasets.utils").download_and_extract_archive(url, str(root), filename=file, md5=md5)
+    except (OSError, RuntimeError, EOFError, http.client.HTTPException) as error:
+        raise DatasetError(f"cannot download {url} to {root}: {error}; fetch it by hand and set data-dir") from None

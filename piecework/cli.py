@@ -1,0 +1,283 @@
+"""The command line: run, plan, devices, report, compare, clean."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from device_profiles.fleet import FleetError
+from server_app.settings import Scalar, Settings, SettingsError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+out, err = Console(), Console(stderr=True)
+BAD_INPUT, FAILED = 2, 1
+
+Preset = Annotated[
+    str, typer.Option("--preset", help="a .toml file, or the name of a shipped one (piecework plan lists)")
+]
+Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="a setting; may be repeated")]
+Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+PRESETS = Path(__file__).resolve().parents[1] / "conf"
+
+
+@app.command()
+def run(
+    preset: Preset = "",
+    engine: Annotated[str, typer.Option(help="local, ray or deployment")] = "",
+    nodes: Annotated[int, typer.Option(help="number of clients; deployment without it starts 4")] = 0,
+    assignments: Set = [],  # noqa: B006 (typer reads it, nobody changes it)
+    seeds: Annotated[str, typer.Option(help="several runs, e.g. 1,2,3")] = "",
+    output_dir: Annotated[str, typer.Option(help="where runs are written")] = "",
+    restarts: Annotated[int, typer.Option(help="resume a crashed run at most so many times")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Train. Without options: FeDepth on handwritten digits over 20 emulated boards."""
+    with errors_for_people(as_json):
+        settings = settings_from(preset, assignments, engine=engine, nodes=nodes, output_dir=output_dir)
+        numbers = [int(seed) for seed in seeds.split(",")] if seeds else [settings.seed]
+        summaries = [run_one(settings, seed, len(numbers) > 1, restarts, as_json) for seed in numbers]
+        if as_json and len(summaries) > 1:
+            print(json.dumps(over_seeds(summaries)))
+        if any(summary["status"] != "completed" for summary in summaries):
+            raise typer.Exit(FAILED)
+
+
+def run_one(settings: Settings, seed: int, several: bool, restarts: int, as_json: bool) -> dict[str, Any]:
+    """One seed's run, with its progress on stderr and its summary on stdout."""
+    from piecework.display import RoundProgress, memory_table, summary_table
+    from piecework.launch import EngineError, launch
+    from server_app.roster import TooFewNodesError
+    from server_app.rounds import RunAbortedError, preflight, resolve_run_dir
+
+    name = f"{settings.run_name}-seed{seed}" if several and settings.run_name else settings.run_name
+    settings = settings.model_copy(update={"seed": seed, "run_name": name})
+    preflight(settings)
+    run_dir = resolve_run_dir(settings)
+    if not settings.resume_from:
+        settings = settings.model_copy(update={"run_name": run_dir.path.name})
+    reason = ""
+    try:
+        with RoundProgress(settings.num_rounds) as progress:
+            launch(settings, run_dir, progress.update, restarts)
+    except (RunAbortedError, TooFewNodesError, EngineError) as error:
+        reason = str(error)
+    summary = run_dir.summary() or {"run_dir": str(run_dir.path), "status": "failed", "reason": reason, "rounds": 0}
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        rounds = run_dir.rounds()
+        out.print(summary_table(summary, rounds))
+        if rounds:
+            out.print(memory_table(rounds))
+        out.print(f"run folder: {run_dir.path}", soft_wrap=True)
+    if summary["status"] != "completed":
+        err.print(f"[red]failed:[/red] {reason or summary['reason']}", highlight=False)
+    return summary
+
+
+def over_seeds(summaries: list[dict[str, Any]]) -> dict[str, Any]:
+    """One object for several runs: sums, the mean accuracy, the largest peak, and the runs themselves."""
+    finished = [s for s in summaries if s["status"] == "completed"]
+    accuracies = [s["accuracy"] for s in finished if s["accuracy"] is not None]
+    peaks = [s["max_peak_over_budget"] for s in finished if s["max_peak_over_budget"] is not None]
+    counted = ("rounds", "clients_asked", "clients_answered", "clients_failed", "bytes_down", "bytes_up", "seconds")
+    return {
+        "run_dir": [s["run_dir"] for s in summaries],
+        "status": "completed" if len(finished) == len(summaries) else "failed",
+        "accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
+        "max_peak_over_budget": max(peaks, default=None),
+        **{key: sum(s.get(key, 0) for s in summaries) for key in counted},
+        "runs": summaries,
+    }
+
+
+@app.command()
+def plan(
+    preset: Preset = "",
+    nodes: Annotated[int, typer.Option(help="number of clients")] = 0,
+    assignments: Set = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Which pieces the model falls into on each device of the fleet, before anything is trained."""
+    from piecework.plan import make_plan, plan_tables
+
+    with errors_for_people(as_json):
+        settings = settings_from(preset, assignments, nodes=nodes)
+        found = make_plan(settings)
+        if as_json:
+            print(json.dumps(found))
+            return
+        for table in plan_tables(found):
+            out.print(table)
+        if not preset:
+            out.print(f"shipped presets: {', '.join(sorted(path.stem for path in PRESETS.glob('*.toml')))}")
+
+
+@app.command()
+def devices(
+    fleet: Annotated[str, typer.Argument(help="a shipped fleet or a .toml file; empty lists all")] = "",
+    measure: Annotated[bool, typer.Option(help="measure this machine, as device = auto does")] = False,
+    as_json: Json = False,
+) -> None:
+    """The fleets that are shipped, the devices of one, or the figures of this machine."""
+    from piecework.plan import fleet_rows, fleet_table, measured_here
+
+    with errors_for_people(as_json):
+        rows = measured_here() if measure else fleet_rows(fleet)
+        if as_json:
+            print(json.dumps(rows))
+        else:
+            out.print(fleet_table(rows))
+
+
+@app.command()
+def report(run_dir: Path, as_json: Json = False) -> None:
+    """Write one self-contained HTML page about a run."""
+    from piecework.report import write_report
+    from server_app.records import RunDir
+
+    with errors_for_people(as_json):
+        path = write_report(RunDir(run_dir))
+        print(json.dumps({"report": str(path)}) if as_json else path)
+
+
+@app.command()
+def compare(
+    run_dirs: list[Path],
+    curves: Annotated[str, typer.Option(help="also write accuracy curves to this .html file")] = "",
+    as_json: Json = False,
+) -> None:
+    """Lay runs side by side; runs that differ in nothing but the seed are one row, mean and spread."""
+    from piecework.compare import compare_json, compare_table, group_runs, write_curves
+    from server_app.records import RunDir
+
+    with errors_for_people(as_json):
+        groups = group_runs([RunDir(path) for path in run_dirs])
+        if curves:
+            write_curves(groups, Path(curves))
+        if as_json:
+            print(json.dumps(compare_json(groups)))
+        else:
+            out.print(compare_table(groups))
+
+
+@app.command()
+def clean(
+    output_dir: Annotated[Path, typer.Option(help="where runs are written")] = Path("runs"),
+    cache: Annotated[bool, typer.Option(help="also remove converted data sets")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove the stores that emulated clients left behind. A run cleaned so cannot resume clients that keep state."""
+    from federated_data.datasets import default_cache
+    from piecework.runs import remove, stores
+
+    with errors_for_people(as_json):
+        paths = stores(output_dir) + ([default_cache()] if cache and default_cache().is_dir() else [])
+        freed = remove(paths)
+        print(
+            json.dumps({"removed": [str(path) for path in paths], "bytes": freed})
+            if as_json
+            else f"freed {freed:,} bytes"
+        )
+
+
+def settings_from(
+    preset: str, assignments: list[str], *, engine: str = "", nodes: int = 0, output_dir: str = ""
+) -> Settings:
+    """Defaults, then the preset, then --set, then the other options. Paths become absolute: engines run elsewhere."""
+    from device_profiles.fleet import load_fleet
+    from server_app.local_grid import default_workers
+
+    values = read_preset(preset) if preset else {}
+    values |= dict(map(assignment, assignments))
+    if engine:
+        values["engine"] = engine
+    if nodes:
+        values["clients"] = nodes
+    elif values.get("engine") == "deployment" and "clients" not in values:
+        values["clients"] = 4
+    if output_dir:
+        values["output-dir"] = output_dir
+    if os.environ.get("PIECEWORK_DATA"):
+        values.setdefault("data-dir", os.environ["PIECEWORK_DATA"])
+    settings = Settings.from_run_config(values)
+    paths = {
+        key: str(Path(value).resolve())
+        for key in ("output_dir", "data_dir", "state_dir", "resume_from")
+        if (value := getattr(settings, key)) and value != "auto"
+    }
+    resolved = paths | {"fleet": load_fleet(settings.fleet).to_json(), "workers": default_workers(settings.workers)}
+    return settings.model_copy(update=resolved)
+
+
+def read_preset(preset: str) -> dict[str, Scalar]:
+    """A preset's settings. Raises SettingsError."""
+    import tomllib
+
+    path = Path(preset)
+    if not path.is_file() and (PRESETS / f"{preset}.toml").is_file():
+        path = PRESETS / f"{preset}.toml"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        shipped = ", ".join(sorted(found.stem for found in PRESETS.glob("*.toml")))
+        raise SettingsError(f"--preset {preset}: no such file, and no shipped preset ({shipped})") from None
+    except (tomllib.TOMLDecodeError, OSError) as error:
+        raise SettingsError(f"--preset {preset}: {error}") from None
+
+
+def assignment(text: str) -> tuple[str, Scalar]:
+    """`key=value`: the value as TOML reads it, or plain text. Raises SettingsError."""
+    import tomllib
+
+    key, equals, raw = text.partition("=")
+    if not equals:
+        raise SettingsError(f"--set {text}: expected KEY=VALUE")
+    field = Settings.model_fields.get(key.strip().replace("-", "_"))
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    if field is not None and isinstance(field.default, str) and not isinstance(value, str):
+        value = raw
+    return key.strip(), value
+
+
+@contextmanager
+def errors_for_people(as_json: bool) -> Iterator[None]:
+    """Bad input ends with one message and exit code 2; with --json also with an object on stdout."""
+    from server_app.roster import TooFewNodesError
+    from server_app.rounds import RunAbortedError
+
+    try:
+        yield
+    except (SettingsError, FleetError, ValueError, OSError, ImportError, TooFewNodesError, RunAbortedError) as error:
+        give_up(str(error), as_json)
+
+
+def give_up(message: str, as_json: bool) -> NoReturn:
+    """Say what was wrong, and exit."""
+    if as_json:
+        print(json.dumps({"status": "failed", "reason": message}))
+    err.print(f"[red]error:[/red] {message}", highlight=False, soft_wrap=True)
+    raise typer.Exit(BAD_INPUT)
+
+
+def main() -> None:
+    """The console script."""
+    run_app: Callable[[], Any] = app
+    try:
+        run_app()
+    except KeyboardInterrupt:
+        err.print("interrupted")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What several test files need: tiny runs on the in-process grid, clients without a server, fleets in one line."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Message
+
+from client_app.app import blueprint_for, open_dataset, recipe_for
+from client_app.client import Client
+from client_app.examples import Examples, feature_examples, share_examples
+from client_app.memory_cap import MemoryCap
+from client_app.store import Store
+from client_app.training import Recipe
+from federated_data.datasets import default_cache, prepare
+from models.cascade import Blueprint, initial_state
+from server_app.local_grid import LocalGrid
+from server_app.records import RunDir
+from server_app.rounds import run_experiment
+from server_app.settings import Settings
+
+torch.set_num_threads(1)
+
+TINY = {
+    "clients": 20,  # about 70 images each
+    "clients-per-round": 3,
+    "num-rounds": 1,
+    "local-epochs": 1,
+    "partition": "iid",
+    "fleet": "unlimited",
+    "lr": 0.05,
+    "lr-schedule": "constant",
+    "workers": 1,
+    "run-name": "run",
+}
+SPEEDS = {"flops": 1e9, "bandwidth": 1e6, "disk-bandwidth": 1e7}
+
+
+def tiny_settings(**changes: Any) -> Settings:
+    """The settings of a run of seconds: TINY, with underscores for hyphens."""
+    return Settings.from_run_config(TINY | {key.replace("_", "-"): value for key, value in changes.items()})
+
+
+def run_local(tmp_path: Path, grid: type[LocalGrid] = LocalGrid, **changes: Any) -> RunDir:
+    """Run an experiment on the digits in this process (or in `workers`); RunDir of what it left."""
+    settings = tiny_settings(**{"output_dir": str(tmp_path)} | changes)
+    run_dir = RunDir(Path(settings.resume_from or tmp_path / settings.run_name))
+    with grid(settings.clients, settings.to_run_config(), settings.workers) as nodes:
+        run_experiment(nodes, settings, run_dir)
+    return run_dir
+
+
+def fleet_json(**devices: float | int) -> str:
+    """A fleet of devices that clients get in turn: `fleet_json(rich=2.2, poor=0.5)`; an int is bytes, a float a ratio."""
+    table = [
+        {"name": name, "memory" if isinstance(memory, int) else "memory-ratio": memory, **SPEEDS}
+        for name, memory in devices.items()
+    ]
+    return json.dumps({"name": "test", "assignment": "round-robin", "device": table})
+
+
+def model_of(run_dir: RunDir) -> dict[str, np.ndarray]:
+    """The arrays of the newest checkpoint."""
+    checkpoint = run_dir.load_checkpoint()
+    assert checkpoint is not None
+    return numpy_of(checkpoint.arrays)
+
+
+def numpy_of(arrays: ArrayRecord) -> dict[str, np.ndarray]:
+    """A record's arrays, decoded."""
+    return {name: array.numpy() for name, array in arrays.items()}
+
+
+def first_arrays(settings: Settings, *, exits: bool = False) -> dict[str, np.ndarray]:
+    """The initial model of a run with these settings."""
+    blueprint = blueprint_for(settings, digits())
+    return {name: value.numpy() for name, value in initial_state(blueprint, settings.seed, exits=exits)}
+
+
+def digits() -> Any:
+    """The embedded digits, converted."""
+    prepare("digits", data_dir="", cache_dir=default_cache())
+    return open_dataset("digits", "")
+
+
+def same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], names: Iterable[str] | None = None) -> bool:
+    """Whether two models are equal bit by bit (in `names`, or in all)."""
+    chosen = list(one) if names is None else list(names)
+    assert chosen
+    assert names is not None or one.keys() == other.keys()
+    return all(one[n].dtype == other[n].dtype and one[n].tobytes() == other[n].tobytes() for n in chosen)
+
+
+def clients_of(run_dir: RunDir, server_round: int = 1) -> list[dict[str, Any]]:
+    """The client reports of a round."""
+    (record,) = [r for r in run_dir.rounds() if r["round"] == server_round]
+    clients: list[dict[str, Any]] = record["clients"]
+    return clients
+
+
+def a_recipe(batch_size: int = 16, **changes: Any) -> Recipe:
+    """The demo's step."""
+    return Recipe(**{"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "batch_size": batch_size, "epochs": 1} | changes)
+
+
+def random_examples(count: int, shape: tuple[int, ...], classes: int = 10, seed: int = 0) -> Examples:
+    """Features [count, *shape] for a piece that begins at a map or a vector, and labels."""
+    rng = np.random.default_rng(seed)
+    stored = (*shape[1:], shape[0]) if len(shape) == 3 else shape
+    features = rng.standard_normal((count, *stored), dtype=np.float32)
+    return feature_examples(features, rng.integers(0, classes, count))
+
+
+def a_client(
+    folder: Path, settings: Settings | None = None, allowed: int = 10**9, rows: int = 40, **overrides: Any
+) -> Client:
+    """Client 0 in round 1 with the first digits as its share, and the run's initial model in its store."""
+    settings = settings or tiny_settings()
+    data = digits()
+    blueprint: Blueprint = overrides.pop("blueprint", None) or blueprint_for(settings, data)
+    store = Store(folder, "experiment", 0)
+    store.write_units({name: v.numpy() for name, v in initial_state(blueprint, settings.seed, exits=True)})
+    return Client(
+        **{
+            "number": 0,
+            "round": 1,
+            "budget": allowed,
+            "allowed": allowed,
+            "settings": settings,
+            "blueprint": blueprint,
+            "store": store,
+            "cap": MemoryCap(allowed, enforced=True),
+            "recipe": recipe_for(settings, settings.lr),
+            "share": lambda fill: share_examples(data, np.arange(rows)),
+            "validation": share_examples(data, np.arange(rows, rows + 20)),
+            "old_state": None,
+        }
+        | overrides
+    )
+
+
+class RecordingGrid(LocalGrid):
+    """Keeps the messages that were sent and the replies, in order."""
+
+    sent: list[Message]
+    received: list[Message]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sent, self.received = [], []
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        self.sent += messages
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = list(super().pull_messages(message_ids))
+        self.received += replies
+        return replies
