@@ -3,7 +3,6 @@
 import platform
 import shutil
 import time
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +12,19 @@ from flwr.clientapp import ClientApp
 
 from client_app.client import Client
 from client_app.examples import Augmentation, Examples, share_examples
-from client_app.memory_cap import MemoryCap, ResidentPeak, return_free_memory
+from client_app.memory_cap import MemoryCap, ResidentPeak, keep_heap_tight, return_free_memory
 from client_app.randomness import generator
+from client_app.setup import all_shares, blueprint_for, open_dataset, recipe_for
 from client_app.store import Store
 from client_app.task import Metrics, Outcome, Task, content_bytes, piece_key, reply
 from client_app.trainers import find_trainer
-from client_app.training import PieceModel, Recipe
+from client_app.training import PieceModel
 from device_profiles.fleet import device_state, load_fleet
 from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import available_memory, measure_device
-from federated_data.datasets import ArrayDataset, default_cache, load, prepare
-from federated_data.partition import make_shares, split
-from models.cascade import Blueprint, batch_norm_names, isolated_rng, unit_of
-from models.zoo import build_blueprint
+from federated_data.datasets import ArrayDataset, load
+from federated_data.partition import split
+from models.cascade import batch_norm_names, isolated_rng, unit_of
 from server_app.settings import Settings
 
 app = ClientApp()
@@ -118,6 +117,7 @@ def prepare_client(message: Message, context: Context) -> tuple[Settings, Task, 
 
     budget = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes))
     allowed = settings.allowance(budget)
+    keep_heap_tight(allowed)
     client = Client(
         number=number,
         round=task.round,
@@ -172,46 +172,4 @@ def open_share(settings: Settings, context: Context, number: int, clients: int) 
         data = load(Path(str(own)))
         return data, np.arange(len(data.labels))
     data = open_dataset(settings.dataset, settings.data_dir)
-    return data, _shares(settings, clients)[number]
-
-
-@lru_cache(maxsize=4)
-def open_dataset(name: str, data_dir: str) -> ArrayDataset:
-    """The converted data set; the server or the launcher converted it before the first task."""
-    return load(prepare(name, data_dir=data_dir, cache_dir=default_cache()))
-
-
-@lru_cache(maxsize=4)
-def _shares(settings: Settings, clients: int) -> list[np.ndarray]:
-    return client_shares(settings, open_dataset(settings.dataset, settings.data_dir).labels, clients)
-
-
-def client_shares(settings: Settings, labels: np.ndarray, clients: int) -> list[np.ndarray]:
-    """The rows of every client: a pure function of the labels, the number of clients and the settings."""
-    return make_shares(
-        settings.partition,
-        np.asarray(labels),
-        clients,
-        settings.seed,
-        alpha=settings.partition_alpha,
-        balanced=settings.partition_balanced,
-        classes_per_client=settings.partition_classes,
-    )
-
-
-def blueprint_for(settings: Settings, data: ArrayDataset) -> Blueprint:
-    """The model of a run, not built yet."""
-    options = {"shortcut_from": settings.shortcut_from} if settings.model == "preresnet20" else {}
-    return build_blueprint(
-        settings.model,
-        num_classes=data.num_classes,
-        input_shape=data.input_shape,
-        width=settings.model_width,
-        batch_norm=settings.batch_norm,
-        **options,
-    )
-
-
-def recipe_for(settings: Settings, lr: float) -> Recipe:
-    """The local step of a round."""
-    return Recipe(lr, settings.momentum, settings.weight_decay, settings.batch_size, settings.local_epochs)
+    return data, all_shares(settings, clients)[number]

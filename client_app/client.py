@@ -21,7 +21,10 @@ from server_app.settings import Settings
 
 @dataclass
 class Client:
-    """One client in one round. `budget` and what a cut may use, `allowed`, are bytes; `share(fill)` is its training share, augmented anew for each fill."""
+    """One client in one round. `budget` and what a cut may use, `allowed`, are bytes.
+
+    `share(fill)` is its training share, augmented anew for each fill.
+    """
 
     number: int
     round: int

@@ -15,6 +15,8 @@ import psutil
 
 from device_profiles.memory import PeakMemory
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
 
 class MemoryCap:
     """The accounting of one task. `allowed` is in bytes; without `enforced` it only measures."""
@@ -46,6 +48,20 @@ def return_free_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+def keep_heap_tight(budget: int) -> None:
+    """Make large blocks leave the resident set when they are freed (glibc only); `budget` in bytes.
+
+    By default glibc keeps blocks of up to 32 MiB: a model of 100 MB was seen to hold 90 MB that nobody used. Smaller blocks,
+    which are nearly all activations, stay in the heap, where they are quick to get.
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            threshold = min(32 * 2**20, max(8 * 2**20, budget // 32))
+            mallopt(M_MMAP_THRESHOLD, threshold)
+            mallopt(M_TRIM_THRESHOLD, threshold)
 
 
 class ResidentPeak:

@@ -88,5 +88,12 @@ def reply(message: Message, outcome: Outcome, metrics: Metrics, arrays: ArrayRec
 
 
 def content_bytes(content: RecordDict) -> int:
-    """Bytes of a message's records, as Flower counts them."""
-    return sum(record.count_bytes() for record in content.values())
+    """Bytes of a message's records, as Flower counts them; it refuses to count empty strings, which take none."""
+    return sum(map(_record_bytes, content.values()))
+
+
+def _record_bytes(record: ArrayRecord | ConfigRecord | MetricRecord) -> int:
+    if not isinstance(record, ConfigRecord):
+        return record.count_bytes()
+    counted = ConfigRecord({key: value for key, value in record.items() if value not in ("", b"", [])})
+    return counted.count_bytes() + sum(len(key) for key in record if key not in counted)

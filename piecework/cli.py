@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from device_profiles.fleet import FleetError
 from server_app.settings import Scalar, Settings, SettingsError
@@ -77,7 +78,7 @@ def run_one(settings: Settings, seed: int, several: bool, restarts: int, as_json
             out.print(memory_table(rounds))
         out.print(f"run folder: {run_dir.path}", soft_wrap=True)
     if summary["status"] != "completed":
-        err.print(f"[red]failed:[/red] {reason or summary['reason']}", highlight=False)
+        err.print(f"[red]failed:[/red] {escape(reason or summary['reason'])}", highlight=False)
     return summary
 
 
@@ -265,7 +266,7 @@ def give_up(message: str, as_json: bool) -> NoReturn:
     """Say what was wrong, and exit."""
     if as_json:
         print(json.dumps({"status": "failed", "reason": message}))
-    err.print(f"[red]error:[/red] {message}", highlight=False, soft_wrap=True)
+    err.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(BAD_INPUT)
 
 

@@ -126,12 +126,11 @@ class FlowerHome:
             raise EngineError(f"`{' '.join(call[:2])}` failed: {answer.get('error-message', done.stdout)}")
         return answer
 
-
     def log_of(self, run_id: str) -> str:
         """What a run printed, the end of it."""
         call = ["flwr", "log", run_id, "piecework", "--show"]
         done = subprocess.run(call, env=self.environment, capture_output=True, text=True, check=False, cwd=self.path)
-        return "\n".join((done.stdout + done.stderr).splitlines()[-40:])
+        return "\n".join((done.stdout + done.stderr).splitlines()[-120:])
 
 
 @contextmanager

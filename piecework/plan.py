@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from client_app.app import blueprint_for, client_shares
+from client_app.setup import blueprint_for, client_shares
 from device_profiles.clock import simulated_seconds
 from device_profiles.fleet import load_fleet, shipped_fleets
 from device_profiles.memory import MemoryBudgetExceededError

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from client_app.app import blueprint_for
+from client_app.setup import blueprint_for
 from client_app.training import channels_last
 from federated_data.datasets import default_cache, load, prepare
 from models.cascade import Cascade, isolated_rng

@@ -32,11 +32,14 @@ def identify(node_id: int) -> None:
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, node_id
 
 
-def answer(data: bytes, run_config: Mapping[str, Any], clients: int, node_config: Mapping[str, Any]) -> bytes:
-    """Run the ClientApp on one pickled message; an exception becomes an error reply, as Flower's engines do."""
+def answer(data: list[bytes], run_config: Mapping[str, Any], clients: int, node_config: Mapping[str, Any]) -> bytes:
+    """Run the ClientApp on one pickled message; an exception becomes an error reply, as Flower's engines do.
+
+    `data` is a list of one, emptied here: a caller that held the bytes would hold them while the client trains.
+    """
     from client_app.app import app
 
-    message: Message = pickle.loads(data)  # noqa: S301 (written by this program, never from a network)
+    message: Message = pickle.loads(data.pop())  # noqa: S301 (written by this program, never from a network)
     client = message.metadata.dst_node_id - FIRST_NODE
     config = {"partition-id": client, "num-partitions": clients, **node_config}
     context = Context(1, message.metadata.dst_node_id, config, RecordDict(), dict(run_config))
@@ -53,10 +56,10 @@ def work(connection: Connection, run_config: Mapping[str, Any], clients: int, no
     identify(SERVER)
     while True:
         try:
-            data = connection.recv_bytes()
+            message = [connection.recv_bytes()]
         except (EOFError, KeyboardInterrupt):
             return
-        connection.send_bytes(answer(data, run_config, clients, node_config))
+        connection.send_bytes(answer(message, run_config, clients, node_config))
 
 
 class LocalGrid(Grid):
@@ -133,11 +136,12 @@ class LocalGrid(Grid):
         return identifiers
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Block until the oldest message is answered, and return its reply."""
+        """Block until the oldest of these messages is answered, and return its reply."""
         wanted = set(message_ids)
-        if not self._order or self._order[0] not in wanted:
+        oldest = next((identifier for identifier in self._order if identifier in wanted), None)
+        if oldest is None:
             return []
-        oldest = self._order.popleft()
+        self._order.remove(oldest)
         while oldest not in self._done:
             self._collect() if self._workers else self._run_here()
         return [self._done.pop(oldest)]
@@ -155,7 +159,7 @@ class LocalGrid(Grid):
 
     def _run_here(self) -> None:
         identifier, data = self._waiting.popleft()
-        self._done[identifier] = pickle.loads(answer(data, *self._arguments))  # noqa: S301
+        self._done[identifier] = pickle.loads(answer([data], *self._arguments))  # noqa: S301
 
     def _feed(self) -> None:
         for connection in [c for c in self._workers if c not in self._busy]:

@@ -72,6 +72,11 @@ class RunDir:
         lines = self.rounds_file.read_bytes().split(b"\n")[:-1]
         return [json.loads(line) for line in lines]
 
+    def forget(self) -> None:
+        """Drop the records and checkpoints of an earlier run of this name."""
+        self.rounds_file.unlink(missing_ok=True)
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+
     def forget_after(self, server_round: int) -> None:
         """Drop the records of rounds that a resumed run will do again."""
         kept = [r for r in self.rounds() if r["round"] <= server_round]
@@ -134,7 +139,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         if sha256(path / "arrays.safetensors") != values.pop("arrays-sha256"):
             raise CheckpointError(f"{path / 'arrays.safetensors'} does not match its checksum: {advice}")
         return Checkpoint(read_arrays(path / "arrays.safetensors"), values)
-    except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+    except CheckpointError:
+        raise
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}): {advice}") from error
 
 

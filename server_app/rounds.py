@@ -10,7 +10,7 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from client_app.app import blueprint_for, open_dataset
+from client_app.setup import blueprint_for, open_dataset
 from device_profiles.fleet import Fleet, load_fleet
 from federated_data.datasets import ArrayDataset, default_cache, prepare
 from models.cascade import Blueprint, initial_state
@@ -80,7 +80,7 @@ class Run:
 
     def _begin(self, checkpoint: Checkpoint | None) -> dict[str, Any]:
         if checkpoint is None:
-            self.run_dir.rounds_file.unlink(missing_ok=True)
+            self.run_dir.forget()
             return {"experiment-id": uuid.uuid4().hex, "round": 0, "empty-rounds": 0, "best": None, "since-best": 0}
         check_resume(checkpoint.values["settings"], self.settings)
         self.run_dir.forget_after(checkpoint.values["round"])
@@ -190,9 +190,8 @@ def why_empty(record: dict[str, Any], settings: Settings) -> str:
     if refused:
         nearest = min(refused, key=lambda c: c["needed"] - c["budget"])
         lines.append(
-            f"the client nearest to fitting ({nearest['device']}) needs {nearest['needed']:,} bytes and may use "
-            f"{nearest['budget']:,}: choose a strategy that trains in pieces (strategy = fedepth), a smaller batch-size or "
-            "model-width, or a fleet with more memory"
+            f"nearest to fitting, client {nearest['client']} ({nearest['device']}): {nearest['reason']}. Choose a strategy that "
+            "trains in pieces (strategy = fedepth), a smaller batch-size or model-width, or a fleet with more memory"
         )
     others = [c for c in clients if c["status"] != "memory"]
     lines += sorted({f"client {c['client']}: {c['reason']}" for c in others})[:3]
@@ -223,10 +222,13 @@ def safe_name(text: str) -> str:
 def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: OnRound = lambda _: None) -> None:
     """Run, and leave `summary.json` behind whatever happens. Raises what went wrong."""
     started = time.perf_counter()
-    run_dir.create(settings)
+    if not settings.resume_from:
+        run_dir.create(settings)
     status, reason = "failed", ""
     try:
-        status = Run(grid, settings, run_dir).run(on_round)
+        run = Run(grid, settings, run_dir)
+        run_dir.create(settings)  # of a resumed run: only now it is sure that they may change as they do
+        status = run.run(on_round)
     except BaseException as error:
         reason = str(error) or type(error).__name__
         raise

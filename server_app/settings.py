@@ -13,8 +13,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Scalar = bool | int | float | str
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -140,7 +140,9 @@ class Settings(BaseModel):
     @classmethod
     def from_run_config(cls, config: Mapping[str, Scalar]) -> Self:
         """Validate a flat run configuration. Raises SettingsError."""
-        return _validated(cls, tuple(sorted(config.items())))  # type: ignore[return-value]
+        # with the types, because a cache takes True for 1 and for 1.0
+        items = tuple((key, type(config[key]), config[key]) for key in sorted(config))
+        return _validated(cls, items)  # type: ignore[return-value]
 
     def to_run_config(self) -> dict[str, Scalar]:
         """The flat kebab-case form, every key."""
@@ -153,8 +155,8 @@ class Settings(BaseModel):
 
 
 @lru_cache(maxsize=64)
-def _validated(cls: type[Settings], items: tuple[tuple[str, Scalar], ...]) -> Settings:
-    values = dict(items)
+def _validated(cls: type[Settings], items: tuple[tuple[str, type, Scalar], ...]) -> Settings:
+    values = {key: value for key, _, value in items}
     for key, value in values.items():
         field = cls.model_fields.get(key.replace("-", "_"))
         if field is None or "_" in key:

@@ -64,7 +64,7 @@ def check_update(
 
     Raises UpdateRejectedError with the reason.
     """
-    if not isinstance(examples, int) or examples <= 0:
+    if not isinstance(examples, int) or isinstance(examples, bool) or examples <= 0:
         raise UpdateRejectedError(f"num-examples is {examples!r}: it must be a positive integer")
     if not arrays:
         raise UpdateRejectedError("the update holds no arrays")
@@ -95,9 +95,12 @@ def check_update(
 
 def _decode(arrays: ArrayRecord, name: str) -> np.ndarray:
     try:
-        return arrays[name].numpy()
-    except (ValueError, TypeError, EOFError, OSError) as error:
+        array = arrays[name].numpy()
+    except Exception as error:  # numpy's reader raises half a dozen kinds, of zip files and tokens among them
         raise UpdateRejectedError(f"array {name!r} cannot be read: {error}") from error
+    if not isinstance(array, np.ndarray):  # an archive of arrays is read without complaint
+        raise UpdateRejectedError(f"array {name!r} cannot be read: it is a {type(array).__name__}")
+    return array
 
 
 def norm_limit(accepted: list[float], factor: float) -> float:

@@ -4,8 +4,10 @@ Flower's `Strategy` signatures are kept. `aggregate_train` takes an iterable of 
 method overrides what it does differently: which prices a task carries, and how replies are combined.
 """
 
+import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Self
 
@@ -14,9 +16,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from client_app.app import recipe_for
 from client_app.randomness import generator
-from client_app.task import Metrics, Outcome, Task, content_bytes, piece_key
+from client_app.setup import recipe_for
+from client_app.task import Outcome, Task, content_bytes, piece_key
 from client_app.training import piece_price
 from device_profiles.clock import simulated_seconds
 from device_profiles.memory import StepPrice, fedepth_full_bytes, fedepth_price
@@ -107,6 +109,7 @@ class PieceStrategy(Strategy):
         self.reports: dict[int, ClientReport] = {}
         self.evaluation_bytes = 0
         self._states: dict[int, DeviceState] = {}
+        self._offered: dict[int, set[str]] = {}
         self._prices: dict[Piece, StepPrice] = {}
         self._reference: int | None = None
         self._arrays = ArrayRecord()
@@ -180,7 +183,7 @@ class PieceStrategy(Strategy):
             state = self.roster.state(client, server_round, self.reference_bytes, arrays.count_bytes())
             task = self.task(server_round, state.budget_bytes)
             content = RecordDict({"task": task.to_record(), "arrays": arrays})
-            self._states[client] = state
+            self._states[client], self._offered[client] = state, set(task.prices)
             self.reports[client] = ClientReport(client, state.device, state.budget_bytes, content_bytes(content))
             yield self._message(content, client, "train", server_round)
 
@@ -241,8 +244,8 @@ class PieceStrategy(Strategy):
         if message.has_error():
             report.status, report.reason = "failed", f"error {message.error.code}: {message.error.reason}"[:500]
             return None
-        report.bytes_up = content_bytes(message.content)
         try:
+            report.bytes_up = content_bytes(message.content)
             outcome = Outcome.from_record(message.content.config_records["outcome"])
             metrics = dict(message.content.metric_records["metrics"])
             self._note(report, outcome, metrics)
@@ -251,8 +254,9 @@ class PieceStrategy(Strategy):
                 return None
             arrays = message.content.array_records["arrays"]
             update = check_update(arrays, metrics.get("num-examples"), self._arrays, spec, limit)
-        except (UpdateRejectedError, KeyError, TypeError, ValueError) as error:
-            report.status, report.reason = "rejected", str(error)
+        except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+            report.status = "rejected"
+            report.reason = str(error) if isinstance(error, UpdateRejectedError) else f"{type(error).__name__}: {error}"
             return None
         report.status, report.reason = "ok", ""
         return update
@@ -263,16 +267,17 @@ class PieceStrategy(Strategy):
         report.measured_peak = int(metrics.get("measured-peak", 0))
         report.predicted_peak = int(metrics.get("predicted-peak", 0))
         report.rss_peak, report.rss_growth = int(metrics.get("rss-peak", 0)), int(metrics.get("rss-growth", 0))
-        report.examples, report.seconds = int(metrics.get("num-examples", 0)), float(metrics.get("seconds", 0.0))
-        report.train_loss, report.val_accuracy = metrics.get("train-loss"), metrics.get("val-accuracy")
+        report.examples, report.seconds = int(metrics.get("num-examples", 0)), finite(metrics, "seconds") or 0.0
+        report.train_loss, report.val_accuracy = finite(metrics, "train-loss"), finite(metrics, "val-accuracy")
         report.val_examples = int(metrics.get("val-examples", 0))
         if "memory-available" in metrics:
-            self.roster.note_free_memory(report.client, float(metrics["memory-available"]))
+            self.roster.note_free_memory(report.client, int(metrics["memory-available"]))
         if outcome.status == "ok":
             report.pieces = outcome.reason
-            pieces = [tuple(map(int, key.split(","))) for key in outcome.reason.split("|")]
-            flops = [self.step_price(piece).flops for piece in pieces]
-            seen = metrics["seen"]
+            keys, seen = outcome.reason.split("|"), [int(n) for n in metrics["seen"]]
+            if unpriced := [key for key in keys if key not in self._offered[report.client]]:
+                raise UpdateRejectedError(f"piece {unpriced[0]!r} was not in the task's price list")
+            flops = [self.step_price(tuple(map(int, key.split(",")))).flops for key in keys]
             report.flops = sum(f * n / self.settings.batch_size for f, n in zip(flops, seen, strict=True))
         report.simulated_seconds = simulated_seconds(state, report.flops, report.bytes_down, report.bytes_up)
 
@@ -297,20 +302,27 @@ class PieceStrategy(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Mean over all validation examples of the clients that answered."""
-        rows: list[Metrics] = []
+        keys = ("val-loss", "val-accuracy")
+        total, sums = 0, dict.fromkeys(keys, 0.0)
         for message in replies:
-            if message.has_content():
+            if not message.has_content():
+                continue
+            with suppress(ValueError, TypeError, LookupError, ArithmeticError):  # what makes no sense does not count
                 self.evaluation_bytes += content_bytes(message.content)
-                rows.append(dict(message.content.metric_records["metrics"]))  # type: ignore[arg-type]
-        total = sum(row.get("val-examples", 0) for row in rows)
-        if not total:
-            return None
-        return MetricRecord(
-            {
-                key: sum(row.get(key, 0.0) * row.get("val-examples", 0) for row in rows) / total
-                for key in ("val-loss", "val-accuracy")
-            }
-        )
+                metrics: dict[str, Any] = dict(message.content.metric_records["metrics"])
+                examples, values = max(0, int(metrics.get("val-examples", 0))), [finite(metrics, key) for key in keys]
+                for key, value in zip(keys, values, strict=True):
+                    sums[key] += (value or 0.0) * examples
+                total += examples
+        return MetricRecord({key: sums[key] / total for key in keys}) if total else None
 
     def summary(self) -> None:
         """Nothing: the launcher prints the settings."""
+
+
+def finite(metrics: Mapping[str, Any], key: str) -> float | None:
+    """A metric that a client sent, or None where it did not. Raises UpdateRejectedError."""
+    value = metrics.get(key)
+    if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+        raise UpdateRejectedError(f"{key} is {value!r}: it must be a finite number")
+    return value

@@ -10,7 +10,7 @@ with it.
 
 from contextlib import suppress
 
-from client_app.app import recipe_for
+from client_app.setup import recipe_for
 from client_app.trainers.fedepth import MUTUAL, choose_pieces, mutual_loss
 from client_app.training import piece_price, single_loss
 from device_profiles.memory import StepPrice

@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message
 
-from client_app.app import blueprint_for, open_dataset, recipe_for
 from client_app.client import Client
 from client_app.examples import Examples, feature_examples, share_examples
 from client_app.memory_cap import MemoryCap
+from client_app.setup import blueprint_for, open_dataset, recipe_for
 from client_app.store import Store
 from client_app.training import Recipe
 from federated_data.datasets import default_cache, prepare
 from models.cascade import Blueprint, initial_state
+from models.zoo import build_blueprint
 from server_app.local_grid import LocalGrid
 from server_app.records import RunDir
 from server_app.rounds import run_experiment
@@ -36,6 +37,9 @@ TINY = {
     "workers": 1,
     "run-name": "run",
 }
+FEW = "few"  # as `dataset`: see few_digits
+# Three clients with 56 images each, all of them in every round.
+TRIO = {"clients": 3, "clients_per_round": 0, "dataset": FEW}
 SPEEDS = {"flops": 1e9, "bandwidth": 1e6, "disk-bandwidth": 1e7}
 
 
@@ -46,6 +50,8 @@ def tiny_settings(**changes: Any) -> Settings:
 
 def run_local(tmp_path: Path, grid: type[LocalGrid] = LocalGrid, **changes: Any) -> RunDir:
     """Run an experiment on the digits in this process (or in `workers`); RunDir of what it left."""
+    if changes.get("dataset") == FEW:
+        changes = changes | {"dataset": f"npz:{few_digits()}"}
     settings = tiny_settings(**{"output_dir": str(tmp_path)} | changes)
     run_dir = RunDir(Path(settings.resume_from or tmp_path / settings.run_name))
     with grid(settings.clients, settings.to_run_config(), settings.workers) as nodes:
@@ -86,6 +92,23 @@ def digits() -> Any:
     return open_dataset("digits", "")
 
 
+def few_digits() -> Path:
+    """A file of 210 digits to train on and 100 to test with, beside the converted sets."""
+    path = default_cache() / "few-digits.npz"
+    if not path.exists():
+        data = digits()
+        train, test = slice(0, 210), slice(0, 100)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(
+            path,
+            x_train=data.images[train],
+            y_train=data.labels[train],
+            x_test=data.test_images[test],
+            y_test=data.test_labels[test],
+        )
+    return path
+
+
 def same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], names: Iterable[str] | None = None) -> bool:
     """Whether two models are equal bit by bit (in `names`, or in all)."""
     chosen = list(one) if names is None else list(names)
@@ -104,6 +127,11 @@ def clients_of(run_dir: RunDir, server_round: int = 1) -> list[dict[str, Any]]:
 def a_recipe(batch_size: int = 16, **changes: Any) -> Recipe:
     """The demo's step."""
     return Recipe(**{"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "batch_size": batch_size, "epochs": 1} | changes)
+
+
+def a_blueprint(name: str = "convnet", shape: tuple[int, int, int] = (1, 8, 8), batch_norm: str = "batch") -> Blueprint:
+    """The demo's model, or another."""
+    return build_blueprint(name, num_classes=10, input_shape=shape, batch_norm=batch_norm)
 
 
 def random_examples(count: int, shape: tuple[int, ...], classes: int = 10, seed: int = 0) -> Examples:

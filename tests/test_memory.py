@@ -400,7 +400,12 @@ def tenths(piece: Piece) -> int:
 
 @pytest.mark.parametrize(
     ("gigabytes", "pieces"),
-    [(3, [(0,), (1, 2), (3, 4, 5)]), (5, [(0, 1), (2, 3, 4, 5)]), (7.4, [(0, 1, 2, 3, 4), (5,)]), (7.5, [(*range(6),)])],
+    [
+        (3, [(0,), (1, 2), (3, 4, 5)]),
+        (5, [(0, 1), (2, 3, 4, 5)]),
+        (7.4, [(0, 1, 2, 3, 4), (5,)]),
+        (7.5, [(*range(6),)]),
+    ],
 )
 def test_greedy_partition(gigabytes: float, pieces: list[Piece]) -> None:
     assert greedy_partition(range(6), tenths, round(10 * gigabytes), LAYERS) == pieces
@@ -446,16 +451,16 @@ def test_streaming_and_evaluating_stay_within_the_training_price(tmp_path: Path)
     assert 0 < client.cap.peak_bytes <= price
 
 
-TASK = """
+TASKS = """
 import pickle, sys
 from pathlib import Path
 from server_app.local_grid import answer, identify
 identify(1)
-data, config, clients = pickle.loads(Path(sys.argv[1]).read_bytes())
-reply = pickle.loads(answer(data, config, clients, {}))
-assert not reply.has_error(), reply.error.reason
-outcome = dict(reply.content.config_records["outcome"])
-print(outcome["status"], outcome["reason"], len(reply.content.array_records["arrays"]))
+for data, config in pickle.loads(Path(sys.argv[1]).read_bytes()):
+    reply = pickle.loads(answer([data], config, 20, {}))
+    assert not reply.has_error(), reply.error.reason
+    outcome = dict(reply.content.config_records["outcome"])
+    print(outcome["status"], outcome["reason"], len(reply.content.array_records["arrays"]))
 print(sorted(m for m in ("torch._dynamo", "torch._inductor", "sympy", "torchvision", "sklearn") if m in sys.modules))
 """
 
@@ -472,18 +477,20 @@ class KeepsTheFirstTask(RecordingGrid):
         return super().push_messages(messages)
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedepth", "m-fedepth"])
-def test_a_client_imports_no_compiler_and_no_data_set_library(tmp_path: Path, strategy: str) -> None:
-    ratio = 1.0 if strategy == "fedavg" else 0.5
-    settings = {"strategy": strategy, "fleet": fleet_json(one=ratio), "clients_per_round": 1}
-    KeepsTheFirstTask.task = b""
-    run_local(tmp_path, KeepsTheFirstTask, **settings)
-    given = (KeepsTheFirstTask.task, tiny_settings(**settings).to_run_config(), 20)
-    (tmp_path / "task.pickle").write_bytes(pickle.dumps(given))
-    done = subprocess.run(
-        [sys.executable, "-c", TASK, str(tmp_path / "task.pickle")], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    outcome, modules = done.stdout.splitlines()[-2:]
-    pieces, arrays = {"fedavg": ("0,1,2,3,4", 17), "fedepth": ("0,1|2|3|4", 17), "m-fedepth": ("0,1,2|3|4", 25)}[strategy]
-    assert outcome == f"ok {pieces} {arrays}"
-    assert modules == "[]"
+def test_a_client_imports_no_compiler_and_no_data_set_library(tmp_path: Path) -> None:
+    tasks = []
+    for strategy, ratio in (("fedavg", 1.0), ("fedepth", 0.5), ("m-fedepth", 0.5), ("fedepth", 2.2)):
+        settings = {"strategy": strategy, "fleet": fleet_json(one=ratio), "clients_per_round": 1}
+        KeepsTheFirstTask.task = b""
+        run_local(tmp_path / f"{strategy}-{ratio}", KeepsTheFirstTask, **settings)
+        tasks.append((KeepsTheFirstTask.task, tiny_settings(**settings).to_run_config()))
+    (tmp_path / "tasks.pickle").write_bytes(pickle.dumps(tasks))
+    command = [sys.executable, "-c", TASKS, str(tmp_path / "tasks.pickle")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-5:] == [
+        "ok 0,1,2,3,4 17",
+        "ok 0,1|2|3|4 17",
+        "ok 0,1,2|3|4 25",  # with two own heads of four arrays
+        "ok -1,2 17",
+        "[]",
+    ]

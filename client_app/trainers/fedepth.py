@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from client_app.client import Client, Update, fill_from
 from client_app.examples import Examples
+from client_app.memory_cap import return_free_memory
 from client_app.randomness import integer
 from client_app.task import Task
 from client_app.training import Loss, MakeLoss, PieceModel, Trainee, channels_last, load_for_device
@@ -92,6 +93,7 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
         else:
             metrics |= client.evaluate(piece.logits, validation)
         del piece, trainee
+        return_free_memory()
     metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.price(piece) or 0 for piece in pieces)}
     skipped = [] if client.settings.partial_training == "leave-out" else client.blueprint.units()
     return Update([*dict.fromkeys([*trained, *skipped])], metrics, pieces, seen)

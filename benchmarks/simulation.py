@@ -1,0 +1,167 @@
+"""Seconds a round of the engines, against a plain torch loop that does the same steps on the same cores.
+
+    python benchmarks/simulation.py --data-dir FOLDER [--engines local,ray] [--epochs 1,5] [--rounds 5] [--server-memory]
+
+LeNet-5, Fashion-MNIST, 100 clients of 600 images, 10 a round, batch 64, FedAvg. The plain loop is the floor: two processes of
+one thread, weights in shared memory, channels_last, torch's own fused SGD, no messages, no memory accounting, no records.
+`--server-memory` measures instead how far the server's resident set grows with 10 and with 100 clients a round.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+from torch.nn import functional as F
+
+from client_app.examples import batches, normalised
+from client_app.training import channels_last
+from federated_data.datasets import ArrayDataset, default_cache, load, prepare
+from federated_data.partition import iid
+from models.cascade import Cascade
+from models.zoo import build_blueprint
+from piecework.launch import launch
+from server_app.records import RunDir
+from server_app.settings import Settings
+
+CLIENTS, ASKED, BATCH, PROCESSES = 100, 10, 64, 2
+
+
+def lenet(data: ArrayDataset) -> torch.nn.Module:
+    """The model, as the engines build it."""
+    blueprint = build_blueprint("lenet5", num_classes=data.num_classes, input_shape=data.input_shape)
+    return channels_last(Cascade(blueprint))
+
+
+def plain_worker(
+    rank: int, weights: dict, sums: dict, jobs: mp.Queue, done: mp.Queue, folder: str, epochs: int
+) -> None:
+    """Train every client that comes in and add it, weighted, to this process's sum."""
+    torch.set_num_threads(1)
+    data = load(Path(folder))
+    shares = iid(np.asarray(data.labels), CLIENTS, 1)
+    model = lenet(data).train()
+    while (client := jobs.get()) is not None:
+        model.load_state_dict(weights)
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, fused=True)
+        images, labels = normalised(data.images[shares[client]], data), torch.tensor(data.labels[shares[client]])
+        rng = np.random.default_rng(client)
+        for _ in range(epochs):
+            for positions in batches(len(labels), BATCH, rng, drop_single=True):
+                optimiser.zero_grad(set_to_none=True)
+                F.cross_entropy(model(images[positions]), labels[positions]).backward()
+                optimiser.step()
+        for name, value in model.state_dict().items():
+            sums[name] += value * len(labels)
+        done.put(rank)
+
+
+def plain(folder: Path, epochs: int, rounds: int) -> list[float]:
+    """Seconds of each round of the plain loop."""
+    model = lenet(load(folder))
+    weights = {name: value.share_memory_() for name, value in model.state_dict().items()}
+    sums = [{name: torch.zeros_like(v).share_memory_() for name, v in weights.items()} for _ in range(PROCESSES)]
+    context = mp.get_context("spawn")
+    jobs, done = context.Queue(), context.Queue()
+    workers = [
+        context.Process(target=plain_worker, args=(rank, weights, sums[rank], jobs, done, str(folder), epochs))
+        for rank in range(PROCESSES)
+    ]
+    for worker in workers:
+        worker.start()
+    seconds = []
+    for number in range(rounds + 1):  # the first warms up
+        started = time.perf_counter()
+        for client in np.random.default_rng(number).choice(CLIENTS, ASKED, replace=False):
+            jobs.put(int(client))
+        for _ in range(ASKED):
+            done.get()
+        for name, value in weights.items():
+            value.copy_(sum(part[name] for part in sums) / (600 * ASKED))
+            for part in sums:
+                part[name].zero_()
+        seconds.append(time.perf_counter() - started)
+    for _ in workers:
+        jobs.put(None)
+    for worker in workers:
+        worker.join()
+    return seconds[1:]
+
+
+def engine_rounds(engine: str, data_dir: str, epochs: int, rounds: int, output: Path, asked: int = ASKED) -> list[dict]:
+    """The records of an engine's rounds, without the first, which warms up."""
+    settings = Settings.from_run_config(
+        {
+            "engine": engine,
+            "strategy": "fedavg",
+            "model": "lenet5",
+            "dataset": "fashion-mnist",
+            "data-dir": data_dir,
+            "partition": "iid",
+            "validation-share": 0.0,
+            "fleet": "unlimited",
+            "clients": CLIENTS,
+            "clients-per-round": asked,
+            "num-rounds": rounds + 1,
+            "local-epochs": epochs,
+            "batch-size": BATCH,
+            "lr": 0.05,
+            "lr-schedule": "constant",
+            "evaluate-every": 0,
+            "workers": PROCESSES,
+            "output-dir": str(output),
+            "run-name": f"{engine}-{epochs}-{asked}",
+        }
+    )
+    run_dir = RunDir(output / settings.run_name)
+    launch(settings, run_dir, lambda record: None)
+    return run_dir.rounds()[1:]
+
+
+def server_memory(data_dir: str, output: Path) -> dict[str, int]:
+    """Growth of the server's resident set (bytes) over a round, with 10 and with 100 clients, local engine."""
+    from client_app.memory_cap import ResidentPeak
+
+    growth = {}
+    for asked in (10, 100):
+        engine_rounds("local", data_dir, 1, 1, output / "warm", asked)
+        resident = ResidentPeak()
+        engine_rounds("local", data_dir, 1, 2, output, asked)
+        growth[f"{asked} clients"] = resident.peak_bytes() - resident.start_bytes
+    return growth
+
+
+def main() -> None:
+    """Measure, and print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--engines", default="local,ray")
+    parser.add_argument("--epochs", default="1,5")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--server-memory", action="store_true")
+    options = parser.parse_args()
+    folder = prepare("fashion-mnist", data_dir=options.data_dir, cache_dir=default_cache())
+    with tempfile.TemporaryDirectory() as temporary:
+        output = Path(temporary)
+        if options.server_memory:
+            print(json.dumps(server_memory(options.data_dir, output)))
+            return
+        results = []
+        for epochs in map(int, options.epochs.split(",")):
+            floor = statistics.median(plain(folder, epochs, options.rounds))
+            row = {"epochs": epochs, "plain": round(floor, 3)}
+            for engine in options.engines.split(","):
+                rounds = engine_rounds(engine, options.data_dir, epochs, options.rounds, output)
+                median = statistics.median(record["train_seconds"] for record in rounds)
+                row |= {engine: round(median, 3), f"{engine} speed": round(floor / median, 3)}
+            results.append(row)
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

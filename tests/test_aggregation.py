@@ -1,0 +1,244 @@
+"""Updates are checked, then averaged: numbers by hand, a reason for every refusal, and equalities that must be exact."""
+
+import math
+import tokenize
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from strategies.aggregation import UpdateRejectedError, WeightedMean, check_update, norm_limit, spec_of
+
+Arrays = dict[str, np.ndarray]
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+def record(arrays: Arrays) -> ArrayRecord:
+    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
+
+
+# ---- the mean
+
+
+def test_weighted_mean_by_hand() -> None:
+    mean = WeightedMean()
+    mean.add({"a": floats(1, 2), "b": floats(4)}, 1)
+    mean.add({"a": floats(5, 10)}, 3)
+    mean.add({"a": floats(0, 0), "c": floats(7)}, 4)
+    assert mean["a"].tolist() == [(1 + 15) / 8, (2 + 30) / 8]
+    assert mean["b"].tolist() == [4.0]  # of the one client that sent it
+    assert mean["c"].tolist() == [7.0]
+    assert mean["a"].dtype == np.float64
+    assert "a" in mean
+    assert "d" not in mean
+
+
+def test_integers_take_the_maximum() -> None:
+    mean = WeightedMean()
+    for value, weight in ((3, 1), (9, 1), (5, 1000)):
+        mean.add({"n": np.array(value, dtype=np.int64), "v": np.array([value, -value])}, weight)
+    assert mean["n"] == 9
+    assert mean["n"].dtype == np.int64
+    assert mean["v"].tolist() == [9, -3]
+
+
+def test_the_mean_keeps_no_hold_of_what_it_was_given() -> None:
+    mean = WeightedMean()
+    a, n = np.array([1.0, 2.0]), np.array([1])
+    mean.add({"a": a, "n": n}, 1)
+    mean.add({"a": a, "n": n + 1}, 1)
+    assert (a.tolist(), n.tolist()) == ([1.0, 2.0], [1])
+    a[:], n[:] = 100, 100
+    assert (mean["a"].tolist(), mean["n"].tolist()) == ([1.0, 2.0], [2])
+
+
+def test_small_contributions_are_not_lost() -> None:
+    """Summed in float32, 1 + 2^-24 a hundred times stays 1."""
+    mean = WeightedMean()
+    mean.add({"a": floats(1)}, 1)
+    for _ in range(100):
+        mean.add({"a": floats(2**-24)}, 1)
+    assert mean["a"][0] * 101 == pytest.approx(1 + 100 * 2**-24, rel=1e-12)
+
+
+FLOAT32 = hnp.arrays(np.float32, st.integers(1, 5), elements=st.floats(-(2.0**100), 2.0**100, width=32))
+
+
+@given(FLOAT32, st.lists(st.integers(1, 10**5), min_size=1, max_size=8))
+def test_the_mean_of_equal_arrays_is_exact(array: np.ndarray, weights: list[int]) -> None:
+    mean = WeightedMean()
+    for weight in weights:
+        mean.add({"a": array}, weight)
+    assert mean["a"].astype(np.float32).tobytes() == array.tobytes()
+
+
+@given(FLOAT32, st.integers(1, 10**12))
+def test_one_client_gives_its_own_weights(array: np.ndarray, weight: int) -> None:
+    mean = WeightedMean()
+    mean.add({"a": array}, weight)
+    assert mean["a"].astype(np.float32).tobytes() == array.tobytes()
+
+
+@given(st.lists(st.tuples(st.floats(-100, 100, width=32), st.integers(1, 1000)), min_size=1, max_size=10))
+def test_the_mean_lies_between_and_weighs(rows: list[tuple[float, int]]) -> None:
+    mean = WeightedMean()
+    for value, weight in rows:
+        mean.add({"a": floats(value)}, weight)
+    expected = math.fsum(v * w for v, w in rows) / sum(w for _, w in rows)
+    assert mean["a"][0] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+# ---- the check
+
+
+def a_model() -> Arrays:
+    return {"w": np.zeros((2, 3), dtype=np.float32), "b": floats(1, 2), "n": np.array(5, dtype=np.int64)}
+
+
+def check(update: Arrays | ArrayRecord, examples: object = 10, limit: float = math.inf) -> Any:
+    previous = record(a_model())
+    arrays = update if isinstance(update, ArrayRecord) else record(update)
+    return check_update(arrays, examples, previous, spec_of(previous), limit)
+
+
+def test_spec() -> None:
+    assert spec_of(record(a_model())) == {
+        "w": ((2, 3), np.dtype("float32")),
+        "b": ((2,), np.dtype("float32")),
+        "n": ((), np.dtype("int64")),
+    }
+
+
+def test_a_good_update_and_its_norm() -> None:
+    w = np.zeros((2, 3), dtype=np.float32)
+    w[1, 2] = 3
+    checked = check({"w": w, "b": floats(1, 6), "n": np.array(1000)}, examples=7)
+    assert checked.norm == 5.0  # 3 and 6 - 2; integers have no distance
+    assert checked.examples == 7
+    assert list(checked.arrays) == ["w", "b", "n"]
+    assert checked.arrays["w"].tolist() == w.tolist()
+    assert list(check({"b": floats(1, 2)}).arrays) == ["b"]  # a partial update
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"b": floats(1, math.nan)}, "array 'b' holds 1 non-finite values"),
+        ({"b": floats(math.inf, -math.inf)}, "array 'b' holds 2 non-finite values"),
+        ({"b": floats(1, 2, 3)}, "array 'b' has shape (3,), expected (2,)"),
+        ({"b": floats(1)}, "array 'b' has shape (1,), expected (2,)"),
+        ({"w": np.zeros((3, 2), dtype=np.float32)}, "array 'w' has shape (3, 2), expected (2, 3)"),
+        ({"n": np.array([5])}, "array 'n' has shape (1,), expected ()"),
+        ({"b": np.zeros(2)}, "array 'b' has dtype float64, expected float32"),
+        ({"b": np.zeros(2, dtype=">f4")}, "array 'b' has dtype >f4, expected float32"),
+        ({"b": np.zeros(2, dtype=np.complex64)}, "array 'b' has dtype complex64, expected float32"),
+        ({"n": np.array(5, dtype=np.int32)}, "array 'n' has dtype int32, expected int64"),
+        ({"n": np.array(5.0)}, "array 'n' has dtype float64, expected int64"),
+        ({"x": floats(1)}, "array 'x' is not part of the model"),
+        ({"w.": floats(1)}, "array 'w.' is not part of the model"),
+    ],
+)
+def test_bad_arrays(change: Arrays, reason: str) -> None:
+    with pytest.raises(UpdateRejectedError) as caught:
+        check(a_model() | change)
+    assert str(caught.value) == reason
+
+
+@pytest.mark.parametrize("count", [0, -1, 3.0, math.nan, None, True, False, "7", [7]])
+def test_bad_counts(count: object) -> None:
+    with pytest.raises(UpdateRejectedError) as caught:
+        check(a_model(), count)
+    assert str(caught.value) == f"num-examples is {count!r}: it must be a positive integer"
+
+
+def test_an_empty_update() -> None:
+    with pytest.raises(UpdateRejectedError, match="the update holds no arrays"):
+        check({})
+
+
+def test_the_norm_limit_is_inclusive() -> None:
+    five = a_model() | {"b": floats(4, 6)}
+    assert check(five, limit=5.0).norm == 5.0
+    with pytest.raises(UpdateRejectedError, match=r"norm 5 is past the limit 4\.99 \(update-norm-limit\)"):
+        check(five, limit=4.99)
+
+
+def test_a_norm_too_large_for_float32_is_a_number() -> None:
+    checked = check({"b": floats(3e38, 2)})
+    assert checked.norm == pytest.approx(3e38, rel=1e-6)
+    with pytest.raises(UpdateRejectedError, match="past the limit"):
+        check({"b": floats(3e38, 2)}, limit=1e30)
+
+
+def with_bytes(content: bytes) -> ArrayRecord:
+    return ArrayRecord({"b": Array("float32", (2,), "numpy.ndarray", content)})
+
+
+GOOD = Array(floats(1, 2)).data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"garbage that is no array",
+        GOOD[:20],
+        GOOD[:-1],
+        b"PK\x03\x04" + bytes(30),
+        b"PK\x05\x06" + bytes(18),
+        b"\x80\x04K\x01.",
+        GOOD.replace(b"(2,)", b"(((("),
+        GOOD.replace(b"(2,), ", b"(2**40,"),
+        GOOD.replace(b"'<f4'", b"'|O' "),
+        GOOD.replace(b"\x01\x00", b"\x09\x00", 1),
+    ],
+)
+def test_bytes_that_are_no_array(content: bytes) -> None:
+    with pytest.raises(UpdateRejectedError, match="array 'b' cannot be read: "):
+        check(with_bytes(content))
+
+
+def test_tokens_are_among_what_numpys_reader_raises() -> None:
+    """So that catching ValueError alone would not do."""
+    with pytest.raises((tokenize.TokenError, ValueError)):
+        with_bytes(GOOD.replace(b"(2,)", b"(((("))["b"].numpy()
+
+
+def test_what_the_envelope_says_is_not_believed() -> None:
+    lying = ArrayRecord({"b": Array("float32", (2,), "numpy.ndarray", Array(floats(1, 2, 3)).data)})
+    with pytest.raises(UpdateRejectedError, match=r"has shape \(3,\), expected \(2,\)"):
+        check(lying)
+
+
+@given(st.data())
+def test_mutated_bytes_are_refused_or_read(data: st.DataObject) -> None:
+    content = bytearray(GOOD)
+    for position in data.draw(st.lists(st.integers(0, len(GOOD) - 1), min_size=1, max_size=4)):
+        content[position] = data.draw(st.integers(0, 255))
+    try:
+        checked = check(with_bytes(bytes(content[: data.draw(st.integers(0, len(GOOD)))] or content)))
+    except UpdateRejectedError:
+        return
+    assert checked.arrays["b"].shape == (2,)
+    assert np.isfinite(checked.arrays["b"]).all()
+
+
+@pytest.mark.parametrize(
+    ("accepted", "factor", "limit"),
+    [
+        ([], 10.0, math.inf),
+        ([1.0, 2.0, 9.0], 10.0, 20.0),
+        ([1.0, 2.0, 4.0, 9.0], 10.0, 30.0),
+        ([1.0, 2.0, 9.0], 0.0, math.inf),
+        ([0.5], 3.0, 1.5),
+    ],
+)
+def test_norm_limit(accepted: list[float], factor: float, limit: float) -> None:
+    assert norm_limit(accepted, factor) == limit

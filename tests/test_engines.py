@@ -1,0 +1,184 @@
+"""The same run on the in-process grid, on Ray, and as real processes; and the resident set of a client that serves one task."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from helpers import fleet_json, run_local
+from typer.testing import CliRunner
+
+import piecework
+from piecework.cli import app, read_preset, settings_from
+from piecework.launch import free_ports, launch
+from server_app.records import RunDir, read_arrays
+from server_app.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["clients-per-round=2", "num-rounds=2", "local-epochs=1", "max-in-flight=2"]
+
+
+def run_engine(tmp_path: Path, engine: str, nodes: int) -> RunDir:
+    settings = settings_from("", SMALL, engine=engine, nodes=nodes, output_dir=str(tmp_path))
+    settings = settings.model_copy(update={"run_name": engine, "workers": 2})
+    run_dir = RunDir(tmp_path / engine)
+    summary = launch(settings, run_dir, lambda record: None)
+    assert summary["status"] == "completed"
+    assert summary["clients_answered"] == 4
+    return run_dir
+
+
+def model(run_dir: RunDir) -> dict[str, np.ndarray]:
+    return {name: array.numpy() for name, array in read_arrays(run_dir.path / "model.safetensors").items()}
+
+
+def started_here() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("engine", "nodes"), [("ray", 3), ("deployment", 2)])
+def test_engines_agree(tmp_path: Path, engine: str, nodes: int) -> None:
+    before = started_here()
+    one, other = model(run_engine(tmp_path, "local", nodes)), model(run_engine(tmp_path, engine, nodes))
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_allclose(array, other[name], rtol=0, atol=1e-6)
+    left = [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if p.pid not in before and "flower" in " ".join(p.cmdline())
+    ]
+    assert left == []
+
+
+def test_plain_flwr_run_has_every_setting() -> None:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert document["tool"]["flwr"]["app"]["config"] == Settings().to_run_config()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf").glob("*.toml")), ids=lambda path: path.stem)
+def test_presets_are_valid(path: Path) -> None:
+    Settings.from_run_config(read_preset(path.stem))
+    assert f"piecework run --preset {path.stem}" in path.read_text(encoding="utf-8").splitlines()[1]
+
+
+def test_resident_set_stays_within_the_budget(tmp_path: Path) -> None:
+    """A model of 100 MB in a fresh process: growth during training <= budget + 64 MB."""
+    common = {
+        "model": "resnet18",
+        "model_width": 1.5,
+        "batch_size": 4,
+        "clients": 1,
+        "partition": "iid",
+        "clients_per_round": 1,
+        "evaluate_every": 0,
+        "validation_share": 0.9,
+        "workers": 2,
+        "fleet": fleet_json(board=170_000_000),
+    }
+    run_dir = run_local(tmp_path, strategy="fedepth", run_name="fedepth", **common)
+    ((client,),) = [record["clients"] for record in run_dir.rounds()]
+    weights = sum(array.nbytes for array in model(run_dir).values())
+    assert weights > 100_000_000
+    assert client["status"] == "ok"
+    assert client["measured_peak"] <= client["budget"] < 2 * weights
+    assert client["rss_growth"] <= client["budget"] + 64 * 2**20
+    with pytest.raises(RuntimeError, match="1 refused for memory"):
+        run_local(tmp_path, strategy="fedavg", run_name="fedavg", **common)
+    ((client,),) = [record["clients"] for record in RunDir(tmp_path / "fedavg").rounds()]
+    assert client["status"] == "memory"
+    assert client["needed"] > 3 * weights
+
+
+def command(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    call = [sys.executable, "-m", "piecework.cli", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.run(call, capture_output=True, text=True, check=False, cwd=cwd, env=environment)
+
+
+def test_json_of_a_run_and_what_can_be_done_with_it(tmp_path: Path) -> None:
+    sets = [f"--set={text}" for text in ("num-rounds=1", "clients-per-round=2", "local-epochs=1", "workers=1")]
+    done = command("run", "--json", "--seeds", "1,2", *sets, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["status"] == "completed"
+    assert {
+        "run_dir",
+        "status",
+        "rounds",
+        "accuracy",
+        "clients_asked",
+        "clients_answered",
+        "clients_failed",
+        "bytes_down",
+        "bytes_up",
+        "max_peak_over_budget",
+        "seconds",
+    } <= last.keys()
+    first = Path(last["run_dir"][0])
+    compared = json.loads(command("compare", "--json", *last["run_dir"], cwd=tmp_path).stdout)
+    assert compared["groups"][0]["seeds"] == [1, 2]
+    page = json.loads(command("report", "--json", str(first), cwd=tmp_path).stdout)["report"]
+    assert Path(page).is_file()
+    logits = piecework.load(first)(torch.zeros(2, 1, 8, 8))
+    assert logits.shape == (2, 10)
+    cleaned = json.loads(command("clean", "--json", cwd=tmp_path).stdout)
+    assert len(cleaned["removed"]) == 2
+    assert not (first / "clients").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (["--set", "strategy=fedsgd"], ["strategy", "'fedsgd'", "fedavg, fedepth, m-fedepth"]),
+        (["--set", "model=alexnet"], ["model", "'alexnet'", "preresnet20"]),
+        (["--set", "dataset=mnist3"], ["mnist3", "fashion-mnist"]),
+        (["--set", "fleet=nowhere"], ["nowhere", "fedepth-fair"]),
+        (["--set", "lr=fast"], ["lr", "'fast'", "number"]),
+        (["--set", "lr=-1"], ["lr", "-1", "greater than 0"]),
+        (["--set", "batchsize=3"], ["batchsize", "batch-size"]),
+        (["--set", "dataset=fashion-mnist", "--set", "data-dir=empty"], ["data-dir", "empty"]),
+        (["--set", "resume-from=nothing"], ["resume-from", "nothing"]),
+        (["--preset", "no-such"], ["no-such", "fedepth-fmnist-fair"]),
+    ],
+)
+def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], messages: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["run", "--json", *arguments])
+    assert done.exit_code == 2
+    assert isinstance(done.exception, SystemExit)
+    assert json.loads(done.stdout.splitlines()[-1])["status"] == "failed"
+    for message in messages:
+        assert message in done.stderr
+
+
+def test_broken_fleet_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text('name = "mine"\n[[device]]\nname = "a"\nmemory = -3\n', encoding="utf-8")
+    done = CliRunner().invoke(app, ["run", "--set", "fleet=mine.toml"])
+    assert done.exit_code == 2
+    assert "mine.toml" in done.stderr
+    assert "-3" in done.stderr
+
+
+def test_a_budget_too_small_for_any_atom(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(
+        'name = "tiny"\nassignment = "round-robin"\n'
+        '[[device]]\nname = "a"\nmemory = "20kB"\nflops = 1e9\nbandwidth = 1e6\ndisk-bandwidth = 1e7\n',
+        encoding="utf-8",
+    )
+    done = command("run", "--set", "fleet=tiny.toml", "--set", "workers=1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "conv5" in " ".join(done.stderr.split())
+    assert "20,000" in done.stderr
+
+
+def test_free_ports_are_different() -> None:
+    assert len(set(free_ports(5))) == 5

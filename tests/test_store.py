@@ -1,0 +1,278 @@
+"""A client's store on disk, its features, and the messages between server and client."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from torch import nn
+
+from client_app.store import FeatureWriter, Store
+from client_app.task import Outcome, Task, content_bytes, piece_key, reply
+from server_app.local_grid import identify
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path, "experiment", 3)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+A = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+# ---- units
+
+
+def test_one_file_a_unit(tmp_path: Path, store: Store) -> None:
+    count = np.array(7, dtype=np.int64)
+    store.write_units({"atoms.1.w": A, "atoms.10.w": A + 1, "head.fc.bias": A[0], "atoms.1.n": count})
+    assert store.root == tmp_path / "experiment" / "3"
+    assert files(store.root) == [f"model/{name}.safetensors" for name in ("atoms.1", "atoms.10", "head")]
+    read = dict(store.read(["head", "atoms.1"]))
+    assert list(read) == ["head.fc.bias", "atoms.1.n", "atoms.1.w"]
+    assert read["atoms.1.w"].tolist() == A.tolist()
+    assert read["atoms.1.n"].dtype == np.int64
+    assert (read["atoms.1.n"].shape, int(read["atoms.1.n"])) == ((), 7)
+
+
+def test_arrays_in_another_memory_order_keep_their_values(store: Store) -> None:
+    store.write_units({"head.w": A.T, "head.v": A[:, ::2]})
+    read = dict(store.read(["head"]))
+    assert read["head.w"].tolist() == A.T.tolist()
+    assert read["head.v"].tolist() == [[0, 2], [3, 5]]
+
+
+def test_save_and_load_a_module(store: Store) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
+
+    torch.manual_seed(0)
+    module, other = build(), build()
+    module[0].weight.data = module[0].weight.data.contiguous(memory_format=torch.channels_last)
+    module[1].running_mean.fill_(5)
+    module[1].num_batches_tracked.fill_(9)
+    store.save("atoms.2", module)
+    weight = other[0].weight
+    store.load("atoms.2", other)
+    assert other[0].weight is weight  # in place
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_a_unit_that_was_not_sent(store: Store) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"no atoms\.4\.safetensors in .*model: the task named a unit it did not send"
+    ):
+        store.load("atoms.4", nn.Linear(1, 1))
+    with pytest.raises(FileNotFoundError, match=r"no head\.safetensors"):
+        list(store.read(["head"]))
+
+
+def test_rewriting_a_unit_replaces_it(store: Store) -> None:
+    store.write_units({"head.w": A, "head.b": A})
+    store.write_units({"head.w": A + 1})
+    assert [name for name, _ in store.read(["head"])] == ["head.w"]
+    assert files(store.root) == ["model/head.safetensors"]
+
+
+def test_overlay_replaces_by_name(store: Store, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    store.write_units({"head.w": A, "head.bn": A, "atoms.0.w": A})
+    store.write_units({"head.bn": A * 10}, kept)
+    store.overlay(kept)
+    read = dict(store.read(["head", "atoms.0"]))
+    assert read["head.bn"].tolist() == (A * 10).tolist()
+    assert read["head.w"].tolist() == read["atoms.0.w"].tolist() == A.tolist()
+
+
+def test_clear_task_keeps_the_state(store: Store) -> None:
+    store.write_units({"head.w": A})
+    for name in ("features-train-0.npy", "features-train-1.tmp", "momentum.safetensors"):
+        (store.root / name).write_bytes(b"x")
+    folder = store.new_state(1)
+    (folder / "kept").write_text("x")
+    store.commit_state(folder)
+    store.clear_task()
+    assert files(store.root) == ["momentum.safetensors", "state/1/kept"]
+
+
+# ---- states
+
+
+def commit(store: Store, server_round: int) -> None:
+    folder = store.new_state(server_round)
+    (folder / "value").write_text(str(server_round))
+    store.commit_state(folder)
+
+
+def states(store: Store) -> list[str]:
+    return sorted(path.name for path in (store.root / "state").iterdir())
+
+
+def test_no_state_yet(store: Store) -> None:
+    assert store.newest_state(5) is None
+
+
+def test_the_last_two_states_are_kept(store: Store) -> None:
+    for server_round in (2, 9, 10):  # in the order of numbers, not of names
+        commit(store, server_round)
+    assert states(store) == ["10", "9"]
+    newest = store.newest_state(10)
+    assert newest is not None
+    assert (newest / "value").read_text() == "10"
+
+
+def test_newer_states_are_discarded(store: Store) -> None:
+    commit(store, 4)
+    commit(store, 7)
+    newest = store.newest_state(6)
+    assert newest is not None
+    assert newest.name == "4"
+    assert states(store) == ["4"]
+    assert store.newest_state(3) is None
+    assert states(store) == []
+
+
+def test_a_state_that_was_not_committed_is_none(store: Store) -> None:
+    commit(store, 1)
+    (store.new_state(2) / "half").write_text("x")
+    newest = store.newest_state(5)
+    assert newest is not None
+    assert newest.name == "1"
+    assert list(store.new_state(2).iterdir()) == []  # begun anew
+
+
+def test_committing_a_round_again_replaces_it(store: Store) -> None:
+    commit(store, 1)
+    folder = store.new_state(1)
+    (folder / "other").write_text("x")
+    store.commit_state(folder)
+    assert files(store.root / "state") == ["1/other"]
+
+
+# ---- features
+
+
+def test_features_are_written_batch_by_batch(tmp_path: Path) -> None:
+    path = tmp_path / "features-train.npy"
+    writer = FeatureWriter(path, 5, (2, 3), limit=5 * 6 * 4)
+    blocks = np.arange(30, dtype=np.float32).reshape(5, 2, 3)
+    writer.append(blocks[:2])
+    writer.append(blocks[2:].transpose(0, 1, 2)[:, :, :])
+    assert not path.exists()
+    features = writer.close()
+    assert isinstance(features, np.memmap)
+    assert not features.flags.writeable
+    assert features.tolist() == blocks.tolist()
+    assert files(tmp_path) == ["features-train.npy"]
+
+
+def test_features_in_another_order_or_type(tmp_path: Path) -> None:
+    writer = FeatureWriter(tmp_path / "f.npy", 2, (3, 2), limit=10**6)
+    block = np.arange(12, dtype=np.float64).reshape(2, 2, 3).transpose(0, 2, 1)
+    writer.append(block)
+    features = writer.close()
+    assert features.dtype == np.float32
+    assert features.tolist() == block.tolist()
+
+
+def test_features_over_the_limit_say_so_before_writing(tmp_path: Path) -> None:
+    message = (
+        r"features of 1000 examples of shape \(16, 8\) take 512,000 bytes, feature-cache-bytes allows 511,999: "
+        "raise it, or give the client fewer examples"
+    )
+    with pytest.raises(OSError, match=message):
+        FeatureWriter(tmp_path / "f.npy", 1000, (16, 8), limit=511_999)
+    assert files(tmp_path) == []
+
+
+# ---- messages
+
+TASK = Task(
+    experiment_id="abc",
+    round=3,
+    state_round=2,
+    strategy="fedepth",
+    budget=2**40,
+    reference=12_345,
+    lr=0.1,
+    state_dir="/somewhere",
+    enforced=False,
+    prices={"0,1": 10, "-1,2": 20},
+)
+
+
+def test_a_task_round_trips() -> None:
+    sent = TASK.to_record()
+    assert sent["state-round"] == 2
+    assert sent["prices"] == '{"0,1":10,"-1,2":20}'
+    assert Task.from_record(sent) == TASK
+    assert Task.from_record(replace(TASK, prices={}).to_record()).prices == {}
+
+
+def test_prices() -> None:
+    assert piece_key((0, 1, 2)) == "0,1,2"
+    assert TASK.price((0, 1)) == 10
+    assert TASK.price((-1, 2)) == 20
+    assert TASK.price((0,)) is None
+
+
+def test_tasks_of_another_version() -> None:
+    record = TASK.to_record()
+    with pytest.raises(TypeError, match="'new_field'"):
+        Task.from_record(ConfigRecord({**record, "new-field": 1}))
+    del record["lr"]
+    with pytest.raises(TypeError, match="'lr'"):
+        Task.from_record(record)
+
+
+@pytest.mark.parametrize(
+    "outcome", [Outcome("ok"), Outcome("memory", 5, 4, "too much"), Outcome("failed", reason="no data")]
+)
+def test_an_outcome_round_trips(outcome: Outcome) -> None:
+    assert Outcome.from_record(outcome.to_record()) == outcome
+
+
+def test_an_unknown_outcome() -> None:
+    record = Outcome("ok").to_record()
+    record["status"] = "great"
+    with pytest.raises(ValueError, match="outcome status 'great': expected ok, memory or failed"):
+        Outcome.from_record(record)
+    with pytest.raises(TypeError, match="'mood'"):
+        Outcome.from_record(ConfigRecord({"status": "ok", "mood": "fine"}))
+
+
+def test_a_reply() -> None:
+    identify(1)
+    message = Message(RecordDict(), dst_node_id=7, message_type="train")
+    answer = reply(message, Outcome("ok"), {"num-examples": 3, "loss": 0.5})
+    assert answer.metadata.src_node_id == 7
+    assert dict(answer.content.metric_records["metrics"]) == {"num-examples": 3, "loss": 0.5}
+    assert len(answer.content.array_records["arrays"]) == 0
+    arrays = ArrayRecord({"a": Array(A)})
+    assert reply(message, Outcome("ok"), {}, arrays).content.array_records["arrays"] == arrays
+
+
+def test_content_bytes() -> None:
+    array = Array(A)
+    assert len(array.data) == 128 + 24  # a .npy header and six floats
+    metrics = MetricRecord({"ab": 1, "c": [1.0, 2.0]})
+    config = ConfigRecord({"name": "four", "none": "", "flag": True, "n": 3, "list": ["a", "bc"], "empty": []})
+    metric_size = 2 + 8 + 1 + 16
+    config_size = (4 + 4) + (4 + 0) + (4 + 1) + (1 + 8) + (4 + 3) + (5 + 0)
+    assert content_bytes(RecordDict({"m": metrics})) == metric_size
+    assert content_bytes(RecordDict({"c": config})) == config_size
+    arrays = ArrayRecord({"w": array})
+    assert content_bytes(RecordDict({"a": arrays})) == arrays.count_bytes() >= 152
+    assert content_bytes(RecordDict({"a": arrays, "m": metrics, "c": config})) == (
+        arrays.count_bytes() + metric_size + config_size
+    )
+    assert content_bytes(RecordDict({"o": Outcome("ok").to_record(), "j": ConfigRecord({"j": json.dumps({})})})) > 0
