@@ -1,7 +1,6 @@
 """The ClientApp: reads a task, trains or evaluates under the client's memory budget, answers."""
 
 import platform
-import shutil
 import time
 from pathlib import Path
 
@@ -34,7 +33,11 @@ app = ClientApp()
 def query_device(message: Message, context: Context) -> Message:
     """Who this node is: its client number, how its budget is set, and what software it has."""
     node = context.node_config
-    metrics: Metrics = {"partition-id": int(node["partition-id"])}
+    settings, number = Settings.from_run_config(context.run_config), int(node["partition-id"])
+    clients = settings.clients or int(node["num-partitions"])
+    rows = open_share(settings, context, number, clients)[1] if number < clients else np.arange(0)
+    train_rows = split(rows, settings.validation_share, settings.seed, number)[0] if len(rows) else rows
+    metrics: Metrics = {"partition-id": number, "num-examples": len(train_rows)}
     if node.get("device") == "auto":
         measured = measure_device(Path(str(node.get("state-dir", "."))))
         metrics |= {
@@ -102,7 +105,8 @@ def prepare_client(message: Message, context: Context) -> tuple[Settings, Task, 
     number = int(context.node_config["partition-id"])
     clients = settings.clients or int(context.node_config["num-partitions"])
     message_bytes = content_bytes(message.content)
-    store = Store(Path(str(context.node_config.get("state-dir", task.state_dir))), task.experiment_id, number)
+    state_dir = Path(str(context.node_config.get("state-dir", task.state_dir)))
+    store = Store(state_dir, task.experiment_id, number, f"{message.metadata.message_type}-{task.round}")
     old_state = store.newest_state(task.state_round)
     _unpack(message, store)
     if settings.batch_norm == "local" and old_state is not None:
@@ -146,8 +150,6 @@ def _unpack(message: Message, store: Store) -> None:
 def _keep_batch_norm(client: Client, units: list[str]) -> None:
     """FedBN: what batch norm learned stays with the client; the server's average of it serves central evaluation only."""
     folder = client.new_state() / "batch-norm"
-    if client.old_state is not None and (client.old_state / "batch-norm").is_dir():
-        shutil.copytree(client.old_state / "batch-norm", folder)
     folder.mkdir(exist_ok=True)
     for unit in units:
         with isolated_rng(0):

@@ -46,7 +46,7 @@ class Client:
 
     def new_state(self) -> Path:
         """The folder for what this client remembers after this round."""
-        self._new_state = self._new_state or self.store.new_state(self.round)
+        self._new_state = self._new_state or self.store.new_state(self.round, self.old_state)
         return self._new_state
 
     def commit(self) -> None:

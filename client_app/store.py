@@ -1,7 +1,7 @@
 """What a client keeps on its disk: model units that are not in use, its state between rounds, and features.
 
-`<state-dir>/<experiment-id>/<client>/` holds `model/<unit>.safetensors` (the task at work), `state/<round>/...` (written per
-round; the last two kept) and `features-*.npy`. Every file is written under a temporary name and renamed.
+`<state-dir>/<experiment-id>/<client>/` holds a folder for the task at work (model units and features) and
+`state/<round>/...` (written per round; the last two kept). Every file is written under a temporary name and renamed.
 """
 
 import math
@@ -21,12 +21,17 @@ KEPT_STATES = 2
 
 
 class Store:
-    """The folder of one client of one experiment."""
+    """The folder of one client of one experiment; `task` names the folder of the task at work.
 
-    def __init__(self, state_dir: Path, experiment_id: str, client: int) -> None:
+    A task that the server gave up on may still run beside the next one, so no two share files.
+    """
+
+    def __init__(self, state_dir: Path, experiment_id: str, client: int, task: str) -> None:
         self.root = state_dir / experiment_id / str(client)
-        self.model = self.root / "model"
-        self.model.mkdir(parents=True, exist_ok=True)
+        self.task = self.root / task
+        self.model = self.task / "model"
+        shutil.rmtree(self.task, ignore_errors=True)
+        self.model.mkdir(parents=True)
 
     def write_units(self, arrays: Mapping[str, np.ndarray], folder: Path | None = None) -> None:
         """Write arrays with global names, one file a unit."""
@@ -65,9 +70,7 @@ class Store:
 
     def clear_task(self) -> None:
         """Drop the model and the features of the task that ended."""
-        shutil.rmtree(self.model, ignore_errors=True)
-        for path in self.root.glob("features-*"):
-            path.unlink(missing_ok=True)
+        shutil.rmtree(self.task, ignore_errors=True)
 
     def newest_state(self, state_round: int) -> Path | None:
         """The folder of the newest state not newer than `state_round`; newer ones are of a lost future and are deleted."""
@@ -79,11 +82,13 @@ class Store:
                 kept = self.root / "state" / str(number)
         return kept
 
-    def new_state(self, server_round: int) -> Path:
-        """An empty folder to write this round's state into; `commit_state` makes it valid."""
+    def new_state(self, server_round: int, old: Path | None = None) -> Path:
+        """A folder to write this round's state into, with what `old` holds; `commit_state` makes it valid."""
         folder = self.root / "state" / f"{server_round}.tmp"
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        if old is not None:
+            shutil.copytree(old, folder)
+        folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def commit_state(self, folder: Path) -> None:
@@ -100,7 +105,7 @@ class Store:
 
     def feature_path(self, part: str) -> Path:
         """Where the features of a part (training or validation, behind which piece) lie."""
-        return self.root / f"features-{part}.npy"
+        return self.task / f"features-{part}.npy"
 
 
 def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:

@@ -160,7 +160,9 @@ class Trainee:
         del self.optimiser, self._loss
 
     def finish(self) -> list[PieceModel]:
-        """Drop the optimiser, go into evaluation mode, and hand the pieces over."""
+        """Drop the optimiser, go into evaluation mode, and hand the pieces over. Raises ValueError if nothing was trained."""
+        if not self.pieces:
+            raise ValueError("no batch of two examples or more to train on")
         del self.optimiser, self._loss
         for piece in self.pieces:
             piece.train(False)
@@ -222,9 +224,10 @@ def start(pieces: list[PieceModel], recipe: Recipe, make_loss: MakeLoss) -> tupl
 
 
 def fake_batch(batch_size: int, shape: Sequence[int]) -> Tensor:
-    """An input batch as `Examples` hands it out: images in channels-last memory."""
-    z = torch.empty(batch_size, *shape)
-    return z.contiguous(memory_format=torch.channels_last) if z.dim() == 4 else z
+    """An input batch as `Examples` hands it out: images lie as [B, H, W, C] and are read as [B, C, H, W]."""
+    if len(shape) == 3:
+        return torch.empty(batch_size, *shape[1:], shape[0]).permute(0, 3, 1, 2)
+    return torch.empty(batch_size, *shape)
 
 
 def load_for_device(blueprint: Blueprint, fill: Callable[[str, nn.Module], None]) -> Load:

@@ -27,6 +27,28 @@ class MemoryBudgetExceededError(RuntimeError):
         super().__init__(f"{where} needs {needed:,} bytes of training memory, the budget allows {allowed:,}")
 
 
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _relaid(gradient: Tensor, *copied: Tensor) -> int:
+    """Bytes of what is copied where a gradient does not come in the memory format of the layer's input, `copied[0]`."""
+    formats = {tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (gradient, copied[0])}
+    return sum(map(_bytes, copied)) if len(formats) > 1 else 0
+
+
+# What CPU operators allocate inside themselves, out of a dispatch mode's sight (read off torch.profiler's memory events):
+# oneDNN's own layout of a convolution's weight, in the backward pass also of its gradient before it is copied out, and
+# pooling's second copy where a gradient arrives in another memory format, as it does from a flattened map.
+SCRATCH = 8216
+WORKSPACE: dict[Any, Callable[[tuple[Any, ...]], int]] = {
+    torch.ops.aten.convolution.default: lambda args: _bytes(args[1]) + SCRATCH,
+    torch.ops.aten.convolution_backward.default: lambda args: 2 * _bytes(args[2]),
+    torch.ops.aten._adaptive_avg_pool2d_backward.default: lambda args: _relaid(args[0], args[1]),
+    torch.ops.aten.max_pool2d_with_indices_backward.default: lambda args: _relaid(args[0], args[1], args[7]),
+}
+
+
 class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts live tensor storages; may be entered many times, and what stays alive in between stays counted.
 
@@ -57,9 +79,12 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._sizes[key] = size
         self.live += size - (known or 0)
-        self.peak = max(self.peak, self.live)
-        if self.allowed is not None and self.live > self.allowed:
-            raise MemoryBudgetExceededError(self.live, self.allowed, self.where)
+        self._reach(self.live)
+
+    def _reach(self, size: int) -> None:
+        self.peak = max(self.peak, size)
+        if self.allowed is not None and size > self.allowed:
+            raise MemoryBudgetExceededError(size, self.allowed, self.where)
 
     def _forget(self, key: int) -> None:
         self.live -= self._sizes.pop(key, 0)
@@ -73,6 +98,8 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         for value in tree_leaves(result):
             self.count(value)
+        if (workspace := WORKSPACE.get(func)) is not None:
+            self._reach(self.live + workspace(args))
         return result
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from client_app.task import Outcome
+from client_app.task import Outcome, content_bytes
 from device_profiles.fleet import Fleet, device_of, device_state
 from device_profiles.profile import DeviceState
 
 QUERY = "query.device"
+MIN_EXAMPLES = 2  # batch norm has no statistics of one
 
 
 class TooFewNodesError(RuntimeError):
@@ -23,12 +24,13 @@ class TooFewNodesError(RuntimeError):
 
 @dataclass
 class Member:
-    """A node: its client number, its device's name, versions, and measured figures where it measures itself."""
+    """A node: its client number, device's name, versions, examples, and measured figures where it measures itself."""
 
     node_id: int
     client: int
     device: str
     versions: str
+    examples: int = MIN_EXAMPLES
     measured: dict[str, float] = field(default_factory=dict)
 
 
@@ -41,6 +43,7 @@ class Roster:
     clients: int
     reserve: int
     members: dict[int, Member] = field(default_factory=dict)
+    asked_bytes: dict[str, int] = field(default_factory=dict)
     _known: set[int] = field(default_factory=set)
 
     def gather(self, grid: Grid, timeout: float) -> None:
@@ -67,6 +70,7 @@ class Roster:
         for reply in grid.send_and_receive(queries, timeout=timeout):
             if reply.has_error():
                 continue
+            self.asked_bytes["up"] = self.asked_bytes.get("up", 0) + content_bytes(reply.content)
             self._known.add(reply.metadata.src_node_id)
             self._admit(reply)
 
@@ -76,13 +80,14 @@ class Roster:
         client = int(metrics.pop("partition-id"))  # type: ignore[arg-type]
         if self.clients and not 0 <= client < self.clients:
             return
+        examples = int(metrics.pop("num-examples"))  # type: ignore[arg-type]
         measured = {key: float(value) for key, value in metrics.items()}  # type: ignore[arg-type]
-        self.members[client] = Member(reply.metadata.src_node_id, client, device, versions, measured)
+        self.members[client] = Member(reply.metadata.src_node_id, client, device, versions, examples, measured)
 
     def present(self, grid: Grid) -> list[int]:
-        """The clients whose nodes are connected now, in order."""
+        """The clients whose nodes are connected now and who have something to learn from, in order."""
         nodes = set(grid.get_node_ids())
-        return sorted(client for client, member in self.members.items() if member.node_id in nodes)
+        return sorted(c for c, m in self.members.items() if m.node_id in nodes and m.examples >= MIN_EXAMPLES)
 
     def client_of(self, node_id: int) -> int | None:
         """The client behind a node."""

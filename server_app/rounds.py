@@ -19,7 +19,8 @@ from server_app.records import Checkpoint, RunDir, newest_run
 from server_app.roster import Roster
 from server_app.settings import Settings, check_resume
 from strategies import find_strategy
-from strategies.base import ClientReport, Experiment, PieceStrategy
+from strategies.base import Experiment, PieceStrategy
+from strategies.reports import ClientReport
 
 OnRound = Callable[[dict[str, Any]], None]
 
@@ -68,7 +69,9 @@ class Run:
         self.roster = Roster(fleet, settings.seed, settings.clients, settings.reserve)
         state_dir = settings.state_dir or str(run_dir.path / "clients")
         reference = blueprint_for(settings.model_copy(update={"model_width": 1.0}), self.data)
-        experiment = Experiment(settings, blueprint, reference, self.roster, self.values["experiment-id"], state_dir)
+        # A resumed run may be longer; its learning rate goes on as it was planned at the first start.
+        planned = settings.model_copy(update={"lr_rounds": self.values["lr-rounds"]})
+        experiment = Experiment(planned, blueprint, reference, self.roster, self.values["experiment-id"], state_dir)
         self.strategy: PieceStrategy = strategy_class(experiment)
         if checkpoint is not None:
             self.strategy.state = type(self.strategy.state).from_values(self.values["strategy-state"])
@@ -81,7 +84,14 @@ class Run:
     def _begin(self, checkpoint: Checkpoint | None) -> dict[str, Any]:
         if checkpoint is None:
             self.run_dir.forget()
-            return {"experiment-id": uuid.uuid4().hex, "round": 0, "empty-rounds": 0, "best": None, "since-best": 0}
+            return {
+                "experiment-id": uuid.uuid4().hex,
+                "round": 0,
+                "empty-rounds": 0,
+                "best": None,
+                "since-best": 0,
+                "lr-rounds": self.settings.lr_rounds or self.settings.num_rounds,
+            }
         check_resume(checkpoint.values["settings"], self.settings)
         self.run_dir.forget_after(checkpoint.values["round"])
         return checkpoint.values
@@ -132,8 +142,8 @@ class Run:
             "asked": len(reports),
             "answered": sum(report.status == "ok" for report in reports),
             "failed": sum(report.status != "ok" for report in reports),
-            "bytes_down": sum(report.bytes_down for report in reports),
-            "bytes_up": sum(report.bytes_up for report in reports),
+            "bytes_down": sum(report.bytes_down for report in reports) + self.roster.asked_bytes.pop("down", 0),
+            "bytes_up": sum(report.bytes_up for report in reports) + self.roster.asked_bytes.pop("up", 0),
             "bytes_evaluation": strategy.evaluation_bytes,
             "enforced": settings.memory_model == "traced",
             "seconds": time.perf_counter() - started,
@@ -173,7 +183,7 @@ def accuracy_by_device(reports: list[ClientReport]) -> dict[str, float]:
     """Validation accuracy after local training, over all validation examples of a device class's clients."""
     by_device: dict[str, tuple[float, int]] = {}
     for report in reports:
-        if report.val_accuracy is not None and report.val_examples:
+        if report.status == "ok" and report.val_accuracy is not None and report.val_examples:
             correct, count = by_device.get(report.device, (0.0, 0))
             by_device[report.device] = (
                 correct + report.val_accuracy * report.val_examples,
@@ -190,8 +200,8 @@ def why_empty(record: dict[str, Any], settings: Settings) -> str:
     if refused:
         nearest = min(refused, key=lambda c: c["needed"] - c["budget"])
         lines.append(
-            f"nearest to fitting, client {nearest['client']} ({nearest['device']}): {nearest['reason']}. Choose a strategy that "
-            "trains in pieces (strategy = fedepth), a smaller batch-size or model-width, or a fleet with more memory"
+            f"nearest to fitting, client {nearest['client']} ({nearest['device']}): {nearest['reason']}. Choose a strategy "
+            "that trains in pieces (strategy = fedepth), a smaller batch-size or model-width, or a fleet with more memory"
         )
     others = [c for c in clients if c["status"] != "memory"]
     lines += sorted({f"client {c['client']}: {c['reason']}" for c in others})[:3]
@@ -220,14 +230,12 @@ def safe_name(text: str) -> str:
 
 
 def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: OnRound = lambda _: None) -> None:
-    """Run, and leave `summary.json` behind whatever happens. Raises what went wrong."""
+    """Run, and leave `summary.json` behind however it ends. Raises what went wrong."""
     started = time.perf_counter()
-    if not settings.resume_from:
-        run_dir.create(settings)
+    run = Run(grid, settings, run_dir)  # refuses settings before anything is written
+    run_dir.create(settings)
     status, reason = "failed", ""
     try:
-        run = Run(grid, settings, run_dir)
-        run_dir.create(settings)  # of a resumed run: only now it is sure that they may change as they do
         status = run.run(on_round)
     except BaseException as error:
         reason = str(error) or type(error).__name__

@@ -4,9 +4,8 @@ Flower's `Strategy` signatures are kept. `aggregate_train` takes an iterable of 
 method overrides what it does differently: which prices a task carries, and how replies are combined.
 """
 
-import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Self
@@ -35,6 +34,7 @@ from strategies.aggregation import (
     norm_limit,
     spec_of,
 )
+from strategies.reports import ClientReport, finite
 
 NORMS_KEPT = 1000
 
@@ -70,32 +70,6 @@ class Experiment:
     state_dir: str
 
 
-@dataclass
-class ClientReport:
-    """One client in one round, as it goes into the records. Bytes, seconds, FLOPs; peaks are of training memory."""
-
-    client: int
-    device: str
-    budget: int
-    bytes_down: int
-    status: str = "failed"
-    reason: str = "no answer within round-timeout"
-    bytes_up: int = 0
-    needed: int = 0
-    predicted_peak: int = 0
-    measured_peak: int = 0
-    rss_peak: int = 0
-    rss_growth: int = 0
-    pieces: str = ""
-    examples: int = 0
-    train_loss: float | None = None
-    val_accuracy: float | None = None
-    val_examples: int = 0
-    flops: float = 0.0
-    seconds: float = 0.0
-    simulated_seconds: float = 0.0
-
-
 class PieceStrategy(Strategy):
     """Base of all strategies here. `exits`: the model has own heads behind its atoms."""
 
@@ -108,9 +82,9 @@ class PieceStrategy(Strategy):
         self.state = StrategyState()
         self.reports: dict[int, ClientReport] = {}
         self.evaluation_bytes = 0
-        self._states: dict[int, DeviceState] = {}
-        self._offered: dict[int, set[str]] = {}
+        self._asked: dict[int, tuple[Task, DeviceState]] = {}
         self._prices: dict[Piece, StepPrice] = {}
+        self._paper_prices: dict[Piece, int] = {}
         self._reference: int | None = None
         self._arrays = ArrayRecord()
 
@@ -134,9 +108,11 @@ class PieceStrategy(Strategy):
 
     def price(self, piece: Piece) -> int:
         """Bytes of training a piece by the memory-model."""
-        if self.settings.memory_model == "fedepth":
-            return int(self.paper_bytes(piece))
-        return self.step_price(piece).peak_bytes
+        if self.settings.memory_model == "traced":
+            return self.step_price(piece).peak_bytes
+        if piece not in self._paper_prices:
+            self._paper_prices[piece] = int(self.paper_bytes(piece))
+        return self._paper_prices[piece]
 
     def step_price(self, piece: Piece) -> StepPrice:
         """Traced once a run."""
@@ -174,22 +150,29 @@ class PieceStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One task a client, made when it is sent: at most `max-in-flight` exist at once."""
-        self._arrays, self.reports = arrays, {}
-        return self._train_messages(server_round, arrays, grid)
+        """One task a client. Prices are traced now; messages are made when they are sent, `max-in-flight` at a time."""
+        self._arrays = arrays
+        self._asked = self._ask(server_round, arrays, grid)
+        self.reports = {c: ClientReport(c, state.device, state.budget_bytes) for c, (_, state) in self._asked.items()}
+        return self._messages("train", arrays)
 
-    def _train_messages(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterator[Message]:
+    def _ask(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, tuple[Task, DeviceState]]:
+        asked = {}
         for client in self.sample(server_round, grid):
             state = self.roster.state(client, server_round, self.reference_bytes, arrays.count_bytes())
-            task = self.task(server_round, state.budget_bytes)
-            content = RecordDict({"task": task.to_record(), "arrays": arrays})
-            self._states[client], self._offered[client] = state, set(task.prices)
-            self.reports[client] = ClientReport(client, state.device, state.budget_bytes, content_bytes(content))
-            yield self._message(content, client, "train", server_round)
+            asked[client] = self.task(server_round, state.budget_bytes), state
+        return asked
 
-    def _message(self, content: RecordDict, client: int, kind: str, server_round: int) -> Message:
-        node = self.roster.members[client].node_id
-        return Message(content, dst_node_id=node, message_type=kind, group_id=str(server_round))
+    def _messages(self, kind: str, arrays: ArrayRecord) -> Iterator[Message]:
+        for client, (task, _) in self._asked.items():
+            content = RecordDict({"task": task.to_record(), "arrays": arrays})
+            if kind == "train":
+                self.reports[client].bytes_down = content_bytes(content)
+                self.reports[client].reason = "no answer within round-timeout"
+            else:
+                self.evaluation_bytes += content_bytes(content)
+            node = self.roster.members[client].node_id
+            yield Message(content, dst_node_id=node, message_type=kind, group_id=str(task.round))
 
     def task(self, server_round: int, budget: int) -> Task:
         """The task of a client with this budget."""
@@ -262,20 +245,14 @@ class PieceStrategy(Strategy):
         return update
 
     def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
-        state = self._states[report.client]
-        report.budget = int(metrics.get("budget", report.budget))
-        report.measured_peak = int(metrics.get("measured-peak", 0))
-        report.predicted_peak = int(metrics.get("predicted-peak", 0))
-        report.rss_peak, report.rss_growth = int(metrics.get("rss-peak", 0)), int(metrics.get("rss-growth", 0))
-        report.examples, report.seconds = int(metrics.get("num-examples", 0)), finite(metrics, "seconds") or 0.0
-        report.train_loss, report.val_accuracy = finite(metrics, "train-loss"), finite(metrics, "val-accuracy")
-        report.val_examples = int(metrics.get("val-examples", 0))
+        report.read(metrics)
         if "memory-available" in metrics:
             self.roster.note_free_memory(report.client, int(metrics["memory-available"]))
+        task, state = self._asked[report.client]
         if outcome.status == "ok":
             report.pieces = outcome.reason
             keys, seen = outcome.reason.split("|"), [int(n) for n in metrics["seen"]]
-            if unpriced := [key for key in keys if key not in self._offered[report.client]]:
+            if unpriced := [key for key in keys if key not in task.prices]:
                 raise UpdateRejectedError(f"piece {unpriced[0]!r} was not in the task's price list")
             flops = [self.step_price(tuple(map(int, key.split(",")))).flops for key in keys]
             report.flops = sum(f * n / self.settings.batch_size for f, n in zip(flops, seen, strict=True))
@@ -288,17 +265,11 @@ class PieceStrategy(Strategy):
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterator[Message]:
+    ) -> Iterable[Message]:
         """In every `client-evaluation-every`-th round, the clients of the round evaluate the new model."""
         self.evaluation_bytes = 0
         every = self.settings.client_evaluation_every
-        if not every or server_round % every:
-            return
-        for client in self.sample(server_round, grid):
-            state = self.roster.state(client, server_round, self.reference_bytes, arrays.count_bytes())
-            content = RecordDict({"task": self.task(server_round, state.budget_bytes).to_record(), "arrays": arrays})
-            self.evaluation_bytes += content_bytes(content)
-            yield self._message(content, client, "evaluate", server_round)
+        return self._messages("evaluate", arrays) if every and server_round % every == 0 else []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Mean over all validation examples of the clients that answered."""
@@ -318,11 +289,3 @@ class PieceStrategy(Strategy):
 
     def summary(self) -> None:
         """Nothing: the launcher prints the settings."""
-
-
-def finite(metrics: Mapping[str, Any], key: str) -> float | None:
-    """A metric that a client sent, or None where it did not. Raises UpdateRejectedError."""
-    value = metrics.get(key)
-    if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-        raise UpdateRejectedError(f"{key} is {value!r}: it must be a finite number")
-    return value

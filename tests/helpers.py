@@ -149,7 +149,7 @@ def a_client(
     settings = settings or tiny_settings()
     data = digits()
     blueprint: Blueprint = overrides.pop("blueprint", None) or blueprint_for(settings, data)
-    store = Store(folder, "experiment", 0)
+    store = Store(folder, "experiment", 0, "train-1")
     store.write_units({name: v.numpy() for name, v in initial_state(blueprint, settings.seed, exits=True)})
     return Client(
         **{

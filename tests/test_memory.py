@@ -274,22 +274,24 @@ def profiled_peak(work: Callable[[], object]) -> int:
     return int(np.cumsum(sizes).max())
 
 
-# What operators allocate for themselves while they run is not in the accounting: a second layout of a gradient (pooling
-# backward), of a weight (convolution backward). It is one layer's, so it fades beside a model with maps of any size.
+# The accounting charges what convolutions and pooling allocate inside themselves (device_profiles.memory.WORKSPACE).
 @pytest.mark.parametrize(
-    ("of", "atoms", "batch_size", "inside_operators"),
+    ("of", "atoms", "batch_size"),
     [
-        (PRERESNET, (0, 1), 32, 0.03),
-        (PRERESNET, (4, 5, 6), 32, 0.03),
-        (PRERESNET, tuple(range(10)), 32, 0.03),
-        (CONVNET, (0,), 16, 0.03),
-        (CONVNET, (1, 2), 16, 0.14),
-        (CONVNET, (0, 1, 2, 3, 4), 16, 0.07),
-        (("lenet5", (1, 28, 28)), (0, 1), 32, 0.30),
+        (PRERESNET, (0, 1), 32),
+        (PRERESNET, (4, 5, 6), 32),
+        (PRERESNET, tuple(range(10)), 32),
+        *[
+            (CONVNET, piece, 16)
+            for piece in [(0,), (0, 1), (1, 2), (2,), (3,), (4,), (0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3, 4)]
+        ],
+        (("lenet5", (1, 28, 28)), (0, 1), 32),
+        (("resnet18", (1, 28, 28)), (8,), 8),
+        (("vgg11", (1, 28, 28)), (0, 1, 2), 8),
     ],
     ids=step_id,
 )
-def test_prices_against_the_profiler(of, atoms, batch_size, inside_operators) -> None:
+def test_prices_against_the_profiler(of, atoms, batch_size) -> None:
     blueprint, recipe = model(*of), a_recipe(batch_size)
     price = piece_price(blueprint, atoms, "head", recipe).peak_bytes
 
@@ -300,7 +302,7 @@ def test_prices_against_the_profiler(of, atoms, batch_size, inside_operators) ->
         train_step(loss, optimiser, z, torch.zeros(batch_size, dtype=torch.int64))
 
     measured = profiled_peak(work)
-    assert price <= measured <= price * (1 + inside_operators)
+    assert measured == pytest.approx(price, rel=0.03)
 
 
 # ---- FeDepth's own memory (Table 1; facts 4.5): PreResNet-20 on CIFAR-10, batch 32
@@ -479,7 +481,7 @@ class KeepsTheFirstTask(RecordingGrid):
 
 def test_a_client_imports_no_compiler_and_no_data_set_library(tmp_path: Path) -> None:
     tasks = []
-    for strategy, ratio in (("fedavg", 1.0), ("fedepth", 0.5), ("m-fedepth", 0.5), ("fedepth", 2.2)):
+    for strategy, ratio in (("fedavg", 1.0), ("fedepth", 0.53), ("m-fedepth", 0.53), ("fedepth", 2.2)):
         settings = {"strategy": strategy, "fleet": fleet_json(one=ratio), "clients_per_round": 1}
         KeepsTheFirstTask.task = b""
         run_local(tmp_path / f"{strategy}-{ratio}", KeepsTheFirstTask, **settings)

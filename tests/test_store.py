@@ -17,7 +17,7 @@ from server_app.local_grid import identify
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path, "experiment", 3)
+    return Store(tmp_path, "experiment", 3, "train-1")
 
 
 def files(folder: Path) -> list[str]:
@@ -34,7 +34,7 @@ def test_one_file_a_unit(tmp_path: Path, store: Store) -> None:
     count = np.array(7, dtype=np.int64)
     store.write_units({"atoms.1.w": A, "atoms.10.w": A + 1, "head.fc.bias": A[0], "atoms.1.n": count})
     assert store.root == tmp_path / "experiment" / "3"
-    assert files(store.root) == [f"model/{name}.safetensors" for name in ("atoms.1", "atoms.10", "head")]
+    assert files(store.root) == [f"train-1/model/{name}.safetensors" for name in ("atoms.1", "atoms.10", "head")]
     read = dict(store.read(["head", "atoms.1"]))
     assert list(read) == ["head.fc.bias", "atoms.1.n", "atoms.1.w"]
     assert read["atoms.1.w"].tolist() == A.tolist()
@@ -79,7 +79,7 @@ def test_rewriting_a_unit_replaces_it(store: Store) -> None:
     store.write_units({"head.w": A, "head.b": A})
     store.write_units({"head.w": A + 1})
     assert [name for name, _ in store.read(["head"])] == ["head.w"]
-    assert files(store.root) == ["model/head.safetensors"]
+    assert files(store.root) == ["train-1/model/head.safetensors"]
 
 
 def test_overlay_replaces_by_name(store: Store, tmp_path: Path) -> None:
@@ -96,12 +96,12 @@ def test_overlay_replaces_by_name(store: Store, tmp_path: Path) -> None:
 def test_clear_task_keeps_the_state(store: Store) -> None:
     store.write_units({"head.w": A})
     for name in ("features-train-0.npy", "features-train-1.tmp", "momentum.safetensors"):
-        (store.root / name).write_bytes(b"x")
+        (store.task / name).write_bytes(b"x")
     folder = store.new_state(1)
     (folder / "kept").write_text("x")
     store.commit_state(folder)
     store.clear_task()
-    assert files(store.root) == ["momentum.safetensors", "state/1/kept"]
+    assert files(store.root) == ["state/1/kept"]
 
 
 # ---- states

@@ -106,7 +106,7 @@ def _load_piece(client: Client, atoms: Piece, head: str) -> list[PieceModel]:
 def _stream_anew(client: Client, trainee: Trainee, pieces: list[Piece], fill: int) -> Examples:
     """The last piece's input from a freshly augmented share; its training state waits on disk, it may not fit beside."""
     client.save(trainee.pieces[0])
-    trainee.pause(client.store.root / "momentum.safetensors")
+    trainee.pause(client.store.task / "momentum.safetensors")
     examples = client.share(fill)
     for j, (atoms, following) in enumerate(pairwise(pieces)):
         (piece,) = _load_piece(client, atoms, "head")
@@ -134,7 +134,7 @@ def train_mutually(client: Client, copies: int, needed: int) -> Update:
     client.save(first)
     for m, piece in enumerate(others, start=1):
         folder = _companion_folder(client.new_state(), m)
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         for unit, module in piece.units().items():
             client.store.save(unit, module, folder)
     metrics = client.evaluate(first.logits, client.validation)

@@ -1,0 +1,52 @@
+"""What the records say of one client in one round."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from strategies.aggregation import UpdateRejectedError
+
+
+@dataclass
+class ClientReport:
+    """One client in one round, as it goes into the records. Bytes, seconds, FLOPs; peaks are of training memory."""
+
+    client: int
+    device: str
+    budget: int
+    bytes_down: int = 0
+    status: str = "failed"
+    reason: str = "not sent within round-timeout"
+    bytes_up: int = 0
+    needed: int = 0
+    predicted_peak: int = 0
+    measured_peak: int = 0
+    rss_peak: int = 0
+    rss_growth: int = 0
+    pieces: str = ""
+    examples: int = 0
+    train_loss: float | None = None
+    val_accuracy: float | None = None
+    val_examples: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+    simulated_seconds: float = 0.0
+
+    def read(self, metrics: Mapping[str, Any]) -> None:
+        """Take over what a client says of itself. Raises UpdateRejectedError, ValueError or TypeError for nonsense."""
+        self.budget = int(metrics.get("budget", self.budget))
+        self.measured_peak = int(metrics.get("measured-peak", 0))
+        self.predicted_peak = int(metrics.get("predicted-peak", 0))
+        self.rss_peak, self.rss_growth = int(metrics.get("rss-peak", 0)), int(metrics.get("rss-growth", 0))
+        self.examples, self.seconds = int(metrics.get("num-examples", 0)), finite(metrics, "seconds") or 0.0
+        self.train_loss, self.val_accuracy = finite(metrics, "train-loss"), finite(metrics, "val-accuracy")
+        self.val_examples = int(metrics.get("val-examples", 0))
+
+
+def finite(metrics: Mapping[str, Any], key: str) -> float | None:
+    """A metric that a client sent, or None where it did not. Raises UpdateRejectedError."""
+    value = metrics.get(key)
+    if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+        raise UpdateRejectedError(f"{key} is {value!r}: it must be a finite number")
+    return value
