@@ -201,8 +201,8 @@ def settings_from(
         values["engine"] = engine
     if nodes:
         values["clients"] = nodes
-    elif values.get("engine") == "deployment" and "clients" not in values:
-        values["clients"] = 4
+    elif not values.get("clients"):
+        values["clients"] = 4 if values.get("engine") == "deployment" else 20
     if output_dir:
         values["output-dir"] = output_dir
     if os.environ.get("PIECEWORK_DATA"):

@@ -97,7 +97,7 @@ def summary_table(summary: Record, rounds: Sequence[Record]) -> Table:
 
 def memory_table(rounds: Sequence[Record]) -> Table:
     """Budgets, peaks and failures by device class."""
-    table = Table(title="training memory by device class", title_justify="left")
+    table = Table(title="training memory by device class", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in MEMORY_COLUMNS:
         table.add_column(name, justify="left" if name == "device" else "right")
     for row in memory_rows(rounds):
@@ -138,7 +138,7 @@ def device_classes(rounds: Iterable[Record]) -> list[DeviceClass]:
 
 
 COUNTS = ("asked", "answered", "failed")
-MEMORY_COLUMNS = ("device", "clients", "budget", "predicted peak", "measured peak", "peak / budget", *COUNTS)
+MEMORY_COLUMNS = ("device", "clients", "budget", "predicted", "measured", "of budget", "asked", "ok", "failed")
 
 
 def memory_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:

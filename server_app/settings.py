@@ -60,7 +60,7 @@ class Settings(BaseModel):
 
     strategy: str = "fedepth"
     num_rounds: AtLeastOne = 20
-    clients: Count = Field(20, description="how many clients take part; 0 = as many as the federation has")
+    clients: Count = Field(0, description="how many take part; 0 = as many as the federation has, `piecework run`: 20")
     clients_per_round: Count = Field(10, description="clients asked in a round; 0 = all")
     seed: Count = 1
 
