@@ -18,7 +18,7 @@ demo: setup
 	$(BIN)/piecework run
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 check: setup
 	$(BIN)/ruff check .

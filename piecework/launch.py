@@ -23,6 +23,7 @@ import tomli_w
 
 from server_app.local_grid import LocalGrid
 from server_app.records import RunDir
+from server_app.roster import TooFewNodesError
 from server_app.rounds import RunAbortedError, preflight, run_experiment
 from server_app.settings import Settings
 
@@ -44,7 +45,7 @@ def launch(settings: Settings, run_dir: RunDir, on_round: OnRound, restarts: int
         try:
             engine(settings, run_dir, on_round)
             break
-        except (EngineError, OSError):
+        except (EngineError, RunAbortedError, TooFewNodesError, OSError):
             if attempt == restarts or run_dir.load_checkpoint() is None:
                 raise
             settings = settings.model_copy(update={"resume_from": str(run_dir.path)})

@@ -2,7 +2,9 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,3 +27,19 @@ def data_dir() -> Path:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Converted data sets of a test session do not touch the user's cache."""
     os.environ["PIECEWORK_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def grids(monkeypatch: pytest.MonkeyPatch) -> Callable[..., type[Any]]:
+    """A recording grid whose class keeps its last instance."""
+    from helpers import RecordingGrid
+
+    def make(base: type[Any] = RecordingGrid, **attributes: Any) -> Any:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            base.__init__(self, *args, **kwargs)
+            kept.last = self
+
+        kept: Any = type("Kept", (base,), {"__init__": init, **attributes})
+        return kept
+
+    return make

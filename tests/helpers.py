@@ -189,3 +189,24 @@ class RecordingGrid(LocalGrid):
         replies = list(super().pull_messages(message_ids))
         self.received += replies
         return replies
+
+
+def training(messages: Iterable[Message]) -> list[Message]:
+    """The train messages, or the answers to them."""
+    return [m for m in messages if m.metadata.message_type == "train"]
+
+
+def arrays_of(message: Message) -> dict[str, np.ndarray]:
+    return numpy_of(message.content.array_records["arrays"])
+
+
+def examples_of(message: Message) -> int:
+    count = message.content.metric_records["metrics"]["num-examples"]
+    assert isinstance(count, int)
+    return count
+
+
+def average(replies: list[Message], name: str) -> np.ndarray:
+    """What the server has to come to, in float64 and by hand."""
+    held = [(arrays_of(m)[name].astype(np.float64), examples_of(m)) for m in replies if name in arrays_of(m)]
+    return (sum(a * n for a, n in held) / sum(n for _, n in held)).astype(np.float32)

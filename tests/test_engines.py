@@ -58,6 +58,31 @@ def test_engines_agree(tmp_path: Path, engine: str, nodes: int) -> None:
     assert left == []
 
 
+@pytest.mark.processes
+def test_a_killed_simulation_is_started_again(tmp_path: Path) -> None:
+    """`--restarts`: the process of the ServerApp gets SIGKILL after two rounds; the run goes on where it was."""
+    sets = [f"--set={text}" for text in ("num-rounds=6", "clients-per-round=2", "local-epochs=1", "run-name=run")]
+    call = [sys.executable, "-m", "piecework.cli", "run", "--engine=ray", "--nodes=2", "--restarts=1", *sets]
+    with subprocess.Popen(call, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}) as launcher:
+        run_dir, killed = RunDir(tmp_path / "runs" / "run"), False
+        while launcher.poll() is None:
+            if not killed and len(run_dir.rounds()) >= 2:
+                killed = kill_simulation(launcher.pid)
+    assert killed
+    assert launcher.returncode == 0
+    assert [record["round"] for record in run_dir.rounds()] == [1, 2, 3, 4, 5, 6]
+    assert (run_dir.summary() or {})["status"] == "completed"
+
+
+def kill_simulation(launcher: int) -> bool:
+    """Kill the simulation that this launcher started."""
+    for child in psutil.Process(launcher).children(recursive=True):
+        if any("flwr-simulation" in part for part in child.cmdline()):
+            child.kill()
+            return True
+    return False
+
+
 def test_plain_flwr_run_has_every_setting() -> None:
     document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert document["tool"]["flwr"]["app"]["config"] == Settings().to_run_config()
