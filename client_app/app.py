@@ -37,7 +37,7 @@ def query_device(message: Message, context: Context) -> Message:
     clients = settings.clients or int(node["num-partitions"])
     rows = open_share(settings, context, number, clients)[1] if number < clients else np.arange(0)
     train_rows = split(rows, settings.validation_share, settings.seed, number)[0] if len(rows) else rows
-    metrics: Metrics = {"partition-id": number, "num-examples": len(train_rows)}
+    metrics: Metrics = {"partition-id": number, "num-partitions": clients, "num-examples": len(train_rows)}
     if node.get("device") == "auto":
         measured = measure_device(Path(str(node.get("state-dir", "."))))
         metrics |= {
@@ -54,21 +54,20 @@ def query_device(message: Message, context: Context) -> Message:
 def train(message: Message, context: Context) -> Message:
     """One task. A budget that does not suffice is a normal answer, with the bytes needed and allowed."""
     started = time.perf_counter()
-    settings, task, client = prepare_client(message, context)
-    resident = ResidentPeak()
+    client, task, measured = prepare_client(message, context)
     try:
+        resident = ResidentPeak()
         update = find_trainer(task.strategy)(task, client)
+        rss_peak = resident.peak_bytes()
+        if client.settings.batch_norm == "local":
+            _keep_batch_norm(client, update.units)
+        client.commit()
+        arrays = ArrayRecord({name: Array(array) for name, array in client.store.read(update.units)})
     except MemoryBudgetExceededError as error:
+        return refusal(message, client, error)
+    finally:
         client.store.clear_task()
-        outcome = Outcome("memory", error.needed, error.allowed, str(error))
-        return reply(message, outcome, {"budget": client.budget, "measured-peak": client.cap.peak_bytes})
-    rss_peak = resident.peak_bytes()
-    if settings.batch_norm == "local":
-        _keep_batch_norm(client, update.units)
-    client.commit()
-    arrays = ArrayRecord({name: Array(array) for name, array in client.store.read(update.units)})
-    client.store.clear_task()
-    metrics = update.metrics | {
+    measured |= update.metrics | {
         "num-examples": len(client.share(0)),
         "budget": client.budget,
         "measured-peak": client.cap.peak_bytes,
@@ -78,27 +77,40 @@ def train(message: Message, context: Context) -> Message:
         "seen": update.seen,
     }
     if context.node_config.get("device") == "auto":
-        metrics["memory-available"] = available_memory()
-    return reply(message, Outcome("ok", reason="|".join(map(piece_key, update.pieces))), metrics, arrays)
+        measured["memory-available"] = available_memory()
+    return reply(message, Outcome("ok", reason="|".join(map(piece_key, update.pieces))), measured, arrays)
+
+
+def refusal(message: Message, client: Client, error: MemoryBudgetExceededError) -> Message:
+    """The answer of a client whose budget does not suffice."""
+    outcome = Outcome("memory", error.needed, error.allowed, str(error))
+    return reply(message, outcome, {"budget": client.budget, "measured-peak": client.cap.peak_bytes})
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluate the model that was sent on this client's validation share, streamed atom by atom."""
-    _, _, client = prepare_client(message, context)
-    examples = client.validation
-    for atom in range(len(client.blueprint.atoms)):
-        piece = PieceModel(client.blueprint, [atom], "head", client.load())
-        piece.train(False)
-        if atom + 1 < len(client.blueprint.atoms):
-            examples = client.stream(piece, examples, f"evaluate-{atom}", atom + 1)
-    metrics = client.evaluate(piece.logits, examples) | {"measured-peak": client.cap.peak_bytes}
-    client.store.clear_task()
+    client, _, _ = prepare_client(message, context)
+    last = len(client.blueprint.atoms) - 1
+    examples, piece = client.validation, None
+    try:
+        for atom in range(last + 1):
+            del piece  # before the next one is built
+            piece = PieceModel(client.blueprint, [atom], "head" if atom == last else None, client.load())
+            piece.train(False)
+            if atom < last:
+                examples = client.stream(piece, examples, f"evaluate-{atom}", atom + 1)
+        assert piece is not None
+        metrics = client.evaluate(piece.logits, examples) | {"measured-peak": client.cap.peak_bytes}
+    except MemoryBudgetExceededError as error:
+        return refusal(message, client, error)
+    finally:
+        client.store.clear_task()
     return reply(message, Outcome("ok"), metrics)
 
 
-def prepare_client(message: Message, context: Context) -> tuple[Settings, Task, Client]:
-    """Put the arrays that arrived on disk, release them, and set up what a trainer needs."""
+def prepare_client(message: Message, context: Context) -> tuple[Client, Task, Metrics]:
+    """Put the arrays that arrived on disk, release them, and set up what a trainer needs; what is known of the message."""
     settings = Settings.from_run_config(context.run_config)
     torch.set_num_threads(settings.torch_threads)
     task = Task.from_record(message.content.config_records["task"])
@@ -136,7 +148,7 @@ def prepare_client(message: Message, context: Context) -> tuple[Settings, Task, 
         validation=share_examples(data, validation_rows),
         old_state=old_state,
     )
-    return settings, task, client
+    return client, task, {"message-bytes": message_bytes}
 
 
 def _unpack(message: Message, store: Store) -> None:

@@ -103,6 +103,11 @@ class Store:
         folder = self.root / "state"
         return [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
 
+    def drop_features(self, *parts: str) -> None:
+        """Remove features that nobody reads any more."""
+        for part in parts:
+            self.feature_path(part).unlink(missing_ok=True)
+
     def feature_path(self, part: str) -> Path:
         """Where the features of a part (training or validation, behind which piece) lie."""
         return self.task / f"features-{part}.npy"

@@ -34,16 +34,16 @@ class Recipe:
 
 
 class PieceModel:
-    """Atoms and a head that a device holds at once. `head` is a unit: `head`, or `exits.<i>` for a piece's own."""
+    """Atoms and a head that a device holds at once. `head` is a unit: `head`, `exits.<i>` for a piece's own, or None."""
 
-    def __init__(self, blueprint: Blueprint, atoms: Sequence[int], head: str, load: Load) -> None:
+    def __init__(self, blueprint: Blueprint, atoms: Sequence[int], head: str | None, load: Load) -> None:
         self.blueprint, self.atoms, self.head_unit = blueprint, tuple(atoms), head
         self.modules = {f"atoms.{index}": load(f"atoms.{index}") for index in atoms}
-        self.head = load(head)
+        self.head = load(head) if head else nn.Identity()
 
     def units(self) -> dict[str, nn.Module]:
         """The modules by unit name, the head last."""
-        return {**self.modules, self.head_unit: self.head}
+        return self.modules | ({self.head_unit: self.head} if self.head_unit else {})
 
     def train(self, mode: bool) -> None:
         """Training or evaluation mode."""

@@ -66,7 +66,7 @@ def dirichlet(
     labels = _check(labels, clients)
     if not 0 < alpha <= 1e6:
         raise ValueError(
-            f"alpha is {alpha}; allowed are numbers above 0 up to 1e6 (0.1 is strong skew, 100 nearly none)"
+            f"partition-alpha is {alpha}; allowed are numbers above 0 up to 1e6 (0.1 is strong skew, 100 nearly none)"
         )
     rng = _rng(seed, _DIRICHLET)
     sizes = np.unique(labels, return_counts=True)[1]
@@ -86,7 +86,7 @@ def pathological(labels: NDArray[Any], clients: int, seed: int, classes_per_clie
     labels = _check(labels, clients)
     classes, sizes = np.unique(labels, return_counts=True)
     if not 1 <= classes_per_client <= len(classes):
-        raise ValueError(f"classes-per-client is {classes_per_client}; these data allow 1 to {len(classes)}")
+        raise ValueError(f"partition-classes is {classes_per_client}; these data allow 1 to {len(classes)}")
     rng = _rng(seed, _PATHOLOGICAL)
     hands = _deal_classes(len(classes), clients, classes_per_client, rng)
     holders = Counter(card for hand in hands for card in hand)
@@ -98,7 +98,7 @@ def pathological(labels: NDArray[Any], clients: int, seed: int, classes_per_clie
             if each == 0:
                 raise ValueError(
                     f"class {classes[card]} has {sizes[card]} examples for {holders[card]} clients; "
-                    "use fewer clients or fewer classes-per-client"
+                    "use fewer clients or smaller partition-classes"
                 )
             counts[client, card] = each + (seen[card] < over)
             seen[card] += 1
@@ -145,7 +145,7 @@ def _unbalanced_counts(sizes: Ints, clients: int, alpha: float, least: int, rng:
     if clients * least > total:
         raise ValueError(
             f"{clients} clients with at least {least} examples each need {clients * least}, there are {total}; "
-            "use fewer clients or a smaller min-examples"
+            "use fewer clients or less data a client must have (min-examples)"
         )
     best = 0
     for _ in range(_MAX_DRAWS):
@@ -161,8 +161,8 @@ def _unbalanced_counts(sizes: Ints, clients: int, alpha: float, least: int, rng:
             return counts
         best = max(best, int(held.min()))
     raise ValueError(
-        f"alpha {alpha}: in {_MAX_DRAWS} draws the poorest of {clients} clients got at most {best} of {total}, "
-        f"min-examples is {least}; use a larger alpha, fewer clients, a smaller min-examples or balanced shares"
+        f"partition-alpha {alpha}: in {_MAX_DRAWS} draws the poorest of {clients} clients got at most {best} of {total}, "
+        f"min-examples is {least}; use a larger partition-alpha, fewer clients, or partition-balanced = true"
     )
 
 

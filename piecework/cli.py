@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,14 @@ from server_app.settings import Scalar, Settings, SettingsError
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 out, err = Console(), Console(stderr=True)
 BAD_INPUT, FAILED = 2, 1
+COUNTED = ("rounds", "clients_asked", "clients_answered", "clients_failed", "bytes_down", "bytes_up", "seconds")
+NO_RUN = {
+    "run_dir": None,
+    "status": "failed",
+    "accuracy": None,
+    "max_peak_over_budget": None,
+    **dict.fromkeys(COUNTED, 0),
+}
 
 Preset = Annotated[
     str, typer.Option("--preset", help="a .toml file, or the name of a shipped one (piecework plan lists)")
@@ -41,7 +50,7 @@ def run(
     """Train. Without options: FeDepth on handwritten digits over 20 emulated boards."""
     with errors_for_people(as_json):
         settings = settings_from(preset, assignments, engine=engine, nodes=nodes, output_dir=output_dir)
-        numbers = [int(seed) for seed in seeds.split(",")] if seeds else [settings.seed]
+        numbers = seed_list(seeds) if seeds else [settings.seed]
         summaries = [run_one(settings, seed, len(numbers) > 1, restarts, as_json) for seed in numbers]
         if as_json and len(summaries) > 1:
             print(json.dumps(over_seeds(summaries)))
@@ -54,7 +63,7 @@ def run_one(settings: Settings, seed: int, several: bool, restarts: int, as_json
     from piecework.display import RoundProgress, memory_table, summary_table
     from piecework.launch import EngineError, launch
     from server_app.roster import TooFewNodesError
-    from server_app.rounds import RunAbortedError, preflight, resolve_run_dir
+    from server_app.rounds import RunAbortedError, preflight, resolve_run_dir, summarise
 
     name = f"{settings.run_name}-seed{seed}" if several and settings.run_name else settings.run_name
     settings = settings.model_copy(update={"seed": seed, "run_name": name})
@@ -68,7 +77,7 @@ def run_one(settings: Settings, seed: int, several: bool, restarts: int, as_json
             launch(settings, run_dir, progress.update, restarts)
     except (RunAbortedError, TooFewNodesError, EngineError) as error:
         reason = str(error)
-    summary = run_dir.summary() or {"run_dir": str(run_dir.path), "status": "failed", "reason": reason, "rounds": 0}
+    summary = run_dir.summary() or summarise(run_dir, "failed", reason, 0.0)
     if as_json:
         print(json.dumps(summary))
     else:
@@ -82,18 +91,25 @@ def run_one(settings: Settings, seed: int, several: bool, restarts: int, as_json
     return summary
 
 
+def seed_list(seeds: str) -> list[int]:
+    """`1,2,3`. Raises SettingsError."""
+    parts = [part.strip() for part in seeds.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+        raise SettingsError(f"--seeds {seeds}: expected different whole numbers from 0, separated by commas")
+    return [int(part) for part in parts]
+
+
 def over_seeds(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     """One object for several runs: sums, the mean accuracy, the largest peak, and the runs themselves."""
     finished = [s for s in summaries if s["status"] == "completed"]
     accuracies = [s["accuracy"] for s in finished if s["accuracy"] is not None]
     peaks = [s["max_peak_over_budget"] for s in finished if s["max_peak_over_budget"] is not None]
-    counted = ("rounds", "clients_asked", "clients_answered", "clients_failed", "bytes_down", "bytes_up", "seconds")
     return {
         "run_dir": [s["run_dir"] for s in summaries],
         "status": "completed" if len(finished) == len(summaries) else "failed",
         "accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
         "max_peak_over_budget": max(peaks, default=None),
-        **{key: sum(s.get(key, 0) for s in summaries) for key in counted},
+        **{key: sum(s[key] for s in summaries) for key in COUNTED},
         "runs": summaries,
     }
 
@@ -176,10 +192,10 @@ def clean(
 ) -> None:
     """Remove the stores that emulated clients left behind. A run cleaned so cannot resume clients that keep state."""
     from federated_data.datasets import default_cache
-    from piecework.runs import remove, stores
+    from piecework.runs import converted, remove, stores
 
     with errors_for_people(as_json):
-        paths = stores(output_dir) + ([default_cache()] if cache and default_cache().is_dir() else [])
+        paths = stores(output_dir) + (converted(default_cache()) if cache else [])
         freed = remove(paths)
         print(
             json.dumps({"removed": [str(path) for path in paths], "bytes": freed})
@@ -208,7 +224,9 @@ def settings_from(
     if os.environ.get("PIECEWORK_DATA"):
         values.setdefault("data-dir", os.environ["PIECEWORK_DATA"])
     settings = Settings.from_run_config(values)
-    paths = {
+    kind, colon, source = settings.dataset.partition(":")
+    dataset = f"{kind}:{(Path(settings.data_dir) / source).resolve()}" if colon else settings.dataset
+    paths = {"dataset": dataset} | {
         key: str(Path(value).resolve())
         for key in ("output_dir", "data_dir", "state_dir", "resume_from")
         if (value := getattr(settings, key)) and value != "auto"
@@ -265,7 +283,7 @@ def errors_for_people(as_json: bool) -> Iterator[None]:
 def give_up(message: str, as_json: bool) -> NoReturn:
     """Say what was wrong, and exit."""
     if as_json:
-        print(json.dumps({"status": "failed", "reason": message}))
+        print(json.dumps(NO_RUN | {"reason": message}))
     err.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(BAD_INPUT)
 
@@ -273,6 +291,7 @@ def give_up(message: str, as_json: bool) -> NoReturn:
 def main() -> None:
     """The console script."""
     run_app: Callable[[], Any] = app
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     try:
         run_app()
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """What can be done with the folders of runs: load the model, remove what is not needed any more."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -36,8 +37,16 @@ def load_model(run_dir: Path) -> Cascade:
 
 
 def stores(output_dir: Path) -> list[Path]:
-    """The folders that emulated clients left in the runs of a folder."""
-    return sorted(path for path in output_dir.glob("*/clients") if path.is_dir())
+    """What emulated clients left in the ended runs of a folder: nothing but folders named by an experiment-id."""
+    ended = [path.parent for path in output_dir.glob("*/summary.json") if (path.parent / "settings.toml").is_file()]
+    return sorted(
+        path for run in ended for path in (run / "clients").glob("*") if re.fullmatch("[0-9a-f]{32}", path.name)
+    )
+
+
+def converted(cache: Path) -> list[Path]:
+    """The converted data sets in a cache."""
+    return sorted(path.parent for path in cache.glob("*/meta.json"))
 
 
 def remove(paths: list[Path]) -> int:

@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 import traceback
 import uuid
@@ -54,10 +55,11 @@ def answer(data: list[bytes], run_config: Mapping[str, Any], clients: int, node_
 def work(connection: Connection, run_config: Mapping[str, Any], clients: int, node_config: Mapping[str, Any]) -> None:
     """A worker process: answers until the other end is closed."""
     identify(SERVER)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends its workers
     while True:
         try:
             message = [connection.recv_bytes()]
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             return
         connection.send_bytes(answer(message, run_config, clients, node_config))
 
@@ -164,8 +166,12 @@ class LocalGrid(Grid):
     def _feed(self) -> None:
         for connection in [c for c in self._workers if c not in self._busy]:
             if self._waiting:
-                self._busy[connection] = self._waiting.popleft()
-                connection.send_bytes(self._busy[connection][1])
+                identifier, data = self._waiting.popleft()
+                try:
+                    connection.send_bytes(data)
+                    self._busy[connection] = identifier, data
+                except OSError:  # it died while it had nothing to do
+                    self._done[identifier] = self._replace(connection, data)
 
     def _collect(self) -> None:
         for ready in wait(list(self._busy)):
@@ -187,7 +193,6 @@ class LocalGrid(Grid):
 
 
 def default_workers(workers: int) -> int:
-    """As many as asked for; 0 = one a core."""
-    return (
-        workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else workers or os.cpu_count() or 1
-    )
+    """As many as asked for; 0 = one a core that this process may use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return workers or usable or 1

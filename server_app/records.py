@@ -117,6 +117,11 @@ class RunDir:
         sync(temporary)
         temporary.replace(self.path / "model.safetensors")
 
+    def withdraw_results(self) -> None:
+        """What a run that begins, or goes on, has not come to yet."""
+        for name in ("summary.json", "model.safetensors", "report.html"):
+            (self.path / name).unlink(missing_ok=True)
+
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write `summary.json`: how the run ended."""
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2).encode())

@@ -4,14 +4,13 @@ A client is known by the `partition-id` of its node-config: Flower's node id cha
 """
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from client_app.task import Outcome, content_bytes
-from device_profiles.fleet import Fleet, device_of, device_state
+from device_profiles.fleet import Fleet, device_state
 from device_profiles.profile import DeviceState
 
 QUERY = "query.device"
@@ -43,7 +42,9 @@ class Roster:
     clients: int
     reserve: int
     members: dict[int, Member] = field(default_factory=dict)
-    asked_bytes: dict[str, int] = field(default_factory=dict)
+    federation: int = 0
+    last_error: str = ""
+    query_bytes: int = 0
     _known: set[int] = field(default_factory=set)
 
     def gather(self, grid: Grid, timeout: float) -> None:
@@ -51,13 +52,15 @@ class Roster:
         deadline = time.monotonic() + timeout
         while True:
             self.update(grid, max(1.0, deadline - time.monotonic()))
-            if len(self.members) >= max(1, self.clients):
-                self.clients = self.clients or len(self.members)
+            expected = self.clients or self.federation
+            if self.members and len(self.members) >= expected:
+                self.clients = expected
                 return
             if time.monotonic() >= deadline:
                 raise TooFewNodesError(
-                    f"{len(self.members)} of {max(1, self.clients)} clients connected within {timeout:g} s (node-timeout): "
+                    f"{len(self.members)} of {expected or 'at least 1'} clients connected within {timeout:g} s (node-timeout): "
                     "start more nodes, lower `clients`, or give each node its own partition-id"
+                    + (f"; the last answer that could not be used: {self.last_error}" if self.last_error else "")
                 )
             time.sleep(0.2)
 
@@ -69,15 +72,20 @@ class Roster:
         queries = [Message(RecordDict(), dst_node_id=node, message_type=QUERY) for node in new]
         for reply in grid.send_and_receive(queries, timeout=timeout):
             if reply.has_error():
+                self.last_error = str(reply.error.reason)
                 continue
-            self.asked_bytes["up"] = self.asked_bytes.get("up", 0) + content_bytes(reply.content)
             self._known.add(reply.metadata.src_node_id)
-            self._admit(reply)
+            try:
+                self.query_bytes += content_bytes(reply.content)
+                self._admit(reply)
+            except (KeyError, ValueError, TypeError) as error:
+                self.last_error = f"{type(error).__name__}: {error}"
 
     def _admit(self, reply: Message) -> None:
         metrics = dict(reply.content.metric_records["metrics"])
         device, _, versions = Outcome.from_record(reply.content.config_records["outcome"]).reason.partition("|")
         client = int(metrics.pop("partition-id"))  # type: ignore[arg-type]
+        self.federation = int(metrics.pop("num-partitions"))  # type: ignore[arg-type]
         if self.clients and not 0 <= client < self.clients:
             return
         examples = int(metrics.pop("num-examples"))  # type: ignore[arg-type]
@@ -93,13 +101,6 @@ class Roster:
         """The client behind a node."""
         return next((m.client for m in self.members.values() if m.node_id == node_id), None)
 
-    def device_name(self, client: int) -> str:
-        """What the records call this client's device."""
-        member = self.members.get(client)
-        if member is not None and member.device:
-            return member.device
-        return device_of(self.fleet, client, self.clients, self.seed).name
-
     def state(self, client: int, server_round: int, reference: int, message_bytes: int) -> DeviceState:
         """What a client has in a round: emulated, or as it last measured itself. `reference` is in bytes."""
         member = self.members.get(client)
@@ -114,7 +115,7 @@ class Roster:
         """A device that measures itself says with every reply how much memory is free."""
         self.members[client].measured["memory-available"] = available
 
-    def budgets(self, reference: int, message_bytes: int, rounds: Iterable[int] = (1,)) -> list[int]:
-        """The budgets of all members, without repetition, in ascending order."""
-        states = [self.state(c, r, reference, message_bytes) for c in self.members for r in rounds]
-        return sorted({state.budget_bytes for state in states})
+    def take_query_bytes(self) -> int:
+        """Bytes of the answers to queries since the last call; the questions are empty."""
+        taken, self.query_bytes = self.query_bytes, 0
+        return taken

@@ -10,9 +10,9 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from client_app.setup import blueprint_for, open_dataset
+from client_app.setup import all_shares, blueprint_for, open_dataset
 from device_profiles.fleet import Fleet, load_fleet
-from federated_data.datasets import ArrayDataset, default_cache, prepare
+from federated_data.datasets import ArrayDataset, default_cache, load, prepare
 from models.cascade import Blueprint, initial_state
 from server_app.evaluation import Evaluator
 from server_app.records import Checkpoint, RunDir, newest_run
@@ -53,8 +53,13 @@ def exchange(grid: Grid, messages: Iterable[Message], in_flight: int, timeout: f
 def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayDataset, Blueprint]:
     """All that settings name, or a ValueError that says what is wrong with which: fleet, strategy, data set, model."""
     fleet, strategy = load_fleet(settings.fleet), find_strategy(settings.strategy)
-    prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.download)
+    folder = prepare(
+        settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.download
+    )
+    load(folder, verify=True)  # here once; clients trust what was verified
     data = open_dataset(settings.dataset, settings.data_dir)
+    if settings.clients:
+        all_shares(settings, settings.clients)
     return fleet, strategy, data, blueprint_for(settings, data)
 
 
@@ -138,12 +143,13 @@ class Run:
             "loss": loss,
             "train_loss": float(train_metrics["train-loss"]) if train_metrics is not None else None,  # type: ignore[arg-type]
             "client_accuracy": float(client_metrics["val-accuracy"]) if client_metrics is not None else None,  # type: ignore[arg-type]
+            "clients_evaluated": strategy.evaluated,
             "accuracy_by_device": accuracy_by_device(reports),
             "asked": len(reports),
             "answered": sum(report.status == "ok" for report in reports),
             "failed": sum(report.status != "ok" for report in reports),
-            "bytes_down": sum(report.bytes_down for report in reports) + self.roster.asked_bytes.pop("down", 0),
-            "bytes_up": sum(report.bytes_up for report in reports) + self.roster.asked_bytes.pop("up", 0),
+            "bytes_down": sum(report.bytes_down for report in reports),
+            "bytes_up": sum(report.bytes_up for report in reports) + self.roster.take_query_bytes(),
             "bytes_evaluation": strategy.evaluation_bytes,
             "enforced": settings.memory_model == "traced",
             "seconds": time.perf_counter() - started,
@@ -220,8 +226,15 @@ def resolve_run_dir(settings: Settings) -> RunDir:
         if not (Path(settings.resume_from) / "settings.toml").is_file():
             raise ValueError(f"resume-from = {settings.resume_from!r}: not the folder of a run")
         return RunDir(Path(settings.resume_from))
-    name = settings.run_name or f"{settings.strategy}-{safe_name(settings.dataset)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return RunDir(output_dir / name)
+    if settings.run_name:
+        if (output_dir / settings.run_name / "settings.toml").exists():
+            raise ValueError(
+                f"run-name = {settings.run_name!r}: {output_dir.resolve()} has a run of this name; choose another name, or go "
+                "on with it by resume-from"
+            )
+        return RunDir(output_dir / settings.run_name)
+    now = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    return RunDir(output_dir / f"{settings.strategy}-{safe_name(settings.dataset)}-{now}")
 
 
 def safe_name(text: str) -> str:
@@ -234,6 +247,7 @@ def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: On
     started = time.perf_counter()
     run = Run(grid, settings, run_dir)  # refuses settings before anything is written
     run_dir.create(settings)
+    run_dir.withdraw_results()
     status, reason = "failed", ""
     try:
         status = run.run(on_round)

@@ -21,25 +21,17 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 # What a resumed run may change; everything else decides its numbers.
 CHANGEABLE = frozenset(
-    [
+    {
         "num-rounds",
         "output-dir",
         "run-name",
-        "run-dir",
-        "state-dir",
         "resume-from",
         "engine",
         "workers",
         "max-in-flight",
         "evaluate-every",
         "client-evaluation-every",
-        "round-timeout",
-        "node-timeout",
-        "max-empty-rounds",
-        "feature-cache-bytes",
-        "data-dir",
-        "download",
-    ]
+    }
 )
 
 

@@ -7,7 +7,7 @@ method overrides what it does differently: which prices a task carries, and how 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -81,7 +81,7 @@ class PieceStrategy(Strategy):
         self.blueprint, self.roster = experiment.blueprint, experiment.roster
         self.state = StrategyState()
         self.reports: dict[int, ClientReport] = {}
-        self.evaluation_bytes = 0
+        self.evaluation_bytes = self.evaluated = 0
         self._asked: dict[int, tuple[Task, DeviceState]] = {}
         self._prices: dict[Piece, StepPrice] = {}
         self._paper_prices: dict[Piece, int] = {}
@@ -164,7 +164,9 @@ class PieceStrategy(Strategy):
         return asked
 
     def _messages(self, kind: str, arrays: ArrayRecord) -> Iterator[Message]:
-        for client, (task, _) in self._asked.items():
+        for client, (trained, _) in self._asked.items():
+            # Training of this round may have left a state: it is the newest that an evaluation may use, and must keep.
+            task = trained if kind == "train" else replace(trained, state_round=trained.round)
             content = RecordDict({"task": task.to_record(), "arrays": arrays})
             if kind == "train":
                 self.reports[client].bytes_down = content_bytes(content)
@@ -274,6 +276,7 @@ class PieceStrategy(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Mean over all validation examples of the clients that answered."""
         keys = ("val-loss", "val-accuracy")
+        self.evaluated = 0
         total, sums = 0, dict.fromkeys(keys, 0.0)
         for message in replies:
             if not message.has_content():
@@ -285,6 +288,7 @@ class PieceStrategy(Strategy):
                 for key, value in zip(keys, values, strict=True):
                     sums[key] += (value or 0.0) * examples
                 total += examples
+                self.evaluated += examples > 0
         return MetricRecord({key: sums[key] / total for key in keys}) if total else None
 
     def summary(self) -> None:

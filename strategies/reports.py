@@ -19,6 +19,8 @@ class ClientReport:
     status: str = "failed"
     reason: str = "not sent within round-timeout"
     bytes_up: int = 0
+    client_budget: int = 0
+    message_bytes: int = 0
     needed: int = 0
     predicted_peak: int = 0
     measured_peak: int = 0
@@ -35,7 +37,9 @@ class ClientReport:
 
     def read(self, metrics: Mapping[str, Any]) -> None:
         """Take over what a client says of itself. Raises UpdateRejectedError, ValueError or TypeError for nonsense."""
-        self.budget = int(metrics.get("budget", self.budget))
+        self.client_budget = int(metrics.get("budget", self.budget))
+        self.budget = min(self.budget, self.client_budget)
+        self.message_bytes = int(metrics.get("message-bytes", 0))
         self.measured_peak = int(metrics.get("measured-peak", 0))
         self.predicted_peak = int(metrics.get("predicted-peak", 0))
         self.rss_peak, self.rss_growth = int(metrics.get("rss-peak", 0)), int(metrics.get("rss-growth", 0))

@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 import piecework
 from piecework.cli import app, read_preset, settings_from
 from piecework.launch import free_ports, launch
+from piecework.runs import stores
 from server_app.records import RunDir, read_arrays
+from server_app.rounds import resolve_run_dir
 from server_app.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,7 +108,7 @@ def test_resident_set_stays_within_the_budget(tmp_path: Path) -> None:
         "evaluate_every": 0,
         "validation_share": 0.9,
         "workers": 2,
-        "fleet": fleet_json(board=170_000_000),
+        "fleet": fleet_json(board=200_000_000),
     }
     run_dir = run_local(tmp_path, strategy="fedepth", run_name="fedepth", **common)
     ((client,),) = [record["clients"] for record in run_dir.rounds()]
@@ -156,7 +158,7 @@ def test_json_of_a_run_and_what_can_be_done_with_it(tmp_path: Path) -> None:
     assert logits.shape == (2, 10)
     cleaned = json.loads(command("clean", "--json", cwd=tmp_path).stdout)
     assert len(cleaned["removed"]) == 2
-    assert not (first / "clients").exists()
+    assert list((first / "clients").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -171,6 +173,9 @@ def test_json_of_a_run_and_what_can_be_done_with_it(tmp_path: Path) -> None:
         (["--set", "batchsize=3"], ["batchsize", "batch-size"]),
         (["--set", "dataset=fashion-mnist", "--set", "data-dir=empty"], ["data-dir", "empty"]),
         (["--set", "resume-from=nothing"], ["resume-from", "nothing"]),
+        (["--set", "clients=5000"], ["5000 clients", "1 to 1438"]),
+        (["--set", "partition=pathological", "--set", "partition-classes=11"], ["partition-classes", "11", "1 to 10"]),
+        (["--seeds", "1,a"], ["1,a", "whole numbers"]),
         (["--preset", "no-such"], ["no-such", "fedepth-fmnist-fair"]),
     ],
 )
@@ -203,6 +208,26 @@ def test_a_budget_too_small_for_any_atom(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "conv5" in " ".join(done.stderr.split())
     assert "20,000" in done.stderr
+
+
+def test_clean_takes_only_what_clients_of_ended_runs_left(tmp_path: Path) -> None:
+    ours, other, running = tmp_path / "ours", tmp_path / "project", tmp_path / "running"
+    for folder in (ours, other, running):
+        for store in ("0" * 32, "data"):
+            (folder / "clients" / store).mkdir(parents=True)
+    (ours / "summary.json").write_text("{}")
+    for folder in (ours, running):
+        (folder / "settings.toml").write_text("")
+    assert stores(tmp_path) == [ours / "clients" / ("0" * 32)]
+
+
+def test_a_name_is_not_taken_twice(tmp_path: Path) -> None:
+    settings = Settings.from_run_config({"output-dir": str(tmp_path), "run-name": "once"})
+    resolve_run_dir(settings).create(settings)
+    with pytest.raises(ValueError, match="run-name = 'once'"):
+        resolve_run_dir(settings)
+    unnamed = Settings.from_run_config({"output-dir": str(tmp_path)})
+    assert resolve_run_dir(unnamed).path != resolve_run_dir(unnamed).path
 
 
 def test_free_ports_are_different() -> None:

@@ -47,6 +47,14 @@ def results(run: RunDir) -> list[dict[str, Any]]:
     ]
 
 
+def test_evaluation_on_clients_changes_nothing(tmp_path: Path) -> None:
+    settings = MUTUAL | {"batch_norm": "local", "num_rounds": 3}
+    without = run_local(tmp_path / "without", **settings)
+    evaluated = run_local(tmp_path / "with", client_evaluation_every=1, **settings)
+    assert [record["clients_evaluated"] for record in evaluated.rounds()] == [3, 3, 3]
+    assert same(model_of(without), model_of(evaluated))
+
+
 @pytest.mark.parametrize("kind", RESUMABLE)
 def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, kind: str) -> None:
     settings = RESUMABLE[kind]

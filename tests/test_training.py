@@ -459,7 +459,7 @@ def test_without_a_feature_cache_the_weights_are_the_same(tmp_path: Path, strate
     assert one.metrics == pytest.approx(other.metrics)
 
 
-@pytest.mark.parametrize(("cache", "fills"), [(True, [0]), (False, [0, 1, 2, 1, 2])])
+@pytest.mark.parametrize(("cache", "fills"), [(True, [0]), (False, [0, 1, 2, 1, 2, 1, 2])])
 def test_augmentation_is_drawn_once_a_cache_fill(tmp_path: Path, cache: bool, fills: list[int]) -> None:
     client = poor_client(tmp_path, 200, feature_cache=cache, local_epochs=3)
     asked: list[int] = []

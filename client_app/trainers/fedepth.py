@@ -77,8 +77,8 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
         head = f"exits.{atoms[-1]}" if own_heads and atoms[-1] != count - 1 else "head"
         trainee = Trainee(partial(_load_piece, client, atoms, head), client.recipe)
         for epoch in range(client.recipe.epochs):
-            if epoch and j and not client.settings.feature_cache:
-                examples = _stream_anew(client, trainee, pieces[: j + 1], epoch)
+            if epoch and not client.settings.feature_cache:
+                examples = _stream_anew(client, trainee, pieces[: j + 1], epoch) if j else client.share(epoch)
             trainee.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(atoms)}")
         (piece,) = trainee.finish()
         client.save(piece)
@@ -90,6 +90,7 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
                 client.stream(piece, examples, f"train-{j}", pieces[j + 1][0]),
                 client.stream(piece, validation, f"validation-{j}", pieces[j + 1][0]),
             )
+            client.store.drop_features(f"train-{j - 1}", f"validation-{j - 1}")
         else:
             metrics |= client.evaluate(piece.logits, validation)
         del piece, trainee
@@ -109,9 +110,10 @@ def _stream_anew(client: Client, trainee: Trainee, pieces: list[Piece], fill: in
     trainee.pause(client.store.task / "momentum.safetensors")
     examples = client.share(fill)
     for j, (atoms, following) in enumerate(pairwise(pieces)):
-        (piece,) = _load_piece(client, atoms, "head")
+        piece = PieceModel(client.blueprint, atoms, None, client.load())
         piece.train(False)
         examples = client.stream(piece, examples, f"train-{j}", following[0])
+        del piece
     return examples
 
 
