@@ -129,7 +129,9 @@ def test_an_unbalanced_client_with_its_part_gets_nothing_of_later_classes():
 
 
 def test_unbalanced_shares_that_cannot_be_drawn_say_what_to_change():
-    with pytest.raises(ValueError, match=r"alpha 0\.001: in 2000 draws the poorest of 20 .*larger partition-alpha.*balanced"):
+    with pytest.raises(
+        ValueError, match=r"alpha 0\.001: in 2000 draws the poorest of 20 .*larger partition-alpha.*balanced"
+    ):
         dirichlet(TEN_CLASSES, 20, 0, 0.001, balanced=False)
     with pytest.raises(ValueError, match=r"3 clients with at least 10 examples each need 30, there are 20; use fewer"):
         dirichlet(np.zeros(20, dtype=int), 3, 0, 1.0, balanced=False)
