@@ -18,7 +18,7 @@ demo: setup
 	$(BIN)/piecework run
 
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: setup
 	$(BIN)/ruff check .
