@@ -39,7 +39,9 @@ def query_device(message: Message, context: Context) -> Message:
     train_rows = split(rows, settings.validation_share, settings.seed, number)[0] if len(rows) else rows
     metrics: Metrics = {"partition-id": number, "num-partitions": clients, "num-examples": len(train_rows)}
     if node.get("device") == "auto":
-        measured = measure_device(Path(str(node.get("state-dir", "."))))
+        folder = Path(str(node.get("state-dir", ".")))
+        folder.mkdir(parents=True, exist_ok=True)
+        measured = measure_device(folder)
         metrics |= {
             "memory-available": measured.memory_available_bytes,
             "flops-per-second": measured.flops_per_second,

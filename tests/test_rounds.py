@@ -1,5 +1,6 @@
 """Whole runs on the in-process grid: what reaches the model, what is recorded, when a run ends."""
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,27 @@ def test_the_demo_keeps_to_its_budgets_and_predictions(tmp_path: Path) -> None:
         assert c["measured_peak"] == pytest.approx(c["predicted_peak"], rel=0.01)
     peak = max(c["measured_peak"] / c["budget"] for c in reports)
     assert run.summary()["max_peak_over_budget"] == peak <= 1
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "m-fedepth"])
+def test_devices_that_measure_themselves(tmp_path: Path, strategy: str) -> None:
+    """`device = "auto"`: the budget is free memory, less the reserve and three times the message."""
+    settings = tiny_settings(strategy=strategy, output_dir=str(tmp_path), num_rounds=2, clients=2, fleet="demo")
+    node_config = {"device": "auto", "state-dir": str(tmp_path / "device")}
+    run = RunDir(tmp_path / "run")
+    with LocalGrid(2, settings.to_run_config(), 1, node_config) as grid:
+        run_experiment(grid, settings, run)
+    for record in run.rounds():
+        assert [(c["device"], c["status"]) for c in record["clients"]] == [("auto", "ok")] * 2
+        assert all(c["measured_peak"] <= c["predicted_peak"] < c["budget"] for c in record["clients"])
+        assert all(c["simulated_seconds"] > 0 for c in record["clients"])
+    assert list((tmp_path / "device").iterdir()) == [
+        tmp_path / "device" / json.loads(checkpoint_state(run))["experiment-id"]
+    ]
+
+
+def checkpoint_state(run: RunDir) -> str:
+    return (run.path / "checkpoint" / "round-00002" / "state.json").read_text()
 
 
 def test_clients_evaluate_in_every_nth_round(tmp_path: Path, grids: Any) -> None:
