@@ -42,7 +42,8 @@ class DeviceProfile:
     """A device as a fleet describes it, before a round takes something away.
 
     Exactly one of `memory_bytes` and `memory_ratio` is set; the ratio is of the bytes of one reference step (the full
-    model's FedAvg step under the run's memory model). `bandwidth` (bytes/s) holds for each direction of the network.
+    model's FedAvg step under the run's memory model). `bandwidth` (bytes/s) holds for each direction of the network;
+    None = the link is not modelled and takes no time. `disk_latency` is in seconds an access.
 
     Raises ValueError when both or neither memory figure is given.
     """
@@ -51,8 +52,9 @@ class DeviceProfile:
     memory_bytes: int | None
     memory_ratio: float | None
     flops_per_second: float
-    bandwidth: float
+    bandwidth: float | None
     disk_bandwidth: float
+    disk_latency: float = 0.0
 
     def __post_init__(self) -> None:
         if (self.memory_bytes is None) == (self.memory_ratio is None):
@@ -78,13 +80,16 @@ class DeviceProfile:
 
 @dataclass(frozen=True)
 class DeviceState:
-    """What one client has in one round: bytes, FLOPs/s, and bytes/s of network (each direction) and disk."""
+    """What one client has in one round: bytes, FLOPs/s, bytes/s of network (each direction; infinite where it is not
+    modelled) and disk, and the seconds that each access to the disk takes besides its bytes.
+    """
 
     device: str
     budget_bytes: int
     flops_per_second: float
     bandwidth: float
     disk_bandwidth: float
+    disk_latency: float = 0.0
 
 
 @dataclass(frozen=True)

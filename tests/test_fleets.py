@@ -1,8 +1,9 @@
-"""Fleets, the figures a device measures of itself, and the emulated clock."""
+"""Fleets, pools, and the figures a device measures of itself."""
 
 import dataclasses
 import json
 import math
+import random
 import time
 from collections import Counter
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-from device_profiles.clock import round_seconds, simulated_seconds
 from device_profiles.fleet import (
     Fleet,
     FleetError,
@@ -23,6 +23,7 @@ from device_profiles.fleet import (
     load_fleet,
     parse_bytes,
     shipped_fleets,
+    shipped_pools,
 )
 from device_profiles.profile import DeviceProfile, DeviceState, available_memory, cgroup_headroom, measure_device
 
@@ -68,6 +69,20 @@ def test_list_gives_each_client_its_device() -> None:
     assert names(listed, 3) == "bab"
     with pytest.raises(FleetError, match="lists 3 clients, the run has 4"):
         device_of(listed, 0, 4, 0)
+
+
+def test_memories_gives_each_client_its_own() -> None:
+    given = fleet(device("board"), assignment="memories", memories=["755MB", 100, "2kB"])
+    assert budgets(given, 3, 0, 0) == [755_000_000, 100, 2000]
+    assert names(given, 3) == "board" * 3
+    with pytest.raises(FleetError, match="lists 3 clients, the run has 2"):
+        device_of(given, 0, 2, 0)
+
+
+def test_fleets_that_list_clients_say_how_many() -> None:
+    assert fleet(A, B, assignment="list", clients=["b", "a", "b"]).prescribed_clients == 3
+    assert fleet(device("board"), assignment="memories", memories=[1, 2]).prescribed_clients == 2
+    assert fleet(A, B).prescribed_clients is None
 
 
 def test_random_follows_the_shares_and_the_seed() -> None:
@@ -144,6 +159,47 @@ def test_degradation_is_bounded_and_a_function_of_its_arguments() -> None:
     assert budgets(given, 20, 0, 0) == [10**9] * 20
 
 
+def test_memory_floor() -> None:
+    loss = {"memory": [0.8, 1.0]}
+    given = fleet(device("a", memory=1000), degradation=loss | {"memory-floor": 100})
+    without = fleet(device("a", memory=1000), degradation=loss)
+    drawn = [device_state(without, 0, 1, 0, number, 0).budget_bytes for number in range(200)]
+    assert min(drawn) < 20 and max(drawn) > 180
+    floored = [device_state(given, 0, 1, 0, number, 0).budget_bytes for number in range(200)]
+    assert floored == [max(amount, 100) for amount in drawn]
+    # The floor is what other programs leave: a device that never had as much does not gain by it.
+    small = fleet(device("a", memory_ratio=0.5), degradation=loss | {"memory-floor": "1kB"})
+    assert device_state(small, 0, 1, 0, 0, 100).budget_bytes == 50
+
+
+def test_flops_left_is_one_of_the_list() -> None:
+    left = [1.0, 0.735, 0.459, 0.524, 0.167, 0.231]
+    given = fleet(A, degradation={"flops-left": left})
+    drawn = Counter(device_state(given, 0, 1, 0, number, 0).flops_per_second / 1e9 for number in range(3000))
+    assert sorted(drawn) == pytest.approx(sorted(left))
+    assert all(count == pytest.approx(500, abs=90) for count in drawn.values())  # 4 standard deviations of 20
+
+
+def test_all_of_the_speed_may_be_lost_but_not_quite() -> None:
+    given = fleet(A, degradation={"flops": [0.0, 1.0]})
+    drawn = [device_state(given, 0, 1, 0, number, 0).flops_per_second / 1e9 for number in range(1000)]
+    assert 0 < min(drawn) < 0.01 and max(drawn) > 0.99
+    assert sum(drawn) / 1000 == pytest.approx(0.5, abs=0.04)
+    nothing = fleet(A, degradation={"flops": [math.nextafter(1, 0), 1.0]})
+    assert all(device_state(nothing, 0, 1, 0, number, 0).flops_per_second > 0 for number in range(10))
+
+
+def test_bandwidth_and_latency_may_be_left_out() -> None:
+    bare = {"name": "a", "memory": 1, "flops": 1e9, "disk-bandwidth": 1e7}
+    given = fleet(bare)
+    assert given.devices[0] == DeviceProfile("a", 1, None, 1e9, None, 1e7, 0.0)
+    assert device_state(given, 0, 1, 0, 0, 0) == DeviceState("a", 1, 1e9, math.inf, 1e7, 0.0)
+    assert load_fleet(given.to_json()) == given
+    late = fleet(bare | {"disk-latency": 0.17})
+    assert device_state(late, 0, 1, 0, 0, 0).disk_latency == 0.17
+    assert load_fleet(late.to_json()) == late
+
+
 def test_memory_and_speed_are_drawn_apart() -> None:
     both = fleet(A, degradation={"memory": [0.1, 0.3], "flops": [0.1, 0.5]})
     one = fleet(A, degradation={"memory": [0.1, 0.3]})
@@ -156,10 +212,17 @@ def test_memory_and_speed_are_drawn_apart() -> None:
 @pytest.mark.parametrize("name", shipped_fleets())
 def test_shipped_fleets_load_and_travel(name: str) -> None:
     given = load_fleet(name)
-    assert given.name == name and "assumed" in given.description
+    assert given.name == name and "assumed" in given.description.lower()
     line = given.to_json()
     assert "\n" not in line and load_fleet(line) == given
     assert load_fleet(line).to_json() == line
+    json.loads(line, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+    # The server has the file, a client the JSON.
+    clients = given.prescribed_clients or 12
+    for client in range(12):
+        ours, theirs = (device_state(f, client, clients, 5, 3, 10**9) for f in (given, load_fleet(line)))
+        assert ours == theirs
+        assert ours.flops_per_second > 0 and ours.budget_bytes >= 0
 
 
 def test_shipped_ratios() -> None:
@@ -182,6 +245,9 @@ def test_shipped_ratios() -> None:
         fleet(A, B, assignment="list", clients=["b", "a"]),
         fleet(A, B, assignment="random", degradation={"memory": [0.0, 0.5]}),
         fleet(device("ä 'quoted' \"board\"", memory=1), description="two\nlines"),
+        fleet(device("a"), assignment="memories", memories=["755MB", 100]),
+        fleet(device("a"), assignment="uniform", memory_range=["1MB", "2MB"]),
+        fleet(A, degradation={"memory": [0.8, 1.0], "memory-floor": "60MB", "flops-left": [1.0, 0.1]}),
     ],
 )
 def test_json_round_trip(given: Fleet) -> None:
@@ -196,6 +262,183 @@ def test_load_from_a_path(tmp_path: Path) -> None:
     )
     profile = DeviceProfile("pi", 3 * 2**29, None, 1000.0, 10.0, 20.0)
     assert load_fleet(str(path)) == Fleet("mine", "", "blocks", (profile,), (1.0,))
+
+
+def test_json_says_no_more_than_it_must() -> None:
+    """It is part of a run's settings: what a fleet does not use may not change them from version to version."""
+    assert fleet(A).to_json() == (
+        '{"name":"test","description":"","assignment":"blocks","memory-range":null,"clients":null,'
+        '"device":[{"name":"a","memory":64000000,"memory-ratio":null,"flops":1000000000.0,"bandwidth":1000000.0,'
+        '"disk-bandwidth":10000000.0,"share":1.0}],"degradation":{"memory":[0.0,0.0],"flops":[0.0,0.0]}}'
+    )
+
+
+# ---- pools
+
+
+POOL = """
+description = "mine"
+[[device]]
+name = "weak"
+memory = "1GB"
+flops = 1e9
+disk-bandwidth = 1e7
+source = "assumed"
+[[device]]
+name = "strong"
+memory = "2GB"
+flops = 2e9
+bandwidth = 1e6
+disk-bandwidth = 1e8
+disk-latency = 0.1
+"""
+
+
+def pooled(folder: Path, lines: str = "", pool: str = POOL, assignment: str = "random") -> str:
+    """A fleet file that takes its devices from the pool beside it."""
+    (folder / "pool.toml").write_text(pool)
+    path = folder / "mine.toml"
+    path.write_text(f'name = "mine"\nassignment = "{assignment}"\npool = "pool.toml"\n{lines}\n')
+    return str(path)
+
+
+def test_a_pool_beside_the_fleet(tmp_path: Path) -> None:
+    given = load_fleet(pooled(tmp_path))
+    weak = DeviceProfile("weak", 10**9, None, 1e9, None, 1e7)
+    strong = DeviceProfile("strong", 2 * 10**9, None, 2e9, 1e6, 1e8, 0.1)
+    assert given == Fleet("mine", "", "random", (weak, strong), (1.0, 1.0))
+    # What travels is the devices: the pool may not be there on the other side.
+    line = given.to_json()
+    (tmp_path / "pool.toml").unlink()
+    assert load_fleet(line) == given and "pool" not in line
+    assert load_fleet(pooled(tmp_path, assignment="blocks")).devices == given.devices
+
+
+@pytest.mark.parametrize(("skew", "weak"), [(0.0, 0.5), (-1.0, 0.8), (1.0, 0.2), (-0.5, 2 / 3)])
+def test_skew_weighs_by_flops_times_memory(tmp_path: Path, skew: float, weak: float) -> None:
+    # The strong one has four times as much: 4^-1 : 1 = 0.2 : 0.8
+    given = load_fleet(pooled(tmp_path, f"skew = {skew}"))
+    assert given.shares[0] / sum(given.shares) == pytest.approx(weak)
+    counts = Counter(device_of(given, client, 2000, 0).name for client in range(2000))
+    assert counts["weak"] / 2000 == pytest.approx(weak, abs=0.045)  # 4 standard deviations
+
+
+def test_a_shipped_pool_in_json() -> None:
+    given = load_fleet('{"name": "x", "assignment": "blocks", "pool": "fedprophet-cifar10"}')
+    assert given.devices == load_fleet("fedprophet-cifar10-balanced").devices
+
+
+def test_shipped_pools() -> None:
+    assert shipped_pools() == ["boards", "fedprophet-caltech", "fedprophet-cifar10"]
+    boards = load_fleet("boards")
+    assert all(device.bandwidth for device in boards.devices)
+    assert [device.name for device in boards.devices[:2]] == ["raspberry-pi-4", "raspberry-pi-5"]
+    assert boards.devices[0].flops_per_second == 4 * 1.5e9 * 8
+    assert boards.devices[1].flops_per_second == 4 * 2.4e9 * 16
+
+
+def test_fedprophets_tables() -> None:
+    """Tables 5 and 6: TFLOPS, GB, GB/s, in the order printed."""
+    printed = {
+        "cifar10": "3.1 4 16, 1.3 4 1.5, 0.2 2 2, 0.1 2 1.5, 2.7 1 16, 2.1 4 1.5, 0.5 4 1.5, 1.1 1 16, 2.3 1 16, 3.7 2 16",
+        "caltech": "21.8 8 16, 16.2 16 16, 19.7 16 16, 5.3 16 1.5, 19.0 8 16, 33.0 16 16, 2.1 8 1.5, 3.1 4 16, 1.3 4 1.5, "
+        "8.6 4 16",
+    }
+    for data, rows in printed.items():
+        devices = load_fleet(f"fedprophet-{data}-balanced").devices
+        found = [(d.flops_per_second / 1e12, d.memory_bytes, d.disk_bandwidth / 1e9) for d in devices]
+        wanted = [tuple(map(float, row.split())) for row in rows.split(", ")]
+        assert found == [pytest.approx((flops, 1e9 * memory, disk)) for flops, memory, disk in wanted]
+        assert {(d.bandwidth, d.disk_latency) for d in devices} == {(None, 0.17)}
+
+
+@pytest.mark.parametrize(
+    # Memory of the whole model's training step and of the smallest allowed module; with the authors' rules, the shares
+    # of clients and rounds that hold the whole model, that are on the floor, and the mean of min(memory / whole, 1).
+    ("name", "whole", "floor", "holds", "floored", "mean"),
+    [
+        ("fedprophet-cifar10-balanced-authors", 302e6, 60e6, 0.322, 0.17, 0.63),
+        ("fedprophet-cifar10-unbalanced-authors", 302e6, 60e6, 0.237, 0.17, 0.61),
+        ("fedprophet-caltech-balanced-authors", 1130e6, 224e6, 0.344, 0.16, 0.64),
+        ("fedprophet-caltech-unbalanced-authors", 1130e6, 224e6, 0.087, 0.25, 0.45),
+    ],
+)
+def test_fedprophets_budgets(name: str, whole: float, floor: float, holds: float, floored: float, mean: float) -> None:
+    given, clients = load_fleet(name), 4000
+    drawn = [device_state(given, client, clients, 7, 1, 0).budget_bytes for client in range(clients)]
+    # 4 standard deviations of a share (at most 0.5 / sqrt(4000)) and of a mean; the figures are themselves drawn.
+    error = 4 * 0.5 / math.sqrt(clients) + 0.005
+    assert min(drawn) == floor
+    assert sum(amount > whole for amount in drawn) / clients == pytest.approx(holds, abs=error)
+    assert sum(amount == floor for amount in drawn) / clients == pytest.approx(floored, abs=error)
+    assert sum(min(amount / whole, 1) for amount in drawn) / clients == pytest.approx(mean, abs=error)
+    # The paper's rule, without a floor, from the same draws.
+    paper = load_fleet(name.removesuffix("-authors"))
+    states = [device_state(paper, client, clients, 7, 1, 0) for client in range(500)]
+    assert [max(state.budget_bytes, int(floor)) for state in states] == drawn[:500]
+    profiles = [device_of(paper, client, clients, 7) for client in range(500)]
+    left = [s.flops_per_second / p.flops_per_second for s, p in zip(states, profiles, strict=True)]
+    assert sum(left) / 500 == pytest.approx(0.5, abs=0.055)  # 4 standard deviations of 0.29 / sqrt(500)
+
+
+def test_profls_devices() -> None:
+    given = load_fleet("profl")
+    generator = random.Random(42)
+    assert list(given.memories) == [generator.randint(100, 900) * 10**6 for _ in range(100)]
+    assert given.prescribed_clients == 100
+    drawn = budgets(given, 100, 3, 0)
+    # Its participation rates: ResNet-18 whole, DepthFL's and its own first step, then the later ones.
+    thresholds = {840: 8, 478: 47, 506: 43, 220: 81, 112: 99, 100: 100}
+    assert {mb: sum(memory >= mb * 10**6 for memory in drawn) for mb in thresholds} == thresholds
+
+
+def test_prisms_clients() -> None:
+    assert {load_fleet("prism-homogeneous").devices[0].memory_ratio} == {0.61}
+    mixed = load_fleet("prism-heterogeneous")
+    counts = Counter(device_of(mixed, client, 2000, 0).name for client in range(2000))
+    assert counts["keep-0.4"] / 2000 == pytest.approx(0.4, abs=0.045)
+    # Full model 31.46 M values a batch (Table 1); sub-models, with ranks rounded up, 19.1 and 9.58.
+    assert [int(31.46 * ratio * 10) for ratio in (0.61, 0.31)] == [191, 97]
+    assert {d.name: d.memory_ratio for d in mixed.devices} == {"keep-0.4": 0.61, "keep-0.2": 0.31}
+
+
+@pytest.mark.parametrize(
+    ("lines", "pool", "assignment", "message"),
+    [
+        ('skew = "low"', POOL, "random", "mine.toml: skew = 'low': input should be a valid number"),
+        ("skew = -11", POOL, "random", "mine.toml: skew = -11: input should be greater than or equal to -10"),
+        ("skew = -1", POOL, "blocks", 'mine.toml: skew = -1.0 belongs to a pool with assignment = "random"'),
+        ('[[device]]\nname = "a"\nflops = 1\ndisk-bandwidth = 1', POOL, "random", "mine.toml: give either pool or"),
+        ("", POOL, "uniform", 'mine.toml: memory-range belongs to assignment = "uniform", which needs it'),
+        ("memories = [1, 2]", POOL, "memories", 'assignment = "memories" takes one device, not 2'),
+        ("", "", "random", "pool.toml: device is missing"),
+        ("", POOL + "share = 2", "random", "pool.toml: device 2 share: unknown key; allowed are name, memory, flops"),
+        ("", POOL + 'memory = "1Gb"', "random", "pool.toml: Cannot overwrite a value"),
+        ("", POOL.replace('"2GB"', '"2Gb"'), "random", "pool.toml: device 2 memory = '2Gb': not an amount of memory"),
+        ("", POOL.replace('memory = "2GB"\n', ""), "random", "pool.toml: device 2 memory is missing"),
+        ("", POOL.replace("0.1", "-0.1"), "random", "pool.toml: device 2 disk-latency = -0.1: input should be greater"),
+        ("", POOL.replace("weak", "strong"), "random", "device names = ['strong', 'strong']: each must be there once"),
+        ("", 'name = "x"\n' + POOL, "random", "pool.toml: name: unknown key; allowed are description, device"),
+    ],
+)
+def test_errors_in_a_pool_or_of_its_fleet(tmp_path: Path, lines: str, pool: str, assignment: str, message: str) -> None:
+    with pytest.raises(FleetError) as error:
+        load_fleet(pooled(tmp_path, lines, pool, assignment))
+    assert message in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_pools_that_are_not_there(tmp_path: Path) -> None:
+    path = pooled(tmp_path)
+    (tmp_path / "pool.toml").unlink()
+    with pytest.raises(FleetError, match=r"pool\.toml: .*No such file"):
+        load_fleet(path)
+    Path(path).write_text('name = "x"\nassignment = "random"\npool = "fedprofet"\n')
+    with pytest.raises(
+        FleetError,
+        match=r"mine\.toml: pool = 'fedprofet': there are boards, fedprophet-caltech, .*or the path of a .toml",
+    ):
+        load_fleet(path)
 
 
 # ---- errors
@@ -217,9 +460,12 @@ NOT_BYTES = "not an amount of memory; write a number and one of B, kB, MB, GB, K
     [
         (
             {"assignment": "x"},
-            "assignment = 'x': input should be 'blocks', 'round-robin', 'random', 'list' or 'uniform'",
+            "assignment = 'x': input should be 'blocks', 'round-robin', 'random', 'list', 'memories' or 'uniform'",
         ),
-        ({"speed": 1}, "speed: unknown key; allowed are name, description, assignment, memory-range, clients, device"),
+        (
+            {"speed": 1},
+            "speed: unknown key; allowed are name, description, assignment, memory-range, clients, memories",
+        ),
         ({"memory_range": ["1MB", "2MB"]}, "memory_range: unknown key; allowed are "),
         ({"name": 3}, "name = 3: input should be a valid string"),
         ({"device": []}, "device = []: list should have at least 1 item"),
@@ -250,9 +496,32 @@ NOT_BYTES = "not an amount of memory; write a number and one of B, kB, MB, GB, K
         ({"assignment": "list"}, LIST_ONLY),
         ({"assignment": "list", "clients": ["a", "z"]}, "clients names ['z']; the devices are ['a']"),
         ({"degradation": {"memory": [0.5, 0.2]}}, f"degradation memory = [0.5, 0.2]: {ORDER}"),
-        ({"degradation": {"memory": [0, 1]}}, "degradation memory 2 = 1: input should be less than 1"),
+        ({"degradation": {"memory": [0, 1.5]}}, "degradation memory 2 = 1.5: input should be less than or equal to 1"),
+        ({"degradation": {"flops": [1, 1]}}, "degradation flops = [1, 1]: the first must be below 1"),
+        ({"degradation": {"memory-floor": -1}}, "degradation memory-floor = -1: input should be greater than or equal"),
+        ({"degradation": {"memory-floor": "6Mb"}}, f"degradation memory-floor = '6Mb': {NOT_BYTES}"),
+        ({"degradation": {"flops-left": []}}, "degradation flops-left = []: tuple should have at least 1 item"),
+        ({"degradation": {"flops-left": [0.5, 0]}}, "degradation flops-left 2 = 0: input should be greater than 0"),
+        ({"degradation": {"flops-left": [1.1]}}, "degradation flops-left 1 = 1.1: input should be less than or equal"),
+        (
+            {"degradation": {"flops-left": [1], "flops": [0, 0.5]}},
+            "degradation flops and flops-left are two rules for the same; give one of them",
+        ),
+        ({"memories": [1]}, 'memories belongs to assignment = "memories", which needs it'),
+        ({"assignment": "memories"}, 'memories belongs to assignment = "memories", which needs it'),
+        (
+            {"assignment": "memories", "memories": [1]},
+            "device 1: memory comes from memories; neither of memory and memory-ratio is to be set, not 1",
+        ),
+        ({"assignment": "memories", "memories": [1, 0]}, "memories 2 = 0: input should be greater than 0"),
+        ({"device": None}, "give either pool or [[device]] tables, not both and not neither"),
+        ({"pool": "boards"}, "give either pool or [[device]] tables, not both and not neither"),
+        ({"skew": -1}, 'skew = -1.0 belongs to a pool with assignment = "random"'),
+        ({"pool": "x", "device": None}, "pool = 'x': there are boards, fedprophet-caltech, fedprophet-cifar10, or the"),
+        (one(disk_latency=-1), "device 1 disk-latency = -1: input should be greater than or equal to 0"),
+        (one(bandwidth=0), "device 1 bandwidth = 0: input should be greater than 0"),
         ({"degradation": {"flops": [-1, 0]}}, "degradation flops 1 = -1: input should be greater than or equal to 0"),
-        ({"degradation": {"disk": [0, 0]}}, "degradation disk: unknown key; allowed are memory, flops"),
+        ({"degradation": {"disk": [0, 0]}}, "degradation disk: unknown key; allowed are memory, memory-floor, flops"),
     ],
 )
 def test_errors_name_the_place_the_value_and_what_is_allowed(table: dict[str, Any], message: str) -> None:
@@ -270,7 +539,7 @@ def test_all_wrong_keys_are_told_at_once() -> None:
 
 def test_unknown_name_lists_the_shipped_fleets() -> None:
     with pytest.raises(
-        FleetError, match=r"unknown fleet 'dmeo'; there are demo, fedepth-fair, .*unlimited, or the path"
+        FleetError, match=r"unknown fleet 'dmeo'; there are boards, demo, fedepth-fair, .*unlimited, or the path"
     ):
         load_fleet("dmeo")
     with pytest.raises(FleetError, match="unknown fleet"):
@@ -401,20 +670,3 @@ def test_measure_device(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OSError):
         measure_device(tmp_path / "missing")
-
-
-# ---- the clock
-
-
-def test_simulated_seconds() -> None:
-    state = DeviceState("a", 1, flops_per_second=100.0, bandwidth=10.0, disk_bandwidth=5.0)
-    # 20/10 down + 300/100 compute + 15/5 disk + 40/10 up
-    assert simulated_seconds(state, 300.0, 20, 40, disk_bytes=15) == pytest.approx(2 + 3 + 3 + 4)
-    assert simulated_seconds(state, 0, 0, 0) == 0
-    with pytest.raises(ValueError, match="down -1"):
-        simulated_seconds(state, 1.0, -1, 0)
-
-
-def test_a_round_takes_as_long_as_its_slowest_client() -> None:
-    assert round_seconds([1.0, 3.0, 2.0]) == 3.0
-    assert round_seconds([]) == 0.0
