@@ -1,12 +1,14 @@
 """A model as a cascade: indivisible atoms a_1..a_L in order, then a head.
 
 Everything that cuts a model (modules, blocks, stages) is a choice of atoms. Parameter names are global, so that a
-partial update is a partial state dict: `atoms.3.conv1.weight`, `head.fc.bias`, and `exits.3.fc.bias` for the own head of
-a piece that ends with atom 3.
+partial update is a partial state dict: `atoms.3.conv1.weight`, `head.fc.bias`, and `exits.3.fc.bias` or `aux.3.fc.bias` for
+the own head of a piece that ends with atom 3.
 
 A `Blueprint` is the model before any memory is spent on it: a device builds just the atoms it is about to run.
 """
 
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ class Atom:
     """One indivisible part of a model.
 
     `name` is what a person calls it (`stem`, `block3`); `build` makes the module with torch's default initialisation;
-    `shape` is that of its output for one example, without the batch dimension: (C, H, W) or (F,).
+    `shape` is that of its output for one example, without the batch dimension: (C, H, W), (tokens, F) or (F,).
     """
 
     name: str
@@ -33,7 +35,10 @@ class Atom:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """How to build a cascade, atom by atom. `input_shape` is (C, H, W) of one example."""
+    """How to build a cascade, atom by atom; `width` is the share of its channels that a width-scaled model has.
+
+    `input_shape` is that of one example: (C, H, W) of an image, or (length,) of a text whose tokens are below `vocabulary`.
+    """
 
     name: str
     input_shape: Shape
@@ -41,6 +46,8 @@ class Blueprint:
     atoms: tuple[Atom, ...]
     build_head: Callable[[], nn.Module]
     batch_norm: str
+    vocabulary: int = 0
+    width: float = 1.0
 
     @property
     def feature_shape(self) -> Shape:
@@ -52,7 +59,7 @@ class Blueprint:
         return self.input_shape if atom == 0 else self.atoms[atom - 1].shape
 
     def build_unit(self, unit: str) -> nn.Module:
-        """Build the module of a unit: `atoms.<i>`, `head` or `exits.<i>`."""
+        """Build the module of a unit: `atoms.<i>`, `head`, or a head behind an atom, `exits.<i>` or `aux.<i>`."""
         kind, _, index = unit.partition(".")
         if kind == "head":
             return self.build_head()
@@ -60,7 +67,9 @@ class Blueprint:
             return self.atoms[int(index)].build()
         if kind == "exits":
             return ExitHead(self.atoms[int(index)].shape, self.num_classes, self.batch_norm)
-        raise ValueError(f"unknown unit {unit!r}: expected 'head', 'atoms.<i>' or 'exits.<i>'")
+        if kind == "aux":
+            return auxiliary_head(self.atoms[int(index)].shape, self.num_classes)
+        raise ValueError(f"unknown unit {unit!r}: expected 'head', 'atoms.<i>', 'exits.<i>' or 'aux.<i>'")
 
     def units(self, *, exits: bool = False) -> list[str]:
         """The units of the whole model, in order; with `exits`, also an own head after every atom but the last."""
@@ -90,13 +99,49 @@ class ExitHead(nn.Module):
     def __init__(self, shape: Shape, num_classes: int, batch_norm: str) -> None:
         super().__init__()
         self.norm = norm_layer(shape[0], batch_norm) if len(shape) == 3 else nn.Identity()
-        self.fc = nn.Linear(shape[0], num_classes)
+        self.fc = nn.Linear(num_features(shape), num_classes)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Logits[B, classes] of z[B, C, H, W] or z[B, F]."""
+        """Logits[B, classes] of z[B, C, H, W], z[B, tokens, F] or z[B, F]."""
         z = self.norm(z)
-        logits: Tensor = self.fc(z.mean(dim=(2, 3)) if z.dim() == 4 else z)
+        logits: Tensor = self.fc(pooled(z))
         return logits
+
+
+class MeanOverTokens(nn.Module):
+    """[B, tokens, F] to [B, F]."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        """The mean over tokens."""
+        return z.mean(dim=1)
+
+
+def auxiliary_head(shape: Shape, num_classes: int) -> nn.Module:
+    """FedProphet's head of a module; section 5.1 has the linear layer, the authors' code also the pooling.
+
+    Maps [C, H, W] are pooled to s x s, s = ceil(sqrt(classes / C)), where they are larger, so that the linear layer never
+    has fewer inputs than classes.
+    """
+    if len(shape) != 3:
+        pool: nn.Module = MeanOverTokens() if len(shape) == 2 else nn.Identity()
+        return nn.Sequential(OrderedDict(pool=pool, fc=nn.Linear(shape[-1], num_classes)))
+    side = math.ceil(math.sqrt(num_classes / shape[0]))
+    larger = min(shape[1:]) > side
+    pool = nn.AdaptiveAvgPool2d(side) if larger else nn.Identity()
+    features = shape[0] * side**2 if larger else math.prod(shape)
+    return nn.Sequential(OrderedDict(pool=pool, flatten=nn.Flatten(), fc=nn.Linear(features, num_classes)))
+
+
+def pooled(z: Tensor) -> Tensor:
+    """The mean over space of z[B, C, H, W], or over tokens of z[B, tokens, F]; z[B, F] as it is."""
+    if z.dim() == 4:
+        return z.mean(dim=(2, 3))
+    return z.mean(dim=1) if z.dim() == 3 else z
+
+
+def num_features(shape: Shape) -> int:
+    """What a linear layer reads behind `pooled`: C of (C, H, W), F of (tokens, F) and of (F,)."""
+    return shape[0] if len(shape) == 3 else shape[-1]
 
 
 def norm_layer(channels: int, batch_norm: str) -> nn.Module:
@@ -105,13 +150,15 @@ def norm_layer(channels: int, batch_norm: str) -> nn.Module:
 
 
 def fit_features(z: Tensor, shape: Shape) -> Tensor:
-    """Bring z[B, C, H, W] (or [B, F]) to `shape` without parameters: FeDepth's skip connection by zero padding.
+    """Bring z[B, C, H, W] (or [B, tokens, F], [B, F]) to `shape` without parameters: FeDepth's skip by zero padding.
 
     Space is sub-sampled (every s-th row and column), then cropped; channels get zeros, half before and half after
     (the authors' option A shortcut: 16 channels to 64 is 24 + 16 + 24).
     """
     if tuple(z.shape[1:]) == tuple(shape):
         return z
+    if z.dim() == 3 and z.shape[1:2] == shape[:1] and len(shape) == 2:
+        return fit_features(z.flatten(0, 1), shape[1:]).view(*z.shape[:2], -1)
     if z.dim() - 1 != len(shape) or any(have < want for have, want in zip(z.shape[2:], shape[1:], strict=True)):
         raise ValueError(f"features {tuple(z.shape[1:])} cannot be brought to {tuple(shape)}: space only shrinks")
     missing = shape[0] - z.shape[1]

@@ -24,6 +24,11 @@ def pooled_linear(channels: int, num_classes: int) -> nn.Sequential:
     return named(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(channels, num_classes))
 
 
+def norm_layer_1d(features: int, batch_norm: str) -> nn.Module:
+    """Batch norm behind a linear layer, as the setting `batch-norm` says (models.cascade.norm_layer is for maps)."""
+    return nn.BatchNorm1d(features, track_running_stats=batch_norm != "batch")
+
+
 def scaled(channels: int, width: float) -> int:
     """The channels of a layer in a model of a fraction `width` of the channels (HeteroFL's rule, at least one)."""
     return max(1, int(channels * width))
@@ -46,3 +51,9 @@ def require_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
     """Raise where an option has a value that is not known."""
     if value not in allowed:
         raise ValueError(f"{option} = {value!r} is not known: use one of {', '.join(allowed)}")
+
+
+def require_at_least_one(option: str, value: int) -> None:
+    """Raise where an option that counts something is below 1."""
+    if value < 1:
+        raise ValueError(f"{option} = {value} is not allowed: use a whole number from 1")

@@ -1,43 +1,54 @@
-"""LeNet-5: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", Proc. IEEE 1998.
+"""LeNet-5: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", Proc. IEEE 1998, in two layouts.
 
-With ReLU and max-pooling, as used today; 61,706 parameters for 1x28x28 and 10 classes. It has no norm layers:
-`batch_norm` only reaches the own heads of its pieces.
+  caffe  5x5 convolutions of 20 and 50 channels, linear 500, no padding, no biases: SpaFL's for Fashion-MNIST (NeurIPS
+         2024), 430,500 weights for 1x28x28 and 10 classes
+  lecun  5x5 convolutions of 6 and 16 channels, linear 120 and 84: the original's sizes, 61,706 parameters
+
+Both with ReLU and max-pooling, as used today. There are no norm layers: `batch_norm` only reaches the own heads of pieces.
 """
 
 from functools import partial
+from itertools import pairwise
 
 from torch import nn
 
 from models.cascade import Atom, Blueprint, Shape
-from models.layers import map_size, named, require_size, scaled
+from models.layers import map_size, named, require_one_of, require_size, scaled
+
+CHANNELS = {"caffe": (20, 50), "lecun": (6, 16)}
+HIDDEN = {"caffe": (500,), "lecun": (120, 84)}
+LEAST = {"caffe": 16, "lecun": 12}  # pixels
 
 
-def lenet5(num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
-    """Atoms `conv1`, `conv2`. Images below 32 pixels are padded by 2, so that 28x28 and 32x32 both end in 5x5."""
-    require_size("lenet5", input_shape, 12)
-    padding = 2 if min(input_shape[1:]) < 32 else 0
-    first, second, hidden1, hidden2 = (scaled(c, width) for c in (6, 16, 120, 84))
+def lenet5(
+    num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm: str = "running", layout: str = "caffe"
+) -> Blueprint:
+    """Atoms `conv1`, `conv2`. `lecun` pads images below 32 pixels by 2, so that 28x28 and 32x32 both end in 5x5."""
+    require_one_of("layout", layout, tuple(CHANNELS))
+    require_size(f"lenet5 in the {layout} layout", input_shape, LEAST[layout])
+    bias = layout == "lecun"
+    padding = 2 if layout == "lecun" and min(input_shape[1:]) < 32 else 0
+    first, second = (scaled(channels, width) for channels in CHANNELS[layout])
     size1 = map_size(map_size(input_shape[1:], 5, 1, padding), 2, 2)
     size2 = map_size(map_size(size1, 5), 2, 2)
     atoms = (
-        Atom("conv1", partial(_conv, input_shape[0], first, padding), (first, *size1)),
-        Atom("conv2", partial(_conv, first, second, 0), (second, *size2)),
+        Atom("conv1", partial(_conv, input_shape[0], first, padding, bias), (first, *size1)),
+        Atom("conv2", partial(_conv, first, second, 0, bias), (second, *size2)),
     )
-    head = partial(_head, second * size2[0] * size2[1], hidden1, hidden2, num_classes)
+    features = (second * size2[0] * size2[1], *(scaled(hidden, width) for hidden in HIDDEN[layout]))
+    head = partial(_head, features, num_classes, bias)
     return Blueprint("lenet5", input_shape, num_classes, atoms, head, batch_norm)
 
 
-def _conv(inputs: int, outputs: int, padding: int) -> nn.Module:
-    conv = nn.Conv2d(inputs, outputs, 5, padding=padding)
+def _conv(inputs: int, outputs: int, padding: int, bias: bool) -> nn.Module:
+    conv = nn.Conv2d(inputs, outputs, 5, padding=padding, bias=bias)
     return named(conv=conv, relu=nn.ReLU(inplace=True), pool=nn.MaxPool2d(2))
 
 
-def _head(features: int, hidden1: int, hidden2: int, num_classes: int) -> nn.Module:
-    return named(
-        flatten=nn.Flatten(),
-        fc1=nn.Linear(features, hidden1),
-        relu1=nn.ReLU(inplace=True),
-        fc2=nn.Linear(hidden1, hidden2),
-        relu2=nn.ReLU(inplace=True),
-        fc3=nn.Linear(hidden2, num_classes),
-    )
+def _head(features: tuple[int, ...], num_classes: int, bias: bool) -> nn.Module:
+    layers: dict[str, nn.Module] = {"flatten": nn.Flatten()}
+    for number, (inputs, outputs) in enumerate(pairwise(features), start=1):
+        layers[f"fc{number}"] = nn.Linear(inputs, outputs, bias=bias)
+        layers[f"relu{number}"] = nn.ReLU(inplace=True)
+    layers[f"fc{len(features)}"] = nn.Linear(features[-1], num_classes, bias=bias)
+    return named(**layers)

@@ -19,24 +19,25 @@ class PreActivationBlock(nn.Module):
     """BN-ReLU-conv-BN-ReLU-conv plus a shortcut: identity, or a 1x1 convolution where the shape changes.
 
     `shortcut_from` = `x` takes it from the input, as the paper's equation does; `relu` from relu(bn1(x)), in identity
-    blocks too, as FeDepth's authors do (by a hasattr test that is always true).
+    blocks too, as FeDepth's authors do (by a hasattr test that is always true); `mixed` takes identities from the input
+    and 1x1 convolutions from relu(bn1(x)), as SpaFL's authors do.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int, batch_norm: str, shortcut_from: str) -> None:
         super().__init__()
-        self.shortcut_from = shortcut_from
         self.bn1 = norm_layer(inputs, batch_norm)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         self.bn2 = norm_layer(outputs, batch_norm)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.relu = nn.ReLU(inplace=True)
         same = stride == 1 and inputs == outputs
+        self.shortcut_is_activated = shortcut_from == "relu" or (shortcut_from == "mixed" and not same)
         self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """out[B, outputs, H/stride, W/stride] of x[B, inputs, H, W]."""
         z = self.relu(self.bn1(x))
-        shortcut = self.shortcut(x if self.shortcut_from == "x" else z)
+        shortcut = self.shortcut(z if self.shortcut_is_activated else x)
         out: Tensor = self.conv2(self.relu(self.bn2(self.conv1(z))))
         out += shortcut
         return out

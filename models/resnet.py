@@ -1,7 +1,9 @@
-"""ResNet-18: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, layer by layer as in torchvision.
+"""ResNet-18 and -34: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, layer by layer as in torchvision.
 
+ResNet-10, one block a stage, is FedProphet's small model; its ResNet-34 has 21,416,000 parameters for 256 classes.
 `stem` = `imagenet` is the 7x7 convolution of stride 2 with max-pooling; `cifar` the 3x3 convolution that PriSM and
-ProFL use on small images (11,173,962 parameters for 3 channels and 10 classes); `auto` takes `imagenet` from 64 pixels.
+ProFL use on small images (ResNet-18 then has 11,173,962 parameters for 3 channels and 10 classes); `auto` takes
+`imagenet` from 64 pixels.
 """
 
 from functools import partial
@@ -12,7 +14,7 @@ from models.cascade import Atom, Blueprint, Shape, norm_layer
 from models.layers import map_size, named, pooled_linear, require_one_of, require_size, scaled
 
 CHANNELS = (64, 128, 256, 512)
-BLOCKS = 2
+BLOCKS = {"resnet10": (1, 1, 1, 1), "resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}  # of each number of channels
 
 
 class BasicBlock(nn.Module):
@@ -38,35 +40,42 @@ class BasicBlock(nn.Module):
         return out
 
 
-def resnet18(
+def _resnet(
+    name: str,
     num_classes: int,
     input_shape: Shape,
     width: float = 1.0,
     batch_norm: str = "running",
     stem: str = "auto",
 ) -> Blueprint:
-    """Atoms `stem`, `block1` .. `block8`; the map halves at blocks 3, 5 and 7."""
+    """Atoms `stem`, `block1` and so on; the map halves at the first block of every stage but the first."""
     require_one_of("stem", stem, ("auto", "cifar", "imagenet"))
     if stem == "auto":
         stem = "imagenet" if min(input_shape[1:]) >= 64 else "cifar"
-    require_size(f"resnet18 with the {stem} stem", input_shape, 32 if stem == "imagenet" else 8)
+    require_size(f"{name} with the {stem} stem", input_shape, 32 if stem == "imagenet" else 8)
     channels, size = scaled(CHANNELS[0], width), (input_shape[1], input_shape[2])
-    build_stem = _cifar_stem
+    build_stem = cifar_stem
     if stem == "imagenet":
         build_stem, size = _imagenet_stem, map_size(map_size(size, 7, 2, 3), 3, 2, 1)
     atoms = [Atom("stem", partial(build_stem, input_shape[0], channels, batch_norm), (channels, *size))]
-    for number in range(BLOCKS * len(CHANNELS)):
-        stage, place = divmod(number, BLOCKS)
-        stride = 2 if stage and not place else 1
-        outputs, size = scaled(CHANNELS[stage], width), map_size(size, 3, stride, 1)
-        build = partial(BasicBlock, channels, outputs, stride, batch_norm)
-        atoms.append(Atom(f"block{number + 1}", build, (outputs, *size)))
-        channels = outputs
+    for stage, blocks in enumerate(BLOCKS[name]):
+        for place in range(blocks):
+            stride = 2 if stage and not place else 1
+            outputs, size = scaled(CHANNELS[stage], width), map_size(size, 3, stride, 1)
+            build = partial(BasicBlock, channels, outputs, stride, batch_norm)
+            atoms.append(Atom(f"block{len(atoms)}", build, (outputs, *size)))
+            channels = outputs
     head = partial(pooled_linear, channels, num_classes)
-    return Blueprint("resnet18", input_shape, num_classes, tuple(atoms), head, batch_norm)
+    return Blueprint(name, input_shape, num_classes, tuple(atoms), head, batch_norm)
 
 
-def _cifar_stem(inputs: int, outputs: int, batch_norm: str) -> nn.Module:
+resnet10 = partial(_resnet, "resnet10")
+resnet18 = partial(_resnet, "resnet18")
+resnet34 = partial(_resnet, "resnet34")
+
+
+def cifar_stem(inputs: int, outputs: int, batch_norm: str) -> nn.Module:
+    """conv3x3-BN-ReLU, which leaves the map its size."""
     return named(
         conv1=nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
         bn1=norm_layer(outputs, batch_norm),

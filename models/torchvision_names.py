@@ -7,23 +7,24 @@ are made for small images and never fit torchvision's.
 
 from models import resnet, vgg
 
+RESNETS = ("resnet18", "resnet34")
 NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
-def torchvision_name_map(model_name: str) -> dict[str, str]:
-    """Our name -> torchvision's, for `resnet18` (either stem), `vgg11` (vgg11_bn) and `vgg16` (vgg16_bn)."""
-    if model_name == "resnet18":
-        return _resnet18()
+def torchvision_name_map(model_name: str, norm: str = "bn") -> dict[str, str]:
+    """Our name -> torchvision's, for resnet18 and resnet34 (either stem) and the VGGs (of `norm` = `bn` or `none`)."""
+    if model_name in RESNETS:
+        return _resnet(resnet.BLOCKS[model_name])
     if model_name in vgg.CONVS:
-        return _vgg(vgg.CONVS[model_name])
-    raise ValueError(f"{model_name} has no torchvision names: known are resnet18, {', '.join(vgg.CONVS)}")
+        return _vgg(vgg.CONVS[model_name], norm == "bn")
+    raise ValueError(f"{model_name} has no torchvision names: known are {', '.join((*RESNETS, *vgg.CONVS))}")
 
 
-def _resnet18() -> dict[str, str]:
+def _resnet(blocks: tuple[int, ...]) -> dict[str, str]:
     names = {"atoms.0.conv1.weight": "conv1.weight"} | _norm("atoms.0.bn1", "bn1")
-    for number in range(resnet.BLOCKS * len(resnet.CHANNELS)):
-        stage, place = divmod(number, resnet.BLOCKS)
-        ours, theirs = f"atoms.{number + 1}", f"layer{stage + 1}.{place}"
+    places = [(stage, place) for stage, count in enumerate(blocks) for place in range(count)]
+    for atom, (stage, place) in enumerate(places, start=1):
+        ours, theirs = f"atoms.{atom}", f"layer{stage + 1}.{place}"
         for layer in ("1", "2"):
             names[f"{ours}.conv{layer}.weight"] = f"{theirs}.conv{layer}.weight"
             names |= _norm(f"{ours}.bn{layer}", f"{theirs}.bn{layer}")
@@ -33,15 +34,16 @@ def _resnet18() -> dict[str, str]:
     return names | {"head.fc.weight": "fc.weight", "head.fc.bias": "fc.bias"}
 
 
-def _vgg(convs: tuple[int, ...]) -> dict[str, str]:
+def _vgg(convs: tuple[int, ...], normed: bool) -> dict[str, str]:
     names: dict[str, str] = {}
     atom = index = 0
     for stage in convs:
         for _ in range(stage):
             for entry in ("weight", "bias"):
                 names[f"atoms.{atom}.conv.{entry}"] = f"features.{index}.{entry}"
-            names |= _norm(f"atoms.{atom}.bn", f"features.{index + 1}")
-            atom, index = atom + 1, index + 3  # convolution, BN, ReLU
+            if normed:
+                names |= _norm(f"atoms.{atom}.bn", f"features.{index + 1}")
+            atom, index = atom + 1, index + (3 if normed else 2)  # convolution, BN, ReLU
         index += 1  # pooling
     return names
 

@@ -1,4 +1,4 @@
-"""VGG-11 and VGG-16 with batch norm: Simonyan and Zisserman, ICLR 2015, convolutions as in torchvision's vgg*_bn.
+"""VGG-11, -13 and -16: Simonyan and Zisserman, ICLR 2015, convolutions as in torchvision's vgg*_bn.
 
 An atom is a convolution with its BN, its ReLU and the max-pooling that follows, as FedProphet cuts it; its authors
 count the average pooling and the classifier to the last convolution's atom, here they are the head. VGG-16 has
@@ -10,10 +10,14 @@ A max-pooling that would leave less than one pixel is left out: from 28x28 the m
   fedprophet  512-512-512-classes, dropout 0.5
   profl       512-4096-4096-classes, dropout 0.4
   prism       512-classes
+
+`norm` = `none` leaves the batch norm out (torchvision's vgg*, and PriSM's VGG-11). `pooling` = `profl` pools after every
+2 convolutions of VGG-11 and every 4 of VGG-16, as ProFL (KDD 2025) says; its VGG-16 leaves a 4x4 map of 32x32 images,
+which the average pooling before the classifier takes.
 """
 
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torch import nn
 
@@ -21,7 +25,8 @@ from models.cascade import Atom, Blueprint, Shape, norm_layer
 from models.layers import map_size, named, require_one_of, require_size, scaled
 
 CHANNELS = (64, 128, 256, 512, 512)
-CONVS = {"vgg11": (1, 1, 2, 2, 2), "vgg16": (2, 2, 3, 3, 3)}  # before each of the five poolings
+CONVS = {"vgg11": (1, 1, 2, 2, 2), "vgg13": (2, 2, 2, 2, 2), "vgg16": (2, 2, 3, 3, 3)}  # of each number of channels
+PROFL_POOLS = {"vgg11": (2, 4, 6, 8), "vgg16": (4, 8, 13)}  # the convolutions that a pooling follows
 CLASSIFIERS = {"fedprophet": ((512, 512), 0.5), "profl": ((4096, 4096), 0.4), "prism": ((), 0.0)}
 
 
@@ -33,19 +38,24 @@ def _vgg(
     batch_norm: str = "running",
     *,
     classifier: str = "fedprophet",
+    norm: str = "bn",
+    pooling: str = "torchvision",
 ) -> Blueprint:
-    """Atoms `conv1` .. `conv8` (VGG-11) or `conv13` (VGG-16)."""
+    """Atoms `conv1` .. `conv8` (VGG-11), `conv10` (VGG-13) or `conv13` (VGG-16)."""
     require_size(name, input_shape, 16)
     require_one_of("classifier", classifier, tuple(CLASSIFIERS))
+    require_one_of("norm", norm, ("bn", "none"))
+    pools = _pools(name, pooling)
     channels, size = input_shape[0], (input_shape[1], input_shape[2])
     atoms: list[Atom] = []
     for stage, convs in enumerate(CONVS[name]):
         outputs = scaled(CHANNELS[stage], width)
-        for place in range(convs):
-            pool = place == convs - 1 and min(size) >= 2
+        for _ in range(convs):
+            number = len(atoms) + 1
+            pool = number in pools and min(size) >= 2
             size = map_size(size, 2, 2) if pool else size
-            build = partial(_conv, channels, outputs, pool, batch_norm)
-            atoms.append(Atom(f"conv{len(atoms) + 1}", build, (outputs, *size)))
+            build = partial(_conv, channels, outputs, pool, batch_norm if norm == "bn" else "none")
+            atoms.append(Atom(f"conv{number}", build, (outputs, *size)))
             channels = outputs
     hidden, dropout = CLASSIFIERS[classifier]
     head = partial(_head, (channels, *(scaled(h, width) for h in hidden)), num_classes, dropout)
@@ -53,18 +63,28 @@ def _vgg(
 
 
 vgg11 = partial(_vgg, "vgg11")
+vgg13 = partial(_vgg, "vgg13")
 vgg16 = partial(_vgg, "vgg16")
 
 
-def _conv(inputs: int, outputs: int, pool: bool, batch_norm: str) -> nn.Module:
-    atom = named(
-        conv=nn.Conv2d(inputs, outputs, 3, padding=1),
-        bn=norm_layer(outputs, batch_norm),
-        relu=nn.ReLU(inplace=True),
-    )
+def _pools(name: str, pooling: str) -> tuple[int, ...]:
+    """The numbers of the convolutions that a max-pooling follows."""
+    require_one_of("pooling", pooling, ("torchvision", "profl"))
+    if pooling == "torchvision":
+        return tuple(accumulate(CONVS[name]))
+    if name not in PROFL_POOLS:
+        raise ValueError(f"pooling = 'profl' is not defined for {name}: ProFL has {' and '.join(PROFL_POOLS)}")
+    return PROFL_POOLS[name]
+
+
+def _conv(inputs: int, outputs: int, pool: bool, norm: str) -> nn.Module:
+    layers: dict[str, nn.Module] = {"conv": nn.Conv2d(inputs, outputs, 3, padding=1)}
+    if norm != "none":
+        layers["bn"] = norm_layer(outputs, norm)
+    layers["relu"] = nn.ReLU(inplace=True)
     if pool:
-        atom.add_module("pool", nn.MaxPool2d(2))
-    return atom
+        layers["pool"] = nn.MaxPool2d(2)
+    return named(**layers)
 
 
 def _head(features: tuple[int, ...], num_classes: int, dropout: float) -> nn.Module:

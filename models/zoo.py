@@ -1,26 +1,53 @@
 """The models by name."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from models.cascade import Blueprint, Shape, isolated_rng
+from models.cnn import cnn3, cnn4, cnn_femnist, conv4
 from models.convnet import convnet
 from models.layers import require_one_of
 from models.lenet import lenet5
+from models.lstm import lstm_imdb
+from models.preact_resnet import resnet18_preact
 from models.preresnet import preresnet20
-from models.resnet import resnet18
-from models.vgg import vgg11, vgg16
+from models.resnet import resnet10, resnet18, resnet34
+from models.vgg import vgg11, vgg13, vgg16
+from models.vit import deit_tiny, vit
 
 MODELS: dict[str, Callable[..., Blueprint]] = {
+    "cnn3": cnn3,
+    "cnn4": cnn4,
+    "cnn-femnist": cnn_femnist,
+    "conv4": conv4,
     "convnet": convnet,
+    "deit-tiny": deit_tiny,
     "lenet5": lenet5,
+    "lstm-imdb": lstm_imdb,
     "preresnet20": preresnet20,
+    "resnet10": resnet10,
     "resnet18": resnet18,
+    "resnet18-preact": resnet18_preact,
+    "resnet34": resnet34,
     "vgg11": vgg11,
+    "vgg13": vgg13,
     "vgg16": vgg16,
+    "vit": vit,
 }
+TOKEN_MODELS = {"lstm-imdb"}  # they read int64 tokens [B, length]; all others images
 BATCH_NORMS = ("running", "batch", "local")
 COMMON = ("num_classes", "input_shape", "width", "batch_norm")
+
+USUAL_INPUTS: dict[str, tuple[Shape, int]] = {
+    "cnn4": ((3, 224, 224), 256),
+    "cnn-femnist": ((1, 28, 28), 62),
+    "convnet": ((1, 8, 8), 10),
+    "lenet5": ((1, 28, 28), 10),
+    "lstm-imdb": ((500,), 2),
+    "resnet18-preact": ((3, 32, 32), 100),
+    "vit": ((3, 224, 224), 10),
+}
 
 
 def build_blueprint(
@@ -30,24 +57,36 @@ def build_blueprint(
     input_shape: Shape,
     width: float = 1.0,
     batch_norm: str = "running",
-    **options: str,
+    **options: str | int,
 ) -> Blueprint:
-    """The blueprint of a model for images of input_shape (C, H, W); `options` are its own: see `model_options`."""
+    """The blueprint of a model for examples of input_shape: (C, H, W) of images, (length,) of tokens.
+
+    `options` are the model's own (see `model_options`); their values may be the text of a setting.
+    """
     require_one_of("model", name, tuple(MODELS))
     require_one_of("batch-norm", batch_norm, BATCH_NORMS)
-    if len(input_shape) != 3 or min(input_shape) < 1:
-        raise ValueError(f"input shape {tuple(input_shape)} is not an image's: expected (channels, height, width)")
+    shape = tuple(input_shape)
+    _require_shape(name, shape)
     if num_classes < 1 or width <= 0:
         raise ValueError(f"{name} needs at least one class and a width above 0, got {num_classes} and {width}")
-    own = model_options(name)
-    for option in options.keys() - own:
-        raise ValueError(f"{name} has no option {option!r}: it has {', '.join(own) or 'none'}")
-    return MODELS[name](num_classes, tuple(input_shape), width=width, batch_norm=batch_norm, **options)
+    own = _typed_options(name, options)
+    return replace(MODELS[name](num_classes, shape, width=width, batch_norm=batch_norm, **own), width=width)
 
 
 def model_options(name: str) -> tuple[str, ...]:
     """The options that only this model has, such as `stem` of resnet18."""
     return tuple(option for option in inspect.signature(MODELS[name]).parameters if option not in COMMON)
+
+
+def is_token_model(name: str) -> bool:
+    """Whether a model reads tokens rather than images."""
+    return name in TOKEN_MODELS
+
+
+def usual_input(name: str) -> tuple[Shape, int]:
+    """The input shape and number of classes that a paper runs this model with; CIFAR-10's where several do."""
+    require_one_of("model", name, tuple(MODELS))
+    return USUAL_INPUTS.get(name, ((3, 32, 32), 10))
 
 
 def num_parameters(blueprint: Blueprint) -> int:
@@ -57,3 +96,24 @@ def num_parameters(blueprint: Blueprint) -> int:
         with isolated_rng(0):
             total += sum(parameter.numel() for parameter in blueprint.build_unit(unit).parameters())
     return total
+
+
+def _require_shape(name: str, shape: Shape) -> None:
+    kind, expected, axes = ("tokens", "(length,)", 1) if is_token_model(name) else ("images", "(C, H, W)", 3)
+    if len(shape) != axes or min(shape) < 1:
+        raise ValueError(f"{name} reads {kind}: expected an input shape of {expected}, got {shape}")
+
+
+def _typed_options(name: str, options: Mapping[str, str | int]) -> dict[str, str | int]:
+    """The options with the types that the model's function asks for: settings hand over text."""
+    own, parameters = model_options(name), inspect.signature(MODELS[name]).parameters
+    typed = dict(options)
+    for option, value in options.items():
+        if option not in own:
+            raise ValueError(f"{name} has no option {option!r}: it has {', '.join(own) or 'none'}")
+        if parameters[option].annotation is int:
+            try:
+                typed[option] = int(value)
+            except ValueError:
+                raise ValueError(f"{option} = {value!r} is not known: {name} needs a whole number there") from None
+    return typed
