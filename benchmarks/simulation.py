@@ -34,7 +34,8 @@ CLIENTS, ASKED, BATCH, PROCESSES = 100, 10, 64, 2
 
 def lenet(data: ArrayDataset) -> torch.nn.Module:
     """The model, as the engines build it."""
-    blueprint = build_blueprint("lenet5", num_classes=data.num_classes, input_shape=data.input_shape)
+    shape = data.input_shape
+    blueprint = build_blueprint("lenet5", num_classes=data.num_classes, input_shape=shape, layout="lecun")
     return channels_last(Cascade(blueprint))
 
 
@@ -100,6 +101,7 @@ def engine_rounds(engine: str, data_dir: str, epochs: int, rounds: int, output: 
             "engine": engine,
             "strategy": "fedavg",
             "model": "lenet5",
+            "model-options": "layout=lecun",
             "dataset": "fashion-mnist",
             "data-dir": data_dir,
             "partition": "iid",

@@ -10,7 +10,7 @@ import numpy as np
 from client_app.training import Recipe
 from federated_data.datasets import ArrayDataset, default_cache, load, prepare
 from federated_data.partition import make_shares
-from models.cascade import Blueprint
+from models.cascade import Blueprint, Shape
 from models.zoo import build_blueprint
 from server_app.settings import Settings
 
@@ -42,14 +42,18 @@ def client_shares(settings: Settings, labels: np.ndarray, clients: int) -> list[
 
 def blueprint_for(settings: Settings, data: ArrayDataset) -> Blueprint:
     """The model of a run, not built yet."""
-    options = {"shortcut_from": settings.shortcut_from} if settings.model == "preresnet20" else {}
+    return blueprint_of_shape(settings, data.input_shape, data.num_classes)
+
+
+def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int) -> Blueprint:
+    """The model of a run for examples of this shape."""
     return build_blueprint(
         settings.model,
-        num_classes=data.num_classes,
-        input_shape=data.input_shape,
+        num_classes=num_classes,
+        input_shape=input_shape,
         width=settings.model_width,
         batch_norm=settings.batch_norm,
-        **options,
+        **settings.options(),
     )
 
 

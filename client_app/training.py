@@ -4,8 +4,9 @@ A piece is written as setup plus step, and both also run on fake tensors: that i
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,23 +15,30 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from client_app.attacks import Attack, pgd
 from client_app.examples import Examples, batches
 from client_app.memory_cap import MemoryCap
-from device_profiles.memory import StepPrice, trace
+from device_profiles.memory import FlopCount, StepPrice, trace
 from models.cascade import Blueprint, fit_features, isolated_rng, run_atoms
 
 Load = Callable[[str], nn.Module]
+Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a local step needs to know besides the model: `lr`, `momentum` in [0, 1), `weight_decay`, `batch_size`, `epochs`."""
+    """What a local step needs to know besides the model: `momentum` in [0, 1); with `attack`, training is adversarial.
+
+    In `bfloat16` the forward pass runs under torch.autocast: activations take half, weights and gradients stay float32.
+    """
 
     lr: float
     momentum: float
     weight_decay: float
     batch_size: int
     epochs: int
+    attack: Attack | None = None
+    precision: Precision = "float32"
 
 
 class PieceModel:
@@ -108,18 +116,26 @@ class SGD:
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> scalar loss
+Perturb = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> adversarial batch
 MakeLoss = Callable[[list[PieceModel]], Loss]
 
 
 def single_loss(pieces: list[PieceModel]) -> Loss:
     """Cross-entropy of one piece with its head."""
     (piece,) = pieces
-    return lambda z, y: F.cross_entropy(piece.logits(z), y)
+    return lambda z, y: classification_loss(piece.logits(z), y)
 
 
-def train_step(loss: Loss, optimiser: SGD, z: Tensor, y: Tensor) -> Tensor:
-    """Forward, backward, update. Returns the detached loss."""
-    value = loss(z, y)
+def classification_loss(logits: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy of logits[B, classes]; of one logit, [B, 1], the binary one."""
+    if logits.shape[1] == 1:
+        return F.binary_cross_entropy_with_logits(logits[:, 0], y.to(logits.dtype), reduction=reduction)
+    return F.cross_entropy(logits, y, reduction=reduction)
+
+
+def train_step(loss: Loss, optimiser: SGD, z: Tensor, y: Tensor, perturb: Perturb | None = None) -> Tensor:
+    """Forward, backward, update; on perturbed examples, if asked. Returns the detached loss."""
+    value = loss(z if perturb is None else perturb(z, y), y)
     value.backward()  # type: ignore[no-untyped-call]
     optimiser.step()
     return value.detach()
@@ -141,7 +157,13 @@ class Trainee:
             with cap.first(phase, len(positions)):
                 if not self.pieces:
                     self._begin()
-                value = train_step(self._loss, self.optimiser, examples.read(positions), examples.targets(positions))
+                value = train_step(
+                    self._loss,
+                    self.optimiser,
+                    examples.read(positions),
+                    examples.targets(positions),
+                    self._perturb(rng),
+                )
             total += value * len(positions)
             self.seen += len(positions)
         self.total_loss += float(total)
@@ -151,6 +173,11 @@ class Trainee:
         self._loss, self.optimiser = start(self.pieces, self.recipe, self._make_loss)
         if self._paused is not None:
             self.optimiser.load(self._paused)
+
+    def _perturb(self, rng: np.random.Generator) -> Perturb | None:
+        if self.recipe.attack is None:
+            return None
+        return adversary(self.pieces, self._loss, self.recipe.attack, int(rng.integers(2**63)))
 
     def pause(self, momentum: Path) -> None:
         """Free the memory: momentum goes to a file, and the next epoch makes the pieces anew (save them before)."""
@@ -178,10 +205,15 @@ def evaluate_examples(
     for positions in batches(len(examples), batch_size, rng, drop_single=True):
         with cap.first("evaluate", len(positions)):
             output, y = logits(examples.read(positions)), examples.targets(positions)
-            loss += float(F.cross_entropy(output, y, reduction="sum"))
-            correct += int((output.argmax(1) == y).sum())
+            loss += float(classification_loss(output, y, "sum"))
+            correct += int((predictions(output) == y).sum())
         seen += len(positions)
     return loss, correct, seen
+
+
+def predictions(logits: Tensor) -> Tensor:
+    """The classes[B] that logits[B, classes] speak for; of one logit, [B, 1], class 1 where it is positive."""
+    return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(1)
 
 
 def fake_load(blueprint: Blueprint) -> Load:
@@ -207,27 +239,75 @@ def piece_price(
 ) -> StepPrice:
     """Bytes and FLOPs of one training step of a piece, or of `copies` of it that learn together, from fake tensors."""
 
+    attack, attack_flops = recipe.attack, FlopCount()
+
     def work() -> None:
         pieces = [PieceModel(blueprint, atoms, head, fake_load(blueprint)) for _ in range(copies)]
         loss, optimiser = start(pieces, recipe, make_loss)
-        z = fake_batch(recipe.batch_size, blueprint.shape_before(atoms[0]))
-        train_step(loss, optimiser, z, torch.zeros(recipe.batch_size, dtype=torch.int64))
+        perturb = None
+        if attack is not None:
+            # Attack steps are all alike: one is traced, the others take no more memory and the same FLOPs.
+            perturb = counted(adversary(pieces, loss, replace(attack, steps=1), 0), attack_flops)
+        z = fake_batch(blueprint, atoms[0], recipe.batch_size)
+        train_step(loss, optimiser, z, torch.zeros(recipe.batch_size, dtype=torch.int64), perturb)
 
-    return trace(work)
+    price = trace(work)
+    further = attack.steps - 1 if attack is not None else 0
+    return StepPrice(price.peak_bytes, price.flops + further * attack_flops.total)
+
+
+def counted(perturb: Perturb, flops: FlopCount) -> Perturb:
+    """The same perturbation, its FLOPs counted."""
+
+    def count(z: Tensor, y: Tensor) -> Tensor:
+        with flops:
+            return perturb(z, y)
+
+    return count
 
 
 def start(pieces: list[PieceModel], recipe: Recipe, make_loss: MakeLoss) -> tuple[Loss, SGD]:
     """The setup of a step: training mode, one optimiser over all pieces, the loss."""
     for piece in pieces:
         piece.train(True)
-    return make_loss(pieces), SGD([p for piece in pieces for p in piece.parameters()], recipe)
+    loss = make_loss(pieces)
+    return (
+        in_bfloat16(loss) if recipe.precision == "bfloat16" else loss,
+        SGD([p for piece in pieces for p in piece.parameters()], recipe),
+    )
 
 
-def fake_batch(batch_size: int, shape: Sequence[int]) -> Tensor:
-    """An input batch as `Examples` hands it out: images lie as [B, H, W, C] and are read as [B, C, H, W]."""
+def in_bfloat16(loss: Loss) -> Loss:
+    """The same loss with its forward pass in bfloat16, where torch's autocast holds that to be safe."""
+
+    def cast(z: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(z, y)
+
+    return cast
+
+
+def adversary(pieces: list[PieceModel], loss: Loss, attack: Attack, seed: int) -> Perturb:
+    """Attacks pieces in evaluation mode, so that batch norms do not move, and leaves them in training mode."""
+
+    def perturb(z: Tensor, y: Tensor) -> Tensor:
+        for piece in pieces:
+            piece.train(False)
+        adversarial = pgd(loss, z, y, attack, torch.Generator().manual_seed(seed))
+        for piece in pieces:
+            piece.train(True)
+        return adversarial
+
+    return perturb
+
+
+def fake_batch(blueprint: Blueprint, atom: int, batch_size: int) -> Tensor:
+    """An input batch of atom `atom` as `Examples` hands it out: [B, H, W, C] in memory, read as [B, C, H, W]; or tokens."""
+    shape = blueprint.shape_before(atom)
     if len(shape) == 3:
         return torch.empty(batch_size, *shape[1:], shape[0]).permute(0, 3, 1, 2)
-    return torch.empty(batch_size, *shape)
+    tokens = atom == 0 and blueprint.vocabulary > 0
+    return torch.empty(batch_size, *shape, dtype=torch.int64 if tokens else torch.float32)
 
 
 def load_for_device(blueprint: Blueprint, fill: Callable[[str, nn.Module], None]) -> Load:

@@ -2,21 +2,20 @@
 
 `PeakMemory` is used three times: under fake tensors it *prices* a step without allocating anything (`trace`), around the real
 run of a phase it *enforces* a budget, and tests hold the two against each other and against torch.profiler's memory events.
-`fedepth_price` is a paper's own formula, for its tables and settings.
+The papers' own memory-models stand beside their strategies.
 """
 
-import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.cascade import Blueprint
+from device_profiles.workspace import FLOPS, WORKSPACE, lstm_kept
 
 
 class MemoryBudgetExceededError(RuntimeError):
@@ -25,28 +24,6 @@ class MemoryBudgetExceededError(RuntimeError):
     def __init__(self, needed: int, allowed: int, where: str) -> None:
         self.needed, self.allowed, self.where = needed, allowed, where
         super().__init__(f"{where} needs {needed:,} bytes of training memory, the budget allows {allowed:,}")
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _relaid(gradient: Tensor, *copied: Tensor) -> int:
-    """Bytes of what is copied where a gradient does not come in the memory format of the layer's input, `copied[0]`."""
-    formats = {tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (gradient, copied[0])}
-    return sum(map(_bytes, copied)) if len(formats) > 1 else 0
-
-
-# What CPU operators allocate inside themselves, out of a dispatch mode's sight (read off torch.profiler's memory events):
-# oneDNN's own layout of a convolution's weight, in the backward pass also of its gradient before it is copied out, and
-# pooling's second copy where a gradient arrives in another memory format, as it does from a flattened map.
-SCRATCH = 8216
-WORKSPACE: dict[Any, Callable[[tuple[Any, ...]], int]] = {
-    torch.ops.aten.convolution.default: lambda args: _bytes(args[1]) + SCRATCH,
-    torch.ops.aten.convolution_backward.default: lambda args: 2 * _bytes(args[2]),
-    torch.ops.aten._adaptive_avg_pool2d_backward.default: lambda args: _relaid(args[0], args[1]),
-    torch.ops.aten.max_pool2d_with_indices_backward.default: lambda args: _relaid(args[0], args[1], args[7]),
-}
 
 
 class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -117,46 +94,71 @@ def trace(work: Callable[[], object]) -> StepPrice:
     A server's affair: fake tensors import torch's compiler, which no device should pay for.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils.flop_counter import FlopCounterMode
 
-    memory, flops = PeakMemory(), FlopCounterMode(display=False)
-    with torch.random.fork_rng(devices=[]), FakeTensorMode(), memory, flops:
+    memory, flops = PeakMemory(), FlopCount()
+    fake = FakeTensorMode(allow_fallback_kernels=False)
+    with torch.random.fork_rng(devices=[]), fake, _AsOnTheCPU(), memory, flops:
         work()
-    return StepPrice(memory.peak, int(flops.get_total_flops()))
+    return StepPrice(memory.peak, flops.total)
 
 
-def fedepth_price(blueprint: Blueprint, atoms: Sequence[int], batch_size: int = 32) -> float:
-    """FeDepth's own memory of a sub-problem (its Table 1): pytorch-summary's estimate, in bytes.
+class _AsOnTheCPU(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Corrects fake results that differ from the CPU's in size or memory format."""
 
-    2 x 4 bytes x the outputs of all layers that are modules, and of each block itself, x batch, + 4 bytes x parameters.
-    Neither the stem (atom 0) nor the head is charged, and shortcuts count as if they had no parameters (option A).
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._fused_sgd_.default:
+            return None  # it works in place, and has no fake kernel: the real one would run, on real zeros
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():
+            *states, _ = result  # the workspace is empty
+            return (*states, torch.empty(lstm_kept(args), dtype=torch.uint8))
+        if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+            *gradients, bias, _, states, cells = result  # the biases' gradients are one tensor
+            return (*gradients, bias, bias.clone(), states, cells)
+        if func is torch.ops.aten.native_batch_norm_backward.default:
+            gradient, *others = result  # it has the format of the gradient that came in
+            return (_laid_as(gradient, args[1]), *others)
+        return result
+
+
+def _laid_as(tensor: Tensor | None, other: Tensor) -> Tensor | None:
+    """A tensor in the memory format of another, channels-last or not."""
+    channels_last = other.dim() == 4 and other.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return tensor if tensor is None else tensor.contiguous(memory_format=layout)
+
+
+class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts FLOPs, 2 per multiply-accumulate, by the formulas of torch.utils.flop_counter.
+
+    Its `FlopCounterMode` also follows modules, by hooks that keep gradients alive: peaks came out up to 38 % too high.
     """
-    return sum(_block_bytes(blueprint, atom, batch_size, shortcut_parameters=False) for atom in atoms if atom)
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
 
-def fedepth_full_bytes(blueprint: Blueprint, batch_size: int = 32) -> float:
-    """The bytes FeDepth's rule gives the whole model: all blocks with 1x1 shortcuts, the stem's convolution, the linear."""
-    blocks = sum(_block_bytes(blueprint, atom, batch_size) for atom in range(1, len(blueprint.atoms)))
-    stem = _layer_bytes(blueprint.atoms[0].build(), blueprint.input_shape, batch_size, (nn.Conv2d,))
-    return stem + blocks + _layer_bytes(blueprint.build_head(), blueprint.feature_shape, batch_size, (nn.Linear,))
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from torch.utils.flop_counter import flop_registry
 
-def _block_bytes(blueprint: Blueprint, atom: int, batch_size: int, *, shortcut_parameters: bool = True) -> float:
-    module, shape = blueprint.atoms[atom].build(), blueprint.shape_before(atom)
-    own_output = 2 * 4 * batch_size * math.prod(blueprint.atoms[atom].shape)
-    total = own_output + _layer_bytes(module, shape, batch_size, (nn.Conv2d, nn.BatchNorm2d, nn.Linear))
-    free = [] if shortcut_parameters else [p for name, p in module.named_parameters() if name.startswith("shortcut")]
-    return total - 4 * sum(p.numel() for p in free)
-
-
-def _layer_bytes(module: nn.Module, shape: Sequence[int], batch_size: int, kinds: tuple[type, ...]) -> float:
-    """2 x 4 bytes x outputs of the layers of these kinds x batch + 4 bytes x their parameters."""
-    outputs: list[int] = []
-    layers = [layer for layer in module.modules() if isinstance(layer, kinds)]
-    hooks = [layer.register_forward_hook(lambda _m, _i, out: outputs.append(out[0].numel())) for layer in layers]
-    with torch.no_grad():
-        module.eval()(torch.zeros(2, *shape))
-    for hook in hooks:
-        hook.remove()
-    parameters = sum(p.numel() for layer in layers for p in layer.parameters())
-    return 2 * 4 * batch_size * sum(outputs) + 4 * parameters
+        result = func(*args, **(kwargs or {}))
+        if (own := FLOPS.get(func)) is not None:
+            self.total += own(args)
+        elif (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.total += int(formula(*args, **(kwargs or {}), out_val=result))
+        return result

@@ -62,6 +62,15 @@ class ArrayDataset:
         return (channels, height, width)
 
 
+# What the published sets are, for plans: they must not have to be there. (C, H, W), classes, training examples.
+PUBLISHED = {
+    "digits": ((1, 8, 8), 10, 1438),
+    "fashion-mnist": ((1, 28, 28), 10, 60_000),
+    "cifar10": ((3, 32, 32), 10, 50_000),
+    "cifar100": ((3, 32, 32), 100, 50_000),
+}
+
+
 def default_cache() -> Path:
     """$PIECEWORK_CACHE, else $XDG_CACHE_HOME/piecework, else ~/.cache/piecework."""
     if own := os.environ.get("PIECEWORK_CACHE"):

@@ -19,7 +19,16 @@ from server_app.settings import Scalar, Settings, SettingsError
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 out, err = Console(), Console(stderr=True)
 BAD_INPUT, FAILED = 2, 1
-COUNTED = ("rounds", "clients_asked", "clients_answered", "clients_failed", "bytes_down", "bytes_up", "seconds")
+COUNTED = (
+    "rounds",
+    "clients_asked",
+    "clients_answered",
+    "clients_failed",
+    "bytes_down",
+    "bytes_up",
+    "seconds",
+    "simulated_seconds",
+)
 NO_RUN = {
     "run_dir": None,
     "status": "failed",
@@ -33,6 +42,7 @@ Preset = Annotated[
 ]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="a setting; may be repeated")]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+Scalars = dict[str, Scalar]
 PRESETS = Path(__file__).resolve().parents[1] / "conf"
 
 
@@ -109,7 +119,7 @@ def over_seeds(summaries: list[dict[str, Any]]) -> dict[str, Any]:
         "status": "completed" if len(finished) == len(summaries) else "failed",
         "accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
         "max_peak_over_budget": max(peaks, default=None),
-        **{key: sum(s[key] for s in summaries) for key in COUNTED},
+        **{key: sum(s.get(key, 0) for s in summaries) for key in COUNTED},
         "runs": summaries,
     }
 
@@ -117,22 +127,53 @@ def over_seeds(summaries: list[dict[str, Any]]) -> dict[str, Any]:
 @app.command()
 def plan(
     preset: Preset = "",
+    model: Annotated[str, typer.Option(help="a model of the zoo")] = "",
+    dataset: Annotated[str, typer.Option(help="a data set: its shape, classes, number of examples")] = "",
+    input_shape: Annotated[str, typer.Option(help="instead of a data set: 3x224x224, or 500 tokens")] = "",
+    classes: Annotated[int, typer.Option(help="number of classes, with --input-shape")] = 0,
+    examples: Annotated[int, typer.Option(help="training examples of a client; default: an equal share, or 500")] = 0,
+    strategy: Annotated[str, typer.Option(help="a system, also one that cannot be trained yet")] = "",
+    fleet: Annotated[str, typer.Option(help="a shipped fleet or a .toml file")] = "",
+    batch_size: Annotated[int, typer.Option(help="examples of a step")] = 0,
+    budget: Annotated[
+        str, typer.Option(help="cut for 60MB, 57MiB or 0.2x of the full model; default: the fleet's least")
+    ] = "",
+    memory_model: Annotated[str, typer.Option(help="traced, or a paper's: fedepth, fedprophet, prism, profl")] = "",
+    precision: Annotated[str, typer.Option(help="float32 or bfloat16 (traced)")] = "float32",
+    attack_steps: Annotated[int, typer.Option(help="PGD steps of a training step; default: the system's own")] = -1,
     nodes: Annotated[int, typer.Option(help="number of clients")] = 0,
+    picture: Annotated[str, typer.Option(metavar="FILE", help="draw memory against budgets: .svg, .png or .pdf")] = "",
+    suggest: Annotated[bool, typer.Option("--suggest", help="rank the systems for this fleet and model")] = False,
     assignments: Set = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Which pieces the model falls into on each device of the fleet, before anything is trained."""
-    from piecework.plan import make_plan, plan_tables
+    """Which pieces a model falls into, which device can train which, and how long a round takes; nothing is trained."""
+    from piecework.plan import ask, make_plan
+    from piecework.plan import suggest as suggestions
+    from piecework.plan_view import draw, plan_tables, suggest_table
 
-    with errors_for_people(as_json):
-        settings = settings_from(preset, assignments, nodes=nodes)
-        found = make_plan(settings)
+    with errors_for_people(as_json, {}):
+        named: Scalars = {"model": model, "dataset": dataset, "strategy": strategy, "fleet": fleet}
+        named |= {"memory-model": memory_model, "batch-size": batch_size}
+        given = {key: value for key, value in named.items() if value}
+        settings = settings_from(preset, assignments, nodes=nodes, named=given)
+        usual = bool(model) and not (dataset or preset)  # a model without a data set: what it usually reads
+        question = ask(settings, usual, input_shape, classes, examples, budget, precision, attack_steps)
+        if suggest:
+            rows = suggestions(settings, question)
+            print(json.dumps({"suggest": rows})) if as_json else out.print(suggest_table(rows))
+            return
+        found = make_plan(settings, question)
+        if picture:
+            draw(found, Path(picture))
         if as_json:
             print(json.dumps(found))
             return
         for table in plan_tables(found):
-            out.print(table)
-        if not preset:
+            out.print(table, soft_wrap=isinstance(table, str), highlight=False)
+        if picture:
+            out.print(f"picture: {picture}", soft_wrap=True)
+        elif not preset:
             out.print(f"shipped presets: {', '.join(sorted(path.stem for path in PRESETS.glob('*.toml')))}")
 
 
@@ -143,7 +184,7 @@ def devices(
     as_json: Json = False,
 ) -> None:
     """The fleets that are shipped, the devices of one, or the figures of this machine."""
-    from piecework.plan import fleet_rows, fleet_table, measured_here
+    from piecework.devices import fleet_rows, fleet_table, measured_here
 
     with errors_for_people(as_json):
         rows = measured_here() if measure else fleet_rows(fleet)
@@ -205,20 +246,30 @@ def clean(
 
 
 def settings_from(
-    preset: str, assignments: list[str], *, engine: str = "", nodes: int = 0, output_dir: str = ""
+    preset: str,
+    assignments: list[str],
+    *,
+    engine: str = "",
+    nodes: int = 0,
+    output_dir: str = "",
+    named: Scalars | None = None,
 ) -> Settings:
-    """Defaults, then the preset, then --set, then the other options. Paths become absolute: engines run elsewhere."""
+    """Defaults, then the preset, then --set, then the other options. Paths become absolute: engines run elsewhere.
+
+    Without a number of clients it is the one that the fleet lists, or 20; 4 where real processes are started.
+    """
     from device_profiles.fleet import load_fleet
     from server_app.local_grid import default_workers
 
     values = read_preset(preset) if preset else {}
-    values |= dict(map(assignment, assignments))
+    values |= dict(map(assignment, assignments)) | (named or {})
     if engine:
         values["engine"] = engine
     if nodes:
         values["clients"] = nodes
     elif not values.get("clients"):
-        values["clients"] = 4 if values.get("engine") == "deployment" else 20
+        fleet = load_fleet(str(values.get("fleet", Settings.model_fields["fleet"].default)))
+        values["clients"] = fleet.prescribed_clients or (4 if values.get("engine") == "deployment" else 20)
     if output_dir:
         values["output-dir"] = output_dir
     if os.environ.get("PIECEWORK_DATA"):
@@ -269,21 +320,21 @@ def assignment(text: str) -> tuple[str, Scalar]:
 
 
 @contextmanager
-def errors_for_people(as_json: bool) -> Iterator[None]:
-    """Bad input ends with one message and exit code 2; with --json also with an object on stdout."""
+def errors_for_people(as_json: bool, answer: dict[str, Any] = NO_RUN) -> Iterator[None]:
+    """Bad input ends with one message and exit code 2; with --json also with an object on stdout, `answer` and the reason."""
     from server_app.roster import TooFewNodesError
     from server_app.rounds import RunAbortedError
 
     try:
         yield
     except (SettingsError, FleetError, ValueError, OSError, ImportError, TooFewNodesError, RunAbortedError) as error:
-        give_up(str(error), as_json)
+        give_up(str(error), as_json, answer)
 
 
-def give_up(message: str, as_json: bool) -> NoReturn:
+def give_up(message: str, as_json: bool, answer: dict[str, Any]) -> NoReturn:
     """Say what was wrong, and exit."""
     if as_json:
-        print(json.dumps(NO_RUN | {"reason": message}))
+        print(json.dumps(answer | {"reason": message}))
     err.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(BAD_INPUT)
 

@@ -41,6 +41,7 @@ class Outcome:
     max_peak_over_budget: float | None
     largest_measured_peak: int
     seconds: float
+    simulated_seconds: float | None
     curve: list[tuple[int, int, float]]
 
 
@@ -79,6 +80,7 @@ def read_run(run_dir: RunDir) -> Outcome:
         max_peak_over_budget=display.peak_over_budget(rounds),
         largest_measured_peak=max((c["measured_peak"] for r in rounds for c in r["clients"]), default=0),
         seconds=seconds,
+        simulated_seconds=display.simulated_seconds(rounds),
         curve=[(r["round"], n, r["accuracy"]) for r, n in zip(rounds, sent, strict=True) if r["accuracy"] is not None],
     )
 
@@ -127,6 +129,7 @@ def figures(group: Group) -> dict[str, Any]:
             for key in ("bytes_down", "bytes_up", "bytes_evaluation")
         },
         "seconds_mean": mean(run.seconds for run in started),
+        "simulated_seconds_mean": mean(r.simulated_seconds for r in started if r.simulated_seconds is not None),
         "enforced": enforced,
         "max_peak_over_budget": max(peaks, default=None) if enforced else None,
         "largest_measured_peak": max(run.largest_measured_peak for run in runs) or None,
@@ -186,8 +189,14 @@ def lines(found: dict[str, Any]) -> dict[str, str]:
         "peak / budget": percent(found["max_peak_over_budget"], 1) if found["enforced"] else "not enforced",
         "largest peak": size(found["largest_measured_peak"]),
         "clients failed": f"{found['clients_failed']} of {found['clients_asked']}" if rounds[-1] else "-",
-        "time": "-" if found["seconds_mean"] is None else display.format_seconds(found["seconds_mean"]),
+        "time": duration(found["seconds_mean"]),
+        "simulated time": duration(found["simulated_seconds_mean"]),
     }
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds for people."""
+    return "-" if seconds is None else display.format_seconds(seconds)
 
 
 def size(amount: float | None) -> str:

@@ -89,6 +89,7 @@ def summary_table(summary: Record, rounds: Sequence[Record]) -> Table:
         ("bytes down", format_bytes(summary.get("bytes_down", 0))),
         ("bytes up", format_bytes(summary.get("bytes_up", 0))),
         ("time", format_seconds(summary["seconds"]) if "seconds" in summary else "-"),
+        ("simulated time", simulated_time(rounds)),
     ]
     for name, value in rows:
         table.add_row(Text(name, style="dim"), Text(value))
@@ -199,6 +200,18 @@ def totals(rounds: Iterable[Record]) -> dict[str, int]:
     """Sums over the rounds."""
     records = list(rounds)
     return {key: sum(r[key] for r in records) for key in (*COUNTS, "bytes_down", "bytes_up", "bytes_evaluation")}
+
+
+def simulated_seconds(rounds: Iterable[Record]) -> float | None:
+    """Seconds that the rounds would have taken on the fleet's devices; None where no round has a figure."""
+    found = [record["simulated_seconds"] for record in rounds if "simulated_seconds" in record]
+    return sum(found) if found else None
+
+
+def simulated_time(rounds: Iterable[Record]) -> str:
+    """The same for people."""
+    seconds = simulated_seconds(rounds)
+    return "-" if seconds is None else format_seconds(seconds)
 
 
 def is_enforced(rounds: Iterable[Record]) -> bool:

@@ -1,145 +1,371 @@
-"""What a fleet can train of a model, before anything is trained: prices, pieces, times."""
+"""What a fleet can train of a model, before anything is trained: pieces, prices, participation, times."""
 
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from statistics import fmean
+from typing import Any, cast, get_args
 
-from rich.table import Table
-
-from client_app.setup import blueprint_for, client_shares
-from device_profiles.clock import simulated_seconds
-from device_profiles.fleet import load_fleet, shipped_fleets
+from client_app.setup import blueprint_of_shape, open_dataset
+from client_app.training import Precision
+from device_profiles.clock import Batch, round_seconds, simulated_seconds, task_seconds
+from device_profiles.fleet import Fleet, device_state, load_fleet
 from device_profiles.memory import MemoryBudgetExceededError
-from device_profiles.profile import DeviceState, format_bytes, measure_device
-from federated_data.partition import split
-from models.cascade import Cascade, isolated_rng
-from server_app.roster import Member, Roster
-from server_app.rounds import preflight
-from server_app.settings import Settings
-from strategies.base import Experiment, PieceStrategy
+from device_profiles.profile import DeviceState, format_bytes, parse_bytes
+from federated_data.datasets import PUBLISHED, default_cache, prepare
+from models.anatomy import anatomy
+from models.cascade import Shape
+from models.partition import AtomTooLargeError
+from models.zoo import usual_input
+from server_app.roster import sampled
+from server_app.settings import Settings, SettingsError
+from strategies import PLANNED, STRATEGIES, find_rule
+from strategies.pricing import Part, pricing_for, whole_model
+from strategies.rules import Rule, label
+
+EXAMPLES = 500  # of a client, where no data set says how many
+ROUNDS = 20  # of a fleet that changes from round to round, or of which not all take part
 
 
-def make_plan(settings: Settings) -> dict[str, Any]:
-    """For the whole model, each atom, and each device class: bytes, FLOPs of a step, pieces, seconds of a round.
+@dataclass(frozen=True)
+class Question:
+    """What a plan needs beside settings: the shape of an example, classes, a client's training examples, a budget to cut for.
 
-    Seconds are simulated: they come from the fleet's speeds and the largest share of a client of the class.
+    `budget` is as a person writes it (`60MB`, `0.2x`); empty = the least that the fleet has. `attack_steps` None = as many as
+    the system's own training takes.
     """
-    fleet, strategy_class, data, blueprint = preflight(settings)
-    clients = settings.clients or 1
-    members = {client: Member(client, client, "", "") for client in range(clients)}
-    roster = Roster(fleet, settings.seed, clients, settings.reserve, members)
-    reference = blueprint_for(settings.model_copy(update={"model_width": 1.0}), data)
-    strategy = strategy_class(Experiment(settings, blueprint, reference, roster, "plan", ""))
-    with isolated_rng(0):
-        model_bytes = sum(v.numel() * v.element_size() for v in Cascade(blueprint).state_dict().values())
-    shares = client_shares(settings, data.labels, clients)
-    classes: dict[tuple[str, int], list[int]] = {}
-    for client in range(clients):
-        state = roster.state(client, 1, strategy.reference_bytes, model_bytes)
-        classes.setdefault((state.device, state.budget_bytes), []).append(client)
-    devices = []
-    for (_, _), own in sorted(classes.items(), key=lambda item: item[0][1]):
-        examples = max(len(split(shares[c], settings.validation_share, settings.seed, c)[0]) for c in own)
-        state = roster.state(own[0], 1, strategy.reference_bytes, model_bytes)
-        devices.append({"clients": len(own), **plan_device(strategy, state, examples, model_bytes)})
+
+    input_shape: Shape
+    num_classes: int
+    examples: int
+    budget: str = ""
+    precision: Precision = "float32"
+    attack_steps: int | None = None
+
+
+def ask(
+    settings: Settings,
+    usual: bool = False,
+    input_shape: str = "",
+    classes: int = 0,
+    examples: int = 0,
+    budget: str = "",
+    precision: str = "float32",
+    attack_steps: int = -1,
+) -> Question:
+    """The question of a command line: about `input_shape` (`3x224x224`, `500`), else with `usual` about what the model usually
+    reads, else about the run's data set. Without a number of `examples` a client has an equal share of the training examples,
+    less what is kept for validation; 500 where there is no data set. Raises SettingsError.
+    """
+    if input_shape:
+        shape, share = parse_shape(input_shape), EXAMPLES
+        if classes < 1:
+            raise SettingsError(f"--classes {classes}: --input-shape needs the number of classes beside it")
+    elif classes:
+        raise SettingsError(f"--classes {classes} belongs to --input-shape; a data set has its own classes")
+    elif usual:
+        shape, classes = usual_input(settings.model)
+        share = EXAMPLES
+    else:
+        shape, classes, total = data_shape(settings)
+        share = max(2, int(total / settings.clients * (1 - settings.validation_share)))
+    if precision not in get_args(Precision):
+        raise SettingsError(f"--precision {precision}: expected one of {', '.join(get_args(Precision))}")
+    steps = attack_steps if attack_steps >= 0 else None
+    return Question(shape, classes, examples or share, budget, cast(Precision, precision), steps)
+
+
+def parse_shape(text: str) -> Shape:
+    """`3x224x224` of images, `500` of tokens. Raises SettingsError."""
+    edges = text.lower().split("x")
+    if len(edges) not in (1, 3) or not all(edge.isdecimal() and int(edge) for edge in edges):
+        raise SettingsError(f"--input-shape {text}: expected channels, height and width as 3x224x224, or tokens as 500")
+    return tuple(map(int, edges))
+
+
+def data_shape(settings: Settings) -> tuple[Shape, int, int]:
+    """Shape of an example, classes, training examples; published data sets need not be there. Raises DatasetError."""
+    if settings.dataset in PUBLISHED:
+        return PUBLISHED[settings.dataset]
+    prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.download)
+    data = open_dataset(settings.dataset, settings.data_dir)
+    return data.input_shape, data.num_classes, len(data.labels)
+
+
+def budget_bytes(text: str, full: int) -> int:
+    """`60MB`, `57MiB`, or `0.2x` of the full model's bytes. Raises SettingsError."""
+    try:
+        found = int(float(text[:-1]) * full) if text.endswith("x") else parse_bytes(text)
+    except (ValueError, OverflowError):
+        found = 0
+    if found <= 0:
+        raise SettingsError(f"--budget {text}: expected bytes as 60MB or 57MiB, or a share of the full model as 0.2x")
+    return found
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a client does in a round: parts it trains, bytes needed, seconds, bytes down and up. No parts: it is left out."""
+
+    client: int
+    state: DeviceState
+    parts: tuple[Part, ...]
+    needed: int
+    seconds: float = 0.0
+    wire: tuple[int, int] = (0, 0)
+
+
+def make_plan(settings: Settings, question: Question) -> dict[str, Any]:
+    """The whole answer, as JSON values. Raises ValueError where a setting makes no sense or the budget allows no cut.
+
+    Bytes and FLOPs of a module are those of one step (a batch); seconds are simulated, of one round.
+    """
+    fleet, rule_class = load_fleet(settings.fleet), find_rule(settings.strategy)
+    blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
+    reference = blueprint_of_shape(
+        settings.model_copy(update={"model_width": 1.0}), question.input_shape, question.num_classes
+    )
+    steps = rule_class.attack_steps if question.attack_steps is None else question.attack_steps
+    if steps and blueprint.vocabulary:
+        raise ValueError(
+            f"{settings.model} reads tokens, which cannot be attacked by gradients: attack-steps must be 0"
+        )
+    pricing = pricing_for(settings, reference, steps, question.precision)
+    full = pricing.bytes(whole_model(blueprint))
+    states = fleet_states(fleet, settings, pricing.reference_bytes)
+    least = min(state.budget_bytes for states_of_round in states for state in states_of_round)
+    rule = rule_class(blueprint, pricing, settings, budget_bytes(question.budget, full) if question.budget else least)
+    if not question.budget:
+        rule.smallest = max(rule.smallest, rule.least())
+    tasks = [
+        [tasks_of_round(rule, stage, of_round, question.examples) for of_round in states]
+        for stage in range(len(rule.stages))
+    ]
     return {
         "strategy": settings.strategy,
         "model": settings.model,
-        "dataset": settings.dataset,
-        "memory_model": settings.memory_model,
+        "input_shape": list(question.input_shape),
+        "classes": question.num_classes,
         "batch_size": settings.batch_size,
-        "reference_bytes": strategy.reference_bytes,
-        "model_bytes": model_bytes,
-        "atoms": [
-            {"name": atom.name, "shape": list(atom.shape), "bytes": strategy.price((index,))}
-            for index, atom in enumerate(blueprint.atoms)
-        ],
-        "devices": devices,
+        "precision": question.precision,
+        "attack_steps": steps,
+        "memory_model": settings.memory_model,
+        "parameters": whole_model(blueprint).parameters,
+        "full_memory_bytes": full,
+        "reference_bytes": pricing.reference_bytes,
+        "budget_bytes": rule.smallest,
+        "modules": [module_row(rule, name, part) for name, part in offered(rule)],
+        "fleet": fleet_row(fleet, settings, rule, tasks),
+        "devices": device_rows(rule, tasks, question.examples),
     }
 
 
-def plan_device(strategy: PieceStrategy, state: DeviceState, examples: int, model_bytes: int) -> dict[str, Any]:
-    """The cut of one device class, or why there is none."""
-    row: dict[str, Any] = {"device": state.device, "budget": state.budget_bytes}
+def offered(rule: Rule) -> list[tuple[str, Part]]:
+    """All parts with the stage they belong to."""
+    return [(stage.name, part) for stage in rule.stages for part in stage.parts]
+
+
+def module_row(rule: Rule, stage: str, part: Part) -> dict[str, Any]:
+    """One part: bytes and FLOPs of a step, bytes of arrays a round."""
+    batch, down_up = rule.pricing.recipe.batch_size, rule.wire([part])
+    return {
+        "stage": stage,
+        "name": label(part),
+        "atoms": part.names(),
+        "head": part.head,
+        "parameters": part.parameters,
+        "memory_bytes": rule.pricing.bytes(part),
+        "forward_flops": part.forward_flops * batch,
+        "training_flops": rule.pricing.traced(part).flops,
+        "macs": fedprophet_macs(part, batch) if rule.settings.memory_model == "fedprophet" else None,
+        "bytes_down": down_up[0],
+        "bytes_up": down_up[1],
+    }
+
+
+def fedprophet_macs(part: Part, batch_size: int) -> int:
+    """The FLOPs column of FedProphet's tables."""
+    from strategies.fedprophet import macs
+
+    return macs(part, batch_size)
+
+
+def fleet_states(fleet: Fleet, settings: Settings, reference_bytes: int) -> list[list[DeviceState]]:
+    """What every client has, round by round; one round where rounds do not differ."""
+    clients = settings.clients
+    changes = fleet.memory_loss[1] or fleet.flops_loss[1] or fleet.flops_left
+    rounds = ROUNDS if changes or 0 < settings.clients_per_round < clients else 1
+    return [
+        [device_state(fleet, client, clients, settings.seed, number, reference_bytes) for client in range(clients)]
+        for number in range(1, rounds + 1)
+    ]
+
+
+def tasks_of_round(rule: Rule, stage: int, states: list[DeviceState], examples: int) -> list[Task]:
+    """What every client does in a round of a stage, were it asked."""
+    slowest = min(state.flops_per_second for state in states)
+    return [client_task(rule, stage, client, state, slowest, examples) for client, state in enumerate(states)]
+
+
+def client_task(rule: Rule, stage: int, client: int, state: DeviceState, slowest: float, examples: int) -> Task:
+    """What one client does in a round."""
     try:
-        pieces = strategy.cut(state.budget_bytes)
-    except (MemoryBudgetExceededError, ValueError) as error:
-        return row | {"fits": False, "reason": str(error), "pieces": [], "peak": None, "seconds": None}
-    steps = examples / strategy.settings.batch_size * strategy.settings.local_epochs
-    flops = sum(strategy.step_price(piece).flops * steps for piece in pieces)
-    return row | {
-        "fits": True,
-        "reason": "",
-        "pieces": [
+        parts = tuple(rule.work(stage, state, slowest))
+    except (MemoryBudgetExceededError, AtomTooLargeError) as error:
+        return Task(client, state, (), error.needed or 0)
+    needed, flops, input_bytes, wire = totals(rule, parts)
+    size, seen = rule.settings.batch_size, examples * rule.settings.local_epochs
+    accesses = ceil(examples / size) * rule.settings.local_epochs * len(parts)
+    seconds = simulated_seconds(state, flops * seen / size, *wire, wire[0] + input_bytes * seen, accesses)
+    return Task(client, state, parts, needed, seconds, wire)
+
+
+@cache
+def totals(rule: Rule, parts: tuple[Part, ...]) -> tuple[int, int, int, tuple[int, int]]:
+    """Of parts trained one after another: most bytes, FLOPs of a step of each, input bytes of an example, bytes down and up."""
+    return (
+        max(rule.pricing.bytes(part) for part in parts),
+        sum(rule.pricing.traced(part).flops for part in parts),
+        sum(part.input_bytes for part in parts),
+        rule.wire(list(parts)),
+    )
+
+
+def swapped_seconds(rule: Rule, part: Part, state: DeviceState, examples: int) -> float:
+    """A round of a device that trains a part although it does not fit, by swapping to its storage (FedProphet's model)."""
+    size, layers = rule.settings.batch_size, [x for u in part.units for x in anatomy(part.blueprint, u).layers]
+    attack = rule.pricing.recipe.attack
+    batch = Batch(
+        flops=rule.pricing.traced(part).flops,
+        input_bytes=part.input_bytes * size,
+        parameters=part.parameters,
+        features=size * sum(layer.inputs for layer in layers if layer.parameters),
+        attack_steps=attack.steps if attack else 0,
+        optimizer_scale=3 if rule.pricing.recipe.momentum else 2,
+    )
+    batches = ceil(examples / size) * rule.settings.local_epochs
+    return task_seconds(state, [batch] * batches, *rule.wire([part]))
+
+
+def fleet_row(fleet: Fleet, settings: Settings, rule: Rule, tasks: list[list[list[Task]]]) -> dict[str, Any]:
+    """Who takes part in which stage; seconds and bytes of a round, of the clients that would be asked, mean over rounds.
+
+    `tasks` are by stage, round and client.
+    """
+    stages: list[dict[str, Any]] = []
+    for stage, rounds in zip(rule.stages, tasks, strict=True):
+        asked = [
+            [of_round[c] for c in sampled(range(len(of_round)), settings.clients_per_round, settings.seed, number)]
+            for number, of_round in enumerate(rounds, start=1)
+        ]
+        everyone = [task for of_round in rounds for task in of_round]
+        out = [task for task in everyone if not task.parts]
+        stages.append(
             {
-                "atoms": strategy.describe(piece),
-                "bytes": strategy.price(piece),
-                "flops": strategy.step_price(piece).flops,
+                "stage": stage.name,
+                "participation": 1 - len(out) / len(everyone),
+                "excluded_clients": sorted({task.client for task in out}),
+                "lacks_bytes": max((task.needed - task.state.budget_bytes for task in out), default=0),
+                "round_seconds": fmean(round_seconds(task.seconds for task in of_round) for of_round in asked),
+                "bytes_down": fmean(sum(task.wire[0] for task in of_round) for of_round in asked),
+                "bytes_up": fmean(sum(task.wire[1] for task in of_round) for of_round in asked),
+                "peak_bytes": max((task.needed for task in everyone if task.parts), default=0),
             }
-            for piece in pieces
-        ],
-        "peak": max(strategy.price(piece) for piece in pieces),
-        "seconds": simulated_seconds(state, flops, model_bytes, model_bytes),
+        )
+    return {
+        "name": fleet.name,
+        "clients": settings.clients,
+        "clients_per_round": settings.clients_per_round or settings.clients,
+        "rounds": len(tasks[0]),
+        "budget_quantiles_bytes": quantiles([task.state.budget_bytes for r in tasks[0] for task in r]),
+        "participation": fmean(stage["participation"] for stage in stages),
+        "excluded": rule.excluded,
+        "stages": stages,
     }
 
 
-def plan_tables(plan: dict[str, Any]) -> list[Table]:
-    """The plan for people."""
-    title = (
-        f"{plan['strategy']} on {plan['model']}, {plan['dataset']}, batch {plan['batch_size']}, "
-        f"memory-model {plan['memory_model']}: a whole step takes {format_bytes(plan['reference_bytes'])}"
-    )
-    atoms = Table("atom", "output", "bytes alone", "of a whole step", title=title, title_justify="left")
-    for atom in plan["atoms"]:
-        share = f"{atom['bytes'] / plan['reference_bytes']:.1%}"
-        atoms.add_row(atom["name"], " x ".join(map(str, atom["shape"])), format_bytes(atom["bytes"]), share)
-    devices = Table("device", "clients", "budget", "peak", "pieces", "a round")
-    for row in plan["devices"]:
-        if row["fits"]:
-            pieces = " | ".join(piece["atoms"] for piece in row["pieces"])
-            peak, seconds = format_bytes(row["peak"]), f"{row['seconds']:.1f} s"
-        else:
-            pieces, peak, seconds = f"left out: {row['reason']}", "-", "-"
-        devices.add_row(row["device"], str(row["clients"]), format_bytes(row["budget"]), peak, pieces, seconds)
-    return [atoms, devices]
+def quantiles(budgets: list[int]) -> list[int]:
+    """The least budget, then those that 5 %, 10 %, ... 100 % of clients and rounds do not pass."""
+    ordered = sorted(budgets)
+    return [ordered[max(0, ceil(len(ordered) * share / 20) - 1)] for share in range(21)]
 
 
-def fleet_rows(name: str) -> list[dict[str, Any]]:
-    """The devices of a fleet, or of every shipped one. Raises FleetError."""
-    fleets = [load_fleet(name)] if name else [load_fleet(shipped) for shipped in shipped_fleets()]
-    return [
-        {"fleet": fleet.name, "assignment": fleet.assignment, **asdict(device)}
-        for fleet in fleets
-        for device in fleet.devices
-    ]
-
-
-def measured_here() -> list[dict[str, Any]]:
-    """The figures of this machine, as a device with `device = auto` finds them."""
-    measured = measure_device(Path.cwd())
-    return [
-        {
-            "fleet": "-",
-            "assignment": "-",
-            "name": "this machine",
-            "memory_bytes": measured.memory_available_bytes,
-            "memory_ratio": None,
-            "flops_per_second": measured.flops_per_second,
-            "bandwidth": None,
-            "disk_bandwidth": measured.disk_bandwidth,
-        }
-    ]
-
-
-def fleet_table(rows: list[dict[str, Any]]) -> Table:
-    """Devices for people."""
-    table = Table("fleet", "assignment", "device", "memory", "FLOP/s", "network", "disk")
-    for row in rows:
-        ratio = row["memory_ratio"]
-        memory = format_bytes(row["memory_bytes"]) if ratio is None else f"{ratio:.2f} x reference step"
-        network = f"{format_bytes(int(row['bandwidth']))}/s" if row["bandwidth"] else "-"
-        disk = f"{format_bytes(int(row['disk_bandwidth']))}/s"
-        table.add_row(
-            row["fleet"], row["assignment"], row["name"], memory, f"{row['flops_per_second']:.2g}", network, disk
+def device_rows(rule: Rule, tasks: list[list[list[Task]]], examples: int) -> list[dict[str, Any]]:
+    """Each device of the fleet: its budgets, and stage by stage what its clients train and what they lack."""
+    names = sorted({task.state.device for task in tasks[0][0]}, key=lambda name: least_budget(tasks[0], name))
+    rows = []
+    for name in names:
+        own = [[task for of_round in rounds for task in of_round if task.state.device == name] for rounds in tasks]
+        budgets = [task.state.budget_bytes for task in own[0]]
+        rows.append(
+            {
+                "device": name,
+                "clients": len({task.client for task in own[0]}),
+                "budget_bytes": [min(budgets), max(budgets)],
+                "stages": [
+                    {"stage": stage.name} | stage_row(rule, stage.parts[-1], mine, examples)
+                    for stage, mine in zip(rule.stages, own, strict=True)
+                ],
+            }
         )
-    return table
+    return rows
+
+
+def least_budget(rounds: list[list[Task]], name: str) -> int:
+    """The least budget that a device has."""
+    return min(task.state.budget_bytes for of_round in rounds for task in of_round if task.state.device == name)
+
+
+def stage_row(rule: Rule, part: Part, tasks: list[Task], examples: int) -> dict[str, Any]:
+    """What the clients of a device train in a stage; where some are left out, what they lack and what swapping would take."""
+    trained = Counter(" | ".join(map(label, task.parts)) for task in tasks if task.parts)
+    out = [task for task in tasks if not task.parts]
+    poorest = min(out, key=lambda task: task.state.budget_bytes, default=None)
+    return {
+        "participation": 1 - len(out) / len(tasks),
+        "trains": [{"what": what, "share": count / len(tasks)} for what, count in trained.most_common()],
+        "needed_bytes": poorest.needed if poorest else None,
+        "lacks_bytes": poorest.needed - poorest.state.budget_bytes if poorest else 0,
+        "seconds": max((task.seconds for task in tasks if task.parts), default=None),
+        "swap_seconds": swapped_seconds(rule, part, poorest.state, examples) if poorest else None,
+    }
+
+
+def nobody(plan: dict[str, Any]) -> str:
+    """Why no device can train anything."""
+    richest = max(device["budget_bytes"][1] for device in plan["devices"])
+    needed = min(module["memory_bytes"] for module in plan["modules"])
+    return f"no device can: at least {format_bytes(needed)} are needed, the richest has {format_bytes(richest)}"
+
+
+def suggest(settings: Settings, question: Question) -> list[dict[str, Any]]:
+    """All systems for this fleet and model, the best first: by participation, then peak bytes, bytes sent, seconds.
+
+    Each is planned by itself, with its own training (FedProphet's is adversarial). One that cannot cut the model comes last,
+    with the reason.
+    """
+    rows = []
+    for name in [*STRATEGIES, *PLANNED]:
+        try:
+            plan = make_plan(settings.model_copy(update={"strategy": name}), question)
+        except ValueError as error:
+            rows.append({"strategy": name, "reason": str(error), "participation": 0.0})
+            continue
+        stages = plan["fleet"]["stages"]
+        rows.append(
+            {
+                "strategy": name,
+                "reason": "" if plan["fleet"]["participation"] else nobody(plan),
+                "participation": plan["fleet"]["participation"],
+                "peak_bytes": max(stage["peak_bytes"] for stage in stages),
+                "bytes_per_round": fmean(stage["bytes_down"] + stage["bytes_up"] for stage in stages),
+                "round_seconds": fmean(stage["round_seconds"] for stage in stages),
+                "stages": len(stages),
+                "trains_here": name in STRATEGIES,
+            }
+        )
+    order = ("peak_bytes", "bytes_per_round", "round_seconds")
+    return sorted(
+        rows, key=lambda row: (bool(row["reason"]), -row["participation"], *(row.get(key, 0) for key in order))
+    )

@@ -92,6 +92,7 @@ def overview(settings: Record, rounds: Sequence[Record], seconds: float) -> list
         ("Bytes for evaluation", format_bytes(total["bytes_evaluation"])),
         ("Largest peak / budget", peak),
         ("Time", display.format_seconds(seconds)),
+        ("Simulated time", display.simulated_time(rounds)),
     ]
 
 
@@ -99,7 +100,7 @@ def sections(rounds: Sequence[Record]) -> list[Section]:
     """The figures of a run with at least one round."""
     by_device = device_figure(rounds)
     failures = [c for r in rounds for c in r["clients"] if c["status"] != "ok"]
-    simulated = any(r["simulated_seconds"] for r in rounds)
+    simulated = [r.get("simulated_seconds", 0.0) for r in rounds]
     return [
         Section("Accuracy and loss", "On the central test data; training loss: mean of the clients.", curves(rounds)),
         Section(
@@ -131,9 +132,9 @@ def sections(rounds: Sequence[Record]) -> list[Section]:
         Section(
             "Simulated seconds a round",
             "The slowest client's time by the fleet's speeds and bandwidths, not the time of this emulation."
-            if simulated
+            if any(simulated)
             else "No simulated times were recorded.",
-            bars(rounds, {"seconds": [r["simulated_seconds"] for r in rounds]}, "seconds") if simulated else None,
+            bars(rounds, {"seconds": simulated}, "seconds") if any(simulated) else None,
         ),
     ]
 

@@ -5,10 +5,9 @@ from contextlib import contextmanager
 
 import torch
 from flwr.app import ArrayRecord
-from torch.nn import functional as F
 
 from client_app.examples import normalised
-from client_app.training import channels_last
+from client_app.training import channels_last, classification_loss, predictions
 from federated_data.datasets import ArrayDataset
 from models.cascade import Blueprint, Cascade, isolated_rng
 
@@ -34,8 +33,8 @@ class Evaluator:
                     break  # batch statistics of one image say nothing
                 logits = self.model(normalised(self.data.test_images[rows], self.data))
                 y = torch.tensor(self.data.test_labels[rows])
-                loss += float(F.cross_entropy(logits, y, reduction="sum"))
-                correct += int((logits.argmax(1) == y).sum())
+                loss += float(classification_loss(logits, y, "sum"))
+                correct += int((predictions(logits) == y).sum())
                 seen += len(y)
         return loss / seen, correct / seen
 

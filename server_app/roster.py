@@ -4,17 +4,28 @@ A client is known by the `partition-id` of its node-config: Flower's node id cha
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from client_app.randomness import generator
 from client_app.task import Outcome, content_bytes
 from device_profiles.fleet import Fleet, device_state
 from device_profiles.profile import DeviceState
 
 QUERY = "query.device"
 MIN_EXAMPLES = 2  # batch norm has no statistics of one
+
+
+def sampled(present: Sequence[int], wanted: int, seed: int, server_round: int) -> list[int]:
+    """The clients of a round: a function of (seed, round) and of who is there; all of them where `wanted` is 0."""
+    chosen = generator(seed, server_round, "sample").choice(
+        np.array(present), size=min(wanted or len(present), len(present)), replace=False
+    )
+    return sorted(int(client) for client in chosen)
 
 
 class TooFewNodesError(RuntimeError):

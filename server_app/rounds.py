@@ -11,6 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from client_app.setup import all_shares, blueprint_for, open_dataset
+from device_profiles.clock import round_seconds
 from device_profiles.fleet import Fleet, load_fleet
 from federated_data.datasets import ArrayDataset, default_cache, load, prepare
 from models.cascade import Blueprint, initial_state
@@ -82,7 +83,7 @@ class Run:
             self.strategy.state = type(self.strategy.state).from_values(self.values["strategy-state"])
             self.arrays = checkpoint.arrays
         else:
-            state = initial_state(blueprint, settings.seed, exits=self.strategy.exits)
+            state = initial_state(blueprint, settings.seed, exits=self.strategy.rule.exits)
             self.arrays = ArrayRecord({name: Array(value.numpy()) for name, value in state})
         self.evaluate = Evaluator(blueprint, self.data, settings.eval_batch_size)
 
@@ -154,7 +155,7 @@ class Run:
             "enforced": settings.memory_model == "traced",
             "seconds": time.perf_counter() - started,
             "train_seconds": trained - started,
-            "simulated_seconds": max((report.simulated_seconds for report in reports), default=0.0),
+            "simulated_seconds": round_seconds(report.simulated_seconds for report in reports),
             "clients": [asdict(report) for report in reports],
         }
 
@@ -280,4 +281,6 @@ def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict
             max((c["measured_peak"] / c["budget"] for c in trained), default=None) if enforced else None
         ),
         "seconds": seconds,
+        # A round that an older version recorded may have no time of its own.
+        "simulated_seconds": sum(record.get("simulated_seconds", 0.0) for record in rounds),
     }

@@ -59,7 +59,7 @@ class Settings(BaseModel):
     model: str = "convnet"
     model_width: Annotated[float, Field(gt=0, le=4)] = 1.0
     batch_norm: Literal["running", "batch", "local"] = "batch"
-    shortcut_from: Literal["x", "relu"] = Field("x", description="preresnet20 only: relu = the FeDepth authors' choice")
+    model_options: str = Field("", description="options that only this model has: stem=cifar,classifier=profl")
 
     dataset: str = Field("digits", description="a name, npz:FILE or folder:DIR")
     data_dir: str = Field("", description="where torchvision's files lie")
@@ -82,7 +82,7 @@ class Settings(BaseModel):
     torch_threads: AtLeastOne = Field(1, description="threads of a client's training")
 
     fleet: str = Field("demo", description="a shipped fleet, a .toml file, or a fleet as JSON")
-    memory_model: Literal["traced", "fedepth"] = "traced"
+    memory_model: Literal["traced", "fedepth", "fedprophet", "prism", "profl"] = "traced"
     tolerance: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="paper memory-models only: share over budget"
     )
@@ -124,6 +124,18 @@ class Settings(BaseModel):
                 "tolerance exists for a paper's memory-model only: traced budgets are enforced as they are"
             )
         return self
+
+    @model_validator(mode="after")
+    def _options_are_pairs(self) -> Self:
+        self.options()
+        return self
+
+    def options(self) -> dict[str, str]:
+        """`model-options` as a dictionary. Raises ValueError."""
+        pairs = [pair.partition("=") for pair in self.model_options.split(",") if pair.strip()]
+        if bad := [name for name, equals, value in pairs if not (name.strip() and equals and value.strip())]:
+            raise ValueError(f"model-options = {self.model_options!r}: {bad[0]!r} is not NAME=VALUE")
+        return {name.strip(): value.strip() for name, _, value in pairs}
 
     def allowance(self, budget: int) -> int:
         """Bytes a cut may use: the budget, and with a paper's memory-model `tolerance` of it more."""

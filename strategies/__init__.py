@@ -1,22 +1,57 @@
-"""The strategies by name."""
+"""The systems by name: strategies that train, rules that plan, memory-models of papers."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from strategies.base import PieceStrategy
+    from strategies.pricing import MemoryModel
+    from strategies.rules import Rule
 
 STRATEGIES = {
     "fedavg": ("strategies.fedavg", "FedAvg"),
     "fedepth": ("strategies.fedepth", "FeDepth"),
     "m-fedepth": ("strategies.fedepth", "MFeDepth"),
 }
+# Systems whose rule is here and whose training is not yet.
+PLANNED = {
+    "fedprophet": ("strategies.fedprophet", "FedProphetRule"),
+    "profl": ("strategies.profl", "ProFLRule"),
+    "prism": ("strategies.prism", "PriSMRule"),
+    "spafl": ("strategies.spafl", "SpaFLRule"),
+}
+MEMORY_MODELS = {
+    "fedepth": ("strategies.fedepth", "memory_bytes"),
+    "fedprophet": ("strategies.fedprophet", "memory_bytes"),
+    "prism": ("strategies.prism", "memory_bytes"),
+    "profl": ("strategies.profl", "memory_bytes"),
+}
 
 
 def find_strategy(name: str) -> "type[PieceStrategy]":
     """The strategy of this name. Raises ValueError, listing the known ones."""
+    if name in PLANNED:
+        raise ValueError(
+            f"strategy {name!r} can be planned (piecework plan), not trained yet; these train: {', '.join(STRATEGIES)}"
+        )
     if name not in STRATEGIES:
-        raise ValueError(f"unknown strategy {name!r}: known are {', '.join(STRATEGIES)}")
-    module, attribute = STRATEGIES[name]
-    found: type[PieceStrategy] = getattr(import_module(module), attribute)
+        raise ValueError(f"unknown strategy {name!r}: known are {', '.join([*STRATEGIES, *PLANNED])}")
+    found: type[PieceStrategy] = _load(STRATEGIES[name])
     return found
+
+
+def find_rule(name: str) -> "type[Rule]":
+    """How the system of this name cuts a model. Raises ValueError, listing the known ones."""
+    found: type[Rule] = _load(PLANNED[name]) if name in PLANNED else find_strategy(name).rule_class
+    return found
+
+
+def find_memory_model(name: str) -> "MemoryModel | None":
+    """A paper's rule for the bytes of a part; None for `traced`."""
+    found: MemoryModel | None = None if name == "traced" else _load(MEMORY_MODELS[name])
+    return found
+
+
+def _load(place: tuple[str, str]) -> Any:
+    module, attribute = place
+    return getattr(import_module(module), attribute)

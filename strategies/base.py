@@ -1,9 +1,10 @@
 """What every strategy shares: sampling, tasks under budgets, checked updates, the running average, records.
 
 Flower's `Strategy` signatures are kept. `aggregate_train` takes an iterable of replies and works on them as they arrive. A
-method overrides what it does differently: which prices a task carries, and how replies are combined.
+method overrides what it does differently: how it cuts a model, which prices a task carries, how replies are combined.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -15,16 +16,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from client_app.randomness import generator
-from client_app.setup import recipe_for
 from client_app.task import Outcome, Task, content_bytes, piece_key
-from client_app.training import piece_price
 from device_profiles.clock import simulated_seconds
-from device_profiles.memory import StepPrice, fedepth_full_bytes, fedepth_price
 from device_profiles.profile import DeviceState
 from models.cascade import Blueprint
 from models.partition import Piece
-from server_app.roster import Roster
+from server_app.roster import Roster, sampled
 from server_app.settings import Settings, learning_rate
 from strategies.aggregation import (
     CheckedUpdate,
@@ -34,7 +31,9 @@ from strategies.aggregation import (
     norm_limit,
     spec_of,
 )
+from strategies.pricing import pricing_for
 from strategies.reports import ClientReport, finite
+from strategies.rules import Rule
 
 NORMS_KEPT = 1000
 
@@ -71,81 +70,38 @@ class Experiment:
 
 
 class PieceStrategy(Strategy):
-    """Base of all strategies here. `exits`: the model has own heads behind its atoms."""
+    """Base of all strategies here. `rule_class` says how the method cuts a model."""
 
     name: ClassVar[str]
-    exits: ClassVar[bool] = False
+    rule_class: ClassVar[type[Rule]]
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.settings = experiment, experiment.settings
         self.blueprint, self.roster = experiment.blueprint, experiment.roster
+        self.rule = self.rule_class(self.blueprint, pricing_for(self.settings, experiment.reference), self.settings)
         self.state = StrategyState()
         self.reports: dict[int, ClientReport] = {}
         self.evaluation_bytes = self.evaluated = 0
         self._asked: dict[int, tuple[Task, DeviceState]] = {}
-        self._prices: dict[Piece, StepPrice] = {}
-        self._paper_prices: dict[Piece, int] = {}
-        self._reference: int | None = None
         self._arrays = ArrayRecord()
-
-    @abstractmethod
-    def cut(self, budget: int) -> list[Piece]:
-        """What a client with this budget (bytes) will train, in order. Raises ValueError where nothing fits."""
-
-    def describe(self, piece: Piece) -> str:
-        """A piece for people: the names of its first and last atom."""
-        names = [self.blueprint.atoms[atom].name for atom in piece]
-        consecutive = list(piece) == list(range(piece[0], piece[-1] + 1))
-        return f"{names[0]}..{names[-1]}" if consecutive and len(names) > 2 else "+".join(names)
 
     @abstractmethod
     def prices_for(self, budget: int) -> dict[Piece, int]:
         """The price list of a client with this budget (bytes): all that its trainer will look up."""
 
-    def trace_piece(self, piece: Piece) -> StepPrice:
-        """What one step of a piece really takes; overridden where a step is not one piece with the shared head."""
-        return piece_price(self.blueprint, piece, "head", recipe_for(self.settings, 1.0))
-
     def price(self, piece: Piece) -> int:
         """Bytes of training a piece by the memory-model."""
-        if self.settings.memory_model == "traced":
-            return self.step_price(piece).peak_bytes
-        if piece not in self._paper_prices:
-            self._paper_prices[piece] = int(self.paper_bytes(piece))
-        return self._paper_prices[piece]
-
-    def step_price(self, piece: Piece) -> StepPrice:
-        """Traced once a run."""
-        if piece not in self._prices:
-            self._prices[piece] = self.trace_piece(piece)
-        return self._prices[piece]
-
-    def paper_bytes(self, piece: Piece) -> float:
-        """Bytes of a piece by FeDepth's rule: a whole model of width r costs r times the full one (its Table 1)."""
-        if len(piece) == len(self.blueprint.atoms):
-            full = fedepth_full_bytes(self.experiment.reference, self.settings.batch_size)
-            return full * self.settings.model_width
-        return fedepth_price(self.blueprint, piece, self.settings.batch_size)
+        return self.rule.pricing.bytes(self.rule.part(piece))
 
     @property
     def reference_bytes(self) -> int:
         """One reference step: the model at width 1, a FedAvg step; ratio budgets are shares of it."""
-        if self._reference is None:
-            whole = self.experiment.reference
-            atoms = tuple(range(len(whole.atoms)))
-            self._reference = (
-                int(fedepth_full_bytes(whole, self.settings.batch_size))
-                if self.settings.memory_model == "fedepth"
-                else piece_price(whole, atoms, "head", recipe_for(self.settings, 1.0)).peak_bytes
-            )
-        return self._reference
+        return self.rule.pricing.reference_bytes
 
     def sample(self, server_round: int, grid: Grid) -> list[int]:
         """The clients of a round: a function of (seed, round) and of who is connected."""
-        present = np.array(self.roster.present(grid))
-        wanted = min(self.settings.clients_per_round or len(present), len(present))
-        chosen = generator(self.settings.seed, server_round, "sample").choice(present, size=wanted, replace=False)
-        return sorted(int(client) for client in chosen)
+        settings = self.settings
+        return sampled(self.roster.present(grid), settings.clients_per_round, settings.seed, server_round)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -251,14 +207,20 @@ class PieceStrategy(Strategy):
         if "memory-available" in metrics:
             self.roster.note_free_memory(report.client, int(metrics["memory-available"]))
         task, state = self._asked[report.client]
+        batches = read = 0
         if outcome.status == "ok":
             report.pieces = outcome.reason
             keys, seen = outcome.reason.split("|"), [int(n) for n in metrics["seen"]]
             if unpriced := [key for key in keys if key not in task.prices]:
                 raise UpdateRejectedError(f"piece {unpriced[0]!r} was not in the task's price list")
-            flops = [self.step_price(tuple(map(int, key.split(",")))).flops for key in keys]
-            report.flops = sum(f * n / self.settings.batch_size for f, n in zip(flops, seen, strict=True))
-        report.simulated_seconds = simulated_seconds(state, report.flops, report.bytes_down, report.bytes_up)
+            parts = [self.rule.part(tuple(map(int, key.split(",")))) for key in keys]
+            size = self.settings.batch_size
+            report.flops = sum(self.rule.pricing.traced(p).flops * n / size for p, n in zip(parts, seen, strict=True))
+            batches = sum(math.ceil(n / size) for n in seen)
+            read = report.bytes_down + sum(p.input_bytes * n for p, n in zip(parts, seen, strict=True))
+        report.simulated_seconds = simulated_seconds(
+            state, report.flops, report.bytes_down, report.bytes_up, read, batches
+        )
 
     def _train_metrics(self) -> MetricRecord:
         trained = [r for r in self.reports.values() if r.status == "ok"]

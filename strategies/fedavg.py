@@ -4,22 +4,33 @@ Algorithm 1: w <- sum_k n_k / n w_k over the clients of a round. Every client tr
 a client whose budget does not allow it says so.
 """
 
-from device_profiles.memory import MemoryBudgetExceededError
+from functools import cached_property
+
+from device_profiles.profile import DeviceState
 from models.partition import Piece
 from strategies.base import PieceStrategy
+from strategies.pricing import Part
+from strategies.rules import Rule, Stage
+
+
+class FedAvgRule(Rule):
+    """One stage; the whole model or nothing."""
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The whole model."""
+        return [Stage("training", (self.part(tuple(range(len(self.blueprint.atoms)))),))]
+
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The whole model. Raises MemoryBudgetExceededError."""
+        return [self.within(part, state) for part in self.stages[stage].parts]
 
 
 class FedAvg(PieceStrategy):
     """FedAvg over the clients that can afford the whole model."""
 
     name = "fedavg"
-
-    def cut(self, budget: int) -> list[Piece]:
-        """The whole model, or nothing."""
-        ((whole, needed),) = self.prices_for(budget).items()
-        if needed > self.settings.allowance(budget):
-            raise MemoryBudgetExceededError(needed, budget, "training the whole model")
-        return [whole]
+    rule_class = FedAvgRule
 
     def prices_for(self, budget: int) -> dict[Piece, int]:
         """One price: the whole model's."""

@@ -8,26 +8,73 @@ Ours, where the paper is silent: blocks that a client had to leave out are neith
 with it.
 """
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
+from math import prod
 
-from client_app.setup import recipe_for
 from client_app.trainers.fedepth import MUTUAL, choose_pieces, mutual_loss
-from client_app.training import piece_price, single_loss
-from device_profiles.memory import StepPrice
-from models.partition import AtomTooLargeError, Piece, atom_names
+from client_app.training import Recipe
+from device_profiles.profile import DeviceState
+from models.anatomy import anatomy
+from models.cascade import Blueprint
+from models.partition import AtomTooLargeError, Piece, Price, atom_names
 from strategies.base import PieceStrategy
+from strategies.pricing import Part
+from strategies.rules import Rule, Stage
+
+
+class FeDepthRule(Rule):
+    """One stage: each device trains all the pieces of its own decomposition."""
+
+    def part(self, piece: Piece) -> Part:
+        """A piece with its head, or M whole models that learn together."""
+        whole = tuple(range(len(self.blueprint.atoms)))
+        if piece[0] == MUTUAL:
+            loss = mutual_loss(self.settings.mutual_loss)
+            return Part(self.blueprint, whole, "head", piece[1], loss, f"{piece[1]} whole models, mutually")
+        return Part(self.blueprint, piece, f"exits.{piece[-1]}" if self.exits and piece[-1] != whole[-1] else "head")
+
+    def pieces(self, budget: int, price: Price) -> list[Piece]:
+        """The decomposition for a budget (bytes). Raises AtomTooLargeError where not even the last atom fits."""
+        allowed, copies = self.settings.allowance(budget), self.settings.mutual_models
+        return choose_pieces(atom_names(self.blueprint), price, allowed, copies)
+
+    def _parts(self, budget: int) -> list[Part]:
+        return [self.part(piece) for piece in self.pieces(budget, self.bytes)]
+
+    def least(self) -> int:
+        """The last atom's price: what does not fit before it is left out."""
+        return self.bytes((len(self.blueprint.atoms) - 1,))
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The decomposition of the poorest device."""
+        return [Stage("training", tuple(self._parts(self.smallest)))]
+
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The device's own decomposition. Raises AtomTooLargeError."""
+        return self._parts(state.budget_bytes)
+
+    def wire(self, parts: list[Part]) -> tuple[int, int]:
+        """Down the whole model, with the heads of its pieces if they have some; up what was trained."""
+        units = self.blueprint.units(exits=self.exits)
+        down = sum(anatomy(self.blueprint, unit).state_bytes for unit in units)
+        return down, super().wire(parts)[1]
+
+
+class MFeDepthRule(FeDepthRule):
+    """As FeDepth, with a head of its own for every piece."""
+
+    exits = True
 
 
 class FeDepth(PieceStrategy):
     """FeDepth with one head, shared by all sub-problems."""
 
     name = "fedepth"
-
-    def cut(self, budget: int) -> list[Piece]:
-        """What the client will come to. Raises AtomTooLargeError where not even the last atom fits."""
-        return choose_pieces(
-            atom_names(self.blueprint), self.price, self.settings.allowance(budget), self.settings.mutual_models
-        )
+    rule_class = FeDepthRule
+    rule: FeDepthRule
 
     def prices_for(self, budget: int) -> dict[Piece, int]:
         """All prices the client's decomposition looks up; the whole list for a device that measures itself."""
@@ -38,47 +85,57 @@ class FeDepth(PieceStrategy):
             return asked[piece]
 
         with suppress(AtomTooLargeError):  # the client will refuse, with the price of the atom that does not fit
-            choose_pieces(
-                atom_names(self.blueprint), look_up, self.settings.allowance(budget), self.settings.mutual_models
-            )
+            self.rule.pieces(budget, look_up)
         if any(member.device == "auto" for member in self.roster.members.values()):
             self._price_all(look_up, budget)
         return asked
 
-    def _price_all(self, look_up: object, budget: int) -> None:
+    def _price_all(self, look_up: Callable[[Piece], int], budget: int) -> None:
         """Every run of atoms that fits: a device may find less memory free than the server assumed."""
-        assert callable(look_up)
         for start in range(len(self.blueprint.atoms)):
             for stop in range(start + 1, len(self.blueprint.atoms) + 1):
                 if look_up(tuple(range(start, stop))) > budget:
                     break
-
-    def trace_piece(self, piece: Piece) -> StepPrice:
-        """One step of a piece with its head, or of M whole models that learn together."""
-        recipe = recipe_for(self.settings, 1.0)
-        if piece[0] != MUTUAL:
-            return piece_price(self.blueprint, piece, self.head_of(piece), recipe, 1, single_loss)
-        whole = tuple(range(len(self.blueprint.atoms)))
-        loss = mutual_loss(self.settings.mutual_loss)
-        return piece_price(self.blueprint, whole, "head", recipe, piece[1], loss)
-
-    def paper_bytes(self, piece: Piece) -> float:
-        """M models cost M times one."""
-        whole = tuple(range(len(self.blueprint.atoms)))
-        return piece[1] * super().paper_bytes(whole) if piece[0] == MUTUAL else super().paper_bytes(piece)
-
-    def describe(self, piece: Piece) -> str:
-        """A piece for people."""
-        return f"{piece[1]} whole models, mutually" if piece[0] == MUTUAL else super().describe(piece)
-
-    def head_of(self, piece: Piece) -> str:
-        """The head a piece is trained with."""
-        last = len(self.blueprint.atoms) - 1
-        return f"exits.{piece[-1]}" if self.exits and piece[-1] != last else "head"
 
 
 class MFeDepth(FeDepth):
     """m-FeDepth: every sub-problem has a head of its own (section 4.1)."""
 
     name = "m-fedepth"
-    exits = True
+    rule_class = MFeDepthRule
+
+
+def memory_bytes(part: Part, reference: Blueprint, recipe: Recipe) -> float:
+    """FeDepth's own memory (its Table 1): a whole model of width r costs r times the full one, M models M times one."""
+    if not part.whole:
+        return fedepth_price(part.blueprint, part.atoms, recipe.batch_size)
+    return part.copies * part.blueprint.width * fedepth_full_bytes(reference, recipe.batch_size)
+
+
+def fedepth_price(blueprint: Blueprint, atoms: Sequence[int], batch_size: int = 32) -> float:
+    """The bytes of a sub-problem by pytorch-summary's estimate.
+
+    2 x 4 bytes x the outputs of all layers that are modules, and of each block itself, x batch, + 4 bytes x parameters.
+    Neither the stem (atom 0) nor the head is charged, and shortcuts count as if they had no parameters (option A).
+    """
+    return sum(_block_bytes(blueprint, atom, batch_size, shortcut_parameters=False) for atom in atoms if atom)
+
+
+def fedepth_full_bytes(blueprint: Blueprint, batch_size: int = 32) -> float:
+    """The bytes FeDepth's rule gives the whole model: all blocks with 1x1 shortcuts, the stem's convolution, the linear."""
+    blocks = sum(_block_bytes(blueprint, atom, batch_size) for atom in range(1, len(blueprint.atoms)))
+    stem = _layer_bytes(blueprint, "atoms.0", batch_size, ("Conv2d",))
+    return stem + blocks + _layer_bytes(blueprint, "head", batch_size, ("Linear",))
+
+
+def _block_bytes(blueprint: Blueprint, atom: int, batch_size: int, *, shortcut_parameters: bool = True) -> float:
+    own_output = 2 * 4 * batch_size * prod(blueprint.atoms[atom].shape)
+    total = own_output + _layer_bytes(blueprint, f"atoms.{atom}", batch_size, ("Conv2d", "BatchNorm2d", "Linear"))
+    on_shortcut = [x.parameters for x in anatomy(blueprint, f"atoms.{atom}").layers if x.path.startswith("shortcut")]
+    return total - (0 if shortcut_parameters else 4 * sum(on_shortcut))
+
+
+def _layer_bytes(blueprint: Blueprint, unit: str, batch_size: int, kinds: tuple[str, ...]) -> float:
+    """2 x 4 bytes x outputs of the layers of these kinds x batch + 4 bytes x their parameters."""
+    layers = [layer for layer in anatomy(blueprint, unit).layers if layer.kind in kinds]
+    return sum(2 * 4 * batch_size * layer.outputs + 4 * layer.parameters for layer in layers)

@@ -232,7 +232,7 @@ def test_shipped_ratios() -> None:
     assert ratios("fedepth-fair") == [1 / 6, 1 / 3, 1 / 2, 1]
     assert ratios("fedepth-lack") == [1 / 8, 1 / 6, 1 / 2, 1]
     assert ratios("fedepth-surplus") == [1 / 6, 1 / 3, 1 / 2, 2]
-    assert ratios("fedepth-fair-traced") == [0.34, 0.49, 0.65, 1]
+    assert ratios("fedepth-fair-traced") == [0.341, 0.49, 0.65, 1]
     assert ratios("unlimited") == [1] and device_classes(load_fleet("unlimited")) == ["full"]
     assert all(ratio is not None and ratio < 1 for ratio in ratios("demo"))
     assert load_fleet("demo").assignment == "round-robin"

@@ -14,6 +14,7 @@ from piecework.compare import compare_json, compare_table, group_runs, write_cur
 from piecework.display import RoundProgress, memory_rows, memory_table, percent, reasons, summary_table
 from piecework.report import ReportError, write_report
 from server_app.records import CheckpointError, RunDir
+from server_app.rounds import summarise
 from server_app.settings import Settings
 
 pytest.importorskip("plotly")
@@ -128,6 +129,7 @@ def test_page_of_a_completed_run(tmp_path: Path) -> None:
     assert "4 clients asked, 4 answered, 0 failed" in page
     assert "40 B / 20 B" in page
     assert "<td>90.00%</td>" in page
+    assert "<th>Simulated time</th><td>6.0 s</td>" in page  # two rounds of 3 s
     assert "No client failed." in page
     assert page.count('class="plotly-graph-div"') == 5
 
@@ -167,6 +169,23 @@ def test_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
     rounds = [round_record(n, n / 301, [client(c, reason="x" * 400) for c in range(100)]) for n in range(1, 301)]
     small = write_report(make_run(tmp_path / "a", rounds[:2])).stat().st_size
     assert write_report(make_run(tmp_path / "b", rounds)).stat().st_size < small + 100_000
+
+
+def test_runs_from_before_there_were_simulated_seconds(tmp_path: Path) -> None:
+    rounds = two_rounds(0.25, 0.75)
+    for record in rounds:
+        del record["simulated_seconds"]
+    run_dir = make_run(tmp_path / "a", rounds)
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    assert "<th>Simulated time</th><td>-</td>" in page
+    assert "No simulated times were recorded." in page
+    groups = group_runs([run_dir])
+    assert compare_json(groups)["groups"][0]["simulated_seconds_mean"] is None
+    shown = text_of(compare_table(groups), summary_table({"status": "completed", "rounds": 2}, rounds))
+    assert (
+        len([line for line in shown.splitlines() if "simulated time" in line and line.rstrip(" │").endswith("-")]) == 2
+    )
+    assert summarise(run_dir, "completed", "", 1.0)["simulated_seconds"] == 0
 
 
 def test_report_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +231,7 @@ def test_seeds_are_one_group_and_other_settings_are_not(tmp_path: Path) -> None:
     assert several["bytes_up_mean"] == 20
     assert several["max_peak_over_budget"] == 0.9
     assert several["seconds_mean"] == 10.0
+    assert several["simulated_seconds_mean"] == 6.0
     assert several["status"] == {"completed": 3}
     assert single["accuracy_mean"] == 0.3
     assert single["accuracy_std"] is None
@@ -301,7 +321,7 @@ def test_tables_at_the_end_of_a_run() -> None:
     assert "[big]" in text_of(memory_table(rounds), width=120)
     counts = {"clients_asked": 5, "clients_answered": 4, "clients_failed": 1, "bytes_down": 50, "bytes_up": 64_300_000}
     shown = text_of(summary_table({"status": "completed", "rounds": 2, "seconds": 200.0, **counts}, rounds))
-    for part in ("25.00% (best 50.00%)", "asked 5, answered 4, failed 1", "64.3 MB", "3 min 20 s"):
+    for part in ("25.00% (best 50.00%)", "asked 5, answered 4, failed 1", "64.3 MB", "3 min 20 s", "6.0 s"):
         assert part in shown
     assert "failed" in text_of(summary_table({"status": "failed", "rounds": 0}, []))
 

@@ -138,6 +138,9 @@ def test_bytes_and_clients_are_as_on_the_messages(tmp_path: Path, grids: Any) ->
     summary = run.summary()
     assert (summary["status"], summary["rounds"], summary["clients_answered"]) == ("completed", 2, 6)
     assert summary["bytes_up"] == sum(record["bytes_up"] for record in run.rounds())
+    slowest = [max(c["simulated_seconds"] for c in record["clients"]) for record in run.rounds()]
+    assert summary["simulated_seconds"] == pytest.approx(sum(slowest))
+    assert min(slowest) > 0
 
 
 def test_the_demo_keeps_to_its_budgets_and_predictions(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def read(**config: Any) -> Settings:
         ("augment", "true", "should be a valid boolean"),
         ("model", 3, "should be a valid string"),
         ("batch-norm", "group", "should be 'running', 'batch' or 'local'"),
-        ("memory-model", "guess", "should be 'traced' or 'fedepth'"),
+        ("memory-model", "guess", "should be 'traced', 'fedepth', 'fedprophet', 'prism' or 'profl'"),
         ("partition", "fair", "should be 'iid', 'dirichlet' or 'pathological'"),
         ("mutual-models", 0, "should be greater than or equal to 1"),
         ("target-accuracy", 1.01, "should be less than or equal to 1"),
@@ -124,7 +124,7 @@ def other(value: object) -> object:
 
 CHOICES = {
     "batch-norm": "local",
-    "shortcut-from": "relu",
+    "model-options": "shortcut_from=relu",
     "partition": "iid",
     "lr-schedule": "constant",
     "memory-model": "fedepth",

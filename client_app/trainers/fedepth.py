@@ -12,7 +12,7 @@ other model's logits are constants, as in the authors' code.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -160,6 +160,7 @@ def _load_companion(client: Client, m: int) -> Callable[[str], torch.nn.Module]:
     return make
 
 
+@cache
 def mutual_loss(kind: str) -> MakeLoss:
     """1/M sum_m CE(h^m) + 1/(M-1) sum_{m' != m} KL(h^{m'} || h^m), for every m; `authors`: CE without the 1/M."""
 

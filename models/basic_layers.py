@@ -1,0 +1,49 @@
+"""ProFL's blocks and what stands in for the blocks that are not there yet (section 2; facts from the authors' code).
+
+The output module of step t: a basic layer for every block behind block t, then the model's own pooling and classifier. A
+basic layer is one 3 x 3 convolution of stride 2 to the block's channels, without bias, norm or ReLU; of stride 1 where the
+block does not shrink the map. For a transformer it is one encoder (section 3.6).
+"""
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+from torch import nn
+
+from models.cascade import Atom, Blueprint, Shape
+from models.partition import Piece
+
+# Convolutions a block, where channels do not tell blocks apart: the paper's rule for VGG.
+BLOCKS = {"vgg11": (4, 4), "vgg16": (4, 4, 5)}
+PARTS = 3  # of a model whose channels never change: the paper cuts ViT's 12 encoders into three blocks
+
+
+def blocks_of(blueprint: Blueprint) -> list[Piece]:
+    """theta_1 .. theta_T: runs of atoms with equal channels; VGG's are a given number of convolutions, ViT's thirds."""
+    count = len(blueprint.atoms)
+    if blueprint.name in BLOCKS:
+        sizes = BLOCKS[blueprint.name]
+        cuts = [sum(sizes[:t]) for t in range(len(sizes) + 1)]
+    else:
+        channels = [atom.shape[0] if len(atom.shape) == 3 else atom.shape[-1] for atom in blueprint.atoms]
+        changes = [i for i in range(1, count) if channels[i] != channels[i - 1]]
+        parts = min(PARTS, count - 1)  # of the encoders; the embedding goes with the first
+        cuts = [0, *changes, count] if changes else [0, *(1 + (count - 1) * t // parts for t in range(1, parts + 1))]
+    return [tuple(range(start, stop)) for start, stop in pairwise(cuts)]
+
+
+def at_step(blueprint: Blueprint, t: int) -> Blueprint:
+    """The model of step t (from 1): blocks 1..t, then a basic layer for each later block, then the head."""
+    blocks = blocks_of(blueprint)
+    atoms = list(blueprint.atoms[: blocks[t - 1][-1] + 1])
+    for number, block in enumerate(blocks[t:], start=t + 1):
+        last = blueprint.atoms[block[-1]]
+        build = last.build if len(last.shape) == 2 else partial(_basic, atoms[-1].shape, last.shape)
+        atoms.append(Atom(f"basic{number}", build, last.shape))
+    return replace(blueprint, atoms=tuple(atoms))
+
+
+def _basic(before: Shape, after: Shape) -> nn.Module:
+    stride = max(1, round(before[1] / after[1]))
+    return nn.Conv2d(before[0], after[0], 3, stride, padding=1, bias=False)

@@ -1,0 +1,174 @@
+"""A plan for people: tables, and a picture of memory per piece against the fleet's budgets."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from device_profiles.profile import format_bytes
+
+SHOWN = 3  # ways of training that are listed for one device
+
+
+def plan_tables(plan: dict[str, Any]) -> list[str | Table]:
+    """Pieces, then devices, each with a sentence before."""
+    shape, fleet = "x".join(map(str, plan["input_shape"])), plan["fleet"]
+    return [
+        f"{plan['strategy']} on {plan['model']}: {plan['parameters']:,} parameters, {shape} to {plan['classes']} classes",
+        f"memory-model {plan['memory_model']}, batch {plan['batch_size']}: a step of the whole model takes "
+        f"{format_bytes(plan['full_memory_bytes'])}; cut for {format_bytes(plan['budget_bytes'])}",
+        piece_table(plan),
+        f"fleet {fleet['name']}: {fleet['clients']} clients, {fleet['clients_per_round']} a round, "
+        f"{fleet['participation']:.0%} can take part",
+        device_table(plan),
+    ]
+
+
+def columns(*names: str, left: int = 1) -> Table:
+    """A table without lines; the first `left` columns hold words, the others figures."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, name in enumerate(names):
+        table.add_column(name, justify="left" if number < left else "right", no_wrap=number != left - 1)
+    return table
+
+
+def piece_table(plan: dict[str, Any]) -> Table:
+    """What there is to train, a line a piece."""
+    several, macs = len(plan["fleet"]["stages"]) > 1, plan["modules"][0]["macs"] is not None
+    names = ["stage", "piece"] if several else ["piece"]
+    figures = ["parameters", "memory", "forward", "training", *(["macs"] if macs else []), "wire"]
+    table = columns(*names, *figures, left=len(names))
+    for row in plan["modules"]:
+        cells = [row["stage"], row["name"]] if several else [row["name"]]
+        cells += [short(row["parameters"]), format_bytes(row["memory_bytes"])]
+        cells += [short(row[key]) for key in ("forward_flops", "training_flops", *(["macs"] if macs else []))]
+        down, up = format_bytes(row["bytes_down"]), format_bytes(row["bytes_up"])
+        table.add_row(*cells, down if down == up else f"{down} / {up}")
+    return table
+
+
+def device_table(plan: dict[str, Any]) -> Table:
+    """Who can train what: in words where there is one stage, in shares where there are several."""
+    fleet = plan["fleet"]
+    several = len(fleet["stages"]) > 1
+    names = ["device", "clients", "budget", "a round", "take part, stage by stage" if several else "trains"]
+    table = Table(*names, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+    for row in plan["devices"]:
+        low, high = map(format_bytes, row["budget_bytes"])
+        times = [stage["seconds"] for stage in row["stages"] if stage["seconds"] is not None]
+        words = shares(row["stages"], fleet) if several else stage_words(row["stages"][0], fleet)
+        budget = low if low == high else f"{low} - {high}"
+        table.add_row(row["device"], str(row["clients"]), budget, duration(max(times)) if times else "-", words)
+    slowest = max(stage["round_seconds"] for stage in fleet["stages"])
+    table.add_row("all", str(fleet["clients"]), "", duration(slowest), participation(fleet["stages"]))
+    return table
+
+
+def participation(stages: list[dict[str, Any]]) -> str:
+    """The share of clients and rounds that take part; stage by stage where stages differ."""
+    found = [f"{stage['participation']:.0%}" for stage in stages]
+    return found[0] if len(set(found)) == 1 else " ".join(found)
+
+
+def shares(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> str:
+    """Who takes part, and what the poorest lacks."""
+    lacks = max(stage["lacks_bytes"] for stage in stages)
+    said = participation(stages)
+    return said if lacks <= 0 else f"{said}; the poorest lacks {format_bytes(lacks)} and {singular(fleet['excluded'])}"
+
+
+def singular(excluded: str) -> str:
+    """What becomes of one that cannot train."""
+    return excluded if excluded.startswith("trains") else f"is {excluded}"
+
+
+def stage_words(stage: dict[str, Any], fleet: dict[str, Any]) -> str:
+    """What a device trains, the commonest first; what those that cannot lack."""
+    lines = [
+        row["what"] if row["share"] == 1 else f"{row['share']:.0%} {row['what']}" for row in stage["trains"][:SHOWN]
+    ]
+    if len(stage["trains"]) > SHOWN:
+        lines.append(f"{sum(row['share'] for row in stage['trains'][SHOWN:]):.0%} otherwise")
+    if stage["participation"] < 1:
+        swap = f"; by swapping, {duration(stage['swap_seconds'])} a round" if stage["swap_seconds"] else ""
+        lines.append(
+            f"{1 - stage['participation']:.0%} {fleet['excluded']}: needs {format_bytes(stage['needed_bytes'])}, "
+            f"lacks up to {format_bytes(stage['lacks_bytes'])}{swap}"
+        )
+    return "\n".join(lines)
+
+
+def suggest_table(rows: list[dict[str, Any]]) -> Table:
+    """Systems side by side."""
+    table = Table("strategy", "take part", "peak", "bytes a round", "a round", "stages", "", box=None, pad_edge=False)
+    for row in rows:
+        if row["reason"]:
+            table.add_row(row["strategy"], "-", "-", "-", "-", "-", row["reason"])
+            continue
+        table.add_row(
+            row["strategy"],
+            f"{row['participation']:.0%}",
+            format_bytes(row["peak_bytes"]),
+            format_bytes(int(row["bytes_per_round"])),
+            duration(row["round_seconds"]),
+            str(row["stages"]),
+            "" if row["trains_here"] else "planned only",
+        )
+    return table
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 0.47 s, 3.2 min, 5.1 h."""
+    unit, size = next(((u, s) for u, s in (("h", 3600), ("min", 60)) if seconds >= 2 * s), ("s", 1))
+    return f"{seconds / size:.2g} {unit}" if seconds < 100 * size else f"{seconds / size:.0f} {unit}"
+
+
+def short(amount: float) -> str:
+    """A count of parameters or FLOPs for people: 2.57 G."""
+    unit, size = next(((u, s) for u, s in (("T", 1e12), ("G", 1e9), ("M", 1e6)) if amount >= s), ("k", 1e3))
+    return f"{amount / size:.3g} {unit}"
+
+
+def draw(plan: dict[str, Any], path: Path) -> None:
+    """Write a picture (.svg, .png or .pdf): memory of each piece, and beside it how many clients have that much.
+
+    Raises ValueError for another kind of file, ImportError without the extra `report`.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("--picture needs matplotlib: install the extra `report`") from None
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        raise ValueError(f"--picture {path}: the file's name must end in .svg, .png or .pdf")
+    modules, fleet = plan["modules"], plan["fleet"]
+    figure = Figure(figsize=(max(5.0, len(modules)) + 3, 4.5), layout="constrained")
+    pieces, clients = figure.subplots(1, 2, sharey=True, width_ratios=(max(4, len(modules)), 2))
+    sizes = [row["memory_bytes"] / 1e6 for row in modules]
+    bars = pieces.bar(range(len(modules)), sizes, color="#4878a8", width=0.65)
+    pieces.bar_label(bars, [format_bytes(row["memory_bytes"]) for row in modules], fontsize=8, padding=2)
+    pieces.set_xticks(range(len(modules)), [row["name"].replace(" ", "\n") for row in modules], fontsize=8)
+    pieces.set_ylabel("memory of a training step, MB")
+    full = plan["full_memory_bytes"] / 1e6
+    pieces.axhline(full, color="black", linewidth=1, linestyle="--")
+    pieces.text(-0.4, full, f"the whole model, {format_bytes(plan['full_memory_bytes'])}", fontsize=8, va="bottom")
+    quantiles = [amount / 1e6 for amount in fleet["budget_quantiles_bytes"]]
+    top = 1.15 * max(*sizes, full)
+    have, amounts = [100.0], [0.0]  # down the stairs: as many have it, up to the next quantile
+    for number, amount in enumerate(quantiles):
+        share = min(100, 105 - 5 * number)
+        have += [share, share]
+        amounts += [amounts[-1], amount]
+    clients.plot([*have, 0, 0], [*amounts, amounts[-1], max(top, amounts[-1])], color="#b84a32")
+    clients.axhline(full, color="black", linewidth=1, linestyle="--")
+    clients.set_xlabel("% of clients that have it", fontsize=9)
+    clients.set_xlim(-3, 105)
+    clients.grid(alpha=0.3)
+    pieces.set_ylim(0, top)
+    figure.suptitle(
+        f"{plan['strategy']} on {plan['model']}, batch {plan['batch_size']}; fleet {fleet['name']}", fontsize=10
+    )
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters, not their outlines
+        figure.savefig(path)

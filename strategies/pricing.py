@@ -1,0 +1,122 @@
+"""What parts of a model cost on a device: traced, or by a paper's own memory-model.
+
+Used by strategies for the prices in their tasks, and by plans; each question is answered once.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from client_app.attacks import Attack
+from client_app.setup import recipe_for
+from client_app.training import MakeLoss, Precision, Recipe, piece_price, single_loss
+from device_profiles.memory import StepPrice
+from models.anatomy import anatomy, unit_signature
+from models.cascade import Blueprint
+from models.partition import Piece
+from server_app.settings import Settings
+from strategies import find_memory_model
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a device holds at once while it trains: atoms of a model and a head; `copies` of them where several learn together.
+
+    `name` is for people, where the atoms do not tell.
+    """
+
+    blueprint: Blueprint
+    atoms: Piece
+    head: str = "head"
+    copies: int = 1
+    make_loss: MakeLoss = single_loss
+    name: str = ""
+
+    @property
+    def units(self) -> list[str]:
+        """The units of one copy, the head last."""
+        return [*(f"atoms.{atom}" for atom in self.atoms), self.head]
+
+    @property
+    def whole(self) -> bool:
+        """Whether this is the whole model."""
+        return len(self.atoms) == len(self.blueprint.atoms)
+
+    @property
+    def parameters(self) -> int:
+        """Trainable parameters of one copy."""
+        return sum(anatomy(self.blueprint, unit).parameters for unit in self.units)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of parameters and buffers of one copy."""
+        return sum(anatomy(self.blueprint, unit).state_bytes for unit in self.units)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of one example at the entrance: an image, a text, or the features that were stored; 4 a value."""
+        return 4 * prod(self.blueprint.shape_before(self.atoms[0]))
+
+    @property
+    def forward_flops(self) -> int:
+        """FLOPs of one example on its way through atoms and head, 2 per multiply-accumulate."""
+        return self.copies * sum(anatomy(self.blueprint, unit).flops for unit in self.units)
+
+    def names(self) -> list[str]:
+        """What a person calls the atoms."""
+        return [self.blueprint.atoms[atom].name for atom in self.atoms]
+
+    def signature(self) -> Hashable:
+        """Equal for parts that are built alike on inputs of the same shape: they cost the same."""
+        return tuple(unit_signature(self.blueprint, unit) for unit in self.units), self.copies, self.make_loss
+
+
+def whole_model(blueprint: Blueprint, name: str = "the whole model") -> Part:
+    """All atoms and the head, as FedAvg trains them."""
+    return Part(blueprint, tuple(range(len(blueprint.atoms))), name=name)
+
+
+# Bytes of training a part by a paper's own rule: (part, the model at width 1, recipe) -> bytes
+MemoryModel = Callable[[Part, Blueprint, Recipe], float]
+
+
+class Pricing:
+    """Prices of parts for one recipe. `memory_model` is None for traced bytes; `reference` is the model at width 1."""
+
+    def __init__(self, recipe: Recipe, memory_model: MemoryModel | None, reference: Blueprint) -> None:
+        self.recipe, self.memory_model, self.reference = recipe, memory_model, reference
+        self._traced: dict[Hashable, StepPrice] = {}
+        self._by_paper: dict[Hashable, int] = {}
+
+    def traced(self, part: Part) -> StepPrice:
+        """Peak bytes and FLOPs of one training step on fake tensors."""
+        key = part.signature()
+        if key not in self._traced:
+            self._traced[key] = piece_price(
+                part.blueprint, part.atoms, part.head, self.recipe, part.copies, part.make_loss
+            )
+        return self._traced[key]
+
+    def bytes(self, part: Part) -> int:
+        """Bytes of training a part by the memory-model."""
+        if self.memory_model is None:
+            return self.traced(part).peak_bytes
+        key = part.blueprint.name, part.whole, part.atoms, part.signature()
+        if key not in self._by_paper:
+            self._by_paper[key] = int(self.memory_model(part, self.reference, self.recipe))
+        return self._by_paper[key]
+
+    @cached_property
+    def reference_bytes(self) -> int:
+        """One reference step: the model at width 1, a FedAvg step; ratio budgets are shares of it."""
+        return self.bytes(whole_model(self.reference))
+
+
+def pricing_for(
+    settings: Settings, reference: Blueprint, attack_steps: int = 0, precision: Precision = "float32"
+) -> Pricing:
+    """The prices of a run: its local step, by its memory-model. Any attack is priced alike: only its steps matter."""
+    attack = Attack("linf", epsilon=8 / 255, step=2 / 255, steps=attack_steps) if attack_steps else None
+    recipe = replace(recipe_for(settings, 1.0), attack=attack, precision=precision)
+    return Pricing(recipe, find_memory_model(settings.memory_model), reference)

@@ -1,0 +1,84 @@
+"""ProFL ("Breaking the Memory Wall for Heterogeneous Federated Learning via Progressive Training", KDD 2025), the server's
+side: blocks, output modules and the authors' memory.
+
+theta_1 .. theta_T: the blocks; theta_op: the output module of step t, basic layers for the blocks behind t and the
+classifier. In step t block theta_t and theta_op are trained, the blocks before are frozen (section 2.1). A device that
+cannot afford a step trains the output layer only.
+"""
+
+from functools import cached_property
+
+from client_app.training import Recipe
+from device_profiles.profile import DeviceState
+from models.anatomy import anatomy
+from models.basic_layers import at_step, blocks_of
+from models.cascade import Blueprint
+from strategies.pricing import Part
+from strategies.rules import Rule, Stage, label
+
+
+class ProFLRule(Rule):
+    """One stage a step of the growing phase, T of them; shrinking goes through the same steps backwards."""
+
+    excluded = "trains the output layer only"
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """Step 1 .. T."""
+        found, blocks = [], blocks_of(self.blueprint)
+        for t, block in enumerate(blocks, start=1):
+            model = at_step(self.blueprint, t)
+            name = label(Part(self.blueprint, block)) + (" + output module" if t < len(blocks) else "")
+            found.append(Stage(f"step {t}", (Part(model, tuple(range(block[0], len(model.atoms))), name=name),)))
+        return found
+
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The block of the step with its output module. Raises MemoryBudgetExceededError."""
+        return [self.within(part, state) for part in self.stages[stage].parts]
+
+
+# The thresholds in the authors' code for ResNet-18 on 32 x 32 images, batch 64, in their MB, by the atoms trained. Without an
+# output module it is what a method needs that trains block 1 with a classifier of its own, as DepthFL does.
+OUTPUT = ("basic2", "basic3", "basic4")
+BLOCK1, BLOCK2, BLOCK3, BLOCK4 = (
+    ("stem", "block1", "block2"),
+    ("block3", "block4"),
+    ("block5", "block6"),
+    ("block7", "block8"),
+)
+AUTHORS_MB = {
+    (*BLOCK1, *BLOCK2, *BLOCK3, *BLOCK4): 840,
+    (*BLOCK1, *OUTPUT): 506,
+    BLOCK1: 478,
+    (*BLOCK2, *OUTPUT[1:]): 220,
+    (*BLOCK3, *OUTPUT[2:]): 112,
+    BLOCK4: 100,
+}
+SETTING = ("resnet18", (3, 32, 32), 64, 64)  # model, images, batch size, channels of the first atom
+
+
+def memory_bytes(part: Part, reference: Blueprint, recipe: Recipe) -> float:
+    """The authors' figure where their code has one, else the fitted formula; their MB are taken as 10^6 bytes."""
+    model = part.blueprint
+    setting = (model.name, model.input_shape, recipe.batch_size, model.atoms[0].shape[0])
+    known = AUTHORS_MB.get(tuple(part.names())) if setting == SETTING else None
+    return 10**6 * (fitted_mb(part, recipe.batch_size) if known is None else known)
+
+
+def fitted_mb(part: Part, batch_size: int) -> float:
+    """A fit to the authors' thresholds, within 4 %: activations and their gradients, 4 bytes each; parameters are ignored.
+
+    A convolution of the main path counts three maps (its own, batch norm's, ReLU's), one of a shortcut or of a basic layer
+    one; pooling none. Linear layers, LSTMs and norms without a convolution count their outputs. In the authors' MB, which
+    are 2^20 bytes: only so do the output modules' 28, 12 and 4 MB come out.
+    """
+    elements = 0
+    for atom, unit in zip(part.atoms, part.units[:-1], strict=True):
+        layers = anatomy(part.blueprint, unit).layers
+        convolutions = [layer for layer in layers if layer.kind == "Conv2d"]
+        if not convolutions:
+            elements += sum(layer.outputs for layer in layers)
+        single = part.blueprint.atoms[atom].name.startswith("basic")
+        for layer in convolutions:
+            elements += layer.outputs * (1 if single or layer.on_shortcut else 3)
+    return 2 * 4 * part.copies * batch_size * elements / 2**20

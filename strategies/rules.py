@@ -1,0 +1,91 @@
+"""How a system cuts a model among devices: what it trains in which stage, which device can train it, what travels.
+
+Each system's rule stands in its own file beside its strategy. Plans need no more than rules; nothing is trained by them.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from device_profiles.memory import MemoryBudgetExceededError
+from device_profiles.profile import DeviceState
+from models.anatomy import anatomy
+from models.cascade import Blueprint
+from models.partition import Piece
+from server_app.settings import Settings
+from strategies.pricing import Part, Pricing
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A time in which the same is trained everywhere: `parts` is what there is to train for a device."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+
+class Rule(ABC):
+    """A system's rule for one model and fleet. `smallest` is the least budget (bytes) that a client will have.
+
+    `excluded` says what becomes of a device that cannot train; `attack_steps` is how many the system's training takes.
+    """
+
+    exits: ClassVar[bool] = False
+    attack_steps: ClassVar[int] = 0
+    excluded: ClassVar[str] = "left out"
+
+    def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
+        self.blueprint, self.pricing, self.settings, self.smallest = blueprint, pricing, settings, smallest
+
+        self._bytes: dict[Piece, int] = {}
+
+    def bytes(self, piece: Piece) -> int:
+        """The price of a piece."""
+        if piece not in self._bytes:
+            self._bytes[piece] = self.pricing.bytes(self.part(piece))
+        return self._bytes[piece]
+
+    def least(self) -> int:
+        """The least budget (bytes) for which there are stages."""
+        return 0
+
+    def part(self, piece: Piece) -> Part:
+        """What training a piece means: here its atoms with the model's own head."""
+        return Part(self.blueprint, piece)
+
+    @cached_property
+    @abstractmethod
+    def stages(self) -> list[Stage]:
+        """What is trained, stage by stage. Raises ValueError where the model cannot be cut for the smallest budget."""
+
+    @abstractmethod
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """What a device trains in a round of a stage, one part after another; `slowest` is the least FLOP/s of the round.
+
+        Raises MemoryBudgetExceededError or AtomTooLargeError where there is nothing that it can train.
+        """
+
+    def wire(self, parts: list[Part]) -> tuple[int, int]:
+        """Bytes of arrays down and up in a round for a client that trains `parts`: what it trains, there and back."""
+        units = {unit: part.blueprint for part in parts for unit in part.units}
+        size = sum(anatomy(blueprint, unit).state_bytes for unit, blueprint in units.items())
+        return size, size
+
+    def within(self, part: Part, state: DeviceState) -> Part:
+        """The part, if the device can train it. Raises MemoryBudgetExceededError."""
+        needed = self.pricing.bytes(part)
+        if needed > self.settings.allowance(state.budget_bytes):
+            raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
+        return part
+
+
+def label(part: Part) -> str:
+    """A part for people: the names of its first and last atom."""
+    if part.name:
+        return part.name
+    if part.whole:
+        return "the whole model"
+    names = part.names()
+    consecutive = list(part.atoms) == list(range(part.atoms[0], part.atoms[-1] + 1))
+    return f"{names[0]}..{names[-1]}" if consecutive and len(names) > 2 else "+".join(names)

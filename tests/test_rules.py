@@ -1,0 +1,285 @@
+"""How the systems cut a model: sub-models, masks and output modules as real modules, rules on devices by hand."""
+
+import math
+from functools import lru_cache
+
+import pytest
+import torch
+
+from client_app.training import SGD, PieceModel, Recipe, classification_loss, fake_load, predictions
+from device_profiles.memory import MemoryBudgetExceededError
+from device_profiles.profile import DeviceState
+from models.anatomy import anatomy, unit_signature
+from models.basic_layers import at_step, blocks_of
+from models.cascade import Blueprint, Cascade, auxiliary_head, initial_state
+from models.low_rank import low_rank
+from models.masked import FilterMask, is_threshold, masked
+from models.zoo import MODELS, build_blueprint, num_parameters, usual_input
+from server_app.settings import Settings
+from strategies import find_rule, find_strategy
+from strategies.pricing import Part, pricing_for, whole_model
+from strategies.rules import Rule, label
+
+
+@lru_cache
+def blueprint_of(name: str, width: float = 1.0, **options: str) -> Blueprint:
+    shape, classes = usual_input(name)
+    return build_blueprint(name, num_classes=classes, input_shape=shape, width=width, **options)
+
+
+def state(budget: float, flops: float = 1e9) -> DeviceState:
+    return DeviceState("board", int(budget), flops, math.inf, 1e8, 0.0)
+
+
+@lru_cache
+def rule_of(strategy: str, model: str, memory_model: str, smallest: float = 0, batch_size: int = 64) -> Rule:
+    settings = Settings(model=model, memory_model=memory_model, batch_size=batch_size)
+    blueprint = blueprint_of(model)
+    return find_rule(strategy)(blueprint, pricing_for(settings, blueprint), settings, int(smallest))
+
+
+def forward(blueprint: Blueprint) -> torch.Tensor:
+    logits: torch.Tensor = Cascade(blueprint)(torch.rand(2, *blueprint.input_shape))
+    return logits
+
+
+# ---- anatomy
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_anatomy_counts_what_is_built(name) -> None:
+    blueprint = blueprint_of(name)
+    assert sum(anatomy(blueprint, unit).parameters for unit in blueprint.units()) == num_parameters(blueprint)
+    first = dict(initial_state(blueprint_of(name, 0.25), 0)) if name != "lstm-imdb" else {}
+    if first:
+        small = blueprint_of(name, 0.25)
+        state_bytes = sum(anatomy(small, unit).state_bytes for unit in small.units())
+        assert state_bytes == sum(value.numel() * value.element_size() for value in first.values())
+
+
+def test_a_layer_by_hand() -> None:
+    blueprint = blueprint_of("vgg16")
+    conv, bn, relu, pool = anatomy(blueprint, "atoms.1").layers
+    assert (conv.kind, conv.path, conv.inputs, conv.outputs) == ("Conv2d", "conv", 64 * 32 * 32, 64 * 32 * 32)
+    assert (conv.parameters, conv.weight, conv.macs) == (64 * 64 * 9 + 64, (64, 64, 3, 3), 64 * 32 * 32 * 64 * 9)
+    assert (bn.macs, relu.parameters, pool.outputs) == (0, 0, 64 * 16 * 16)
+    assert anatomy(blueprint, "atoms.1").flops == 2 * conv.macs
+    assert anatomy(blueprint, "head").flops == 2 * (512 * 512 * 2 + 5120)
+
+
+def test_units_that_are_built_alike_are_known() -> None:
+    blueprint = blueprint_of("resnet18")
+    same, other = (unit_signature(blueprint, f"atoms.{i}") for i in (1, 2))
+    assert same == other != unit_signature(blueprint, "atoms.3")
+    again = build_blueprint("resnet18", num_classes=10, input_shape=(3, 32, 32))
+    assert unit_signature(again, "atoms.1") == same
+    assert (
+        unit_signature(low_rank(again, 0.5), "atoms.2") == unit_signature(low_rank(blueprint, 0.5), "atoms.2") != same
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "classes", "inputs"),
+    [
+        ((64, 16, 16), 10, 64),  # s = ceil(sqrt(10 / 64)) = 1
+        ((64, 56, 56), 256, 256),  # s = 2
+        ((128, 28, 28), 256, 512),  # s = ceil(sqrt(2)) = 2
+        ((256, 14, 14), 256, 256),  # s = 1
+        ((512, 1, 1), 10, 512),  # no larger than s: as it is
+        ((4, 2, 2), 10, 16),
+        ((65, 192), 10, 192),  # tokens
+        ((84,), 10, 84),
+    ],
+)
+def test_auxiliary_heads(shape, classes, inputs) -> None:
+    head = auxiliary_head(shape, classes)
+    assert head.fc.weight.shape == (classes, inputs)
+    assert head(torch.rand(3, *shape)).shape == (3, classes)
+
+
+# ---- one logit
+
+
+def test_one_logit_is_a_binary_classifier() -> None:
+    logits, y = torch.tensor([[0.0], [2.0], [-1.0]]), torch.tensor([1, 1, 0])
+    by_hand = [math.log(2), math.log1p(math.exp(-2)), math.log1p(math.exp(-1))]
+    assert float(classification_loss(logits, y)) == pytest.approx(sum(by_hand) / 3)
+    assert float(classification_loss(logits, y, "sum")) == pytest.approx(sum(by_hand))
+    assert predictions(logits).tolist() == [0, 1, 0]
+    assert predictions(torch.tensor([[0.0, 1.0], [3.0, 1.0]])).tolist() == [1, 0]
+
+
+# ---- PriSM's sub-models
+
+
+def test_a_low_rank_block_by_hand() -> None:
+    thin = low_rank(blueprint_of("resnet18"), 0.4)
+    block = thin.build_unit("atoms.3")  # 64 -> 128 channels: ceil(25.6) = 26 -> ceil(51.2) = 52
+    assert block.conv1.v.weight.shape == (52, 26, 3, 3)
+    assert block.conv1.u.weight.shape == (52, 52, 1, 1)
+    assert block.conv1.v.stride == (2, 2)
+    assert (block.conv1.v.bias, block.conv1.u.bias) == (None, None)
+    assert block.downsample[0].weight.shape == (52, 26, 1, 1)
+    assert block.bn2.num_features == 52
+    assert thin.atoms[3].shape == (52, 16, 16)
+    stem = thin.build_unit("atoms.0")
+    assert stem.whole.conv1.weight.shape == (64, 3, 3, 3)
+    assert thin.build_unit("head").whole.fc.weight.shape == (10, 512)
+
+
+@pytest.mark.parametrize("name", ["cnn-femnist", "convnet", "preresnet20", "resnet18", "vgg11"])
+@pytest.mark.parametrize("keep", [0.2, 0.8])
+def test_low_rank_models_run(name, keep) -> None:
+    blueprint = low_rank(blueprint_of(name, 0.5), keep)
+    for number, atom in enumerate(blueprint.atoms):
+        z = torch.rand(2, *blueprint.shape_before(number))
+        assert tuple(atom.build()(z).shape[1:]) == atom.shape
+    assert forward(blueprint).shape == (2, blueprint.num_classes)
+
+
+@pytest.mark.parametrize("name", ["lstm-imdb", "deit-tiny"])
+def test_models_that_cannot_be_cut_by_rank_say_so(name) -> None:
+    with pytest.raises(ValueError, match=f"{name} cannot be cut by rank: only convolutions"):
+        low_rank(blueprint_of(name), 0.4)
+
+
+# ---- SpaFL's thresholds
+
+
+def test_filters_below_their_threshold_are_masked() -> None:
+    mask = FilterMask(3)
+    weight = torch.tensor([[1.0, -3.0], [0.5, 0.5], [2.0, 2.0]], requires_grad=True)
+    with torch.no_grad():
+        mask.tau.copy_(torch.tensor([1.9, 0.5, 3.0]))  # means 2, 0.5, 2: equal is masked
+    out = mask(weight)
+    assert out.tolist() == [[1.0, -3.0], [0.0, 0.0], [0.0, 0.0]]
+    (out * torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])).sum().backward()
+    # Eq. 9: dL/dtau_i = -sum_j g_ij w_ij
+    assert mask.tau.grad.tolist() == [-(1 - 6), -(1.5 + 2), -(10 + 12)]
+    # to the weights: g times the mask, and through mean|w| the same sum, divided by the fan-in, with the weight's sign
+    assert weight.grad.tolist() == [[1 - 2.5, 2 + 2.5], [1.75, 1.75], [11.0, 11.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "thresholds", "weights"),
+    [
+        ("lenet5", 1.0, 20 + 50 + 500 + 10, 430_500),
+        ("conv4", 1.0, 64 + 64 + 128 + 128 + 128 + 128 + 10, 804_800),
+        ("resnet18-preact", 1.0, 4800, 11_159_232),
+        ("resnet18-preact", 0.5, 2400, 2_790_240),
+    ],
+)
+def test_thresholds(name, width, thresholds, weights) -> None:
+    plain = blueprint_of(name, width)
+    names = dict(initial_state(masked(plain), 0))
+    assert sum(value.numel() for key, value in names.items() if is_threshold(key)) == thresholds
+    masked_weights = [value for key, value in names.items() if key.endswith(".original")]
+    assert sum(value.numel() for value in masked_weights) == weights
+    part = whole_model(masked(plain))
+    assert part.parameters == whole_model(plain).parameters + thresholds
+    rule = rule_of("spafl", name, "traced") if width == 1 else None
+    if rule:
+        assert rule.wire([part]) == (4 * thresholds, 4 * thresholds)
+
+
+def test_a_masked_model_trains_its_thresholds() -> None:
+    blueprint = masked(blueprint_of("convnet"))
+    piece = PieceModel(blueprint, range(5), "head", fake_load(blueprint))
+    optimiser = SGD(piece.parameters(), Recipe(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=4, epochs=1))
+    classification_loss(piece.logits(torch.rand(4, 1, 8, 8)), torch.arange(4)).backward()
+    optimiser.step()
+    taus = [value for name, value in piece.modules["atoms.0"].named_parameters() if is_threshold(name)]
+    assert len(taus) == 1
+    assert taus[0].abs().sum() > 0
+
+
+# ---- ProFL's blocks and output modules
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sizes"),
+    [
+        ("resnet18", {}, [3, 2, 2, 2]),
+        ("resnet34", {}, [4, 4, 6, 3]),
+        ("preresnet20", {}, [4, 3, 3]),
+        ("vgg11", {"pooling": "profl"}, [4, 4]),
+        ("vgg16", {"pooling": "profl"}, [4, 4, 5]),
+        ("convnet", {}, [2, 2, 1]),
+        ("deit-tiny", {}, [5, 4, 4]),
+        ("lstm-imdb", {}, [1, 2]),
+    ],
+)
+def test_blocks_and_output_modules(name, options, sizes) -> None:
+    blueprint = blueprint_of(name, **options)
+    blocks = blocks_of(blueprint)
+    assert [len(block) for block in blocks] == sizes
+    assert [atom for block in blocks for atom in block] == list(range(len(blueprint.atoms)))
+    for t in range(1, len(blocks) + 1):
+        model = at_step(blueprint, t)
+        assert len(model.atoms) == blocks[t - 1][-1] + 1 + len(blocks) - t
+        assert model.feature_shape == blueprint.feature_shape
+
+
+def test_the_output_module_of_resnet18() -> None:
+    model = at_step(blueprint_of("resnet18", 0.25), 2)
+    assert [atom.name for atom in model.atoms[-3:]] == ["block4", "basic3", "basic4"]
+    basic = model.build_unit("atoms.5")
+    assert (basic.weight.shape, basic.stride, basic.bias) == ((64, 32, 3, 3), (2, 2), None)
+    assert forward(model).shape == (2, 10)
+
+
+# ---- rules
+
+
+def test_fedprophet_assigns_later_modules_by_memory_and_time() -> None:
+    rule = rule_of("fedprophet", "vgg16", "fedprophet", 60e6)
+    assert [label(stage.parts[0]) for stage in rule.stages][:3] == ["conv1+conv2", "conv3..conv5", "conv6..conv8"]
+    assert [stage.parts[0].head for stage in rule.stages][-2:] == ["aux.11", "head"]
+
+    def assigned(stage: int, budget: float, speed: float) -> str:
+        (part,) = rule.work(stage, state(budget, speed), slowest=1e9)
+        return label(part)
+
+    assert assigned(0, 60e6, 1e12) == "conv1+conv2"  # no memory for more
+    assert assigned(0, 400e6, 1e9) == "conv1+conv2"  # no time for more
+    assert assigned(0, 400e6, 1e12) == "the whole model"
+    # 39.52 and 75.50 M multiply-accumulates, 2560 of the head behind conv5: 2.911 times as long as the first alone
+    assert assigned(0, 400e6, 2.92e9) == "conv1..conv5"
+    assert assigned(0, 400e6, 2.9e9) == "conv1+conv2"
+    assert assigned(5, 400e6, 2e9) == "conv11..conv13"
+    with pytest.raises(MemoryBudgetExceededError) as caught:
+        rule.work(0, state(55e6), slowest=1e9)
+    # 12 bytes x 39,626 parameters; 4 x 64 x the inputs of conv1, bn1, conv2, bn2, of the head (16,384), and ten logits
+    needed = 12 * 39_626 + 4 * 64 * (3 * 1024 + 3 * 65_536 + 16_384 + 10)
+    assert (caught.value.needed, caught.value.allowed) == (needed, 55_000_000)
+
+
+def test_prism_takes_the_largest_that_fits() -> None:
+    rule = rule_of("prism", "resnet18", "prism", batch_size=32)
+    full = rule.pricing.reference_bytes
+    assert full == 4 * 15 * 65536 * 32
+
+    def taken(share: float) -> str:
+        return label(rule.work(0, state(share * full), 1e9)[0])
+
+    assert [taken(share) for share in (0.31, 0.61, 0.92, 1.3)] == [f"sub-model {keep}" for keep in (0.2, 0.4, 0.6, 0.8)]
+    with pytest.raises(MemoryBudgetExceededError):
+        taken(0.25)
+
+
+def test_profl_uses_the_authors_thresholds_where_they_are_known() -> None:
+    rule = rule_of("profl", "resnet18", "profl")
+    assert [rule.pricing.bytes(stage.parts[0]) for stage in rule.stages] == [506e6, 220e6, 112e6, 100e6]
+    assert rule.pricing.reference_bytes == 840e6
+    assert rule.pricing.bytes(Part(rule.blueprint, (0, 1, 2), "exits.2")) == 478e6
+    # another batch: the formula, 3 maps a convolution: 5 convolutions, 3 basic ones of 2, 1 and 0.5 x 2^-2
+    other = rule_of("profl", "resnet18", "profl", batch_size=32)
+    units = 3 * 5 + 1 / 2 + 1 / 4 + 1 / 8
+    assert other.pricing.bytes(other.stages[0].parts[0]) == int(10**6 * units * 32 / 2)
+
+
+def test_what_can_only_be_planned_says_so() -> None:
+    with pytest.raises(ValueError, match=r"'profl' can be planned .* not trained yet; these train: fedavg, fedepth"):
+        find_strategy("profl")
+    with pytest.raises(ValueError, match=r"unknown strategy 'guess': known are fedavg, .*spafl"):
+        find_rule("guess")
