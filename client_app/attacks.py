@@ -27,14 +27,14 @@ def pgd(
     loss: Callable[[Tensor, Tensor], Tensor], z: Tensor, y: Tensor, attack: Attack, generator: torch.Generator
 ) -> Tensor:
     """Examples near z[B, ...] that raise the loss, from a random start in the ball; weights get no gradients."""
-    adversarial = (z + _start(z, attack, generator)).clamp_(attack.low, attack.high)
+    adversarial = _start(z, attack, generator).add_(z).clamp_(attack.low, attack.high)
     for _ in range(attack.steps):
         adversarial.requires_grad_()
         loss(adversarial, y).backward(inputs=[adversarial])  # type: ignore[no-untyped-call]
         with torch.no_grad():
             gradient = adversarial.grad
             assert gradient is not None
-            moved = adversarial.detach() - z
+            moved = adversarial.detach().sub_(z)  # in place, which also keeps the memory format
             if attack.norm == "linf":
                 moved.add_(gradient.sign_(), alpha=attack.step).clamp_(-attack.epsilon, attack.epsilon)
             else:
