@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from models.cascade import Blueprint, Shape
 
@@ -19,7 +20,10 @@ EXAMPLES = 2  # batch norm over one example of one pixel has no variance
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer without layers inside. `inputs`, `outputs`: elements of one example; `weight`: its weight's shape, if any."""
+    """A layer without layers inside. `inputs`, `outputs`: elements of one example; `weight`: its weight's shape, if any.
+
+    `parametrized`: its weight is computed from others, as by a mask of SpaFL; these count as the layer's own parameters.
+    """
 
     kind: str
     path: str
@@ -27,6 +31,7 @@ class Layer:
     outputs: int
     parameters: int
     weight: Shape
+    parametrized: bool
 
     @property
     def macs(self) -> int:
@@ -101,13 +106,14 @@ def _examine(blueprint: Blueprint, unit: str) -> Anatomy:
         shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()
         parameters = sum(p.numel() for p in layer.parameters())
         sizes = inputs[0].numel() // EXAMPLES, first.numel() // EXAMPLES
-        layers.append(Layer(type(layer).__name__, path, *sizes, parameters, shape))
+        kind = parametrize.type_before_parametrizations(layer).__name__
+        layers.append(Layer(kind, path, *sizes, parameters, shape, parametrize.is_parametrized(layer)))
 
     shape = input_of(blueprint, unit)
     with torch.random.fork_rng(devices=[]), FakeTensorMode(), torch.no_grad():
         module = blueprint.build_unit(unit)
         for path, layer in module.named_modules():
-            if not list(layer.children()):
+            if "parametrizations" not in path and all(name == "parametrizations" for name, _ in layer.named_children()):
                 layer.register_forward_hook(partial(note, path))
         tokens = unit == "atoms.0" and blueprint.vocabulary > 0
         example = torch.zeros(EXAMPLES, *shape, dtype=torch.int64 if tokens else torch.float32)

@@ -1,8 +1,9 @@
 """ProFL's blocks and what stands in for the blocks that are not there yet (section 2; facts from the authors' code).
 
 The output module of step t: a basic layer for every block behind block t, then the model's own pooling and classifier. A
-basic layer is one 3 x 3 convolution of stride 2 to the block's channels, without bias, norm or ReLU; of stride 1 where the
-block does not shrink the map. For a transformer it is one encoder (section 3.6).
+basic layer is one 3 x 3 convolution to the block's channels, without bias, norm or ReLU; its stride is what the block shrinks
+its map by: 2 in all of ResNet, as in the authors' code; 4 in VGG-11, of which they say nothing. For a transformer it is one
+encoder (section 3.6).
 """
 
 from dataclasses import replace
@@ -41,7 +42,7 @@ def at_step(blueprint: Blueprint, t: int) -> Blueprint:
         last = blueprint.atoms[block[-1]]
         build = last.build if len(last.shape) == 2 else partial(_basic, atoms[-1].shape, last.shape)
         atoms.append(Atom(f"basic{number}", build, last.shape))
-    return replace(blueprint, atoms=tuple(atoms))
+    return replace(blueprint, atoms=tuple(atoms), width=1.0)
 
 
 def _basic(before: Shape, after: Shape) -> nn.Module:

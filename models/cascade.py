@@ -35,7 +35,8 @@ class Atom:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """How to build a cascade, atom by atom; `width` is the share of its channels that a width-scaled model has.
+    """How to build a cascade, atom by atom; `width` is the share of its channels that a width-scaled model has
+    (1 for a sub-model of another kind).
 
     `input_shape` is that of one example: (C, H, W) of an image, or (length,) of a text whose tokens are below `vocabulary`.
     """

@@ -25,7 +25,7 @@ def low_rank(blueprint: Blueprint, keep: float) -> Blueprint:
     atoms = [Atom(first.name, partial(_first, first.build, _rank(first.shape[0], keep)), _thin(first.shape, keep))]
     atoms += [Atom(atom.name, partial(_factorised, atom.build, keep), _thin(atom.shape, keep)) for atom in others]
     head = partial(_padded, blueprint.build_head, blueprint.feature_shape[0])
-    return replace(blueprint, atoms=tuple(atoms), build_head=head)
+    return replace(blueprint, atoms=tuple(atoms), build_head=head, width=1.0)
 
 
 def _rank(channels: int, keep: float) -> int:

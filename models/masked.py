@@ -19,7 +19,7 @@ from models.cascade import Atom, Blueprint
 def masked(blueprint: Blueprint) -> Blueprint:
     """The same model with thresholds, which start at 0; they are called `...parametrizations.weight.0.tau`."""
     atoms = tuple(Atom(atom.name, partial(_masked, atom.build), atom.shape) for atom in blueprint.atoms)
-    return replace(blueprint, atoms=atoms, build_head=partial(_masked, blueprint.build_head))
+    return replace(blueprint, atoms=atoms, build_head=partial(_masked, blueprint.build_head), width=1.0)
 
 
 class FilterMask(nn.Module):

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -150,7 +150,7 @@ def plan(
     """Which pieces a model falls into, which device can train which, and how long a round takes; nothing is trained."""
     from piecework.plan import ask, make_plan
     from piecework.plan import suggest as suggestions
-    from piecework.plan_view import draw, plan_tables, suggest_table
+    from piecework.plan_view import draw, plan_tables, suggest_tables
 
     with errors_for_people(as_json, {}):
         named: Scalars = {"model": model, "dataset": dataset, "strategy": strategy, "fleet": fleet}
@@ -161,7 +161,7 @@ def plan(
         question = ask(settings, usual, input_shape, classes, examples, budget, precision, attack_steps)
         if suggest:
             rows = suggestions(settings, question)
-            print(json.dumps({"suggest": rows})) if as_json else out.print(suggest_table(rows))
+            print(json.dumps({"suggest": rows})) if as_json else show(suggest_tables(rows))
             return
         found = make_plan(settings, question)
         if picture:
@@ -169,12 +169,17 @@ def plan(
         if as_json:
             print(json.dumps(found))
             return
-        for table in plan_tables(found):
-            out.print(table, soft_wrap=isinstance(table, str), highlight=False)
+        show(plan_tables(found))
         if picture:
             out.print(f"picture: {picture}", soft_wrap=True)
         elif not preset:
             out.print(f"shipped presets: {', '.join(sorted(path.stem for path in PRESETS.glob('*.toml')))}")
+
+
+def show(lines: Iterable[Any]) -> None:
+    """Print sentences and tables."""
+    for line in lines:
+        out.print(line, soft_wrap=isinstance(line, str), highlight=False)
 
 
 @app.command()

@@ -40,7 +40,8 @@ def measured_here() -> list[dict[str, Any]]:
 
 def fleet_table(rows: list[dict[str, Any]]) -> Table:
     """Devices for people."""
-    table = Table("fleet", "assignment", "device", "memory", "FLOP/s", "network", "disk")
+    names = ("fleet", "assignment", "device", "memory", "FLOP/s", "network", "disk")
+    table = Table(*names, box=None, pad_edge=False)
     for row in rows:
         ratio = row["memory_ratio"]
         most = "up to " if row["assignment"] in ("uniform", "memories") else ""

@@ -264,7 +264,7 @@ def fleet_row(fleet: Fleet, settings: Settings, rule: Rule, tasks: list[list[lis
         stages.append(
             {
                 "stage": stage.name,
-                "participation": 1 - len(out) / len(everyone),
+                "participation": (len(everyone) - len(out)) / len(everyone),
                 "excluded_clients": sorted({task.client for task in out}),
                 "lacks_bytes": max((task.needed - task.state.budget_bytes for task in out), default=0),
                 "round_seconds": fmean(round_seconds(task.seconds for task in of_round) for of_round in asked),
@@ -323,7 +323,7 @@ def stage_row(rule: Rule, part: Part, tasks: list[Task], examples: int) -> dict[
     out = [task for task in tasks if not task.parts]
     poorest = min(out, key=lambda task: task.state.budget_bytes, default=None)
     return {
-        "participation": 1 - len(out) / len(tasks),
+        "participation": (len(tasks) - len(out)) / len(tasks),
         "trains": [{"what": what, "share": count / len(tasks)} for what, count in trained.most_common()],
         "needed_bytes": poorest.needed if poorest else None,
         "lacks_bytes": poorest.needed - poorest.state.budget_bytes if poorest else 0,

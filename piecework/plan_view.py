@@ -100,12 +100,11 @@ def stage_words(stage: dict[str, Any], fleet: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def suggest_table(rows: list[dict[str, Any]]) -> Table:
-    """Systems side by side."""
-    table = Table("strategy", "take part", "peak", "bytes a round", "a round", "stages", "", box=None, pad_edge=False)
+def suggest_tables(rows: list[dict[str, Any]]) -> list[str | Table]:
+    """Systems side by side; then those that cannot, and why."""
+    table = columns("strategy", "take part", "peak", "bytes a round", "a round", "stages", "")
     for row in rows:
         if row["reason"]:
-            table.add_row(row["strategy"], "-", "-", "-", "-", "-", row["reason"])
             continue
         table.add_row(
             row["strategy"],
@@ -116,7 +115,7 @@ def suggest_table(rows: list[dict[str, Any]]) -> Table:
             str(row["stages"]),
             "" if row["trains_here"] else "planned only",
         )
-    return table
+    return [table, *(f"{row['strategy']}: {row['reason']}" for row in rows if row["reason"])]
 
 
 def duration(seconds: float) -> str:

@@ -109,7 +109,9 @@ def memory_bytes(part: Part, reference: Blueprint, recipe: Recipe) -> float:
     """FeDepth's own memory (its Table 1): a whole model of width r costs r times the full one, M models M times one."""
     if not part.whole:
         return fedepth_price(part.blueprint, part.atoms, recipe.batch_size)
-    return part.copies * part.blueprint.width * fedepth_full_bytes(reference, recipe.batch_size)
+    width = part.blueprint.width
+    full = fedepth_full_bytes(part.blueprint if width == 1 else reference, recipe.batch_size)
+    return part.copies * width * full
 
 
 def fedepth_price(blueprint: Blueprint, atoms: Sequence[int], batch_size: int = 32) -> float:

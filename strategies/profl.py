@@ -69,7 +69,7 @@ def fitted_mb(part: Part, batch_size: int) -> float:
     """A fit to the authors' thresholds, within 4 %: activations and their gradients, 4 bytes each; parameters are ignored.
 
     A convolution of the main path counts three maps (its own, batch norm's, ReLU's), one of a shortcut or of a basic layer
-    one; pooling none. Linear layers, LSTMs and norms without a convolution count their outputs. In the authors' MB, which
+    one, a max-pooling one. Linear layers, LSTMs and norms without a convolution count their outputs. In the authors' MB, which
     are 2^20 bytes: only so do the output modules' 28, 12 and 4 MB come out.
     """
     elements = 0
@@ -77,8 +77,9 @@ def fitted_mb(part: Part, batch_size: int) -> float:
         layers = anatomy(part.blueprint, unit).layers
         convolutions = [layer for layer in layers if layer.kind == "Conv2d"]
         if not convolutions:
-            elements += sum(layer.outputs for layer in layers)
+            elements += sum(layer.outputs for layer in layers if layer.kind != "MaxPool2d")
         single = part.blueprint.atoms[atom].name.startswith("basic")
+        elements += sum(layer.outputs for layer in layers if layer.kind == "MaxPool2d")
         for layer in convolutions:
             elements += layer.outputs * (1 if single or layer.on_shortcut else 3)
     return 2 * 4 * part.copies * batch_size * elements / 2**20

@@ -35,4 +35,4 @@ class SpaFLRule(Rule):
 def thresholds(part: Part) -> int:
     """The number of thresholds of a masked part."""
     layers = [layer for unit in part.units for layer in anatomy(part.blueprint, unit).layers]
-    return sum(layer.parameters for layer in layers if layer.kind == "FilterMask")
+    return sum(layer.weight[0] for layer in layers if layer.parametrized)

@@ -1,17 +1,43 @@
-"""The code of docs/extend.md, run block by block, ends in a run of a strategy, model and data set that are all new."""
+"""What the documents say is run: code, plans, fleets."""
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 from helpers import run_local
+from typer.testing import CliRunner
 
 from client_app.trainers import TRAINERS
+from device_profiles.fleet import load_fleet
 from models.zoo import MODELS
+from piecework.cli import app
 from strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_plans_in_the_documents_run(tmp_path: Path) -> None:
+    text = "".join((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/plan.md", "docs/memory.md"))
+    commands = re.findall(r"^    piecework plan(.*)$", text.replace("\\\n", " "), re.MULTILINE)
+    assert len(commands) == 5
+    for command in commands:
+        options = shlex.split(command.split("#")[0].replace("docs/plan.svg", str(tmp_path / "plan.svg")))
+        done = CliRunner().invoke(app, ["plan", *options])
+        assert done.exit_code == 0, (command, done.stderr)
+    assert (tmp_path / "plan.svg").stat().st_size > 10_000
+
+
+def test_the_fleet_in_the_documents_loads(tmp_path: Path) -> None:
+    mine, devices = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "plan.md").read_text("utf-8"), re.DOTALL)
+    (tmp_path / "mine.toml").write_text(mine, encoding="utf-8")
+    fleet = load_fleet(str(tmp_path / "mine.toml"))
+    assert len(fleet.devices) == 7
+    assert (fleet.memory_loss, fleet.memory_floor) == ((0.8, 0.9), 60_000_000)
+    without = "\n".join(line for line in mine.splitlines() if not line.startswith(("pool", "skew")))
+    (tmp_path / "mine.toml").write_text(f"{without}\n{devices}", encoding="utf-8")
+    assert [device.name for device in load_fleet(str(tmp_path / "mine.toml")).devices] == ["pi"]
 
 
 def test_add_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from models.low_rank import low_rank
 from models.masked import FilterMask, is_threshold, masked
 from models.zoo import MODELS, build_blueprint, num_parameters, usual_input
 from server_app.settings import Settings
-from strategies import find_rule, find_strategy
+from strategies import fedepth, fedprophet, find_rule, find_strategy, prism, profl
 from strategies.pricing import Part, pricing_for, whole_model
 from strategies.rules import Rule, label
 
@@ -283,3 +283,36 @@ def test_what_can_only_be_planned_says_so() -> None:
         find_strategy("profl")
     with pytest.raises(ValueError, match=r"unknown strategy 'guess': known are fedavg, .*spafl"):
         find_rule("guess")
+
+
+# ---- memory-models on other systems' models
+
+
+def test_a_mask_does_not_hide_its_convolution() -> None:
+    plain, part = whole_model(blueprint_of("conv4")), whole_model(masked(blueprint_of("conv4")))
+    first, masked_first = (anatomy(p.blueprint, "atoms.0").layers[0] for p in (plain, part))
+    assert (masked_first.kind, masked_first.parametrized, first.parametrized) == ("Conv2d", True, False)
+    assert (masked_first.inputs, masked_first.outputs, masked_first.weight) == (
+        first.inputs,
+        first.outputs,
+        first.weight,
+    )
+    assert masked_first.parameters == first.parameters + 64
+    recipe = Recipe(lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=16, epochs=1)
+    by_fedprophet = [fedprophet.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)]
+    assert by_fedprophet[1] - by_fedprophet[0] == 12 * 650
+    assert len({profl.fitted_mb(p, 16) for p in (plain, part)}) == 1
+    assert len({prism.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)}) == 1
+    assert fedprophet.macs(part, 1) == fedprophet.macs(plain, 1)
+
+
+def test_fedepths_rule_counts_the_layers_of_sub_models_and_takes_widths_as_shares() -> None:
+    recipe = Recipe(lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=32, epochs=1)
+    full = blueprint_of("resnet18")
+    whole = fedepth.memory_bytes(whole_model(full), full, recipe)
+    assert fedepth.memory_bytes(whole_model(blueprint_of("resnet18", 0.5)), full, recipe) == whole / 2
+    sizes = [fedepth.memory_bytes(whole_model(low_rank(full, keep)), full, recipe) for keep in (0.2, 0.4, 0.6)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < 0.4 * whole
+    step = at_step(full, 1)
+    assert fedepth.memory_bytes(whole_model(step), full, recipe) < 0.7 * whole
