@@ -91,7 +91,7 @@ class PieceStrategy(Strategy):
 
     def price(self, piece: Piece) -> int:
         """Bytes of training a piece by the memory-model."""
-        return self.rule.pricing.bytes(self.rule.part(piece))
+        return self.rule.bytes(piece)
 
     @property
     def reference_bytes(self) -> int:
