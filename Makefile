@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 # Without compiled modules every process compiles torch anew: 5 seconds instead of 2.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test check tables clean
 
 setup: $(STAMP)
 
@@ -28,6 +28,9 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+tables: setup
+	$(BIN)/python -m benchmarks.tables
 
 clean:
 	rm -rf .venv

@@ -1,0 +1,44 @@
+"""The papers' tables beside what Piecework computes: writes docs/tables.md.
+
+    python -m benchmarks.tables [--check]
+
+`--check` only compares, and exits with 1 where the file is not what is computed.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.tables import fedepth, fedprophet, prism, profl, sizes, spafl
+from benchmarks.tables.shared import section
+
+TABLES = Path(__file__).resolve().parents[2] / "docs" / "tables.md"
+SECTIONS = (sizes, fedprophet, fedepth, prism, profl, spafl)
+
+
+def document() -> str:
+    """docs/tables.md."""
+    head = section(
+        "Written by `python -m benchmarks.tables` (`make tables`). Do not edit: `--check` and a test compare it.",
+        "# The papers' tables beside ours",
+        """What `piecework plan` computes, laid beside what the papers print: deviation in percent of the paper's figure; "as
+        printed" is yes where ours rounds to the printed digits, so that the deviation is the paper's rounding. No plan needs
+        a data set or trains; the keys named here are those of `--json`.""",
+    )
+    return "\n\n".join([head, *(each.text() for each in SECTIONS)]) + "\n"
+
+
+def main() -> None:
+    """Write or check the document."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.tables", description=__doc__, formatter_class=layout)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the file differs")
+    check, text = parser.parse_args().check, document()
+    if not check:
+        TABLES.write_text(text, encoding="utf-8")
+    elif not TABLES.is_file() or TABLES.read_text(encoding="utf-8") != text:
+        sys.exit(f"{TABLES} is not what is computed: run make tables")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What all sections share: from the command line of a plan to its rule and figures, and how figures are laid beside each other.
+
+Each section gives the command line of `piecework plan`, and the same text is read here (`rule_for`).
+"""
+
+import shlex
+import textwrap
+from collections.abc import Iterable
+from functools import cache
+from math import prod
+from typing import Any
+
+import typer
+
+from client_app.setup import blueprint_of_shape
+from device_profiles.fleet import load_fleet
+from device_profiles.memory import MemoryBudgetExceededError
+from models.anatomy import Layer, anatomy
+from models.cascade import Blueprint
+from piecework.cli import app, settings_from
+from piecework.plan import Question, ask, budget_bytes, fleet_states
+from server_app.settings import Settings
+from strategies import find_rule
+from strategies.pricing import Part, pricing_for, whole_model
+from strategies.rules import Rule
+
+PLAN: Any = typer.main.get_command(app)
+MB, MIB = 10**6, 2**20
+OF_PROFL = "--set model-options=pooling=profl,classifier=profl"  # a VGG as ProFL's code has it
+Rows = Iterable[Iterable[str]]
+
+
+# ---- what a command line of `piecework plan` is about
+
+
+def asked(flags: str) -> tuple[Settings, Question]:
+    """The settings and the question of `piecework plan FLAGS`, for a model at its usual input or at --input-shape."""
+    given = PLAN.commands["plan"].make_context("plan", shlex.split(flags)).params
+    keys = ("model", "strategy", "fleet", "memory-model", "batch-size")
+    chosen = {key: value for key in keys if (value := given[key.replace("-", "_")])}
+    settings = settings_from("", list(given["assignments"]), named=chosen)
+    return settings, ask(settings, True, given["input_shape"], given["classes"], budget=given["budget"])
+
+
+@cache
+def rule_for(flags: str) -> Rule:
+    """The rule that `piecework plan FLAGS` follows, for the budget that is named there."""
+    settings, question = asked(flags)
+    about = question.input_shape, question.num_classes
+    blueprint = blueprint_of_shape(settings, *about)
+    reference = blueprint_of_shape(settings.model_copy(update={"model_width": 1.0}), *about)
+    pricing = pricing_for(settings, reference)
+    budget = budget_bytes(question.budget, pricing.bytes(whole_model(blueprint))) if question.budget else 0
+    return find_rule(settings.strategy)(blueprint, pricing, settings, budget)
+
+
+def full_bytes(flags: str) -> int:
+    """`full_memory_bytes` of the plan."""
+    rule = rule_for(flags)
+    return rule.pricing.bytes(whole_model(rule.blueprint))
+
+
+def participation(flags: str, stage: int = 0) -> float:
+    """`participation` of a stage: the share of the fleet's devices that have something to train."""
+    rule = rule_for(flags)
+    states = fleet_states(load_fleet(rule.settings.fleet), rule.settings, rule.pricing.reference_bytes)[0]
+    slowest, taking_part = min(state.flops_per_second for state in states), 0
+    for state in states:
+        try:
+            taking_part += bool(rule.work(stage, state, slowest))
+        except MemoryBudgetExceededError:
+            continue
+    return taking_part / len(states)
+
+
+def layers_of(part: Part) -> list[Layer]:
+    """All layers of a part, the head's too."""
+    return [layer for unit in part.units for layer in anatomy(part.blueprint, unit).layers]
+
+
+def count(blueprint: Blueprint, what: str) -> int:
+    """How papers count a model: `parameters`; `weights` of convolutions and linear layers; `convolutions`, their weights;
+    `norms`, their parameters; `entries` of the state dict, buffers too.
+    """
+    whole = whole_model(blueprint)
+    layers, norms = layers_of(whole), [layer for layer in layers_of(whole) if layer.kind.startswith("BatchNorm")]
+    if what == "entries":  # all of 4 bytes but a norm's counter of batches, which has 8
+        return whole.state_bytes // 4 - len(norms)
+    if what == "norms":
+        return sum(layer.parameters for layer in norms)
+    kinds = {"weights": ("Conv2d", "Linear"), "convolutions": ("Conv2d",)}
+    if what in kinds:
+        return sum(prod(layer.weight) for layer in layers if layer.kind in kinds[what])
+    return whole.parameters
+
+
+# ---- how figures are laid beside each other
+
+COMPARED = ("paper", "computed", "deviation", "as printed")
+
+
+def beside(printed: str, computed: float) -> list[str]:
+    """The printed figure, the computed one with more digits, the deviation, whether the computed one rounds to the printed."""
+    digits, paper = len(printed.partition(".")[2]), float(printed.replace(",", ""))
+    shown = f"{computed:,}" if isinstance(computed, int) else f"{computed:,.{max(2, digits + 1)}f}"
+    same = "yes" if round(computed, digits) == paper else "no"
+    return [printed, shown, deviation(computed, paper), same]
+
+
+def deviation(computed: float, paper: float) -> str:
+    """In percent of the paper's figure."""
+    percent = round(100 * (computed / paper - 1), 2)
+    return f"{percent:+.2f} %" if percent else "0"
+
+
+def table(header: Iterable[str], rows: Rows) -> str:
+    """A table in Markdown."""
+    names = list(header)
+    lines = [names, ["---"] * len(names), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def commands(*flags: str) -> str:
+    """The commands of a section."""
+    return "\n".join(f"    piecework plan {each}" for each in flags)
+
+
+def section(*blocks: str) -> str:
+    """A heading, then paragraphs, which are filled, tables and commands, which are not."""
+    return "\n\n".join(block if block[0] in "#| " else prose(block) for block in blocks)
+
+
+def prose(text: str) -> str:
+    """A paragraph in lines."""
+    return textwrap.fill(" ".join(text.split()), 128, break_on_hyphens=False, break_long_words=False)
