@@ -1,7 +1,6 @@
 """The command line: run, plan, devices, report, compare, clean."""
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from device_profiles.fleet import FleetError
-from server_app.settings import Scalar, Settings, SettingsError
+from piecework.options import PRESETS, Scalars, seed_list, settings_from
+from server_app.settings import Settings, SettingsError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 out, err = Console(), Console(stderr=True)
@@ -42,8 +42,6 @@ Preset = Annotated[
 ]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="a setting; may be repeated")]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
-Scalars = dict[str, Scalar]
-PRESETS = Path(__file__).resolve().parents[1] / "conf"
 
 
 @app.command()
@@ -101,14 +99,6 @@ def run_one(settings: Settings, seed: int, several: bool, restarts: int, as_json
     return summary
 
 
-def seed_list(seeds: str) -> list[int]:
-    """`1,2,3`. Raises SettingsError."""
-    parts = [part.strip() for part in seeds.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
-        raise SettingsError(f"--seeds {seeds}: expected different whole numbers from 0, separated by commas")
-    return [int(part) for part in parts]
-
-
 def over_seeds(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     """One object for several runs: sums, the mean accuracy, the largest peak, and the runs themselves."""
     finished = [s for s in summaries if s["status"] == "completed"]
@@ -148,9 +138,10 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Which pieces a model falls into, which device can train which, and how long a round takes; nothing is trained."""
-    from piecework.plan import ask, make_plan
+    from piecework.plan import make_plan
     from piecework.plan import suggest as suggestions
     from piecework.plan_view import draw, plan_tables, suggest_tables
+    from piecework.question import ask
 
     with errors_for_people(as_json, {}):
         named: Scalars = {"model": model, "dataset": dataset, "strategy": strategy, "fleet": fleet}
@@ -248,80 +239,6 @@ def clean(
             if as_json
             else f"freed {freed:,} bytes"
         )
-
-
-def settings_from(
-    preset: str,
-    assignments: list[str],
-    *,
-    engine: str = "",
-    nodes: int = 0,
-    output_dir: str = "",
-    named: Scalars | None = None,
-) -> Settings:
-    """Defaults, then the preset, then --set, then the other options. Paths become absolute: engines run elsewhere.
-
-    Without a number of clients it is the one that the fleet lists, or 20; 4 where real processes are started.
-    """
-    from device_profiles.fleet import load_fleet
-    from server_app.local_grid import default_workers
-
-    values = read_preset(preset) if preset else {}
-    values |= dict(map(assignment, assignments)) | (named or {})
-    if engine:
-        values["engine"] = engine
-    if nodes:
-        values["clients"] = nodes
-    elif not values.get("clients"):
-        fleet = load_fleet(str(values.get("fleet", Settings.model_fields["fleet"].default)))
-        values["clients"] = fleet.prescribed_clients or (4 if values.get("engine") == "deployment" else 20)
-    if output_dir:
-        values["output-dir"] = output_dir
-    if os.environ.get("PIECEWORK_DATA"):
-        values.setdefault("data-dir", os.environ["PIECEWORK_DATA"])
-    settings = Settings.from_run_config(values)
-    kind, colon, source = settings.dataset.partition(":")
-    dataset = f"{kind}:{(Path(settings.data_dir) / source).resolve()}" if colon else settings.dataset
-    paths = {"dataset": dataset} | {
-        key: str(Path(value).resolve())
-        for key in ("output_dir", "data_dir", "state_dir", "resume_from")
-        if (value := getattr(settings, key)) and value != "auto"
-    }
-    resolved = paths | {"fleet": load_fleet(settings.fleet).to_json(), "workers": default_workers(settings.workers)}
-    return settings.model_copy(update=resolved)
-
-
-def read_preset(preset: str) -> dict[str, Scalar]:
-    """A preset's settings. Raises SettingsError."""
-    import tomllib
-
-    path = Path(preset)
-    if not path.is_file() and (PRESETS / f"{preset}.toml").is_file():
-        path = PRESETS / f"{preset}.toml"
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        shipped = ", ".join(sorted(found.stem for found in PRESETS.glob("*.toml")))
-        raise SettingsError(f"--preset {preset}: no such file, and no shipped preset ({shipped})") from None
-    except (tomllib.TOMLDecodeError, OSError) as error:
-        raise SettingsError(f"--preset {preset}: {error}") from None
-
-
-def assignment(text: str) -> tuple[str, Scalar]:
-    """`key=value`: the value as TOML reads it, or plain text. Raises SettingsError."""
-    import tomllib
-
-    key, equals, raw = text.partition("=")
-    if not equals:
-        raise SettingsError(f"--set {text}: expected KEY=VALUE")
-    field = Settings.model_fields.get(key.strip().replace("-", "_"))
-    try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = raw
-    if field is not None and isinstance(field.default, str) and not isinstance(value, str):
-        value = raw
-    return key.strip(), value
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from helpers import fleet_json, run_local
 from typer.testing import CliRunner
 
 import piecework
-from piecework.cli import app, read_preset, settings_from
+from piecework.cli import app
 from piecework.launch import free_ports, launch
+from piecework.options import read_preset, settings_from
 from piecework.runs import stores
 from server_app.records import RunDir, read_arrays
 from server_app.rounds import resolve_run_dir

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from device_profiles.fleet import load_fleet
 from piecework.cli import app
-from piecework.plan import ask, budget_bytes, fleet_states, make_plan
+from piecework.plan import fleet_states, make_plan
+from piecework.question import ask, budget_bytes
 from server_app.settings import Settings, SettingsError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,7 +182,8 @@ COST = """
 import resource, sys
 from client_app.training import Recipe, piece_price
 from models.zoo import build_blueprint
-from piecework.plan import ask, make_plan
+from piecework.plan import make_plan
+from piecework.question import ask
 from server_app.settings import Settings
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 one = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8))

@@ -17,8 +17,10 @@ from device_profiles.fleet import load_fleet
 from device_profiles.memory import MemoryBudgetExceededError
 from models.anatomy import Layer, anatomy
 from models.cascade import Blueprint
-from piecework.cli import app, settings_from
-from piecework.plan import Question, ask, budget_bytes, fleet_states
+from piecework.cli import app
+from piecework.options import settings_from
+from piecework.plan import fleet_states
+from piecework.question import Question, ask, budget_bytes
 from server_app.settings import Settings
 from strategies import find_rule
 from strategies.pricing import Part, pricing_for, whole_model

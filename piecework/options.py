@@ -1,0 +1,88 @@
+"""What a command line asks for, as settings: presets, assignments, options, the environment."""
+
+import os
+import tomllib
+from pathlib import Path
+
+from device_profiles.fleet import load_fleet
+from server_app.settings import Scalar, Settings, SettingsError
+
+Scalars = dict[str, Scalar]
+PRESETS = Path(__file__).resolve().parents[1] / "conf"
+
+
+def settings_from(
+    preset: str,
+    assignments: list[str],
+    *,
+    engine: str = "",
+    nodes: int = 0,
+    output_dir: str = "",
+    named: Scalars | None = None,
+) -> Settings:
+    """Defaults, then the preset, then --set, then the other options. Paths become absolute: engines run elsewhere.
+
+    Without a number of clients it is the one that the fleet lists, or 20; 4 where real processes are started.
+    """
+    from server_app.local_grid import default_workers
+
+    values = read_preset(preset) if preset else {}
+    values |= dict(map(assignment, assignments)) | (named or {})
+    if engine:
+        values["engine"] = engine
+    if nodes:
+        values["clients"] = nodes
+    elif not values.get("clients"):
+        fleet = load_fleet(str(values.get("fleet", Settings.model_fields["fleet"].default)))
+        values["clients"] = fleet.prescribed_clients or (4 if values.get("engine") == "deployment" else 20)
+    if output_dir:
+        values["output-dir"] = output_dir
+    if os.environ.get("PIECEWORK_DATA"):
+        values.setdefault("data-dir", os.environ["PIECEWORK_DATA"])
+    settings = Settings.from_run_config(values)
+    kind, colon, source = settings.dataset.partition(":")
+    dataset = f"{kind}:{(Path(settings.data_dir) / source).resolve()}" if colon else settings.dataset
+    paths = {"dataset": dataset} | {
+        key: str(Path(value).resolve())
+        for key in ("output_dir", "data_dir", "state_dir", "resume_from")
+        if (value := getattr(settings, key)) and value != "auto"
+    }
+    resolved = paths | {"fleet": load_fleet(settings.fleet).to_json(), "workers": default_workers(settings.workers)}
+    return settings.model_copy(update=resolved)
+
+
+def read_preset(preset: str) -> dict[str, Scalar]:
+    """A preset's settings. Raises SettingsError."""
+    path = Path(preset)
+    if not path.is_file() and (PRESETS / f"{preset}.toml").is_file():
+        path = PRESETS / f"{preset}.toml"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        shipped = ", ".join(sorted(found.stem for found in PRESETS.glob("*.toml")))
+        raise SettingsError(f"--preset {preset}: no such file, and no shipped preset ({shipped})") from None
+    except (tomllib.TOMLDecodeError, OSError) as error:
+        raise SettingsError(f"--preset {preset}: {error}") from None
+
+
+def assignment(text: str) -> tuple[str, Scalar]:
+    """`key=value`: the value as TOML reads it, or plain text. Raises SettingsError."""
+    key, equals, raw = text.partition("=")
+    if not equals:
+        raise SettingsError(f"--set {text}: expected KEY=VALUE")
+    field = Settings.model_fields.get(key.strip().replace("-", "_"))
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    if field is not None and isinstance(field.default, str) and not isinstance(value, str):
+        value = raw
+    return key.strip(), value
+
+
+def seed_list(seeds: str) -> list[int]:
+    """`1,2,3`. Raises SettingsError."""
+    parts = [part.strip() for part in seeds.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+        raise SettingsError(f"--seeds {seeds}: expected different whole numbers from 0, separated by commas")
+    return [int(part) for part in parts]

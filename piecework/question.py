@@ -1,0 +1,90 @@
+"""What a plan is asked about: an example's shape, classes, a client's examples, a budget, the kind of step."""
+
+from dataclasses import dataclass
+from typing import cast, get_args
+
+from client_app.setup import open_dataset
+from client_app.training import Precision
+from device_profiles.profile import parse_bytes
+from federated_data.datasets import PUBLISHED, default_cache, prepare
+from models.cascade import Shape
+from models.zoo import usual_input
+from server_app.settings import Settings, SettingsError
+
+EXAMPLES = 500  # of a client, where no data set says how many
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan needs beside settings: the shape of an example, classes, a client's training examples, a budget to cut for.
+
+    `budget` is as a person writes it (`60MB`, `0.2x`); empty = the least that the fleet has. `attack_steps` None = as many as
+    the system's own training takes.
+    """
+
+    input_shape: Shape
+    num_classes: int
+    examples: int
+    budget: str = ""
+    precision: Precision = "float32"
+    attack_steps: int | None = None
+
+
+def ask(
+    settings: Settings,
+    usual: bool = False,
+    input_shape: str = "",
+    classes: int = 0,
+    examples: int = 0,
+    budget: str = "",
+    precision: str = "float32",
+    attack_steps: int = -1,
+) -> Question:
+    """The question of a command line: about `input_shape` (`3x224x224`, `500`), else with `usual` about what the model usually
+    reads, else about the run's data set. Without a number of `examples` a client has an equal share of the training examples,
+    less what is kept for validation; 500 where there is no data set. Raises SettingsError.
+    """
+    if input_shape:
+        shape, share = parse_shape(input_shape), EXAMPLES
+        if classes < 1:
+            raise SettingsError(f"--classes {classes}: --input-shape needs the number of classes beside it")
+    elif classes:
+        raise SettingsError(f"--classes {classes} belongs to --input-shape; a data set has its own classes")
+    elif usual:
+        shape, classes = usual_input(settings.model)
+        share = EXAMPLES
+    else:
+        shape, classes, total = data_shape(settings)
+        share = max(2, int(total / settings.clients * (1 - settings.validation_share)))
+    if precision not in get_args(Precision):
+        raise SettingsError(f"--precision {precision}: expected one of {', '.join(get_args(Precision))}")
+    steps = attack_steps if attack_steps >= 0 else None
+    return Question(shape, classes, examples or share, budget, cast(Precision, precision), steps)
+
+
+def parse_shape(text: str) -> Shape:
+    """`3x224x224` of images, `500` of tokens. Raises SettingsError."""
+    edges = text.lower().split("x")
+    if len(edges) not in (1, 3) or not all(edge.isdecimal() and int(edge) for edge in edges):
+        raise SettingsError(f"--input-shape {text}: expected channels, height and width as 3x224x224, or tokens as 500")
+    return tuple(map(int, edges))
+
+
+def data_shape(settings: Settings) -> tuple[Shape, int, int]:
+    """Shape of an example, classes, training examples; published data sets need not be there. Raises DatasetError."""
+    if settings.dataset in PUBLISHED:
+        return PUBLISHED[settings.dataset]
+    prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.download)
+    data = open_dataset(settings.dataset, settings.data_dir)
+    return data.input_shape, data.num_classes, len(data.labels)
+
+
+def budget_bytes(text: str, full: int) -> int:
+    """`60MB`, `57MiB`, or `0.2x` of the full model's bytes. Raises SettingsError."""
+    try:
+        found = int(float(text[:-1]) * full) if text.endswith("x") else parse_bytes(text)
+    except (ValueError, OverflowError):
+        found = 0
+    if found <= 0:
+        raise SettingsError(f"--budget {text}: expected bytes as 60MB or 57MiB, or a share of the full model as 0.2x")
+    return found
