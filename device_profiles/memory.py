@@ -58,7 +58,9 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._reach(self.live)
 
     def _count_all(self, values: Iterable[object]) -> None:
-        for value in values:  # operators nest no deeper than lists of tensors; torch's pytree would take a sixth of a trace
+        for (
+            value
+        ) in values:  # operators nest no deeper than lists of tensors; torch's pytree would take a sixth of a trace
             if isinstance(value, list | tuple):
                 self._count_all(value)
             else:
