@@ -33,7 +33,7 @@ class Atom:
     shape: Shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # two are the same where they are one: comparing factories would say no more
 class Blueprint:
     """How to build a cascade, atom by atom; `width` is the share of its channels that a width-scaled model has
     (1 for a sub-model of another kind).

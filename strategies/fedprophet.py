@@ -56,10 +56,10 @@ class FedProphetRule(Rule):
         flops = backbone * state.flops_per_second / slowest
         allowed = self.settings.allowance(state.budget_bytes)
         for later in self.stages[stage + 1 :]:
-            longer = (*assigned.atoms, *later.parts[0].atoms)
-            if self.bytes(longer) > allowed or self.part(longer).forward_flops > flops:
+            longer = self.part((*assigned.atoms, *later.parts[0].atoms))
+            if self.bytes(longer.atoms) > allowed or longer.forward_flops > flops:
                 break
-            assigned = self.part(longer)
+            assigned = longer
         return [assigned]
 
 

@@ -58,7 +58,7 @@ class Part:
         """Bytes of one example at the entrance: an image, a text, or the features that were stored; 4 a value."""
         return 4 * prod(self.blueprint.shape_before(self.atoms[0]))
 
-    @property
+    @cached_property
     def forward_flops(self) -> int:
         """FLOPs of one example on its way through atoms and head, 2 per multiply-accumulate."""
         return self.copies * sum(anatomy(self.blueprint, unit).flops for unit in self.units)

@@ -37,11 +37,10 @@ class Rule(ABC):
 
     def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
         self.blueprint, self.pricing, self.settings, self.smallest = blueprint, pricing, settings, smallest
-
         self._bytes: dict[Piece, int] = {}
 
     def bytes(self, piece: Piece) -> int:
-        """The price of a piece."""
+        """The price of a piece, looked up once."""
         if piece not in self._bytes:
             self._bytes[piece] = self.pricing.bytes(self.part(piece))
         return self._bytes[piece]
