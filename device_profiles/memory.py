@@ -58,9 +58,8 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._reach(self.live)
 
     def _count_all(self, values: Iterable[object]) -> None:
-        for (
-            value
-        ) in values:  # operators nest no deeper than lists of tensors; torch's pytree would take a sixth of a trace
+        # Operators nest no deeper than lists of tensors; torch's pytree would take a sixth of a trace.
+        for value in values:
             if isinstance(value, list | tuple):
                 self._count_all(value)
             else:
@@ -108,6 +107,14 @@ def trace(work: Callable[[], object]) -> StepPrice:
     return StepPrice(memory.peak, flops.total)
 
 
+FILLS = {
+    torch.ops.aten.uniform_.default,
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.zero_.default,
+}
+
+
 class _AsOnTheCPU(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Corrects fake results that differ from the CPU's in size or memory format."""
 
@@ -123,6 +130,8 @@ class _AsOnTheCPU(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is torch.ops.aten._fused_sgd_.default:
             return None  # it works in place, and has no fake kernel: the real one would run, on real zeros
+        if func in FILLS:
+            return args[0]  # what initial weights there are does not matter
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():
             *states, _ = result  # the workspace is empty

@@ -82,7 +82,12 @@ def _call(build: Any) -> Hashable:
     if not isinstance(build, partial):
         return cast(Hashable, build)
     function: Hashable = build.func
-    return function, tuple(map(_call, build.args)), tuple((key, _call(v)) for key, v in build.keywords.items())
+    call = function, tuple(map(_call, build.args)), tuple((key, _call(v)) for key, v in build.keywords.items())
+    try:
+        hash(call)
+    except TypeError:  # an argument such as a list: this factory is like no other
+        return cast(Hashable, build)
+    return call
 
 
 def input_of(blueprint: Blueprint, unit: str) -> Shape:

@@ -1,18 +1,20 @@
-"""ProFL's blocks and what stands in for the blocks that are not there yet (section 2; facts from the authors' code).
+"""ProFL's blocks and what stands in for the blocks that are not there yet (section 2, and the authors' code).
 
 The output module of step t: a basic layer for every block behind block t, then the model's own pooling and classifier. A
 basic layer is one 3 x 3 convolution to the block's channels, without bias, norm or ReLU; its stride is what the block shrinks
 its map by: 2 in all of ResNet, as in the authors' code; 4 in VGG-11, of which they say nothing. For a transformer it is one
-encoder (section 3.6).
+encoder (section 3.6), for an LSTM one layer.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
 from torch import nn
 
-from models.cascade import Atom, Blueprint, Shape
+from models.cascade import Atom, Blueprint
+from models.layers import map_size
 from models.partition import Piece
 
 # Convolutions a block, where channels do not tell blocks apart: the paper's rule for VGG.
@@ -39,12 +41,15 @@ def at_step(blueprint: Blueprint, t: int) -> Blueprint:
     blocks = blocks_of(blueprint)
     atoms = list(blueprint.atoms[: blocks[t - 1][-1] + 1])
     for number, block in enumerate(blocks[t:], start=t + 1):
-        last = blueprint.atoms[block[-1]]
-        build = last.build if len(last.shape) == 2 else partial(_basic, atoms[-1].shape, last.shape)
-        atoms.append(Atom(f"basic{number}", build, last.shape))
+        first, last = blueprint.atoms[block[0]], blueprint.atoms[block[-1]]
+        before, shape = atoms[-1].shape, last.shape
+        if len(shape) == 3:
+            stride = max(1, round(before[1] / shape[1]))
+            shape = (shape[0], *map_size(before[1:], 3, stride, 1))
+            build: Callable[[], nn.Module] = partial(nn.Conv2d, before[0], shape[0], 3, stride, 1, bias=False)
+        elif first.shape == shape:
+            build = first.build
+        else:
+            raise ValueError(f"{blueprint.name} has no basic layer for the block {first.name}..{last.name}")
+        atoms.append(Atom(f"basic{number}", build, shape))
     return replace(blueprint, atoms=tuple(atoms), width=1.0)
-
-
-def _basic(before: Shape, after: Shape) -> nn.Module:
-    stride = max(1, round(before[1] / after[1]))
-    return nn.Conv2d(before[0], after[0], 3, stride, padding=1, bias=False)

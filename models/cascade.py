@@ -95,7 +95,7 @@ class Cascade(nn.Module):
 
 
 class ExitHead(nn.Module):
-    """m-FeDepth's own head of a block: batch norm, global average pooling, linear (facts from the authors' code)."""
+    """m-FeDepth's own head of a block: batch norm, global average pooling, linear (from the authors' code)."""
 
     def __init__(self, shape: Shape, num_classes: int, batch_norm: str) -> None:
         super().__init__()

@@ -4,6 +4,10 @@ For a convolution W[N, M k^2] = U S V^T: Conv_V has r = ceil(keep N) kernels of 
 instead of N channels leave it ("PriSM only computes r output channels"). Whatever follows has r channels too: norms,
 1 x 1 shortcuts, the next Conv_V's input. The first atom stays whole (the stem is not factorised), its first r channels are
 read; the head stays whole and sees zeros for the channels that are not there.
+
+Of a transformer the two linear layers of each MLP become two thin ones each, of rank ceil(keep x the smaller of their sizes);
+all channels leave them, and attention stays whole (the authors' code for DeiT). The authors' LSTM is not here: its gates are
+rebuilt from their kernels, so that a sub-model takes no less memory.
 """
 
 from collections.abc import Callable
@@ -15,13 +19,19 @@ from torch import Tensor, nn
 
 from models.cascade import Atom, Blueprint
 from models.layers import named
+from models.vit import Encoder
 
 
 def low_rank(blueprint: Blueprint, keep: float) -> Blueprint:
-    """The sub-model of keep ratio `keep` in (0, 1). Raises ValueError for a model without convolutions to factorise."""
-    if len(blueprint.input_shape) != 3 or any(len(atom.shape) != 3 for atom in blueprint.atoms):
-        raise ValueError(f"{blueprint.name} cannot be cut by rank: only convolutions are factorised here")
+    """The sub-model of keep ratio `keep` in (0, 1). Raises ValueError for a model without anything to factorise."""
     first, *others = blueprint.atoms
+    if all(isinstance(atom.build, partial) and atom.build.func is Encoder for atom in others):
+        mlps = [Atom(atom.name, partial(_thin_mlp, atom.build, keep), atom.shape) for atom in others]
+        return replace(blueprint, atoms=(first, *mlps), width=1.0)
+    if len(blueprint.input_shape) != 3 or any(len(atom.shape) != 3 for atom in blueprint.atoms):
+        raise ValueError(
+            f"{blueprint.name} cannot be cut by rank: only convolutions and a transformer's MLPs are factorised"
+        )
     atoms = [Atom(first.name, partial(_first, first.build, _rank(first.shape[0], keep)), _thin(first.shape, keep))]
     atoms += [Atom(atom.name, partial(_factorised, atom.build, keep), _thin(atom.shape, keep)) for atom in others]
     head = partial(_padded, blueprint.build_head, blueprint.feature_shape[0])
@@ -76,6 +86,17 @@ def _factorised(build: Callable[[], nn.Module], keep: float) -> nn.Module:
             parent, _, name = path.rpartition(".")
             setattr(module.get_submodule(parent), name, thin)
     return module
+
+
+def _thin_mlp(build: Callable[[], nn.Module], keep: float) -> nn.Module:
+    encoder = build()
+    for name in ("fc1", "fc2"):
+        whole = encoder.get_submodule(name)
+        assert isinstance(whole, nn.Linear)
+        rank = _rank(min(whole.in_features, whole.out_features), keep)
+        thin = named(v=nn.Linear(whole.in_features, rank, bias=False), u=nn.Linear(rank, whole.out_features))
+        setattr(encoder, name, thin)
+    return encoder
 
 
 def _thin_layer(layer: nn.Module, keep: float) -> nn.Module | None:

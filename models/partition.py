@@ -28,15 +28,26 @@ def greedy_partition(atoms: Sequence[int], price: Price, allowed: int, names: Se
 
     Raises AtomTooLargeError, naming the atom of `names` that does not fit alone.
     """
-    pieces: list[Piece] = []
-    for atom in atoms:
-        if pieces and fits(price((*pieces[-1], atom)), allowed):
-            pieces[-1] = (*pieces[-1], atom)
-        elif fits(needed := price((atom,)), allowed):
-            pieces.append((atom,))
-        else:
-            raise AtomTooLargeError(names[atom], needed, allowed)
+    left, pieces = tuple(atoms), list[Piece]()
+    while left:
+        if not fits(needed := price(left[:1]), allowed):
+            raise AtomTooLargeError(names[left[0]], needed, allowed)
+        length = longest(len(left), lambda n, left=left: fits(price(left[:n]), allowed))  # type: ignore[misc]
+        pieces.append(left[:length])
+        left = left[length:]
     return pieces
+
+
+def longest(most: int, works: Callable[[int], bool]) -> int:
+    """The largest n in 1..most that works, where 1 does and more is harder: by doubling, then halving, as asking costs time."""
+    low, high = 1, 2
+    while high <= most and works(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if works(middle) else (low, middle)
+    return low
 
 
 def leave_out_input_side(atoms: Sequence[int], price: Price, allowed: int) -> list[int]:

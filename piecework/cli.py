@@ -120,17 +120,19 @@ def plan(
     model: Annotated[str, typer.Option(help="a model of the zoo")] = "",
     dataset: Annotated[str, typer.Option(help="a data set: its shape, classes, number of examples")] = "",
     input_shape: Annotated[str, typer.Option(help="instead of a data set: 3x224x224, or 500 tokens")] = "",
-    classes: Annotated[int, typer.Option(help="number of classes, with --input-shape")] = 0,
-    examples: Annotated[int, typer.Option(help="training examples of a client; default: an equal share, or 500")] = 0,
+    classes: Annotated[int | None, typer.Option(min=1, help="number of classes, with --input-shape")] = None,
+    examples: Annotated[int | None, typer.Option(min=1, help="of a client; default: an equal share, or 500")] = None,
     strategy: Annotated[str, typer.Option(help="a system, also one that cannot be trained yet")] = "",
     fleet: Annotated[str, typer.Option(help="a shipped fleet or a .toml file")] = "",
-    batch_size: Annotated[int, typer.Option(help="examples of a step")] = 0,
+    batch_size: Annotated[int | None, typer.Option(min=2, help="examples of a step")] = None,
     budget: Annotated[
         str, typer.Option(help="cut for 60MB, 57MiB or 0.2x of the full model; default: the fleet's least")
     ] = "",
     memory_model: Annotated[str, typer.Option(help="traced, or a paper's: fedepth, fedprophet, prism, profl")] = "",
     precision: Annotated[str, typer.Option(help="float32 or bfloat16 (traced)")] = "float32",
-    attack_steps: Annotated[int, typer.Option(help="PGD steps of a training step; default: the system's own")] = -1,
+    attack_steps: Annotated[
+        int | None, typer.Option(min=0, help="PGD steps of a training step; default: the system's own")
+    ] = None,
     nodes: Annotated[int, typer.Option(help="number of clients")] = 0,
     picture: Annotated[str, typer.Option(metavar="FILE", help="draw memory against budgets: .svg, .png or .pdf")] = "",
     suggest: Annotated[bool, typer.Option("--suggest", help="rank the systems for this fleet and model")] = False,
@@ -145,10 +147,14 @@ def plan(
 
     with errors_for_people(as_json, {}):
         named: Scalars = {"model": model, "dataset": dataset, "strategy": strategy, "fleet": fleet}
-        named |= {"memory-model": memory_model, "batch-size": batch_size}
+        named |= {"memory-model": memory_model, "batch-size": batch_size or 0}
         given = {key: value for key, value in named.items() if value}
         settings = settings_from(preset, assignments, nodes=nodes, named=given)
         usual = bool(model) and not (dataset or preset)  # a model without a data set: what it usually reads
+        if input_shape and dataset:
+            raise SettingsError(f"--input-shape {input_shape} and --dataset {dataset}: give one of them")
+        if suggest and picture:
+            raise SettingsError(f"--picture {picture}: a picture shows one plan, --suggest makes several")
         question = ask(settings, usual, input_shape, classes, examples, budget, precision, attack_steps)
         if suggest:
             rows = suggestions(settings, question)

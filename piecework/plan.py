@@ -1,6 +1,7 @@
 """What a fleet can train of a model, before anything is trained: pieces, prices, participation, times."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -17,7 +18,7 @@ from models.partition import AtomTooLargeError
 from piecework.question import Question, budget_bytes
 from server_app.roster import sampled
 from server_app.settings import Settings
-from strategies import PLANNED, STRATEGIES, find_rule
+from strategies import PLANNED, STRATEGIES, find_macs, find_rule
 from strategies.pricing import Part, pricing_for, whole_model
 from strategies.rules import Rule, label
 
@@ -59,7 +60,10 @@ def make_plan(settings: Settings, question: Question) -> dict[str, Any]:
     if not question.budget:
         rule.smallest = max(rule.smallest, rule.least())
     tasks = [
-        [tasks_of_round(rule, stage, of_round, question.examples) for of_round in states]
+        [
+            tasks_of_round(rule, stage, number, of_round, question.examples)
+            for number, of_round in enumerate(states, start=1)
+        ]
         for stage in range(len(rule.stages))
     ]
     return {
@@ -75,6 +79,7 @@ def make_plan(settings: Settings, question: Question) -> dict[str, Any]:
         "full_memory_bytes": full,
         "reference_bytes": pricing.reference_bytes,
         "budget_bytes": rule.smallest,
+        "cuts": rule.cuts,
         "modules": [module_row(rule, name, part) for name, part in offered(rule)],
         "fleet": fleet_row(fleet, settings, rule, tasks),
         "devices": device_rows(rule, tasks, question.examples),
@@ -98,17 +103,10 @@ def module_row(rule: Rule, stage: str, part: Part) -> dict[str, Any]:
         "memory_bytes": rule.pricing.bytes(part),
         "forward_flops": part.forward_flops * batch,
         "training_flops": rule.pricing.traced(part).flops,
-        "macs": fedprophet_macs(part, batch) if rule.settings.memory_model == "fedprophet" else None,
+        "macs": count(part, batch) if (count := find_macs(rule.settings.memory_model)) else None,
         "bytes_down": down_up[0],
         "bytes_up": down_up[1],
     }
-
-
-def fedprophet_macs(part: Part, batch_size: int) -> int:
-    """The FLOPs column of FedProphet's tables."""
-    from strategies.fedprophet import macs
-
-    return macs(part, batch_size)
 
 
 def fleet_states(fleet: Fleet, settings: Settings, reference_bytes: int) -> list[list[DeviceState]]:
@@ -122,10 +120,18 @@ def fleet_states(fleet: Fleet, settings: Settings, reference_bytes: int) -> list
     ]
 
 
-def tasks_of_round(rule: Rule, stage: int, states: list[DeviceState], examples: int) -> list[Task]:
-    """What every client does in a round of a stage, were it asked."""
-    slowest = min(state.flops_per_second for state in states)
-    return [client_task(rule, stage, client, state, slowest, examples) for client, state in enumerate(states)]
+def tasks_of_round(rule: Rule, stage: int, number: int, states: list[DeviceState], examples: int) -> list[Task]:
+    """What every client does in a round of a stage, were it asked: `number` says who is."""
+    speeds = [states[client].flops_per_second for client in asked(rule.settings, states, number)]
+    return [
+        client_task(rule, stage, client, state, min(*speeds, state.flops_per_second), examples)
+        for client, state in enumerate(states)
+    ]
+
+
+def asked(settings: Settings, states: Sequence[object], number: int) -> list[int]:
+    """The clients that a run asks in round `number`."""
+    return sampled(range(len(states)), settings.clients_per_round, settings.seed, number)
 
 
 def client_task(rule: Rule, stage: int, client: int, state: DeviceState, slowest: float, examples: int) -> Task:
@@ -137,7 +143,8 @@ def client_task(rule: Rule, stage: int, client: int, state: DeviceState, slowest
     needed, flops, input_bytes, wire = totals(rule, parts)
     size, seen = rule.settings.batch_size, examples * rule.settings.local_epochs
     accesses = ceil(examples / size) * rule.settings.local_epochs * len(parts)
-    seconds = simulated_seconds(state, flops * seen / size, *wire, wire[0] + input_bytes * seen, accesses)
+    loaded = sum(part.copies * part.state_bytes for part in parts)
+    seconds = simulated_seconds(state, flops * seen / size, *wire, loaded + input_bytes * seen, accesses)
     return Task(client, state, parts, needed, seconds, wire)
 
 
@@ -175,8 +182,8 @@ def fleet_row(fleet: Fleet, settings: Settings, rule: Rule, tasks: list[list[lis
     """
     stages: list[dict[str, Any]] = []
     for stage, rounds in zip(rule.stages, tasks, strict=True):
-        asked = [
-            [of_round[c] for c in sampled(range(len(of_round)), settings.clients_per_round, settings.seed, number)]
+        tasked = [
+            [of_round[client] for client in asked(settings, of_round, number)]
             for number, of_round in enumerate(rounds, start=1)
         ]
         everyone = [task for of_round in rounds for task in of_round]
@@ -187,16 +194,16 @@ def fleet_row(fleet: Fleet, settings: Settings, rule: Rule, tasks: list[list[lis
                 "participation": (len(everyone) - len(out)) / len(everyone),
                 "excluded_clients": sorted({task.client for task in out}),
                 "lacks_bytes": max((task.needed - task.state.budget_bytes for task in out), default=0),
-                "round_seconds": fmean(round_seconds(task.seconds for task in of_round) for of_round in asked),
-                "bytes_down": fmean(sum(task.wire[0] for task in of_round) for of_round in asked),
-                "bytes_up": fmean(sum(task.wire[1] for task in of_round) for of_round in asked),
+                "round_seconds": fmean(round_seconds(task.seconds for task in of_round) for of_round in tasked),
+                "bytes_down": fmean(sum(task.wire[0] for task in of_round) for of_round in tasked),
+                "bytes_up": fmean(sum(task.wire[1] for task in of_round) for of_round in tasked),
                 "peak_bytes": max((task.needed for task in everyone if task.parts), default=0),
             }
         )
     return {
         "name": fleet.name,
         "clients": settings.clients,
-        "clients_per_round": settings.clients_per_round or settings.clients,
+        "clients_per_round": min(settings.clients_per_round or settings.clients, settings.clients),
         "rounds": len(tasks[0]),
         "budget_quantiles_bytes": quantiles([task.state.budget_bytes for r in tasks[0] for task in r]),
         "participation": fmean(stage["participation"] for stage in stages),
@@ -240,11 +247,15 @@ def least_budget(rounds: list[list[Task]], name: str) -> int:
 def stage_row(rule: Rule, part: Part, tasks: list[Task], examples: int) -> dict[str, Any]:
     """What the clients of a device train in a stage; where some are left out, what they lack and what swapping would take."""
     trained = Counter(" | ".join(map(label, task.parts)) for task in tasks if task.parts)
+    skipped = {" | ".join(map(label, task.parts)): rule.left_out(list(task.parts)) for task in tasks if task.parts}
     out = [task for task in tasks if not task.parts]
     poorest = min(out, key=lambda task: task.state.budget_bytes, default=None)
     return {
         "participation": (len(tasks) - len(out)) / len(tasks),
-        "trains": [{"what": what, "share": count / len(tasks)} for what, count in trained.most_common()],
+        "trains": [
+            {"what": what, "share": count / len(tasks), "leaves_out": skipped[what]}
+            for what, count in trained.most_common()
+        ],
         "needed_bytes": poorest.needed if poorest else None,
         "lacks_bytes": poorest.needed - poorest.state.budget_bytes if poorest else 0,
         "seconds": max((task.seconds for task in tasks if task.parts), default=None),

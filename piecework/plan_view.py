@@ -16,12 +16,18 @@ def plan_tables(plan: dict[str, Any]) -> list[str | Table]:
     return [
         f"{plan['strategy']} on {plan['model']}: {plan['parameters']:,} parameters, {shape} to {plan['classes']} classes",
         f"memory-model {plan['memory_model']}, batch {plan['batch_size']}: a step of the whole model takes "
-        f"{format_bytes(plan['full_memory_bytes'])}; cut for {format_bytes(plan['budget_bytes'])}",
+        f"{format_bytes(plan['full_memory_bytes'])}; {cut(plan)}",
         piece_table(plan),
         f"fleet {fleet['name']}: {fleet['clients']} clients, {fleet['clients_per_round']} a round, "
         f"{fleet['participation']:.0%} can take part",
         device_table(plan),
     ]
+
+
+def cut(plan: dict[str, Any]) -> str:
+    """What the model was cut for."""
+    budget = format_bytes(plan["budget_bytes"])
+    return f"cut for {budget}" if plan["cuts"] else f"{plan['strategy']} does not cut it by a budget"
 
 
 def columns(*names: str, left: int = 1) -> Table:
@@ -58,9 +64,9 @@ def device_table(plan: dict[str, Any]) -> Table:
     for row in plan["devices"]:
         low, high = map(format_bytes, row["budget_bytes"])
         times = [stage["seconds"] for stage in row["stages"] if stage["seconds"] is not None]
-        words = shares(row["stages"], fleet) if several else stage_words(row["stages"][0], fleet)
+        said = several_words(row["stages"], fleet) if several else stage_words(row["stages"][0], fleet)
         budget = low if low == high else f"{low} - {high}"
-        table.add_row(row["device"], str(row["clients"]), budget, duration(max(times)) if times else "-", words)
+        table.add_row(row["device"], str(row["clients"]), budget, duration(max(times)) if times else "-", said)
     slowest = max(stage["round_seconds"] for stage in fleet["stages"])
     table.add_row("all", str(fleet["clients"]), "", duration(slowest), participation(fleet["stages"]))
     return table
@@ -70,6 +76,15 @@ def participation(stages: list[dict[str, Any]]) -> str:
     """The share of clients and rounds that take part; stage by stage where stages differ."""
     found = [f"{stage['participation']:.0%}" for stage in stages]
     return found[0] if len(set(found)) == 1 else " ".join(found)
+
+
+def several_words(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> str:
+    """Who takes part; where a device trains more than one piece in the first stage, what."""
+    first = stages[0]
+    more = (
+        f"\nin {first['stage']}: {'; '.join(map(words, first['trains'][:SHOWN]))}" if len(first["trains"]) > 1 else ""
+    )
+    return shares(stages, fleet) + more
 
 
 def shares(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> str:
@@ -84,11 +99,15 @@ def singular(excluded: str) -> str:
     return excluded if excluded.startswith("trains") else f"is {excluded}"
 
 
+def words(row: dict[str, Any]) -> str:
+    """What is trained, and which atoms are left out of it."""
+    said: str = row["what"] if row["share"] == 1 else f"{row['share']:.0%} {row['what']}"
+    return f"{said} (leaves out {', '.join(row['leaves_out'])})" if row["leaves_out"] else said
+
+
 def stage_words(stage: dict[str, Any], fleet: dict[str, Any]) -> str:
     """What a device trains, the commonest first; what those that cannot lack."""
-    lines = [
-        row["what"] if row["share"] == 1 else f"{row['share']:.0%} {row['what']}" for row in stage["trains"][:SHOWN]
-    ]
+    lines = [words(row) for row in stage["trains"][:SHOWN]]
     if len(stage["trains"]) > SHOWN:
         lines.append(f"{sum(row['share'] for row in stage['trains'][SHOWN:]):.0%} otherwise")
     if stage["participation"] < 1:
@@ -140,7 +159,7 @@ def draw(plan: dict[str, Any], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("--picture needs matplotlib: install the extra `report`") from None
-    if path.suffix not in (".svg", ".png", ".pdf"):
+    if path.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise ValueError(f"--picture {path}: the file's name must end in .svg, .png or .pdf")
     modules, fleet = plan["modules"], plan["fleet"]
     figure = Figure(figsize=(max(5.0, len(modules)) + 3, 4.5), layout="constrained")

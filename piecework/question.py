@@ -34,11 +34,11 @@ def ask(
     settings: Settings,
     usual: bool = False,
     input_shape: str = "",
-    classes: int = 0,
-    examples: int = 0,
+    classes: int | None = None,
+    examples: int | None = None,
     budget: str = "",
     precision: str = "float32",
-    attack_steps: int = -1,
+    attack_steps: int | None = None,
 ) -> Question:
     """The question of a command line: about `input_shape` (`3x224x224`, `500`), else with `usual` about what the model usually
     reads, else about the run's data set. Without a number of `examples` a client has an equal share of the training examples,
@@ -46,8 +46,8 @@ def ask(
     """
     if input_shape:
         shape, share = parse_shape(input_shape), EXAMPLES
-        if classes < 1:
-            raise SettingsError(f"--classes {classes}: --input-shape needs the number of classes beside it")
+        if classes is None:
+            raise SettingsError(f"--input-shape {input_shape} needs the number of classes beside it: --classes")
     elif classes:
         raise SettingsError(f"--classes {classes} belongs to --input-shape; a data set has its own classes")
     elif usual:
@@ -58,8 +58,9 @@ def ask(
         share = max(2, int(total / settings.clients * (1 - settings.validation_share)))
     if precision not in get_args(Precision):
         raise SettingsError(f"--precision {precision}: expected one of {', '.join(get_args(Precision))}")
-    steps = attack_steps if attack_steps >= 0 else None
-    return Question(shape, classes, examples or share, budget, cast(Precision, precision), steps)
+    if precision != "float32" and settings.memory_model != "traced":
+        raise SettingsError(f"--precision {precision}: memory-model {settings.memory_model} knows float32 only")
+    return Question(shape, classes, examples or share, budget, cast(Precision, precision), attack_steps)
 
 
 def parse_shape(text: str) -> Shape:

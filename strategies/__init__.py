@@ -1,11 +1,12 @@
 """The systems by name: strategies that train, rules that plan, memory-models of papers."""
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from strategies.base import PieceStrategy
-    from strategies.pricing import MemoryModel
+    from strategies.pricing import MemoryModel, Part
     from strategies.rules import Rule
 
 STRATEGIES = {
@@ -26,6 +27,8 @@ MEMORY_MODELS = {
     "prism": ("strategies.prism", "memory_bytes"),
     "profl": ("strategies.profl", "memory_bytes"),
 }
+
+MACS = {"fedprophet": ("strategies.fedprophet", "macs")}
 
 
 def find_strategy(name: str) -> "type[PieceStrategy]":
@@ -49,6 +52,12 @@ def find_rule(name: str) -> "type[Rule]":
 def find_memory_model(name: str) -> "MemoryModel | None":
     """A paper's rule for the bytes of a part; None for `traced`."""
     found: MemoryModel | None = None if name == "traced" else _load(MEMORY_MODELS[name])
+    return found
+
+
+def find_macs(memory_model: str) -> "Callable[[Part, int], int] | None":
+    """A paper's own count of a batch's forward pass, of (part, batch size); None where its memory-model has none."""
+    found: Callable[[Part, int], int] | None = _load(MACS[memory_model]) if memory_model in MACS else None
     return found
 
 

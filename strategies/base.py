@@ -217,7 +217,7 @@ class PieceStrategy(Strategy):
             size = self.settings.batch_size
             report.flops = sum(self.rule.pricing.traced(p).flops * n / size for p, n in zip(parts, seen, strict=True))
             batches = sum(math.ceil(n / size) for n in seen)
-            read = report.bytes_down + sum(p.input_bytes * n for p, n in zip(parts, seen, strict=True))
+            read = sum(p.copies * p.state_bytes + p.input_bytes * n for p, n in zip(parts, seen, strict=True))
         report.simulated_seconds = simulated_seconds(
             state, report.flops, report.bytes_down, report.bytes_up, read, batches
         )

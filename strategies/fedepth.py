@@ -27,6 +27,8 @@ from strategies.rules import Rule, Stage
 class FeDepthRule(Rule):
     """One stage: each device trains all the pieces of its own decomposition."""
 
+    cuts = True
+
     def part(self, piece: Piece) -> Part:
         """A piece with its head, or M whole models that learn together."""
         whole = tuple(range(len(self.blueprint.atoms)))
@@ -55,6 +57,11 @@ class FeDepthRule(Rule):
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The device's own decomposition. Raises AtomTooLargeError."""
         return self._parts(state.budget_bytes)
+
+    def left_out(self, parts: list[Part]) -> list[str]:
+        """Atoms too large for the device even alone (section 4.2)."""
+        trained = {atom for part in parts for atom in part.atoms}
+        return [atom.name for number, atom in enumerate(self.blueprint.atoms) if number not in trained]
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
         """Down the whole model, with the heads of its pieces if they have some; up what was trained."""

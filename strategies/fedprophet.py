@@ -26,6 +26,7 @@ from strategies.rules import Rule, Stage
 class FedProphetRule(Rule):
     """One stage a module."""
 
+    cuts = True
     attack_steps = 10
 
     def part(self, piece: Piece) -> Part:
@@ -57,7 +58,7 @@ class FedProphetRule(Rule):
         allowed = self.settings.allowance(state.budget_bytes)
         for later in self.stages[stage + 1 :]:
             longer = self.part((*assigned.atoms, *later.parts[0].atoms))
-            if self.bytes(longer.atoms) > allowed or longer.forward_flops > flops:
+            if longer.forward_flops > flops or self.bytes(longer.atoms) > allowed:
                 break
             assigned = longer
         return [assigned]

@@ -55,8 +55,9 @@ class Part:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of one example at the entrance: an image, a text, or the features that were stored; 4 a value."""
-        return 4 * prod(self.blueprint.shape_before(self.atoms[0]))
+        """Bytes of one example at the entrance: 4 a value of an image or of stored features, 8 a token."""
+        tokens = self.atoms[0] == 0 and self.blueprint.vocabulary
+        return (8 if tokens else 4) * prod(self.blueprint.shape_before(self.atoms[0]))
 
     @cached_property
     def forward_flops(self) -> int:

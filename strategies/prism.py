@@ -40,7 +40,8 @@ def memory_bytes(part: Part, reference: Blueprint, recipe: Recipe) -> float:
     """Table 1's "Mem": outputs of the factorised convolutions and of their norms, of a batch; 4 bytes each.
 
     Conv_V, Conv_U and the norm count one map each, a whole convolution and its norm one each; neither the first atom, nor
-    shortcuts, nor the head count (facts: exact for the full ResNet-18, 31.457 M elements).
+    shortcuts, nor the head count: the only reading that gives the full ResNet-18's 31.5 M. The table's unit is elements; 4
+    bytes each are ours.
     """
     elements = 0
     for atom in part.atoms:
@@ -49,4 +50,8 @@ def memory_bytes(part: Part, reference: Blueprint, recipe: Recipe) -> float:
         for layer in anatomy(part.blueprint, f"atoms.{atom}").layers:
             if layer.kind in ("Conv2d", "BatchNorm2d") and not layer.on_shortcut:
                 elements += layer.outputs
+    if not elements:
+        raise ValueError(
+            f"memory-model prism counts convolutions behind the first atom: {part.blueprint.name} has none"
+        )
     return 4 * part.copies * recipe.batch_size * elements

@@ -82,4 +82,6 @@ def fitted_mb(part: Part, batch_size: int) -> float:
         elements += sum(layer.outputs for layer in layers if layer.kind == "MaxPool2d")
         for layer in convolutions:
             elements += layer.outputs * (1 if single or layer.on_shortcut else 3)
+    if not elements:
+        raise ValueError(f"memory-model profl counts maps of layers: {part.blueprint.name} has none that it knows")
     return 2 * 4 * part.copies * batch_size * elements / 2**20

@@ -28,9 +28,11 @@ class Stage:
 class Rule(ABC):
     """A system's rule for one model and fleet. `smallest` is the least budget (bytes) that a client will have.
 
-    `excluded` says what becomes of a device that cannot train; `attack_steps` is how many the system's training takes.
+    `cuts`: the model is cut for a budget. `excluded` says what becomes of a device that cannot train; `attack_steps` is how
+    many the system's training takes.
     """
 
+    cuts: ClassVar[bool] = False
     exits: ClassVar[bool] = False
     attack_steps: ClassVar[int] = 0
     excluded: ClassVar[str] = "left out"
@@ -70,6 +72,10 @@ class Rule(ABC):
         units = {unit: part.blueprint for part in parts for unit in part.units}
         size = sum(anatomy(blueprint, unit).state_bytes for unit, blueprint in units.items())
         return size, size
+
+    def left_out(self, parts: list[Part]) -> list[str]:
+        """The atoms that a client should train and cannot: none, unless a system goes on without them."""
+        return []
 
     def within(self, part: Part, state: DeviceState) -> Part:
         """The part, if the device can train it. Raises MemoryBudgetExceededError."""

@@ -19,8 +19,11 @@ class SpaFLRule(Rule):
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The masked model."""
-        return [Stage("training", (whole_model(masked(self.blueprint), "the whole model, masked"),))]
+        """The masked model. Raises ValueError where there is nothing to mask."""
+        part = whole_model(masked(self.blueprint), "the whole model, masked")
+        if not thresholds(part):
+            raise ValueError(f"{self.blueprint.name} has neither convolutions nor linear layers without bias to mask")
+        return [Stage("training", (part,))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The masked model. Raises MemoryBudgetExceededError."""

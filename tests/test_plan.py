@@ -13,6 +13,7 @@ from device_profiles.fleet import load_fleet
 from piecework.cli import app
 from piecework.plan import fleet_states, make_plan
 from piecework.question import ask, budget_bytes
+from server_app.roster import sampled
 from server_app.settings import Settings, SettingsError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,7 +82,9 @@ def test_pieces_devices_and_fleet() -> None:
     assert found["budget_bytes"] == found["devices"][0]["budget_bytes"][0] == int(0.53 * found["full_memory_bytes"])
     assert all(module["memory_bytes"] <= found["budget_bytes"] for module in found["modules"])
     assert [row["clients"] for row in found["devices"]] == [2, 2, 2, 2]
-    assert found["devices"][3]["stages"][0]["trains"] == [{"what": "conv1..conv4 | conv5", "share": 1.0}]
+    assert found["devices"][3]["stages"][0]["trains"] == [
+        {"what": "conv1..conv4 | conv5", "share": 1.0, "leaves_out": []}
+    ]
     assert found["fleet"]["participation"] == 1
 
 
@@ -176,6 +179,21 @@ def test_suggestions_are_ranked_and_say_who_cannot() -> None:
     assert "no device can: at least 1 MB are needed, the richest has 977.8 kB" in nobody["reason"]
 
 
+def test_a_module_is_timed_against_the_slowest_that_is_asked(tmp_path: Path) -> None:
+    """Eq. 15: P_min is of the round's participants; here it is a hundred times as slow, and asked in some rounds only."""
+    lines = 'name = "mine"\nassignment = "list"\nclients = ["fast", "fast", "fast", "slow"]\n'
+    for name, speed in (("fast", 1e9), ("slow", 1e7)):
+        lines += f'[[device]]\nname = "{name}"\nmemory = "1GB"\nflops = {speed}\ndisk-bandwidth = 1e9\n'
+    (tmp_path / "mine.toml").write_text(lines)
+    options = ("--model", "cnn3", "--dataset", "cifar10", *FEDPROPHET, "--budget", "9MB", "--batch-size", "16")
+    found = plan(*options, "--fleet", str(tmp_path / "mine.toml"), "--set", "clients-per-round=2")
+    trains = {row["what"]: row["share"] for row in found["devices"][0]["stages"][0]["trains"]}
+    rounds = [sampled(range(4), 2, 1, number) for number in range(1, 21)]
+    with_slow = sum(3 in asked for asked in rounds) / 20
+    assert 0 < with_slow < 1
+    assert trains == pytest.approx({"the whole model": with_slow, "conv1": 1 - with_slow})
+
+
 # ---- what it costs
 
 COST = """
@@ -218,9 +236,13 @@ def test_a_plan_allocates_no_weights() -> None:
             ["--input-shape", "3x32", "--classes", "10"],
             "--input-shape 3x32: expected channels, height and width as 3x224x224",
         ),
-        (["--input-shape", "3x32x32"], "--classes 0: --input-shape needs the number of classes beside it"),
+        (["--input-shape", "3x32x32"], "--input-shape 3x32x32 needs the number of classes beside it"),
         (["--classes", "5"], "--classes 5 belongs to --input-shape"),
         (["--precision", "int8"], "--precision int8: expected one of float32, bfloat16"),
+        (["--precision", "bfloat16", "--memory-model", "prism"], "memory-model prism knows float32 only"),
+        (["--input-shape", "3x32x32", "--classes", "10", "--dataset", "cifar10"], "give one of them"),
+        (["--suggest", "--picture", "a.svg"], "--suggest makes several"),
+        (["--model", "deit-tiny", "--strategy", "fedavg", "--memory-model", "prism"], "memory-model prism counts conv"),
         (["--budget", "lots"], "--budget lots: expected bytes as 60MB"),
         (
             ["--model", "lstm-imdb", "--dataset", "cifar10"],

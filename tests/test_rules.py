@@ -1,7 +1,8 @@
 """How the systems cut a model: sub-models, masks and output modules as real modules, rules on devices by hand."""
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import DeviceState
 from models.anatomy import anatomy, unit_signature
 from models.basic_layers import at_step, blocks_of
-from models.cascade import Blueprint, Cascade, auxiliary_head, initial_state
+from models.cascade import Atom, Blueprint, Cascade, auxiliary_head, initial_state
 from models.low_rank import low_rank
 from models.masked import FilterMask, is_threshold, masked
 from models.zoo import MODELS, build_blueprint, num_parameters, usual_input
 from server_app.settings import Settings
-from strategies import fedepth, fedprophet, find_rule, find_strategy, prism, profl
+from strategies import PLANNED, STRATEGIES, fedepth, fedprophet, find_rule, find_strategy, prism, profl
 from strategies.pricing import Part, pricing_for, whole_model
 from strategies.rules import Rule, label
 
@@ -137,10 +138,38 @@ def test_low_rank_models_run(name, keep) -> None:
     assert forward(blueprint).shape == (2, blueprint.num_classes)
 
 
-@pytest.mark.parametrize("name", ["lstm-imdb", "deit-tiny"])
-def test_models_that_cannot_be_cut_by_rank_say_so(name) -> None:
-    with pytest.raises(ValueError, match=f"{name} cannot be cut by rank: only convolutions"):
-        low_rank(blueprint_of(name), 0.4)
+def test_low_rank_mlps_of_a_transformer() -> None:
+    blueprint = blueprint_of("deit-tiny")
+    thin = low_rank(blueprint, 0.4)
+    encoder = thin.build_unit("atoms.1")  # ceil(0.4 x 192) = 77
+    assert (encoder.fc1.v.weight.shape, encoder.fc1.u.weight.shape) == ((77, 192), (768, 77))
+    assert (encoder.fc2.v.weight.shape, encoder.fc2.u.weight.shape) == ((77, 768), (192, 77))
+    assert (encoder.fc1.v.bias, encoder.fc1.u.bias.shape) == (None, (768,))
+    assert forward(thin).shape == (2, 10)
+    assert whole_model(blueprint).parameters - whole_model(thin).parameters == 12 * 2 * (768 * 192 - 77 * (768 + 192))
+
+
+def test_models_that_cannot_be_cut_by_rank_say_so() -> None:
+    with pytest.raises(ValueError, match="lstm-imdb cannot be cut by rank: only convolutions"):
+        low_rank(blueprint_of("lstm-imdb"), 0.4)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *PLANNED])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_system_cuts_every_model_or_says_why_not(strategy, name) -> None:
+    try:
+        rule = rule_of(strategy, name, "fedprophet", 1e12)
+        stages = rule.stages
+    except ValueError as error:
+        assert strategy in ("prism", "spafl"), error
+        assert name == "lstm-imdb", error
+        return
+    for number in range(len(stages)):
+        parts = rule.work(number, state(1e12), slowest=1e9)
+        assert min(rule.wire(parts)) > 0
+        for part in parts:
+            assert part.parameters > 0
+            assert part.forward_flops > 0
 
 
 # ---- SpaFL's thresholds
@@ -276,6 +305,39 @@ def test_profl_uses_the_authors_thresholds_where_they_are_known() -> None:
     other = rule_of("profl", "resnet18", "profl", batch_size=32)
     units = 3 * 5 + 1 / 2 + 1 / 4 + 1 / 8
     assert other.pricing.bytes(other.stages[0].parts[0]) == int(10**6 * units * 32 / 2)
+
+
+def test_a_basic_layer_says_what_it_makes() -> None:
+    """From odd maps a convolution with stride does not end where poolings do."""
+    for name, shape, options in (
+        ("vgg16", (1, 28, 28), {"pooling": "profl"}),
+        ("vgg11", (3, 36, 36), {"pooling": "profl"}),
+    ):
+        model = at_step(build_blueprint(name, num_classes=10, input_shape=shape, width=0.1, **options), 1)
+        for number, atom in enumerate(model.atoms):
+            assert tuple(atom.build()(torch.rand(2, *model.shape_before(number))).shape[1:]) == atom.shape
+        assert forward(model).shape == (2, 10)
+
+
+def test_what_fedepth_leaves_out_is_said() -> None:
+    rule = rule_of("fedepth", "preresnet20", "fedepth", batch_size=32)
+    parts = rule.work(0, state(rule.pricing.reference_bytes / 8), 1e9)
+    assert rule.left_out(parts) == ["block1", "block2", "block3"]
+    assert rule.left_out(rule.work(0, state(rule.pricing.reference_bytes), 1e9)) == []
+
+
+def test_factories_with_lists_are_told_apart_by_themselves() -> None:
+    def stack(sizes: list[int]) -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in pairwise(sizes)))
+
+    atoms = tuple(Atom(name, partial(stack, [8, 8, 8]), (8,)) for name in ("a", "b"))
+    blueprint = Blueprint("mine", (8,), 2, atoms, partial(torch.nn.Linear, 8, 2), "running")
+    assert (
+        unit_signature(blueprint, "atoms.0")
+        == unit_signature(blueprint, "atoms.0")
+        != unit_signature(blueprint, "atoms.1")
+    )
+    assert anatomy(blueprint, "atoms.1").parameters == 2 * 72
 
 
 def test_what_can_only_be_planned_says_so() -> None:

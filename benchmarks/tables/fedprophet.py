@@ -36,6 +36,7 @@ def text() -> str:
         "Table 8: ResNet-34, 3x224x224, 256 classes, batch 32, R_min 224 MB.",
         commands(TABLE8),
         modules(TABLE8, RESNET34, "1130"),
-        """Two figures of modules miss the printed digit, the memory of ResNet-34's first and the FLOPs of VGG-16's third; why
-        is not known. ResNet-34's total is printed as if it were cut off, not rounded.""",
+        """Deviations of FLOPs above 1 % are the paper's rounding to one digit. Two figures of modules miss the printed digit,
+        the memory of ResNet-34's first and the FLOPs of VGG-16's third; why is not known. ResNet-34's total is printed as if
+        it were cut off, not rounded.""",
     )

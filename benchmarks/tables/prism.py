@@ -8,7 +8,7 @@ from math import ceil
 
 from torch import nn
 
-from benchmarks.tables.shared import COMPARED, beside, commands, rule_for, section, table
+from benchmarks.tables.shared import COMPARED, beside, commands, layers_of, rule_for, section, table
 from models.cascade import Atom, Blueprint
 from models.layers import named
 from strategies.pricing import Part, whole_model
@@ -55,11 +55,23 @@ def submodels(printed: dict[float, str], parts: dict[float, Part]) -> str:
     return table(("keep ratio", *(f"{c}, {x}" for c in ("params M", "MACs G", "Mem M") for x in COMPARED[:3])), rows)
 
 
+def with_whole_shortcuts(full: Part, part: Part) -> tuple[float, float]:
+    """Millions of parameters and "MACs" in 10^9 of a sub-model that would leave the shortcuts' convolutions whole."""
+    params, macs, _ = figures(part)
+    batch = rule_for(OF_PRISM).pricing.recipe.batch_size
+    for sign, one in ((1, full), (-1, part)):
+        shortcuts = [layer for layer in layers_of(one) if layer.on_shortcut and layer.kind == "Conv2d"]
+        params += sign * sum(layer.parameters for layer in shortcuts) / 10**6
+        macs += sign * 2 * batch * sum(layer.macs for layer in shortcuts) / 10**9
+    return params, macs
+
+
 def text() -> str:
     """The section."""
     rule = rule_for(OF_PRISM)
     parts = {1.0: whole_model(rule.blueprint)} | dict(zip(KEEP_RATIOS, rule.stages[0].parts, strict=True))
     params, macs, memory = figures(parts[1.0])
+    shortcuts = [with_whole_shortcuts(parts[1.0], parts[keep]) for keep in (0.4, 0.2)]
     unrounded = ", ".join(f"{1.5 * keep * memory:.2f}" for keep in KEEP_RATIOS)
     return section(
         "## PriSM, Table 1: sub-models",
@@ -70,7 +82,9 @@ def text() -> str:
         submodels(PRISM, parts),
         f"""The full model is reproduced: {params:.2f} M is printed as 11, {memory:.3f} M as 31.5, and {macs:.2f} G as 35, cut
         off. Sub-models keep ceil(keep x N) channels; with exactly keep x N, Mem would be {unrounded}. Why the "MACs" of 0.4
-        and 0.2 deviate more is not known. The paper's own 37 M and 115 % of 31.5 M do not agree with each other.""",
+        and 0.2 deviate more is not known: with whole 1 x 1 shortcuts they would be {shortcuts[0][1]:.2f} and
+        {shortcuts[1][1]:.2f} G, but 0.2 would have {shortcuts[1][0]:.2f} M parameters. The paper's own 37 M and 115 % of
+        31.5 M do not agree with each other.""",
         """OrthDrop (FedHM): all channels enter Conv_V and leave Conv_U. Not in the zoo, and in no plan; computed by the same
         functions.""",
         submodels(ORTHDROP, {keep: whole_model(orthdrop(rule.blueprint, keep)) for keep in ORTHDROP}),
