@@ -181,11 +181,13 @@ def show(lines: Iterable[Any]) -> None:
 
 @app.command()
 def devices(
-    fleet: Annotated[str, typer.Argument(help="a shipped fleet or a .toml file; empty lists all")] = "",
+    fleet: Annotated[
+        str, typer.Argument(help="a shipped fleet or pool, or a fleet's .toml file; empty lists all")
+    ] = "",
     measure: Annotated[bool, typer.Option(help="measure this machine, as device = auto does")] = False,
     as_json: Json = False,
 ) -> None:
-    """The fleets that are shipped, the devices of one, or the figures of this machine."""
+    """The fleets and pools that are shipped, the devices of one, or the figures of this machine."""
     from piecework.devices import fleet_rows, fleet_table, measured_here
 
     with errors_for_people(as_json):

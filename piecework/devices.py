@@ -1,4 +1,4 @@
-"""The devices of fleets, and of this machine."""
+"""The devices of fleets and of pools, and of this machine."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,18 +6,37 @@ from typing import Any
 
 from rich.table import Table
 
-from device_profiles.fleet import load_fleet, shipped_fleets
+from device_profiles.fleet import FleetError, load_fleet, shipped_fleets, shipped_pools
+from device_profiles.fleet_file import pool_devices
 from device_profiles.profile import format_bytes, measure_device
+
+# Before the name of a pool, where the name of a fleet could be.
+POOL = "pool:"
 
 
 def fleet_rows(name: str) -> list[dict[str, Any]]:
-    """The devices of a fleet, or of every shipped one. Raises FleetError."""
-    fleets = [load_fleet(name)] if name else [load_fleet(shipped) for shipped in shipped_fleets()]
-    return [
-        {"fleet": fleet.name, "assignment": fleet.assignment, **asdict(device)}
-        for fleet in fleets
-        for device in fleet.devices
-    ]
+    """The devices of a fleet or a pool, or of every shipped one. A name that both have is the fleet's; `pool:NAME` is the
+    pool's. Raises FleetError."""
+    fleets, pools = shipped_fleets(), shipped_pools()
+    if not name:
+        return [row for fleet in fleets for row in _of_fleet(fleet)] + [row for pool in pools for row in _of_pool(pool)]
+    if name in fleets or name.endswith(".toml") or name.lstrip().startswith("{"):
+        return _of_fleet(name)
+    if name.removeprefix(POOL) in pools:
+        return _of_pool(name.removeprefix(POOL))
+    raise FleetError(
+        f"unknown fleet or pool {name!r}; there are the fleets {', '.join(fleets)}, the pools {', '.join(pools)}, "
+        "or the path of a .toml file of a fleet"
+    )
+
+
+def _of_fleet(name: str) -> list[dict[str, Any]]:
+    fleet = load_fleet(name)
+    return [{"fleet": fleet.name, "assignment": fleet.assignment, **asdict(device)} for device in fleet.devices]
+
+
+def _of_pool(name: str) -> list[dict[str, Any]]:
+    return [{"fleet": f"{POOL}{name}", "assignment": "-", **asdict(device)} for device in pool_devices(name)]
 
 
 def measured_here() -> list[dict[str, Any]]:
@@ -42,6 +61,7 @@ def fleet_table(rows: list[dict[str, Any]]) -> Table:
     """Devices for people."""
     names = ("fleet", "assignment", "device", "memory", "FLOP/s", "network", "disk")
     table = Table(*names, box=None, pad_edge=False)
+    table.columns[0].overflow = "fold"  # a name cut short could be that of several
     for row in rows:
         ratio = row["memory_ratio"]
         most = "up to " if row["assignment"] in ("uniform", "memories") else ""

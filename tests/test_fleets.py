@@ -346,6 +346,11 @@ NOT_BYTES = "not an amount of memory; write a number and one of B, kB, MB, GB, K
         (one(disk_latency=-1), "device 1 disk-latency = -1: input should be greater than or equal to 0"),
         (one(bandwidth=0), "device 1 bandwidth = 0: input should be greater than 0"),
         ({"degradation": {"flops": [-1, 0]}}, "degradation flops 1 = -1: input should be greater than or equal to 0"),
+        ({"degradation": 3}, "degradation = 3: expected a table"),
+        ({"device": 3}, "device = 3: expected a table for each device, headed [[device]]"),
+        ({"device": {"name": "a"}}, "device = {'name': 'a'}: expected a table for each device, headed [[device]]"),
+        ({"device": [A, 3]}, "device 2 = 3: expected a table"),
+        ({"clients": "a"}, "clients = 'a': expected a list"),
         ({"degradation": {"disk": [0, 0]}}, "degradation disk: unknown key; allowed are memory, memory-floor, flops"),
     ],
 )
@@ -360,6 +365,20 @@ def test_all_wrong_keys_are_told_at_once() -> None:
     with pytest.raises(FleetError) as error:
         load_fleet('{"device": []}')
     assert len(str(error.value).splitlines()) == 3  # name, assignment, device
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"degradation": {"flops-left": [0.0]}}, "degradation flops-left 1 = 0.0: input should be greater than 0"),
+        ({"assignment": "memories", "memories": [0]}, "memories 1 = 0: input should be greater than 0"),
+        ({"degradation": 3}, "degradation = 3: expected a table"),
+    ],
+)
+def test_one_mistake_is_told_once(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(FleetError) as error:
+        load_fleet(json.dumps({"name": "test", "assignment": "blocks", "device": [A]} | keys))
+    assert str(error.value) == f"fleet JSON: {message}"
 
 
 def test_unknown_name_lists_the_shipped_fleets() -> None:

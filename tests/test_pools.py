@@ -1,11 +1,14 @@
 """Pools of devices and the papers' fleets."""
 
+import json
 import math
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from device_profiles.fleet import (
     Fleet,
@@ -14,9 +17,12 @@ from device_profiles.fleet import (
     device_of,
     device_state,
     load_fleet,
+    shipped_fleets,
     shipped_pools,
 )
 from device_profiles.profile import DeviceProfile
+from piecework.cli import app
+from piecework.devices import fleet_rows
 
 POOL = """
 description = "mine"
@@ -159,7 +165,12 @@ def test_prisms_clients() -> None:
         ("", POOL.replace('"2GB"', '"2Gb"'), "random", "pool.toml: device 2 memory = '2Gb': not an amount of memory"),
         ("", POOL.replace('memory = "2GB"\n', ""), "random", "pool.toml: device 2 memory is missing"),
         ("", POOL.replace("0.1", "-0.1"), "random", "pool.toml: device 2 disk-latency = -0.1: input should be greater"),
-        ("", POOL.replace("weak", "strong"), "random", "device names = ['strong', 'strong']: each must be there once"),
+        (
+            "",
+            POOL.replace("weak", "strong"),
+            "random",
+            "pool.toml: device names = ['strong', 'strong']: each must be there once",
+        ),
         ("", 'name = "x"\n' + POOL, "random", "pool.toml: name: unknown key; allowed are description, device"),
     ],
 )
@@ -167,17 +178,64 @@ def test_errors_in_a_pool_or_of_its_fleet(tmp_path: Path, lines: str, pool: str,
     with pytest.raises(FleetError) as error:
         load_fleet(pooled(tmp_path, lines, pool, assignment))
     assert message in str(error.value)
-    assert str(tmp_path) in str(error.value)
+    assert str(error.value).startswith(f"{tmp_path / 'mine.toml'}: ")
+    # What is wrong in the pool also says which key led there.
+    inside = message.startswith("pool.toml: ")
+    assert (f"mine.toml: pool = 'pool.toml': {tmp_path / 'pool.toml'}: " in str(error.value)) == inside
 
 
 def test_pools_that_are_not_there(tmp_path: Path) -> None:
     path = pooled(tmp_path)
     (tmp_path / "pool.toml").unlink()
-    with pytest.raises(FleetError, match=r"pool\.toml: .*No such file"):
+    with pytest.raises(FleetError) as error:
         load_fleet(path)
+    missing = tmp_path / "pool.toml"
+    assert str(error.value) == f"{path}: pool = 'pool.toml': no such file as {missing}"
     Path(path).write_text('name = "x"\nassignment = "random"\npool = "fedprofet"\n')
     with pytest.raises(
         FleetError,
         match=r"mine\.toml: pool = 'fedprofet': there are boards, fedprophet-caltech, .*or the path of a .toml",
     ):
         load_fleet(path)
+
+
+# ---- piecework devices
+
+
+def listed(*arguments: str) -> list[dict[str, Any]]:
+    done = CliRunner().invoke(app, ["devices", *arguments, "--json"])
+    assert done.exit_code == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
+
+
+def test_devices_lists_fleets_and_pools() -> None:
+    rows = listed()
+    of = Counter(row["fleet"] for row in rows)
+    assert set(of) == {*shipped_fleets(), *(f"pool:{name}" for name in shipped_pools())}
+    assert of["pool:fedprophet-caltech"] == of["fedprophet-caltech-balanced"] == 10
+    assert {tuple(row) for row in rows} == {tuple(row) for row in listed("demo")}  # the same keys everywhere
+
+
+def test_devices_of_a_pool() -> None:
+    rows = listed("fedprophet-cifar10")
+    fleet = listed("fedprophet-cifar10-balanced")
+    assert rows == [row | {"fleet": "pool:fedprophet-cifar10", "assignment": "-"} for row in fleet]
+    # Both a fleet and a pool
+    assert {row["fleet"] for row in listed("boards")} == {"boards"}
+    assert {row["fleet"] for row in listed("pool:boards")} == {"pool:boards"}
+    table = CliRunner().invoke(app, ["devices", "fedprophet-cifar10"], env={"COLUMNS": "200"})
+    assert table.stdout.count("pool:fedprophet-cifar10") == 10
+
+
+def test_devices_of_a_file(tmp_path: Path) -> None:
+    assert [row["name"] for row in listed(pooled(tmp_path))] == ["weak", "strong"]
+
+
+@pytest.mark.parametrize("name", ["bords", "pool:demo"])
+def test_devices_of_an_unknown_name(name: str) -> None:
+    with pytest.raises(FleetError) as error:
+        fleet_rows(name)
+    message = str(error.value)
+    assert message.startswith(f"unknown fleet or pool '{name}'; there are the fleets boards, demo, ")
+    assert "the pools boards, fedprophet-caltech, fedprophet-cifar10, or the path of a .toml file" in message

@@ -1,0 +1,282 @@
+"""Files of fleets and of pools: finding and reading them, and checking what they say before a `Fleet` is made of it.
+
+Units in a file: memory in bytes ("64MB", "512KiB", or an integer), flops in FLOPs/s, bandwidth and disk-bandwidth in
+bytes/s, disk-latency in seconds an access. A pool is a list of devices that several fleets draw from.
+"""
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from device_profiles.profile import DeviceProfile, parse_bytes
+
+SHIPPED = Path(__file__).parent / "fleets"
+POOLS = Path(__file__).parent / "pools"
+
+Assignment = Literal["blocks", "round-robin", "random", "list", "memories", "uniform"]
+# What each assignment needs besides devices, and no other may have.
+NEEDS = {"memory-range": "uniform", "clients": "list", "memories": "memories"}
+
+
+class FleetError(ValueError):
+    """A fleet that cannot be found, read or used; it names the file, the key, the value and what is allowed."""
+
+
+def _ordered(pair: Any) -> Any:
+    if pair[0] > pair[1]:
+        raise ValueError("the first must not be above the second")
+    return pair
+
+
+def _leaves_something(pair: Any) -> Any:
+    if pair[0] == 1:
+        raise ValueError("the first must be below 1, or nothing would ever be left")
+    return pair
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(gt=0), BeforeValidator(parse_bytes)]
+Floor = Annotated[int, Field(ge=0), BeforeValidator(parse_bytes)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Left = Annotated[float, Field(gt=0, le=1)]
+# Beyond that the rarest device is drawn less than once in 10^10 clients; powers stay finite.
+Skew = Annotated[float, Field(ge=-10, le=10)]
+Name = Annotated[str, Field(min_length=1)]
+# Tuples are not strict because a file has lists; the numbers in them still are.
+Range = Annotated[tuple[Bytes, Bytes], Field(strict=False), AfterValidator(_ordered)]
+Loss = Annotated[
+    tuple[Fraction, Fraction], Field(strict=False), AfterValidator(_ordered), AfterValidator(_leaves_something)
+]
+Lefts = Annotated[tuple[Left, ...], Field(strict=False, min_length=1)]
+Clients = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+Memories = Annotated[tuple[Bytes, ...], Field(strict=False, min_length=1)]
+
+
+class _Table(BaseModel):
+    """What a file may hold; the frozen dataclasses are made of it once it is checked."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", alias_generator=lambda name: name.replace("_", "-"))
+
+
+class DeviceTable(_Table):
+    name: Name
+    memory: Bytes | None = None
+    memory_ratio: Positive | None = None
+    flops: Positive
+    bandwidth: Positive | None = None
+    disk_bandwidth: Positive
+    disk_latency: NotNegative = 0.0
+    share: Positive = 1.0
+    source: str = ""
+
+
+class _PooledTable(_Table):
+    name: Name
+    memory: Bytes
+    flops: Positive
+    bandwidth: Positive | None = None
+    disk_bandwidth: Positive
+    disk_latency: NotNegative = 0.0
+    source: str = ""
+
+
+class _DegradationTable(_Table):
+    memory: Loss = (0.0, 0.0)
+    memory_floor: Floor = 0
+    flops: Loss = (0.0, 0.0)
+    flops_left: Lefts | None = None
+
+
+class _PoolTable(_Table):
+    description: str = ""
+    device: Annotated[list[_PooledTable], Field(min_length=1)]
+
+
+class FleetTable(_Table):
+    name: Name
+    description: str = ""
+    assignment: Assignment
+    memory_range: Range | None = None
+    clients: Clients | None = None
+    memories: Memories | None = None
+    pool: Name | None = None
+    skew: Skew | None = None
+    device: Annotated[list[DeviceTable], Field(min_length=1)] | None = None
+    degradation: _DegradationTable = _DegradationTable()
+
+
+# Tables within tables, for messages about keys that are not known.
+INNER: dict[tuple[type[_Table], int | str], type[_Table]] = {
+    (FleetTable, "device"): DeviceTable,
+    (FleetTable, "degradation"): _DegradationTable,
+    (_PoolTable, "device"): _PooledTable,
+}
+# What pydantic calls by the names of its own types.
+EXPECTED = {"model_type": "a table", "list_type": "a list", "tuple_type": "a list"}
+AnyTable = TypeVar("AnyTable", bound=_Table)
+
+
+def shipped_fleets() -> list[str]:
+    """The names of the fleets that come with the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def shipped_pools() -> list[str]:
+    """The names of the pools of devices that come with the package."""
+    return sorted(path.stem for path in POOLS.glob("*.toml"))
+
+
+def read_fleet(source: str) -> tuple[FleetTable, list[DeviceTable]]:
+    """What a shipped name, a .toml file or the JSON of a fleet says, checked, and its devices. Raises FleetError."""
+    if source.lstrip().startswith("{"):
+        return _checked(_table(FleetTable, lambda: json.loads(source), "fleet JSON"), "fleet JSON", Path())
+    path = Path(source)
+    if path.suffix != ".toml":
+        path = SHIPPED / f"{source}.toml"
+        if source not in shipped_fleets():
+            known = ", ".join(shipped_fleets())
+            raise FleetError(f"unknown fleet {source!r}; there are {known}, or the path of a .toml file")
+    return _checked(_table(FleetTable, lambda: _toml(path), str(path)), str(path), path.parent)
+
+
+def profile_of(row: DeviceTable, memory: int | None = None) -> DeviceProfile:
+    """The device of a table; `memory` (bytes) is for one that has neither memory nor a ratio."""
+    return DeviceProfile(
+        row.name,
+        row.memory or memory,
+        row.memory_ratio,
+        row.flops,
+        row.bandwidth,
+        row.disk_bandwidth,
+        row.disk_latency,
+    )
+
+
+def pool_devices(name: str) -> list[DeviceProfile]:
+    """The devices of a shipped pool. Raises FleetError."""
+    path = POOLS / f"{name}.toml"
+    return [profile_of(row) for row in _pool(path, 0.0, str(path))]
+
+
+def _toml(path: Path) -> Any:
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def _table(kind: type[AnyTable], read: Callable[[], Any], where: str) -> AnyTable:
+    """What `read` returns, once its keys are right one by one. Raises FleetError."""
+    try:
+        return kind.model_validate(read())
+    except ValidationError as error:
+        problems = error.errors()
+        told = [f"{where}: {_explain(problem, kind)}" for problem in problems if not _follows(problem, problems)]
+        raise FleetError("\n".join(told)) from None
+    except (OSError, ValueError) as error:  # ValueError: broken TOML, JSON or UTF-8; the message has the line
+        raise FleetError(f"{where}: {error}") from None
+
+
+def _follows(problem: ErrorDetails, problems: list[ErrorDetails]) -> bool:
+    """A list is called too short when its entries are wrong, whatever their number: then only they are told."""
+    loc = problem["loc"]
+    inside = (other["loc"] for other in problems if len(other["loc"]) > len(loc))
+    return problem["type"] == "too_short" and any(other[: len(loc)] == loc for other in inside)
+
+
+def _explain(problem: ErrorDetails, kind: type[_Table]) -> str:
+    """`device 2 flops = -1: input should be greater than 0`; tables and list entries are counted from 1."""
+    loc = problem["loc"]
+    place = " ".join(str(part + 1) if isinstance(part, int) else part for part in loc)
+    if problem["type"] == "missing":
+        return f"{place} is missing"
+    if problem["type"] == "extra_forbidden":
+        table = INNER[kind, loc[0]] if len(loc) > 1 else kind
+        allowed = ", ".join(str(field.alias) for field in table.model_fields.values())
+        return f"{place}: unknown key; allowed are {allowed}"
+    if problem["type"] in EXPECTED:
+        devices = loc == ("device",)
+        expected = "a table for each device, headed [[device]]" if devices else EXPECTED[problem["type"]]
+        return f"{place} = {problem['input']!r}: expected {expected}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{place} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _checked(table: FleetTable, where: str, folder: Path) -> tuple[FleetTable, list[DeviceTable]]:
+    """The table and its devices. A pool's path is relative to `folder`. Raises FleetError."""
+    rows = _rows(table, where, folder)
+    _check(table, rows, where)
+    return table, rows
+
+
+def _check(table: FleetTable, rows: list[DeviceTable], where: str) -> None:
+    """Whether keys that are right one by one agree with each other. Raises FleetError."""
+
+    def need(condition: bool, message: str) -> None:
+        if not condition:
+            raise FleetError(f"{where}: {message}")
+
+    names = [row.name for row in rows]
+    _each_once(names, where)
+    for key, assignment in NEEDS.items():
+        given = getattr(table, key.replace("-", "_")) is not None
+        need(
+            given == (table.assignment == assignment),
+            f'{key} belongs to assignment = "{assignment}", which needs it',
+        )
+    unknown = sorted(set(table.clients or ()) - set(names))
+    need(not unknown, f"clients names {unknown}; the devices are {names}")
+    elsewhere = {"uniform": "memory-range", "memories": "memories"}.get(table.assignment)
+    need(not elsewhere or len(names) == 1, f'assignment = "{table.assignment}" takes one device, not {len(names)}')
+    wanted = f"memory comes from {elsewhere}; neither" if elsewhere else "exactly one"
+    for number, row in enumerate(rows, 1):
+        count = (row.memory is not None) + (row.memory_ratio is not None)
+        message = f"device {number}: {wanted} of memory and memory-ratio is to be set, not {count}"
+        need(count == (not elsewhere), message)
+    both = table.degradation.flops_left is not None and "flops" in table.degradation.model_fields_set
+    need(not both, "degradation flops and flops-left are two rules for the same; give one of them")
+
+
+def _each_once(names: list[str], where: str) -> None:
+    if len(set(names)) < len(names):
+        raise FleetError(f"{where}: device names = {names}: each must be there once")
+
+
+def _rows(table: FleetTable, where: str, folder: Path) -> list[DeviceTable]:
+    """The devices, given or from a pool. Raises FleetError."""
+    if (table.pool is None) == (table.device is None):
+        raise FleetError(f"{where}: give either pool or [[device]] tables, not both and not neither")
+    if table.skew is not None and (table.pool is None or table.assignment != "random"):
+        raise FleetError(f'{where}: skew = {table.skew} belongs to a pool with assignment = "random"')
+    if table.device is not None:
+        return table.device
+    where = f"{where}: pool = {table.pool!r}"
+    path = _find_pool(str(table.pool), where, folder)
+    return _pool(path, table.skew or 0.0, f"{where}: {path}")
+
+
+def _find_pool(name: str, where: str, folder: Path) -> Path:
+    """The file of a pool: a path relative to `folder`, or a shipped name. Raises FleetError."""
+    path = folder / name if name.endswith(".toml") else POOLS / f"{name}.toml"
+    if not name.endswith(".toml") and name not in shipped_pools():
+        known = ", ".join(shipped_pools())
+        raise FleetError(f"{where}: there are {known}, or the path of a .toml file")
+    if not path.is_file():
+        raise FleetError(f"{where}: no such file as {path}")
+    return path
+
+
+def _pool(path: Path, skew: float, where: str) -> list[DeviceTable]:
+    """The devices of a pool, their shares proportional to (flops x memory)^skew: 0 = all alike, below 0 = mostly weak."""
+    devices = _table(_PoolTable, lambda: _toml(path), where).device
+    _each_once([device.name for device in devices], where)
+    strength = [device.flops * device.memory for device in devices]
+    # Of the strongest: only the proportions matter, and large powers of large numbers would overflow.
+    shares = [(s / max(strength)) ** skew for s in strength]
+    return [
+        DeviceTable.model_validate(device.model_dump(by_alias=True) | {"share": share})
+        for device, share in zip(devices, shares, strict=True)
+    ]
