@@ -220,7 +220,7 @@ def quantiles(budgets: list[int]) -> list[int]:
 
 def device_rows(rule: Rule, tasks: list[list[list[Task]]], examples: int) -> list[dict[str, Any]]:
     """Each device of the fleet: its budgets, and stage by stage what its clients train and what they lack."""
-    names = sorted({task.state.device for task in tasks[0][0]}, key=lambda name: least_budget(tasks[0], name))
+    names = sorted({task.state.device for task in tasks[0][0]}, key=lambda name: (least_budget(tasks[0], name), name))
     rows = []
     for name in names:
         own = [[task for of_round in rounds for task in of_round if task.state.device == name] for rounds in tasks]
