@@ -25,7 +25,18 @@ class MemoryBudgetExceededError(RuntimeError):
         super().__init__(f"{where} needs {needed:,} bytes of training memory, the budget allows {allowed:,}")
 
 
-class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that does not import torch's compiler: 75 MB and more than a second on a board."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class PeakMemory(Mode):  # type: ignore[no-untyped-call]
     """Counts live tensor storages; may be entered many times, and what stays alive in between stays counted.
 
     `peak` and `live` are bytes. A storage is counted from the first operation that makes or reads it until it is freed.
@@ -33,14 +44,10 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, allowed: int | None = None, where: str = "this task") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.allowed, self.where = allowed, where
         self.live = self.peak = 0
         self._sizes: dict[int, int] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise torch imports its compiler: 75 MB and more than a second on a board
 
     def count(self, value: object) -> None:
         """Count the storage of a tensor, if it is one and not counted yet."""
@@ -58,7 +65,7 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._reach(self.live)
 
     def _count_all(self, values: Iterable[object]) -> None:
-        # Operators nest no deeper than lists of tensors; torch's pytree would take a sixth of a trace.
+        # Operators nest no deeper than lists of tensors; torch's pytree, made for any depth, is slow.
         for value in values:
             if isinstance(value, list | tuple):
                 self._count_all(value)
@@ -115,15 +122,8 @@ FILLS = {
 }
 
 
-class _AsOnTheCPU(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _AsOnTheCPU(Mode):  # type: ignore[no-untyped-call]
     """Corrects fake results that differ from the CPU's in size or memory format."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -152,19 +152,15 @@ def _laid_as(tensor: Tensor | None, other: Tensor) -> Tensor | None:
     return tensor if tensor is None else tensor.contiguous(memory_format=layout)
 
 
-class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FlopCount(Mode):  # type: ignore[no-untyped-call]
     """Counts FLOPs, 2 per multiply-accumulate, by the formulas of torch.utils.flop_counter.
 
-    Its `FlopCounterMode` also follows modules, by hooks that keep gradients alive: peaks came out up to 38 % too high.
+    Its `FlopCounterMode` also follows modules, by hooks that keep gradients alive: peaks under attack come out too high.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.total = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

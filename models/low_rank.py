@@ -105,11 +105,11 @@ def _thin_layer(layer: nn.Module, keep: float) -> nn.Module | None:
     if not isinstance(layer, nn.Conv2d):
         return None
     inputs, rank = _rank(layer.in_channels, keep), _rank(layer.out_channels, keep)
-    size, bias = (layer.kernel_size[0], layer.kernel_size[1]), layer.bias is not None
-    place = {"stride": layer.stride, "padding": layer.padding}
-    if size == (1, 1):
-        return nn.Conv2d(inputs, rank, size, bias=bias, **place)  # type: ignore[arg-type]
+    (size, _), (stride, _), padding = layer.kernel_size, layer.stride, int(layer.padding[0])
+    bias = layer.bias is not None
+    if size == 1:
+        return nn.Conv2d(inputs, rank, 1, stride, padding, bias=bias)
     return named(
-        v=nn.Conv2d(inputs, rank, size, bias=False, **place),  # type: ignore[arg-type]
+        v=nn.Conv2d(inputs, rank, size, stride, padding, bias=False),
         u=nn.Conv2d(rank, rank, 1, bias=bias),
     )

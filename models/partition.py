@@ -26,28 +26,32 @@ class AtomTooLargeError(ValueError):
 def greedy_partition(atoms: Sequence[int], price: Price, allowed: int, names: Sequence[str]) -> list[Piece]:
     """Consecutive pieces of `atoms`, each as long as `allowed` bytes permit (FedProphet's Algorithm 1, FeDepth's section 4.1).
 
+    A longer piece is taken to cost no less.
+
     Raises AtomTooLargeError, naming the atom of `names` that does not fit alone.
     """
     left, pieces = tuple(atoms), list[Piece]()
     while left:
         if not fits(needed := price(left[:1]), allowed):
             raise AtomTooLargeError(names[left[0]], needed, allowed)
-        length = longest(len(left), lambda n, left=left: fits(price(left[:n]), allowed))  # type: ignore[misc]
-        pieces.append(left[:length])
-        left = left[length:]
+        pieces.append(longest_start(left, lambda piece: fits(price(piece), allowed)))
+        left = left[len(pieces[-1]) :]
     return pieces
 
 
-def longest(most: int, works: Callable[[int], bool]) -> int:
-    """The largest n in 1..most that works, where 1 does and more is harder: by doubling, then halving, as asking costs time."""
+def longest_start(atoms: Piece, works: Callable[[Piece], bool]) -> Piece:
+    """As many atoms from the first on as work together, where the first does and more are harder.
+
+    By doubling, then halving: a price may cost a trace.
+    """
     low, high = 1, 2
-    while high <= most and works(high):
+    while high <= len(atoms) and works(atoms[:high]):
         low, high = high, 2 * high
-    high = min(high, most + 1)
+    high = min(high, len(atoms) + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if works(middle) else (low, middle)
-    return low
+        low, high = (middle, high) if works(atoms[:middle]) else (low, middle)
+    return atoms[:low]
 
 
 def leave_out_input_side(atoms: Sequence[int], price: Price, allowed: int) -> list[int]:

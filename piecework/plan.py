@@ -80,15 +80,10 @@ def make_plan(settings: Settings, question: Question) -> dict[str, Any]:
         "reference_bytes": pricing.reference_bytes,
         "budget_bytes": rule.smallest,
         "cuts": rule.cuts,
-        "modules": [module_row(rule, name, part) for name, part in offered(rule)],
+        "modules": [module_row(rule, stage.name, part) for stage in rule.stages for part in stage.parts],
         "fleet": fleet_row(fleet, settings, rule, tasks),
         "devices": device_rows(rule, tasks, question.examples),
     }
-
-
-def offered(rule: Rule) -> list[tuple[str, Part]]:
-    """All parts with the stage they belong to."""
-    return [(stage.name, part) for stage in rule.stages for part in stage.parts]
 
 
 def module_row(rule: Rule, stage: str, part: Part) -> dict[str, Any]:
