@@ -176,11 +176,6 @@ def _flops_left(fleet: Fleet, rng: np.random.Generator) -> float:
     return float(max(1 - rng.uniform(*fleet.flops_loss), SLOWEST))
 
 
-def budgets(fleet: Fleet, clients: int, seed: int, reference_bytes: int) -> list[int]:
-    """Bytes of every client's device before any degradation, in client order."""
-    return [device_of(fleet, client, clients, seed).budget(reference_bytes) for client in range(clients)]
-
-
 def device_classes(fleet: Fleet) -> list[str]:
     """The names of the fleet's devices, in file order."""
     return [device.name for device in fleet.devices]

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from models.cascade import Blueprint, Shape, isolated_rng
+from models.cascade import Blueprint, Shape
 from models.cnn import cnn3, cnn4, cnn_femnist, conv4
 from models.convnet import convnet
 from models.layers import require_one_of
@@ -87,15 +87,6 @@ def usual_input(name: str) -> tuple[Shape, int]:
     """The input shape and number of classes that a paper runs this model with; CIFAR-10's where several do."""
     require_one_of("model", name, tuple(MODELS))
     return USUAL_INPUTS.get(name, ((3, 32, 32), 10))
-
-
-def num_parameters(blueprint: Blueprint) -> int:
-    """Trainable parameters of atoms and head; one unit is held at a time."""
-    total = 0
-    for unit in blueprint.units():
-        with isolated_rng(0):
-            total += sum(parameter.numel() for parameter in blueprint.build_unit(unit).parameters())
-    return total
 
 
 def _require_shape(name: str, shape: Shape) -> None:

@@ -15,8 +15,9 @@ from client_app.memory_cap import MemoryCap
 from client_app.setup import blueprint_for, open_dataset, recipe_for
 from client_app.store import Store
 from client_app.training import Recipe
+from device_profiles.fleet import Fleet, device_of
 from federated_data.datasets import default_cache, prepare
-from models.cascade import Blueprint, initial_state
+from models.cascade import Blueprint, Cascade, initial_state, isolated_rng
 from models.zoo import build_blueprint
 from server_app.local_grid import LocalGrid
 from server_app.records import RunDir
@@ -210,3 +211,14 @@ def average(replies: list[Message], name: str) -> np.ndarray:
     """What the server has to come to, in float64 and by hand."""
     held = [(arrays_of(m)[name].astype(np.float64), examples_of(m)) for m in replies if name in arrays_of(m)]
     return (sum(a * n for a, n in held) / sum(n for _, n in held)).astype(np.float32)
+
+
+def num_parameters(blueprint: Blueprint) -> int:
+    """Trainable parameters of a model that is really built; torch's global generator stays as it was."""
+    with isolated_rng(0):
+        return sum(parameter.numel() for parameter in Cascade(blueprint).parameters())
+
+
+def budgets(fleet: Fleet, clients: int, seed: int, reference_bytes: int) -> list[int]:
+    """Bytes of every client's device before any degradation, in client order."""
+    return [device_of(fleet, client, clients, seed).budget(reference_bytes) for client in range(clients)]

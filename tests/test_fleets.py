@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import budgets
 
 from device_profiles.fleet import (
     Fleet,
     FleetError,
-    budgets,
     device_classes,
     device_of,
     device_state,

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import budgets
 from typer.testing import CliRunner
 
 from device_profiles.fleet import (
     Fleet,
     FleetError,
-    budgets,
     device_of,
     device_state,
     load_fleet,

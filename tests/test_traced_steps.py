@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import a_recipe, random_examples
-from test_traced_zoo import SMALL, blueprint_of, one_thread  # noqa: F401 - the fixture applies here too
+from test_traced_zoo import SMALL, blueprint_of
 
 from client_app.attacks import Attack
 from client_app.memory_cap import MemoryCap

@@ -1,9 +1,9 @@
 """Every model of the zoo: a traced step is the real one to the byte and agrees with torch.profiler; FLOPs counted by hand.
 
-Prices are those of one thread (`torch-threads`), the default.
+Prices are those of one thread (`torch-threads`), the default, which `helpers` sets.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,14 +21,6 @@ from models.zoo import MODELS, build_blueprint, usual_input
 
 RNN = torch.ops.aten.mkldnn_rnn_layer
 RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def blueprint_of(name: str, **changes) -> Blueprint:

@@ -4,11 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import num_parameters
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.cascade import Blueprint, Cascade, initial_state, isolated_rng
-from models.zoo import MODELS, build_blueprint, is_token_model, model_options, num_parameters, usual_input
+from models.zoo import MODELS, build_blueprint, is_token_model, model_options, usual_input
 
 
 def blueprint_of(name: str, shape: tuple[int, ...] | None = None, num_classes: int | None = None, **rest) -> Blueprint:
