@@ -12,13 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from device_profiles.fleet_file import Assignment, profile_of, read_fleet
-from device_profiles.fleet_file import FleetError as FleetError  # noqa: PLC0414 - meant to be had from here too
-from device_profiles.fleet_file import shipped_fleets as shipped_fleets  # noqa: PLC0414
-from device_profiles.fleet_file import shipped_pools as shipped_pools  # noqa: PLC0414
+from device_profiles.fleet_file import Assignment, FleetError, profile_of, read_fleet
 from device_profiles.profile import DeviceProfile, DeviceState
-from device_profiles.profile import format_bytes as format_bytes  # noqa: PLC0414
-from device_profiles.profile import parse_bytes as parse_bytes  # noqa: PLC0414
 
 # One stream of random numbers per purpose, so that adding a draw to one does not move the others.
 ASSIGNMENT, MEMORY, MEMORY_LOSS, FLOPS_LOSS = 1, 2, 3, 4

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from device_profiles.fleet import FleetError
+from device_profiles.fleet_file import FleetError
 from piecework.options import PRESETS, Scalars, seed_list, settings_from
 from server_app.settings import Settings, SettingsError
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from device_profiles.fleet import FleetError, load_fleet, shipped_fleets, shipped_pools
-from device_profiles.fleet_file import pool_devices
+from device_profiles.fleet import load_fleet
+from device_profiles.fleet_file import FleetError, pool_devices, shipped_fleets, shipped_pools
 from device_profiles.profile import format_bytes, measure_device
 
 # Before the name of a pool, where the name of a fleet could be.

@@ -7,11 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from device_profiles.fleet import (
-    format_bytes,
-    parse_bytes,
-)
-from device_profiles.profile import available_memory, cgroup_headroom, measure_device
+from device_profiles.profile import available_memory, cgroup_headroom, format_bytes, measure_device, parse_bytes
 
 # ---- bytes
 

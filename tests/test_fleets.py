@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 from helpers import budgets
 
-from device_profiles.fleet import (
-    Fleet,
-    FleetError,
-    device_classes,
-    device_of,
-    device_state,
-    load_fleet,
-    shipped_fleets,
-)
+from device_profiles.fleet import Fleet, device_classes, device_of, device_state, load_fleet
+from device_profiles.fleet_file import FleetError, shipped_fleets
 from device_profiles.profile import DeviceProfile, DeviceState
 
 SPEEDS = {"flops": 1e9, "bandwidth": 1e6, "disk-bandwidth": 1e7}

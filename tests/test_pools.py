@@ -11,15 +11,8 @@ import pytest
 from helpers import budgets
 from typer.testing import CliRunner
 
-from device_profiles.fleet import (
-    Fleet,
-    FleetError,
-    device_of,
-    device_state,
-    load_fleet,
-    shipped_fleets,
-    shipped_pools,
-)
+from device_profiles.fleet import Fleet, device_of, device_state, load_fleet
+from device_profiles.fleet_file import FleetError, shipped_fleets, shipped_pools
 from device_profiles.profile import DeviceProfile
 from piecework.cli import app
 from piecework.devices import fleet_rows

@@ -1,0 +1,58 @@
+"""Seconds and memory of `piecework plan`, each in a process of its own: every model with every system, the slowest first.
+
+    python -m benchmarks.plans [--models resnet34,vit] [--top 10] [-- OPTIONS OF piecework plan]
+
+With the demo's fleet if no other is among the options. The first line is a plan of the smallest model: what starting costs.
+"""
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+
+from models.zoo import MODELS, is_token_model
+from strategies import PLANNED, STRATEGIES
+
+
+def main() -> None:
+    """Print a line a plan."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--top", type=int, default=10, help="how many lines")
+    parser.add_argument("options", nargs="*", help="passed on to piecework plan")
+    asked = parser.parse_args()
+    print(f"{seconds('lenet5', 'fedavg', asked.options):6.1f} s  lenet5, fedavg: importing and one trace")
+    found = [(seconds(m, s, asked.options), m, s) for m in asked.models.split(",") for s in (*STRATEGIES, *PLANNED)]
+    for took, model, strategy in sorted(found, reverse=True)[: asked.top]:
+        print(f"{took:6.1f} s  {model}, {strategy}")
+    print(
+        f"{len(found)} plans; largest resident set {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024:.0f} MiB"
+    )
+
+
+def seconds(model: str, strategy: str, options: list[str]) -> float:
+    """Seconds of one plan, from the start of its process to its end; a system that refuses the model answers too."""
+    command = [
+        sys.executable,
+        "-m",
+        "piecework.cli",
+        "plan",
+        "--json",
+        "--model",
+        model,
+        "--strategy",
+        strategy,
+        *options,
+    ]
+    if is_token_model(model):
+        command += ["--attack-steps", "0"]
+    begin = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 2):
+        sys.exit(f"{' '.join(command)}\n{done.stderr}")
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    main()
