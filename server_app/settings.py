@@ -86,6 +86,9 @@ class Settings(BaseModel):
     tolerance: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="paper memory-models only: share over budget"
     )
+    enforce_memory: bool = Field(
+        True, description="false, a test option: clients neither refuse nor stop at their budget"
+    )
     reserve: Count = Field(64 * 2**20, description="bytes a device with device = 'auto' keeps free")
     feature_cache: bool = Field(True, description="false: features of frozen atoms are computed anew every epoch")
     feature_cache_bytes: AtLeastOne = 4 * 10**9
@@ -102,11 +105,15 @@ class Settings(BaseModel):
     patience: Count = Field(0, description="stop after so many evaluations without a better accuracy; 0 = off")
     max_empty_rounds: AtLeastOne = Field(1, description="rounds in a row in which nobody trained before the run aborts")
     update_norm_limit: NonNegative = Field(10.0, description="times the median accepted update norm; 0 = off")
+    min_clients: Count = Field(
+        0, description="least that must connect at the start and train in a round; 0 = all at the start, one in a round"
+    )
     round_timeout: Positive = Field(3600.0, description="seconds a round waits for replies")
     node_timeout: Positive = Field(120.0, description="seconds to wait for the clients to connect")
 
     engine: Literal["local", "ray", "deployment"] = "local"
     workers: Count = Field(0, description="client processes at once; 0 = one a core")
+    message_bytes: AtLeastOne = Field(2**25, description="most bytes of frozen atoms in a message")
     max_in_flight: Count = Field(
         0, description="messages out at once; 0 = twice the workers, at least 4; deployment: all"
     )

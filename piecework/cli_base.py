@@ -1,0 +1,59 @@
+"""What the commands share: consoles, options, how errors are told."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from device_profiles.fleet_file import FleetError
+from server_app.settings import SettingsError
+
+out, err = Console(), Console(stderr=True)
+BAD_INPUT, FAILED = 2, 1
+COUNTED = (
+    "rounds",
+    "clients_asked",
+    "clients_answered",
+    "clients_failed",
+    "bytes_down",
+    "bytes_up",
+    "seconds",
+    "simulated_seconds",
+)
+NO_RUN = {
+    "run_dir": None,
+    "status": "failed",
+    "accuracy": None,
+    "max_peak_over_budget": None,
+    **dict.fromkeys(COUNTED, 0),
+}
+
+Preset = Annotated[
+    str, typer.Option("--preset", help="a .toml file, or the name of a shipped one (piecework plan lists)")
+]
+Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="a setting; may be repeated")]
+Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+
+
+@contextmanager
+def errors_for_people(as_json: bool, answer: dict[str, Any] = NO_RUN) -> Iterator[None]:
+    """Bad input ends with one message and exit code 2; with --json also with an object on stdout, `answer` and the reason."""
+    from server_app.roster import TooFewNodesError
+    from server_app.rounds import RunAbortedError
+
+    try:
+        yield
+    except (SettingsError, FleetError, ValueError, OSError, ImportError, TooFewNodesError, RunAbortedError) as error:
+        give_up(str(error), as_json, answer)
+
+
+def give_up(message: str, as_json: bool, answer: dict[str, Any]) -> NoReturn:
+    """Say what was wrong, and exit."""
+    if as_json:
+        print(json.dumps(answer | {"reason": message}))
+    err.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(BAD_INPUT)

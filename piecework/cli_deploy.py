@@ -1,0 +1,5 @@
+"""The commands of a federation outside the simulator."""
+
+import typer
+
+commands = typer.Typer()
