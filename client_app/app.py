@@ -2,31 +2,33 @@
 
 import platform
 import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
+from client_app import frozen
 from client_app.client import Client
-from client_app.examples import Augmentation, Examples, share_examples
-from client_app.memory_cap import MemoryCap, ResidentPeak, keep_heap_tight, return_free_memory
-from client_app.randomness import generator
-from client_app.setup import all_shares, blueprint_for, open_dataset, recipe_for
-from client_app.store import Store
-from client_app.task import Metrics, Outcome, Task, content_bytes, piece_key, reply
+from client_app.memory_cap import ResidentPeak, is_out_of_memory
+from client_app.prepare import open_share, open_store, pack, prepare_client, unpack
+from client_app.task import Metrics, Outcome, Question, Task, content_bytes, piece_key, reply
 from client_app.trainers import find_trainer
 from client_app.training import PieceModel
-from device_profiles.fleet import device_state, load_fleet
 from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import available_memory, measure_device
-from federated_data.datasets import ArrayDataset, load
 from federated_data.partition import split
-from models.cascade import batch_norm_names, isolated_rng, unit_of
+from models.cascade import batch_norm_names, isolated_rng
 from server_app.settings import Settings
 
 app = ClientApp()
+
+Answer = tuple[Outcome, Metrics, ArrayRecord | None]
 
 
 @app.query("device")
@@ -52,50 +54,50 @@ def query_device(message: Message, context: Context) -> Message:
     return reply(message, Outcome("ok", reason=f"{device}|{versions}"), metrics)
 
 
+@app.query("units")
+def query_units(message: Message, context: Context) -> Message:
+    """Keep the frozen units that came, and say which of those that the server asks for are lacking."""
+    question = Question.from_record(message.content.config_records["question"])
+    with closing(open_store(context, question.state_dir, question.experiment_id, "units")) as store:
+        unpack(message.content, partial(frozen.keep, store.frozen, store.task))
+        lacking = list(frozen.lacking(store.frozen, question.wanted))
+        return reply(message, Outcome("ok", note="; ".join(store.notes), lacking=lacking), {})
+
+
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """One task. A budget that does not suffice is a normal answer, with the bytes needed and allowed."""
     started = time.perf_counter()
-    client, task, measured = prepare_client(message, context)
-    try:
+
+    def work(client: Client, task: Task) -> Answer:
         resident = ResidentPeak()
         update = find_trainer(task.strategy)(task, client)
         rss_peak = resident.peak_bytes()
         if client.settings.batch_norm == "local":
             _keep_batch_norm(client, update.units)
         client.commit()
-        arrays = ArrayRecord({name: Array(array) for name, array in client.store.read(update.units)})
-    except MemoryBudgetExceededError as error:
-        return refusal(message, client, error)
-    finally:
-        client.store.clear_task()
-    measured |= update.metrics | {
-        "num-examples": len(client.share(0)),
-        "budget": client.budget,
-        "measured-peak": client.cap.peak_bytes,
-        "rss-peak": rss_peak,
-        "rss-growth": rss_peak - resident.start_bytes,
-        "seconds": time.perf_counter() - started,
-        "seen": update.seen,
-    }
-    if context.node_config.get("device") == "auto":
-        measured["memory-available"] = available_memory()
-    return reply(message, Outcome("ok", reason="|".join(map(piece_key, update.pieces))), measured, arrays)
+        arrays = pack(client.store, update.units)
+        measured: Metrics = update.metrics | {
+            "num-examples": len(client.share(0)),
+            "rss-peak": rss_peak,
+            "rss-growth": rss_peak - resident.start_bytes,
+            "seconds": time.perf_counter() - started,
+            "seen": update.seen,
+        }
+        if context.node_config.get("device") == "auto":
+            measured["memory-available"] = available_memory()
+        return Outcome("ok", reason="|".join(map(piece_key, update.pieces))), measured, arrays
 
-
-def refusal(message: Message, client: Client, error: MemoryBudgetExceededError) -> Message:
-    """The answer of a client whose budget does not suffice."""
-    outcome = Outcome("memory", error.needed, error.allowed, str(error))
-    return reply(message, outcome, {"budget": client.budget, "measured-peak": client.cap.peak_bytes})
+    return answer(message, context, work)
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluate the model that was sent on this client's validation share, streamed atom by atom."""
-    client, _, _ = prepare_client(message, context)
-    last = len(client.blueprint.atoms) - 1
-    examples, piece = client.validation, None
-    try:
+
+    def work(client: Client, task: Task) -> Answer:
+        last = len(client.blueprint.atoms) - 1
+        examples, piece = client.validation, None
         for atom in range(last + 1):
             del piece  # before the next one is built
             piece = PieceModel(client.blueprint, [atom], "head" if atom == last else None, client.load())
@@ -103,62 +105,35 @@ def evaluate(message: Message, context: Context) -> Message:
             if atom < last:
                 examples = client.stream(piece, examples, f"evaluate-{atom}", atom + 1)
         assert piece is not None
-        metrics = client.evaluate(piece.logits, examples) | {"measured-peak": client.cap.peak_bytes}
-    except MemoryBudgetExceededError as error:
-        return refusal(message, client, error)
-    finally:
-        client.store.clear_task()
-    return reply(message, Outcome("ok"), metrics)
+        return Outcome("ok"), client.evaluate(piece.logits, examples), None
+
+    return answer(message, context, work)
 
 
-def prepare_client(message: Message, context: Context) -> tuple[Client, Task, Metrics]:
-    """Put the arrays that arrived on disk, release them, and set up what a trainer needs; what is known of the message."""
-    settings = Settings.from_run_config(context.run_config)
-    torch.set_num_threads(settings.torch_threads)
+def answer(message: Message, context: Context, work: Callable[[Client, Task], Answer]) -> Message:
+    """Do a task. What the budget, the device's memory or the store does not allow is a normal answer too."""
     task = Task.from_record(message.content.config_records["task"])
-    number = int(context.node_config["partition-id"])
-    clients = settings.clients or int(context.node_config["num-partitions"])
     message_bytes = content_bytes(message.content)
-    state_dir = Path(str(context.node_config.get("state-dir", task.state_dir)))
-    store = Store(state_dir, task.experiment_id, number, f"{message.metadata.message_type}-{task.round}")
-    old_state = store.newest_state(task.state_round)
-    _unpack(message, store)
-    if settings.batch_norm == "local" and old_state is not None:
-        store.overlay(old_state / "batch-norm")
-    data, rows = open_share(settings, context, number, clients)
-    train_rows, validation_rows = split(rows, settings.validation_share, settings.seed, number)
-
-    def share(fill: int) -> Examples:
-        rng = generator(settings.seed, task.round, number, "augment", fill)
-        drawn = Augmentation.draw(len(train_rows), rng) if settings.augment else None
-        return share_examples(data, train_rows, drawn)
-
-    budget = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes))
-    allowed = settings.allowance(budget)
-    keep_heap_tight(allowed)
-    client = Client(
-        number=number,
-        round=task.round,
-        budget=budget,
-        allowed=allowed,
-        settings=settings,
-        blueprint=blueprint_for(settings, data),
-        store=store,
-        cap=MemoryCap(allowed, enforced=task.enforced),
-        recipe=recipe_for(settings, task.lr),
-        share=share,
-        validation=share_examples(data, validation_rows),
-        old_state=old_state,
-    )
-    return client, task, {"message-bytes": message_bytes}
-
-
-def _unpack(message: Message, store: Store) -> None:
-    """Arrays go to the store unit by unit, and their memory back to the system, before anything is trained."""
-    arrays = message.content.array_records["arrays"]
-    for unit in dict.fromkeys(map(unit_of, arrays)):
-        store.write_units({name: arrays.pop(name).numpy() for name in list(arrays) if unit_of(name) == unit})
-    return_free_memory()
+    metrics: Metrics = {"message-bytes": message_bytes}
+    client, arrays = None, None
+    name = f"{message.metadata.message_type}-{task.round}"
+    with closing(open_store(context, task.state_dir, task.experiment_id, name)) as store:
+        try:
+            client = prepare_client(message.content, message_bytes, task, context, store)
+            outcome, measured, arrays = work(client, task)
+            metrics |= measured
+        except MemoryBudgetExceededError as error:
+            outcome = Outcome("memory", error.needed, error.allowed, str(error))
+        except frozen.LackingUnitsError as error:
+            outcome = Outcome("failed", reason=str(error), lacking=sorted(error.lacking.values()))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            allowed = client.allowed if client is not None else 0
+            outcome = Outcome("memory", 0, allowed, f"the device had no memory left: {type(error).__name__}: {error}")
+        if client is not None:
+            metrics |= {"budget": client.budget, "measured-peak": client.cap.peak_bytes}
+        return reply(message, replace(outcome, note="; ".join(store.notes)), metrics, arrays)
 
 
 def _keep_batch_norm(client: Client, units: list[str]) -> None:
@@ -169,23 +144,3 @@ def _keep_batch_norm(client: Client, units: list[str]) -> None:
         with isolated_rng(0):
             kept = batch_norm_names(unit, client.blueprint.build_unit(unit))
         client.store.write_units({name: array for name, array in client.store.read([unit]) if name in kept}, folder)
-
-
-def own_budget(settings: Settings, task: Task, context: Context, number: int, clients: int, message_bytes: int) -> int:
-    """Bytes this client may use by its own knowledge: measured on a device, else a function of (fleet, seed, round, client)."""
-    device = str(context.node_config.get("device", ""))
-    if device == "auto":
-        return available_memory() - settings.reserve - 3 * message_bytes
-    fleet = load_fleet(settings.fleet)
-    state = device_state(fleet, number, clients, settings.seed, task.round, task.reference, device or None)
-    return state.budget_bytes
-
-
-def open_share(settings: Settings, context: Context, number: int, clients: int) -> tuple[ArrayDataset, np.ndarray]:
-    """The data set, memory-mapped, and the rows of it that are this client's: all of them where the node has its own data."""
-    own = context.node_config.get("data-dir")
-    if own:
-        data = load(Path(str(own)))
-        return data, np.arange(len(data.labels))
-    data = open_dataset(settings.dataset, settings.data_dir)
-    return data, all_shares(settings, clients)[number]

@@ -5,6 +5,7 @@ operations. The resident set is recorded beside it; it is a bound only where a p
 """
 
 import ctypes
+import errno
 import sys
 import threading
 from collections.abc import Hashable, Iterator
@@ -12,9 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import torch
+from safetensors import SafetensorError
 
 from device_profiles.memory import PeakMemory
 
+OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "not enough memory")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -62,6 +66,16 @@ def keep_heap_tight(budget: int) -> None:
             threshold = min(32 * 2**20, max(8 * 2**20, budget // 32))
             mallopt(M_MMAP_THRESHOLD, threshold)
             mallopt(M_TRIM_THRESHOLD, threshold)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the system had no memory to give: Python's and numpy's error, torch's allocator's, or a mapping that failed."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # torch's allocator for CPUs, and C++ code beneath torch and safetensors, have no type of their own for it
+    return isinstance(error, RuntimeError | SafetensorError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
 class ResidentPeak:

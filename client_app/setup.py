@@ -4,15 +4,16 @@ Apart from `client_app.app`, which Flower's simulation loads in one thread while
 """
 
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from client_app.training import Recipe
-from federated_data.datasets import ArrayDataset, default_cache, load, prepare
+from federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare, set_name
 from federated_data.partition import make_shares
 from models.cascade import Blueprint, Shape
 from models.zoo import build_blueprint
-from server_app.settings import Settings
+from server_app.settings import Scalar, Settings
 
 
 @lru_cache(maxsize=4)
@@ -23,8 +24,14 @@ def open_dataset(name: str, data_dir: str) -> ArrayDataset:
 
 @lru_cache(maxsize=4)
 def all_shares(settings: Settings, clients: int) -> list[np.ndarray]:
-    """The rows of every client, drawn once a process."""
-    return client_shares(settings, open_dataset(settings.dataset, settings.data_dir).labels, clients)
+    """The rows of every client, drawn once a process. Raises DatasetError where data-dir holds a part of an export."""
+    data = open_dataset(settings.dataset, settings.data_dir)
+    if data.export is not None:
+        raise DatasetError(
+            f"data-dir {settings.data_dir} is a part of an export and not the whole data set: give each node its own part by "
+            "data-dir in its node-config, or emulate clients with the data set itself"
+        )
+    return client_shares(settings, data.labels, clients)
 
 
 def client_shares(settings: Settings, labels: np.ndarray, clients: int) -> list[np.ndarray]:
@@ -38,6 +45,50 @@ def client_shares(settings: Settings, labels: np.ndarray, clients: int) -> list[
         balanced=settings.partition_balanced,
         classes_per_client=settings.partition_classes,
     )
+
+
+def partition_settings(settings: Settings) -> dict[str, Scalar]:
+    """The settings that decide the shares besides the number of clients and the seed, those of the chosen partition."""
+    names = {"dirichlet": ("partition-alpha", "partition-balanced"), "pathological": ("partition-classes",)}
+    values = settings.to_run_config()
+    return {key: values[key] for key in ("partition", *names.get(settings.partition, ()))}
+
+
+def check_shares(settings: Settings, data: ArrayDataset) -> None:
+    """Refuse settings by which no shares can be drawn, or which an export was not made with. Raises ValueError."""
+    if data.export is not None:
+        check_export(settings, data, None, settings.clients)
+    elif settings.clients:
+        all_shares(settings, settings.clients)
+
+
+def open_own(folder: Path, settings: Settings, client: int, clients: int) -> ArrayDataset:
+    """A node's own data. Raises DatasetError where they are those of another client, or were exported for another run."""
+    data = load(folder)
+    check_export(settings, data, client, clients)
+    return data
+
+
+def check_export(settings: Settings, data: ArrayDataset, client: int | None, clients: int) -> None:
+    """Refuse a part of an export that is not this client's (None: the server's), or not for this run; `clients` 0 = unknown.
+
+    Raises DatasetError.
+    """
+    if data.export is None:
+        return
+    run = {"dataset": set_name(settings.dataset), "clients": clients, **partition_settings(settings)}
+    made = {"dataset": data.name, "clients": data.export["clients"], **data.export["settings"]}
+    if not clients:
+        del run["clients"]
+    for key, value in run.items():
+        if made.get(key) != value:
+            raise DatasetError(
+                f"the data were exported with {key} = {made.get(key)!r}, the run has {key} = {value!r}: export them again "
+                "(piecework export-data) with the settings of the run, or change the run's"
+            )
+    if data.export["client"] != client:
+        names = ["the server" if number is None else f"client {number}" for number in (data.export["client"], client)]
+        raise DatasetError(f"these exported data are those of {names[0]}, not of {names[1]}: check data-dir")
 
 
 def blueprint_for(settings: Settings, data: ArrayDataset) -> Blueprint:

@@ -1,7 +1,8 @@
 """What a client keeps on its disk: model units that are not in use, its state between rounds, and features.
 
-`<state-dir>/<experiment-id>/<client>/` holds a folder for the task at work (model units and features) and
-`state/<round>/...` (written per round; the last two kept). Every file is written under a temporary name and renamed.
+`<state-dir>/<experiment-id>/<client>/` holds a folder for the task at work (model units, features, the state that is being
+written), `state/<round>/...` (the last two kept) and `frozen/` (units by their content). A state has a manifest of checksums;
+one that does not match it is discarded. Files are safetensors, .npy and JSON: nothing that could be executed when it is read.
 """
 
 import math
@@ -15,6 +16,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import nn
 
+from client_app.seal import damage, seal
+from client_app.task_folder import claim, remove, remove_leftovers
 from models.cascade import unit_of
 
 KEPT_STATES = 2
@@ -23,15 +26,17 @@ KEPT_STATES = 2
 class Store:
     """The folder of one client of one experiment; `task` names the folder of the task at work.
 
-    A task that the server gave up on may still run beside the next one, so no two share files.
+    `notes` is what a person should hear of what was found: damaged files, leftovers of a task whose process died.
     """
 
     def __init__(self, state_dir: Path, experiment_id: str, client: int, task: str) -> None:
         self.root = state_dir / experiment_id / str(client)
-        self.task = self.root / task
+        self.frozen = self.root / "frozen"
+        self.task, self._lock, reused = claim(self.root, task)
         self.model = self.task / "model"
-        shutil.rmtree(self.task, ignore_errors=True)
-        self.model.mkdir(parents=True)
+        self.model.mkdir()
+        left = remove_leftovers(self.root, self.task, {"state", "frozen"}) + [self.task.name] * reused
+        self.notes = [f"removed {name}, left by a task whose process died" for name in left]
 
     def write_units(self, arrays: Mapping[str, np.ndarray], folder: Path | None = None) -> None:
         """Write arrays with global names, one file a unit."""
@@ -68,23 +73,36 @@ class Store:
             unit = path.stem
             self.write_units({**dict(self.read([unit])), **dict(_arrays(path))})
 
-    def clear_task(self) -> None:
+    def close(self) -> None:
         """Drop the model and the features of the task that ended."""
         shutil.rmtree(self.task, ignore_errors=True)
+        self._lock.close()
 
     def newest_state(self, state_round: int) -> Path | None:
-        """The folder of the newest state not newer than `state_round`; newer ones are of a lost future and are deleted."""
-        kept = None
-        for number in sorted(self._states()):
-            if number > state_round:
-                shutil.rmtree(self.root / "state" / str(number))
-            else:
-                kept = self.root / "state" / str(number)
-        return kept
+        """The folder of the newest sound state not newer than `state_round`.
+
+        Newer ones are of a lost future and are deleted; so are damaged ones, with a note.
+        """
+        discarded: list[str] = []
+        for number in sorted(self._states(), reverse=True):
+            folder = self.root / "state" / str(number)
+            if number <= state_round:
+                fault = damage(folder)
+                if not fault:
+                    self._note_discarded(discarded, f"goes on from that of round {number}")
+                    return folder
+                discarded.append(f"{number} ({fault})")
+            remove(folder)
+        self._note_discarded(discarded, "starts anew")
+        return None
+
+    def _note_discarded(self, discarded: list[str], then: str) -> None:
+        if discarded:
+            self.notes.append(f"discarded its state of round {', '.join(discarded)}, {then}")
 
     def new_state(self, server_round: int, old: Path | None = None) -> Path:
         """A folder to write this round's state into, with what `old` holds; `commit_state` makes it valid."""
-        folder = self.root / "state" / f"{server_round}.tmp"
+        folder = self.task / "state" / str(server_round)
         shutil.rmtree(folder, ignore_errors=True)
         if old is not None:
             shutil.copytree(old, folder)
@@ -93,15 +111,18 @@ class Store:
 
     def commit_state(self, folder: Path) -> None:
         """Make a state that was written completely the newest, and drop all but the last two."""
-        final = folder.with_suffix("")
-        shutil.rmtree(final, ignore_errors=True)
+        seal(folder)
+        final = self.root / "state" / folder.name
+        final.parent.mkdir(exist_ok=True)
+        if final.exists():
+            remove(final)
         folder.replace(final)
         for number in sorted(self._states())[:-KEPT_STATES]:
-            shutil.rmtree(self.root / "state" / str(number))
+            remove(self.root / "state" / str(number))
 
     def _states(self) -> list[int]:
-        folder = self.root / "state"
-        return [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+        names = [path.name for path in (self.root / "state").glob("*")]
+        return [int(name) for name in names if name.isdecimal() and name == str(int(name))]
 
     def drop_features(self, *parts: str) -> None:
         """Remove features that nobody reads any more."""

@@ -14,7 +14,7 @@ from models.partition import Piece
 
 Status = Literal["ok", "memory", "failed"]
 Metrics = dict[str, float | int]
-UNLISTED = -1
+MAPPINGS = ("prices", "frozen")  # Flower's records hold none
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Task:
 
     `budget` and `reference` are bytes: what the server assumed the client may use, and one reference step, of which emulated
     budgets are shares. `state_round` names the newest client state that may be used. `prices` maps a piece ("0,1,2") to the
-    bytes of training it; `enforced` says whether these are true bytes that the accounting holds the client to.
+    bytes of training it; `enforced` says whether these are true bytes that the accounting holds the client to. `frozen` maps
+    the units that are not in this message, because nobody trains them any more, to their content hashes.
     """
 
     experiment_id: str
@@ -36,17 +37,20 @@ class Task:
     state_dir: str
     enforced: bool = True
     prices: dict[str, int] = field(default_factory=dict)
+    frozen: dict[str, str] = field(default_factory=dict)
 
     def to_record(self) -> ConfigRecord:
-        """As a Flower record; the price list is one JSON string."""
-        plain = {key.replace("_", "-"): value for key, value in asdict(self).items() if key != "prices"}
-        return ConfigRecord({**plain, "prices": json.dumps(self.prices, separators=(",", ":"))})
+        """As a Flower record; each mapping is one JSON string."""
+        fields = {key.replace("_", "-"): value for key, value in asdict(self).items()}
+        mappings = {key: json.dumps(fields[key], separators=(",", ":")) for key in MAPPINGS}
+        return ConfigRecord({**fields, **mappings})
 
     @classmethod
     def from_record(cls, record: ConfigRecord) -> "Task":
         """Read a task; raises TypeError for a field that is missing or not known."""
-        plain = {key.replace("-", "_"): value for key, value in record.items() if key != "prices"}
-        return cls(**cast(dict[str, object], plain), prices=json.loads(str(record["prices"])))  # type: ignore[arg-type]
+        fields = {key.replace("-", "_"): value for key, value in record.items()}
+        mappings = {key: json.loads(str(record[key])) for key in MAPPINGS}
+        return cls(**{**fields, **mappings})
 
     def price(self, piece: Piece) -> int | None:
         """Bytes of training a piece, or None where the server lists none."""
@@ -59,13 +63,37 @@ def piece_key(piece: Piece) -> str:
 
 
 @dataclass(frozen=True)
+class Question:
+    """What a server asks of a client's frozen units: `wanted` is content hashes. Units that lack may come along."""
+
+    experiment_id: str
+    state_dir: str
+    wanted: list[str]
+
+    def to_record(self) -> ConfigRecord:
+        """As a Flower record."""
+        return ConfigRecord(asdict(self))
+
+    @classmethod
+    def from_record(cls, record: ConfigRecord) -> "Question":
+        """Read a question; raises TypeError for a field that is missing or not known."""
+        return cls(**cast(dict[str, object], dict(record)))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """How a task ended. `needed` and `allowed` are bytes, of a refusal for memory."""
+    """How a task ended. `needed` and `allowed` are bytes, of a refusal for memory; `needed` is 0 where it is not known.
+
+    `note` is what a person should hear of a task that went well nevertheless, such as a damaged file in the store. `lacking` is
+    the content hashes of frozen units that were asked for and are not there.
+    """
 
     status: Status
     needed: int = 0
     allowed: int = 0
     reason: str = ""
+    note: str = ""
+    lacking: list[str] = field(default_factory=list)
 
     def to_record(self) -> ConfigRecord:
         """As a Flower record."""

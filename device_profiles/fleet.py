@@ -79,6 +79,7 @@ class Fleet:
             "bandwidth": device.bandwidth,
             "disk-bandwidth": device.disk_bandwidth,
             **({"disk-latency": device.disk_latency} if device.disk_latency else {}),
+            **({"cpus": device.cpus} if device.cpus else {}),
             "share": share,
         }
 

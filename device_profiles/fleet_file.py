@@ -1,7 +1,8 @@
 """Files of fleets and of pools: finding and reading them, and checking what they say before a `Fleet` is made of it.
 
 Units in a file: memory in bytes ("64MB", "512KiB", or an integer), flops in FLOPs/s, bandwidth and disk-bandwidth in
-bytes/s, disk-latency in seconds an access. A pool is a list of devices that several fleets draw from.
+bytes/s, disk-latency in seconds an access, cpus in cores that a container of the device gets. A pool is a list of devices
+that several fleets draw from.
 """
 
 import json
@@ -72,6 +73,7 @@ class DeviceTable(_Table):
     bandwidth: Positive | None = None
     disk_bandwidth: Positive
     disk_latency: NotNegative = 0.0
+    cpus: Positive | None = None
     share: Positive = 1.0
     source: str = ""
 
@@ -83,6 +85,7 @@ class _PooledTable(_Table):
     bandwidth: Positive | None = None
     disk_bandwidth: Positive
     disk_latency: NotNegative = 0.0
+    cpus: Positive | None = None
     source: str = ""
 
 
@@ -155,6 +158,7 @@ def profile_of(row: DeviceTable, memory: int | None = None) -> DeviceProfile:
         row.bandwidth,
         row.disk_bandwidth,
         row.disk_latency,
+        row.cpus,
     )
 
 

@@ -3,12 +3,13 @@
 Units: memory in bytes, speed in FLOPs/s (a multiply-accumulate is 2 FLOPs), network and disk in bytes/s.
 """
 
-import math
 import os
 import re
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,9 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 PROBE_FILE_BYTES = 8_000_000
+PROBE_BLOCK_BYTES = 1_000_000
 PROBE_SECONDS = 0.1
+CACHE_CAN_BE_DROPPED = hasattr(os, "posix_fadvise")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -43,7 +46,8 @@ class DeviceProfile:
 
     Exactly one of `memory_bytes` and `memory_ratio` is set; the ratio is of the bytes of one reference step (the full
     model's FedAvg step under the run's memory model). `bandwidth` (bytes/s) holds for each direction of the network;
-    None = the link is not modelled and takes no time. `disk_latency` is in seconds an access.
+    None = the link is not modelled and takes no time. `disk_latency` is in seconds an access. `cpus` is how many cores a
+    container that stands for the device gets; None = nothing is said about it, and nothing else reads it.
 
     Raises ValueError when both or neither memory figure is given.
     """
@@ -55,6 +59,7 @@ class DeviceProfile:
     bandwidth: float | None
     disk_bandwidth: float
     disk_latency: float = 0.0
+    cpus: float | None = None
 
     def __post_init__(self) -> None:
         if (self.memory_bytes is None) == (self.memory_ratio is None):
@@ -101,16 +106,27 @@ class MeasuredDevice:
     disk_bandwidth: float
 
 
+@dataclass(frozen=True)
+class DiskSpeed:
+    """Bytes/s of writing with a sync at the end and of reading back, and the median seconds of an access."""
+
+    write: float
+    read: float
+    latency: float
+
+
 def measure_device(directory: str | Path) -> MeasuredDevice:
     """Measure this machine in a few hundred milliseconds; a probe file is written into `directory` and removed.
 
-    The speed is that of one small convolution with torch's present number of threads, so set the threads first.
+    The speed is that of training one small convolution, its best repetition, with torch's present number of threads, so
+    set the threads first.
 
     Raises OSError when `directory` is missing, not writable or full.
     """
     # Memory first: the probes themselves take some.
     memory = available_memory()
-    return MeasuredDevice(memory, _measure_flops(), _measure_disk(Path(directory)))
+    fastest = max(speed for _, speed in convolution_speeds(PROBE_SECONDS))
+    return MeasuredDevice(memory, fastest, measure_disk(Path(directory), PROBE_FILE_BYTES).read)
 
 
 def available_memory(cgroup_root: Path = CGROUP_ROOT, own_cgroup: Path = OWN_CGROUP) -> int:
@@ -179,35 +195,64 @@ def _read_int(path: Path) -> int | None:
     return number if number < 2**62 else None
 
 
-def _measure_flops() -> float:
-    """FLOPs/s of a 3x3 convolution, 32 -> 32 channels, 32x32, batch 8, forward; the best repetition."""
+def convolution_speeds(seconds: float) -> list[tuple[float, float]]:
+    """FLOPs/s of a 3x3 convolution, 32 -> 32 channels, 32x32, batch 8, forward and backward, repeated for `seconds`: when
+    each repetition began, in seconds from the first, and its speed. With torch's present number of threads.
+    """
     import torch  # here, so that the launcher can read fleets without loading torch
 
-    images, kernel = torch.ones(8, 32, 32, 32), torch.ones(32, 32, 3, 3)
-    flops = 2 * images.numel() * 32 * 3 * 3
-    best = math.inf
-    with torch.inference_mode():
-        torch.nn.functional.conv2d(images, kernel, padding=1)  # the first call prepares the kernel
+    shapes = ((8, 32, 32, 32), (32, 32, 3, 3))
+    images, kernel = (torch.ones(s).to(memory_format=torch.channels_last).requires_grad_() for s in shapes)
+    flops = 3 * 2 * images.numel() * 32 * 3 * 3  # each of the two gradients takes as many as the forward pass
+
+    def step() -> None:
+        torch.autograd.grad(torch.nn.functional.conv2d(images, kernel, padding=1).sum(), (images, kernel))
+
+    step()  # the first call prepares the kernels
+    found: list[tuple[float, float]] = []
+    start = time.perf_counter()
+    while not found or time.perf_counter() - start < seconds:
+        before = time.perf_counter()
+        step()
+        found.append((before - start, flops / (time.perf_counter() - before)))
+    return found
+
+
+def measure_disk(directory: Path, size: int, accesses: int = 0) -> DiskSpeed:
+    """Write and sync a file of `size` bytes (at least a block), read it back, then make `accesses` reads at random places.
+
+    The file is removed. Where the system cannot be told to drop its cache, reads are the cache's. Raises OSError.
+    """
+    blocks = max(1, size // PROBE_BLOCK_BYTES)
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        block = os.urandom(PROBE_BLOCK_BYTES)
         start = time.perf_counter()
-        while best is math.inf or time.perf_counter() - start < PROBE_SECONDS:
-            before = time.perf_counter()
-            torch.nn.functional.conv2d(images, kernel, padding=1)
-            best = min(best, time.perf_counter() - before)
-    return flops / best
-
-
-def _measure_disk(directory: Path) -> float:
-    """Bytes/s of reading back a file of 8 MB. Where the system cannot be told to drop its cache, that of the cache."""
-    with tempfile.TemporaryFile(dir=directory) as file:
-        block = os.urandom(1_000_000)
-        for _ in range(PROBE_FILE_BYTES // len(block)):
+        for _ in range(blocks):
             file.write(block)
-        file.flush()
         os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        written = time.perf_counter() - start
+        _drop_cache(file.fileno())
         file.seek(0)
         start = time.perf_counter()
-        while file.read(len(block)):
+        while file.read(PROBE_BLOCK_BYTES):
             pass
-        return PROBE_FILE_BYTES / (time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        waits = [_access(file, blocks * PROBE_BLOCK_BYTES) for _ in range(accesses)]
+    latency = statistics.median(waits) if waits else 0.0
+    return DiskSpeed(blocks * PROBE_BLOCK_BYTES / written, blocks * PROBE_BLOCK_BYTES / seconds, latency)
+
+
+def _access(file: FileIO, size: int) -> float:
+    """Seconds until one byte of a random page is there."""
+    _drop_cache(file.fileno())  # each time: the read before may have fetched the pages around it
+    if CACHE_CAN_BE_DROPPED:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+    file.seek(int.from_bytes(os.urandom(8)) % size)
+    start = time.perf_counter()
+    file.read(1)
+    return time.perf_counter() - start
+
+
+def _drop_cache(descriptor: int) -> None:
+    if CACHE_CAN_BE_DROPPED:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

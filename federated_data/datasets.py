@@ -20,11 +20,22 @@ from federated_data import own_sources, sources
 from federated_data.partition import share_class_counts
 from federated_data.sources import DatasetError, Source
 
-__all__ = ["DATASETS", "ArrayDataset", "DatasetError", "default_cache", "load", "prepare", "share_class_counts"]
+__all__ = [
+    "DATASETS",
+    "ArrayDataset",
+    "DatasetError",
+    "default_cache",
+    "load",
+    "prepare",
+    "set_name",
+    "share_class_counts",
+    "write",
+]
 
 # Each takes where to look and whether it may download.
 DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
     "digits": sources.digits,
+    "digits32": sources.digits32,
     "fashion-mnist": sources.fashion_mnist,
     "cifar10": sources.cifar10,
     "cifar100": sources.cifar100,
@@ -34,7 +45,9 @@ DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
 
 _SCHEMA = 1
 _OWN = ("npz", "folder")
+_EMBEDDED = ("digits", "digits32")  # they come with scikit-learn, not from data-dir
 _FILES = ("train-images.npy", "train-labels.npy", "test-images.npy", "test-labels.npy")
+_EXPORT_KEYS = {"client", "clients", "examples", "settings"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +57,9 @@ class ArrayDataset:
     `images` and `test_images` are (N, H, W, C), uint8 or float32; `labels` and `test_labels` are (N,) int64 in
     0..num_classes-1. `mean` and `std`, one a channel, are of the training pixels: of pixel / 255 where they are uint8,
     of the values as they are where float32.
+
+    `export` is None, or how `piecework export-data` made this part of a set: `client` (None = the server's part),
+    `clients`, `examples` (of the whole training set, which `mean` and `std` are of too), `settings` of the partition.
     """
 
     name: str
@@ -54,6 +70,12 @@ class ArrayDataset:
     std: tuple[float, ...]
     test_images: NDArray[Any]
     test_labels: NDArray[np.int64]
+    export: Mapping[str, Any] | None = None
+
+    @property
+    def examples(self) -> int:
+        """Training examples of the whole set, also where this is a part of it."""
+        return len(self.labels) if self.export is None else int(self.export["examples"])
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
@@ -65,6 +87,7 @@ class ArrayDataset:
 # What the published sets are, for plans: they must not have to be there. (C, H, W), classes, training examples.
 PUBLISHED = {
     "digits": ((1, 8, 8), 10, 1438),
+    "digits32": ((1, 32, 32), 10, 1438),
     "fashion-mnist": ((1, 28, 28), 10, 60_000),
     "cifar10": ((3, 32, 32), 10, 50_000),
     "cifar100": ((3, 32, 32), 100, 50_000),
@@ -83,12 +106,15 @@ def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False
 
     `name` is a key of DATASETS, the last two as `npz:<file>` and `folder:<dir>`, relative to `data_dir` if that is set.
     An empty `data_dir` means `<cache_dir>/downloads` to the published sets. An own file or folder that has changed is
-    converted again. DatasetError names what is unknown, missing or damaged. Several processes may prepare at once.
+    converted again. A `data_dir` that is a prepared folder itself is returned. DatasetError names what is unknown, missing
+    or damaged. Several processes may prepare at once.
     """
     kind, colon, where = name.partition(":")
     if kind not in DATASETS or (kind in _OWN) != bool(where) or (colon and not where):
         known = [f"{key}:<{'file' if key == 'npz' else 'dir'}>" if key in _OWN else key for key in DATASETS]
         raise DatasetError(f"unknown data set {name!r}; known: {', '.join(known)}")
+    if data_dir and (ready := _ready(name, Path(data_dir).expanduser().resolve())):
+        return ready
     root = Path(data_dir).expanduser() if data_dir else cache_dir / "downloads"
     if kind in _OWN:
         root = (Path(data_dir) if data_dir else Path()).expanduser() / Path(where).expanduser()
@@ -100,7 +126,7 @@ def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False
     staging = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
         staging.mkdir(parents=True)
-        _write(staging, name, source)
+        write(staging, name, source)
         _install(staging, target)
     except OSError as error:
         raise DatasetError(
@@ -138,11 +164,30 @@ def load(directory: Path, verify: bool = False) -> ArrayDataset:
         std=tuple(meta["std"]),
         test_images=test_images,
         test_labels=test_labels,
+        export=meta.get("export"),
     )
 
 
+def set_name(name: str) -> str:
+    """A data set's name without the folders of an own file, which are others on another machine."""
+    kind, colon, where = name.partition(":")
+    return f"{kind}{colon}{Path(where).name}"
+
+
+def _ready(name: str, folder: Path) -> Path | None:
+    """`folder` where it is a prepared one, of this data set."""
+    if not all((folder / file).is_file() for file in ("meta.json", _FILES[1])):
+        return None
+    held = _read_meta(folder)["name"]
+    if set_name(held) != set_name(name):
+        raise DatasetError(
+            f"data-dir {folder} holds a prepared {held!r}, the run asks for {name!r}; change one of them"
+        )
+    return folder
+
+
 def _folder_name(kind: str, root: Path) -> str:
-    if kind == "digits":
+    if kind in _EMBEDDED:
         return kind
     key = [str(root)]
     if kind in _OWN and root.exists():
@@ -151,7 +196,8 @@ def _folder_name(kind: str, root: Path) -> str:
     return f"{kind}-{hashlib.sha256(chr(10).join(key).encode()).hexdigest()[:12]}"
 
 
-def _write(staging: Path, name: str, source: Source) -> None:
+def write(staging: Path, name: str, source: Source, export: Mapping[str, Any] | None = None) -> None:
+    """Write a prepared folder, synced, into the empty folder `staging`; `export` as in ArrayDataset. Raises OSError."""
     mean, std = source.mean, source.std
     if mean is None or std is None:
         mean, std = _channel_statistics(source.images)
@@ -169,6 +215,8 @@ def _write(staging: Path, name: str, source: Source) -> None:
         "std": std,
         "md5": {file: _md5(staging / file) for file in _FILES},
     }
+    if export is not None:
+        meta["export"] = dict(export)
     with (staging / "meta.json").open("w", encoding="utf-8") as text:
         json.dump(meta, text, indent=1)
         text.flush()
@@ -211,6 +259,8 @@ def _read_meta(directory: Path) -> dict[str, Any]:
     keys = {"schema", "name", "num_classes", "mean", "std", "md5"}
     if not isinstance(meta, dict) or meta.get("schema") != _SCHEMA or not keys <= meta.keys():
         raise DatasetError(_damaged(path, f"it is not of schema {_SCHEMA}"))
+    if "export" in meta and not (isinstance(meta["export"], dict) and meta["export"].keys() >= _EXPORT_KEYS):
+        raise DatasetError(_damaged(path, f"its export = {meta['export']!r} lacks one of {sorted(_EXPORT_KEYS)}"))
     return meta
 
 

@@ -12,7 +12,8 @@ from rich.markup import escape
 
 from piecework.cli_base import COUNTED, FAILED, Json, Preset, Set, err, errors_for_people, out
 from piecework.cli_deploy import commands
-from piecework.options import PRESETS, Scalars, seed_list, settings_from
+from piecework.options import PRESETS, Scalars, connection_to, seed_list, settings_from
+from piecework.processes import Connection, EngineError
 from server_app.settings import Settings, SettingsError
 
 app = typer.Typer(
@@ -33,25 +34,35 @@ def run(
     seeds: Annotated[str, typer.Option(help="several runs, e.g. 1,2,3")] = "",
     output_dir: Annotated[str, typer.Option(help="where runs are written")] = "",
     restarts: Annotated[int, typer.Option(help="resume a crashed run at most so many times")] = 0,
+    superlink: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="train on the nodes of a SuperLink that is there")
+    ] = "",
+    root_certificates: Annotated[Path | None, typer.Option(help="the CA of that SuperLink's certificate")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="that SuperLink has no TLS")] = False,
     as_json: Json = False,
 ) -> None:
     """Train. Without options: FeDepth on handwritten digits over 20 emulated boards."""
     with errors_for_people(as_json):
+        connection = connection_to(superlink, root_certificates, insecure)
+        engine = "deployment" if connection else engine
         settings = settings_from(preset, assignments, engine=engine, nodes=nodes, output_dir=output_dir)
         numbers = seed_list(seeds) if seeds else [settings.seed]
-        summaries = [run_one(settings, seed, len(numbers) > 1, restarts, as_json) for seed in numbers]
+        summaries = [run_one(settings, seed, len(numbers) > 1, restarts, as_json, connection) for seed in numbers]
         if as_json and len(summaries) > 1:
             print(json.dumps(over_seeds(summaries)))
         if any(summary["status"] != "completed" for summary in summaries):
             raise typer.Exit(FAILED)
 
 
-def run_one(settings: Settings, seed: int, several: bool, restarts: int, as_json: bool) -> dict[str, Any]:
+def run_one(
+    settings: Settings, seed: int, several: bool, restarts: int, as_json: bool, connection: Connection | None
+) -> dict[str, Any]:
     """One seed's run, with its progress on stderr and its summary on stdout."""
     from piecework.display import RoundProgress, memory_table, summary_table
-    from piecework.launch import EngineError, launch
+    from piecework.launch import launch
     from server_app.roster import TooFewNodesError
-    from server_app.rounds import RunAbortedError, preflight, resolve_run_dir, summarise
+    from server_app.rounds import RunAbortedError, preflight, resolve_run_dir
+    from server_app.summary import summarise
 
     name = f"{settings.run_name}-seed{seed}" if several and settings.run_name else settings.run_name
     settings = settings.model_copy(update={"seed": seed, "run_name": name})
@@ -62,7 +73,7 @@ def run_one(settings: Settings, seed: int, several: bool, restarts: int, as_json
     reason = ""
     try:
         with RoundProgress(settings.num_rounds) as progress:
-            launch(settings, run_dir, progress.update, restarts)
+            launch(settings, run_dir, progress.update, restarts, connection)
     except (RunAbortedError, TooFewNodesError, EngineError) as error:
         reason = str(error)
     summary = run_dir.summary() or summarise(run_dir, "failed", reason, 0.0)

@@ -1,5 +1,160 @@
 """The commands of a federation outside the simulator."""
 
+import json
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
+from piecework.cli_base import Json, Preset, Set, err, errors_for_people, out
+from piecework.options import settings_from
+
 commands = typer.Typer()
+
+
+@commands.command()
+def export_data(
+    folder: Annotated[Path, typer.Option("--out", help="the folder to write: node-0, node-1, ... and server")],
+    preset: Preset = "",
+    nodes: Annotated[int, typer.Option(min=0, help="number of clients; default: the preset's")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="replace an earlier export")] = False,
+    assignments: Set = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Write each client's share of the data set into a folder of its own, for devices and containers."""
+    from piecework.export_data import export_data as export
+    from piecework.export_data import export_table
+
+    with errors_for_people(as_json, {}):
+        rows = export(settings_from(preset, assignments, nodes=nodes), folder, force)
+        if as_json:
+            print(json.dumps({"out": str(folder.absolute()), "folders": rows}))
+            return
+        out.print(export_table(rows))
+        out.print("copy each to its device, and set data-dir in its node-config; the server finds its own by data-dir")
+
+
+@commands.command()
+def profile(
+    name: Annotated[str, typer.Option(help="of the device in the fleet; default: this machine's")] = "",
+    seconds: Annotated[float, typer.Option(help="how long to compute: a warm board is slower than a cold one")] = 10.0,
+    folder: Annotated[Path, typer.Option(help="a folder on the disk that the node's state will be on")] = Path(),
+    file: Annotated[Path | None, typer.Option("--out", help="write the TOML there and not to stdout")] = None,
+    assignments: Set = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Measure this machine into a [[device]] table for a fleet, by the settings torch-threads and reserve."""
+    import platform
+
+    from piecework.profile_device import check_new, profile_device, toml_text, write_new
+
+    with errors_for_people(as_json, {}):
+        settings = settings_from("", assignments)
+        if file is not None:
+            check_new(file)
+        device = name or platform.node() or "device"
+        measured = profile_device(device, seconds, folder, settings.torch_threads, settings.reserve)
+        if file is not None:
+            write_new(file, toml_text(measured))
+        if as_json:
+            rest = {"first-flops": measured.first_flops, "slows-down": measured.slows_down}
+            print(json.dumps(measured.values() | rest))
+        elif file is None:
+            print(toml_text(measured), end="")
+        first, kept = f"{measured.first_flops:.3g}", f"{measured.sustained_flops:.3g}"
+        err.print(f"FLOP/s: {first} in the first second, {kept} sustained", highlight=False)
+        if measured.slows_down:
+            err.print("it slows down under load: cool it better, or plan with the sustained figure", highlight=False)
+        if file is not None:
+            err.print(
+                f"wrote {file}: name it as pool in a fleet file, or copy its [[device]]", soft_wrap=True, markup=False
+            )
+
+
+@commands.command()
+def certs(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="what devices dial the server by: host names, addresses")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="how many nodes get keys: node-0, node-1, ...")] = 1,
+    folder: Annotated[Path, typer.Option("--out", help="where they are made")] = Path("certs"),
+    days: Annotated[int, typer.Option(help="how long certificates hold")] = 825,
+    as_json: Json = False,
+) -> None:
+    """Make the certificates and keys of a federation; again with other names or more nodes, what is missing."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from piecework.certs import issue
+
+    with errors_for_people(as_json, {}):
+        made = issue(names or [], nodes, folder, days)
+        if as_json:
+            print(json.dumps({"folder": str(folder.absolute()), "files": [asdict(file) for file in made]}))
+            return
+        table = Table("file", "", "ends", "names")
+        for file in made:
+            table.add_row(file.file, file.done, file.until, ", ".join(file.names))
+        out.print(table)
+        out.print("ca.crt goes to every device, nodes/node-I.* to node I only; ca.key stays here (docs/security.md)")
+
+
+@commands.command()
+def register(
+    folder: Annotated[Path, typer.Argument(help="what `piecework certs` made")],
+    superlink: Annotated[str, typer.Option(help="HOST:PORT of the SuperLink")],
+    root_certificates: Annotated[Path | None, typer.Option(help="default: FOLDER/ca.crt")] = None,
+    revoke: Annotated[str, typer.Option(metavar="NODE", help="take the key of this node back, for good")] = "",
+    as_json: Json = False,
+) -> None:
+    """Tell a SuperLink with --enable-supernode-auth the keys of the nodes it may let in (nodes/*.pub)."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from piecework import registration
+
+    with errors_for_people(as_json, {}):
+        trusted = root_certificates or folder / "ca.crt"
+        if revoke:
+            nodes = [registration.revoke(folder, revoke, superlink, trusted)]
+        else:
+            nodes = registration.register(folder, superlink, trusted)
+        if as_json:
+            print(json.dumps({"superlink": superlink, "nodes": [asdict(node) for node in nodes]}))
+            return
+        table = Table("node", "id", "", "state")
+        for node in nodes:
+            table.add_row(node.node, str(node.node_id), node.done, node.state)
+        out.print(table)
+        if not revoke and any(node.state == "revoked" for node in nodes):
+            out.print(
+                "a revoked key is never taken again: delete that node's .key and .pub, then certs and register again"
+            )
+
+
+@commands.command()
+def compose(
+    preset: Preset = "",
+    fleet: Annotated[str, typer.Option(help="a shipped fleet or a .toml file; default: the preset's")] = "",
+    nodes: Annotated[int, typer.Option(min=0, help="number of clients; default: the preset's")] = 0,
+    floor: Annotated[str, typer.Option(help="memory that a client takes besides what training may use")] = "320MB",
+    data: Annotated[str, typer.Option(help="what `export-data` wrote, as seen from the compose file")] = "./data",
+    tls: Annotated[bool, typer.Option("--tls", help="instead the overlay for certificates and keys")] = False,
+    certs: Annotated[
+        str, typer.Option(help="with --tls: what `certs` made, as seen from the compose file")
+    ] = "./certs",
+    assignments: Set = [],  # noqa: B006
+) -> None:
+    """Print a compose file: each client a container that the kernel holds to its device's memory."""
+    from piecework.compose import command_line, compose_file, floor_bytes, places, tls_overlay
+
+    with errors_for_people(False):
+        settings = settings_from(preset, assignments, nodes=nodes, named={"fleet": fleet} if fleet else {})
+        given = {"--preset": preset, "--fleet": fleet, "--nodes": nodes, "--floor": floor, "--data": data}
+        command = command_line(given | ({"--certs": certs} if tls else {}), assignments, tls)
+        above = floor_bytes(floor)
+        clients = places(settings, above)
+        text = tls_overlay(clients, certs, command) if tls else compose_file(clients, above, data, command)
+        print(text, end="")

@@ -4,55 +4,70 @@ The two engines of Flower get a private FLWR_HOME, private ports and a fixed env
 SuperLink answers, freeze its environment, reinstall dependencies, and return 0 for a failed run.
 """
 
-import json
+import logging
 import os
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-import psutil
 import tomli_w
 
+from piecework.processes import (
+    APP,
+    Connection,
+    EngineError,
+    FlowerHome,
+    flower_home,
+    free_ports,
+    process,
+    superlink,
+    wait_until_healthy,
+)
 from server_app.local_grid import LocalGrid
 from server_app.records import RunDir
 from server_app.roster import TooFewNodesError
 from server_app.rounds import RunAbortedError, preflight, run_experiment
 from server_app.settings import Settings
 
-APP = Path(__file__).resolve().parents[1]
 OnRound = Callable[[dict[str, Any]], None]
-START_SECONDS = 60.0
 STATUS_SECONDS = 15.0
+PATIENCE_SECONDS = 180.0
+LOG = logging.getLogger("piecework")
 
 
-class EngineError(RuntimeError):
-    """An engine could not be started, or stopped working."""
+def launch(
+    settings: Settings, run_dir: RunDir, on_round: OnRound, restarts: int = 0, connection: Connection | None = None
+) -> dict[str, Any]:
+    """Run to the end; after a crash go on from the last checkpoint, at most `restarts` times.
 
-
-def launch(settings: Settings, run_dir: RunDir, on_round: OnRound, restarts: int = 0) -> dict[str, Any]:
-    """Run to the end; after a crash resume, at most `restarts` times. Returns the summary; raises what cannot be resumed."""
+    With a `connection` the run is submitted to the SuperLink there. Returns the summary; raises what cannot be mended.
+    """
     preflight(settings)
-    engine = {"local": run_local, "ray": run_ray, "deployment": run_deployment}[settings.engine]
+    engines = {"local": run_local, "ray": run_ray, "deployment": run_deployment}
+    engine = partial(run_there, connection=connection) if connection else engines[settings.engine]
     for attempt in range(restarts + 1):
         try:
             engine(settings, run_dir, on_round)
             break
-        except (EngineError, RunAbortedError, TooFewNodesError, OSError):
-            if attempt == restarts or run_dir.load_checkpoint() is None:
+        except (EngineError, RunAbortedError, TooFewNodesError, OSError) as error:
+            if attempt == restarts:
                 raise
-            settings = settings.model_copy(update={"resume_from": str(run_dir.path)})
+            LOG.warning("the run ended (%s): restart %d of %d", str(error).splitlines()[0], attempt + 1, restarts)
+            settings = resumed(settings, run_dir)
     summary = run_dir.summary()
     if summary is None:
         raise EngineError(f"the run ended without a summary in {run_dir.path}")
     return summary
+
+
+def resumed(settings: Settings, run_dir: RunDir) -> Settings:
+    """The settings that go on with a run: from its last checkpoint, or from the start where it has none."""
+    if run_dir.load_checkpoint() is not None:
+        return settings.model_copy(update={"resume_from": str(run_dir.path)})
+    (run_dir.path / "settings.toml").unlink(missing_ok=True)  # a folder with settings is a run, and not begun anew
+    return settings
 
 
 def run_local(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
@@ -92,112 +107,22 @@ def run_deployment(settings: Settings, run_dir: RunDir, on_round: OnRound) -> No
         follow(home, settings, run_dir, on_round)
 
 
+def run_there(settings: Settings, run_dir: RunDir, on_round: OnRound, connection: Connection) -> None:
+    """On a SuperLink that is there, with whatever nodes it has; the ServerApp must see the run's folder under the same path."""
+    with flower_home(connection) as home:
+        follow(home, settings, run_dir, on_round)
+
+
 def executor(port: int) -> list[str]:
     """The arguments of a SuperExec that serves the SuperLink or SuperNode on a port."""
     return ["--insecure", "--runtime-api-address", f"127.0.0.1:{port}"]
 
 
-class FlowerHome:
-    """A private FLWR_HOME with the address of a private SuperLink."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        (self.port,) = free_ports(1)
-        connection = {"address": f"127.0.0.1:{self.port}", "insecure": True}
-        config = {"superlink": {"default": "piecework", "piecework": connection}}
-        (path / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
-        self.environment = os.environ | {
-            "FLWR_HOME": str(path),
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        }
-
-    def command(self, *arguments: str) -> dict[str, Any]:
-        """Run `flwr` and read its JSON. Raises EngineError."""
-        call = ["flwr", *arguments, "--format", "json"]
-        done = subprocess.run(call, env=self.environment, capture_output=True, text=True, check=False, cwd=self.path)
-        try:
-            answer: dict[str, Any] = json.loads(done.stdout)
-        except json.JSONDecodeError:
-            raise EngineError(f"`{' '.join(call[:2])}` failed: {done.stdout}{done.stderr}") from None
-        if done.returncode or not answer.get("success", True):
-            raise EngineError(f"`{' '.join(call[:2])}` failed: {answer.get('error-message', done.stdout)}")
-        return answer
-
-    def log_of(self, run_id: str) -> str:
-        """What a run printed, the end of it."""
-        call = ["flwr", "log", run_id, "piecework", "--show"]
-        done = subprocess.run(call, env=self.environment, capture_output=True, text=True, check=False, cwd=self.path)
-        return "\n".join((done.stdout + done.stderr).splitlines()[-120:])
-
-
-@contextmanager
-def flower_home() -> Iterator[FlowerHome]:
-    """A FLWR_HOME that is removed afterwards."""
-    if not (APP / "pyproject.toml").is_file():
-        raise EngineError("engines ray and deployment need Piecework's source folder: install it with `pip install -e`")
-    with tempfile.TemporaryDirectory(prefix="piecework-", ignore_cleanup_errors=True) as folder:
-        yield FlowerHome(Path(folder))
-
-
-@contextmanager
-def superlink(home: FlowerHome, *arguments: str) -> Iterator[None]:
-    """A SuperLink on the home's port, healthy."""
-    address = ["--insecure", "--host", "127.0.0.1", "--port", str(home.port)]
-    with process(home, "superlink", "flower-superlink", *address, *arguments):
-        wait_until_healthy(home.port, home.path / "superlink.log")
-        yield
-
-
-@contextmanager
-def process(home: FlowerHome, name: str, *command: str) -> Iterator[None]:
-    """A process that ends, with all its children, when the body does. Its output goes to `<home>/<name>.log`."""
-    with (home.path / f"{name}.log").open("wb") as log:
-        child = subprocess.Popen(command, env=home.environment, stdout=log, stderr=log, cwd=home.path)
-        try:
-            yield
-        finally:
-            stop(child)
-
-
-def stop(child: "subprocess.Popen[bytes]") -> None:
-    """End a process we started and its descendants: first asked, then, after ten seconds, killed."""
-    try:
-        family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for member in family:
-        _quietly(member.terminate)
-    _, alive = psutil.wait_procs(family, timeout=10)
-    for member in alive:
-        _quietly(member.kill)
-    child.wait()
-
-
-def _quietly(action: Callable[[], None]) -> None:
-    try:
-        action()
-    except psutil.NoSuchProcess:
-        return  # it ended by itself in between
-
-
-def wait_until_healthy(port: int, log: Path) -> None:
-    """Wait for /health. Raises EngineError with the end of the log."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    raise EngineError(f"nothing answered on port {port} within {START_SECONDS:g} s:\n{tail(log)}")
-
-
 def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRound, *arguments: str) -> None:
-    """Submit the app and report its rounds until it ends. Raises RunAbortedError with the run's own reason."""
+    """Submit the app and report its rounds until it ends. Raises RunAbortedError with the run's own reason.
+
+    A run on a SuperLink that is not ours is stopped where this process is interrupted: nobody would look after it.
+    """
     config = home.path / "run-config.toml"
     values = settings.to_run_config() | {"output-dir": str(run_dir.path.parent), "run-name": run_dir.path.name}
     config.write_text(tomli_w.dumps(values), encoding="utf-8")
@@ -205,34 +130,49 @@ def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRo
     (run_dir.path / "summary.json").unlink(missing_ok=True)
     submitted = home.command("run", str(APP), "piecework", "--run-config", str(config), *arguments)
     run_id = str(submitted["run-id"])
-    next_check, status, finished = time.monotonic() + STATUS_SECONDS, "", False
-    while not finished:
-        if time.monotonic() > next_check:  # seldom: every call of `flwr` takes seconds of a core
-            status = home.command("ls", "--run-id", run_id, "piecework")["runs"][0]["status"]
-            finished, next_check = status.startswith("finished"), time.monotonic() + STATUS_SECONDS
-        rounds = run_dir.rounds()
-        for record in rounds[seen:]:
-            on_round(record)
-        seen = max(seen, len(rounds))
-        finished = finished or run_dir.summary() is not None
-        if not finished:
-            time.sleep(0.2)
+    try:
+        status = watch(home, run_id, run_dir, seen, on_round)
+    except (KeyboardInterrupt, SystemExit):
+        if not home.processes:
+            home.command("stop", run_id, "piecework")
+        raise
     summary = run_dir.summary()
+    if summary is None and status == "finished:completed":
+        raise EngineError(
+            f"the run completed, but {run_dir.path} is not where its ServerApp wrote: share the folder, or look there"
+        )
     if summary is None:
-        raise EngineError(f"Flower ended the run before it began: {status}\n{home.log_of(run_id)}")
+        raise EngineError(f"Flower ended the run ({status}), the end of its log:\n{home.log_of(run_id)}")
     if summary["status"] != "completed":
         raise RunAbortedError(summary["reason"])
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback address that nobody listens on now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for free in sockets:
-            free.bind(("127.0.0.1", 0))
-        return [int(free.getsockname()[1]) for free in sockets]
+def watch(home: FlowerHome, run_id: str, run_dir: RunDir, seen: int, on_round: OnRound) -> str:
+    """Report the rounds after the first `seen` until the run has a summary, or Flower says that it ended; what Flower said.
+
+    A SuperLink may be away for PATIENCE_SECONDS: its ServerApp goes on when it is back. Raises EngineError.
+    """
+    status, now = "", time.monotonic()
+    heard, next_check = now, now + STATUS_SECONDS
+    while not status.startswith("finished") and run_dir.summary() is None:
+        home.revive()
+        if time.monotonic() > next_check:  # seldom: every call of `flwr` takes seconds of a core
+            try:
+                status = home.command("ls", "--run-id", run_id, "piecework")["runs"][0]["status"]
+                heard = time.monotonic()
+            except EngineError:
+                if time.monotonic() - heard > PATIENCE_SECONDS:
+                    raise
+            next_check = time.monotonic() + STATUS_SECONDS
+        seen = report_from(run_dir, seen, on_round)
+        time.sleep(0.2)
+    report_from(run_dir, seen, on_round)
+    return status
 
 
-def tail(log: Path, lines: int = 20) -> str:
-    """The end of a log file."""
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]) if log.is_file() else ""
+def report_from(run_dir: RunDir, seen: int, on_round: OnRound) -> int:
+    """Report the rounds after the first `seen`; how many there are."""
+    rounds = run_dir.rounds()
+    for record in rounds[seen:]:
+        on_round(record)
+    return max(seen, len(rounds))

@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 from device_profiles.fleet import load_fleet
+from piecework.processes import Connection
 from server_app.settings import Scalar, Settings, SettingsError
 
 Scalars = dict[str, Scalar]
@@ -78,6 +79,23 @@ def assignment(text: str) -> tuple[str, Scalar]:
     if field is not None and isinstance(field.default, str) and not isinstance(value, str):
         value = raw
     return key.strip(), value
+
+
+def connection_to(superlink: str, root_certificates: Path | None, insecure: bool) -> Connection | None:
+    """Where to submit a run, if it is not to be run here. Raises SettingsError: without TLS only where that is asked for."""
+    if not superlink:
+        if root_certificates or insecure:
+            raise SettingsError(
+                "--root-certificates and --insecure say how to reach a SuperLink: give --superlink HOST:PORT too"
+            )
+        return None
+    if not superlink.rpartition(":")[2].isdecimal():
+        raise SettingsError(f"--superlink {superlink}: expected HOST:PORT")
+    if insecure == (root_certificates is not None):
+        raise SettingsError(f"--superlink {superlink}: give either --root-certificates FILE or --insecure")
+    if root_certificates is not None and not root_certificates.is_file():
+        raise SettingsError(f"--root-certificates {root_certificates}: no such file")
+    return Connection(superlink, root_certificates)
 
 
 def seed_list(seeds: str) -> list[int]:

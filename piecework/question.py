@@ -77,7 +77,7 @@ def data_shape(settings: Settings) -> tuple[Shape, int, int]:
         return PUBLISHED[settings.dataset]
     prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.download)
     data = open_dataset(settings.dataset, settings.data_dir)
-    return data.input_shape, data.num_classes, len(data.labels)
+    return data.input_shape, data.num_classes, data.examples
 
 
 def budget_bytes(text: str, full: int) -> int:

@@ -13,7 +13,7 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -33,7 +33,10 @@ def identify(node_id: int) -> None:
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, node_id
 
 
-def answer(data: list[bytes], run_config: Mapping[str, Any], clients: int, node_config: Mapping[str, Any]) -> bytes:
+NodeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+def answer(data: list[bytes], run_config: Mapping[str, Any], clients: int, node_config: NodeConfig) -> bytes:
     """Run the ClientApp on one pickled message; an exception becomes an error reply, as Flower's engines do.
 
     `data` is a list of one, emptied here: a caller that held the bytes would hold them while the client trains.
@@ -42,7 +45,8 @@ def answer(data: list[bytes], run_config: Mapping[str, Any], clients: int, node_
 
     message: Message = pickle.loads(data.pop())  # noqa: S301 (written by this program, never from a network)
     client = message.metadata.dst_node_id - FIRST_NODE
-    config = {"partition-id": client, "num-partitions": clients, **node_config}
+    own = node_config if isinstance(node_config, Mapping) else node_config[client]
+    config = {"partition-id": client, "num-partitions": clients, **own}
     context = Context(1, message.metadata.dst_node_id, config, RecordDict(), dict(run_config))
     try:
         reply = app(message, context)
@@ -52,7 +56,7 @@ def answer(data: list[bytes], run_config: Mapping[str, Any], clients: int, node_
     return pickle.dumps(reply, protocol=5)
 
 
-def work(connection: Connection, run_config: Mapping[str, Any], clients: int, node_config: Mapping[str, Any]) -> None:
+def work(connection: Connection, run_config: Mapping[str, Any], clients: int, node_config: NodeConfig) -> None:
     """A worker process: answers until the other end is closed."""
     identify(SERVER)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends its workers
@@ -65,18 +69,19 @@ def work(connection: Connection, run_config: Mapping[str, Any], clients: int, no
 
 
 class LocalGrid(Grid):
-    """`workers` = 1 runs clients in this process; more are spawned. `node_config` is given to every node besides its id."""
+    """`workers` = 1 runs clients in this process; more are spawned. `node_config` is given to the nodes besides their ids:
+    one mapping to all of them, or a sequence of one a node."""
 
     def __init__(
         self,
         clients: int,
         run_config: Mapping[str, Any],
         workers: int = 1,
-        node_config: Mapping[str, Any] | None = None,
+        node_config: NodeConfig | None = None,
     ) -> None:
         identify(SERVER)
         self._clients = clients
-        self._arguments = (dict(run_config), clients, dict(node_config or {}))
+        self._arguments = (dict(run_config), clients, node_config or {})
         self._order: deque[str] = deque()
         self._waiting: deque[tuple[str, bytes]] = deque()
         self._done: dict[str, Message] = {}

@@ -17,6 +17,9 @@ from device_profiles.fleet import Fleet, device_state
 from device_profiles.profile import DeviceState
 
 QUERY = "query.device"
+QUERY_SECONDS = 300.0  # then a node that did not answer is asked again
+GRACE_SECONDS = 15.0  # that a round waits for it: an answer takes a process that imports torch
+NOBODY = -1
 MIN_EXAMPLES = 2  # batch norm has no statistics of one
 
 
@@ -46,7 +49,10 @@ class Member:
 
 @dataclass
 class Roster:
-    """The members by client number. `clients` is how many the run is for (0 = decided by who connects)."""
+    """The members by client number. `clients` is how many the run is for (0 = decided by who connects).
+
+    `busy` are the nodes that have not answered an earlier message.
+    """
 
     fleet: Fleet
     seed: int
@@ -56,18 +62,23 @@ class Roster:
     federation: int = 0
     last_error: str = ""
     query_bytes: int = 0
-    _known: set[int] = field(default_factory=set)
+    busy: set[int] = field(default_factory=set)
+    _clients: dict[int, int] = field(default_factory=dict)
+    _asked: dict[str, tuple[int, float]] = field(default_factory=dict)
 
-    def gather(self, grid: Grid, timeout: float) -> None:
-        """Wait, at most `timeout` seconds, until all clients are there. Raises TooFewNodesError."""
+    def gather(self, grid: Grid, timeout: float, enough: int = 0) -> None:
+        """Wait, at most `timeout` seconds, until all clients are there; then `enough` of them do, if that is not 0.
+
+        Raises TooFewNodesError.
+        """
         deadline = time.monotonic() + timeout
         while True:
-            self.update(grid, max(1.0, deadline - time.monotonic()))
-            expected = self.clients or self.federation
-            if self.members and len(self.members) >= expected:
+            self.update(grid)
+            expected, late = self.clients or self.federation, time.monotonic() >= deadline
+            if self.members and len(self.members) >= (enough if enough and late else expected):
                 self.clients = expected
                 return
-            if time.monotonic() >= deadline:
+            if late:
                 raise TooFewNodesError(
                     f"{len(self.members)} of {expected or 'at least 1'} clients connected within {timeout:g} s (node-timeout): "
                     "start more nodes, lower `clients`, or give each node its own partition-id"
@@ -75,22 +86,35 @@ class Roster:
                 )
             time.sleep(0.2)
 
-    def update(self, grid: Grid, timeout: float) -> None:
-        """Ask nodes that are new who they are; a client that came back under a new node id replaces its old entry."""
-        new = [node for node in grid.get_node_ids() if node not in self._known]
-        if not new:
+    def update(self, grid: Grid) -> None:
+        """Ask nodes that are new who they are, and take in the answers that are there; does not wait for the others.
+
+        A client that came back under a new node id replaces its old entry.
+        """
+        online = set(grid.get_node_ids())
+        self._asked = {message: sent for message, sent in self._asked.items() if sent[0] in online}
+        for node in sorted(online - self._clients.keys() - {node for node, _ in self._asked.values()}):
+            query = Message(RecordDict(), dst_node_id=node, message_type=QUERY, ttl=QUERY_SECONDS)
+            self._asked |= {message: (node, time.monotonic()) for message in grid.push_messages([query]) if message}
+        while self._asked and (replies := list(grid.pull_messages(set(self._asked)))):
+            for reply in replies:
+                self._asked.pop(reply.metadata.reply_to_message_id, None)
+                self._take_in(reply)
+
+    def expects(self) -> bool:
+        """Whether a node that is new has not said yet who it is, though it may be about to."""
+        return any(time.monotonic() - since < GRACE_SECONDS for _, since in self._asked.values())
+
+    def _take_in(self, reply: Message) -> None:
+        if reply.has_error():
+            self.last_error = str(reply.error.reason)
             return
-        queries = [Message(RecordDict(), dst_node_id=node, message_type=QUERY) for node in new]
-        for reply in grid.send_and_receive(queries, timeout=timeout):
-            if reply.has_error():
-                self.last_error = str(reply.error.reason)
-                continue
-            self._known.add(reply.metadata.src_node_id)
-            try:
-                self.query_bytes += content_bytes(reply.content)
-                self._admit(reply)
-            except (KeyError, ValueError, TypeError) as error:
-                self.last_error = f"{type(error).__name__}: {error}"
+        self._clients[reply.metadata.src_node_id] = NOBODY
+        try:
+            self.query_bytes += content_bytes(reply.content)
+            self._admit(reply)
+        except (KeyError, ValueError, TypeError) as error:
+            self.last_error = f"{type(error).__name__}: {error}"
 
     def _admit(self, reply: Message) -> None:
         metrics = dict(reply.content.metric_records["metrics"])
@@ -101,16 +125,22 @@ class Roster:
             return
         examples = int(metrics.pop("num-examples"))  # type: ignore[arg-type]
         measured = {key: float(value) for key, value in metrics.items()}  # type: ignore[arg-type]
+        self._clients[reply.metadata.src_node_id] = client
         self.members[client] = Member(reply.metadata.src_node_id, client, device, versions, examples, measured)
 
     def present(self, grid: Grid) -> list[int]:
-        """The clients whose nodes are connected now and who have something to learn from, in order."""
-        nodes = set(grid.get_node_ids())
+        """The clients whose nodes are connected now and not busy, and who have something to learn from, in order."""
+        nodes = set(grid.get_node_ids()) - self.busy
         return sorted(c for c, m in self.members.items() if m.node_id in nodes and m.examples >= MIN_EXAMPLES)
 
     def client_of(self, node_id: int) -> int | None:
-        """The client behind a node."""
-        return next((m.client for m in self.members.values() if m.node_id == node_id), None)
+        """The client behind a node, also behind one that it had before."""
+        client = self._clients.get(node_id, NOBODY)
+        return client if client != NOBODY else None
+
+    def busy_clients(self) -> list[int]:
+        """The clients whose nodes have not answered an earlier message."""
+        return sorted(client for client, member in self.members.items() if member.node_id in self.busy)
 
     def state(self, client: int, server_round: int, reference: int, message_bytes: int) -> DeviceState:
         """What a client has in a round: emulated, or as it last measured itself. `reference` is in bytes."""

@@ -2,53 +2,34 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
-from client_app.setup import all_shares, blueprint_for, open_dataset
+from client_app.setup import blueprint_for, check_shares, open_dataset
 from device_profiles.clock import round_seconds
 from device_profiles.fleet import Fleet, load_fleet
 from federated_data.datasets import ArrayDataset, default_cache, load, prepare
 from models.cascade import Blueprint, initial_state
 from server_app.evaluation import Evaluator
+from server_app.mail import Mail
 from server_app.records import Checkpoint, RunDir, newest_run
 from server_app.roster import Roster
 from server_app.settings import Settings, check_resume
+from server_app.summary import accuracy_by_device, summarise, why_empty
 from strategies import find_strategy
 from strategies.base import Experiment, PieceStrategy
-from strategies.reports import ClientReport
+from strategies.faults import status_of
 
 OnRound = Callable[[dict[str, Any]], None]
 
 
 class RunAbortedError(RuntimeError):
     """The run cannot go on; the message says why."""
-
-
-def exchange(grid: Grid, messages: Iterable[Message], in_flight: int, timeout: float) -> Iterator[Message]:
-    """Send messages, at most `in_flight` out at once, and yield replies as they arrive, for at most `timeout` seconds."""
-    waiting, pending = iter(messages), set[str]()
-    deadline, pause, exhausted = time.monotonic() + timeout, 0.01, False
-    while time.monotonic() < deadline:
-        while not exhausted and len(pending) < in_flight:
-            message = next(waiting, None)
-            exhausted = message is None
-            if message is not None:
-                pending.update(grid.push_messages([message]))
-        if not pending:
-            return
-        replies = list(grid.pull_messages(pending))
-        for reply in replies:
-            pending.discard(reply.metadata.reply_to_message_id)
-            yield reply
-        pause = 0.01 if replies else min(2 * pause, 0.5)
-        if not replies:
-            time.sleep(pause)
 
 
 def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayDataset, Blueprint]:
@@ -59,8 +40,7 @@ def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayData
     )
     load(folder, verify=True)  # here once; clients trust what was verified
     data = open_dataset(settings.dataset, settings.data_dir)
-    if settings.clients:
-        all_shares(settings, settings.clients)
+    check_shares(settings, data)
     return fleet, strategy, data, blueprint_for(settings, data)
 
 
@@ -73,6 +53,7 @@ class Run:
         checkpoint = run_dir.load_checkpoint() if settings.resume_from else None
         self.values = self._begin(checkpoint)
         self.roster = Roster(fleet, settings.seed, settings.clients, settings.reserve)
+        self.mail = Mail(grid, settings.max_in_flight or default_in_flight(settings), settings.round_timeout)
         state_dir = settings.state_dir or str(run_dir.path / "clients")
         reference = blueprint_for(settings.model_copy(update={"model_width": 1.0}), self.data)
         # A resumed run may be longer; its learning rate goes on as it was planned at the first start.
@@ -104,7 +85,7 @@ class Run:
 
     def run(self, on_round: OnRound) -> str:
         """All rounds that are left. Returns `completed`; raises RunAbortedError or TooFewNodesError."""
-        self.roster.gather(self.grid, self.settings.node_timeout)
+        self.roster.gather(self.grid, self.settings.node_timeout, self.settings.min_clients)
         for server_round in range(self.values["round"] + 1, self.settings.num_rounds + 1):
             record = self.one_round(server_round)
             self._note(record)
@@ -123,15 +104,17 @@ class Run:
         """Train, aggregate, evaluate. Returns the round's record."""
         started = time.perf_counter()
         settings, strategy, config = self.settings, self.strategy, ConfigRecord()
-        self.roster.update(self.grid, settings.node_timeout)
-        in_flight = settings.max_in_flight or default_in_flight(settings)
+        late = self._assemble()
+        busy = self.roster.busy_clients()
         messages = strategy.configure_train(server_round, self.arrays, config, self.grid)
-        replies = exchange(self.grid, messages, in_flight, settings.round_timeout)
+        for wave in strategy.deliver():
+            strategy.delivered(self.mail.exchange(server_round, wave))
+        replies = self.mail.exchange(server_round, messages)
         arrays, train_metrics = strategy.aggregate_train(server_round, replies)
         trained = time.perf_counter()
         self.arrays = arrays if arrays is not None else self.arrays
         questions = strategy.configure_evaluate(server_round, self.arrays, config, self.grid)
-        answers = exchange(self.grid, questions, in_flight, settings.round_timeout)
+        answers = self.mail.exchange(server_round, questions)
         client_metrics = strategy.aggregate_evaluate(server_round, answers)
         last = server_round == settings.num_rounds
         due = last or (settings.evaluate_every and server_round % settings.evaluate_every == 0)
@@ -146,18 +129,39 @@ class Run:
             "client_accuracy": float(client_metrics["val-accuracy"]) if client_metrics is not None else None,  # type: ignore[arg-type]
             "clients_evaluated": strategy.evaluated,
             "accuracy_by_device": accuracy_by_device(reports),
+            "aggregated": arrays is not None,
             "asked": len(reports),
             "answered": sum(report.status == "ok" for report in reports),
             "failed": sum(report.status != "ok" for report in reports),
+            "late_replies": late,
+            "busy": busy,
+            "left_out": [{"client": c, "crashes": n} for c, n in sorted(strategy.left_out.items())],
             "bytes_down": sum(report.bytes_down for report in reports),
             "bytes_up": sum(report.bytes_up for report in reports) + self.roster.take_query_bytes(),
             "bytes_evaluation": strategy.evaluation_bytes,
-            "enforced": settings.memory_model == "traced",
+            "enforced": settings.enforced,
             "seconds": time.perf_counter() - started,
             "train_seconds": trained - started,
             "simulated_seconds": round_seconds(report.simulated_seconds for report in reports),
             "clients": [asdict(report) for report in reports],
         }
+
+    def _assemble(self) -> list[dict[str, Any]]:
+        """Take note of replies that came late, and wait, at most node-timeout, for clients that are free; the late replies."""
+        late, deadline = [], time.monotonic() + self.settings.node_timeout
+        while True:
+            for sent, reply in self.mail.late():
+                client = self.roster.client_of(sent.node_id)
+                status = status_of(reply.error) if reply.has_error() else "ok"
+                if client is not None:
+                    self.strategy.note_error(client, sent.server_round, status)
+                late.append({"client": client, "round": sent.server_round, "status": status})
+            self.roster.busy = self.mail.busy()
+            self.roster.update(self.grid)
+            enough = len(self.roster.present(self.grid)) >= max(1, self.settings.min_clients)
+            if (enough and not self.roster.expects()) or time.monotonic() > deadline:
+                return late
+            time.sleep(0.2)
 
     def _checkpoint(self, server_round: int) -> None:
         self.values |= {
@@ -169,7 +173,7 @@ class Run:
 
     def _note(self, record: dict[str, Any]) -> None:
         """What decides when to stop is part of the checkpoint."""
-        self.values["empty-rounds"] = 0 if record["answered"] else self.values["empty-rounds"] + 1
+        self.values["empty-rounds"] = 0 if record["aggregated"] else self.values["empty-rounds"] + 1
         accuracy, best = record["accuracy"], self.values["best"]
         if accuracy is not None:
             better = best is None or accuracy > best
@@ -184,35 +188,6 @@ class Run:
 def default_in_flight(settings: Settings) -> int:
     """Enough to keep every worker busy; real devices all work at once."""
     return max(4, 2 * settings.workers) if settings.engine != "deployment" else 2**16
-
-
-def accuracy_by_device(reports: list[ClientReport]) -> dict[str, float]:
-    """Validation accuracy after local training, over all validation examples of a device class's clients."""
-    by_device: dict[str, tuple[float, int]] = {}
-    for report in reports:
-        if report.status == "ok" and report.val_accuracy is not None and report.val_examples:
-            correct, count = by_device.get(report.device, (0.0, 0))
-            by_device[report.device] = (
-                correct + report.val_accuracy * report.val_examples,
-                count + report.val_examples,
-            )
-    return {device: correct / count for device, (correct, count) in sorted(by_device.items())}
-
-
-def why_empty(record: dict[str, Any], settings: Settings) -> str:
-    """Why nobody trained, in one message that says what to change."""
-    clients = record["clients"]
-    refused = [c for c in clients if c["status"] == "memory"]
-    lines = [f"no client trained in round {record['round']}: {len(clients)} asked, {len(refused)} refused for memory"]
-    if refused:
-        nearest = min(refused, key=lambda c: c["needed"] - c["budget"])
-        lines.append(
-            f"nearest to fitting, client {nearest['client']} ({nearest['device']}): {nearest['reason']}. Choose a strategy "
-            "that trains in pieces (strategy = fedepth), a smaller batch-size or model-width, or a fleet with more memory"
-        )
-    others = [c for c in clients if c["status"] != "memory"]
-    lines += sorted({f"client {c['client']}: {c['reason']}" for c in others})[:3]
-    return "\n".join(lines)
 
 
 def resolve_run_dir(settings: Settings) -> RunDir:
@@ -257,30 +232,3 @@ def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: On
         raise
     finally:
         run_dir.write_summary(summarise(run_dir, status, reason, time.perf_counter() - started))
-
-
-def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict[str, Any]:
-    """The run in one object, from its round records."""
-    rounds = run_dir.rounds()
-    clients = [client for record in rounds for client in record["clients"]]
-    enforced = all(record["enforced"] for record in rounds)
-    trained = [c for c in clients if c["status"] == "ok" and c["budget"]]
-    evaluated = [record["accuracy"] for record in rounds if record["accuracy"] is not None]
-    return {
-        "run_dir": str(run_dir.path),
-        "status": status,
-        "reason": reason,
-        "rounds": len(rounds),
-        "accuracy": evaluated[-1] if evaluated else None,
-        "clients_asked": sum(record["asked"] for record in rounds),
-        "clients_answered": sum(record["answered"] for record in rounds),
-        "clients_failed": sum(record["failed"] for record in rounds),
-        "bytes_down": sum(record["bytes_down"] for record in rounds),
-        "bytes_up": sum(record["bytes_up"] for record in rounds),
-        "max_peak_over_budget": (
-            max((c["measured_peak"] / c["budget"] for c in trained), default=None) if enforced else None
-        ),
-        "seconds": seconds,
-        # A round that an older version recorded may have no time of its own.
-        "simulated_seconds": sum(record.get("simulated_seconds", 0.0) for record in rounds),
-    }

@@ -6,6 +6,7 @@ Flower does not check types (`lr=abc` arrives as a string), so everything that r
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Literal, Self
@@ -104,7 +105,9 @@ class Settings(BaseModel):
     target_accuracy: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="stop early when reached; 0 = off")
     patience: Count = Field(0, description="stop after so many evaluations without a better accuracy; 0 = off")
     max_empty_rounds: AtLeastOne = Field(1, description="rounds in a row in which nobody trained before the run aborts")
-    update_norm_limit: NonNegative = Field(10.0, description="times the median accepted update norm; 0 = off")
+    update_norm_limit: NonNegative = Field(
+        10.0, description="times the median accepted update norm, at first the model's; 0 = off"
+    )
     min_clients: Count = Field(
         0, description="least that must connect at the start and train in a round; 0 = all at the start, one in a round"
     )
@@ -144,9 +147,14 @@ class Settings(BaseModel):
             raise ValueError(f"model-options = {self.model_options!r}: {bad[0]!r} is not NAME=VALUE")
         return {name.strip(): value.strip() for name, _, value in pairs}
 
+    @property
+    def enforced(self) -> bool:
+        """Whether clients are held to their budgets: true bytes only, and not where the checks are off."""
+        return self.memory_model == "traced" and self.enforce_memory
+
     def allowance(self, budget: int) -> int:
-        """Bytes a cut may use: the budget, and with a paper's memory-model `tolerance` of it more."""
-        return int(budget * (1 + self.tolerance))
+        """Bytes a cut may use: the budget, and with a paper's memory-model `tolerance` of it more; any where checks are off."""
+        return int(budget * (1 + self.tolerance)) if self.enforce_memory else sys.maxsize
 
     @classmethod
     def from_run_config(cls, config: Mapping[str, Scalar]) -> Self:

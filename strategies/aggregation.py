@@ -103,9 +103,22 @@ def _decode(arrays: ArrayRecord, name: str) -> np.ndarray:
     return array
 
 
-def norm_limit(accepted: list[float], factor: float) -> float:
-    """factor x the median norm accepted in earlier rounds; no limit where there is none yet, or factor is 0."""
-    return factor * median(accepted) if accepted and factor else math.inf
+def norm_limit(accepted: list[float], factor: float, arrays: ArrayRecord) -> float:
+    """factor x the median norm accepted in earlier rounds, or x the norm of the model itself where there is none yet.
+
+    No limit where the factor is 0.
+    """
+    if not factor:
+        return math.inf
+    return factor * (median(accepted) if accepted else model_norm(arrays))
+
+
+def model_norm(arrays: ArrayRecord) -> float:
+    """The Euclidean norm over all floating-point arrays."""
+    decoded = (array.numpy() for array in arrays.values())
+    return math.sqrt(
+        sum(float(np.square(a, dtype=np.float64).sum()) for a in decoded if np.issubdtype(a.dtype, np.floating))
+    )
 
 
 def spec_of(arrays: ArrayRecord) -> Spec:

@@ -21,6 +21,7 @@ from device_profiles.clock import simulated_seconds
 from device_profiles.profile import DeviceState
 from models.cascade import Blueprint
 from models.partition import Piece
+from server_app.mail import LIFE
 from server_app.roster import Roster, sampled
 from server_app.settings import Settings, learning_rate
 from strategies.aggregation import (
@@ -31,6 +32,8 @@ from strategies.aggregation import (
     norm_limit,
     spec_of,
 )
+from strategies.delivery import Delivery, without_units
+from strategies.faults import Setbacks, status_of
 from strategies.pricing import pricing_for
 from strategies.reports import ClientReport, finite
 from strategies.rules import Rule
@@ -43,6 +46,7 @@ class StrategyState:
     """Everything a strategy remembers between rounds: plain values, so that a checkpoint is this and the arrays."""
 
     norms: list[float] = field(default_factory=list)
+    setbacks: Setbacks = field(default_factory=Setbacks)
 
     def to_values(self) -> dict[str, Any]:
         """As JSON values."""
@@ -54,7 +58,7 @@ class StrategyState:
         known = {f.name for f in fields(cls)}
         if set(values) != known:
             raise ValueError(f"strategy state has the fields {sorted(values)}, expected {sorted(known)}")
-        return cls(**values)
+        return cls(**values | {"setbacks": Setbacks(**values["setbacks"])})
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,14 @@ class PieceStrategy(Strategy):
         self.state = StrategyState()
         self.reports: dict[int, ClientReport] = {}
         self.evaluation_bytes = self.evaluated = 0
+        self.left_out: dict[int, int] = {}
         self._asked: dict[int, tuple[Task, DeviceState]] = {}
         self._arrays = ArrayRecord()
+        self.delivery = Delivery(self.settings, self.roster, experiment.experiment_id, experiment.state_dir)
+
+    def frozen_units(self, client: int, task: Task) -> list[str]:
+        """The units that a client's task reads and nobody trains any more: they are sent once, before the task."""
+        return []
 
     @abstractmethod
     def prices_for(self, budget: int) -> dict[Piece, int]:
@@ -99,9 +109,12 @@ class PieceStrategy(Strategy):
         return self.rule.pricing.reference_bytes
 
     def sample(self, server_round: int, grid: Grid) -> list[int]:
-        """The clients of a round: a function of (seed, round) and of who is connected."""
-        settings = self.settings
-        return sampled(self.roster.present(grid), settings.clients_per_round, settings.seed, server_round)
+        """The clients of a round: a function of (seed, round) and of who is connected, free and not left out."""
+        settings, left_out = self.settings, self.state.setbacks.left_out(server_round)
+        present = self.roster.present(grid)
+        chosen = [client for client in present if client not in left_out] or present  # rather those than nobody
+        self.left_out = {client: left_out[client] for client in present if client not in chosen}
+        return sampled(chosen, settings.clients_per_round, settings.seed, server_round) if chosen else []
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -110,27 +123,46 @@ class PieceStrategy(Strategy):
         self._arrays = arrays
         self._asked = self._ask(server_round, arrays, grid)
         self.reports = {c: ClientReport(c, state.device, state.budget_bytes) for c, (_, state) in self._asked.items()}
+        for client, report in self.reports.items():
+            if (share := self.state.setbacks.share(client)) < 1:
+                report.note = f"given {share:.0%} of its budget since its process died"
         return self._messages("train", arrays)
 
     def _ask(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, tuple[Task, DeviceState]]:
         asked = {}
         for client in self.sample(server_round, grid):
             state = self.roster.state(client, server_round, self.reference_bytes, arrays.count_bytes())
-            asked[client] = self.task(server_round, state.budget_bytes), state
+            state = replace(state, budget_bytes=int(state.budget_bytes * self.state.setbacks.share(client)))
+            task = self.task(server_round, state.budget_bytes)
+            frozen = self.delivery.hashes(arrays, self.frozen_units(client, task))
+            asked[client] = replace(task, frozen=frozen), state
         return asked
+
+    def deliver(self) -> Iterator[Iterator[Message]]:
+        """Waves of messages with frozen units; `delivered` takes in the replies to one before the next is asked for."""
+        tasks = {client: task for client, (task, _) in self._asked.items()}
+        return self.delivery.waves(tasks, self._arrays, self.reports)
+
+    def delivered(self, replies: Iterable[Message]) -> None:
+        """Take note of which frozen units arrived."""
+        for client, message in self.delivery.note(replies, self.reports):
+            self._fail(message, self.reports[client])
 
     def _messages(self, kind: str, arrays: ArrayRecord) -> Iterator[Message]:
         for client, (trained, _) in self._asked.items():
+            if client in self.delivery.unreached:
+                continue
             # Training of this round may have left a state: it is the newest that an evaluation may use, and must keep.
             task = trained if kind == "train" else replace(trained, state_round=trained.round)
-            content = RecordDict({"task": task.to_record(), "arrays": arrays})
+            content = RecordDict({"task": task.to_record(), "arrays": without_units(arrays, task.frozen)})
             if kind == "train":
-                self.reports[client].bytes_down = content_bytes(content)
+                self.reports[client].bytes_down += content_bytes(content)
                 self.reports[client].reason = "no answer within round-timeout"
             else:
                 self.evaluation_bytes += content_bytes(content)
             node = self.roster.members[client].node_id
-            yield Message(content, dst_node_id=node, message_type=kind, group_id=str(task.round))
+            ttl = LIFE * self.settings.round_timeout
+            yield Message(content, dst_node_id=node, message_type=kind, group_id=str(task.round), ttl=ttl)
 
     def task(self, server_round: int, budget: int) -> Task:
         """The task of a client with this budget."""
@@ -143,25 +175,25 @@ class PieceStrategy(Strategy):
             reference=self.reference_bytes,
             lr=learning_rate(self.settings, server_round),
             state_dir=self.experiment.state_dir,
-            enforced=self.settings.memory_model == "traced",
+            enforced=self.settings.enforced,
             prices={piece_key(piece): price for piece, price in self.prices_for(budget).items()},
         )
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Take in replies one by one. Returns (None, None) when nobody trained."""
+        """Take in replies one by one. Returns (None, None) when nobody trained, or fewer than `min-clients`."""
         mean, norms, spec = WeightedMean(), [], spec_of(self._arrays)
-        limit = norm_limit(self.state.norms, self.settings.update_norm_limit)
+        limit = norm_limit(self.state.norms, self.settings.update_norm_limit, self._arrays)
         for message in replies:
             client = self.roster.client_of(message.metadata.src_node_id)
             if client is None or client not in self.reports:
-                continue  # an answer to an earlier round that timed out
+                continue
             update = self.receive(message, self.reports[client], spec, limit)
             if update is not None:
                 self.combine(mean, update)
                 norms.append(update.norm)
-        if not norms:
+        if len(norms) < max(1, self.settings.min_clients):
             return None, None
         self.state.norms = [*self.state.norms, *norms][-NORMS_KEPT:]
         return self.finish(mean), self._train_metrics()
@@ -183,15 +215,16 @@ class PieceStrategy(Strategy):
     def receive(self, message: Message, report: ClientReport, spec: Any, limit: float) -> CheckedUpdate | None:
         """Fill in the report; the update, if it may enter the model."""
         if message.has_error():
-            report.status, report.reason = "failed", f"error {message.error.code}: {message.error.reason}"[:500]
+            self._fail(message, report)
             return None
         try:
-            report.bytes_up = content_bytes(message.content)
+            report.bytes_up += content_bytes(message.content)
             outcome = Outcome.from_record(message.content.config_records["outcome"])
             metrics = dict(message.content.metric_records["metrics"])
             self._note(report, outcome, metrics)
             if outcome.status != "ok":
                 report.status, report.reason, report.needed = outcome.status, outcome.reason, outcome.needed
+                self.delivery.forget(report.client, outcome.lacking)
                 return None
             arrays = message.content.array_records["arrays"]
             update = check_update(arrays, metrics.get("num-examples"), self._arrays, spec, limit)
@@ -200,9 +233,21 @@ class PieceStrategy(Strategy):
             report.reason = str(error) if isinstance(error, UpdateRejectedError) else f"{type(error).__name__}: {error}"
             return None
         report.status, report.reason = "ok", ""
+        self.state.setbacks.answered(report.client)
         return update
 
+    def _fail(self, message: Message, report: ClientReport) -> None:
+        report.status = status_of(message.error)
+        report.reason = f"error {message.error.code}: {message.error.reason}"[:500]
+        self.note_error(report.client, self._asked[report.client][0].round, report.status)
+
+    def note_error(self, client: int, server_round: int, status: str) -> None:
+        """What a client's error in a round means for later ones; also of an error that comes late."""
+        if status == "crashed":
+            self.state.setbacks.crashed(client, server_round, self.rule.cuts)
+
     def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
+        report.add_note(outcome.note)
         report.read(metrics)
         if "memory-available" in metrics:
             self.roster.note_free_memory(report.client, int(metrics["memory-available"]))

@@ -10,14 +10,20 @@ from strategies.aggregation import UpdateRejectedError
 
 @dataclass
 class ClientReport:
-    """One client in one round, as it goes into the records. Bytes, seconds, FLOPs; peaks are of training memory."""
+    """One client in one round, as it goes into the records. Bytes, seconds, FLOPs; peaks are of training memory.
+
+    `status`: ok; memory (refused, or stopped at its budget); failed (it raised an exception); crashed (its process died); gone
+    (its node left); timeout (no answer within round-timeout); rejected (an update that may not enter the model). `note` is what
+    else there is to say, also of an ok.
+    """
 
     client: int
     device: str
     budget: int
     bytes_down: int = 0
-    status: str = "failed"
+    status: str = "timeout"
     reason: str = "not sent within round-timeout"
+    note: str = ""
     bytes_up: int = 0
     client_budget: int = 0
     message_bytes: int = 0
@@ -34,6 +40,10 @@ class ClientReport:
     flops: float = 0.0
     seconds: float = 0.0
     simulated_seconds: float = 0.0
+
+    def add_note(self, note: str) -> None:
+        """Add what a client says, which may be of any length, to what there is."""
+        self.note = "; ".join(filter(None, (self.note, note[:500])))
 
     def read(self, metrics: Mapping[str, Any]) -> None:
         """Take over what a client says of itself. Raises UpdateRejectedError, ValueError or TypeError for nonsense."""

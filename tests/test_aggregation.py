@@ -233,7 +233,6 @@ def test_mutated_bytes_are_refused_or_read(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("accepted", "factor", "limit"),
     [
-        ([], 10.0, math.inf),
         ([1.0, 2.0, 9.0], 10.0, 20.0),
         ([1.0, 2.0, 4.0, 9.0], 10.0, 30.0),
         ([1.0, 2.0, 9.0], 0.0, math.inf),
@@ -241,4 +240,10 @@ def test_mutated_bytes_are_refused_or_read(data: st.DataObject) -> None:
     ],
 )
 def test_norm_limit(accepted: list[float], factor: float, limit: float) -> None:
-    assert norm_limit(accepted, factor) == limit
+    assert norm_limit(accepted, factor, record({"w": floats(1)})) == limit
+
+
+def test_in_the_first_round_the_limit_is_of_the_model_itself() -> None:
+    model = record({"w": floats(3, 0), "b": floats(-4), "n": np.array(7)})  # |(3, 0, -4)| = 5; integers do not count
+    assert norm_limit([], 10.0, model) == 50.0
+    assert norm_limit([], 0.0, model) == math.inf

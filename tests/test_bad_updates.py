@@ -29,7 +29,7 @@ from helpers import (
 )
 
 from client_app.task import Outcome
-from server_app import rounds
+from server_app import mail, roster, rounds
 from server_app.local_grid import FIRST_NODE, LocalGrid
 from server_app.records import RunDir
 from strategies.base import PieceStrategy
@@ -292,7 +292,7 @@ def test_a_node_nobody_knows_is_not_listened_to(tmp_path: Path, grids: Any) -> N
         return reply
 
     run = run_local(tmp_path, grids(TamperingGrid, tamper=staticmethod(stranger)), strategy="fedavg", **TRIO)
-    assert [c["status"] for c in clients_of(run)] == ["ok", "failed", "ok"]
+    assert [c["status"] for c in clients_of(run)] == ["ok", "timeout", "ok"]
     assert clients_of(run)[1]["reason"] == "no answer within round-timeout"
 
 
@@ -305,7 +305,8 @@ class Clock:
         stand_in = SimpleNamespace(
             monotonic=lambda: self.now, perf_counter=time.perf_counter, sleep=self.nap, strftime=time.strftime
         )
-        monkeypatch.setattr(rounds, "time", stand_in)
+        for module in (rounds, mail, roster):
+            monkeypatch.setattr(module, "time", stand_in)
 
     def nap(self, seconds: float) -> None:
         self.now += seconds
@@ -326,9 +327,10 @@ def test_a_client_that_never_answers_is_counted(tmp_path: Path, grids: Any, monk
 
     clock = Clock(monkeypatch)
     run = run_local(tmp_path, grids(Loses), strategy="fedavg", num_rounds=2, round_timeout=50.0, **TRIO)
-    assert [c["status"] for c in clients_of(run, 1)] == ["ok", "failed", "ok"]
+    assert [c["status"] for c in clients_of(run, 1)] == ["ok", "timeout", "ok"]
     assert clients_of(run, 1)[1]["reason"] == "no answer within round-timeout"
-    assert [c["status"] for c in clients_of(run, 2)] == ["ok"] * 3
+    assert [c["client"] for c in clients_of(run, 2)] == [0, 2]  # client 1 may still be at its task
+    assert run.rounds()[1]["busy"] == [1]
     assert 50 <= clock.now < 60
 
 
@@ -345,5 +347,6 @@ def test_after_a_timeout_the_next_round_goes_on(tmp_path: Path, grids: Any, monk
             return replies
 
     run = run_local(tmp_path, grids(Slow), strategy="fedavg", num_rounds=2, **TRIO)
-    assert [c["status"] for c in clients_of(run, 1)] == ["ok", "failed", "failed"]
+    assert [c["status"] for c in clients_of(run, 1)] == ["ok", "timeout", "timeout"]
     assert [c["status"] for c in clients_of(run, 2)] == ["ok"] * 3
+    assert run.rounds()[1]["late_replies"] == [{"client": c, "round": 1, "status": "ok"} for c in (1, 2)]

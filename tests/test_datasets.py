@@ -67,6 +67,18 @@ def test_digits(tmp_path):
     assert not data.images.flags.writeable
 
 
+def test_digits_at_32_pixels(tmp_path):
+    small, large = prepared("digits", tmp_path), prepared("digits32", tmp_path)
+    assert large.input_shape == (1, 32, 32)
+    for one, other in ((small.images, large.images), (small.test_images, large.test_images)):
+        assert np.array_equal(other, np.kron(one, np.ones((1, 4, 4, 1), np.uint8)))
+    assert np.array_equal(small.labels, large.labels)
+    assert np.array_equal(small.test_labels, large.test_labels)
+    assert (large.mean, large.std) == (pytest.approx(small.mean), pytest.approx(small.std))
+    shape, classes, examples = datasets.PUBLISHED["digits32"]
+    assert (large.input_shape, large.num_classes, len(large.labels)) == (shape, classes, examples)
+
+
 def test_prepare_converts_once(tmp_path, fashion):
     first = prepare("fashion-mnist", data_dir=str(fashion), cache_dir=tmp_path / "cache")
     written = (first / "meta.json").stat().st_mtime_ns
@@ -167,7 +179,7 @@ def test_a_missing_data_dir_names_the_setting_the_path_and_the_layout(tmp_path, 
 def test_an_unknown_name_lists_all(tmp_path, name):
     with pytest.raises(DatasetError, match="unknown data set") as caught:
         prepare(name, data_dir="", cache_dir=tmp_path)
-    assert "known: digits, fashion-mnist, cifar10, cifar100, npz:<file>, folder:<dir>" in str(caught.value)
+    assert "known: digits, digits32, fashion-mnist, cifar10, cifar100, npz:<file>, folder:<dir>" in str(caught.value)
 
 
 def test_npz_statistics_and_channels_last(tmp_path):

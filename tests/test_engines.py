@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -16,8 +18,9 @@ from typer.testing import CliRunner
 
 import piecework
 from piecework.cli import app
-from piecework.launch import free_ports, launch
+from piecework.launch import launch
 from piecework.options import read_preset, settings_from
+from piecework.processes import free_ports
 from piecework.runs import stores
 from server_app.records import RunDir, read_arrays
 from server_app.rounds import resolve_run_dir
@@ -68,13 +71,20 @@ def test_a_killed_simulation_is_started_again(tmp_path: Path) -> None:
     call = [sys.executable, "-m", "piecework.cli", "run", "--engine=ray", "--nodes=2", "--restarts=1", *sets]
     with subprocess.Popen(call, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}) as launcher:
         run_dir, killed = RunDir(tmp_path / "runs" / "run"), False
-        while launcher.poll() is None:
+        while not ended(launcher):
             if not killed and len(run_dir.rounds()) >= 2:
                 killed = kill_simulation(launcher.pid)
     assert killed
     assert launcher.returncode == 0
     assert [record["round"] for record in run_dir.rounds()] == [1, 2, 3, 4, 5, 6]
     assert (run_dir.summary() or {})["status"] == "completed"
+
+
+def ended(launcher: "subprocess.Popen[Any]") -> bool:
+    """Whether it has; asked five times a second."""
+    with suppress(subprocess.TimeoutExpired):
+        launcher.wait(0.2)
+    return launcher.returncode is not None
 
 
 def kill_simulation(launcher: int) -> bool:
@@ -84,6 +94,40 @@ def kill_simulation(launcher: int) -> bool:
             child.kill()
             return True
     return False
+
+
+@pytest.mark.processes
+def test_a_node_is_killed_and_started_again(tmp_path: Path) -> None:
+    """SIGKILL to a SuperNode and its executor after the first round: the others go on, it comes back under another node id."""
+    values = {"num-rounds": 3, "clients-per-round": 0, "local-epochs": 1, "round-timeout": 20.0, "run-name": "run"}
+    sets = [f"--set={key}={value}" for key, value in values.items()]
+    call = [sys.executable, "-m", "piecework.cli", "run", "--engine=deployment", "--nodes=2", *sets]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(call, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as launcher:
+        run_dir, killed = RunDir(tmp_path / "runs" / "run"), 0
+        while not ended(launcher):
+            if not killed and run_dir.rounds():
+                killed = kill_node(launcher.pid, 1)
+        said = launcher.stderr.read() if launcher.stderr else ""
+    assert (killed, launcher.returncode) == (2, 0), said
+    assert "supernode-1 ended with exit code -9: started again" in said
+    records = run_dir.rounds()
+    assert [(record["round"], record["aggregated"]) for record in records] == [(1, True), (2, True), (3, True)]
+    seen = [{c["client"]: c["status"] for c in record["clients"]} for record in records]
+    assert seen[0] == seen[2] == {0: "ok", 1: "ok"}
+    assert seen[1][0] == "ok"
+    assert seen[1].get(1, "not asked") in ("timeout", "gone", "crashed", "not asked", "ok")
+
+
+def kill_node(launcher: int, client: int) -> int:
+    """Kill the SuperNode of a client and the executor beside it; how many processes that were."""
+    family = psutil.Process(launcher).children()
+    node = next(p for p in family if f"partition-id={client} " in " ".join(p.cmdline()))
+    port = node.cmdline()[node.cmdline().index("--port") + 1]
+    executor = next(p for p in family if f"127.0.0.1:{port}" in p.cmdline())
+    for process in (node, executor):
+        process.kill()
+    return 2
 
 
 def test_plain_flwr_run_has_every_setting() -> None:

@@ -376,7 +376,7 @@ def test_one_mistake_is_told_once(keys: dict[str, Any], message: str) -> None:
 
 def test_unknown_name_lists_the_shipped_fleets() -> None:
     with pytest.raises(
-        FleetError, match=r"unknown fleet 'dmeo'; there are boards, demo, fedepth-fair, .*unlimited, or the path"
+        FleetError, match=r"unknown fleet 'dmeo'; there are boards, containers, demo, .*unlimited, or the path"
     ):
         load_fleet("dmeo")
     with pytest.raises(FleetError, match="unknown fleet"):

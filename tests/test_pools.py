@@ -230,5 +230,5 @@ def test_devices_of_an_unknown_name(name: str) -> None:
     with pytest.raises(FleetError) as error:
         fleet_rows(name)
     message = str(error.value)
-    assert message.startswith(f"unknown fleet or pool '{name}'; there are the fleets boards, demo, ")
+    assert message.startswith(f"unknown fleet or pool '{name}'; there are the fleets boards, containers, demo, ")
     assert "the pools boards, fedprophet-caltech, fedprophet-cifar10, or the path of a .toml file" in message

@@ -14,8 +14,8 @@ from piecework.compare import compare_json, compare_table, group_runs, write_cur
 from piecework.display import RoundProgress, memory_rows, memory_table, percent, reasons, summary_table
 from piecework.report import ReportError, write_report
 from server_app.records import CheckpointError, RunDir
-from server_app.rounds import summarise
 from server_app.settings import Settings
+from server_app.summary import summarise
 
 pytest.importorskip("plotly")
 

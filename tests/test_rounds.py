@@ -26,9 +26,10 @@ from helpers import (
 
 from client_app.task import content_bytes
 from server_app.local_grid import FIRST_NODE, LocalGrid, identify
+from server_app.mail import Mail
 from server_app.records import RunDir
 from server_app.roster import TooFewNodesError
-from server_app.rounds import RunAbortedError, exchange, run_experiment
+from server_app.rounds import RunAbortedError, run_experiment
 
 # ---- the model
 
@@ -239,7 +240,7 @@ def test_exchange_keeps_to_in_flight_and_makes_messages_late(in_flight: int, mos
             yield Message(RecordDict(), dst_node_id=node + 2, message_type="train")
 
     answered = 0
-    for reply in exchange(grid, messages(), in_flight, 100):
+    for reply in Mail(grid, in_flight, 100).exchange(1, messages()):
         answered += 1
         assert made[0] <= answered - 1 + in_flight
         assert reply.metadata.src_node_id == answered + 1
@@ -266,7 +267,7 @@ def test_a_run_keeps_to_max_in_flight(tmp_path: Path, grids: Any) -> None:
 
 
 def test_an_exchange_without_messages_ends() -> None:
-    assert list(exchange(Echo(1), [], 4, 100)) == []
+    assert list(Mail(Echo(1), 4, 100).exchange(1, [])) == []
 
 
 # ---- how a run ends

@@ -1,6 +1,12 @@
 """A client's store on disk, its features, and the messages between server and client."""
 
+import hashlib
 import json
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +16,12 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import nn
 
+from client_app import task_folder
 from client_app.store import FeatureWriter, Store
 from client_app.task import Outcome, Task, content_bytes, piece_key, reply
 from server_app.local_grid import identify
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -34,7 +43,8 @@ def test_one_file_a_unit(tmp_path: Path, store: Store) -> None:
     count = np.array(7, dtype=np.int64)
     store.write_units({"atoms.1.w": A, "atoms.10.w": A + 1, "head.fc.bias": A[0], "atoms.1.n": count})
     assert store.root == tmp_path / "experiment" / "3"
-    assert files(store.root) == [f"train-1/model/{name}.safetensors" for name in ("atoms.1", "atoms.10", "head")]
+    assert files(store.model) == [f"{name}.safetensors" for name in ("atoms.1", "atoms.10", "head")]
+    assert files(store.root) == ["train-1/lock", *(f"train-1/model/{name}" for name in files(store.model))]
     read = dict(store.read(["head", "atoms.1"]))
     assert list(read) == ["head.fc.bias", "atoms.1.n", "atoms.1.w"]
     assert read["atoms.1.w"].tolist() == A.tolist()
@@ -79,7 +89,7 @@ def test_rewriting_a_unit_replaces_it(store: Store) -> None:
     store.write_units({"head.w": A, "head.b": A})
     store.write_units({"head.w": A + 1})
     assert [name for name, _ in store.read(["head"])] == ["head.w"]
-    assert files(store.root) == ["train-1/model/head.safetensors"]
+    assert files(store.model) == ["head.safetensors"]
 
 
 def test_overlay_replaces_by_name(store: Store, tmp_path: Path) -> None:
@@ -93,15 +103,15 @@ def test_overlay_replaces_by_name(store: Store, tmp_path: Path) -> None:
     assert read["head.w"].tolist() == read["atoms.0.w"].tolist() == A.tolist()
 
 
-def test_clear_task_keeps_the_state(store: Store) -> None:
+def test_closing_keeps_the_state(store: Store) -> None:
     store.write_units({"head.w": A})
     for name in ("features-train-0.npy", "features-train-1.tmp", "momentum.safetensors"):
         (store.task / name).write_bytes(b"x")
     folder = store.new_state(1)
     (folder / "kept").write_text("x")
     store.commit_state(folder)
-    store.clear_task()
-    assert files(store.root) == ["state/1/kept"]
+    store.close()
+    assert files(store.root) == ["state/1/kept", "state/1/manifest.json"]
 
 
 # ---- states
@@ -155,7 +165,134 @@ def test_committing_a_round_again_replaces_it(store: Store) -> None:
     folder = store.new_state(1)
     (folder / "other").write_text("x")
     store.commit_state(folder)
-    assert files(store.root / "state") == ["1/other"]
+    assert files(store.root / "state") == ["1/manifest.json", "1/other"]
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+class Executed(Exception):
+    """Raised by the pickle below, should anybody load it."""
+
+
+def a_pickle(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Bomb()))
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[type[Exception], tuple[str]]:
+        return Executed, ("a pickle was loaded",)
+
+
+def a_sealed_pickle(path: Path) -> None:
+    """As someone would put it there who knows about manifests."""
+    a_pickle(path)
+    manifest = path.parent / "manifest.json"
+    listed = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(listed | {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}))
+
+
+def a_foreign_file(path: Path) -> None:
+    (path.parent / "extra.bin").write_bytes(b"x")
+
+
+def no_manifest(path: Path) -> None:
+    (path.parent / "manifest.json").unlink()
+
+
+DAMAGES = {
+    flip_a_bit: "head.safetensors does not match its checksum",
+    cut_short: "head.safetensors does not match its checksum",
+    a_pickle: "head.safetensors does not match its checksum",
+    a_sealed_pickle: "head.safetensors is no safetensors file",
+    a_foreign_file: "extra.bin is not in its manifest",
+    Path.unlink: "head.safetensors is missing",
+    no_manifest: "manifest.json cannot be read (FileNotFoundError)",
+    lambda path: (path.parent / "manifest.json").write_text("[1]"): "manifest.json cannot be read (TypeError)",
+    lambda path: (path.parent / "manifest.json").write_bytes(
+        b"\xff"
+    ): "manifest.json cannot be read (UnicodeDecodeError)",
+}
+
+
+@pytest.mark.parametrize(("harm", "fault"), DAMAGES.items(), ids=DAMAGES.values())
+def test_a_damaged_state_is_discarded_and_told(store: Store, harm: Callable[[Path], None], fault: str) -> None:
+    for server_round in (1, 2):
+        folder = store.new_state(server_round)
+        store.write_units({"head.w": A + server_round}, folder)
+        store.commit_state(folder)
+    harm(store.root / "state" / "2" / "head.safetensors")
+    assert store.newest_state(5) == store.root / "state" / "1"
+    assert store.notes == [f"discarded its state of round 2 ({fault}), goes on from that of round 1"]
+    assert states(store) == ["1"]
+    harm(store.root / "state" / "1" / "head.safetensors")
+    assert store.newest_state(5) is None
+    assert store.notes[1:] == [f"discarded its state of round 1 ({fault}), starts anew"]
+    assert states(store) == []
+
+
+def test_a_file_in_place_of_a_state(store: Store) -> None:
+    (store.root / "state").mkdir()
+    a_pickle(store.root / "state" / "3")
+    assert store.newest_state(3) is None
+    assert store.notes == [
+        "discarded its state of round 3 (manifest.json cannot be read (NotADirectoryError)), starts anew"
+    ]
+    assert states(store) == []
+
+
+# ---- tasks beside each other
+
+
+def test_a_task_that_still_runs_keeps_its_folder(tmp_path: Path, store: Store) -> None:
+    store.write_units({"head.w": A})
+    following, again = Store(tmp_path, "experiment", 3, "train-2"), Store(tmp_path, "experiment", 3, "train-1")
+    assert (following.task.name, again.task.name) == ("train-2", "train-1-2")
+    assert files(again.model) == []
+    assert following.notes == again.notes == []
+    assert files(store.model) == ["head.safetensors"]
+    store.close()
+    assert Store(tmp_path, "experiment", 3, "train-1").task == store.task
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from client_app.store import Store
+store = Store(Path(sys.argv[1]), "experiment", 3, sys.argv[2])
+store.write_units({"head.w": np.zeros(3)})
+store.new_state(4)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("following", ["train-4", "train-3"])  # the next round, and the same one once more
+def test_what_a_killed_task_left_is_removed(tmp_path: Path, store: Store, following: str) -> None:
+    commit(store, 1)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), "train-3"], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert files(store.root / "train-3") == ["lock", "model/head.safetensors"]
+    assert (store.root / "train-3" / "state" / "4").is_dir()
+    task = Store(tmp_path, "experiment", 3, following)
+    assert task.notes == ["removed train-3, left by a task whose process died"]
+    assert files(task.task) == ["lock"]
+    assert sorted(path.name for path in store.root.iterdir()) == ["state", "train-1", following]
+
+
+def test_without_locks_nothing_of_others_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_folder, "fcntl", None)
+    (tmp_path / "experiment" / "3" / "train-1").mkdir(parents=True)
+    one, other = (Store(tmp_path, "experiment", 3, f"train-{number}") for number in (2, 3))
+    assert one.notes == other.notes == []
+    assert sorted(path.name for path in one.root.iterdir()) == ["train-1", "train-2", "train-3"]
 
 
 # ---- features
@@ -207,6 +344,7 @@ TASK = Task(
     state_dir="/somewhere",
     enforced=False,
     prices={"0,1": 10, "-1,2": 20},
+    frozen={"atoms.0": "ab" * 32},
 )
 
 
@@ -214,6 +352,7 @@ def test_a_task_round_trips() -> None:
     sent = TASK.to_record()
     assert sent["state-round"] == 2
     assert sent["prices"] == '{"0,1":10,"-1,2":20}'
+    assert sent["frozen"] == f'{{"atoms.0":"{"ab" * 32}"}}'
     assert Task.from_record(sent) == TASK
     assert Task.from_record(replace(TASK, prices={}).to_record()).prices == {}
 
@@ -235,7 +374,8 @@ def test_tasks_of_another_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "outcome", [Outcome("ok"), Outcome("memory", 5, 4, "too much"), Outcome("failed", reason="no data")]
+    "outcome",
+    [Outcome("ok"), Outcome("memory", 5, 4, "too much"), Outcome("failed", reason="no data", note="x", lacking=["ab"])],
 )
 def test_an_outcome_round_trips(outcome: Outcome) -> None:
     assert Outcome.from_record(outcome.to_record()) == outcome

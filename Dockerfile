@@ -1,0 +1,58 @@
+# One image for every role: SuperLink, SuperNode, the two SuperExecs, and the command line.
+#
+#   docker build -t piecework .
+#
+# Where wheels come from (docs/containers.md):
+#   TORCH        what pip installs as torch; it must be a CPU build
+#   PIP_OPTIONS  more options for pip: --extra-index-url, --find-links, ...
+#   BASE         a Debian or Ubuntu image with Python 3.11 or newer, its venv module and pip
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS dependencies
+ARG TORCH="torch>=2.11"
+ARG PIP_OPTIONS=""
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+RUN python -m venv --without-pip /opt/piecework
+# torch first and alone: a CUDA build is refused before gigabytes of CUDA libraries are fetched. It would also raise what an
+# idle client takes from about 250 to about 550 MB, and the memory limits of the containers are made for the former.
+RUN pip --python /opt/piecework/bin/python install ${PIP_OPTIONS} --no-deps "${TORCH}" \
+ && /opt/piecework/bin/python -c "import runpy, sys, sysconfig; \
+cuda = runpy.run_path(sysconfig.get_path('platlib') + '/torch/version.py')['cuda']; \
+sys.exit(cuda and f'TORCH gave a build for CUDA {cuda}: name a CPU build with the build arguments TORCH and PIP_OPTIONS')"
+# An editable install is a pointer to /app, so the sources come in last and a change of theirs installs nothing again.
+WORKDIR /app
+COPY pyproject.toml LICENSE ./
+RUN mkdir piecework && touch README.md piecework/__init__.py \
+ && pip --python /opt/piecework/bin/python install ${PIP_OPTIONS} --editable . \
+ && rm -rf /app/*
+# Headers, CMake files and test programs of torch (torch_shm_manager is needed where tensors are shared between processes), and
+# the tests of two pure Python libraries: 130 MB that nothing imports.
+RUN cd /opt/piecework/lib/python3*/site-packages \
+ && rm -rf torch/include torch/share torch/test \
+ && find torch/bin -type f ! -name torch_shm_manager -delete \
+ && find sympy networkx -type d -name tests -prune -exec rm -rf {} +
+
+FROM ${BASE}
+COPY --from=dependencies /opt/piecework /opt/piecework
+# Any user of group 0 may write where this one may: certificates readable by their owner alone need `--user OWNER:0`.
+RUN useradd --uid 10001 --gid 0 --home-dir /tmp piecework \
+ && mkdir /state /store /runs /data /certs \
+ && chown 10001:0 /state /store /runs \
+ && chmod 0775 /state /store /runs
+# Python may write compiled modules: without them every message to a client compiles torch anew, which takes twice as long.
+ENV PATH=/opt/piecework/bin:$PATH \
+    HOME=/tmp \
+    USER=piecework \
+    FLWR_HOME=/tmp/flower \
+    PYTHONDONTWRITEBYTECODE= \
+    PYTHONUNBUFFERED=1 \
+    FLWR_TELEMETRY_ENABLED=0 \
+    FLWR_DISABLE_UPDATE_CHECK=1 \
+    FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 \
+    FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
+COPY . /app
+RUN chmod -R a+rX /app && python -m compileall -q /app
+# Runs are written to ./runs, that is /runs.
+WORKDIR /
+USER 10001:0
+CMD ["piecework", "--help"]

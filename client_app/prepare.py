@@ -1,0 +1,123 @@
+"""From a message to what a trainer works with: arrays to the store, budget, shares."""
+
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, Context, RecordDict
+
+from client_app import frozen
+from client_app.client import Client
+from client_app.examples import Augmentation, Examples, share_examples
+from client_app.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
+from client_app.randomness import generator
+from client_app.setup import all_shares, blueprint_for, open_dataset, open_own, recipe_for
+from client_app.store import Store
+from client_app.task import Task
+from device_profiles.fleet import device_state, load_fleet
+from device_profiles.profile import available_memory
+from federated_data.datasets import ArrayDataset
+from federated_data.partition import split
+from models.cascade import unit_of
+from server_app.settings import Settings
+
+
+def open_store(context: Context, state_dir: str, experiment_id: str, task: str) -> Store:
+    """The store of this client, where its node says, else where the server says."""
+    folder = Path(str(context.node_config.get("state-dir", state_dir)))
+    return Store(folder, experiment_id, int(context.node_config["partition-id"]), task)
+
+
+def prepare_client(content: RecordDict, message_bytes: int, task: Task, context: Context, store: Store) -> Client:
+    """Put the arrays that arrived on disk, release them, and set up what a trainer needs. Raises LackingUnitsError."""
+    settings = Settings.from_run_config(context.run_config)
+    torch.set_num_threads(settings.torch_threads)
+    number = int(context.node_config["partition-id"])
+    clients = settings.clients or int(context.node_config["num-partitions"])
+    old_state = store.newest_state(task.state_round)
+    unpack(content, store.write_units)
+    frozen.forget_others(store.frozen, set(task.frozen.values()))
+    frozen.lay(store.frozen, task.frozen, store.model)
+    if settings.batch_norm == "local" and old_state is not None:
+        store.overlay(old_state / "batch-norm")
+    data, rows = open_share(settings, context, number, clients)
+    train_rows, validation_rows = split(rows, settings.validation_share, settings.seed, number)
+
+    def share(fill: int) -> Examples:
+        rng = generator(settings.seed, task.round, number, "augment", fill)
+        drawn = Augmentation.draw(len(train_rows), rng) if settings.augment else None
+        return share_examples(data, train_rows, drawn)
+
+    budget = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes))
+    allowed = settings.allowance(budget)
+    keep_heap_tight(allowed)
+    return Client(
+        number=number,
+        round=task.round,
+        budget=budget,
+        allowed=allowed,
+        settings=settings,
+        blueprint=blueprint_for(settings, data),
+        store=store,
+        cap=MemoryCap(allowed, enforced=task.enforced),
+        recipe=recipe_for(settings, task.lr),
+        share=share,
+        validation=share_examples(data, validation_rows),
+        old_state=old_state,
+    )
+
+
+def unpack(content: RecordDict, write: Callable[[dict[str, np.ndarray]], None]) -> None:
+    """Write a message's arrays unit by unit, and give their memory back to the system.
+
+    They are taken out of the message, because Flower keeps it until the reply is sent. One unit is held twice at a time.
+    """
+    arrays = content.array_records["arrays"]
+    for unit in dict.fromkeys(map(unit_of, arrays)):
+        write({name: arrays.pop(name).numpy() for name in list(arrays) if unit_of(name) == unit})
+    return_free_memory()
+
+
+def pack(store: Store, units: list[str]) -> ArrayRecord:
+    """The arrays of units for a reply. What training held, and each unit's copies, go back to the system on the way.
+
+    For a model of 100 MB, 170 MB that nobody used were seen to stay beside the reply.
+    """
+    arrays = ArrayRecord()
+    for unit in units:
+        return_free_memory()
+        for name, array in store.read([unit]):
+            arrays[name] = encode(array)
+            del array  # before the next one is read
+    return_free_memory()
+    return arrays
+
+
+def encode(array: np.ndarray) -> Array:
+    """The same as Flower's `Array(array)` with one copy: a buffer that grows takes two to three times an array's size."""
+    head = BytesIO()
+    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
+    data = b"".join((head.getvalue(), array.data))
+    return Array(dtype=str(array.dtype), shape=array.shape, stype="numpy.ndarray", data=data)
+
+
+def own_budget(settings: Settings, task: Task, context: Context, number: int, clients: int, message_bytes: int) -> int:
+    """Bytes this client may use by its own knowledge: measured on a device, else a function of (fleet, seed, round, client)."""
+    device = str(context.node_config.get("device", ""))
+    if device == "auto":
+        return available_memory() - settings.reserve - 3 * message_bytes
+    fleet = load_fleet(settings.fleet)
+    state = device_state(fleet, number, clients, settings.seed, task.round, task.reference, device or None)
+    return state.budget_bytes
+
+
+def open_share(settings: Settings, context: Context, number: int, clients: int) -> tuple[ArrayDataset, np.ndarray]:
+    """The data set, memory-mapped, and the rows of it that are this client's: all of them where the node has its own data."""
+    own = context.node_config.get("data-dir")
+    if own:
+        data = open_own(Path(str(own)), settings, number, clients)
+        return data, np.arange(len(data.labels))
+    data = open_dataset(settings.dataset, settings.data_dir)
+    return data, all_shares(settings, clients)[number]

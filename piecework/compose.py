@@ -1,0 +1,287 @@
+"""Compose files: a federation in containers, each client's memory limited by the kernel to what its device has.
+
+Two services a client, as on a device of its own: `node-I` (a SuperNode) and `client-I` (the executor that trains, the one that
+is limited). The files are text rather than dumped structures, so that people can read and change them; they keep to what
+docker-compose 1.29 and Compose v2 both understand.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from client_app.setup import blueprint_of_shape
+from device_profiles.fleet import device_of, load_fleet, named_device
+from device_profiles.profile import DeviceProfile, format_bytes, parse_bytes
+from piecework.question import data_shape
+from server_app.settings import Settings, SettingsError
+from strategies.pricing import pricing_for
+
+CPUS = 1.0  # where the profile says nothing
+NAME = re.compile(r"[\w .()+-]+")  # of a device, as it can stand in a node-config inside YAML
+
+HEAD = """\
+# {what} Made by
+#   {command}
+# docs/containers.md says how to use it.
+"""
+
+BASE = """\
+x-piecework: &piecework
+  image: ${{PIECEWORK_IMAGE:-piecework}}
+  user: "${{PIECEWORK_UID:-10001}}:0"
+  restart: unless-stopped
+  init: true
+  read_only: true
+  tmpfs: [/tmp]
+  cap_drop: [ALL]
+  security_opt: ["no-new-privileges:true"]
+
+services:
+  superlink:
+    <<: *piecework
+    build:
+      context: .
+      network: "${{PIECEWORK_BUILD_NETWORK:-default}}"
+      args:
+        BASE: "${{BASE:-python:3.11-slim-bookworm}}"
+        TORCH: "${{TORCH:-torch>=2.11}}"
+        PIP_OPTIONS: "${{PIP_OPTIONS:-}}"
+    command: >-
+      flower-superlink --insecure --isolation process --host 0.0.0.0 --port 8000
+      --database /state/state.db
+    ports: ["127.0.0.1:${{PIECEWORK_PORT:-8000}}:8000"]
+    volumes: ["state:/state"]
+{superlink_health}
+
+  server:
+    <<: *piecework
+    depends_on: {{superlink: {{condition: service_healthy}}}}
+    command: flower-superexec --insecure --runtime-api-address superlink:8000
+    environment: {{PIECEWORK_DATA: /data}}
+    volumes:
+      - runs:/runs
+      - {{type: bind, source: {server_data}, target: /data, read_only: true}}
+
+  # docker-compose run --rm piecework run --superlink superlink:8000 --insecure ...
+  piecework:
+    <<: *piecework
+    profiles: [cli]
+    restart: "no"
+    depends_on: {{superlink: {{condition: service_healthy}}}}
+    entrypoint: [piecework]
+    environment: {{PIECEWORK_DATA: /data}}
+    volumes:
+      - runs:/runs
+      - {{type: bind, source: {server_data}, target: /data, read_only: true}}
+"""
+
+CLIENT = """
+  node-{i}:
+    <<: *piecework
+    depends_on: {{superlink: {{condition: service_healthy}}}}
+    command: >-
+      flower-supernode --insecure --isolation process --superlink superlink:8000
+      --host 0.0.0.0 --port 9094
+      --node-config {node_config}
+{node_health}
+
+  client-{i}:
+    <<: *piecework
+    depends_on: {{node-{i}: {{condition: service_healthy}}}}
+    command: flower-superexec --insecure --runtime-api-address node-{i}:9094
+    # {device}: {memory} to train with, {floor} for the process
+    mem_limit: {limit}
+    memswap_limit: {limit}
+    cpus: {cpus:g}
+    environment: {{FLWR_HOME: /store/flower}}
+    volumes:
+      - store-{i}:/store
+      - {{type: bind, source: {node_data}, target: /data, read_only: true}}
+"""
+
+TLS = """\
+services:
+  superlink:
+    command: >-
+      flower-superlink --isolation process --host 0.0.0.0 --port 8000 --database /state/state.db
+      --ssl-ca-certfile /certs/ca.crt --ssl-certfile /certs/server.crt --ssl-keyfile /certs/server.key
+      --enable-supernode-auth --superexec-auth-secret-file /certs/executor.secret
+    volumes:
+{superlink_files}
+{superlink_health}
+
+  server:
+    command: >-
+      flower-superexec --runtime-api-address superlink:8000 --root-certificates /certs/ca.crt
+      --superexec-auth-secret-file /certs/executor.secret
+    volumes:
+{server_files}
+
+  # docker-compose -f ... -f ... run --rm piecework register /certs --superlink superlink:8000 --root-certificates /certs/ca.crt
+  piecework:
+    volumes:
+{cli_files}
+"""
+
+TLS_CLIENT = """
+  node-{i}:
+    command: >-
+      flower-supernode --isolation process --superlink superlink:8000 --root-certificates /certs/ca.crt
+      --auth-supernode-private-key /certs/node-{i}.key --host 0.0.0.0 --port 9094
+      --ssl-ca-certfile /certs/ca.crt --ssl-certfile /certs/node-{i}.crt --ssl-keyfile /certs/node-{i}.tls.key
+      --superexec-auth-secret-file /certs/node-{i}.secret
+      --node-config {node_config}
+    volumes:
+{node_files}
+{node_health}
+
+  client-{i}:
+    command: >-
+      flower-superexec --runtime-api-address node-{i}:9094 --root-certificates /certs/ca.crt
+      --superexec-auth-secret-file /certs/node-{i}.secret
+    volumes:
+{client_files}
+"""
+
+HEALTH = """\
+    healthcheck:
+      test: ["CMD", "python", "-c", {probe}]
+      interval: 10s
+      timeout: 10s
+      retries: 3
+      start_period: 60s"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one client is in the files: its number, its device, and the bytes that the kernel allows it."""
+
+    number: int
+    device: DeviceProfile
+    training_bytes: int
+    limit_bytes: int
+    node_config: str
+
+
+def command_line(options: Mapping[str, object], assignments: list[str], tls: bool) -> str:
+    """The command that makes a file again."""
+    words = [str(word) for option, value in options.items() if value for word in (option, value)]
+    words += [word for assignment in assignments for word in ("--set", assignment)]
+    return shlex.join(["piecework", "compose", *words, *(["--tls"] if tls else [])])
+
+
+def floor_bytes(text: str) -> int:
+    """Bytes of a --floor. Raises SettingsError."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise SettingsError(f"--floor {text}: {error}") from None
+
+
+def places(settings: Settings, floor: int) -> list[Place]:
+    """The clients of a run as containers: limit = what the device's training may take + `floor`, in bytes.
+
+    Raises SettingsError, FleetError.
+    """
+    if settings.memory_model != "traced":
+        raise SettingsError(
+            f"memory-model = {settings.memory_model!r} counts less than training takes, and the kernel would end every "
+            "client: containers need memory-model = 'traced'"
+        )
+    fleet, clients = load_fleet(settings.fleet), settings.clients
+    devices = [device_of(fleet, client, clients, settings.seed) for client in range(clients)]
+    ratios = any(device.memory_ratio is not None for device in devices)
+    reference = reference_bytes(settings) if ratios else 0
+    found = []
+    for client, device in enumerate(devices):
+        if not NAME.fullmatch(device.name):
+            raise SettingsError(
+                f"fleet {fleet.name!r}: device {device.name!r} cannot be named in a node-config: use letters, digits, "
+                "spaces and . ( ) + -"
+            )
+        # A fleet that gives every client a figure of its own knows it by the client's number, not by the device's name.
+        named = f' device="{device.name}"' if named_device(fleet, device.name) == device else ""
+        config = f'partition-id={client} num-partitions={clients}{named} data-dir="/data" state-dir="/store"'
+        memory = device.budget(reference)
+        found.append(Place(client, device, memory, memory + floor, config))
+    return found
+
+
+def reference_bytes(settings: Settings) -> int:
+    """Bytes of one reference step, which ratio budgets are shares of."""
+    shape, classes, _ = data_shape(settings)
+    full = settings.model_copy(update={"model_width": 1.0})
+    return pricing_for(settings, blueprint_of_shape(full, shape, classes)).reference_bytes
+
+
+def compose_file(clients: list[Place], floor: int, data: str, command: str) -> str:
+    """The file of a federation without TLS, for a trusted host alone. `data` is the folder that `export-data` wrote."""
+    what = "A federation in containers, each client with its device's memory as the kernel's limit."
+    folder = source("PIECEWORK_EXPORT", data)
+    text = HEAD.format(what=what, command=command) + "\n"
+    text += BASE.format(server_data=json.dumps(f"{folder}/server"), superlink_health=health("http://127.0.0.1:8000"))
+    for client in clients:
+        text += CLIENT.format(
+            i=client.number,
+            node_config=shlex.quote(client.node_config),
+            node_health=health("http://127.0.0.1:9094"),
+            device=client.device.name,
+            memory=format_bytes(client.training_bytes),
+            floor=format_bytes(floor),
+            limit=client.limit_bytes,
+            cpus=client.device.cpus or CPUS,
+            node_data=json.dumps(f"{folder}/node-{client.number}"),
+        )
+    volumes = ["state", "runs", *(f"store-{client.number}" for client in clients)]
+    return text + "\nvolumes:\n" + "".join(f"  {volume}: {{}}\n" for volume in volumes)
+
+
+def tls_overlay(clients: list[Place], certs: str, command: str) -> str:
+    """What TLS, node keys and executor secrets change in that file. `certs` is the folder that `piecework certs` wrote."""
+    what = "Over the compose file of the same fleet: TLS, nodes known by their keys, executors by secrets."
+    nodes = [client.number for client in clients]
+    public = [f"nodes/node-{i}.pub" for i in nodes]
+    text = HEAD.format(what=what, command=command) + "\n"
+    text += TLS.format(
+        superlink_files=files(certs, "ca.crt", "server.crt", "server.key", "executor.secret"),
+        superlink_health=health("https://localhost:8000"),
+        server_files=files(certs, "ca.crt", "executor.secret"),
+        cli_files=files(certs, "ca.crt", *public, flat=False),
+    )
+    for client in clients:
+        i = client.number
+        own = [f"nodes/node-{i}.{kind}" for kind in ("key", "crt", "tls.key", "secret")]
+        text += TLS_CLIENT.format(
+            i=i,
+            node_config=shlex.quote(client.node_config),
+            node_files=files(certs, "ca.crt", *own),
+            node_health=health("https://localhost:9094"),
+            client_files=files(certs, "ca.crt", f"nodes/node-{i}.secret"),
+        )
+    return text
+
+
+def source(variable: str, folder: str) -> str:
+    """A folder of the host that an environment variable may change."""
+    return "${" + variable + ":-" + folder.replace("$", "$$") + "}"
+
+
+def files(certs: str, *names: str, flat: bool = True) -> str:
+    """Bind mounts of single files into /certs, each where it is needed and nowhere else."""
+    folder = source("PIECEWORK_CERTS", certs)
+    targets = [name.rsplit("/", 1)[-1] if flat else name for name in names]
+    return "\n".join(
+        f"      - {{type: bind, source: {json.dumps(f'{folder}/{name}')}, target: /certs/{target}, read_only: true}}"
+        for name, target in zip(names, targets, strict=True)
+    )
+
+
+def health(address: str) -> str:
+    """A health check in Python: images of Python have neither curl nor wget."""
+    context = "c = None"
+    if address.startswith("https"):
+        context = "import ssl; c = ssl.create_default_context(cafile='/certs/ca.crt')"
+    probe = f"import urllib.request as r; {context}; r.urlopen('{address}/health', timeout=5, context=c)"
+    return HEALTH.format(probe=json.dumps(probe))

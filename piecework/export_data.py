@@ -1,0 +1,123 @@
+"""One prepared folder a node: the rows of its client, and for the server the test split. No folder holds another's data."""
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from client_app.setup import client_shares, partition_settings
+from device_profiles.profile import format_bytes
+from federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare, set_name, write
+from federated_data.sources import Source
+from server_app.settings import Settings
+
+SERVER = "server"
+
+
+def export_data(settings: Settings, out: Path, force: bool = False) -> list[dict[str, Any]]:
+    """Write `out/node-0` to `out/node-N` and `out/server`, all or nothing; N is `clients`. Returns a row a folder.
+
+    Each has the format of `federated_data.datasets.load`, and normalises as the whole set does, so that training on the
+    folders equals training in simulation. `force` replaces an export, and nothing else. Raises DatasetError.
+    """
+    out = out.expanduser().absolute()
+    _check_target(out, force)
+    source = prepare(
+        settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.download
+    )
+    data = load(source, verify=True)
+    if data.export is not None:
+        raise DatasetError(f"{source} is a part of an export; export the whole data set, which is elsewhere")
+    shares = client_shares(settings, data.labels, settings.clients)
+    nobody = np.arange(0)
+    parts: list[tuple[str, int | None, np.ndarray, np.ndarray]] = [
+        (f"node-{client}", client, rows, nobody) for client, rows in enumerate(shares)
+    ]
+    parts.append((SERVER, None, nobody, np.arange(len(data.test_labels))))
+    staging = out.with_name(f".{out.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        for name, client, rows, test_rows in parts:
+            (staging / name).mkdir(parents=True)
+            write(staging / name, set_name(data.name), _part(data, rows, test_rows), _origin(settings, data, client))
+        _install(staging, out)
+    except OSError as error:
+        raise DatasetError(f"cannot write {out}: {error}; choose an --out with room, where you may write") from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return [_row(out / name, data, rows, test_rows) for name, _, rows, test_rows in parts]
+
+
+def export_table(rows: list[dict[str, Any]]) -> Table:
+    """The folders for people."""
+    table = Table("folder", "training examples", "classes", "test examples", "on disk", box=None, pad_edge=False)
+    table.columns[0].overflow = "fold"
+    for row in rows:
+        numbers = (row["examples"], row["classes"], row["test_examples"])
+        table.add_row(row["folder"], *map(str, numbers), format_bytes(row["bytes"]))
+    return table
+
+
+def _part(data: ArrayDataset, rows: np.ndarray, test_rows: np.ndarray) -> Source:
+    return Source(
+        images=data.images[rows],
+        labels=data.labels[rows],
+        test_images=data.test_images[test_rows],
+        test_labels=data.test_labels[test_rows],
+        num_classes=data.num_classes,
+        mean=data.mean,
+        std=data.std,
+    )
+
+
+def _origin(settings: Settings, data: ArrayDataset, client: int | None) -> dict[str, Any]:
+    return {
+        "client": client,
+        "clients": settings.clients,
+        "examples": len(data.labels),
+        "seed": settings.seed,
+        "settings": partition_settings(settings),
+    }
+
+
+def _row(folder: Path, data: ArrayDataset, rows: np.ndarray, test_rows: np.ndarray) -> dict[str, Any]:
+    return {
+        "folder": str(folder),
+        "examples": len(rows),
+        "test_examples": len(test_rows),
+        "classes": len(np.unique(data.labels[rows])),
+        "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+    }
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether nothing but an export lies there: `force` must never remove what is anybody's."""
+    strange = [entry for entry in folder.iterdir() if entry.name != SERVER and not entry.name.startswith("node-")]
+    try:
+        return not strange and load(folder / SERVER).export is not None
+    except DatasetError:
+        return False
+
+
+def _check_target(out: Path, force: bool) -> None:
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not out.is_dir() or not _is_export(out):
+        raise DatasetError(
+            f"--out {out} is there and no export of piecework: choose another folder, or remove it first"
+        )
+    if not force:
+        raise DatasetError(f"--out {out} holds an export already: choose another folder, or replace it by --force")
+
+
+def _install(staging: Path, out: Path) -> None:
+    if out.exists():
+        aside = staging.with_name(f"{staging.name}.old")
+        out.rename(aside)
+        staging.rename(out)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        staging.rename(out)

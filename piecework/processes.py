@@ -1,0 +1,168 @@
+"""Flower's processes: started with a private home, ports and environment, watched, and stopped with all their children."""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tomli_w
+
+APP = Path(__file__).resolve().parents[1]
+START_SECONDS = 60.0
+LOG = logging.getLogger("piecework")
+
+
+class EngineError(RuntimeError):
+    """An engine could not be started, or stopped working."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Where a SuperLink is: `host:port`, and the CA that signed its certificate. None = no TLS: asked for, never by default."""
+
+    address: str
+    root_certificates: Path | None
+
+    def to_config(self) -> dict[str, str | bool]:
+        """As an entry of Flower's config.toml."""
+        if self.root_certificates is None:
+            return {"address": self.address, "insecure": True}
+        return {"address": self.address, "root-certificates": str(self.root_certificates.resolve())}
+
+
+class FlowerHome:
+    """A private FLWR_HOME with the address of a SuperLink: one that is there, or one to be started on a free port."""
+
+    def __init__(self, path: Path, connection: Connection | None = None) -> None:
+        self.path = path
+        (self.port,) = free_ports(1)
+        self.connection = connection or Connection(f"127.0.0.1:{self.port}", None)
+        config = {"superlink": {"default": "piecework", "piecework": self.connection.to_config()}}
+        (path / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+        self.processes: dict[str, tuple[list[str], subprocess.Popen[bytes]]] = {}
+        self.environment = os.environ | {
+            "FLWR_HOME": str(path),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        }
+
+    def start(self, name: str, command: list[str]) -> None:
+        """Start a process whose output goes to `<home>/<name>.log`."""
+        with (self.path / f"{name}.log").open("ab") as log:
+            child = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, cwd=self.path)
+        self.processes[name] = command, child
+
+    def revive(self) -> None:
+        """Start again what ended by itself, as a container or a systemd unit would be."""
+        for name, (command, child) in list(self.processes.items()):
+            if child.poll() is not None:
+                LOG.warning("%s ended with exit code %s: started again", name, child.returncode)
+                self.start(name, command)
+
+    def command(self, *arguments: str) -> dict[str, Any]:
+        """Run `flwr` and read its JSON. Raises EngineError."""
+        call = ["flwr", *arguments, "--format", "json"]
+        done = subprocess.run(call, env=self.environment, capture_output=True, text=True, check=False, cwd=self.path)
+        try:
+            answer: dict[str, Any] = json.loads(done.stdout)
+        except json.JSONDecodeError:
+            raise EngineError(f"`{' '.join(call[:2])}` failed: {done.stdout}{done.stderr}") from None
+        if done.returncode or not answer.get("success", True):
+            raise EngineError(f"`{' '.join(call[:2])}` failed: {answer.get('error-message', done.stdout)}")
+        return answer
+
+    def log_of(self, run_id: str) -> str:
+        """What a run printed, the end of it."""
+        call = ["flwr", "log", run_id, "piecework", "--show"]
+        done = subprocess.run(call, env=self.environment, capture_output=True, text=True, check=False, cwd=self.path)
+        return "\n".join((done.stdout + done.stderr).splitlines()[-120:])
+
+
+@contextmanager
+def flower_home(connection: Connection | None = None) -> Iterator[FlowerHome]:
+    """A FLWR_HOME that is removed afterwards."""
+    if not (APP / "pyproject.toml").is_file():
+        raise EngineError("engines ray and deployment need Piecework's source folder: install it with `pip install -e`")
+    with tempfile.TemporaryDirectory(prefix="piecework-", ignore_cleanup_errors=True) as folder:
+        yield FlowerHome(Path(folder), connection)
+
+
+@contextmanager
+def superlink(home: FlowerHome, *arguments: str) -> Iterator[None]:
+    """A SuperLink on the home's port, healthy."""
+    address = ["--insecure", "--host", "127.0.0.1", "--port", str(home.port)]
+    with process(home, "superlink", "flower-superlink", *address, *arguments):
+        wait_until_healthy(home.port, home.path / "superlink.log")
+        yield
+
+
+@contextmanager
+def process(home: FlowerHome, name: str, *command: str) -> Iterator[None]:
+    """A process that ends, with all its children, when the body does; `FlowerHome.revive` may have replaced it by then."""
+    home.start(name, list(command))
+    try:
+        yield
+    finally:
+        stop(home.processes.pop(name)[1])
+
+
+def stop(child: "subprocess.Popen[bytes]") -> None:
+    """End a process we started and its descendants: first asked, then, after ten seconds, killed."""
+    try:
+        family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        _quietly(member.terminate)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    for member in alive:
+        _quietly(member.kill)
+    child.wait()
+
+
+def _quietly(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except psutil.NoSuchProcess:
+        return  # it ended by itself in between
+
+
+def wait_until_healthy(port: int, log: Path) -> None:
+    """Wait for /health. Raises EngineError with the end of the log."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise EngineError(f"nothing answered on port {port} within {START_SECONDS:g} s:\n{tail(log)}")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback address that nobody listens on now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [int(free.getsockname()[1]) for free in sockets]
+
+
+def tail(log: Path, lines: int = 20) -> str:
+    """The end of a log file."""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]) if log.is_file() else ""

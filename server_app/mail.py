@@ -1,0 +1,72 @@
+"""Messages on their way: sent as nodes free up, replies as they arrive, late replies told from those of the round."""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+LIFE = 2  # times round-timeout: then Flower drops a message, and its node is free again
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message that waits for its answer; `expires` is a reading of the monotonic clock, in seconds."""
+
+    node_id: int
+    server_round: int
+    expires: float
+
+
+class Mail:
+    """What is out to the nodes of a grid. A round waits at most `timeout` seconds for its replies.
+
+    A message still unanswered then is overdue: its node counts as busy until the reply comes or the message expires.
+    """
+
+    def __init__(self, grid: Grid, in_flight: int, timeout: float) -> None:
+        self.grid, self.in_flight, self.timeout = grid, in_flight, timeout
+        self.overdue: dict[str, Sent] = {}
+
+    def exchange(self, server_round: int, messages: Iterable[Message]) -> Iterator[Message]:
+        """Send messages, at most `in_flight` out at once, and yield replies as they arrive."""
+        waiting, pending = iter(messages), dict[str, Sent]()
+        deadline, pause, exhausted = time.monotonic() + self.timeout, 0.01, False
+        try:
+            while time.monotonic() < deadline:
+                while not exhausted and len(pending) < self.in_flight:
+                    message = next(waiting, None)
+                    exhausted = message is None
+                    if message is not None:
+                        pending |= self._send(server_round, message)
+                if not pending:
+                    return
+                replies = list(self.grid.pull_messages(set(pending)))
+                for reply in replies:
+                    pending.pop(reply.metadata.reply_to_message_id, None)
+                    yield reply
+                pause = 0.01 if replies else min(2 * pause, 0.5)
+                if not replies:
+                    time.sleep(pause)
+        finally:
+            self.overdue |= pending
+
+    def _send(self, server_round: int, message: Message) -> dict[str, Sent]:
+        node, expires = message.metadata.dst_node_id, time.monotonic() + message.metadata.ttl
+        # Flower's answer for a message that it cannot take, say to a node that left, is no identifier at all.
+        return {i: Sent(node, server_round, expires) for i in self.grid.push_messages([message]) if i}
+
+    def late(self) -> list[tuple[Sent, Message]]:
+        """The replies that came since to messages of rounds that are closed."""
+        found = []
+        while self.overdue and (replies := list(self.grid.pull_messages(set(self.overdue)))):
+            answered = [(self.overdue.pop(reply.metadata.reply_to_message_id, None), reply) for reply in replies]
+            found += [(sent, reply) for sent, reply in answered if sent is not None]
+        now = time.monotonic()
+        self.overdue = {i: sent for i, sent in self.overdue.items() if sent.expires > now}
+        return found
+
+    def busy(self) -> set[int]:
+        """The nodes that have not answered an earlier round's message."""
+        return {sent.node_id for sent in self.overdue.values()}

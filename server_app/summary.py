@@ -1,0 +1,68 @@
+"""What the records say of a round and of a run, in figures and in words."""
+
+from typing import Any
+
+from server_app.records import RunDir
+from server_app.settings import Settings
+from strategies.reports import ClientReport
+
+
+def accuracy_by_device(reports: list[ClientReport]) -> dict[str, float]:
+    """Validation accuracy after local training, over all validation examples of a device class's clients."""
+    by_device: dict[str, tuple[float, int]] = {}
+    for report in reports:
+        if report.status == "ok" and report.val_accuracy is not None and report.val_examples:
+            correct, count = by_device.get(report.device, (0.0, 0))
+            by_device[report.device] = (
+                correct + report.val_accuracy * report.val_examples,
+                count + report.val_examples,
+            )
+    return {device: correct / count for device, (correct, count) in sorted(by_device.items())}
+
+
+def why_empty(record: dict[str, Any], settings: Settings) -> str:
+    """Why nobody trained, in one message that says what to change."""
+    clients, trained = record["clients"], record["answered"]
+    refused = [c for c in clients if c["status"] == "memory"]
+    who = f"only {trained} clients trained (min-clients = {settings.min_clients})" if trained else "no client trained"
+    lines = [f"{who} in round {record['round']}: {len(clients)} asked, {len(refused)} refused for memory"]
+    if record["left_out"]:
+        lines[0] += f", {len(record['left_out'])} left out because their processes had died"
+    if record["busy"]:
+        lines[0] += f", {len(record['busy'])} still at an earlier task"
+    if refused:
+        nearest = min(refused, key=lambda c: c["needed"] - c["budget"])
+        lines.append(
+            f"nearest to fitting, client {nearest['client']} ({nearest['device']}): {nearest['reason']}. Choose a strategy "
+            "that trains in pieces (strategy = fedepth), a smaller batch-size or model-width, or a fleet with more memory"
+        )
+    others = [c for c in clients if c["status"] not in ("ok", "memory")]
+    lines += sorted({f"client {c['client']}: {c['reason']}" for c in others})[:3]
+    return "\n".join(lines)
+
+
+def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict[str, Any]:
+    """The run in one object, from its round records."""
+    rounds = run_dir.rounds()
+    clients = [client for record in rounds for client in record["clients"]]
+    enforced = all(record["enforced"] for record in rounds)
+    trained = [c for c in clients if c["status"] == "ok" and c["budget"]]
+    evaluated = [record["accuracy"] for record in rounds if record["accuracy"] is not None]
+    return {
+        "run_dir": str(run_dir.path),
+        "status": status,
+        "reason": reason,
+        "rounds": len(rounds),
+        "accuracy": evaluated[-1] if evaluated else None,
+        "clients_asked": sum(record["asked"] for record in rounds),
+        "clients_answered": sum(record["answered"] for record in rounds),
+        "clients_failed": sum(record["failed"] for record in rounds),
+        "bytes_down": sum(record["bytes_down"] for record in rounds),
+        "bytes_up": sum(record["bytes_up"] for record in rounds),
+        "max_peak_over_budget": (
+            max((c["measured_peak"] / c["budget"] for c in trained), default=None) if enforced else None
+        ),
+        "seconds": seconds,
+        # A round that an older version recorded may have no time of its own.
+        "simulated_seconds": sum(record.get("simulated_seconds", 0.0) for record in rounds),
+    }

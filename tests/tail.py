@@ -1,0 +1,45 @@
+"""A system for tests that needs frozen units: the first two atoms stay as they were, the rest of the model is trained."""
+
+from client_app.client import Client, Update
+from client_app.task import Task
+from client_app.training import PieceModel, Trainee
+from models.partition import Piece
+from strategies.fedavg import FedAvg, FedAvgRule
+
+FROZEN = ["atoms.0", "atoms.1"]
+TRAINED = (2, 3, 4)
+
+
+class Tail(FedAvg):
+    """The server's side; `frozen_units` may be taken away, then all units travel in every task."""
+
+    name = "tail"
+    rule_class = FedAvgRule
+
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        return {TRAINED: self.price(TRAINED)}
+
+    def frozen_units(self, client: int, task: Task) -> list[str]:
+        return FROZEN
+
+
+class WholeTail(Tail):
+    """The same, sending everything."""
+
+    def frozen_units(self, client: int, task: Task) -> list[str]:
+        return []
+
+
+def train(task: Task, client: Client) -> Update:
+    """The client's side: features of the frozen atoms, then the others on them."""
+    prefix = PieceModel(client.blueprint, [0, 1], None, client.load())
+    prefix.train(False)
+    examples = client.stream(prefix, client.share(0), "prefix", 2)
+    validation = client.stream(prefix, client.validation, "validation", 2)
+    del prefix
+    trainee = Trainee(lambda: [PieceModel(client.blueprint, TRAINED, "head", client.load())], client.recipe)
+    trainee.epoch(examples, client.rng("batches"), client.cap, "train")
+    (piece,) = trainee.finish()
+    client.save(piece)
+    metrics = client.evaluate(piece.logits, validation) | {"train-loss": trainee.total_loss / trainee.seen}
+    return Update([*piece.units()], metrics, [TRAINED], [trainee.seen])
