@@ -40,6 +40,8 @@ RUN useradd --uid 10001 --gid 0 --home-dir /tmp piecework \
  && chown 10001:0 /state /store /runs \
  && chmod 0775 /state /store /runs
 # Python may write compiled modules: without them every message to a client compiles torch anew, which takes twice as long.
+# A message is pushed and pulled array by array, two at once by default; with many nodes on one machine the SuperLink's SQLite
+# then refuses some ("database is locked"), and what a client trained is lost.
 ENV PATH=/opt/piecework/bin:$PATH \
     HOME=/tmp \
     USER=piecework \
@@ -49,7 +51,9 @@ ENV PATH=/opt/piecework/bin:$PATH \
     FLWR_TELEMETRY_ENABLED=0 \
     FLWR_DISABLE_UPDATE_CHECK=1 \
     FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 \
-    FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
+    FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2 \
+    FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PUSHES=1 \
+    FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PULLS=1
 COPY . /app
 RUN chmod -R a+rX /app && python -m compileall -q /app
 # Runs are written to ./runs, that is /runs.

@@ -139,7 +139,7 @@ def compose(
     preset: Preset = "",
     fleet: Annotated[str, typer.Option(help="a shipped fleet or a .toml file; default: the preset's")] = "",
     nodes: Annotated[int, typer.Option(min=0, help="number of clients; default: the preset's")] = 0,
-    floor: Annotated[str, typer.Option(help="memory that a client takes besides what training may use")] = "320MB",
+    floor: Annotated[str, typer.Option(help="memory that a client takes besides what training may use")] = "360MB",
     data: Annotated[str, typer.Option(help="what `export-data` wrote, as seen from the compose file")] = "./data",
     tls: Annotated[bool, typer.Option("--tls", help="instead the overlay for certificates and keys")] = False,
     certs: Annotated[

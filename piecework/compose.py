@@ -51,6 +51,8 @@ services:
     command: >-
       flower-superlink --insecure --isolation process --host 0.0.0.0 --port 8000
       --database /state/state.db
+    # The clients train on the same cores; an answer that waits for the processor longer than 5 s is lost.
+    cpu_shares: 4096
     ports: ["127.0.0.1:${{PIECEWORK_PORT:-8000}}:8000"]
     volumes: ["state:/state"]
 {superlink_health}

@@ -22,8 +22,9 @@ from server_app.roster import Roster
 from server_app.settings import Settings, check_resume
 from server_app.summary import accuracy_by_device, summarise, why_empty
 from strategies import find_strategy
-from strategies.base import Experiment, PieceStrategy
+from strategies.base import PieceStrategy
 from strategies.faults import status_of
+from strategies.state import Experiment
 
 OnRound = Callable[[dict[str, Any]], None]
 

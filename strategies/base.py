@@ -8,8 +8,8 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -19,11 +19,10 @@ from flwr.serverapp.strategy import Strategy
 from client_app.task import Outcome, Task, content_bytes, piece_key
 from device_profiles.clock import simulated_seconds
 from device_profiles.profile import DeviceState
-from models.cascade import Blueprint
 from models.partition import Piece
 from server_app.mail import LIFE
-from server_app.roster import Roster, sampled
-from server_app.settings import Settings, learning_rate
+from server_app.roster import sampled
+from server_app.settings import learning_rate
 from strategies.aggregation import (
     CheckedUpdate,
     UpdateRejectedError,
@@ -33,44 +32,13 @@ from strategies.aggregation import (
     spec_of,
 )
 from strategies.delivery import Delivery, without_units
-from strategies.faults import Setbacks, status_of
+from strategies.faults import status_of
 from strategies.pricing import pricing_for
 from strategies.reports import ClientReport, finite
 from strategies.rules import Rule
+from strategies.state import Experiment, StrategyState
 
 NORMS_KEPT = 1000
-
-
-@dataclass
-class StrategyState:
-    """Everything a strategy remembers between rounds: plain values, so that a checkpoint is this and the arrays."""
-
-    norms: list[float] = field(default_factory=list)
-    setbacks: Setbacks = field(default_factory=Setbacks)
-
-    def to_values(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_values(cls, values: dict[str, Any]) -> Self:
-        """Read what `to_values` gave. Raises ValueError for a field that is missing or not known."""
-        known = {f.name for f in fields(cls)}
-        if set(values) != known:
-            raise ValueError(f"strategy state has the fields {sorted(values)}, expected {sorted(known)}")
-        return cls(**values | {"setbacks": Setbacks(**values["setbacks"])})
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """What a strategy works on. `blueprint` is the model of the run, `reference` the one at width 1."""
-
-    settings: Settings
-    blueprint: Blueprint
-    reference: Blueprint
-    roster: Roster
-    experiment_id: str
-    state_dir: str
 
 
 class PieceStrategy(Strategy):

@@ -127,8 +127,7 @@ def test_no_memory_left_is_a_normal_answer(tmp_path: Path) -> None:
     outcome = json.loads(in_a_fresh_process(WITHOUT_MEMORY, task, str(130_000_000)))
     assert outcome["status"] == "memory"
     assert outcome["needed"] == 0
-    assert outcome["reason"].startswith("the device had no memory left: RuntimeError: ")
-    assert "allocate" in outcome["reason"]
+    assert outcome["reason"].startswith("the device had no memory left: ")
     assert outcome["arrays"] == 0
     assert json.loads(in_a_fresh_process(WITHOUT_MEMORY, task, str(2_000_000_000)))["status"] == "ok"
 
@@ -144,6 +143,7 @@ def test_what_is_a_lack_of_memory() -> None:
     assert is_out_of_memory(raised(lambda: np.empty(2**50)))
     assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     assert is_out_of_memory(RuntimeError("std::bad_alloc"))
+    assert is_out_of_memory(RuntimeError("could not create a primitive"))  # oneDNN, seen under a limit
     assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))
     assert not is_out_of_memory(raised(lambda: torch.zeros(2) @ torch.zeros(3)))
     assert not is_out_of_memory(SafetensorError("header too small"))

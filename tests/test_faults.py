@@ -24,8 +24,8 @@ from server_app.mail import Mail
 from server_app.records import RunDir
 from server_app.roster import TooFewNodesError
 from server_app.rounds import RunAbortedError
-from strategies.base import StrategyState
 from strategies.faults import Setbacks, status_of
+from strategies.state import StrategyState
 
 
 class Faulty(RecordingGrid):

@@ -18,7 +18,7 @@ from torch import nn
 
 from client_app import task_folder
 from client_app.store import FeatureWriter, Store
-from client_app.task import Outcome, Task, content_bytes, piece_key, reply
+from client_app.task import Outcome, Question, Task, content_bytes, piece_key, reply
 from server_app.local_grid import identify
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -379,6 +379,15 @@ def test_tasks_of_another_version() -> None:
 )
 def test_an_outcome_round_trips(outcome: Outcome) -> None:
     assert Outcome.from_record(outcome.to_record()) == outcome
+    assert (
+        Outcome.from_record(ConfigRecord.inflate(outcome.to_record().deflate())) == outcome
+    )  # as it goes over the wire
+
+
+@pytest.mark.parametrize("wanted", [[], ["ab", "cd"]])
+def test_a_question_round_trips(wanted: list[str]) -> None:
+    question = Question("abc", "/somewhere", wanted)
+    assert Question.from_record(ConfigRecord.inflate(question.to_record().deflate())) == question
 
 
 def test_an_unknown_outcome() -> None:

@@ -1,0 +1,41 @@
+"""What a strategy works on, and what it remembers."""
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+from models.cascade import Blueprint
+from server_app.roster import Roster
+from server_app.settings import Settings
+from strategies.faults import Setbacks
+
+
+@dataclass
+class StrategyState:
+    """Everything a strategy remembers between rounds: plain values, so that a checkpoint is this and the arrays."""
+
+    norms: list[float] = field(default_factory=list)
+    setbacks: Setbacks = field(default_factory=Setbacks)
+
+    def to_values(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Self:
+        """Read what `to_values` gave. Raises ValueError for a field that is missing or not known."""
+        known = {f.name for f in fields(cls)}
+        if set(values) != known:
+            raise ValueError(f"strategy state has the fields {sorted(values)}, expected {sorted(known)}")
+        return cls(**values | {"setbacks": Setbacks(**values["setbacks"])})
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a strategy works on. `blueprint` is the model of the run, `reference` the one at width 1."""
+
+    settings: Settings
+    blueprint: Blueprint
+    reference: Blueprint
+    roster: Roster
+    experiment_id: str
+    state_dir: str
