@@ -32,7 +32,7 @@ from strategies.aggregation import (
     spec_of,
 )
 from strategies.delivery import Delivery, without_units
-from strategies.faults import status_of
+from strategies.faults import SILENT, status_of
 from strategies.pricing import pricing_for
 from strategies.reports import ClientReport, finite
 from strategies.rules import Rule
@@ -118,7 +118,7 @@ class PieceStrategy(Strategy):
 
     def _messages(self, kind: str, arrays: ArrayRecord) -> Iterator[Message]:
         for client, (trained, _) in self._asked.items():
-            if client in self.delivery.unreached:
+            if client in self.delivery.unreached or (kind == "evaluate" and self.reports[client].status in SILENT):
                 continue
             # Training of this round may have left a state: it is the newest that an evaluation may use, and must keep.
             task = trained if kind == "train" else replace(trained, state_round=trained.round)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from flwr.app import Error
 
 STATUS = {0: "crashed", 3: "gone", 4: "gone", 5: "gone", 8: "crashed"}
+SILENT = ("crashed", "gone", "timeout")  # statuses of clients that are not asked to evaluate in the same round
 SHRINK, GROW = 0.75, 0.02  # of a budget: after a crash, after a good answer
 
 

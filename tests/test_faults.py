@@ -131,6 +131,13 @@ def test_fedepth_gives_a_smaller_piece_after_a_crash(tmp_path: Path, grids: Any)
     assert second["measured_peak"] <= second["budget"]
 
 
+def test_who_did_not_answer_is_not_asked_to_evaluate(tmp_path: Path, grids: Any) -> None:
+    grid = grids(Faulty, errors={(1, 1): 5})
+    run_local(tmp_path, grid, strategy="fedavg", client_evaluation_every=1, **TRIO)
+    asked = [m.metadata.dst_node_id for m in grid.last.sent if m.metadata.message_type == "evaluate"]
+    assert asked == [FIRST_NODE, FIRST_NODE + 2]
+
+
 @pytest.mark.parametrize(("code", "status"), [(5, "gone"), (2, "failed")])
 def test_other_errors_have_no_consequence(tmp_path: Path, grids: Any, code: int, status: str) -> None:
     run = run_local(tmp_path, grids(Faulty, errors={(1, 1): code}), strategy="fedavg", num_rounds=2, **TRIO)
