@@ -52,7 +52,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
 
     budget = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes))
     allowed = settings.allowance(budget)
-    keep_heap_tight(allowed)
+    keep_heap_tight(budget, available_memory())
     return Client(
         number=number,
         round=task.round,

@@ -6,6 +6,7 @@ one that does not match it is discarded. Files are safetensors, .npy and JSON: n
 """
 
 import math
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,8 @@ class Store:
     """
 
     def __init__(self, state_dir: Path, experiment_id: str, client: int, task: str) -> None:
+        if not re.fullmatch(r"[\w-]+", experiment_id):
+            raise ValueError(f"experiment-id {experiment_id!r} is not a name: letters, digits, - and _")
         self.root = state_dir / experiment_id / str(client)
         self.frozen = self.root / "frozen"
         self.task, self._lock, reused = claim(self.root, task)
@@ -42,6 +45,8 @@ class Store:
         """Write arrays with global names, one file a unit."""
         units: dict[str, dict[str, np.ndarray]] = {}
         for name, array in arrays.items():
+            if not re.fullmatch(r"[\w.]+", name):
+                raise ValueError(f"array {name!r} is not named like one of a model: letters, digits, _ and .")
             units.setdefault(unit_of(name), {})[name] = np.ascontiguousarray(array).reshape(array.shape)
         for unit, entries in units.items():
             path = (folder or self.model) / f"{unit}.safetensors"

@@ -101,11 +101,17 @@ class Outcome:
 
     @classmethod
     def from_record(cls, record: ConfigRecord) -> "Outcome":
-        """Read an outcome; raises ValueError for an unknown status."""
+        """Read an outcome; raises ValueError for an unknown status, TypeError for a field of another type."""
         outcome = cls(**cast(dict[str, object], dict(record)))  # type: ignore[arg-type]
+        for name, value in asdict(outcome).items():
+            if type(value) is not type(getattr(SAMPLE, name)):
+                raise TypeError(f"outcome {name} is {value!r:.100}: expected {type(getattr(SAMPLE, name)).__name__}")
         if outcome.status not in ("ok", "memory", "failed"):
             raise ValueError(f"outcome status {outcome.status!r}: expected ok, memory or failed")
         return outcome
+
+
+SAMPLE = Outcome("ok")  # the types of its fields
 
 
 def reply(message: Message, outcome: Outcome, metrics: Metrics, arrays: ArrayRecord | None = None) -> Message:

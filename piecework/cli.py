@@ -44,8 +44,18 @@ def run(
     """Train. Without options: FeDepth on handwritten digits over 20 emulated boards."""
     with errors_for_people(as_json):
         connection = connection_to(superlink, root_certificates, insecure)
-        engine = "deployment" if connection else engine
-        settings = settings_from(preset, assignments, engine=engine, nodes=nodes, output_dir=output_dir)
+        if connection and engine not in ("", "deployment"):
+            raise SettingsError(
+                f"--engine {engine} --superlink {superlink}: the nodes of a SuperLink are real processes"
+            )
+        settings = settings_from(
+            preset,
+            assignments,
+            engine="deployment" if connection else engine,
+            nodes=nodes,
+            output_dir=output_dir,
+            there=bool(connection),
+        )
         numbers = seed_list(seeds) if seeds else [settings.seed]
         summaries = [run_one(settings, seed, len(numbers) > 1, restarts, as_json, connection) for seed in numbers]
         if as_json and len(summaries) > 1:
@@ -59,7 +69,7 @@ def run_one(
 ) -> dict[str, Any]:
     """One seed's run, with its progress on stderr and its summary on stdout."""
     from piecework.display import RoundProgress, memory_table, summary_table
-    from piecework.launch import launch
+    from piecework.launch import SuperLinkLostError, launch
     from server_app.roster import TooFewNodesError
     from server_app.rounds import RunAbortedError, preflight, resolve_run_dir
     from server_app.summary import summarise
@@ -74,7 +84,7 @@ def run_one(
     try:
         with RoundProgress(settings.num_rounds) as progress:
             launch(settings, run_dir, progress.update, restarts, connection)
-    except (RunAbortedError, TooFewNodesError, EngineError) as error:
+    except (RunAbortedError, TooFewNodesError, EngineError, SuperLinkLostError) as error:
         reason = str(error)
     summary = run_dir.summary() or summarise(run_dir, "failed", reason, 0.0)
     if as_json:

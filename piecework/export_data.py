@@ -1,6 +1,7 @@
 """One prepared folder a node: the rows of its client, and for the server the test split. No folder holds another's data."""
 
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
@@ -95,7 +96,9 @@ def _row(folder: Path, data: ArrayDataset, rows: np.ndarray, test_rows: np.ndarr
 
 def _is_export(folder: Path) -> bool:
     """Whether nothing but an export lies there: `force` must never remove what is anybody's."""
-    strange = [entry for entry in folder.iterdir() if entry.name != SERVER and not entry.name.startswith("node-")]
+    strange = [
+        entry for entry in folder.iterdir() if entry.name != SERVER and not re.fullmatch(r"node-\d+", entry.name)
+    ]
     try:
         return not strange and load(folder / SERVER).export is not None
     except DatasetError:

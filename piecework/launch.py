@@ -34,7 +34,12 @@ from server_app.settings import Settings
 OnRound = Callable[[dict[str, Any]], None]
 STATUS_SECONDS = 15.0
 PATIENCE_SECONDS = 180.0
+PAUSE_SECONDS = 5.0
 LOG = logging.getLogger("piecework")
+
+
+class SuperLinkLostError(RuntimeError):
+    """A run may go on without us: not one to start again, two would write the same folder."""
 
 
 def launch(
@@ -55,6 +60,7 @@ def launch(
             if attempt == restarts:
                 raise
             LOG.warning("the run ended (%s): restart %d of %d", str(error).splitlines()[0], attempt + 1, restarts)
+            time.sleep(min(60, PAUSE_SECONDS * attempt))  # what is broken may need a while
             settings = resumed(settings, run_dir)
     summary = run_dir.summary()
     if summary is None:
@@ -134,7 +140,10 @@ def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRo
         status = watch(home, run_id, run_dir, seen, on_round)
     except (KeyboardInterrupt, SystemExit):
         if not home.processes:
-            home.command("stop", run_id, "piecework")
+            try:
+                home.command("stop", run_id, "piecework")
+            except EngineError as error:
+                LOG.warning("run %s on %s could not be stopped: %s", run_id, home.connection.address, error)
         raise
     summary = run_dir.summary()
     if summary is None and status == "finished:completed":
@@ -150,7 +159,7 @@ def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRo
 def watch(home: FlowerHome, run_id: str, run_dir: RunDir, seen: int, on_round: OnRound) -> str:
     """Report the rounds after the first `seen` until the run has a summary, or Flower says that it ended; what Flower said.
 
-    A SuperLink may be away for PATIENCE_SECONDS: its ServerApp goes on when it is back. Raises EngineError.
+    A SuperLink may be away for PATIENCE_SECONDS: its ServerApp goes on when it is back. Raises SuperLinkLostError.
     """
     status, now = "", time.monotonic()
     heard, next_check = now, now + STATUS_SECONDS
@@ -160,9 +169,12 @@ def watch(home: FlowerHome, run_id: str, run_dir: RunDir, seen: int, on_round: O
             try:
                 status = home.command("ls", "--run-id", run_id, "piecework")["runs"][0]["status"]
                 heard = time.monotonic()
-            except EngineError:
+            except EngineError as error:
                 if time.monotonic() - heard > PATIENCE_SECONDS:
-                    raise
+                    raise SuperLinkLostError(
+                        f"no answer from {home.connection.address} for {PATIENCE_SECONDS:g} s, where run {run_id} may go on: "
+                        f"look after it before you start another in {run_dir.path} ({error})"
+                    ) from error
             next_check = time.monotonic() + STATUS_SECONDS
         seen = report_from(run_dir, seen, on_round)
         time.sleep(0.2)

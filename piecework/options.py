@@ -20,10 +20,12 @@ def settings_from(
     nodes: int = 0,
     output_dir: str = "",
     named: Scalars | None = None,
+    there: bool = False,
 ) -> Settings:
     """Defaults, then the preset, then --set, then the other options. Paths become absolute: engines run elsewhere.
 
-    Without a number of clients it is the one that the fleet lists, or 20; 4 where real processes are started.
+    Without a number of clients it is the one that the fleet lists, or 20; 4 where real processes are started; and as many as
+    there are where the nodes are `there` already.
     """
     from server_app.local_grid import default_workers
 
@@ -35,7 +37,9 @@ def settings_from(
         values["clients"] = nodes
     elif not values.get("clients"):
         fleet = load_fleet(str(values.get("fleet", Settings.model_fields["fleet"].default)))
-        values["clients"] = fleet.prescribed_clients or (4 if values.get("engine") == "deployment" else 20)
+        values["clients"] = fleet.prescribed_clients or (
+            0 if there else 4 if values.get("engine") == "deployment" else 20
+        )
     if output_dir:
         values["output-dir"] = output_dir
     if os.environ.get("PIECEWORK_DATA"):
@@ -89,7 +93,8 @@ def connection_to(superlink: str, root_certificates: Path | None, insecure: bool
                 "--root-certificates and --insecure say how to reach a SuperLink: give --superlink HOST:PORT too"
             )
         return None
-    if not superlink.rpartition(":")[2].isdecimal():
+    host, _, port = superlink.rpartition(":")
+    if not (host and port.isdecimal()):
         raise SettingsError(f"--superlink {superlink}: expected HOST:PORT")
     if insecure == (root_certificates is not None):
         raise SettingsError(f"--superlink {superlink}: give either --root-certificates FILE or --insecure")

@@ -59,11 +59,13 @@ class Mail:
 
     def late(self) -> list[tuple[Sent, Message]]:
         """The replies that came since to messages of rounds that are closed."""
-        found = []
+        found, now = [], time.monotonic()
         while self.overdue and (replies := list(self.grid.pull_messages(set(self.overdue)))):
-            answered = [(self.overdue.pop(reply.metadata.reply_to_message_id, None), reply) for reply in replies]
-            found += [(sent, reply) for sent, reply in answered if sent is not None]
-        now = time.monotonic()
+            for reply in replies:
+                sent = self.overdue.pop(reply.metadata.reply_to_message_id, None)
+                # Flower itself answers for messages that expired, by an error: nobody's late reply.
+                if sent is not None and not (reply.has_error() and sent.expires <= now):
+                    found.append((sent, reply))
         self.overdue = {i: sent for i, sent in self.overdue.items() if sent.expires > now}
         return found
 

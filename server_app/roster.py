@@ -3,6 +3,7 @@
 A client is known by the `partition-id` of its node-config: Flower's node id changes when a device restarts.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from device_profiles.profile import DeviceState
 QUERY = "query.device"
 QUERY_SECONDS = 300.0  # then a node that did not answer is asked again
 GRACE_SECONDS = 15.0  # that a round waits for it: an answer takes a process that imports torch
-NOBODY = -1
+AGAIN_SECONDS = 30.0  # until a node whose answer could not be used is asked again
 MIN_EXAMPLES = 2  # batch norm has no statistics of one
 
 
@@ -65,6 +66,7 @@ class Roster:
     busy: set[int] = field(default_factory=set)
     _clients: dict[int, int] = field(default_factory=dict)
     _asked: dict[str, tuple[int, float]] = field(default_factory=dict)
+    _failed: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def gather(self, grid: Grid, timeout: float, enough: int = 0) -> None:
         """Wait, at most `timeout` seconds, until all clients are there; then `enough` of them do, if that is not 0.
@@ -91,42 +93,63 @@ class Roster:
 
         A client that came back under a new node id replaces its old entry.
         """
-        online = set(grid.get_node_ids())
+        online, now = set(grid.get_node_ids()), time.monotonic()
         self._asked = {message: sent for message, sent in self._asked.items() if sent[0] in online}
-        for node in sorted(online - self._clients.keys() - {node for node, _ in self._asked.values()}):
+        self._failed = {node: failed for node, failed in self._failed.items() if node in online}
+        waiting = {node for node, _ in self._asked.values()}
+        waiting |= {node for node, (_, since) in self._failed.items() if now - since < AGAIN_SECONDS}
+        for node in sorted(online - self._clients.keys() - waiting):
             query = Message(RecordDict(), dst_node_id=node, message_type=QUERY, ttl=QUERY_SECONDS)
-            self._asked |= {message: (node, time.monotonic()) for message in grid.push_messages([query]) if message}
+            self._asked |= {message: (node, now) for message in grid.push_messages([query]) if message}
         while self._asked and (replies := list(grid.pull_messages(set(self._asked)))):
             for reply in replies:
-                self._asked.pop(reply.metadata.reply_to_message_id, None)
-                self._take_in(reply)
+                sent = self._asked.pop(reply.metadata.reply_to_message_id, None)
+                if sent is not None:
+                    self._take_in(sent[0], reply)
 
     def expects(self) -> bool:
         """Whether a node that is new has not said yet who it is, though it may be about to."""
         return any(time.monotonic() - since < GRACE_SECONDS for _, since in self._asked.values())
 
-    def _take_in(self, reply: Message) -> None:
-        if reply.has_error():
-            self.last_error = str(reply.error.reason)
-            return
-        self._clients[reply.metadata.src_node_id] = NOBODY
+    def _take_in(self, node: int, reply: Message) -> None:
         try:
+            if reply.has_error():
+                raise ValueError(f"error {reply.error.code}: {reply.error.reason}")
             self.query_bytes += content_bytes(reply.content)
-            self._admit(reply)
-        except (KeyError, ValueError, TypeError) as error:
-            self.last_error = f"{type(error).__name__}: {error}"
+            self._clients[node] = self._admit(node, reply)
+            self._failed.pop(node, None)
+        except (LookupError, ValueError, TypeError, ArithmeticError) as error:
+            self.last_error = f"{type(error).__name__}: {error}"[:500]
+            self._failed[node] = self.last_error, time.monotonic()
 
-    def _admit(self, reply: Message) -> None:
+    def _admit(self, node: int, reply: Message) -> int:
         metrics = dict(reply.content.metric_records["metrics"])
         device, _, versions = Outcome.from_record(reply.content.config_records["outcome"]).reason.partition("|")
         client = int(metrics.pop("partition-id"))  # type: ignore[arg-type]
         self.federation = int(metrics.pop("num-partitions"))  # type: ignore[arg-type]
-        if self.clients and not 0 <= client < self.clients:
-            return
+        if not 0 <= client < (self.clients or self.federation):
+            raise ValueError(f"partition-id {client} of a run for {self.clients or self.federation} clients")
         examples = int(metrics.pop("num-examples"))  # type: ignore[arg-type]
         measured = {key: float(value) for key, value in metrics.items()}  # type: ignore[arg-type]
-        self._clients[reply.metadata.src_node_id] = client
-        self.members[client] = Member(reply.metadata.src_node_id, client, device, versions, examples, measured)
+        member = Member(node, client, device, versions, examples, measured)
+        self._check_device(member)
+        self.members[client] = member
+        return client
+
+    def _check_device(self, member: Member) -> None:
+        """Refuse a device that the fleet does not know, or that did not measure itself."""
+        if member.device == "auto":
+            figures = [member.measured[key] for key in ("memory-available", "flops-per-second", "disk-bandwidth")]
+            if not all(math.isfinite(figure) and figure > 0 for figure in figures):
+                raise ValueError(f"device auto measured {figures}")
+        else:
+            device_state(
+                self.fleet, member.client, self.clients or self.federation, self.seed, 1, 1, member.device or None
+            )
+
+    def unusable(self) -> list[dict[str, int | str]]:
+        """The nodes that did not say, or not in a way that can be used, who they are."""
+        return [{"node": node, "reason": reason} for node, (reason, _) in sorted(self._failed.items())]
 
     def present(self, grid: Grid) -> list[int]:
         """The clients whose nodes are connected now and not busy, and who have something to learn from, in order."""
@@ -135,8 +158,7 @@ class Roster:
 
     def client_of(self, node_id: int) -> int | None:
         """The client behind a node, also behind one that it had before."""
-        client = self._clients.get(node_id, NOBODY)
-        return client if client != NOBODY else None
+        return self._clients.get(node_id)
 
     def busy_clients(self) -> list[int]:
         """The clients whose nodes have not answered an earlier message."""

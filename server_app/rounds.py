@@ -91,10 +91,12 @@ class Run:
             record = self.one_round(server_round)
             self._note(record)
             self.run_dir.append_round(record)
-            self._checkpoint(server_round)
             on_round(record)
             if self.values["empty-rounds"] >= self.settings.max_empty_rounds:
-                raise RunAbortedError(why_empty(record, self.settings))
+                raise RunAbortedError(
+                    why_empty(record, self.settings)
+                )  # without a checkpoint: resumed, it is done again
+            self._checkpoint(server_round)
             if self._finished_early(record):
                 break
         description = {"settings": self.settings.to_run_config(), "experiment-id": self.values["experiment-id"]}
@@ -136,6 +138,7 @@ class Run:
             "failed": sum(report.status != "ok" for report in reports),
             "late_replies": late,
             "busy": busy,
+            "unusable_nodes": self.roster.unusable(),
             "left_out": [{"client": c, "crashes": n} for c, n in sorted(strategy.left_out.items())],
             "bytes_down": sum(report.bytes_down for report in reports),
             "bytes_up": sum(report.bytes_up for report in reports) + self.roster.take_query_bytes(),

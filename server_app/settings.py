@@ -136,6 +136,13 @@ class Settings(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _enough_are_asked(self) -> Self:
+        for key, asked in (("clients", self.clients), ("clients-per-round", self.clients_per_round)):
+            if 0 < asked < self.min_clients:
+                raise ValueError(f"min-clients = {self.min_clients} is more than {key} = {asked}")
+        return self
+
+    @model_validator(mode="after")
     def _options_are_pairs(self) -> Self:
         self.options()
         return self

@@ -30,8 +30,10 @@ def why_empty(record: dict[str, Any], settings: Settings) -> str:
         lines[0] += f", {len(record['left_out'])} left out because their processes had died"
     if record["busy"]:
         lines[0] += f", {len(record['busy'])} still at an earlier task"
-    if refused:
-        nearest = min(refused, key=lambda c: c["needed"] - c["budget"])
+    if counted := [
+        c for c in refused if c["needed"]
+    ]:  # where a device had no memory left, nobody knows how much it lacked
+        nearest = min(counted, key=lambda c: c["needed"] - c["budget"])
         lines.append(
             f"nearest to fitting, client {nearest['client']} ({nearest['device']}): {nearest['reason']}. Choose a strategy "
             "that trains in pieces (strategy = fedepth), a smaller batch-size or model-width, or a fleet with more memory"

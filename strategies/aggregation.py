@@ -4,14 +4,17 @@ The running sum is what makes a server's memory independent of the number of cli
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
+from typing import TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord
 
 Spec = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # name -> shape and dtype
+Who = TypeVar("Who")
+HELD = 3  # updates of the first round that are held until their norms can be compared
 
 
 class UpdateRejectedError(ValueError):
@@ -85,12 +88,14 @@ def check_update(
                 )
             square += float(np.square(np.subtract(array, previous[name].numpy(), dtype=np.float64)).sum())
         checked[name] = array
-    norm = math.sqrt(square)
-    if norm > norm_limit:
-        raise UpdateRejectedError(
-            f"the update's norm {norm:.4g} is past the limit {norm_limit:.4g} (update-norm-limit)"
-        )
-    return CheckedUpdate(checked, examples, norm)
+    return CheckedUpdate(checked, examples, within_limit(math.sqrt(square), norm_limit))
+
+
+def within_limit(norm: float, limit: float) -> float:
+    """The norm. Raises UpdateRejectedError."""
+    if norm > limit:
+        raise UpdateRejectedError(f"the update's norm {norm:.4g} is past the limit {limit:.4g} (update-norm-limit)")
+    return norm
 
 
 def _decode(arrays: ArrayRecord, name: str) -> np.ndarray:
@@ -111,6 +116,26 @@ def norm_limit(accepted: list[float], factor: float, arrays: ArrayRecord) -> flo
     if not factor:
         return math.inf
     return factor * (median(accepted) if accepted else model_norm(arrays))
+
+
+def compared(updates: Iterable[tuple[Who, CheckedUpdate]], factor: float) -> Iterator[tuple[Who, CheckedUpdate, float]]:
+    """Each update with the limit of its norm, where no earlier round's norms are known: factor x the median of the first few.
+
+    These are held until there are HELD of them, or no more come. With factor 0 there is no limit and nothing is held.
+    """
+    limit, held = (math.inf, None) if not factor else (0.0, list[tuple[Who, CheckedUpdate]]())
+    for who, update in updates:
+        if held is None:
+            yield who, update, limit
+            continue
+        held.append((who, update))
+        if len(held) == HELD:
+            limit = factor * median_low(update.norm for _, update in held)
+            yield from ((*pair, limit) for pair in held)
+            held = None
+    if held:
+        limit = factor * median_low(update.norm for _, update in held)
+        yield from ((*pair, limit) for pair in held)
 
 
 def model_norm(arrays: ArrayRecord) -> float:

@@ -28,13 +28,15 @@ from strategies.aggregation import (
     UpdateRejectedError,
     WeightedMean,
     check_update,
+    compared,
     norm_limit,
     spec_of,
+    within_limit,
 )
 from strategies.delivery import Delivery, without_units
 from strategies.faults import SILENT, status_of
 from strategies.pricing import pricing_for
-from strategies.reports import ClientReport, finite
+from strategies.reports import LONGEST, ClientReport, finite
 from strategies.rules import Rule
 from strategies.state import Experiment, StrategyState
 
@@ -80,7 +82,9 @@ class PieceStrategy(Strategy):
         """The clients of a round: a function of (seed, round) and of who is connected, free and not left out."""
         settings, left_out = self.settings, self.state.setbacks.left_out(server_round)
         present = self.roster.present(grid)
-        chosen = [client for client in present if client not in left_out] or present  # rather those than nobody
+        chosen = [client for client in present if client not in left_out]
+        if len(chosen) < max(1, settings.min_clients):
+            chosen = present  # rather those than too few
         self.left_out = {client: left_out[client] for client in present if client not in chosen}
         return sampled(chosen, settings.clients_per_round, settings.seed, server_round) if chosen else []
 
@@ -100,11 +104,16 @@ class PieceStrategy(Strategy):
         asked = {}
         for client in self.sample(server_round, grid):
             state = self.roster.state(client, server_round, self.reference_bytes, arrays.count_bytes())
-            state = replace(state, budget_bytes=int(state.budget_bytes * self.state.setbacks.share(client)))
+            state = replace(state, budget_bytes=self._share_of(state.budget_bytes, client))
             task = self.task(server_round, state.budget_bytes)
             frozen = self.delivery.hashes(arrays, self.frozen_units(client, task))
             asked[client] = replace(task, frozen=frozen), state
         return asked
+
+    def _share_of(self, budget: int, client: int) -> int:
+        """Bytes a client is given of its budget: all, or less since its process died, but what it needs to train at all."""
+        share = self.state.setbacks.share(client)
+        return budget if share == 1 else max(int(share * budget), min(budget, self.rule.least()))
 
     def deliver(self) -> Iterator[Iterator[Message]]:
         """Waves of messages with frozen units; `delivered` takes in the replies to one before the next is asked for."""
@@ -151,20 +160,29 @@ class PieceStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Take in replies one by one. Returns (None, None) when nobody trained, or fewer than `min-clients`."""
-        mean, norms, spec = WeightedMean(), [], spec_of(self._arrays)
+        mean, norms = WeightedMean(), list[float]()
+        factor = 0.0 if self.state.norms else self.settings.update_norm_limit
+        for report, update, limit in compared(self._received(replies), factor):
+            try:
+                norms.append(within_limit(update.norm, limit))
+                self.combine(mean, update)
+            except UpdateRejectedError as error:
+                report.status, report.reason = "rejected", str(error)
+        if len(norms) < max(1, self.settings.min_clients):
+            return None, None
+        self.state.norms = [*self.state.norms, *norms][-NORMS_KEPT:]
+        return self.finish(mean), self._train_metrics()
+
+    def _received(self, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
+        spec = spec_of(self._arrays)
         limit = norm_limit(self.state.norms, self.settings.update_norm_limit, self._arrays)
         for message in replies:
             client = self.roster.client_of(message.metadata.src_node_id)
             if client is None or client not in self.reports:
                 continue
-            update = self.receive(message, self.reports[client], spec, limit)
-            if update is not None:
-                self.combine(mean, update)
-                norms.append(update.norm)
-        if len(norms) < max(1, self.settings.min_clients):
-            return None, None
-        self.state.norms = [*self.state.norms, *norms][-NORMS_KEPT:]
-        return self.finish(mean), self._train_metrics()
+            report = self.reports[client]
+            if (update := self.receive(message, report, spec, limit)) is not None:
+                yield report, update
 
     def combine(self, mean: WeightedMean, update: CheckedUpdate) -> None:
         """Add an update, weighted by its number of examples."""
@@ -191,14 +209,17 @@ class PieceStrategy(Strategy):
             metrics = dict(message.content.metric_records["metrics"])
             self._note(report, outcome, metrics)
             if outcome.status != "ok":
-                report.status, report.reason, report.needed = outcome.status, outcome.reason, outcome.needed
+                report.status, report.reason, report.needed = outcome.status, outcome.reason[:LONGEST], outcome.needed
                 self.delivery.forget(report.client, outcome.lacking)
                 return None
             arrays = message.content.array_records["arrays"]
             update = check_update(arrays, metrics.get("num-examples"), self._arrays, spec, limit)
+            if report.examples > (known := self.roster.members[report.client].examples):
+                raise UpdateRejectedError(f"num-examples is {report.examples}: the client has {known}")
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:
             report.status = "rejected"
-            report.reason = str(error) if isinstance(error, UpdateRejectedError) else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, UpdateRejectedError) else f"{type(error).__name__}: {error}"
+            report.reason = reason[:LONGEST]
             return None
         report.status, report.reason = "ok", ""
         self.state.setbacks.answered(report.client)
@@ -206,7 +227,7 @@ class PieceStrategy(Strategy):
 
     def _fail(self, message: Message, report: ClientReport) -> None:
         report.status = status_of(message.error)
-        report.reason = f"error {message.error.code}: {message.error.reason}"[:500]
+        report.reason = f"error {message.error.code}: {message.error.reason}"[:LONGEST]
         self.note_error(report.client, self._asked[report.client][0].round, report.status)
 
     def note_error(self, client: int, server_round: int, status: str) -> None:
@@ -222,10 +243,12 @@ class PieceStrategy(Strategy):
         task, state = self._asked[report.client]
         batches = read = 0
         if outcome.status == "ok":
-            report.pieces = outcome.reason
             keys, seen = outcome.reason.split("|"), [int(n) for n in metrics["seen"]]
             if unpriced := [key for key in keys if key not in task.prices]:
                 raise UpdateRejectedError(f"piece {unpriced[0]!r} was not in the task's price list")
+            if len(keys) > len(task.prices):
+                raise UpdateRejectedError(f"{len(keys)} pieces, {len(task.prices)} are in the task's price list")
+            report.pieces = outcome.reason
             parts = [self.rule.part(tuple(map(int, key.split(",")))) for key in keys]
             size = self.settings.batch_size
             report.flops = sum(self.rule.pricing.traced(p).flops * n / size for p, n in zip(parts, seen, strict=True))
@@ -254,7 +277,10 @@ class PieceStrategy(Strategy):
         self.evaluated = 0
         total, sums = 0, dict.fromkeys(keys, 0.0)
         for message in replies:
-            if not message.has_content():
+            if message.has_error():
+                client = self.roster.client_of(message.metadata.src_node_id)
+                if client is not None:
+                    self.note_error(client, server_round, status_of(message.error))
                 continue
             with suppress(ValueError, TypeError, LookupError, ArithmeticError):  # what makes no sense does not count
                 self.evaluation_bytes += content_bytes(message.content)

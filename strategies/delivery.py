@@ -89,13 +89,13 @@ class Delivery:
         for client in self.unreached:
             self._held.pop(client, None)
         self.unreached.clear()
-        tasks = {client: task for client, task in tasks.items() if task.frozen}
         for client, task in tasks.items():
             held, node = self._held.get(client), self.roster.members[client].node_id
             if held is not None and held.node == node:
                 held.hashes &= set(task.frozen.values())  # a client drops what its task does not name
             else:
                 self._held.pop(client, None)
+        tasks = {client: task for client, task in tasks.items() if task.frozen}
         questions = {client: list(task.frozen) for client, task in tasks.items() if client not in self._held}
         if questions:
             yield self._messages(questions, tasks, arrays, reports, bring=False)

@@ -7,6 +7,8 @@ from typing import Any
 
 from strategies.aggregation import UpdateRejectedError
 
+LONGEST = 500  # characters of a client's text that are kept
+
 
 @dataclass
 class ClientReport:
@@ -43,19 +45,26 @@ class ClientReport:
 
     def add_note(self, note: str) -> None:
         """Add what a client says, which may be of any length, to what there is."""
-        self.note = "; ".join(filter(None, (self.note, note[:500])))
+        self.note = "; ".join(filter(None, (self.note, note[:LONGEST])))
 
     def read(self, metrics: Mapping[str, Any]) -> None:
         """Take over what a client says of itself. Raises UpdateRejectedError, ValueError or TypeError for nonsense."""
-        self.client_budget = int(metrics.get("budget", self.budget))
+        self.client_budget = count(metrics, "budget", self.budget)
         self.budget = min(self.budget, self.client_budget)
-        self.message_bytes = int(metrics.get("message-bytes", 0))
-        self.measured_peak = int(metrics.get("measured-peak", 0))
-        self.predicted_peak = int(metrics.get("predicted-peak", 0))
-        self.rss_peak, self.rss_growth = int(metrics.get("rss-peak", 0)), int(metrics.get("rss-growth", 0))
-        self.examples, self.seconds = int(metrics.get("num-examples", 0)), finite(metrics, "seconds") or 0.0
+        self.message_bytes = count(metrics, "message-bytes")
+        self.measured_peak = count(metrics, "measured-peak")
+        self.predicted_peak = count(metrics, "predicted-peak")
+        self.rss_peak, self.rss_growth = count(metrics, "rss-peak"), int(metrics.get("rss-growth", 0))
+        self.examples, self.seconds = count(metrics, "num-examples"), finite(metrics, "seconds") or 0.0
         self.train_loss, self.val_accuracy = finite(metrics, "train-loss"), finite(metrics, "val-accuracy")
-        self.val_examples = int(metrics.get("val-examples", 0))
+        self.val_examples = count(metrics, "val-examples")
+
+
+def count(metrics: Mapping[str, Any], key: str, default: int = 0) -> int:
+    """A number of things or bytes that a client sent. Raises UpdateRejectedError, TypeError or OverflowError."""
+    if (value := int(metrics.get(key, default))) < 0:
+        raise UpdateRejectedError(f"{key} is {value}: it must not be negative")
+    return value
 
 
 def finite(metrics: Mapping[str, Any], key: str) -> float | None:

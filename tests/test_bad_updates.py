@@ -114,7 +114,7 @@ BAD = {
     "name": (edit(lambda d: d.update(evil=d[W])), "array 'evil' is not part of the model"),
     "empty": (edit(lambda d: d.clear()), "the update holds no arrays"),
     "zero-count": (metric("num-examples", 0), "num-examples is 0: it must be a positive integer"),
-    "negative-count": (metric("num-examples", -5), "num-examples is -5: it must be a positive integer"),
+    "negative-count": (metric("num-examples", -5), "num-examples is -5: it must not be negative"),
     "float-count": (metric("num-examples", 57.0), r"num-examples is 57\.0: it must be a positive integer"),
     "infinite-count": (metric("num-examples", float("inf")), "OverflowError: "),
     "no-count": (metric("num-examples", None), "num-examples is None: it must be a positive integer"),

@@ -4,26 +4,27 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Array, Error, Message, RecordDict
 from helpers import (
     TRIO,
     RecordingGrid,
+    arrays_of,
     clients_of,
-    first_arrays,
     fleet_json,
-    model_of,
     run_local,
-    same,
     tiny_settings,
     training,
 )
 
+from piecework.launch import launch
 from server_app.local_grid import FIRST_NODE, LocalGrid, identify
 from server_app.mail import Mail
 from server_app.records import RunDir
 from server_app.roster import TooFewNodesError
 from server_app.rounds import RunAbortedError
+from server_app.settings import Settings, SettingsError
 from strategies.faults import Setbacks, status_of
 from strategies.state import StrategyState
 
@@ -155,7 +156,120 @@ def test_min_clients(tmp_path: Path, grids: Any) -> None:
         run_local(tmp_path / "3", grids(Faulty, errors=errors), strategy="fedavg", min_clients=3, **TRIO)
     run = RunDir(tmp_path / "3" / "run")
     assert not run.rounds()[0]["aggregated"]
-    assert same(model_of(run), first_arrays(tiny_settings(dataset="digits")))
+    assert run.load_checkpoint() is None
+
+
+def test_a_restart_does_not_make_an_aborted_run_complete(tmp_path: Path) -> None:
+    values = {"strategy": "fedavg", "fleet": fleet_json(board=0.5), "output_dir": str(tmp_path), **TRIO}
+    settings = tiny_settings(**values | {"dataset": "digits"})
+    with pytest.raises(RunAbortedError, match="3 refused for memory"):
+        launch(settings, RunDir(tmp_path / "run"), lambda _: None, restarts=1)
+    summary = RunDir(tmp_path / "run").summary() or {}
+    assert (summary["status"], summary["rounds"]) == ("failed", 1)
+    with pytest.raises(RunAbortedError, match="3 refused for memory"):
+        run_local(tmp_path, resume_from=str(tmp_path / "run"), **values | {"dataset": "digits"})
+
+
+def test_a_client_is_not_given_less_than_it_needs_to_train(tmp_path: Path, grids: Any) -> None:
+    """1.2 times the last atom: three quarters of it would be too little for anything."""
+    least = 499_456  # bytes of training the last atom of the convnet, by the plan
+    values = {"fleet": fleet_json(board=int(1.2 * least)), "mutual_models": 1, **TRIO}
+    run = run_local(tmp_path, grids(Faulty, errors={(1, 1): 8}), strategy="fedepth", num_rounds=2, **values)
+    assert statuses(run, 1)[1] == "crashed"
+    (again,) = [c for c in clients_of(run, 2) if c["client"] == 1]
+    assert (again["status"], again["budget"]) == ("ok", least)
+
+
+@pytest.mark.parametrize("asked", [{"clients": 2}, {"clients-per-round": 2}])
+def test_more_than_are_asked_cannot_answer(asked: dict[str, int]) -> None:
+    with pytest.raises(SettingsError, match=rf"min-clients = 3 is more than {next(iter(asked))} = 2"):
+        Settings.from_run_config({"min-clients": 3, **asked})
+
+
+def test_those_left_out_are_asked_where_min_clients_need_them(tmp_path: Path, grids: Any) -> None:
+    grid = grids(Faulty, errors={(1, 1): 8, (1, 2): 8})
+    run = run_local(tmp_path, grid, strategy="fedavg", num_rounds=2, min_clients=2, max_empty_rounds=2, **TRIO)
+    assert statuses(run, 2) == {0: "ok", 1: "ok", 2: "ok"}
+
+
+def spoilt(**outcome: Any) -> Any:
+    """A change of client 1's answer to a task."""
+
+    def spoil(reply: Message) -> Message:
+        reply.content.config_records["outcome"].update(outcome)
+        return reply
+
+    return staticmethod(spoil)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "status"),
+    [
+        (spoilt(status="failed", reason=b"bytes"), "rejected"),
+        (spoilt(status="memory", needed="much"), "rejected"),
+        (spoilt(status="failed", reason="x" * 10**6), "failed"),
+        (spoilt(reason="|".join(["0,1,2,3,4"] * 10**4)), "rejected"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_ends_nothing(tmp_path: Path, grids: Any, spoil: Any, status: str) -> None:
+    class Spoils(RecordingGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            replies = list(super().pull_messages(message_ids))
+            return [
+                spoil.__func__(m) if is_train(m) and m.metadata.src_node_id == FIRST_NODE + 1 else m for m in replies
+            ]
+
+    run = run_local(tmp_path, grids(Spoils), strategy="fedavg", **TRIO)
+    assert statuses(run, 1) == {0: "ok", 1: status, 2: "ok"}
+    assert len(clients_of(run)[1]["reason"]) <= 500
+    assert (run.summary() or {})["status"] == "completed"
+
+
+def is_train(message: Message) -> bool:
+    return message.metadata.message_type == "train"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"device": "pi9"}, "pi9"),
+        ({"partition-id": 7}, "partition-id 7 of a run for 3 clients"),
+    ],
+)
+def test_a_node_that_fits_nowhere_is_named_and_left_out(
+    tmp_path: Path, grids: Any, config: dict[str, str | int], reason: str
+) -> None:
+    """A typo in the node-config of one device: the others train."""
+
+    class Mixed(RecordingGrid):
+        def __init__(self, clients: int, run_config: Any, workers: int) -> None:
+            super().__init__(clients, run_config, workers, [{}, config, {}])
+
+    run = run_local(tmp_path, grids(Mixed), strategy="fedavg", min_clients=2, node_timeout=0.3, **TRIO)
+    assert statuses(run, 1) == {0: "ok", 2: "ok"}
+    (unusable,) = run.rounds()[0]["unusable_nodes"]
+    assert unusable["node"] == FIRST_NODE + 1
+    assert reason in unusable["reason"]
+
+
+@pytest.mark.parametrize(("who", "server_round"), [(0, 1), (1, 1), (2, 1), (1, 2)])
+def test_an_update_a_hundred_times_too_large(tmp_path: Path, grids: Any, who: int, server_round: int) -> None:
+    """Also in the first round, and whether it comes first or last."""
+
+    class Magnifies(RecordingGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            replies = list(super().pull_messages(message_ids))
+            for reply in filter(is_train, replies):
+                task = next(m for m in self.sent if m.metadata.message_id == reply.metadata.reply_to_message_id)
+                if (reply.metadata.src_node_id, task.metadata.group_id) == (FIRST_NODE + who, str(server_round)):
+                    before, arrays = arrays_of(task), reply.content.array_records["arrays"]
+                    for name, after in arrays_of(reply).items():
+                        arrays[name] = Array(np.asarray(before[name] + 100 * (after - before[name]), dtype=after.dtype))
+            return replies
+
+    run = run_local(tmp_path, grids(Magnifies), strategy="fedavg", num_rounds=2, **TRIO)
+    assert statuses(run, server_round) == {c: "rejected" if c == who else "ok" for c in range(3)}
+    assert "past the limit" in clients_of(run, server_round)[who]["reason"]
 
 
 class Thin(RecordingGrid):

@@ -287,7 +287,7 @@ def test_fedavg_on_small_devices_aborts_and_says_why(tmp_path: Path) -> None:
     assert (summary["status"], summary["reason"]) == ("failed", str(caught.value))
     assert (summary["clients_asked"], summary["clients_failed"], summary["max_peak_over_budget"]) == (20, 20, None)
     assert {c["status"] for c in clients_of(run)} == {"memory"}
-    assert same(model_of(run), first_arrays(tiny_settings()))
+    assert run.load_checkpoint() is None  # resumed, the round is done again
     assert not (run.path / "model.safetensors").exists()
 
 
