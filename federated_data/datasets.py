@@ -149,6 +149,8 @@ def load(directory: Path, verify: bool = False) -> ArrayDataset:
             arrays.append(np.load(path, mmap_mode="r", allow_pickle=False))
         except DatasetError:
             raise
+        except PermissionError as error:
+            raise DatasetError(f"{path} cannot be read: {error}; give it to the user who runs this") from None
         except (OSError, ValueError, EOFError, SyntaxError) as error:
             raise DatasetError(_damaged(path, error)) from None
     images, labels, test_images, test_labels = arrays
@@ -254,6 +256,8 @@ def _read_meta(directory: Path) -> dict[str, Any]:
         raise DatasetError(
             f"no {path}: there is no prepared data set; delete the folder if it exists and rerun"
         ) from None
+    except PermissionError as error:
+        raise DatasetError(f"{path} cannot be read: {error}; give it to the user who runs this") from None
     except (OSError, ValueError) as error:
         raise DatasetError(_damaged(path, error)) from None
     keys = {"schema", "name", "num_classes", "mean", "std", "md5"}

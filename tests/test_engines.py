@@ -116,7 +116,8 @@ def test_a_node_is_killed_and_started_again(tmp_path: Path) -> None:
     seen = [{c["client"]: c["status"] for c in record["clients"]} for record in records]
     assert seen[0] == seen[2] == {0: "ok", 1: "ok"}
     assert seen[1][0] == "ok"
-    assert seen[1].get(1, "not asked") in ("timeout", "gone", "crashed", "not asked", "ok")
+    # Killed at once after round 1, client 1 was asked in round 2 under its old node id, or was not there yet.
+    assert seen[1].get(1, "not asked") in ("timeout", "gone", "not asked")
 
 
 def kill_node(launcher: int, client: int) -> int:
