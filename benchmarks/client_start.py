@@ -4,7 +4,7 @@
 
 A process imports what Flower's `flwr-clientapp` does, torch and our ClientApp, then answers one tiny train task (FedAvg, the
 demo's convnet on 70 random images). The exit code is 1 when the floor, the largest resident set up to the answer, is above
-`--limit-mb` (340 with the CPU wheel, 650 with a CUDA wheel). Medians; MB are 2^20 bytes. Linux only: the figures come from /proc.
+`--limit-mb` (340 with the CPU wheel, 650 with a CUDA wheel). Medians; MB are 2^20 bytes. Linux only: figures are from /proc.
 
 Measured on 2 cores of an x86-64 server with compiled modules in the file cache, which others used too:
 
