@@ -1,0 +1,156 @@
+"""What `benchmarks.containers` runs in each container: an executor that waits, and beside it a client that trains one piece.
+
+    python -m benchmarks.container_piece \\
+        '{"model": "resnet18", "batch_size": 128, "atoms": [0, 1], "steps": 2, "budget": 200000000}'
+
+Writes JSON lines: `anonymous`, `kernel` (bytes of the container's control group, each new maximum), `floor` (once the client
+has imported what Flower's `flwr-clientapp` and our ClientApp import), `done` (what the accounting counted) with the processor's
+`seconds`. The weights and the random examples lie in files, as on a device. Without `atoms` it ends at the floor.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+CGROUP_V1, CGROUP_V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+SAMPLE_SECONDS = 0.003
+START_SECONDS = 300.0
+REPORTED = 1_000_000  # bytes that a maximum must be above the last one
+CLASSES, SHAPE = 10, (3, 32, 32)
+
+
+def figure(text: str, *keys: str) -> int:
+    """The sum of these lines of a memory.stat, in bytes. Raises ValueError for one that is not there."""
+    lines = dict(line.split() for line in text.splitlines())
+    if lacking := [key for key in keys if key not in lines]:
+        raise ValueError(f"memory.stat has no {', '.join(lacking)}: this kernel's control groups are not known here")
+    return sum(int(lines[key]) for key in keys)
+
+
+def group_memory() -> dict[str, int]:
+    """Anonymous and kernel memory of the container, in bytes: by control groups of version 1 or 2."""
+    if (CGROUP_V1 / "memory.stat").is_file():
+        kernel = int((CGROUP_V1 / "memory.kmem.usage_in_bytes").read_text(encoding="ascii"))
+        return {
+            "anonymous": figure((CGROUP_V1 / "memory.stat").read_text(encoding="ascii"), "total_rss"),
+            "kernel": kernel,
+        }
+    text = (CGROUP_V2 / "memory.stat").read_text(encoding="ascii")
+    return {"anonymous": figure(text, "anon"), "kernel": figure(text, "kernel_stack", "pagetables", "slab", "sock")}
+
+
+def say(**figures: float) -> None:
+    """A JSON line; at once, because the kernel may end this process."""
+    print(json.dumps(figures), flush=True)
+
+
+def watch() -> None:
+    """Say every new maximum of anonymous and of kernel memory."""
+    largest = {"anonymous": 0, "kernel": 0}
+    while True:
+        for key, size in group_memory().items():
+            if size > largest[key] + REPORTED:
+                largest[key] = size
+                say(**{key: size})
+        time.sleep(SAMPLE_SECONDS)
+
+
+def start_executor(log: Path) -> subprocess.Popen[bytes]:
+    """A SuperExec that has imported all it needs: it tries to reach a SuperNode, which is not there."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            ["flower-superexec", "--insecure", "--runtime-api-address", "127.0.0.1:9094"], stdout=file, stderr=file
+        )
+    deadline = time.monotonic() + START_SECONDS
+    while b"retrying" not in log.read_bytes():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise SystemExit(f"flower-superexec did not start: {log.read_text(encoding='utf-8', errors='replace')}")
+        time.sleep(0.1)
+    return process
+
+
+def train(task: dict[str, Any], folder: Path) -> None:
+    """Write the piece's weights and examples to the disk, then train it as a client does."""
+    import numpy as np
+    import torch
+
+    from client_app.examples import Examples, feature_examples, share_examples
+    from client_app.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
+    from client_app.setup import blueprint_of_shape, recipe_for
+    from client_app.store import FeatureWriter, Store
+    from client_app.training import PieceModel, Trainee, load_for_device
+    from device_profiles.profile import available_memory
+    from federated_data.datasets import ArrayDataset
+    from models.cascade import isolated_rng
+    from server_app.settings import Settings
+
+    settings = Settings.from_run_config({"model": task["model"], "batch-size": task["batch_size"]})
+    torch.set_num_threads(settings.torch_threads)
+    blueprint = blueprint_of_shape(settings, SHAPE, CLASSES)
+    store = Store(folder, "benchmark", 0, "train-1")
+    atoms, rng = tuple(task["atoms"]), np.random.default_rng(0)
+    for unit in [*(f"atoms.{atom}" for atom in atoms), "head"]:
+        with isolated_rng(0):
+            store.save(unit, blueprint.build_unit(unit))
+    count, shape = task["steps"] * task["batch_size"], blueprint.shape_before(atoms[0])
+    labels = rng.integers(0, CLASSES, count)
+
+    def images() -> Examples:
+        np.save(folder / "images.npy", rng.integers(0, 256, (count, *shape[1:], shape[0]), dtype=np.uint8))
+        mapped = np.load(folder / "images.npy", mmap_mode="r")
+        mean_std = (0.5,) * shape[0]
+        data = ArrayDataset("random", mapped, labels, CLASSES, mean_std, mean_std, mapped[:0], labels[:0])
+        return share_examples(data, np.arange(count))
+
+    def features() -> Examples:
+        stored = (*shape[1:], shape[0]) if len(shape) == 3 else shape
+        writer = FeatureWriter(store.feature_path("train-0"), count, stored, settings.feature_cache_bytes)
+        for _ in range(count):
+            writer.append(rng.standard_normal((1, *stored), dtype=np.float32))
+        return feature_examples(writer.close(), labels)
+
+    examples = features() if atoms[0] else images()
+    return_free_memory()
+    keep_heap_tight(task["budget"], available_memory())
+    cap = MemoryCap(task["budget"], enforced=False)
+    load = load_for_device(blueprint, store.load)
+    trainee = Trainee(lambda: [PieceModel(blueprint, atoms, "head", load)], recipe_for(settings, settings.lr))
+    started = time.process_time()
+    trainee.epoch(examples, rng, cap, "train")
+    seconds = time.process_time() - started
+    for unit, module in trainee.finish()[0].units().items():
+        store.save(unit, module)
+    say(done=cap.peak_bytes, seconds=seconds, loss=trainee.total_loss / trainee.seen)
+
+
+def main() -> None:
+    """One container's work."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", type=json.loads)
+    task = parser.parse_args().task
+    threading.Thread(target=watch, daemon=True).start()
+    with tempfile.TemporaryDirectory() as name:
+        executor = start_executor(Path(name) / "executor.log")
+        try:
+            import flwr.supernode.cli.flwr_clientapp  # noqa: F401
+
+            import client_app.app  # noqa: F401
+
+            now = group_memory()
+            say(floor=now["anonymous"], floor_kernel=now["kernel"])
+            if task["atoms"]:
+                train(task, Path(name))
+            say(**group_memory())
+        finally:
+            executor.kill()
+            executor.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Which pieces train within a container's memory limit: by the planner, and as tried in one container a piece.
+
+    python -m benchmarks.containers [--image piecework] [--limits 512MB,768MB,1GB,2GB] [--models resnet18,vgg16]
+                                    [--batch-size 128] [--slack 24MB] [--steps 2] [--json]
+
+The floor is the anonymous memory of a container in which an executor waits and a client has imported what it needs, before it
+trains; it is measured first. Budget = limit - floor - slack. FeDepth's pieces for that budget (images of 3x32x32, 10 classes,
+the shared head) must train; each with one atom more, and what the planner leaves out, must not; the whole model is tried in any
+case. A container is `docker run --memory LIMIT --memory-swap LIMIT` with this checkout's sources (`container_piece`); it
+trained, or the kernel killed it. A piece may train though it is over the budget, by less than the slack: marked, and no
+mistake, because a trial has no messages to hold. Needs Docker and an image made from the Dockerfile. Exit code 1 where planner
+and trial disagree.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from device_profiles.profile import format_bytes, parse_bytes
+from models.partition import AtomTooLargeError, Piece
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPE, CLASSES = (3, 32, 32), 10
+TRAINED, KILLED = "trained", "killed"
+SECONDS = 900  # of a container, before it is given up
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One container: what the planner says of a piece and what came of it. Bytes; `largest` is of anonymous memory."""
+
+    limit: int
+    model: str
+    piece: str
+    predicted: int
+    budget: int
+    fits: bool
+    outcome: str
+    largest: int
+    kernel: int
+    counted: int
+    seconds: float
+
+    @property
+    def over(self) -> int:
+        """Bytes above the budget."""
+        return max(self.predicted - self.budget, 0)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether what fits trained, and nothing else."""
+        return self.fits == (self.outcome == TRAINED)
+
+    def in_slack(self, slack: int) -> bool:
+        """Whether it trained in what was kept back."""
+        return self.outcome == TRAINED and 0 < self.over <= slack
+
+
+def pieces_to_try(count: int, price: Callable[[Piece], int], budget: int, names: list[str]) -> dict[Piece, bool]:
+    """The planner's pieces, each with one atom more, what it leaves out, and the whole model; True = it fits the budget."""
+    from client_app.trainers.fedepth import decompose
+
+    try:
+        pieces = decompose(count, price, budget, names)
+    except AtomTooLargeError:
+        pieces = []
+    kept = [atom for piece in pieces for atom in piece]
+    asked: list[Piece] = [(atom,) for atom in range(count) if atom not in kept]
+    for piece, following in pairwise([*pieces, ()]):
+        asked += [piece, *([(*piece, following[0])] if following else [])]
+    asked.append(tuple(range(count)))
+    return {piece: price(piece) <= budget for piece in dict.fromkeys(asked)}
+
+
+def piece_name(piece: Piece, names: Sequence[str]) -> str:
+    """Its runs of atoms by name, for people."""
+    if len(piece) == len(names):
+        return "the whole model"
+    starts = [atom for atom in piece if atom - 1 not in piece]
+    stops = [atom for atom in piece if atom + 1 not in piece]
+    spans = zip(starts, stops, strict=True)
+    return " and ".join(names[a] if a == b else f"{names[a]} to {names[b]}" for a, b in spans)
+
+
+def maxima(lines: Iterable[str]) -> dict[str, float]:
+    """The largest value of each figure in the JSON lines of a container; a line cut short by its end is left out."""
+    found: dict[str, float] = {}
+    for line in lines:
+        try:
+            figures = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        for key, value in figures.items():
+            found[key] = max(value, found.get(key, value))
+    return found
+
+
+def run_container(image: str, limit: int, task: dict[str, object]) -> tuple[str, dict[str, float]]:
+    """The outcome of a task in a container with a memory limit (bytes; 0 = none), and its figures."""
+    name = f"piecework-trial-{uuid.uuid4().hex[:8]}"
+    limits = ["--memory", str(limit), "--memory-swap", str(limit)] if limit else []
+    command = ["docker", "run", "--name", name, "--network", "none", *limits, "--volume", f"{ROOT}:/app:ro"]
+    command += ["--workdir", "/app", image, "python", "-m", "benchmarks.container_piece", json.dumps(task)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+        state = subprocess.run(
+            ["docker", "inspect", "--format", "{{.State.ExitCode}} {{.State.OOMKilled}}", name],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.split()
+    except subprocess.TimeoutExpired:
+        sys.exit(f"{json.dumps(task)} under {limit:,} bytes did not end within {SECONDS} s")
+    finally:
+        subprocess.run(["docker", "rm", "--force", name], capture_output=True, check=False)
+    if state != ["0", "false"] and state != ["137", "true"]:
+        sys.exit(f"{json.dumps(task)} under {limit:,} bytes ended with {state}:\n{done.stderr[-2000:]}")
+    return (TRAINED if state[0] == "0" else KILLED), maxima(done.stdout.splitlines())
+
+
+def trials(options: argparse.Namespace, model: str, floor: int) -> Iterable[Trial]:
+    """All trials of a model, the smallest limit first."""
+    from client_app.setup import blueprint_of_shape
+    from models.partition import atom_names
+    from server_app.settings import Settings
+    from strategies.pricing import Part, pricing_for
+
+    settings = Settings.from_run_config({"model": model, "batch-size": options.batch_size})
+    blueprint = blueprint_of_shape(settings, SHAPE, CLASSES)
+    pricing, names = pricing_for(settings, blueprint), atom_names(blueprint)
+
+    def price(piece: Piece) -> int:
+        return pricing.bytes(Part(blueprint, piece))
+
+    for limit in options.limits:
+        budget = limit - floor - options.slack
+        for piece, fits in pieces_to_try(len(names), price, budget, names).items():
+            task = {"model": model, "batch_size": options.batch_size, "atoms": piece, "steps": options.steps}
+            outcome, found = run_container(options.image, limit, task | {"budget": max(budget, 0)})
+            yield Trial(
+                limit=limit,
+                model=model,
+                piece=piece_name(piece, names),
+                predicted=price(piece),
+                budget=budget,
+                fits=fits,
+                outcome=outcome,
+                largest=int(found["anonymous"]),
+                kernel=int(found["kernel"]),
+                counted=int(found.get("done", 0)),
+                seconds=found.get("seconds", 0.0),
+            )
+
+
+HEAD = ("limit", "budget", "model", "piece", "predicted", "over by", "planner", "tried", "largest anonymous")
+
+
+def row(trial: Trial, slack: int) -> tuple[str, ...]:
+    """A line for people."""
+    sizes = [format_bytes(size) for size in (trial.limit, trial.budget, trial.predicted, trial.largest)]
+    planner, over = ("fits", "") if trial.fits else ("too large", format_bytes(trial.over))
+    tried = trial.outcome + (", in the slack" if trial.in_slack(slack) else "")
+    return sizes[0], sizes[1], trial.model, trial.piece, sizes[2], over, planner, tried, sizes[3]
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Markdown."""
+    lines = [" | ".join(cells) for cells in (HEAD, ("---",) * len(HEAD), *rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def summary(done: list[Trial], floor: int, slack: int) -> list[str]:
+    """What the table comes to."""
+    trained = [trial for trial in done if trial.outcome == TRAINED]
+    killed = [trial.over for trial in done if trial.outcome == KILLED]
+    in_slack = [trial.over for trial in done if trial.in_slack(slack)]
+    lines = [f"{sum(trial.agrees for trial in done)} of {len(done)} agree"]
+    if in_slack:
+        lines[0] += f", {len(in_slack)} trained in the slack (over the budget by {format_bytes(max(in_slack))} at most)"
+    if killed:
+        lines.append(f"the least over the budget that was killed: {format_bytes(min(killed))}")
+    if trained:
+        above = max(trial.largest - floor - trial.predicted for trial in trained)
+        kernel = max(trial.kernel for trial in trained)
+        differ = max(abs(trial.counted - trial.predicted) for trial in trained)
+        lines.append(
+            f"where it trained: anonymous memory at most {format_bytes(above)} above floor + predicted, the kernel's own at "
+            f"most {format_bytes(kernel)}; what the client counted and what was predicted differ by at most {differ} bytes"
+        )
+    return lines
+
+
+def main() -> None:
+    """Print a line a trial, or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    amounts = lambda text: [parse_bytes(part) for part in text.split(",")]  # noqa: E731
+    parser.add_argument("--image", default="piecework")
+    parser.add_argument("--limits", type=amounts, default="512MB,768MB,1GB,2GB")
+    parser.add_argument("--models", default="resnet18,vgg16")
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--slack", type=parse_bytes, default="24MB", help="for the kernel, the allocator, messages")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    task = {"model": "resnet18", "batch_size": 1, "atoms": [], "steps": 0, "budget": 0}
+    _, found = run_container(options.image, 0, task)
+    floor, done = int(found["floor"]), []
+    if not options.json:
+        print(f"floor {format_bytes(floor)}, slack {format_bytes(options.slack)}, batch size {options.batch_size}\n")
+        print(table([]), flush=True)
+    for model in options.models.split(","):
+        for trial in trials(options, model, floor):
+            done.append(trial)
+            if not options.json:
+                print(f"| {' | '.join(row(trial, options.slack))} |", flush=True)
+    if options.json:
+        print(json.dumps({"floor": floor, "slack": options.slack, "trials": [asdict(trial) for trial in done]}))
+    else:
+        print("", *summary(done, floor, options.slack), sep="\n")
+    sys.exit(any(not (trial.agrees or trial.in_slack(options.slack)) for trial in done))
+
+
+if __name__ == "__main__":
+    main()
