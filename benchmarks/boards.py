@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from device_profiles.profile import format_bytes, parse_bytes
+from benchmarks.containers import amounts
+from device_profiles.profile import format_bytes
 from piecework.processes import flower_home, free_ports, superlink
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,7 +156,6 @@ def row(found: dict[str, Any]) -> tuple[str, ...]:
 def main() -> None:
     """Print a line a board and model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    amounts = lambda text: [parse_bytes(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--image", default="piecework")
     parser.add_argument("--boards", type=amounts, default="512MB,1GB,2GB,4GB,8GB")
     parser.add_argument(

@@ -78,6 +78,11 @@ def pieces_to_try(count: int, price: Callable[[Piece], int], budget: int, names:
     return {piece: price(piece) <= budget for piece in dict.fromkeys(asked)}
 
 
+def amounts(text: str) -> list[int]:
+    """Bytes of "512MB,1GB"."""
+    return [parse_bytes(part) for part in text.split(",")]
+
+
 def piece_name(piece: Piece, names: Sequence[str]) -> str:
     """Its runs of atoms by name, for people."""
     if len(piece) == len(names):
@@ -199,7 +204,6 @@ def summary(done: list[Trial], floor: int, slack: int) -> list[str]:
 def main() -> None:
     """Print a line a trial, or one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    amounts = lambda text: [parse_bytes(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--image", default="piecework")
     parser.add_argument("--limits", type=amounts, default="512MB,768MB,1GB,2GB")
     parser.add_argument("--models", default="resnet18,vgg16")
