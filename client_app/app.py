@@ -18,8 +18,7 @@ from client_app.client import Client
 from client_app.memory_cap import ResidentPeak, is_out_of_memory
 from client_app.prepare import open_share, open_store, pack, prepare_client, unpack
 from client_app.task import Metrics, Outcome, Question, Task, content_bytes, piece_key, reply
-from client_app.trainers import find_trainer
-from client_app.training import PieceModel
+from client_app.trainers import find_evaluator, find_survey, find_trainer
 from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import available_memory, measure_device
 from federated_data.partition import split
@@ -93,19 +92,20 @@ def train(message: Message, context: Context) -> Message:
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """Evaluate the model that was sent on this client's validation share, streamed atom by atom."""
+    """Evaluate the model that was sent on this client's validation share."""
 
     def work(client: Client, task: Task) -> Answer:
-        last = len(client.blueprint.atoms) - 1
-        examples, piece = client.validation, None
-        for atom in range(last + 1):
-            del piece  # before the next one is built
-            piece = PieceModel(client.blueprint, [atom], "head" if atom == last else None, client.load())
-            piece.train(False)
-            if atom < last:
-                examples = client.stream(piece, examples, f"evaluate-{atom}", atom + 1)
-        assert piece is not None
-        return Outcome("ok"), client.evaluate(piece.logits, examples), None
+        return Outcome("ok"), find_evaluator(task.strategy)(task, client), None
+
+    return answer(message, context, work)
+
+
+@app.query("survey")
+def survey(message: Message, context: Context) -> Message:
+    """Measure what the strategy asks of all clients between rounds."""
+
+    def work(client: Client, task: Task) -> Answer:
+        return Outcome("ok"), find_survey(task.strategy)(task, client), None
 
     return answer(message, context, work)
 

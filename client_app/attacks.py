@@ -4,45 +4,73 @@ Attacks", ICLR 2018), in an L-infinity or, per example, an L2 ball around an ima
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+Norm = Literal["linf", "l2"]
+Loss = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> scalar
+Gradient = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> the loss's gradient by the batch
+
 
 @dataclass(frozen=True)
 class Attack:
-    """`epsilon` is the ball's radius, `step` how far a step goes, `steps` how many; values stay within `low` and `high`."""
+    """`epsilon` is the ball's radius, `step` how far a step goes, `steps` how many; values stay within `low` and `high`.
 
-    norm: Literal["linf", "l2"]
+    With `std`, and `mean`, one a channel, the examples are normalised images, and all of this is said of their pixels.
+    """
+
+    norm: Norm
     epsilon: float
     step: float
     steps: int
     low: float = -math.inf
     high: float = math.inf
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
 
 
-def pgd(
-    loss: Callable[[Tensor, Tensor], Tensor], z: Tensor, y: Tensor, attack: Attack, generator: torch.Generator
-) -> Tensor:
-    """Examples near z[B, ...] that raise the loss, from a random start in the ball; weights get no gradients."""
+def pgd(gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:
+    """Examples near z[B, ...] that raise a loss, from a random start in the ball. The model has to be in evaluation mode."""
+    if attack.std:
+        return _in_pixels(gradient, z, y, attack, generator)
     adversarial = _start(z, attack, generator).add_(z).clamp_(attack.low, attack.high)
     for _ in range(attack.steps):
-        adversarial.requires_grad_()
-        loss(adversarial, y).backward(inputs=[adversarial])  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            gradient = adversarial.grad
-            assert gradient is not None
-            moved = adversarial.detach().sub_(z)  # in place, which also keeps the memory format
-            if attack.norm == "linf":
-                moved.add_(gradient.sign_(), alpha=attack.step).clamp_(-attack.epsilon, attack.epsilon)
-            else:
-                moved.addcmul_(gradient, attack.step / _norms(gradient))
-                moved.mul_((attack.epsilon / _norms(moved)).clamp_(max=1.0))
-            adversarial = moved.add_(z).clamp_(attack.low, attack.high)
-        del gradient, moved  # not held through the next step
+        ascent = gradient(adversarial, y)
+        moved = adversarial.sub_(z)  # in place, which also keeps the memory format
+        if attack.norm == "linf":
+            moved.add_(ascent.sign_(), alpha=attack.step).clamp_(-attack.epsilon, attack.epsilon)
+        else:
+            moved.addcmul_(ascent, attack.step / _norms(ascent))
+            moved.mul_((attack.epsilon / _norms(moved)).clamp_(max=1.0))
+        adversarial = moved.add_(z).clamp_(attack.low, attack.high)
+        del ascent, moved  # not held through the next step
     return adversarial
+
+
+def by_backward(loss: Loss) -> Gradient:
+    """A loss's gradient by its input; weights get none."""
+
+    def gradient(z: Tensor, y: Tensor) -> Tensor:
+        z = z.detach().requires_grad_()
+        loss(z, y).backward(inputs=[z])  # type: ignore[no-untyped-call]
+        assert z.grad is not None
+        return z.grad
+
+    return gradient
+
+
+def _in_pixels(gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:
+    """The attack on the pixels behind normalised images z[B, C, H, W]; the result is normalised again."""
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (attack.mean, attack.std))
+
+    def by_pixels(x: Tensor, y: Tensor) -> Tensor:
+        return gradient((x - mean).div_(std), y).div_(std)
+
+    pixels = (z * std).add_(mean)
+    return pgd(by_pixels, pixels, y, replace(attack, mean=(), std=()), generator).sub_(mean).div_(std)
 
 
 def _start(z: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:

@@ -14,16 +14,19 @@ from client_app.randomness import generator
 from client_app.store import FeatureWriter, Store
 from client_app.task import Metrics
 from client_app.training import Load, PieceModel, Recipe, evaluate_examples, load_for_device
+from federated_data.datasets import ArrayDataset
 from models.cascade import Blueprint, fit_features
 from models.partition import Piece
 from server_app.settings import Settings
+
+STAGES = -1  # a fill
 
 
 @dataclass
 class Client:
     """One client in one round. `budget` and what a cut may use, `allowed`, are bytes.
 
-    `share(fill)` is its training share, augmented anew for each fill.
+    `share(fill)` is its training share, augmented anew for each fill; for STAGES alike in all rounds.
     """
 
     number: int
@@ -31,6 +34,7 @@ class Client:
     budget: int
     allowed: int
     settings: Settings
+    data: ArrayDataset
     blueprint: Blueprint
     store: Store
     cap: MemoryCap
@@ -38,6 +42,7 @@ class Client:
     share: Callable[[int], Examples]
     validation: Examples
     old_state: Path | None
+    kept_round: int = 0
     _new_state: Path | None = field(default=None, repr=False)
 
     def rng(self, purpose: str, *parts: int) -> np.random.Generator:
@@ -52,7 +57,7 @@ class Client:
     def commit(self) -> None:
         """Make this round's state, if there is one, the newest."""
         if self._new_state is not None:
-            self.store.commit_state(self._new_state)
+            self.store.commit_state(self._new_state, self.kept_round)
 
     def load(self) -> Load:
         """Units as the server sent them, or as they were trained since."""

@@ -9,7 +9,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 
 from client_app import frozen
-from client_app.client import Client
+from client_app.client import STAGES, Client
 from client_app.examples import Augmentation, Examples, share_examples
 from client_app.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
 from client_app.randomness import generator
@@ -36,7 +36,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     torch.set_num_threads(settings.torch_threads)
     number = int(context.node_config["partition-id"])
     clients = settings.clients or int(context.node_config["num-partitions"])
-    old_state = store.newest_state(task.state_round)
+    old_state = store.newest_state(task.state_round, task.void)
     unpack(content, store.write_units)
     frozen.forget_others(store.frozen, set(task.frozen.values()))
     frozen.lay(store.frozen, task.frozen, store.model)
@@ -46,7 +46,8 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     train_rows, validation_rows = split(rows, settings.validation_share, settings.seed, number)
 
     def share(fill: int) -> Examples:
-        rng = generator(settings.seed, task.round, number, "augment", fill)
+        when = task.round if fill != STAGES else 0
+        rng = generator(settings.seed, when, number, "augment", fill if fill != STAGES else "stages")
         drawn = Augmentation.draw(len(train_rows), rng) if settings.augment else None
         return share_examples(data, train_rows, drawn)
 
@@ -59,6 +60,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         budget=budget,
         allowed=allowed,
         settings=settings,
+        data=data,
         blueprint=blueprint_for(settings, data),
         store=store,
         cap=MemoryCap(allowed, enforced=task.enforced),
@@ -66,6 +68,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         share=share,
         validation=share_examples(data, validation_rows),
         old_state=old_state,
+        kept_round=task.kept_round,
     )
 
 

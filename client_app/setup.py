@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from client_app.attacks import Attack
 from client_app.training import Recipe
 from federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare, set_name
 from federated_data.partition import make_shares
@@ -44,12 +45,17 @@ def client_shares(settings: Settings, labels: np.ndarray, clients: int) -> list[
         alpha=settings.partition_alpha,
         balanced=settings.partition_balanced,
         classes_per_client=settings.partition_classes,
+        skew=settings.partition_skew,
     )
 
 
 def partition_settings(settings: Settings) -> dict[str, Scalar]:
     """The settings that decide the shares besides the number of clients and the seed, those of the chosen partition."""
-    names = {"dirichlet": ("partition-alpha", "partition-balanced"), "pathological": ("partition-classes",)}
+    names = {
+        "dirichlet": ("partition-alpha", "partition-balanced"),
+        "pathological": ("partition-classes",),
+        "skewed": ("partition-classes", "partition-skew"),
+    }
     values = settings.to_run_config()
     return {key: values[key] for key in ("partition", *names.get(settings.partition, ()))}
 
@@ -110,4 +116,23 @@ def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int)
 
 def recipe_for(settings: Settings, lr: float) -> Recipe:
     """The local step of a round."""
-    return Recipe(lr, settings.momentum, settings.weight_decay, settings.batch_size, settings.local_epochs)
+    return Recipe(
+        lr,
+        settings.momentum,
+        settings.weight_decay,
+        settings.batch_size,
+        settings.local_epochs,
+        settings.local_iterations,
+    )
+
+
+def image_attack(settings: Settings, data: ArrayDataset, steps: int) -> Attack:
+    """PGD on a data set's images within [0, 1]. Raises DatasetError where it holds no 8-bit images, whose range is known."""
+    if data.images.dtype != np.uint8 or len(data.input_shape) != 3:
+        raise DatasetError(
+            f"data set {data.name} holds {data.images.dtype} of shape {data.input_shape}: an attack moves pixels within "
+            "[0, 1], and needs images of 8 bits"
+        )
+    return Attack(
+        "linf", settings.attack_epsilon, settings.attack_step, steps, 0.0, 1.0, tuple(data.mean), tuple(data.std)
+    )

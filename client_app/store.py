@@ -1,14 +1,15 @@
 """What a client keeps on its disk: model units that are not in use, its state between rounds, and features.
 
 `<state-dir>/<experiment-id>/<client>/` holds a folder for the task at work (model units, features, the state that is being
-written), `state/<round>/...` (the last two kept) and `frozen/` (units by their content). A state has a manifest of checksums;
-one that does not match it is discarded. Files are safetensors, .npy and JSON: nothing that could be executed when it is read.
+written), `state/<round>/...` (the last two kept), `frozen/` (units by their content) and `features/` (what frozen atoms make
+of the examples). A state has a manifest of checksums; one that does not match it is discarded. Files are safetensors, .npy and
+JSON: nothing that could be executed when it is read.
 """
 
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,11 +35,11 @@ class Store:
         if not re.fullmatch(r"[\w-]+", experiment_id):
             raise ValueError(f"experiment-id {experiment_id!r} is not a name: letters, digits, - and _")
         self.root = state_dir / experiment_id / str(client)
-        self.frozen = self.root / "frozen"
+        self.frozen, self.features = self.root / "frozen", self.root / "features"
         self.task, self._lock, reused = claim(self.root, task)
         self.model = self.task / "model"
         self.model.mkdir()
-        left = remove_leftovers(self.root, self.task, {"state", "frozen"}) + [self.task.name] * reused
+        left = remove_leftovers(self.root, self.task, {"state", "frozen", "features"}) + [self.task.name] * reused
         self.notes = [f"removed {name}, left by a task whose process died" for name in left]
 
     def write_units(self, arrays: Mapping[str, np.ndarray], folder: Path | None = None) -> None:
@@ -76,22 +77,23 @@ class Store:
         """Replace arrays of the task's model by those of the same name in a folder of the client's state."""
         for path in sorted(folder.glob("*.safetensors")):
             unit = path.stem
-            self.write_units({**dict(self.read([unit])), **dict(_arrays(path))})
+            if (self.model / path.name).is_file():
+                self.write_units({**dict(self.read([unit])), **dict(_arrays(path))})
 
     def close(self) -> None:
         """Drop the model and the features of the task that ended."""
         shutil.rmtree(self.task, ignore_errors=True)
         self._lock.close()
 
-    def newest_state(self, state_round: int) -> Path | None:
-        """The folder of the newest sound state not newer than `state_round`.
+    def newest_state(self, state_round: int, void: Sequence[Sequence[int]] = ()) -> Path | None:
+        """The folder of the newest sound state not newer than `state_round`, and not within a pair of `void`.
 
-        Newer ones are of a lost future and are deleted; so are damaged ones, with a note.
+        Newer ones are of a lost future and are deleted, as are void ones; so are damaged ones, with a note.
         """
         discarded: list[str] = []
         for number in sorted(self._states(), reverse=True):
             folder = self.root / "state" / str(number)
-            if number <= state_round:
+            if number <= state_round and not any(first <= number <= last for first, last in void):
                 fault = damage(folder)
                 if not fault:
                     self._note_discarded(discarded, f"goes on from that of round {number}")
@@ -114,15 +116,20 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def commit_state(self, folder: Path) -> None:
-        """Make a state that was written completely the newest, and drop all but the last two."""
+    def commit_state(self, folder: Path, kept_round: int = 0) -> None:
+        """Make a state that was written completely the newest, and drop older ones.
+
+        The last two stay, and with `kept_round` all from the newest on that is not newer than that round.
+        """
         seal(folder)
         final = self.root / "state" / folder.name
         final.parent.mkdir(exist_ok=True)
         if final.exists():
             remove(final)
         folder.replace(final)
-        for number in sorted(self._states())[:-KEPT_STATES]:
+        states = sorted(self._states())
+        oldest = max((n for n in states if n <= kept_round), default=0) if kept_round else states[-1]
+        for number in (n for n in states[:-KEPT_STATES] if n < oldest):
             remove(self.root / "state" / str(number))
 
     def _states(self) -> list[int]:

@@ -6,7 +6,7 @@ A refusal for memory is a normal reply: Flower's Error carries only a code and a
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
@@ -14,7 +14,7 @@ from models.partition import Piece
 
 Status = Literal["ok", "memory", "failed"]
 Metrics = dict[str, float | int]
-MAPPINGS = ("prices", "frozen")  # Flower's records hold none
+AS_JSON = ("prices", "frozen", "void", "own")  # Flower's records hold neither mappings nor lists of lists
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,11 @@ class Task:
     `budget` and `reference` are bytes: what the server assumed the client may use, and one reference step, of which emulated
     budgets are shares. `state_round` names the newest client state that may be used. `prices` maps a piece ("0,1,2") to the
     bytes of training it; `enforced` says whether these are true bytes that the accounting holds the client to. `frozen` maps
-    the units that are not in this message, because nobody trains them any more, to their content hashes.
+    the units that are not in this message, because nobody trains them any more, to their content hashes. `own` are the
+    system's own fields.
+
+    A server may go back to an earlier model: client states of the rounds in `void`, pairs of a first and a last one, are of a
+    discarded future, and the state of `kept_round`, or the newest before it, is kept because the server may go back to it.
     """
 
     experiment_id: str
@@ -38,18 +42,21 @@ class Task:
     enforced: bool = True
     prices: dict[str, int] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
+    void: list[list[int]] = field(default_factory=list)
+    kept_round: int = 0
+    own: dict[str, Any] = field(default_factory=dict)
 
     def to_record(self) -> ConfigRecord:
-        """As a Flower record; each mapping is one JSON string."""
+        """As a Flower record; what it cannot hold is a JSON string."""
         fields = {key.replace("_", "-"): value for key, value in asdict(self).items()}
-        mappings = {key: json.dumps(fields[key], separators=(",", ":")) for key in MAPPINGS}
+        mappings = {key: json.dumps(fields[key], separators=(",", ":")) for key in AS_JSON}
         return ConfigRecord({**fields, **mappings})
 
     @classmethod
     def from_record(cls, record: ConfigRecord) -> "Task":
         """Read a task; raises TypeError for a field that is missing or not known."""
         fields = {key.replace("-", "_"): value for key, value in record.items()}
-        mappings = {key: json.loads(str(record[key])) for key in MAPPINGS}
+        mappings = {key: json.loads(str(record[key])) for key in AS_JSON}
         return cls(**{**fields, **mappings})
 
     def price(self, piece: Piece) -> int | None:

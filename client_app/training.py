@@ -3,8 +3,9 @@
 A piece is written as setup plus step, and both also run on fake tensors: that is how a server prices them (`piece_price`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from client_app.attacks import Attack, pgd
+from client_app.attacks import Attack, Loss, by_backward, pgd
 from client_app.examples import Examples, batches
 from client_app.memory_cap import MemoryCap
 from device_profiles.memory import FlopCount, StepPrice, trace
@@ -27,9 +28,10 @@ Precision = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a local step needs to know besides the model: `momentum` in [0, 1); with `attack`, training is adversarial.
+    """What local training needs to know besides the model: `momentum` in [0, 1); with `attack`, it is adversarial.
 
-    In `bfloat16` the forward pass runs under torch.autocast: activations take half, weights and gradients stay float32.
+    It takes `iterations` batches, or where that is 0 `epochs` epochs. In `bfloat16` the forward pass runs under torch.autocast:
+    activations take half, weights and gradients stay float32.
     """
 
     lr: float
@@ -37,6 +39,7 @@ class Recipe:
     weight_decay: float
     batch_size: int
     epochs: int
+    iterations: int = 0
     attack: Attack | None = None
     precision: Precision = "float32"
 
@@ -115,7 +118,6 @@ class SGD:
                 buffer.copy_(torch.from_numpy(file.get_tensor(str(i))))
 
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> scalar loss
 Perturb = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> adversarial batch
 MakeLoss = Callable[[list[PieceModel]], Loss]
 
@@ -147,13 +149,22 @@ class Trainee:
     def __init__(self, make: Callable[[], list[PieceModel]], recipe: Recipe, make_loss: MakeLoss = single_loss) -> None:
         self._make, self.recipe, self._make_loss = make, recipe, make_loss
         self.pieces: list[PieceModel] = []
-        self.total_loss, self.seen = 0.0, 0
+        self.total_loss, self.seen, self.batches = 0.0, 0, 0
         self._paused: Path | None = None
 
+    def epochs(self) -> Iterator[int]:
+        """The numbers of the epochs there are to do; the last one ends with the last iteration."""
+        iterations = self.recipe.iterations
+        for epoch in count():
+            if epoch >= self.recipe.epochs if not iterations else self.batches >= iterations or epoch > self.batches:
+                return
+            yield epoch
+
     def epoch(self, examples: Examples, rng: np.random.Generator, cap: MemoryCap, phase: str) -> None:
-        """One pass over the examples, in random batches."""
+        """One pass over the examples, in random batches, or what is left of the iterations."""
         total = torch.zeros(())
-        for positions in batches(len(examples), self.recipe.batch_size, rng, drop_single=True):
+        left = self.recipe.iterations - self.batches if self.recipe.iterations else None
+        for positions in islice(batches(len(examples), self.recipe.batch_size, rng, drop_single=True), left):
             with cap.first(phase, len(positions)):
                 if not self.pieces:
                     self._begin()
@@ -166,6 +177,7 @@ class Trainee:
                 )
             total += value * len(positions)
             self.seen += len(positions)
+            self.batches += 1
         self.total_loss += float(total)
 
     def _begin(self) -> None:
@@ -293,7 +305,7 @@ def adversary(pieces: list[PieceModel], loss: Loss, attack: Attack, seed: int) -
     def perturb(z: Tensor, y: Tensor) -> Tensor:
         for piece in pieces:
             piece.train(False)
-        adversarial = pgd(loss, z, y, attack, torch.Generator().manual_seed(seed))
+        adversarial = pgd(by_backward(loss), z, y, attack, torch.Generator().manual_seed(seed))
         for piece in pieces:
             piece.train(True)
         return adversarial

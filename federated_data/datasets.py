@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from federated_data import own_sources, sources
+from federated_data import caltech, own_sources, sources
 from federated_data.partition import share_class_counts
 from federated_data.sources import DatasetError, Source
 
@@ -39,6 +39,7 @@ DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
     "fashion-mnist": sources.fashion_mnist,
     "cifar10": sources.cifar10,
     "cifar100": sources.cifar100,
+    "caltech256": caltech.caltech256,
     "npz": own_sources.npz,
     "folder": own_sources.folder,
 }
@@ -91,6 +92,7 @@ PUBLISHED = {
     "fashion-mnist": ((1, 28, 28), 10, 60_000),
     "cifar10": ((3, 32, 32), 10, 50_000),
     "cifar100": ((3, 32, 32), 100, 50_000),
+    "caltech256": ((3, 224, 224), 256, 23_380),
 }
 
 

@@ -118,7 +118,7 @@ def _list_images(root: Path, classes: list[str]) -> tuple[list[Path], NDArray[np
 
 def _read_images(files: list[Path]) -> NDArray[np.uint8]:
     image = extra("PIL.Image")
-    headers = [_opened(image, file, lambda picture: (picture.size, picture.mode)) for file in files]
+    headers = [opened(image, file, lambda picture: (picture.size, picture.mode)) for file in files]
     (width, height), _ = headers[0]
     for file, (size, mode) in zip(files, headers, strict=True):
         if size != (width, height):
@@ -132,12 +132,13 @@ def _read_images(files: list[Path]) -> NDArray[np.uint8]:
     grey = all(mode in ("1", "L", "LA") for _, mode in headers)
     pixels = np.empty((len(files), height, width, 1 if grey else 3), dtype=np.uint8)
     for row, file in zip(pixels, files, strict=True):
-        picture = _opened(image, file, lambda picture: np.asarray(picture.convert("L" if grey else "RGB")))
+        picture = opened(image, file, lambda picture: np.asarray(picture.convert("L" if grey else "RGB")))
         row[:] = picture.reshape(row.shape)
     return pixels
 
 
-def _opened(image: Any, file: Path, read: Callable[[Any], Any]) -> Any:
+def opened(image: Any, file: Path, read: Callable[[Any], Any]) -> Any:
+    """What `read` makes of an image file; `image` is the module PIL.Image. DatasetError where it cannot be read."""
     try:
         with image.open(file) as picture:
             return read(picture)

@@ -179,9 +179,11 @@ def run_atoms(blueprint: Blueprint, atoms: Sequence[int], modules: Sequence[nn.M
     return z
 
 
-def initial_state(blueprint: Blueprint, seed: int, *, exits: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The initial arrays by name, a pure function of (blueprint, seed); one unit is held at a time."""
-    for number, unit in enumerate(blueprint.units(exits=exits)):
+def initial_state(
+    blueprint: Blueprint, seed: int, *, exits: bool = False, units: Sequence[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """The initial arrays by name, a pure function of (blueprint, units, seed); one unit is held at a time."""
+    for number, unit in enumerate(units or blueprint.units(exits=exits)):
         with isolated_rng(int(np.random.SeedSequence([seed, number]).generate_state(1)[0])):
             module = blueprint.build_unit(unit)
         for name, value in module.state_dict().items():

@@ -8,6 +8,7 @@ are made for small images and never fit torchvision's.
 from models import resnet, vgg
 
 RESNETS = ("resnet18", "resnet34")
+NAMED = (*RESNETS, *vgg.CONVS)
 NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
@@ -17,7 +18,7 @@ def torchvision_name_map(model_name: str, norm: str = "bn") -> dict[str, str]:
         return _resnet(resnet.BLOCKS[model_name])
     if model_name in vgg.CONVS:
         return _vgg(vgg.CONVS[model_name], norm == "bn")
-    raise ValueError(f"{model_name} has no torchvision names: known are {', '.join((*RESNETS, *vgg.CONVS))}")
+    raise ValueError(f"{model_name} has no torchvision names: known are {', '.join(NAMED)}")
 
 
 def _resnet(blocks: tuple[int, ...]) -> dict[str, str]:

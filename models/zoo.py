@@ -70,7 +70,13 @@ def build_blueprint(
     if num_classes < 1 or width <= 0:
         raise ValueError(f"{name} needs at least one class and a width above 0, got {num_classes} and {width}")
     own = _typed_options(name, options)
-    return replace(MODELS[name](num_classes, shape, width=width, batch_norm=batch_norm, **own), width=width)
+    built = MODELS[name](num_classes, shape, width=width, batch_norm=batch_norm, **own)
+    if not isinstance(built, Blueprint):
+        raise ValueError(
+            f"model {name!r} is a {type(built).__name__}, not a cascade: its function has to return a Blueprint, atoms in "
+            "order and a head"
+        )
+    return replace(built, width=width)
 
 
 def model_options(name: str) -> tuple[str, ...]:

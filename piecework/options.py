@@ -49,7 +49,7 @@ def settings_from(
     dataset = f"{kind}:{(Path(settings.data_dir) / source).resolve()}" if colon else settings.dataset
     paths = {"dataset": dataset} | {
         key: str(Path(value).resolve())
-        for key in ("output_dir", "data_dir", "state_dir", "resume_from")
+        for key in ("output_dir", "data_dir", "state_dir", "resume_from", "init_weights")
         if (value := getattr(settings, key)) and value != "auto"
     }
     resolved = paths | {"fleet": load_fleet(settings.fleet).to_json(), "workers": default_workers(settings.workers)}

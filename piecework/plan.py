@@ -9,11 +9,10 @@ from statistics import fmean
 from typing import Any
 
 from client_app.setup import blueprint_of_shape
-from device_profiles.clock import Batch, round_seconds, simulated_seconds, task_seconds
+from device_profiles.clock import round_seconds, simulated_seconds, task_seconds
 from device_profiles.fleet import Fleet, device_state, load_fleet
 from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import DeviceState, format_bytes
-from models.anatomy import anatomy
 from models.partition import AtomTooLargeError
 from piecework.question import Question, budget_bytes
 from server_app.roster import sampled
@@ -47,7 +46,8 @@ def make_plan(settings: Settings, question: Question) -> dict[str, Any]:
     reference = blueprint_of_shape(
         settings.model_copy(update={"model_width": 1.0}), question.input_shape, question.num_classes
     )
-    steps = rule_class.attack_steps if question.attack_steps is None else question.attack_steps
+    own = settings.attack_steps if rule_class.adversarial else 0
+    steps = own if question.attack_steps is None else question.attack_steps
     if steps and blueprint.vocabulary:
         raise ValueError(
             f"{settings.model} reads tokens, which cannot be attacked by gradients: attack-steps must be 0"
@@ -56,8 +56,9 @@ def make_plan(settings: Settings, question: Question) -> dict[str, Any]:
     full = pricing.bytes(whole_model(blueprint))
     states = fleet_states(fleet, settings, pricing.reference_bytes)
     least = min(state.budget_bytes for states_of_round in states for state in states_of_round)
-    rule = rule_class(blueprint, pricing, settings, budget_bytes(question.budget, full) if question.budget else least)
-    if not question.budget:
+    budget = question.budget or (settings.r_min if rule_class.adversarial else "")
+    rule = rule_class(blueprint, pricing, settings, budget_bytes(budget, full) if budget else least)
+    if not budget:
         rule.smallest = max(rule.smallest, rule.least())
     tasks = [
         [
@@ -136,8 +137,12 @@ def client_task(rule: Rule, stage: int, client: int, state: DeviceState, slowest
     except (MemoryBudgetExceededError, AtomTooLargeError) as error:
         return Task(client, state, (), error.needed or 0)
     needed, flops, input_bytes, wire = totals(rule, parts)
-    size, seen = rule.settings.batch_size, examples * rule.settings.local_epochs
-    accesses = ceil(examples / size) * rule.settings.local_epochs * len(parts)
+    if rule.swaps:
+        return Task(
+            client, state, parts, needed, sum(swapped_seconds(rule, part, state, examples) for part in parts), wire
+        )
+    size, (steps, seen) = rule.settings.batch_size, local_work(rule.settings, examples)
+    accesses = steps * len(parts)
     loaded = sum(part.copies * part.state_bytes for part in parts)
     seconds = simulated_seconds(state, flops * seen / size, *wire, loaded + input_bytes * seen, accesses)
     return Task(client, state, parts, needed, seconds, wire)
@@ -156,18 +161,15 @@ def totals(rule: Rule, parts: tuple[Part, ...]) -> tuple[int, int, int, tuple[in
 
 def swapped_seconds(rule: Rule, part: Part, state: DeviceState, examples: int) -> float:
     """A round of a device that trains a part although it does not fit, by swapping to its storage (FedProphet's model)."""
-    size, layers = rule.settings.batch_size, [x for u in part.units for x in anatomy(part.blueprint, u).layers]
-    attack = rule.pricing.recipe.attack
-    batch = Batch(
-        flops=rule.pricing.traced(part).flops,
-        input_bytes=part.input_bytes * size,
-        parameters=part.parameters,
-        features=size * sum(layer.inputs for layer in layers if layer.parameters),
-        attack_steps=attack.steps if attack else 0,
-        optimizer_scale=3 if rule.pricing.recipe.momentum else 2,
-    )
-    batches = ceil(examples / size) * rule.settings.local_epochs
-    return task_seconds(state, [batch] * batches, *rule.wire([part]))
+    steps, seen = local_work(rule.settings, examples)
+    return task_seconds(state, [rule.pricing.batch(part, seen / steps)] * steps, *rule.wire([part]))
+
+
+def local_work(settings: Settings, examples: int) -> tuple[int, int]:
+    """Batches of a client's round, and examples in them."""
+    if settings.local_iterations:
+        return settings.local_iterations, settings.local_iterations * min(settings.batch_size, examples)
+    return ceil(examples / settings.batch_size) * settings.local_epochs, examples * settings.local_epochs
 
 
 def fleet_row(fleet: Fleet, settings: Settings, rule: Rule, tasks: list[list[list[Task]]]) -> dict[str, Any]:
@@ -273,6 +275,8 @@ def suggest(settings: Settings, question: Question) -> list[dict[str, Any]]:
     """
     rows = []
     for name in [*STRATEGIES, *PLANNED]:
+        if not find_rule(name).suggested:
+            continue
         try:
             plan = make_plan(settings.model_copy(update={"strategy": name}), question)
         except ValueError as error:

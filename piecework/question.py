@@ -5,11 +5,11 @@ from typing import cast, get_args
 
 from client_app.setup import open_dataset
 from client_app.training import Precision
-from device_profiles.profile import parse_bytes
 from federated_data.datasets import PUBLISHED, default_cache, prepare
 from models.cascade import Shape
 from models.zoo import usual_input
 from server_app.settings import Settings, SettingsError
+from strategies.pricing import share_or_bytes
 
 EXAMPLES = 500  # of a client, where no data set says how many
 
@@ -83,9 +83,6 @@ def data_shape(settings: Settings) -> tuple[Shape, int, int]:
 def budget_bytes(text: str, full: int) -> int:
     """`60MB`, `57MiB`, or `0.2x` of the full model's bytes. Raises SettingsError."""
     try:
-        found = int(float(text[:-1]) * full) if text.endswith("x") else parse_bytes(text)
-    except (ValueError, OverflowError):
-        found = 0
-    if found <= 0:
-        raise SettingsError(f"--budget {text}: expected bytes as 60MB or 57MiB, or a share of the full model as 0.2x")
-    return found
+        return share_or_bytes(text, full)
+    except ValueError as error:
+        raise SettingsError(f"--budget {text}: {error}") from None

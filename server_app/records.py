@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,14 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on: arrays, and plain values (round, experiment-id, settings, strategy state, ...)."""
+    """Everything a run needs to go on: arrays, and plain values (round, experiment-id, settings, strategy state, ...).
+
+    `kept` are arrays that the strategy keeps besides the model.
+    """
 
     arrays: ArrayRecord
     values: dict[str, Any]
+    kept: ArrayRecord = field(default_factory=ArrayRecord)
 
 
 class RunDir:
@@ -84,15 +88,18 @@ class RunDir:
             self.rounds_file, b"".join(json.dumps(r, separators=(",", ":")).encode() + b"\n" for r in kept)
         )
 
-    def save_checkpoint(self, arrays: ArrayRecord, values: Mapping[str, Any]) -> None:
+    def save_checkpoint(self, arrays: ArrayRecord, values: Mapping[str, Any], kept: ArrayRecord | None = None) -> None:
         """Write `checkpoint/round-NNNNN/` and drop all but the first and the newest two."""
         final = self.checkpoints / f"round-{values['round']:05d}"
         temporary = final.with_suffix(".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        save_file(dict(numpy_arrays(arrays)), temporary / "arrays.safetensors")
-        digest = sha256(temporary / "arrays.safetensors")
-        document = {"schema": SCHEMA, "arrays-sha256": digest, **values}
+        files = {"arrays": arrays} | ({"kept": kept} if kept else {})
+        digests = {}
+        for name, record in files.items():
+            save_file(dict(numpy_arrays(record)), temporary / f"{name}.safetensors")
+            digests[f"{name}-sha256"] = sha256(temporary / f"{name}.safetensors")
+        document = {"schema": SCHEMA, **digests, **values}
         (temporary / "state.json").write_text(json.dumps(document), encoding="utf-8")
         for path in temporary.iterdir():
             sync(path)
@@ -119,8 +126,17 @@ class RunDir:
 
     def withdraw_results(self) -> None:
         """What a run that begins, or goes on, has not come to yet."""
-        for name in ("summary.json", "model.safetensors", "report.html"):
+        for name in ("summary.json", "final.json", "model.safetensors", "report.html"):
             (self.path / name).unlink(missing_ok=True)
+
+    def write_final(self, evaluation: Mapping[str, object]) -> None:
+        """Write `final.json`: how the trained model does."""
+        write_atomically(self.path / "final.json", json.dumps(evaluation, indent=2).encode())
+
+    def final(self) -> dict[str, Any] | None:
+        """How the trained model does, or None where that was not asked."""
+        path = self.path / "final.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write `summary.json`: how the run ended."""
@@ -141,13 +157,21 @@ def read_checkpoint(path: Path) -> Checkpoint:
             raise CheckpointError(
                 f"{path} was written by another version of Piecework (schema is not {SCHEMA}): {advice}"
             )
-        if sha256(path / "arrays.safetensors") != values.pop("arrays-sha256"):
-            raise CheckpointError(f"{path / 'arrays.safetensors'} does not match its checksum: {advice}")
-        return Checkpoint(read_arrays(path / "arrays.safetensors"), values)
+        arrays = _verified(path / "arrays.safetensors", values.pop("arrays-sha256"), advice)
+        kept = (
+            _verified(path / "kept.safetensors", values.pop("kept-sha256"), advice) if "kept-sha256" in values else None
+        )
+        return Checkpoint(arrays, values, kept or ArrayRecord())
     except CheckpointError:
         raise
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}): {advice}") from error
+
+
+def _verified(path: Path, digest: str, advice: str) -> ArrayRecord:
+    if sha256(path) != digest:
+        raise CheckpointError(f"{path} does not match its checksum: {advice}")
+    return read_arrays(path)
 
 
 def read_arrays(path: Path) -> ArrayRecord:

@@ -1,5 +1,6 @@
 """The one round loop: sample, send, aggregate as replies arrive, evaluate, record, checkpoint."""
 
+import shutil
 import time
 import uuid
 from collections.abc import Callable
@@ -7,15 +8,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
-from client_app.setup import blueprint_for, check_shares, open_dataset
+from client_app.setup import blueprint_for, check_shares, image_attack, open_dataset
 from device_profiles.clock import round_seconds
 from device_profiles.fleet import Fleet, load_fleet
 from federated_data.datasets import ArrayDataset, default_cache, load, prepare
 from models.cascade import Blueprint, initial_state
-from server_app.evaluation import Evaluator
+from models.init_weights import account, pretrained
+from server_app.autoattack import require_autoattack
+from server_app.evaluation import Evaluator, final_evaluation
 from server_app.mail import Mail
 from server_app.records import Checkpoint, RunDir, newest_run
 from server_app.roster import Roster
@@ -42,6 +45,9 @@ def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayData
     load(folder, verify=True)  # here once; clients trust what was verified
     data = open_dataset(settings.dataset, settings.data_dir)
     check_shares(settings, data)
+    if strategy.rule_class.adversarial:
+        image_attack(settings, data, settings.attack_steps)
+        require_autoattack(settings, data)
     return fleet, strategy, data, blueprint_for(settings, data)
 
 
@@ -63,11 +69,12 @@ class Run:
         self.strategy: PieceStrategy = strategy_class(experiment)
         if checkpoint is not None:
             self.strategy.state = type(self.strategy.state).from_values(self.values["strategy-state"])
-            self.arrays = checkpoint.arrays
-        else:
-            state = initial_state(blueprint, settings.seed, exits=self.strategy.rule.exits)
-            self.arrays = ArrayRecord({name: Array(value.numpy()) for name, value in state})
-        self.evaluate = Evaluator(blueprint, self.data, settings.eval_batch_size)
+            self.strategy.kept = checkpoint.kept
+        self.arrays = checkpoint.arrays if checkpoint is not None else ArrayRecord()
+        attack, attacked = None, settings.evaluation_attack_examples
+        if self.strategy.rule.adversarial:
+            attack = image_attack(settings, self.data, settings.evaluation_attack_steps)
+        self.evaluate = Evaluator(blueprint, self.data, settings.eval_batch_size, attack, attacked, settings.seed)
 
     def _begin(self, checkpoint: Checkpoint | None) -> dict[str, Any]:
         if checkpoint is None:
@@ -86,50 +93,91 @@ class Run:
 
     def run(self, on_round: OnRound) -> str:
         """All rounds that are left. Returns `completed`; raises RunAbortedError or TooFewNodesError."""
-        self.roster.gather(self.grid, self.settings.node_timeout, self.settings.min_clients)
-        for server_round in range(self.values["round"] + 1, self.settings.num_rounds + 1):
+        settings, strategy = self.settings, self.strategy
+        self.gather()
+        for server_round in range(self.values["round"] + 1, settings.num_rounds + 1):
+            if strategy.finished:
+                break
             record = self.one_round(server_round)
             self._note(record)
             self.run_dir.append_round(record)
             on_round(record)
-            if self.values["empty-rounds"] >= self.settings.max_empty_rounds:
-                raise RunAbortedError(
-                    why_empty(record, self.settings)
-                )  # without a checkpoint: resumed, it is done again
+            if self.values["empty-rounds"] >= settings.max_empty_rounds:
+                raise RunAbortedError(why_empty(record, settings))  # without a checkpoint: resumed, it is done again
             self._checkpoint(server_round)
             if self._finished_early(record):
                 break
-        description = {"settings": self.settings.to_run_config(), "experiment-id": self.values["experiment-id"]}
-        self.run_dir.save_model(self.arrays, description)
+        self._leave()
         return "completed"
 
+    def gather(self) -> None:
+        """Wait for the clients; a new run's model depends on who they are. Raises TooFewNodesError."""
+        self.roster.gather(self.grid, self.settings.node_timeout, self.settings.min_clients)
+        self.strategy.begin()
+        if not self.arrays:
+            self.arrays = self._initial_arrays()
+
+    def _initial_arrays(self) -> ArrayRecord:
+        state = initial_state(self.strategy.blueprint, self.settings.seed, units=self.strategy.units())
+        arrays = {name: value.numpy() for name, value in state}
+        if self.settings.init_weights:
+            path = Path(self.settings.init_weights)
+            taken, left_out = pretrained(path, self.strategy.blueprint)
+            arrays |= taken
+            self.values["init-weights"] = account(path, taken, left_out)
+        return ArrayRecord({name: Array(value) for name, value in arrays.items()})
+
+    def _leave(self) -> None:
+        """Write the trained model; for adversarial training, how it does; and free what emulated clients cached."""
+        settings, strategy = self.settings, self.strategy
+        arrays = strategy.final(self.arrays)
+        atoms, head = strategy.trained_model()
+        self.run_dir.save_model(
+            arrays,
+            {
+                "settings": settings.to_run_config(),
+                "experiment-id": self.values["experiment-id"],
+                "atoms": list(atoms),
+                "head": head,
+            },
+        )
+        if strategy.rule.adversarial:
+            self.run_dir.write_final(final_evaluation(self.evaluate, arrays, atoms, head, settings))
+        for folder in Path(strategy.experiment.state_dir).glob(f"{self.values['experiment-id']}/*/features"):
+            shutil.rmtree(folder, ignore_errors=True)
+
     def one_round(self, server_round: int) -> dict[str, Any]:
-        """Train, aggregate, evaluate. Returns the round's record."""
+        """Survey, train, aggregate, evaluate. Returns the round's record."""
         started = time.perf_counter()
         settings, strategy, config = self.settings, self.strategy, ConfigRecord()
         late = self._assemble()
         busy = self.roster.busy_clients()
+        survey_bytes = self._survey(server_round)
         messages = strategy.configure_train(server_round, self.arrays, config, self.grid)
-        for wave in strategy.deliver():
-            strategy.delivered(self.mail.exchange(server_round, wave))
+        self._deliver(server_round)
         replies = self.mail.exchange(server_round, messages)
         arrays, train_metrics = strategy.aggregate_train(server_round, replies)
         trained = time.perf_counter()
         self.arrays = arrays if arrays is not None else self.arrays
         questions = strategy.configure_evaluate(server_round, self.arrays, config, self.grid)
+        self._deliver(server_round)
         answers = self.mail.exchange(server_round, questions)
         client_metrics = strategy.aggregate_evaluate(server_round, answers)
         last = server_round == settings.num_rounds
         due = last or (settings.evaluate_every and server_round % settings.evaluate_every == 0)
-        loss, accuracy = self.evaluate(self.arrays) if due else (None, None)
+        central = self.evaluate(self.arrays, *strategy.trained_model()) if due else None
         reports = list(strategy.reports.values())
-        return {
+        record = {
             "round": server_round,
-            "stage": "",
-            "accuracy": accuracy,
-            "loss": loss,
-            "train_loss": float(train_metrics["train-loss"]) if train_metrics is not None else None,  # type: ignore[arg-type]
-            "client_accuracy": float(client_metrics["val-accuracy"]) if client_metrics is not None else None,  # type: ignore[arg-type]
+            "stage": strategy.stage,
+            "init_weights": self.values.get("init-weights", "") if server_round == 1 else "",
+            **strategy.details(),
+            "accuracy": central.accuracy if central else None,
+            "loss": central.loss if central else None,
+            "adversarial_accuracy": central.adversarial_accuracy if central else None,
+            "train_loss": metric(train_metrics, "train-loss"),
+            "client_accuracy": metric(client_metrics, "val-accuracy"),
+            "client_adversarial_accuracy": metric(client_metrics, "val-adversarial-accuracy"),
             "clients_evaluated": strategy.evaluated,
             "accuracy_by_device": accuracy_by_device(reports),
             "aggregated": arrays is not None,
@@ -142,13 +190,32 @@ class Run:
             "left_out": [{"client": c, "crashes": n} for c, n in sorted(strategy.left_out.items())],
             "bytes_down": sum(report.bytes_down for report in reports),
             "bytes_up": sum(report.bytes_up for report in reports) + self.roster.take_query_bytes(),
-            "bytes_evaluation": strategy.evaluation_bytes,
-            "enforced": settings.enforced,
+            "bytes_evaluation": strategy.other_bytes,
+            "bytes_survey": survey_bytes,
+            "enforced": strategy.rule.enforced,
             "seconds": time.perf_counter() - started,
             "train_seconds": trained - started,
             "simulated_seconds": round_seconds(report.simulated_seconds for report in reports),
             "clients": [asdict(report) for report in reports],
         }
+        self.arrays = strategy.conclude(server_round, self.arrays, client_metrics)
+        return record
+
+    def _deliver(self, server_round: int) -> None:
+        for wave in self.strategy.deliver():
+            self.strategy.delivered(self.mail.exchange(server_round, wave))
+
+    def _survey(self, server_round: int) -> int:
+        """What the strategy has to know before the round; bytes of messages. Raises RunAbortedError where nobody answers."""
+        questions = self.strategy.configure_survey(server_round, self.arrays, self.grid)
+        if questions is None:
+            return 0
+        self._deliver(server_round)
+        if not self.strategy.aggregate_survey(server_round, self.mail.exchange(server_round, questions)):
+            raise RunAbortedError(
+                f"no client could measure what {self.strategy.stage} starts from: {self.strategy.why_no_answer()}"
+            )
+        return self.strategy.other_bytes
 
     def _assemble(self) -> list[dict[str, Any]]:
         """Take note of replies that came late, and wait, at most node-timeout, for clients that are free; the late replies."""
@@ -173,7 +240,7 @@ class Run:
             "settings": self.settings.to_run_config(),
             "strategy-state": self.strategy.state.to_values(),
         }
-        self.run_dir.save_checkpoint(self.arrays, self.values)
+        self.run_dir.save_checkpoint(self.arrays, self.values, self.strategy.kept)
 
     def _note(self, record: dict[str, Any]) -> None:
         """What decides when to stop is part of the checkpoint."""
@@ -187,6 +254,11 @@ class Run:
     def _finished_early(self, record: dict[str, Any]) -> bool:
         accuracy: float = record["accuracy"] or 0.0
         return 0 < self.settings.target_accuracy <= accuracy or 0 < self.settings.patience <= self.values["since-best"]
+
+
+def metric(metrics: MetricRecord | None, key: str) -> float | None:
+    """A metric of a round; None where nobody told it."""
+    return float(metrics[key]) if metrics is not None and key in metrics else None  # type: ignore[arg-type]
 
 
 def default_in_flight(settings: Settings) -> int:

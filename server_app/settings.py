@@ -60,27 +60,38 @@ class Settings(BaseModel):
     model: str = "convnet"
     model_width: Annotated[float, Field(gt=0, le=4)] = 1.0
     batch_norm: Literal["running", "batch", "local"] = "batch"
+    init_weights: str = Field("", description="a .safetensors file to start from, by our names or torchvision's")
     model_options: str = Field("", description="options that only this model has: stem=cifar,classifier=profl")
 
     dataset: str = Field("digits", description="a name, npz:FILE or folder:DIR")
     data_dir: str = Field("", description="where torchvision's files lie")
     download: bool = False
-    partition: Literal["iid", "dirichlet", "pathological"] = "dirichlet"
+    partition: Literal["iid", "dirichlet", "pathological", "skewed"] = "dirichlet"
     partition_alpha: Positive = 1.0
     partition_balanced: bool = True
-    partition_classes: AtLeastOne = Field(2, description="classes a client, pathological partition")
+    partition_classes: AtLeastOne = Field(2, description="classes a client, pathological and skewed partition")
+    partition_skew: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.8, description="share of a client's examples that are of its classes, skewed partition"
+    )
     validation_share: Fraction = 0.2
     augment: bool = Field(False, description="random flip and crop, drawn once per cache fill")
 
     local_epochs: AtLeastOne = Field(2, description="passes over the share, for every sub-problem")
+    local_iterations: Count = Field(0, description="batches instead of local-epochs, for every sub-problem; 0 = epochs")
     batch_size: Annotated[int, Field(ge=2)] = 16
     eval_batch_size: Annotated[int, Field(ge=2)] = 256
     lr: Positive = 0.1
-    lr_schedule: Literal["constant", "cosine"] = "cosine"
+    lr_schedule: Literal["constant", "cosine", "exponential"] = "cosine"
     lr_rounds: Count = Field(0, description="length of the cosine in rounds; 0 = num-rounds")
+    lr_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.994, description="factor a round, exponential")
+    lr_restart: bool = Field(False, description="the schedule begins anew with every stage")
     momentum: Fraction = 0.9
     weight_decay: NonNegative = 5e-4
     torch_threads: AtLeastOne = Field(1, description="threads of a client's training")
+    accelerator: Literal["none", "cuda"] = Field("none", description="cuda: clients train on their GPU")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="bfloat16: clients' forward passes under autocast, which halves activations"
+    )
 
     fleet: str = Field("demo", description="a shipped fleet, a .toml file, or a fleet as JSON")
     memory_model: Literal["traced", "fedepth", "fedprophet", "prism", "profl"] = "traced"
@@ -99,6 +110,40 @@ class Settings(BaseModel):
     )
     mutual_models: AtLeastOne = Field(2, description="most models a rich FeDepth client distils mutually; 1 = off")
     mutual_loss: Literal["paper", "authors"] = "paper"
+
+    attack_epsilon: Annotated[float, Field(gt=0, le=1)] = Field(
+        8 / 255, description="adversarial training: the L-infinity ball around images, pixels in [0, 1]"
+    )
+    attack_step: Annotated[float, Field(gt=0, le=1)] = Field(2 / 255, description="what a step moves a pixel")
+    attack_steps: AtLeastOne = Field(10, description="PGD steps of adversarial training")
+    attack_warmup: Count = Field(0, description="clean rounds before adversarial ones, in every stage")
+    feature_norm: Literal["l2", "linf"] = Field("l2", description="the ball around features, FedProphet")
+    evaluation_attack_steps: AtLeastOne = Field(20, description="PGD steps of evaluation")
+    evaluation_attack_examples: Count = Field(
+        1000, description="test images attacked at an evaluation of adversarial training; 0 = none"
+    )
+    autoattack_examples: Count = Field(0, description="test images under AutoAttack at the end; needs torchattacks")
+
+    r_min: str = Field(
+        "", description="memory by which FedProphet cuts: 60MB, or 0.2x of the whole model's; empty = the fleet's least"
+    )
+    convexity: NonNegative = Field(1e-5, description="FedProphet's mu, the weight of strong convexity")
+    stage_rounds: Count = Field(0, description="most rounds of a stage; 0 = num-rounds / stages")
+    stage_patience: Count = Field(50, description="a stage ends after so many rounds without a better score; 0 = off")
+    apa: bool = Field(True, description="FedProphet's Adaptive Perturbation Adjustment")
+    apa_start: NonNegative = Field(0.3, description="alpha at the beginning of a stage")
+    apa_step: NonNegative = Field(0.1, description="what alpha changes by")
+    apa_margin: Fraction = Field(0.05, description="gamma: how far the accuracies' ratio may go")
+    apa_every: AtLeastOne = Field(1, description="rounds between adjustments of alpha")
+    apa_after: Count = Field(
+        0, description="rounds of a stage before its first score and adjustment, besides the warm-up"
+    )
+    apa_window: AtLeastOne = Field(1, description="rounds whose mean ratio is looked at")
+    apa_least: NonNegative = Field(0.0, description="alpha's lower bound")
+    dma: bool = Field(True, description="FedProphet's Differentiated Module Assignment")
+    validation_clients: Literal["all", "round"] = Field(
+        "all", description="who validates the new model of adversarial training: all clients, or those of the round"
+    )
 
     evaluate_every: Count = Field(1, description="rounds between central evaluations; 0 = only at the end")
     client_evaluation_every: Count = Field(0, description="rounds between evaluations on the clients; 0 = never")
@@ -132,6 +177,14 @@ class Settings(BaseModel):
         if self.tolerance and self.memory_model == "traced":
             raise ValueError(
                 "tolerance exists for a paper's memory-model only: traced budgets are enforced as they are"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _papers_count_in_float32(self) -> Self:
+        if self.precision != "float32" and self.memory_model != "traced":
+            raise ValueError(
+                f"precision = {self.precision!r}: memory-model {self.memory_model} knows float32 only, use traced"
             )
         return self
 
@@ -223,9 +276,11 @@ def check_resume(old: Mapping[str, Scalar], new: Settings) -> None:
 
 
 def learning_rate(settings: Settings, server_round: int) -> float:
-    """The rate of round 1, 2, ...: constant, or a cosine that would reach zero after the last round."""
+    """The rate of round 1, 2, ...: constant, lr-decay^(round - 1), or a cosine that would reach zero after the last round."""
     if settings.lr_schedule == "constant":
         return settings.lr
+    if settings.lr_schedule == "exponential":
+        return settings.lr * settings.lr_decay ** (server_round - 1)
     import math
 
     length = settings.lr_rounds or settings.num_rounds

@@ -50,19 +50,31 @@ def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict
     enforced = all(record["enforced"] for record in rounds)
     trained = [c for c in clients if c["status"] == "ok" and c["budget"]]
     evaluated = [record["accuracy"] for record in rounds if record["accuracy"] is not None]
+    final = run_dir.final() or {}
+    robust = (
+        {
+            "adversarial_accuracy": final["adversarial_accuracy"],
+            "autoattack_accuracy": final.get("autoattack", {}).get("accuracy"),
+        }
+        if final
+        else {}
+    )
     return {
         "run_dir": str(run_dir.path),
         "status": status,
         "reason": reason,
         "rounds": len(rounds),
-        "accuracy": evaluated[-1] if evaluated else None,
+        "accuracy": final.get("accuracy", evaluated[-1] if evaluated else None),
+        **robust,
         "clients_asked": sum(record["asked"] for record in rounds),
         "clients_answered": sum(record["answered"] for record in rounds),
         "clients_failed": sum(record["failed"] for record in rounds),
         "bytes_down": sum(record["bytes_down"] for record in rounds),
         "bytes_up": sum(record["bytes_up"] for record in rounds),
         "max_peak_over_budget": (
-            max((c["measured_peak"] / c["budget"] for c in trained), default=None) if enforced else None
+            max((max(c["measured_peak"], c.get("evaluation_peak", 0)) / c["budget"] for c in trained), default=None)
+            if enforced
+            else None
         ),
         "seconds": seconds,
         # A round that an older version recorded may have no time of its own.

@@ -12,23 +12,24 @@ if TYPE_CHECKING:
 STRATEGIES = {
     "fedavg": ("strategies.fedavg", "FedAvg"),
     "fedepth": ("strategies.fedepth", "FeDepth"),
+    "fedprophet": ("strategies.fedprophet", "FedProphet"),
+    "jfat": ("strategies.jfat", "JFAT"),
     "m-fedepth": ("strategies.fedepth", "MFeDepth"),
 }
 # Systems whose rule is here and whose training is not yet.
 PLANNED = {
-    "fedprophet": ("strategies.fedprophet", "FedProphetRule"),
     "profl": ("strategies.profl", "ProFLRule"),
     "prism": ("strategies.prism", "PriSMRule"),
     "spafl": ("strategies.spafl", "SpaFLRule"),
 }
 MEMORY_MODELS = {
     "fedepth": ("strategies.fedepth", "memory_bytes"),
-    "fedprophet": ("strategies.fedprophet", "memory_bytes"),
+    "fedprophet": ("strategies.fedprophet_costs", "memory_bytes"),
     "prism": ("strategies.prism", "memory_bytes"),
     "profl": ("strategies.profl", "memory_bytes"),
 }
 
-MACS = {"fedprophet": ("strategies.fedprophet", "macs")}
+MACS = {"fedprophet": ("strategies.fedprophet_costs", "macs")}
 
 
 def find_strategy(name: str) -> "type[PieceStrategy]":

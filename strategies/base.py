@@ -6,7 +6,7 @@ method overrides what it does differently: how it cuts a model, which prices a t
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -17,8 +17,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from client_app.task import Outcome, Task, content_bytes, piece_key
-from device_profiles.clock import simulated_seconds
+from device_profiles.clock import simulated_seconds, task_seconds
 from device_profiles.profile import DeviceState
+from models.cascade import unit_of
 from models.partition import Piece
 from server_app.mail import LIFE
 from server_app.roster import sampled
@@ -35,8 +36,8 @@ from strategies.aggregation import (
 )
 from strategies.delivery import Delivery, without_units
 from strategies.faults import SILENT, status_of
-from strategies.pricing import pricing_for
-from strategies.reports import LONGEST, ClientReport, finite
+from strategies.pricing import Part, Pricing, pricing_for
+from strategies.reports import LONGEST, ClientReport, count, finite
 from strategies.rules import Rule
 from strategies.state import Experiment, StrategyState
 
@@ -44,26 +45,49 @@ NORMS_KEPT = 1000
 
 
 class PieceStrategy(Strategy):
-    """Base of all strategies here. `rule_class` says how the method cuts a model."""
+    """Base of all strategies here. `rule_class` says how the method cuts a model.
+
+    `state` and the arrays of `kept` are what a checkpoint holds besides the model.
+    """
 
     name: ClassVar[str]
     rule_class: ClassVar[type[Rule]]
+    state_class: ClassVar[type[StrategyState]] = StrategyState
+    evaluation_keys: ClassVar[tuple[str, ...]] = ("val-loss", "val-accuracy")
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.settings = experiment, experiment.settings
         self.blueprint, self.roster = experiment.blueprint, experiment.roster
-        self.rule = self.rule_class(self.blueprint, pricing_for(self.settings, experiment.reference), self.settings)
-        self.state = StrategyState()
+        steps = self.settings.attack_steps if self.rule_class.adversarial else 0
+        self.rule = self.rule_class(
+            self.blueprint, pricing_for(self.settings, experiment.reference, steps), self.settings
+        )
+        self.state = self.state_class()
+        self.kept = ArrayRecord()
         self.reports: dict[int, ClientReport] = {}
-        self.evaluation_bytes = self.evaluated = 0
+        self.evaluated = 0
         self.left_out: dict[int, int] = {}
+        self.slowest = math.inf
         self._asked: dict[int, tuple[Task, DeviceState]] = {}
+        self._tasks: dict[int, Task] = {}
+        self._ledger: dict[int, ClientReport] = {}
         self._arrays = ArrayRecord()
         self.delivery = Delivery(self.settings, self.roster, experiment.experiment_id, experiment.state_dir)
 
-    def frozen_units(self, client: int, task: Task) -> list[str]:
-        """The units that a client's task reads and nobody trains any more: they are sent once, before the task."""
+    def begin(self) -> None:
+        """Called when the clients are known, before the first round and after each resume. Raises ValueError."""
+
+    def units(self) -> list[str]:
+        """The units of the global model, in order."""
+        return self.blueprint.units(exits=self.rule.exits)
+
+    def frozen_units(self, task: Task) -> list[str]:
+        """The units that a task reads and nobody trains any more: they are sent once, before the task."""
         return []
+
+    def sent_units(self, task: Task) -> set[str] | None:
+        """The other units that a task reads, and may train; None = all."""
+        return None
 
     @abstractmethod
     def prices_for(self, budget: int) -> dict[Piece, int]:
@@ -72,6 +96,10 @@ class PieceStrategy(Strategy):
     def price(self, piece: Piece) -> int:
         """Bytes of training a piece by the memory-model."""
         return self.rule.bytes(piece)
+
+    def pricing_of(self, task: Task) -> Pricing:
+        """The prices of a task's steps."""
+        return self.rule.pricing
 
     @property
     def reference_bytes(self) -> int:
@@ -92,23 +120,27 @@ class PieceStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """One task a client. Prices are traced now; messages are made when they are sent, `max-in-flight` at a time."""
-        self._arrays = arrays
-        self._asked = self._ask(server_round, arrays, grid)
+        self._asked = self._ask(self.sample(server_round, grid), server_round, arrays)
         self.reports = {c: ClientReport(c, state.device, state.budget_bytes) for c, (_, state) in self._asked.items()}
         for client, report in self.reports.items():
             if (share := self.state.setbacks.share(client)) < 1:
                 report.note = f"given {share:.0%} of its budget since its process died"
-        return self._messages("train", arrays)
+        return self._messages(
+            "train", {client: task for client, (task, _) in self._asked.items()}, self.reports, arrays
+        )
 
-    def _ask(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, tuple[Task, DeviceState]]:
-        asked = {}
-        for client in self.sample(server_round, grid):
+    def _ask(
+        self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
+    ) -> dict[int, tuple[Task, DeviceState]]:
+        states = {}
+        for client in clients:
             state = self.roster.state(client, server_round, self.reference_bytes, arrays.count_bytes())
-            state = replace(state, budget_bytes=self._share_of(state.budget_bytes, client))
-            task = self.task(server_round, state.budget_bytes)
-            frozen = self.delivery.hashes(arrays, self.frozen_units(client, task))
-            asked[client] = replace(task, frozen=frozen), state
-        return asked
+            states[client] = replace(state, budget_bytes=self._share_of(state.budget_bytes, client))
+        self.slowest = min((state.flops_per_second for state in states.values()), default=math.inf)
+        return {c: (self._with_hashes(self.task(server_round, state), arrays), state) for c, state in states.items()}
+
+    def _with_hashes(self, task: Task, arrays: ArrayRecord) -> Task:
+        return replace(task, frozen=self.delivery.hashes(arrays, self.frozen_units(task)))
 
     def _share_of(self, budget: int, client: int) -> int:
         """Bytes a client is given of its budget: all, or less since its process died, but what it needs to train at all."""
@@ -116,44 +148,53 @@ class PieceStrategy(Strategy):
         return budget if share == 1 else max(int(share * budget), min(budget, self.rule.least()))
 
     def deliver(self) -> Iterator[Iterator[Message]]:
-        """Waves of messages with frozen units; `delivered` takes in the replies to one before the next is asked for."""
-        tasks = {client: task for client, (task, _) in self._asked.items()}
-        return self.delivery.waves(tasks, self._arrays, self.reports)
+        """Waves of messages with frozen units, for what was configured last; `delivered` takes in the replies to one before the
+        next is asked for.
+        """
+        return self.delivery.waves(self._tasks, self._arrays, self._ledger)
 
     def delivered(self, replies: Iterable[Message]) -> None:
         """Take note of which frozen units arrived."""
-        for client, message in self.delivery.note(replies, self.reports):
-            self._fail(message, self.reports[client])
+        for client, message in self.delivery.note(replies, self._ledger):
+            self._fail(message, self._ledger[client])
 
-    def _messages(self, kind: str, arrays: ArrayRecord) -> Iterator[Message]:
-        for client, (trained, _) in self._asked.items():
-            if client in self.delivery.unreached or (kind == "evaluate" and self.reports[client].status in SILENT):
+    def _messages(
+        self, kind: str, tasks: Mapping[int, Task], ledger: Mapping[int, ClientReport], arrays: ArrayRecord
+    ) -> Iterator[Message]:
+        """A message a client, made when it is sent. `ledger` takes the bytes."""
+        self._tasks, self._ledger, self._arrays = dict(tasks), dict(ledger), arrays
+        return self._made(kind)
+
+    def _made(self, kind: str) -> Iterator[Message]:
+        for client, task in self._tasks.items():
+            if client in self.delivery.unreached:
                 continue
-            # Training of this round may have left a state: it is the newest that an evaluation may use, and must keep.
-            task = trained if kind == "train" else replace(trained, state_round=trained.round)
-            content = RecordDict({"task": task.to_record(), "arrays": without_units(arrays, task.frozen)})
-            if kind == "train":
-                self.reports[client].bytes_down += content_bytes(content)
-                self.reports[client].reason = "no answer within round-timeout"
-            else:
-                self.evaluation_bytes += content_bytes(content)
+            content = RecordDict({"task": task.to_record(), "arrays": self._travelling(task)})
+            self._ledger[client].bytes_down += content_bytes(content)
+            self._ledger[client].reason = "no answer within round-timeout"
             node = self.roster.members[client].node_id
             ttl = LIFE * self.settings.round_timeout
             yield Message(content, dst_node_id=node, message_type=kind, group_id=str(task.round), ttl=ttl)
 
-    def task(self, server_round: int, budget: int) -> Task:
-        """The task of a client with this budget."""
+    def _travelling(self, task: Task) -> ArrayRecord:
+        units = self.sent_units(task)
+        if units is None:
+            return without_units(self._arrays, task.frozen)
+        return ArrayRecord({name: array for name, array in self._arrays.items() if unit_of(name) in units})
+
+    def task(self, server_round: int, state: DeviceState) -> Task:
+        """The task of a client that has this in a round."""
         return Task(
             experiment_id=self.experiment.experiment_id,
             round=server_round,
             state_round=server_round - 1,
             strategy=self.name,
-            budget=budget,
+            budget=state.budget_bytes,
             reference=self.reference_bytes,
             lr=learning_rate(self.settings, server_round),
             state_dir=self.experiment.state_dir,
-            enforced=self.settings.enforced,
-            prices={piece_key(piece): price for piece, price in self.prices_for(budget).items()},
+            enforced=self.rule.enforced,
+            prices={piece_key(piece): price for piece, price in self.prices_for(state.budget_bytes).items()},
         )
 
     def aggregate_train(
@@ -214,6 +255,9 @@ class PieceStrategy(Strategy):
                 return None
             arrays = message.content.array_records["arrays"]
             update = check_update(arrays, metrics.get("num-examples"), self._arrays, spec, limit)
+            sent = self.sent_units(self._asked[report.client][0])
+            if sent is not None and (strange := [name for name in update.arrays if unit_of(name) not in sent]):
+                raise UpdateRejectedError(f"array {strange[0]!r} was not sent to be trained")
             if report.examples > (known := self.roster.members[report.client].examples):
                 raise UpdateRejectedError(f"num-examples is {report.examples}: the client has {known}")
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:
@@ -242,6 +286,7 @@ class PieceStrategy(Strategy):
             self.roster.note_free_memory(report.client, int(metrics["memory-available"]))
         task, state = self._asked[report.client]
         batches = read = 0
+        size, parts, seen, pricing = self.settings.batch_size, list[Part](), list[int](), self.pricing_of(task)
         if outcome.status == "ok":
             keys, seen = outcome.reason.split("|"), [int(n) for n in metrics["seen"]]
             if unpriced := [key for key in keys if key not in task.prices]:
@@ -250,13 +295,15 @@ class PieceStrategy(Strategy):
                 raise UpdateRejectedError(f"{len(keys)} pieces, {len(task.prices)} are in the task's price list")
             report.pieces = outcome.reason
             parts = [self.rule.part(tuple(map(int, key.split(",")))) for key in keys]
-            size = self.settings.batch_size
-            report.flops = sum(self.rule.pricing.traced(p).flops * n / size for p, n in zip(parts, seen, strict=True))
+            report.flops = sum(pricing.traced(p).flops * n / size for p, n in zip(parts, seen, strict=True))
             batches = sum(math.ceil(n / size) for n in seen)
             read = sum(p.copies * p.state_bytes + p.input_bytes * n for p, n in zip(parts, seen, strict=True))
-        report.simulated_seconds = simulated_seconds(
-            state, report.flops, report.bytes_down, report.bytes_up, read, batches
-        )
+        wire = report.bytes_down, report.bytes_up
+        if self.rule.swaps and seen:
+            steps = self.settings.local_iterations or math.ceil(seen[0] / size)  # of the mean size
+            report.simulated_seconds = task_seconds(state, [pricing.batch(parts[0], seen[0] / steps)] * steps, *wire)
+        else:
+            report.simulated_seconds = simulated_seconds(state, report.flops, *wire, read, batches)
 
     def _train_metrics(self) -> MetricRecord:
         trained = [r for r in self.reports.values() if r.status == "ok"]
@@ -267,30 +314,103 @@ class PieceStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """In every `client-evaluation-every`-th round, the clients of the round evaluate the new model."""
-        self.evaluation_bytes = 0
+        tasks = self.evaluation_tasks(server_round, arrays, grid)
+        ledger = {client: ClientReport(client, "", 0) for client in tasks}
+        return self._messages("evaluate", tasks, ledger, arrays)
+
+    def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
+        """Who evaluates the new model, and by which task."""
         every = self.settings.client_evaluation_every
-        return self._messages("evaluate", arrays) if every and server_round % every == 0 else []
+        if not every or server_round % every:
+            return {}
+        return {
+            client: self.after_training(task) for client, (task, _) in self._asked.items() if self.reachable(client)
+        }
+
+    def reachable(self, client: int) -> bool:
+        """Whether a client of the round is worth asking again in the same round."""
+        return client not in self.delivery.unreached and self.reports[client].status not in SILENT
+
+    def after_training(self, task: Task) -> Task:
+        """Training of this round may have left a state: it is the newest that an evaluation may use, and must keep."""
+        return replace(task, state_round=task.round)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Mean over all validation examples of the clients that answered."""
-        keys = ("val-loss", "val-accuracy")
         self.evaluated = 0
-        total, sums = 0, dict.fromkeys(keys, 0.0)
-        for message in replies:
-            if message.has_error():
-                client = self.roster.client_of(message.metadata.src_node_id)
-                if client is not None:
-                    self.note_error(client, server_round, status_of(message.error))
-                continue
+        total, sums = 0, dict.fromkeys(self.evaluation_keys, 0.0)
+        for client, metrics in self._answers(server_round, replies):
             with suppress(ValueError, TypeError, LookupError, ArithmeticError):  # what makes no sense does not count
-                self.evaluation_bytes += content_bytes(message.content)
-                metrics: dict[str, Any] = dict(message.content.metric_records["metrics"])
-                examples, values = max(0, int(metrics.get("val-examples", 0))), [finite(metrics, key) for key in keys]
-                for key, value in zip(keys, values, strict=True):
+                examples = max(0, int(metrics.get("val-examples", 0)))
+                values = [finite(metrics, key) for key in sums]
+                for key, value in zip(sums, values, strict=True):
                     sums[key] += (value or 0.0) * examples
                 total += examples
                 self.evaluated += examples > 0
-        return MetricRecord({key: sums[key] / total for key in keys}) if total else None
+                if client in self.reports:
+                    self.reports[client].evaluation_peak = count(metrics, "measured-peak")
+        return MetricRecord({key: sums[key] / total for key in sums}) if total else None
+
+    def _answers(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The metrics of clients that did what they were asked besides training; the ledger gets the bytes."""
+        for message in replies:
+            client = self.roster.client_of(message.metadata.src_node_id)
+            if client is None or client not in self._ledger:
+                continue
+            if message.has_error():
+                self.note_error(client, server_round, status_of(message.error))
+                continue
+            with suppress(ValueError, TypeError, LookupError, ArithmeticError):
+                self._ledger[client].bytes_up += content_bytes(message.content)
+                outcome = Outcome.from_record(message.content.config_records["outcome"])
+                if outcome.status == "ok":
+                    yield client, dict(message.content.metric_records["metrics"])
+                else:
+                    self._ledger[client].reason = outcome.reason[:LONGEST]
+                    self.delivery.forget(client, outcome.lacking)
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of what was configured last, both ways."""
+        return sum(report.bytes_down + report.bytes_up for report in self._ledger.values())
+
+    def configure_survey(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:
+        """Questions to clients that have to be answered before the round; None = there are none."""
+        return None
+
+    def aggregate_survey(self, server_round: int, replies: Iterable[Message]) -> bool:
+        """Take in the answers; whether the round can begin."""
+        return True
+
+    def why_no_answer(self) -> str:
+        """Why clients did not answer what was configured last."""
+        return "; ".join(sorted({report.reason for report in self._ledger.values()})[:3]) or "none is connected"
+
+    def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
+        """What the clients' evaluation means for the rounds to come; the model that they go on from."""
+        return arrays
+
+    def final(self, arrays: ArrayRecord) -> ArrayRecord:
+        """The model of the run, which may be an earlier one than that of the last round."""
+        return arrays
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to train."""
+        return False
+
+    @property
+    def stage(self) -> str:
+        """The name of the stage; empty where there are none."""
+        return ""
+
+    def details(self) -> dict[str, Any]:
+        """What the record of a round says of this system alone, as JSON values."""
+        return {}
+
+    def trained_model(self) -> tuple[Piece, str]:
+        """The atoms and the head that make the model at present: all of it, or what of it has been trained."""
+        return tuple(range(len(self.blueprint.atoms))), "head"
 
     def summary(self) -> None:
         """Nothing: the launcher prints the settings."""

@@ -1,38 +1,62 @@
 """FedProphet ("Memory-Efficient Federated Adversarial Training via Robust and Consistent Cascade Learning"), the server's
-side: the model partitioner, module assignment, and the authors' memory and FLOPs.
+side: Algorithms 1 and 2.
 
 w_m: module m, consecutive atoms with the auxiliary head theta_m; the last module has the model's own head. R_min: the
-smallest memory reserved on a client; R_k, P_k: memory and performance of client k in a round.
+smallest memory reserved on a client; R_k, P_k: memory and performance of client k in a round. C_m, A_m: clean and adversarial
+validation accuracy of w_1 .. w_m with theta_m; starred, their values when module m was fixed.
 
 Algorithm 1: atoms are appended to a module while MemReq(w_m + theta_m) stays within R_min. Differentiated Module Assignment
 (Eqs. 14 and 15): a client of stage m trains w_m .. w_M as one, with M as large as memory, MemReq <= R_k, and time,
-FLOPs(w_m .. w_M + theta_M) <= P_k / P_min FLOPs(w_m), allow.
+FLOPs(w_m .. w_M + theta_M) <= P_k / P_min FLOPs(w_m), allow; P_min is of the clients of the round. Adaptive Perturbation
+Adjustment: epsilon_{m-1} = alpha E[max ||Delta z_{m-1}||] (Eq. 11), the mean over the training examples of all clients that are
+there when module m - 1 was fixed; alpha follows C_m / A_m (Eq. 12). Partial average (Eqs. 16 and 17): modules over the clients
+that trained them, theta_n over those that ended with it, by numbers of examples.
 
-Ours: the last module is priced with its own head; the authors' code adds the cost of an auxiliary head there too.
+Where the paper is silent, as in the authors' code: all clients validate (`validation-clients`); a round's score is C_m + rho
+A_m, rho = C*_{m-1} / A*_{m-1} (1 in the first stage); a stage ends with the weights of its best round. Ours: alpha does not go
+below 0; the last module is priced with its own head (the authors add an auxiliary one); where `r-min` is not set, it is the
+least budget of the clients, but at least what the largest atom needs: poorer clients refuse.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
+from typing import Any
 
-from client_app.training import Recipe
+from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+
+from client_app.task import Task, piece_key
+from client_app.trainers.fedprophet import Orders, head_behind, module_loss
 from device_profiles.profile import DeviceState
-from models.anatomy import anatomy, input_of
-from models.cascade import Blueprint
-from models.partition import Piece, atom_names, greedy_partition
-from strategies.pricing import Part
+from models.anatomy import anatomy
+from models.cascade import unit_of
+from models.partition import AtomTooLargeError, Piece, atom_names, greedy_partition
+from server_app.settings import Settings, learning_rate
+from strategies.base import PieceStrategy
+from strategies.pricing import Part, Pricing, share_or_bytes, whole_model
+from strategies.reports import ClientReport, count, finite
 from strategies.rules import Rule, Stage
+from strategies.state import Experiment, StrategyState
+
+LOOKED_AT = 20  # rounds of a fleet, for its least budget
 
 
 class FedProphetRule(Rule):
     """One stage a module."""
 
     cuts = True
-    attack_steps = 10
+    adversarial = True
+
+    @property
+    def swaps(self) -> bool:
+        """By the paper's own memory, a device that lacks some for the first module swaps."""
+        return self.settings.memory_model == "fedprophet"
 
     def part(self, piece: Piece) -> Part:
         """Atoms with the auxiliary head behind them, or with the model's own head at the end."""
-        last = len(self.blueprint.atoms) - 1
-        return Part(self.blueprint, piece, "head" if piece[-1] == last else f"aux.{piece[-1]}")
+        head = head_behind(self.blueprint, piece[-1])
+        return Part(self.blueprint, piece, head, make_loss=module_loss(self.settings.convexity))
 
     def least(self) -> int:
         """The largest atom's price."""
@@ -50,39 +74,305 @@ class FedProphetRule(Rule):
         return [Stage(f"module {m}", (self.part(module),)) for m, module in enumerate(modules, start=1)]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The module of the stage and, where memory and time allow, those behind it. Raises MemoryBudgetExceededError."""
-        (module,) = self.stages[stage].parts
-        assigned = self.within(module, state)
-        backbone = sum(anatomy(self.blueprint, f"atoms.{atom}").flops for atom in module.atoms)
-        flops = backbone * state.flops_per_second / slowest
+        """The module of the stage and, where memory and time allow, those behind it.
+
+        Raises MemoryBudgetExceededError where that module does not fit.
+        """
+        if not self.swaps:
+            self.within(self.stages[stage].parts[0], state)
+        return [self.part(self.assigned(stage, state, slowest))]
+
+    def assigned(self, stage: int, state: DeviceState, slowest: float) -> Piece:
+        """The atoms of w_m .. w_M: of w_m always, of others as Eqs. 14 and 15 allow."""
+        assigned = self.stages[stage].parts[0].atoms
+        flops = (
+            sum(anatomy(self.blueprint, f"atoms.{atom}").flops for atom in assigned) * state.flops_per_second / slowest
+        )
         allowed = self.settings.allowance(state.budget_bytes)
-        for later in self.stages[stage + 1 :]:
-            longer = self.part((*assigned.atoms, *later.parts[0].atoms))
-            if longer.forward_flops > flops or self.bytes(longer.atoms) > allowed:
+        for later in self.stages[stage + 1 :] if self.settings.dma else []:
+            longer = (*assigned, *later.parts[0].atoms)
+            if self.part(longer).forward_flops > flops or self.bytes(longer) > allowed:
                 break
             assigned = longer
-        return [assigned]
+        return assigned
 
 
-def memory_bytes(part: Part, reference: Blueprint, recipe: Recipe) -> float:
-    """MemReq: weights, gradients and momentum, 4 bytes each, and the inputs of all weight layers for a whole batch.
+@dataclass
+class FedProphetState(StrategyState):
+    """Where the cascade is. `r_min`: bytes; `stage`: m, from 0; `stage_round`: rounds of it that are done.
 
-    An auxiliary head counts its un-pooled input and its logits. A 1 x 1 shortcut shares its input with the block.
+    `distance`: E[max ||Delta z_{m-1}||], None until it is measured; `nonnegative`: no client has features z_{m-1} below 0;
+    `recent`: C_m, A_m of the last rounds; `fixed`: C*_{m-1}, A*_{m-1}, and epsilon and `nonnegative` of the stage before;
+    `best`: score, C_m, A_m, alpha and number of this stage's best round; `void`: first and last of rounds that were undone.
     """
-    copies = 3 if recipe.momentum else 2
-    elements = copies * part.parameters
-    for unit in part.units:
-        if unit.startswith("aux."):
-            elements += recipe.batch_size * (prod(input_of(part.blueprint, unit)) + part.blueprint.num_classes)
-        else:
-            layers = anatomy(part.blueprint, unit).layers
-            counted = [x for x in layers if x.parameters and not (x.kind == "Conv2d" and x.on_shortcut)]
-            elements += recipe.batch_size * sum(layer.inputs for layer in counted)
-    return 4 * part.copies * elements
+
+    r_min: int = 0
+    stage_rounds: int = 0
+    stage: int = 0
+    stage_round: int = 0
+    alpha: float = 1.0
+    distance: float | None = None
+    nonnegative: bool = False
+    recent: list[list[float]] = field(default_factory=list)
+    fixed: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+    since_best: int = 0
+    void: list[list[int]] = field(default_factory=list)
+
+    @property
+    def epsilon(self) -> float:
+        """epsilon_{m-1} (Eq. 11), 0 in the first stage, whose radius is fixed."""
+        return self.alpha * (self.distance or 0.0)
 
 
-def macs(part: Part, batch_size: int) -> int:
-    """The authors' count of a batch's forward pass: multiply-accumulates, 5 an element of batch norm, 1 of average pooling."""
-    layers = [layer for unit in part.units for layer in anatomy(part.blueprint, unit).layers]
-    others = {"BatchNorm2d": 5, "AdaptiveAvgPool2d": 1}
-    return batch_size * sum(layer.macs + others.get(layer.kind, 0) * layer.inputs for layer in layers)
+def adjusted_alpha(alpha: float, recent: list[list[float]], fixed: dict[str, float], settings: Settings) -> float:
+    """Eq. 12, for the mean ratio of clean to adversarial accuracy (C, A) of the `recent` rounds; without divisions by A = 0."""
+    clean, adversarial = (sum(column) for column in zip(*recent, strict=True))
+    ratio, target = clean * fixed["adversarial"], adversarial * fixed["clean"]
+    if ratio > (1 + settings.apa_margin) * target:
+        return round(alpha + settings.apa_step, 9)
+    if ratio < (1 - settings.apa_margin) * target:
+        return round(max(settings.apa_least, alpha - settings.apa_step), 9)
+    return alpha
+
+
+class FedProphet(PieceStrategy):
+    """The cascade, module after module."""
+
+    name = "fedprophet"
+    rule_class = FedProphetRule
+    rule: FedProphetRule
+    state_class = FedProphetState
+    state: FedProphetState
+    evaluation_keys = ("val-loss", "val-accuracy", "val-adversarial-accuracy")
+    first_rho = 1.0
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        if self.blueprint.vocabulary:
+            raise ValueError(
+                f"{self.settings.model} reads tokens, which gradients cannot attack: {self.name} needs a model of images"
+            )
+        if not self.settings.validation_share:
+            raise ValueError(
+                f"validation-share is 0: {self.name} is steered by the accuracy on clients' validation data"
+            )
+        if self.settings.r_min:
+            self._cut(self.settings.r_min)
+
+    def begin(self) -> None:
+        """Cut the model: R_min is found once a run."""
+        state = self.state
+        if not state.r_min:
+            state.r_min = self.rule.smallest or max(self._least_budget(), self.rule.least())
+        self.rule.smallest = state.r_min
+        if not state.stage_rounds:
+            state.stage_rounds = self.settings.stage_rounds or max(1, self.settings.num_rounds // len(self.rule.stages))
+
+    def _cut(self, r_min: str) -> None:
+        """Cut the model for the setting `r-min`. Raises ValueError where it makes no sense."""
+        try:
+            self.rule.smallest = share_or_bytes(r_min, self.rule.pricing.bytes(whole_model(self.blueprint)))
+            _ = self.rule.stages
+        except AtomTooLargeError as error:
+            raise ValueError(
+                f"setting r-min = {r_min!r} is {self.rule.smallest:,} bytes, and atom {error.name!r} alone needs "
+                f"{error.needed:,}: give at least what the largest atom needs, {self.rule.least():,} bytes, or lower batch-size"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"setting r-min = {r_min!r}: {error}") from None
+
+    def _least_budget(self) -> int:
+        rounds = range(1, min(self.settings.num_rounds, LOOKED_AT) + 1)
+        budgets = (
+            self.roster.state(c, n, self.reference_bytes, 0).budget_bytes for c in self.roster.members for n in rounds
+        )
+        return min(budgets)
+
+    @property
+    def modules(self) -> list[Piece]:
+        """The atoms of each module."""
+        return [stage.parts[0].atoms for stage in self.rule.stages]
+
+    def units(self) -> list[str]:
+        """The model's, and the auxiliary heads."""
+        return [*super().units(), *(f"aux.{module[-1]}" for module in self.modules[:-1])]
+
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        """None yet: what a client looks up depends on what it is assigned."""
+        return {}
+
+    def orders(self, last: int) -> Orders:
+        """What is said of the present stage to a client that trains up to module `last`."""
+        state = self.state
+        clean = state.stage_round < self.settings.attack_warmup
+        modules = [list(module) for module in self.modules]
+        return Orders(modules, state.stage, last, state.epsilon, state.nonnegative, clean, self.rule.swaps)
+
+    def task(self, server_round: int, state: DeviceState) -> Task:
+        """The modules of a client, with a price for each number of them that it may fall back to."""
+        stage = self.state.stage
+        assigned = self.rule.assigned(stage, state, self.slowest)
+        orders = self.orders(next(n for n in range(stage, len(self.modules)) if self.modules[n][-1] == assigned[-1]))
+        pieces = [orders.atoms(last) for last in range(stage, orders.last + 1)]
+        rate = learning_rate(self.settings, self.state.stage_round + 1 if self.settings.lr_restart else server_round)
+        return self._ordered(replace(super().task(server_round, state), lr=rate), orders, pieces)
+
+    def _ordered(self, task: Task, orders: Orders, pieces: list[Piece]) -> Task:
+        prices = {piece_key(piece): self.price(piece) for piece in pieces}
+        return replace(
+            task,
+            own=orders.to_own(),
+            prices=prices,
+            void=self.state.void,
+            kept_round=int(self.state.best.get("round", 0)),
+        )
+
+    def pricing_of(self, task: Task) -> Pricing:
+        """Those of clean steps in the warm-up."""
+        return self.rule.pricing.unattacked if Orders.of(task).clean else self.rule.pricing
+
+    def frozen_units(self, task: Task) -> list[str]:
+        """The fixed modules."""
+        return [f"atoms.{atom}" for module in Orders.of(task).fixed() for atom in module]
+
+    def sent_units(self, task: Task) -> set[str]:
+        """The assigned modules and the head behind them."""
+        orders = Orders.of(task)
+        atoms = orders.atoms(orders.last)
+        return {*(f"atoms.{atom}" for atom in atoms), *([head_behind(self.blueprint, atoms[-1])] if atoms else [])}
+
+    def configure_survey(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:
+        """Before the first round of a stage, all clients measure what attacks do to the features that it starts from."""
+        state = self.state
+        if not state.stage or state.distance is not None:
+            return None
+        before = replace(self.orders(state.stage - 2), stage=state.stage - 1, clean=False)
+        before = replace(before, epsilon=state.fixed["epsilon"], nonnegative=bool(state.fixed["nonnegative"]))
+        tasks = {}
+        for client, (task, _) in self._ask(self.roster.present(grid), server_round, arrays).items():
+            tasks[client] = self._with_hashes(self._ordered(task, before, []), arrays)
+        return self._messages("query.survey", tasks, {client: ClientReport(client, "", 0) for client in tasks}, arrays)
+
+    def aggregate_survey(self, server_round: int, replies: Iterable[Message]) -> bool:
+        """E[max ||Delta z||] over all examples (Eq. 11). False where nobody measured."""
+        total, examples, least = 0.0, 0, float("inf")
+        for client, metrics in self._answers(server_round, replies):
+            distance, lowest, n = (
+                finite(metrics, "perturbation"),
+                finite(metrics, "least-feature"),
+                count(metrics, "num-examples"),
+            )
+            if (
+                distance is not None
+                and lowest is not None
+                and distance >= 0
+                and n <= self.roster.members[client].examples
+            ):
+                total, examples, least = total + distance * n, examples + n, min(least, lowest)
+        if not examples:
+            return False
+        self.state.distance, self.state.nonnegative = total / examples, least >= 0
+        return True
+
+    def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
+        """The clients of the round, or all, tell C_m and A_m of the new model."""
+        asked = {client: task for client, (task, _) in self._asked.items() if self.reachable(client)}
+        if self.settings.validation_clients == "all":
+            others = [client for client in self.roster.present(grid) if client not in self._asked]
+            asked |= {client: task for client, (task, _) in self._ask(others, server_round, arrays).items()}
+        orders = self.orders(self.state.stage)
+        modules = self.modules[: orders.stage + 1]
+        pieces = [*modules, tuple(atom for module in modules for atom in module)]
+        return {
+            client: self.after_training(self._ordered(task, orders, pieces)) for client, task in sorted(asked.items())
+        }
+
+    def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
+        """Score the round, adjust alpha, and end the stage where it is time."""
+        state, settings = self.state, self.settings
+        state.stage_round += 1
+        if metrics is not None:
+            clean, adversarial = (float(metrics[key]) for key in self.evaluation_keys[1:])  # type: ignore[arg-type]
+            self._score(server_round, arrays, clean, adversarial)
+        stale = settings.stage_patience and state.since_best >= settings.stage_patience
+        return self._next_stage(server_round, arrays) if stale or state.stage_round >= state.stage_rounds else arrays
+
+    def _score(self, server_round: int, arrays: ArrayRecord, clean: float, adversarial: float) -> None:
+        state, settings = self.state, self.settings
+        state.recent = [*state.recent, [clean, adversarial]][-settings.apa_window :]
+        if state.stage_round <= settings.attack_warmup + settings.apa_after:
+            return
+        rho = state.fixed["clean"] / state.fixed["adversarial"] if state.fixed.get("adversarial") else self.first_rho
+        score = clean + rho * adversarial
+        state.since_best += 1
+        if not state.best or score > state.best["score"]:
+            state.best = {"score": score, "clean": clean, "adversarial": adversarial}
+            state.best |= {"alpha": state.alpha, "round": server_round}
+            state.since_best = 0
+            self.kept = self._in_training(arrays)
+        if state.stage and settings.apa and state.stage_round % settings.apa_every == 0:
+            state.alpha = adjusted_alpha(state.alpha, state.recent, state.fixed, settings)
+
+    def _in_training(self, arrays: ArrayRecord) -> ArrayRecord:
+        fixed = {f"atoms.{atom}" for module in self.modules[: self.state.stage] for atom in module}
+        return ArrayRecord({name: array for name, array in arrays.items() if unit_of(name) not in fixed})
+
+    def _next_stage(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+        """Fix the module as it was in the best round, or as it is where no round was scored."""
+        state = self.state
+        last = state.recent[-1] if state.recent else [0.0, 0.0]
+        best = state.best or {"clean": last[0], "adversarial": last[1], "alpha": state.alpha, "round": server_round}
+        if best["round"] < server_round:
+            state.void = [*state.void, [int(best["round"]) + 1, server_round]]
+        arrays = self.final(arrays)
+        self.kept = ArrayRecord()
+        self.state = replace(
+            state,
+            stage=state.stage + 1,
+            stage_round=0,
+            alpha=self.settings.apa_start,
+            distance=None,
+            recent=[],
+            fixed={
+                "clean": best["clean"],
+                "adversarial": best["adversarial"],
+                "epsilon": best["alpha"] * (state.distance or 0.0),
+                "nonnegative": state.nonnegative,
+            },
+            best={},
+            since_best=0,
+        )
+        return arrays
+
+    def final(self, arrays: ArrayRecord) -> ArrayRecord:
+        """The model with what was kept of the stage's best round."""
+        return ArrayRecord({name: self.kept.get(name, array) for name, array in arrays.items()})
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last module is fixed."""
+        return self.state.stage == len(self.modules)
+
+    @property
+    def stage(self) -> str:
+        """`module 1`, `module 2`, ..."""
+        return self.rule.stages[min(self.state.stage, len(self.modules) - 1)].name
+
+    def details(self) -> dict[str, Any]:
+        """epsilon of the stage's inputs and what it comes from; C* and A* of the module before."""
+        state = self.state
+        return {
+            "modules": len(self.modules),
+            "epsilon": state.epsilon if state.stage else self.settings.attack_epsilon,
+            "alpha": state.alpha,
+            "distance": state.distance,
+            "clean_round": state.stage_round < self.settings.attack_warmup,
+            "fixed_accuracy": state.fixed.get("clean"),
+            "fixed_adversarial_accuracy": state.fixed.get("adversarial"),
+        }
+
+    def trained_model(self) -> tuple[Piece, str]:
+        """The modules up to the one in training, and the head behind it."""
+        atoms = tuple(atom for module in self.modules[: self.state.stage + 1] for atom in module)
+        return atoms, head_behind(self.blueprint, atoms[-1])

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from client_app.attacks import Attack
+from client_app.attacks import Attack, Norm
 from client_app.setup import recipe_for
 from client_app.training import MakeLoss, Precision, Recipe, piece_price, single_loss
+from device_profiles.clock import Batch
 from device_profiles.memory import StepPrice
-from models.anatomy import anatomy, unit_signature
+from device_profiles.profile import parse_bytes
+from models.anatomy import anatomy, input_of, unit_signature
 from models.cascade import Blueprint
 from models.partition import Piece
 from server_app.settings import Settings
@@ -64,6 +66,22 @@ class Part:
         """FLOPs of one example on its way through atoms and head, 2 per multiply-accumulate."""
         return self.copies * sum(anatomy(self.blueprint, unit).flops for unit in self.units)
 
+    @property
+    def features(self) -> int:
+        """Values of one example that the backward pass needs, as FedProphet's authors count: inputs of layers with weights.
+
+        An auxiliary head counts its un-pooled input and its logits. A 1 x 1 shortcut shares its input with the block.
+        """
+        values = 0
+        for unit in self.units:
+            if unit.startswith("aux."):
+                values += prod(input_of(self.blueprint, unit)) + self.blueprint.num_classes
+            else:
+                layers = anatomy(self.blueprint, unit).layers
+                counted = [x for x in layers if x.parameters and not (x.kind == "Conv2d" and x.on_shortcut)]
+                values += sum(layer.inputs for layer in counted)
+        return values
+
     def names(self) -> list[str]:
         """What a person calls the atoms."""
         return [self.blueprint.atoms[atom].name for atom in self.atoms]
@@ -71,6 +89,17 @@ class Part:
     def signature(self) -> Hashable:
         """Equal for parts that are built alike on inputs of the same shape: they cost the same."""
         return tuple(unit_signature(self.blueprint, unit) for unit in self.units), self.copies, self.make_loss
+
+
+def share_or_bytes(text: str, full: int) -> int:
+    """`60MB`, `57MiB`, or `0.2x` of the full model's bytes. Raises ValueError."""
+    try:
+        found = int(float(text[:-1]) * full) if text.endswith("x") else parse_bytes(text)
+    except (ValueError, OverflowError):
+        found = 0
+    if found <= 0:
+        raise ValueError("expected bytes as 60MB or 57MiB, or a share of the full model as 0.2x")
+    return found
 
 
 def whole_model(blueprint: Blueprint, name: str = "the whole model") -> Part:
@@ -85,19 +114,27 @@ MemoryModel = Callable[[Part, Blueprint, Recipe], float]
 class Pricing:
     """Prices of parts for one recipe. `memory_model` is None for traced bytes; `reference` is the model at width 1."""
 
-    def __init__(self, recipe: Recipe, memory_model: MemoryModel | None, reference: Blueprint) -> None:
+    def __init__(
+        self, recipe: Recipe, memory_model: MemoryModel | None, reference: Blueprint, feature_norm: Norm = "l2"
+    ) -> None:
         self.recipe, self.memory_model, self.reference = recipe, memory_model, reference
+        self.feature_norm = feature_norm
         self._traced: dict[Hashable, StepPrice] = {}
         self._by_paper: dict[Hashable, int] = {}
 
     def traced(self, part: Part) -> StepPrice:
         """Peak bytes and FLOPs of one training step on fake tensors."""
-        key = part.signature()
+        key = part.signature(), part.atoms[0] == 0
         if key not in self._traced:
             self._traced[key] = piece_price(
-                part.blueprint, part.atoms, part.head, self.recipe, part.copies, part.make_loss
+                part.blueprint, part.atoms, part.head, self._recipe_of(part), part.copies, part.make_loss
             )
         return self._traced[key]
+
+    def _recipe_of(self, part: Part) -> Recipe:
+        if self.recipe.attack is None or part.atoms[0] == 0:
+            return self.recipe
+        return replace(self.recipe, attack=replace(self.recipe.attack, norm=self.feature_norm, std=()))
 
     def bytes(self, part: Part) -> int:
         """Bytes of training a part by the memory-model."""
@@ -109,15 +146,37 @@ class Pricing:
         return self._by_paper[key]
 
     @cached_property
+    def unattacked(self) -> "Pricing":
+        """The prices of the same step on clean examples."""
+        return Pricing(replace(self.recipe, attack=None), self.memory_model, self.reference, self.feature_norm)
+
+    def batch(self, part: Part, size: float) -> Batch:
+        """A training step of a part on `size` examples, for the clock of devices that swap."""
+        attack = self.recipe.attack
+        return Batch(
+            flops=self.traced(part).flops * size / self.recipe.batch_size,
+            input_bytes=round(part.input_bytes * size),
+            parameters=part.parameters,
+            features=round(part.features * size),
+            attack_steps=attack.steps if attack else 0,
+            optimizer_scale=3 if self.recipe.momentum else 2,
+        )
+
+    @cached_property
     def reference_bytes(self) -> int:
         """One reference step: the model at width 1, a FedAvg step; ratio budgets are shares of it."""
-        return self.bytes(whole_model(self.reference))
+        return self.unattacked.bytes(whole_model(self.reference))
 
 
 def pricing_for(
-    settings: Settings, reference: Blueprint, attack_steps: int = 0, precision: Precision = "float32"
+    settings: Settings, reference: Blueprint, attack_steps: int = 0, precision: Precision | None = None
 ) -> Pricing:
-    """The prices of a run: its local step, by its memory-model. Any attack is priced alike: only its steps matter."""
-    attack = Attack("linf", epsilon=8 / 255, step=2 / 255, steps=attack_steps) if attack_steps else None
-    recipe = replace(recipe_for(settings, 1.0), attack=attack, precision=precision)
-    return Pricing(recipe, find_memory_model(settings.memory_model), reference)
+    """The prices of a run: its local step, by its memory-model. Of an attack only its norm and its steps matter.
+
+    `precision` is that of the settings, unless it is given.
+    """
+    attack, channels = None, (0.5,) * reference.input_shape[0]
+    if attack_steps:
+        attack = Attack("linf", 8 / 255, 2 / 255, attack_steps, 0.0, 1.0, mean=channels, std=channels)
+    recipe = replace(recipe_for(settings, 1.0), attack=attack, precision=precision or settings.precision)
+    return Pricing(recipe, find_memory_model(settings.memory_model), reference, settings.feature_norm)

@@ -12,7 +12,8 @@ LONGEST = 500  # characters of a client's text that are kept
 
 @dataclass
 class ClientReport:
-    """One client in one round, as it goes into the records. Bytes, seconds, FLOPs; peaks are of training memory.
+    """One client in one round, as it goes into the records. Bytes, seconds, FLOPs; peaks are of training memory, and
+    `gpu_peak` of what torch's allocator gave out of a GPU.
 
     `status`: ok; memory (refused, or stopped at its budget); failed (it raised an exception); crashed (its process died); gone
     (its node left); timeout (no answer within round-timeout); rejected (an update that may not enter the model). `note` is what
@@ -32,6 +33,8 @@ class ClientReport:
     needed: int = 0
     predicted_peak: int = 0
     measured_peak: int = 0
+    evaluation_peak: int = 0
+    gpu_peak: int = 0
     rss_peak: int = 0
     rss_growth: int = 0
     pieces: str = ""
@@ -53,7 +56,7 @@ class ClientReport:
         self.budget = min(self.budget, self.client_budget)
         self.message_bytes = count(metrics, "message-bytes")
         self.measured_peak = count(metrics, "measured-peak")
-        self.predicted_peak = count(metrics, "predicted-peak")
+        self.predicted_peak, self.gpu_peak = count(metrics, "predicted-peak"), count(metrics, "gpu-peak")
         self.rss_peak, self.rss_growth = count(metrics, "rss-peak"), int(metrics.get("rss-growth", 0))
         self.examples, self.seconds = count(metrics, "num-examples"), finite(metrics, "seconds") or 0.0
         self.train_loss, self.val_accuracy = finite(metrics, "train-loss"), finite(metrics, "val-accuracy")

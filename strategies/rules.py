@@ -28,18 +28,30 @@ class Stage:
 class Rule(ABC):
     """A system's rule for one model and fleet. `smallest` is the least budget (bytes) that a client will have.
 
-    `cuts`: the model is cut for a budget. `excluded` says what becomes of a device that cannot train; `attack_steps` is how
-    many the system's training takes.
+    `cuts`: the model is cut for a budget. `excluded` says what becomes of a device that cannot train; `adversarial`, that the
+    system trains on adversarial examples; `suggested`, that plans may
+    recommend it.
     """
 
     cuts: ClassVar[bool] = False
     exits: ClassVar[bool] = False
-    attack_steps: ClassVar[int] = 0
+    adversarial: ClassVar[bool] = False
+    suggested: ClassVar[bool] = True
     excluded: ClassVar[str] = "left out"
 
     def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
         self.blueprint, self.pricing, self.settings, self.smallest = blueprint, pricing, settings, smallest
         self._bytes: dict[Piece, int] = {}
+
+    @property
+    def enforced(self) -> bool:
+        """Whether clients are held to their budgets."""
+        return self.settings.enforced
+
+    @property
+    def swaps(self) -> bool:
+        """Whether a device trains also what does not fit, at the price of time."""
+        return False
 
     def bytes(self, piece: Piece) -> int:
         """The price of a piece, looked up once."""

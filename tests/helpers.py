@@ -159,6 +159,7 @@ def a_client(
             "budget": allowed,
             "allowed": allowed,
             "settings": settings,
+            "data": data,
             "blueprint": blueprint,
             "store": store,
             "cap": MemoryCap(allowed, enforced=True),

@@ -19,14 +19,14 @@ class Tail(FedAvg):
     def prices_for(self, budget: int) -> dict[Piece, int]:
         return {TRAINED: self.price(TRAINED)}
 
-    def frozen_units(self, client: int, task: Task) -> list[str]:
+    def frozen_units(self, task: Task) -> list[str]:
         return FROZEN
 
 
 class WholeTail(Tail):
     """The same, sending everything."""
 
-    def frozen_units(self, client: int, task: Task) -> list[str]:
+    def frozen_units(self, task: Task) -> list[str]:
         return []
 
 

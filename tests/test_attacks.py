@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from client_app.attacks import Attack, pgd
+from client_app.attacks import Attack, by_backward, pgd
 
 W = torch.tensor([[3.0, -4.0, 0.0]])
 Y = torch.zeros(2, dtype=torch.int64)
@@ -23,7 +23,9 @@ def generator() -> torch.Generator:
 
 def test_linf_walks_to_the_corner() -> None:
     z = torch.tensor([[0.5, 0.5, 0.5], [0.0, 1.0, 0.25]])
-    found = pgd(linear, z, Y, Attack("linf", epsilon=0.1, step=0.05, steps=4, low=0.0, high=1.0), generator())
+    found = pgd(
+        by_backward(linear), z, Y, Attack("linf", epsilon=0.1, step=0.05, steps=4, low=0.0, high=1.0), generator()
+    )
     # four steps of 0.05 cross the box of 0.1 from any start; the third value never moves from its random start
     assert torch.allclose(found[:, :2], torch.tensor([[0.6, 0.4], [0.1, 0.9]]))
     assert ((found[:, 2] - z[:, 2]).abs() <= 0.1 + 1e-6).all()
@@ -32,7 +34,9 @@ def test_linf_walks_to_the_corner() -> None:
 
 def test_linf_stays_in_the_image() -> None:
     z = torch.tensor([[0.98, 0.03, 0.0], [0.98, 0.03, 1.0]])
-    found = pgd(linear, z, Y, Attack("linf", epsilon=0.1, step=0.05, steps=4, low=0.0, high=1.0), generator())
+    found = pgd(
+        by_backward(linear), z, Y, Attack("linf", epsilon=0.1, step=0.05, steps=4, low=0.0, high=1.0), generator()
+    )
     assert found[:, :2].tolist() == [[1.0, 0.0], [1.0, 0.0]]
     assert found.min() >= 0
     assert found.max() <= 1
@@ -40,10 +44,10 @@ def test_linf_stays_in_the_image() -> None:
 
 def test_l2_walks_along_the_gradient() -> None:
     z = torch.zeros(2, 3)
-    found = pgd(linear, z, Y, Attack("l2", epsilon=2.0, step=50.0, steps=1), generator())
+    found = pgd(by_backward(linear), z, Y, Attack("l2", epsilon=2.0, step=50.0, steps=1), generator())
     # one giant step and the projection: the direction is the gradient's to the size of the start over the step
     assert torch.allclose(found, torch.tensor([[1.2, -1.6, 0.0]]).expand(2, 3), atol=0.1)
-    found = pgd(linear, z, Y, Attack("l2", epsilon=2.0, step=50.0, steps=4), generator())
+    found = pgd(by_backward(linear), z, Y, Attack("l2", epsilon=2.0, step=50.0, steps=4), generator())
     assert torch.allclose(found, torch.tensor([[1.2, -1.6, 0.0]]).expand(2, 3), atol=1e-3)
     assert torch.allclose(found.norm(dim=1), torch.full((2,), 2.0))
 
@@ -51,24 +55,26 @@ def test_l2_walks_along_the_gradient() -> None:
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_a_random_start_is_in_the_ball_and_a_function_of_the_seed(norm) -> None:
     z = torch.zeros(500, 4)
-    found = pgd(linear, z, Y, Attack(norm, epsilon=0.5, step=0.1, steps=0), generator())
+    found = pgd(by_backward(linear), z, Y, Attack(norm, epsilon=0.5, step=0.1, steps=0), generator())
     sizes = found.abs().amax(1) if norm == "linf" else found.norm(dim=1)
     assert sizes.max() <= 0.5 + 1e-6
     assert sizes.max() > 0.45
     assert sizes.min() < (0.2 if norm == "linf" else 0.05)  # radii are uniform, a box's largest coordinates are not
-    assert torch.equal(found, pgd(linear, z, Y, Attack(norm, 0.5, 0.1, 0), generator()))
+    assert torch.equal(found, pgd(by_backward(linear), z, Y, Attack(norm, 0.5, 0.1, 0), generator()))
 
 
 def test_a_gradient_that_vanishes_moves_nothing() -> None:
     z = torch.ones(2, 3)
-    flat = pgd(lambda z, y: (z * 0).sum(), z, Y, Attack("l2", epsilon=1.0, step=0.5, steps=3), generator())
-    start = pgd(linear, z, Y, Attack("l2", epsilon=1.0, step=0.5, steps=0), generator())
+    flat = pgd(by_backward(lambda z, y: (z * 0).sum()), z, Y, Attack("l2", epsilon=1.0, step=0.5, steps=3), generator())
+    start = pgd(by_backward(linear), z, Y, Attack("l2", epsilon=1.0, step=0.5, steps=0), generator())
     assert torch.allclose(flat, start)
     assert math.isfinite(float(flat.sum()))
 
 
 def test_weights_get_no_gradient() -> None:
     weight = torch.ones(3, requires_grad=True)
-    found = pgd(lambda z, y: (z * weight).sum(), torch.zeros(2, 3), Y, Attack("linf", 0.1, 0.1, 2), generator())
+    found = pgd(
+        by_backward(lambda z, y: (z * weight).sum()), torch.zeros(2, 3), Y, Attack("linf", 0.1, 0.1, 2), generator()
+    )
     assert weight.grad is None
     assert not found.requires_grad

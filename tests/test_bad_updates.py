@@ -173,7 +173,7 @@ def a_round(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], t
     run_dir.create(settings)
     with LocalGrid(3, settings.to_run_config()) as grid:
         run = rounds.Run(grid, settings, run_dir)
-        run.roster.gather(grid, 1.0)
+        run.gather()
 
         def ask() -> list[Message]:
             return list(run.strategy.configure_train(1, run.arrays, ConfigRecord(), grid))

@@ -11,19 +11,22 @@ from federated_data.partition import (
     make_shares,
     pathological,
     share_class_counts,
+    skewed,
     split,
 )
 
 TEN_CLASSES = np.repeat(np.arange(10), 600)
 
 
-def shares_of(kind, labels=TEN_CLASSES, clients=20, seed=0, *, alpha=0.5, balanced=True, classes_per_client=2):
+def shares_of(
+    kind, labels=TEN_CLASSES, clients=20, seed=0, *, alpha=0.5, balanced=True, classes_per_client=2, skew=0.8
+):
     return make_shares(
-        kind, labels, clients, seed, alpha=alpha, balanced=balanced, classes_per_client=classes_per_client
+        kind, labels, clients, seed, alpha=alpha, balanced=balanced, classes_per_client=classes_per_client, skew=skew
     )
 
 
-KINDS = [("iid", True), ("dirichlet", True), ("dirichlet", False), ("pathological", True)]
+KINDS = [("iid", True), ("dirichlet", True), ("dirichlet", False), ("pathological", True), ("skewed", True)]
 
 
 @pytest.mark.parametrize(("kind", "balanced"), KINDS)
@@ -72,6 +75,75 @@ def test_pathological_deals_distinct_classes_and_uses_all_it_can(classes, client
     assert ((counts > 0).sum(1) == hand).all()
     assert (counts.sum(0) > 0).sum() == min(classes, clients * hand)
     assert set(counts.sum(0).tolist()) <= {0, clients}  # a class is dealt whole or not at all
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    labels=st.lists(st.integers(0, 5), min_size=1, max_size=60),
+    clients=st.integers(1, 60),
+    hand=st.integers(1, 6),
+    seed=st.integers(0, 2**40),
+    skew=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
+)
+def test_skewed_shares_are_disjoint_and_exactly_equal_for_any_input(labels, clients, hand, seed, skew):
+    clients = min(clients, len(labels))
+    hand = min(hand, len(set(labels)), max(1, round(skew * (len(labels) // clients))))
+    shares = skewed(np.array(labels), clients, seed, hand, skew)
+    together = np.concatenate(shares)
+    assert {len(share) for share in shares} == {len(labels) // clients}
+    assert len(set(together.tolist())) == len(together)
+    assert set(together.tolist()) <= set(range(len(labels)))
+
+
+def test_skewed_clients_have_exactly_their_classes_where_shards_fit():
+    # 10 classes of 600, 20 clients with 2 shards each: 4 shards are a class, and a stretch of 20 shards five classes.
+    pure = share_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, 3, 2, 1.0), 10)
+    assert [sorted(row.tolist()) for row in pure] == [[0] * 8 + [150, 150]] * 20
+    assert (pure > 0).sum(0).tolist() == [4] * 10
+    counts = share_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, 3, 2, 0.8), 10)
+    own = np.sort(counts)[:, -2:]
+    assert counts.sum(1).tolist() == [300] * 20
+    assert (own >= 120).all()  # 80 % of 300, half of it of each class
+    assert np.sort(counts)[:, -3].max() < 20  # 60 of ten classes, give or take sqrt(6)
+    assert (counts >= 120).sum(0).tolist() == [4] * 10
+
+
+def test_skewed_others_are_of_any_class():
+    # Of the 60 others a fifth is of the client's own two classes: 240 + 12 of 300. 400 clients, standard error 0.0005.
+    counts = [share_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, seed, 2, 0.8), 10) for seed in range(20)]
+    assert np.sort(counts)[..., -2:].sum(-1).mean() / 300 == pytest.approx(0.84, abs=0.003)
+
+
+def test_skewed_shards_of_classes_that_do_not_fit():
+    # A line of 25 examples in 5 classes has four borders. One shard of 5 a client: each border is in one shard at most.
+    labels = np.repeat([4, 7, 1, 0, 9], [1, 3, 5, 7, 9])
+    for seed in range(50):
+        pure = [set(labels[share].tolist()) for share in skewed(labels, 5, seed, 1, 1.0)]
+        assert sum(len(classes) - 1 for classes in pure) <= 4
+        assert set.union(*pure) == {0, 1, 4, 7, 9}
+
+
+def test_skewed_shards_of_unequal_length():
+    # The line aaaaabbbbb, or bbbbbaaaaa, is cut into aaa and aab, bb and bb: either client has 3 of one and 2 of the other.
+    labels = np.repeat([0, 1], 5)
+    counts = [share_class_counts(labels, skewed(labels, 2, seed, 2, 1.0), 2) for seed in range(20)]
+    assert {tuple(row) for pair in counts for row in pair.tolist()} == {(3, 2), (2, 3)}
+
+
+def test_a_skew_of_nothing_is_iid():
+    counts = share_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, 0, 2, 0.0), 10)
+    assert counts.sum(1).tolist() == [300] * 20
+    assert abs(counts - 30).max() < 20  # 30 a class, give or take sqrt(27)
+
+
+def test_skewed_classes_are_in_another_order_with_another_seed():
+    # The classes of one stretch never meet on a client: with one order for all seeds there would be pairs that never come.
+    pairs = {
+        tuple(np.flatnonzero(row))
+        for seed in range(40)
+        for row in share_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, seed, 2, 1.0), 10)
+    }
+    assert len(pairs) == 45
 
 
 def test_iid_sizes_differ_by_at_most_one():
@@ -145,7 +217,7 @@ def test_a_class_of_examples_fewer_than_holders_is_an_error():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: shares_of("shards"), "unknown partition 'shards'; known: iid, dirichlet, pathological"),
+        (lambda: shares_of("shards"), "unknown partition 'shards'; known: iid, dirichlet, pathological, skewed"),
         (lambda: iid(np.zeros(3, dtype=int), 4, 0), "4 clients for 3 examples; allowed are 1 to 3"),
         (lambda: iid(np.zeros(3, dtype=int), 0, 0), "0 clients for 3 examples"),
         (lambda: iid(np.zeros(3), 1, 0), "labels are float64 of shape (3,); they must be integers"),
@@ -155,6 +227,13 @@ def test_a_class_of_examples_fewer_than_holders_is_an_error():
         (
             lambda: shares_of("pathological", classes_per_client=11),
             "partition-classes is 11; these data allow 1 to 10",
+        ),
+        (lambda: shares_of("skewed", classes_per_client=0), "partition-classes is 0; these data allow 1 to 10"),
+        (lambda: shares_of("skewed", skew=1.1), "partition-skew is 1.1; it must be at least 0 (as iid) and at most 1"),
+        (lambda: shares_of("skewed", skew=float("nan")), "partition-skew is nan"),
+        (
+            lambda: shares_of("skewed", skew=0.01, classes_per_client=4),
+            "partition-skew 0.01 makes 3 of a client's 300 examples those of its 4 classes, too few for one of each",
         ),
         (lambda: split(np.arange(3), 1.0, 0, 0), "validation-share is 1.0; it must be at least 0 and below 1"),
     ],

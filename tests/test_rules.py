@@ -18,7 +18,7 @@ from models.low_rank import low_rank
 from models.masked import FilterMask, is_threshold, masked
 from models.zoo import MODELS, build_blueprint, usual_input
 from server_app.settings import Settings
-from strategies import PLANNED, STRATEGIES, fedepth, fedprophet, find_rule, find_strategy, prism, profl
+from strategies import PLANNED, STRATEGIES, fedepth, fedprophet_costs, find_rule, find_strategy, prism, profl
 from strategies.pricing import Part, pricing_for, whole_model
 from strategies.rules import Rule, label
 
@@ -275,8 +275,9 @@ def test_fedprophet_assigns_later_modules_by_memory_and_time() -> None:
     assert assigned(0, 400e6, 2.92e9) == "conv1..conv5"
     assert assigned(0, 400e6, 2.9e9) == "conv1+conv2"
     assert assigned(5, 400e6, 2e9) == "conv11..conv13"
+    assert assigned(0, 55e6, 1e12) == "conv1+conv2"  # the first always: by a paper's memory it is swapped
     with pytest.raises(MemoryBudgetExceededError) as caught:
-        rule.work(0, state(55e6), slowest=1e9)
+        rule.within(rule.stages[0].parts[0], state(55e6))
     # 12 bytes x 39,626 parameters; 4 x 64 x the inputs of conv1, bn1, conv2, bn2, of the head (16,384), and ten logits
     needed = 12 * 39_626 + 4 * 64 * (3 * 1024 + 3 * 65_536 + 16_384 + 10)
     assert (caught.value.needed, caught.value.allowed) == (needed, 55_000_000)
@@ -360,11 +361,11 @@ def test_a_mask_does_not_hide_its_convolution() -> None:
     )
     assert masked_first.parameters == first.parameters + 64
     recipe = Recipe(lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=16, epochs=1)
-    by_fedprophet = [fedprophet.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)]
+    by_fedprophet = [fedprophet_costs.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)]
     assert by_fedprophet[1] - by_fedprophet[0] == 12 * 650
     assert len({profl.fitted_mb(p, 16) for p in (plain, part)}) == 1
     assert len({prism.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)}) == 1
-    assert fedprophet.macs(part, 1) == fedprophet.macs(plain, 1)
+    assert fedprophet_costs.macs(part, 1) == fedprophet_costs.macs(plain, 1)
 
 
 def test_fedepths_rule_counts_the_layers_of_sub_models_and_takes_widths_as_shares() -> None:

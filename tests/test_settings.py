@@ -39,7 +39,7 @@ def read(**config: Any) -> Settings:
         ("model", 3, "should be a valid string"),
         ("batch-norm", "group", "should be 'running', 'batch' or 'local'"),
         ("memory-model", "guess", "should be 'traced', 'fedepth', 'fedprophet', 'prism' or 'profl'"),
-        ("partition", "fair", "should be 'iid', 'dirichlet' or 'pathological'"),
+        ("partition", "fair", "should be 'iid', 'dirichlet', 'pathological' or 'skewed'"),
         ("mutual-models", 0, "should be greater than or equal to 1"),
         ("target-accuracy", 1.01, "should be less than or equal to 1"),
     ],
@@ -74,7 +74,7 @@ def test_unknown_keys(key: str, message: str) -> None:
 def test_an_unknown_key_like_no_other_lists_all() -> None:
     with pytest.raises(SettingsError) as caught:
         Settings.from_run_config({"xyzzy": 1})
-    assert "known are augment, batch-norm, batch-size, " in str(caught.value)
+    assert "known are apa, apa-after, " in str(caught.value)
 
 
 def test_an_integer_will_do_for_a_number() -> None:
@@ -124,12 +124,16 @@ def other(value: object) -> object:
 
 CHOICES = {
     "batch-norm": "local",
+    "accelerator": "cuda",
+    "precision": "bfloat16",
     "model-options": "shortcut_from=relu",
     "partition": "iid",
     "lr-schedule": "constant",
     "memory-model": "fedepth",
     "partial-training": "dilute",
     "mutual-loss": "authors",
+    "feature-norm": "linf",
+    "validation-clients": "round",
     "engine": "ray",
 }
 ALL = Settings().to_run_config()

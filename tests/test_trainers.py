@@ -228,7 +228,9 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_unknown_trainer() -> None:
-    with pytest.raises(ValueError, match="strategy 'magic' has no trainer: known are fedavg, fedepth, m-fedepth"):
+    with pytest.raises(
+        ValueError, match="strategy 'magic' has no trainer: known are fedavg, fedepth, fedprophet, jfat"
+    ):
         find_trainer("magic")
 
 

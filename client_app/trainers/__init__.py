@@ -2,20 +2,52 @@
 
 from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 from typing import cast
 
 from client_app.client import Client, Update
-from client_app.task import Task
+from client_app.task import Metrics, Task
+from client_app.training import PieceModel
 
 TRAINERS = {
     "fedavg": "client_app.trainers.fedavg",
     "fedepth": "client_app.trainers.fedepth",
+    "fedprophet": "client_app.trainers.fedprophet",
+    "jfat": "client_app.trainers.fedprophet",  # one module, the whole model
     "m-fedepth": "client_app.trainers.m_fedepth",
 }
 
 
 def find_trainer(strategy: str) -> Callable[[Task, Client], Update]:
     """The client's side of a strategy; imported when it is needed, so that a board loads no other."""
+    return cast(Callable[[Task, Client], Update], _module(strategy).train)
+
+
+def find_evaluator(strategy: str) -> Callable[[Task, Client], Metrics]:
+    """How a client evaluates the model that was sent: by its trainer's `evaluate`, else the whole model, atom by atom."""
+    return cast(Callable[[Task, Client], Metrics], getattr(_module(strategy), "evaluate", evaluate_whole))
+
+
+def find_survey(strategy: str) -> Callable[[Task, Client], Metrics]:
+    """What a strategy asks of all clients between rounds: its trainer's `survey`."""
+    return cast(Callable[[Task, Client], Metrics], _module(strategy).survey)
+
+
+def _module(strategy: str) -> ModuleType:
     if strategy not in TRAINERS:
         raise ValueError(f"strategy {strategy!r} has no trainer: known are {', '.join(TRAINERS)}")
-    return cast(Callable[[Task, Client], Update], import_module(TRAINERS[strategy]).train)
+    return import_module(TRAINERS[strategy])
+
+
+def evaluate_whole(task: Task, client: Client) -> Metrics:
+    """Loss and accuracy of the whole model on the client's validation share, streamed atom by atom."""
+    last = len(client.blueprint.atoms) - 1
+    examples, piece = client.validation, None
+    for atom in range(last + 1):
+        del piece  # before the next one is built
+        piece = PieceModel(client.blueprint, [atom], "head" if atom == last else None, client.load())
+        piece.train(False)
+        if atom < last:
+            examples = client.stream(piece, examples, f"evaluate-{atom}", atom + 1)
+    assert piece is not None
+    return client.evaluate(piece.logits, examples)

@@ -17,7 +17,7 @@ def train(task: Task, client: Client) -> Update:
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
     trainee = Trainee(lambda: [PieceModel(client.blueprint, atoms, "head", client.load())], client.recipe)
-    for epoch in range(client.recipe.epochs):
+    for epoch in trainee.epochs():
         examples = client.share(0 if client.settings.feature_cache else epoch)
         trainee.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train the whole model")
     (piece,) = trainee.finish()

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from client_app.attacks import Loss
 from client_app.client import Client, Update, fill_from
 from client_app.examples import Examples
 from client_app.memory_cap import return_free_memory
 from client_app.randomness import integer
 from client_app.task import Task
-from client_app.training import Loss, MakeLoss, PieceModel, Trainee, channels_last, load_for_device
+from client_app.training import MakeLoss, PieceModel, Trainee, channels_last, load_for_device
 from device_profiles.memory import MemoryBudgetExceededError
 from models.cascade import isolated_rng
 from models.partition import (
@@ -76,7 +77,7 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     for j, atoms in enumerate(pieces):
         head = f"exits.{atoms[-1]}" if own_heads and atoms[-1] != count - 1 else "head"
         trainee = Trainee(partial(_load_piece, client, atoms, head), client.recipe)
-        for epoch in range(client.recipe.epochs):
+        for epoch in trainee.epochs():
             if epoch and not client.settings.feature_cache:
                 examples = _stream_anew(client, trainee, pieces[: j + 1], epoch) if j else client.share(epoch)
             trainee.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(atoms)}")
@@ -130,7 +131,7 @@ def train_mutually(client: Client, copies: int, needed: int) -> Update:
         mutual_loss(client.settings.mutual_loss),
     )
     examples = client.share(0)
-    for epoch in range(client.recipe.epochs):
+    for epoch in trainee.epochs():
         trainee.epoch(examples, client.rng("batches", 0, epoch), client.cap, f"train {copies} models mutually")
     first, *others = trainee.finish()
     client.save(first)

@@ -1,0 +1,132 @@
+"""What frozen modules make of a client's training share, for the module behind them: computed once, streamed, and kept.
+
+`<store>/features/<prefix hash>.npy` holds one row an example, in the share's order. The hash is of the frozen units' content:
+a client that missed a stage, or lost its file, finds that out and computes it anew. Nothing in it depends on the round.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from client_app.client import STAGES, Client
+from client_app.examples import Examples, feature_examples
+from client_app.frozen import file_hash
+from client_app.memory_cap import return_free_memory
+from client_app.randomness import generator
+from client_app.training import PieceModel
+from models.partition import Piece, runs
+
+
+def prefix_features(client: Client, modules: Sequence[Piece]) -> Examples:
+    """The training share behind frozen `modules`; the share itself where there are none.
+
+    One module is in memory at a time. It goes on from the longest prefix whose features are there.
+    """
+    if not modules:
+        return client.share(STAGES)
+    paths = [_path(client, modules[: n + 1]) for n in range(len(modules))]
+    found = len(modules) - 1 if client.settings.feature_cache else -1
+    features = None
+    while found >= 0 and (features := _opened(client, paths[found], modules[found])) is None:
+        found -= 1
+    labels = client.share(STAGES).labels
+    for n in range(found + 1, len(modules)):
+        source = client.share(STAGES) if features is None else feature_examples(features, labels)
+        features = _stream(client, modules[n], source, paths[n])
+        return_free_memory()
+    for path in paths[0].parent.glob("*.npy"):
+        if path != paths[-1]:
+            path.unlink(missing_ok=True)
+    os.utime(paths[-1])  # in use: others are older
+    assert features is not None
+    return feature_examples(features, labels)
+
+
+def _path(client: Client, modules: Sequence[Piece]) -> Path:
+    digest = hashlib.sha256()
+    for module in modules:
+        for atom in module:
+            digest.update(file_hash(client.store.model / f"atoms.{atom}.safetensors").encode())
+    folder = client.store.features if client.settings.feature_cache else client.store.task / "features"
+    folder.mkdir(exist_ok=True)
+    return folder / f"{digest.hexdigest()[:32]}.npy"
+
+
+def _shape_behind(client: Client, module: Piece) -> tuple[int, ...]:
+    """Of one example as it is stored: channels last."""
+    shape = client.blueprint.atoms[module[-1]].shape
+    return (*shape[1:], shape[0]) if len(shape) == 3 else shape
+
+
+def _opened(client: Client, path: Path, module: Piece) -> np.ndarray | None:
+    try:
+        features: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        client.store.notes.append(f"features behind atom {module[-1]} were damaged and are computed anew: {error}")
+        return None
+    expected = (len(client.share(STAGES)), *_shape_behind(client, module))
+    return features if features.shape == expected and features.dtype == np.float32 else None
+
+
+@torch.no_grad()
+def _stream(client: Client, module: Piece, examples: Examples, path: Path) -> np.ndarray:
+    """Run a module over all examples, in mixed batches, and write each row to its place."""
+    shape = (len(examples), *_shape_behind(client, module))
+    make_room(client.store.root.parent, path, 4 * int(np.prod(shape)), client.settings.feature_cache_bytes)
+    piece = PieceModel(client.blueprint, module, None, client.load())
+    piece.train(False)
+    draft = client.store.task / f"{path.name}.tmp"
+    with draft.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+        start = file.tell()
+        for positions, fresh in _mixed(client, len(examples)):
+            with client.cap.first(f"stream {runs(module)}", len(positions)):
+                z = piece.features(examples.read(positions))
+                block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().numpy()
+            for position, row in zip(positions[:fresh], block[:fresh], strict=True):
+                file.seek(start + int(position) * row.nbytes)
+                file.write(row.data)
+            del z, block
+    draft.replace(path)
+    features: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    return features
+
+
+def _mixed(client: Client, count: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Batches in an order of the client's own, the same in every round, and how many of each are fresh.
+
+    Batch statistics come from mixed batches; a last batch of one, which has none, is filled up with another example.
+    """
+    order = generator(client.settings.seed, client.number, "features").permutation(count)
+    size = client.recipe.batch_size
+    for start in range(0, count, size):
+        positions = order[start : start + size]
+        yield (positions, len(positions)) if len(positions) > 1 else (np.array([positions[0], order[0]]), 1)
+
+
+def make_room(experiment: Path, path: Path, size: int, limit: int) -> None:
+    """Let a features file of `size` bytes into an experiment's stores, which may take `limit` all together: the oldest go.
+
+    Raises OSError where it is larger alone.
+    """
+    if size > limit:
+        raise OSError(
+            f"features of {size:,} bytes ({path.name}), feature-cache-bytes allows {limit:,}: raise it, or give the client "
+            "fewer examples"
+        )
+    held = []
+    for other in experiment.glob("*/features/*.npy"):
+        with suppress(FileNotFoundError):  # another client's task may have removed it
+            held.append((other.stat().st_mtime, other.stat().st_size, other))
+    for _, _, oldest in sorted(held):
+        if sum(taken for _, taken, _ in held) + size <= limit:
+            return
+        oldest.unlink(missing_ok=True)
+        held = [entry for entry in held if entry[2] != oldest]

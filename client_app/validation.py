@@ -1,0 +1,120 @@
+"""How a cascade that a client may not train at once does on the client's own validation share, clean and under attack.
+
+The attack is end to end, from images to logits. Its gradient comes through the pieces one after another: forward, keeping what
+goes into each piece, then back from the last to the first, each piece computed anew. That is the gradient of the whole cascade
+for twice the forward passes, and never needs the activations of more than a piece. A client that cannot hold all weights beside
+them reads each piece from its store when it is its turn, and writes what goes into it there.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from client_app.attacks import Attack, pgd
+from client_app.client import Client
+from client_app.examples import batches
+from client_app.task import Metrics
+from client_app.training import PieceModel, classification_loss, predictions
+from models.partition import Piece
+
+
+class StreamedCascade:
+    """Pieces of a client's model in order, the last one with a head, in evaluation mode; with `held`, all stay in memory."""
+
+    def __init__(self, client: Client, pieces: Sequence[Piece], head: str, *, held: bool) -> None:
+        self.client, self.pieces, self.head, self.held = client, list(pieces), head, held
+        self.last = len(self.pieces) - 1
+        self._loaded: dict[int, PieceModel] = {}
+        self._inputs: dict[int, Tensor] = {}
+
+    def _piece(self, number: int) -> PieceModel:
+        if number not in self._loaded:
+            if not self.held:
+                self._loaded.clear()  # before the next one is built
+            head = self.head if number == self.last else None
+            piece = PieceModel(self.client.blueprint, self.pieces[number], head, self.client.load())
+            piece.train(False)
+            for parameter in piece.parameters():
+                parameter.requires_grad_(False)
+            self._loaded[number] = piece
+        return self._loaded[number]
+
+    def _keep(self, number: int, z: Tensor) -> None:
+        """Keep what goes into a piece, in the memory format that it has."""
+        if self.held:
+            self._inputs[number] = z
+        else:
+            np.save(self._path(number), (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().numpy())
+
+    def _kept(self, number: int) -> Tensor:
+        if self.held:
+            return self._inputs.pop(number)
+        z = torch.from_numpy(np.load(self._path(number), allow_pickle=False))
+        return z.permute(0, 3, 1, 2) if z.dim() == 4 else z
+
+    def _path(self, number: int) -> str:
+        return str(self.client.store.task / f"input-{number}.npy")
+
+    def _last_input(self, z: Tensor, *, keep: bool) -> Tensor:
+        for number in range(self.last):
+            if keep:
+                self._keep(number, z)
+            z = self._piece(number).features(z)
+        return z
+
+    @torch.no_grad()
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits[B, classes] of x[B, ...]."""
+        return self._piece(self.last).logits(self._last_input(x, keep=False))
+
+    def gradient(self, x: Tensor, y: Tensor) -> Tensor:
+        """The gradient of the cross-entropy by x."""
+        with torch.no_grad():
+            z = self._last_input(x, keep=True)
+        z = z.detach().requires_grad_()
+        loss = classification_loss(self._piece(self.last).logits(z), y)
+        (gradient,) = torch.autograd.grad(loss, z)
+        del loss
+        for number in reversed(range(self.last)):
+            z = self._kept(number).detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self._piece(number).features(z), z, gradient)
+        return gradient
+
+
+def held_bytes(client: Client, pieces: Sequence[Piece]) -> int:
+    """Bytes of the weights of all pieces, and of what goes into each for a batch: what `held` takes besides a piece at work."""
+    units = (f"atoms.{atom}" for piece in pieces for atom in piece)
+    weights = sum((client.store.model / f"{unit}.safetensors").stat().st_size for unit in units)
+    inputs = sum(prod(client.blueprint.shape_before(piece[0])) for piece in pieces)
+    return weights + 4 * client.recipe.batch_size * inputs
+
+
+def validate(client: Client, pieces: Sequence[Piece], head: str, attack: Attack, *, held: bool) -> Metrics:
+    """Loss and accuracy on the client's validation share, and accuracy under the attack; nothing where there is no share.
+
+    `held`: the weights of all pieces stay in memory.
+    """
+    cascade = StreamedCascade(client, pieces, head, held=held)
+    examples, rng = client.validation, client.rng("validate")
+    loss, correct, robust, seen = 0.0, 0, 0, 0
+    for positions in batches(len(examples), client.recipe.batch_size, rng, drop_single=True):
+        generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
+        with client.cap.first("validate", len(positions)):
+            x, y = examples.read(positions), examples.targets(positions)
+            clean = cascade.logits(x)
+            loss += float(classification_loss(clean, y, "sum"))
+            correct += int((predictions(clean) == y).sum())
+            attacked = cascade.logits(pgd(cascade.gradient, x, y, attack, generator))
+            robust += int((predictions(attacked) == y).sum())
+        seen += len(positions)
+    if not seen:
+        return {}
+    return {
+        "val-loss": loss / seen,
+        "val-accuracy": correct / seen,
+        "val-adversarial-accuracy": robust / seen,
+        "val-examples": seen,
+    }

@@ -1,0 +1,73 @@
+"""Caltech-256 (Griffin, Holub and Perona, 2007) from where torchvision puts it, as FedProphet uses it: 224 x 224 pixels."""
+
+import http.client
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from federated_data.own_sources import opened
+from federated_data.sources import DatasetError, Source, extra
+
+CLASSES, IMAGES = 256, 29_780  # without the 827 images of clutter
+_SHORT_EDGE, _EDGE, _TEST_IMAGES, _TEST_SEED = 256, 224, 25, 2024
+
+
+def caltech256(source: Path, download: bool) -> Source:
+    """256 classes, the clutter left out; 25 images of each, the same every time, are the test set.
+
+    Normalised as ImageNet is, for weights that were trained on it. It takes 4.5 GB of memory, and as much of disk.
+    """
+    base = source / "caltech256" / "256_ObjectCategories"
+    if download and not base.is_dir():
+        try:
+            extra("torchvision.datasets").Caltech256(str(source), download=True)
+        except (OSError, RuntimeError, EOFError, http.client.HTTPException) as error:
+            raise DatasetError(
+                f"cannot download caltech256 to {source}: {error}; fetch it by hand and set data-dir"
+            ) from None
+    if not base.is_dir():
+        raise DatasetError(
+            f"caltech256: no {base}; set data-dir (now {source}) to the folder that holds "
+            "caltech256/256_ObjectCategories/{001.ak47,..}, or set download = true"
+        )
+    folders = [entry for entry in sorted(base.iterdir()) if entry.is_dir() and not entry.name.endswith(".clutter")]
+    classes = [sorted(folder.glob("*.jpg")) for folder in folders]
+    if (len(classes), found := sum(map(len, classes))) != (CLASSES, IMAGES):
+        raise DatasetError(
+            f"{base} holds {found} images of {len(classes)} classes besides clutter, the published set {IMAGES} of {CLASSES}; "
+            "fetch it again, or take your own images by folder:<dir>"
+        )
+    return held_out_squares(classes, _TEST_IMAGES, _SHORT_EDGE, _EDGE)
+
+
+def held_out_squares(classes: list[list[Path]], test_images: int, short_edge: int, edge: int) -> Source:
+    """The pictures of each class as `square` makes them; the test set is `test_images` of each, drawn by a fixed seed."""
+    rng = np.random.default_rng(np.random.SeedSequence(_TEST_SEED))
+    train: list[tuple[Path, int]] = []
+    test: list[tuple[Path, int]] = []
+    for label, files in enumerate(classes):
+        drawn = set(rng.permutation(len(files))[:test_images].tolist())
+        for place, file in enumerate(files):
+            (test if place in drawn else train).append((file, label))
+    sets = (*_read(train, short_edge, edge), *_read(test, short_edge, edge))
+    return Source(*sets, num_classes=len(classes), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+
+
+def square(picture: Any, short_edge: int, edge: int) -> NDArray[np.uint8]:
+    """The middle [edge, edge, 3] of a picture whose shorter edge is made `short_edge`, as torchvision's transforms do."""
+    width, height = picture.size
+    short = min(width, height)
+    size = tuple(int(short_edge * length / short) for length in (width, height))
+    left, top = (round((length - edge) / 2) for length in size)
+    resized = picture.convert("RGB").resize(size, extra("PIL.Image").Resampling.BILINEAR)
+    return np.asarray(resized.crop((left, top, left + edge, top + edge)))
+
+
+def _read(part: list[tuple[Path, int]], short_edge: int, edge: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    image = extra("PIL.Image")
+    pixels = np.empty((len(part), edge, edge, 3), dtype=np.uint8)
+    for row, (file, _) in zip(pixels, part, strict=True):
+        row[:] = opened(image, file, lambda picture: square(picture, short_edge, edge))
+    return pixels, np.array([label for _, label in part], dtype=np.int64)

@@ -1,0 +1,105 @@
+"""The initial weights of a model from a file (`init-weights`), where a paper starts from weights pretrained on ImageNet.
+
+A file has our names, as a run's own `model.safetensors`, or torchvision's, made once where torchvision is installed:
+
+    import torchvision
+    from safetensors.torch import save_file
+    save_file(torchvision.models.vgg16_bn(weights="DEFAULT").state_dict(), "vgg16_bn.safetensors")
+
+Pickles (.pt, .pth) are not read: they can run any code. The server's affair: clients get the arrays from it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from models.cascade import Blueprint, isolated_rng
+from models.torchvision_names import NAMED, torchvision_name_map
+
+SHOWN = 6
+
+
+def pretrained(path: Path, blueprint: Blueprint) -> tuple[dict[str, np.ndarray], list[str]]:
+    """The arrays of a file that fit the model, by our names and in its dtypes, and the names of those that do not.
+
+    A layer is taken whole or not at all: where its weight has another shape (a classifier of other classes, the `cifar` stem),
+    its bias stays out too. float16, bfloat16 and float64 become float32. Raises ValueError where the file cannot be read, has
+    values that are not finite, or nothing that fits.
+    """
+    held = _read(path)
+    own = _empty_state(blueprint)
+    theirs = _names_in(held, blueprint, own)
+    misfits = {_layer(our) for our, their in theirs.items() if not _fits(held[their], own[our])}
+    taken = {our: their for our, their in theirs.items() if _layer(our) not in misfits}
+    if not taken:
+        raise ValueError(
+            f"init-weights = {path}: none of its {len(held)} arrays fits {blueprint.name}. It holds {_some(held)}; the model "
+            f"has {_some(own)}, and takes these names{_other_names(blueprint)}"
+        )
+    for their in taken.values():
+        if not held[their].isfinite().all():
+            raise ValueError(f"init-weights = {path}: {their} has values that are not finite")
+    arrays = {our: held[their].to(own[our].dtype, copy=True).numpy() for our, their in taken.items()}
+    used = set(taken.values())
+    return arrays, [name for name in held if name not in used]
+
+
+def account(path: Path, taken: Mapping[str, np.ndarray], left_out: list[str]) -> str:
+    """What `pretrained` did, in one sentence for the run's log."""
+    sentence = f"took {len(taken)} of {len(taken) + len(left_out)} arrays from {path}"
+    if not left_out:
+        return sentence
+    more = len(left_out) - SHOWN
+    return f"{sentence}; left out: {', '.join(left_out[:SHOWN])}" + (f" and {more} more" if more > 0 else "")
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise ValueError(f"init-weights = {path}: there is no such file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"init-weights = {path} cannot be read as safetensors: {error}. Pickles (.pt, .pth) are not read: load them where "
+            "you trust them, and save the state dict by safetensors.torch.save_file"
+        ) from None
+
+
+def _empty_state(blueprint: Blueprint) -> dict[str, Tensor]:
+    """Names, shapes and dtypes of the whole model; no memory is spent on them."""
+    with isolated_rng(0), torch.device("meta"):
+        return {
+            f"{unit}.{name}": value
+            for unit in blueprint.units()
+            for name, value in blueprint.build_unit(unit).state_dict().items()
+        }
+
+
+def _names_in(held: Mapping[str, Tensor], blueprint: Blueprint, own: Mapping[str, Tensor]) -> dict[str, str]:
+    """Our name -> the file's, of the arrays that are there, in the model's order."""
+    norm = "bn" if "atoms.0.bn.weight" in own else "none"
+    known = torchvision_name_map(blueprint.name, norm) if blueprint.name in NAMED else {}
+    pairs = ((our, our if our in held else known.get(our, "")) for our in own)
+    return {our: their for our, their in pairs if their in held}
+
+
+def _fits(theirs: Tensor, ours: Tensor) -> bool:
+    return theirs.shape == ours.shape and theirs.is_floating_point() == ours.is_floating_point()
+
+
+def _layer(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _some(arrays: Mapping[str, Tensor]) -> str:
+    shown = [f"{name} {tuple(value.shape)}" for name, value in list(arrays.items())[:SHOWN]]
+    return ", ".join(shown) + (", ..." if len(arrays) > SHOWN else "") if shown else "nothing"
+
+
+def _other_names(blueprint: Blueprint) -> str:
+    return " or torchvision's" if blueprint.name in NAMED else ", for torchvision has no such model"

@@ -1,0 +1,69 @@
+"""jFAT, joint federated adversarial training (Zizzo et al., "FAT: Federated Adversarial Training", 2020): FedProphet's upper
+bound.
+
+Every client trains the whole model on adversarial examples (FedProphet's Eq. 2); w <- sum_k q_k w_k. That is FedProphet with
+one module, and is built so. A device that is short of memory swaps, which costs simulated time (FedProphet's clock) and not
+accuracy. So budgets are not enforced, and jFAT runs only where they are emulated.
+
+The model of the run is that of the round with the best C + 1.5 A on the clients' validation data, as in the authors' code.
+"""
+
+from functools import cached_property
+
+from device_profiles.profile import DeviceState
+from models.partition import Piece
+from strategies.fedprophet import FedProphet, FedProphetRule
+from strategies.pricing import Part
+from strategies.rules import Stage
+
+
+class JFATRule(FedProphetRule):
+    """One stage, the whole model, whatever memory there is."""
+
+    cuts = False
+    suggested = False  # no device swaps as it pretends to
+
+    @property
+    def swaps(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def enforced(self) -> bool:
+        """Never: what does not fit is swapped."""
+        return False
+
+    def least(self) -> int:
+        """Nothing: it swaps."""
+        return 0
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The whole model."""
+        return [Stage("training", (self.part(tuple(range(len(self.blueprint.atoms)))),))]
+
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The whole model."""
+        return list(self.stages[stage].parts)
+
+    def assigned(self, stage: int, state: DeviceState, slowest: float) -> Piece:
+        """The whole model."""
+        return self.stages[stage].parts[0].atoms
+
+
+class JFAT(FedProphet):
+    """Joint federated adversarial training."""
+
+    name = "jfat"
+    rule_class = JFATRule
+    first_rho = 1.5
+
+    def begin(self) -> None:
+        """Raises ValueError where budgets are those of real devices."""
+        real = [client for client, member in self.roster.members.items() if member.device == "auto"]
+        if real:
+            raise ValueError(
+                f"jfat trains the whole model everywhere and only pretends to swap: client {real[0]} has device = 'auto', a "
+                "memory of its own. Give it the name of a device of the fleet, or choose fedprophet"
+            )
+        super().begin()
