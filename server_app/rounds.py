@@ -190,7 +190,7 @@ class Run:
             "left_out": [{"client": c, "crashes": n} for c, n in sorted(strategy.left_out.items())],
             "bytes_down": sum(report.bytes_down for report in reports),
             "bytes_up": sum(report.bytes_up for report in reports) + self.roster.take_query_bytes(),
-            "bytes_evaluation": strategy.other_bytes,
+            "bytes_evaluation": strategy.post.bytes(),
             "bytes_survey": survey_bytes,
             "enforced": strategy.rule.enforced,
             "seconds": time.perf_counter() - started,
@@ -202,7 +202,7 @@ class Run:
         return record
 
     def _deliver(self, server_round: int) -> None:
-        for wave in self.strategy.deliver():
+        for wave in self.strategy.post.waves():
             self.strategy.delivered(self.mail.exchange(server_round, wave))
 
     def _survey(self, server_round: int) -> int:
@@ -213,9 +213,9 @@ class Run:
         self._deliver(server_round)
         if not self.strategy.aggregate_survey(server_round, self.mail.exchange(server_round, questions)):
             raise RunAbortedError(
-                f"no client could measure what {self.strategy.stage} starts from: {self.strategy.why_no_answer()}"
+                f"no client could measure what {self.strategy.stage} starts from: {self.strategy.post.silence()}"
             )
-        return self.strategy.other_bytes
+        return self.strategy.post.bytes()
 
     def _assemble(self) -> list[dict[str, Any]]:
         """Take note of replies that came late, and wait, at most node-timeout, for clients that are free; the late replies."""

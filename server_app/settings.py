@@ -196,6 +196,12 @@ class Settings(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _alpha_starts_above_its_bound(self) -> Self:
+        if self.apa_least > self.apa_start:
+            raise ValueError(f"apa-least = {self.apa_least} is more than apa-start = {self.apa_start}")
+        return self
+
+    @model_validator(mode="after")
     def _options_are_pairs(self) -> Self:
         self.options()
         return self

@@ -24,12 +24,12 @@ PLANNED = {
 }
 MEMORY_MODELS = {
     "fedepth": ("strategies.fedepth", "memory_bytes"),
-    "fedprophet": ("strategies.fedprophet_costs", "memory_bytes"),
+    "fedprophet": ("strategies.fedprophet_modules", "memory_bytes"),
     "prism": ("strategies.prism", "memory_bytes"),
     "profl": ("strategies.profl", "memory_bytes"),
 }
 
-MACS = {"fedprophet": ("strategies.fedprophet_costs", "macs")}
+MACS = {"fedprophet": ("strategies.fedprophet_modules", "macs")}
 
 
 def find_strategy(name: str) -> "type[PieceStrategy]":

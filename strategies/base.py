@@ -6,22 +6,21 @@ method overrides what it does differently: how it cuts a model, which prices a t
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from client_app.task import Outcome, Task, content_bytes, piece_key
-from device_profiles.clock import simulated_seconds, task_seconds
+from device_profiles.clock import simulated_seconds
 from device_profiles.profile import DeviceState
 from models.cascade import unit_of
 from models.partition import Piece
-from server_app.mail import LIFE
 from server_app.roster import sampled
 from server_app.settings import learning_rate
 from strategies.aggregation import (
@@ -34,9 +33,10 @@ from strategies.aggregation import (
     spec_of,
     within_limit,
 )
-from strategies.delivery import Delivery, without_units
+from strategies.delivery import Delivery
 from strategies.faults import SILENT, status_of
-from strategies.pricing import Part, Pricing, pricing_for
+from strategies.post import Post
+from strategies.pricing import Pricing, pricing_for
 from strategies.reports import LONGEST, ClientReport, count, finite
 from strategies.rules import Rule
 from strategies.state import Experiment, StrategyState
@@ -69,10 +69,8 @@ class PieceStrategy(Strategy):
         self.left_out: dict[int, int] = {}
         self.slowest = math.inf
         self._asked: dict[int, tuple[Task, DeviceState]] = {}
-        self._tasks: dict[int, Task] = {}
-        self._ledger: dict[int, ClientReport] = {}
-        self._arrays = ArrayRecord()
         self.delivery = Delivery(self.settings, self.roster, experiment.experiment_id, experiment.state_dir)
+        self.post = Post(self.roster, self.delivery, self.settings.round_timeout, self.sent_units)
 
     def begin(self) -> None:
         """Called when the clients are known, before the first round and after each resume. Raises ValueError."""
@@ -120,26 +118,27 @@ class PieceStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """One task a client. Prices are traced now; messages are made when they are sent, `max-in-flight` at a time."""
-        self._asked = self._ask(self.sample(server_round, grid), server_round, arrays)
+        self._asked = self.ask(self.sample(server_round, grid), server_round, arrays)
         self.reports = {c: ClientReport(c, state.device, state.budget_bytes) for c, (_, state) in self._asked.items()}
         for client, report in self.reports.items():
             if (share := self.state.setbacks.share(client)) < 1:
                 report.note = f"given {share:.0%} of its budget since its process died"
-        return self._messages(
-            "train", {client: task for client, (task, _) in self._asked.items()}, self.reports, arrays
-        )
+        tasks = {client: task for client, (task, _) in self._asked.items()}
+        return self.post.configure("train", tasks, arrays, self.reports)
 
-    def _ask(
+    def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
     ) -> dict[int, tuple[Task, DeviceState]]:
+        """The tasks of clients in a round, and what they have in it."""
         states = {}
         for client in clients:
             state = self.roster.state(client, server_round, self.reference_bytes, arrays.count_bytes())
             states[client] = replace(state, budget_bytes=self._share_of(state.budget_bytes, client))
         self.slowest = min((state.flops_per_second for state in states.values()), default=math.inf)
-        return {c: (self._with_hashes(self.task(server_round, state), arrays), state) for c, state in states.items()}
+        return {c: (self.with_hashes(self.task(server_round, state), arrays), state) for c, state in states.items()}
 
-    def _with_hashes(self, task: Task, arrays: ArrayRecord) -> Task:
+    def with_hashes(self, task: Task, arrays: ArrayRecord) -> Task:
+        """The task, naming its frozen units."""
         return replace(task, frozen=self.delivery.hashes(arrays, self.frozen_units(task)))
 
     def _share_of(self, budget: int, client: int) -> int:
@@ -147,40 +146,10 @@ class PieceStrategy(Strategy):
         share = self.state.setbacks.share(client)
         return budget if share == 1 else max(int(share * budget), min(budget, self.rule.least()))
 
-    def deliver(self) -> Iterator[Iterator[Message]]:
-        """Waves of messages with frozen units, for what was configured last; `delivered` takes in the replies to one before the
-        next is asked for.
-        """
-        return self.delivery.waves(self._tasks, self._arrays, self._ledger)
-
     def delivered(self, replies: Iterable[Message]) -> None:
         """Take note of which frozen units arrived."""
-        for client, message in self.delivery.note(replies, self._ledger):
-            self._fail(message, self._ledger[client])
-
-    def _messages(
-        self, kind: str, tasks: Mapping[int, Task], ledger: Mapping[int, ClientReport], arrays: ArrayRecord
-    ) -> Iterator[Message]:
-        """A message a client, made when it is sent. `ledger` takes the bytes."""
-        self._tasks, self._ledger, self._arrays = dict(tasks), dict(ledger), arrays
-        return self._made(kind)
-
-    def _made(self, kind: str) -> Iterator[Message]:
-        for client, task in self._tasks.items():
-            if client in self.delivery.unreached:
-                continue
-            content = RecordDict({"task": task.to_record(), "arrays": self._travelling(task)})
-            self._ledger[client].bytes_down += content_bytes(content)
-            self._ledger[client].reason = "no answer within round-timeout"
-            node = self.roster.members[client].node_id
-            ttl = LIFE * self.settings.round_timeout
-            yield Message(content, dst_node_id=node, message_type=kind, group_id=str(task.round), ttl=ttl)
-
-    def _travelling(self, task: Task) -> ArrayRecord:
-        units = self.sent_units(task)
-        if units is None:
-            return without_units(self._arrays, task.frozen)
-        return ArrayRecord({name: array for name, array in self._arrays.items() if unit_of(name) in units})
+        for client, message in self.delivery.note(replies, self.post.ledger):
+            self._fail(message, self.post.ledger[client])
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The task of a client that has this in a round."""
@@ -215,8 +184,8 @@ class PieceStrategy(Strategy):
         return self.finish(mean), self._train_metrics()
 
     def _received(self, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
-        spec = spec_of(self._arrays)
-        limit = norm_limit(self.state.norms, self.settings.update_norm_limit, self._arrays)
+        spec = spec_of(self.post.arrays)
+        limit = norm_limit(self.state.norms, self.settings.update_norm_limit, self.post.arrays)
         for message in replies:
             client = self.roster.client_of(message.metadata.src_node_id)
             if client is None or client not in self.reports:
@@ -231,11 +200,11 @@ class PieceStrategy(Strategy):
 
     def finish(self, mean: WeightedMean) -> ArrayRecord:
         """The new model; arrays that nobody trained stay the very same objects."""
-        spec = spec_of(self._arrays)
+        spec = spec_of(self.post.arrays)
         return ArrayRecord(
             {
                 name: Array(np.asarray(mean[name], dtype=spec[name][1])) if name in mean else array
-                for name, array in self._arrays.items()
+                for name, array in self.post.arrays.items()
             }
         )
 
@@ -254,7 +223,7 @@ class PieceStrategy(Strategy):
                 self.delivery.forget(report.client, outcome.lacking)
                 return None
             arrays = message.content.array_records["arrays"]
-            update = check_update(arrays, metrics.get("num-examples"), self._arrays, spec, limit)
+            update = check_update(arrays, metrics.get("num-examples"), self.post.arrays, spec, limit)
             sent = self.sent_units(self._asked[report.client][0])
             if sent is not None and (strange := [name for name in update.arrays if unit_of(name) not in sent]):
                 raise UpdateRejectedError(f"array {strange[0]!r} was not sent to be trained")
@@ -272,7 +241,7 @@ class PieceStrategy(Strategy):
     def _fail(self, message: Message, report: ClientReport) -> None:
         report.status = status_of(message.error)
         report.reason = f"error {message.error.code}: {message.error.reason}"[:LONGEST]
-        self.note_error(report.client, self._asked[report.client][0].round, report.status)
+        self.note_error(report.client, self.post.tasks[report.client].round, report.status)
 
     def note_error(self, client: int, server_round: int, status: str) -> None:
         """What a client's error in a round means for later ones; also of an error that comes late."""
@@ -285,25 +254,11 @@ class PieceStrategy(Strategy):
         if "memory-available" in metrics:
             self.roster.note_free_memory(report.client, int(metrics["memory-available"]))
         task, state = self._asked[report.client]
-        batches = read = 0
-        size, parts, seen, pricing = self.settings.batch_size, list[Part](), list[int](), self.pricing_of(task)
+        report.simulated_seconds = simulated_seconds(state, 0, report.bytes_down, report.bytes_up)
         if outcome.status == "ok":
-            keys, seen = outcome.reason.split("|"), [int(n) for n in metrics["seen"]]
-            if unpriced := [key for key in keys if key not in task.prices]:
-                raise UpdateRejectedError(f"piece {unpriced[0]!r} was not in the task's price list")
-            if len(keys) > len(task.prices):
-                raise UpdateRejectedError(f"{len(keys)} pieces, {len(task.prices)} are in the task's price list")
-            report.pieces = outcome.reason
-            parts = [self.rule.part(tuple(map(int, key.split(",")))) for key in keys]
-            report.flops = sum(pricing.traced(p).flops * n / size for p, n in zip(parts, seen, strict=True))
-            batches = sum(math.ceil(n / size) for n in seen)
-            read = sum(p.copies * p.state_bytes + p.input_bytes * n for p, n in zip(parts, seen, strict=True))
-        wire = report.bytes_down, report.bytes_up
-        if self.rule.swaps and seen:
-            steps = self.settings.local_iterations or math.ceil(seen[0] / size)  # of the mean size
-            report.simulated_seconds = task_seconds(state, [pricing.batch(parts[0], seen[0] / steps)] * steps, *wire)
-        else:
-            report.simulated_seconds = simulated_seconds(state, report.flops, *wire, read, batches)
+            report.account(
+                outcome.reason, [int(n) for n in metrics["seen"]], task, state, self.rule, self.pricing_of(task)
+            )
 
     def _train_metrics(self) -> MetricRecord:
         trained = [r for r in self.reports.values() if r.status == "ok"]
@@ -314,9 +269,7 @@ class PieceStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """In every `client-evaluation-every`-th round, the clients of the round evaluate the new model."""
-        tasks = self.evaluation_tasks(server_round, arrays, grid)
-        ledger = {client: ClientReport(client, "", 0) for client in tasks}
-        return self._messages("evaluate", tasks, ledger, arrays)
+        return self.post.configure("evaluate", self.evaluation_tasks(server_round, arrays, grid), arrays)
 
     def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
         """Who evaluates the new model, and by which task."""
@@ -339,7 +292,7 @@ class PieceStrategy(Strategy):
         """Mean over all validation examples of the clients that answered."""
         self.evaluated = 0
         total, sums = 0, dict.fromkeys(self.evaluation_keys, 0.0)
-        for client, metrics in self._answers(server_round, replies):
+        for client, metrics in self.post.answers(replies, lambda c, status: self.note_error(c, server_round, status)):
             with suppress(ValueError, TypeError, LookupError, ArithmeticError):  # what makes no sense does not count
                 examples = max(0, int(metrics.get("val-examples", 0)))
                 values = [finite(metrics, key) for key in sums]
@@ -351,29 +304,6 @@ class PieceStrategy(Strategy):
                     self.reports[client].evaluation_peak = count(metrics, "measured-peak")
         return MetricRecord({key: sums[key] / total for key in sums}) if total else None
 
-    def _answers(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The metrics of clients that did what they were asked besides training; the ledger gets the bytes."""
-        for message in replies:
-            client = self.roster.client_of(message.metadata.src_node_id)
-            if client is None or client not in self._ledger:
-                continue
-            if message.has_error():
-                self.note_error(client, server_round, status_of(message.error))
-                continue
-            with suppress(ValueError, TypeError, LookupError, ArithmeticError):
-                self._ledger[client].bytes_up += content_bytes(message.content)
-                outcome = Outcome.from_record(message.content.config_records["outcome"])
-                if outcome.status == "ok":
-                    yield client, dict(message.content.metric_records["metrics"])
-                else:
-                    self._ledger[client].reason = outcome.reason[:LONGEST]
-                    self.delivery.forget(client, outcome.lacking)
-
-    @property
-    def other_bytes(self) -> int:
-        """Bytes of what was configured last, both ways."""
-        return sum(report.bytes_down + report.bytes_up for report in self._ledger.values())
-
     def configure_survey(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:
         """Questions to clients that have to be answered before the round; None = there are none."""
         return None
@@ -381,10 +311,6 @@ class PieceStrategy(Strategy):
     def aggregate_survey(self, server_round: int, replies: Iterable[Message]) -> bool:
         """Take in the answers; whether the round can begin."""
         return True
-
-    def why_no_answer(self) -> str:
-        """Why clients did not answer what was configured last."""
-        return "; ".join(sorted({report.reason for report in self._ledger.values()})[:3]) or "none is connected"
 
     def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
         """What the clients' evaluation means for the rounds to come; the model that they go on from."""

@@ -65,14 +65,14 @@ class Delivery:
         self._address = experiment_id, state_dir
         self._held: dict[int, Holdings] = {}
         self._sent: dict[int, list[str]] = {}
-        self._hashes: dict[str, tuple[list[Array], str]] = {}
+        self._hashes: dict[str, tuple[list[bytes], str]] = {}
 
     def hashes(self, arrays: ArrayRecord, units: Iterable[str]) -> dict[str, str]:
-        """The content hashes of units; those whose arrays are the very same objects as before are not hashed again."""
+        """The content hashes of units; those whose bytes are the very same objects as before are not hashed again."""
         named = {}
         for unit, held in units_of(arrays, units).items():
             known, digest = self._hashes.get(unit, ([], ""))
-            objects = list(held.values())
+            objects = [array.data for array in held.values()]
             if len(known) != len(objects) or any(one is not other for one, other in zip(known, objects, strict=True)):
                 digest = content_hash((name, array.numpy()) for name, array in held.items())
                 self._hashes[unit] = objects, digest

@@ -1,100 +1,40 @@
 """FedProphet ("Memory-Efficient Federated Adversarial Training via Robust and Consistent Cascade Learning"), the server's
-side: Algorithms 1 and 2.
+side: Algorithm 2. How it cuts the model and deals it out is in `strategies.fedprophet_modules`.
 
-w_m: module m, consecutive atoms with the auxiliary head theta_m; the last module has the model's own head. R_min: the
-smallest memory reserved on a client; R_k, P_k: memory and performance of client k in a round. C_m, A_m: clean and adversarial
+w_m: module m; theta_m: its auxiliary head; R_min: the smallest memory reserved on a client. C_m, A_m: clean and adversarial
 validation accuracy of w_1 .. w_m with theta_m; starred, their values when module m was fixed.
 
-Algorithm 1: atoms are appended to a module while MemReq(w_m + theta_m) stays within R_min. Differentiated Module Assignment
-(Eqs. 14 and 15): a client of stage m trains w_m .. w_M as one, with M as large as memory, MemReq <= R_k, and time,
-FLOPs(w_m .. w_M + theta_M) <= P_k / P_min FLOPs(w_m), allow; P_min is of the clients of the round. Adaptive Perturbation
-Adjustment: epsilon_{m-1} = alpha E[max ||Delta z_{m-1}||] (Eq. 11), the mean over the training examples of all clients that are
-there when module m - 1 was fixed; alpha follows C_m / A_m (Eq. 12). Partial average (Eqs. 16 and 17): modules over the clients
-that trained them, theta_n over those that ended with it, by numbers of examples.
+Adaptive Perturbation Adjustment: epsilon_{m-1} = alpha E[max ||Delta z_{m-1}||] (Eq. 11), the mean over the training examples
+of all clients that are there when module m - 1 was fixed; alpha follows C_m / A_m (Eq. 12). Partial average (Eqs. 16 and 17):
+modules over the clients that trained them, theta_n over those that ended with it, by numbers of examples.
 
 Where the paper is silent, as in the authors' code: all clients validate (`validation-clients`); a round's score is C_m + rho
 A_m, rho = C*_{m-1} / A*_{m-1} (1 in the first stage); a stage ends with the weights of its best round. Ours: alpha does not go
-below 0; the last module is priced with its own head (the authors add an auxiliary one); where `r-min` is not set, it is the
-least budget of the clients, but at least what the largest atom needs: poorer clients refuse.
+below 0; where `r-min` is not set, it is the least budget of the clients, but at least what the largest atom needs: poorer
+clients refuse.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from client_app.task import Task, piece_key
-from client_app.trainers.fedprophet import Orders, head_behind, module_loss
+from client_app.trainers.fedprophet import Orders, head_behind
 from device_profiles.profile import DeviceState
-from models.anatomy import anatomy
 from models.cascade import unit_of
-from models.partition import AtomTooLargeError, Piece, atom_names, greedy_partition
+from models.partition import AtomTooLargeError, Piece
 from server_app.settings import Settings, learning_rate
 from strategies.base import PieceStrategy
-from strategies.pricing import Part, Pricing, share_or_bytes, whole_model
-from strategies.reports import ClientReport, count, finite
-from strategies.rules import Rule, Stage
+from strategies.fedprophet_modules import FedProphetRule
+from strategies.pricing import Pricing, share_or_bytes, whole_model
+from strategies.reports import count, finite
 from strategies.state import Experiment, StrategyState
 
 LOOKED_AT = 20  # rounds of a fleet, for its least budget
-
-
-class FedProphetRule(Rule):
-    """One stage a module."""
-
-    cuts = True
-    adversarial = True
-
-    @property
-    def swaps(self) -> bool:
-        """By the paper's own memory, a device that lacks some for the first module swaps."""
-        return self.settings.memory_model == "fedprophet"
-
-    def part(self, piece: Piece) -> Part:
-        """Atoms with the auxiliary head behind them, or with the model's own head at the end."""
-        head = head_behind(self.blueprint, piece[-1])
-        return Part(self.blueprint, piece, head, make_loss=module_loss(self.settings.convexity))
-
-    def least(self) -> int:
-        """The largest atom's price."""
-        return max(self.bytes((atom,)) for atom in range(len(self.blueprint.atoms)))
-
-    @cached_property
-    def stages(self) -> list[Stage]:
-        """w_1, w_2, ... Raises AtomTooLargeError where an atom does not fit R_min alone."""
-        modules = greedy_partition(
-            range(len(self.blueprint.atoms)),
-            self.bytes,
-            self.settings.allowance(self.smallest),
-            atom_names(self.blueprint),
-        )
-        return [Stage(f"module {m}", (self.part(module),)) for m, module in enumerate(modules, start=1)]
-
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The module of the stage and, where memory and time allow, those behind it.
-
-        Raises MemoryBudgetExceededError where that module does not fit.
-        """
-        if not self.swaps:
-            self.within(self.stages[stage].parts[0], state)
-        return [self.part(self.assigned(stage, state, slowest))]
-
-    def assigned(self, stage: int, state: DeviceState, slowest: float) -> Piece:
-        """The atoms of w_m .. w_M: of w_m always, of others as Eqs. 14 and 15 allow."""
-        assigned = self.stages[stage].parts[0].atoms
-        flops = (
-            sum(anatomy(self.blueprint, f"atoms.{atom}").flops for atom in assigned) * state.flops_per_second / slowest
-        )
-        allowed = self.settings.allowance(state.budget_bytes)
-        for later in self.stages[stage + 1 :] if self.settings.dma else []:
-            longer = (*assigned, *later.parts[0].atoms)
-            if self.part(longer).forward_flops > flops or self.bytes(longer) > allowed:
-                break
-            assigned = longer
-        return assigned
 
 
 @dataclass
@@ -126,7 +66,7 @@ class FedProphetState(StrategyState):
 
 
 def adjusted_alpha(alpha: float, recent: list[list[float]], fixed: dict[str, float], settings: Settings) -> float:
-    """Eq. 12, for the mean ratio of clean to adversarial accuracy (C, A) of the `recent` rounds; without divisions by A = 0."""
+    """Eq. 12 for C and A summed over the `recent` rounds; without divisions, as A may be 0."""
     clean, adversarial = (sum(column) for column in zip(*recent, strict=True))
     ratio, target = clean * fixed["adversarial"], adversarial * fixed["clean"]
     if ratio > (1 + settings.apa_margin) * target:
@@ -237,10 +177,10 @@ class FedProphet(PieceStrategy):
         return [f"atoms.{atom}" for module in Orders.of(task).fixed() for atom in module]
 
     def sent_units(self, task: Task) -> set[str]:
-        """The assigned modules and the head behind them."""
+        """The assigned modules, and the head behind each: a client may find that it has memory for fewer."""
         orders = Orders.of(task)
-        atoms = orders.atoms(orders.last)
-        return {*(f"atoms.{atom}" for atom in atoms), *([head_behind(self.blueprint, atoms[-1])] if atoms else [])}
+        heads = {head_behind(self.blueprint, self.modules[n][-1]) for n in range(orders.stage, orders.last + 1)}
+        return {f"atoms.{atom}" for atom in orders.atoms(orders.last)} | heads
 
     def configure_survey(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:
         """Before the first round of a stage, all clients measure what attacks do to the features that it starts from."""
@@ -250,25 +190,19 @@ class FedProphet(PieceStrategy):
         before = replace(self.orders(state.stage - 2), stage=state.stage - 1, clean=False)
         before = replace(before, epsilon=state.fixed["epsilon"], nonnegative=bool(state.fixed["nonnegative"]))
         tasks = {}
-        for client, (task, _) in self._ask(self.roster.present(grid), server_round, arrays).items():
-            tasks[client] = self._with_hashes(self._ordered(task, before, []), arrays)
-        return self._messages("query.survey", tasks, {client: ClientReport(client, "", 0) for client in tasks}, arrays)
+        for client, (task, _) in self.ask(self.roster.present(grid), server_round, arrays).items():
+            tasks[client] = self.with_hashes(self._ordered(task, before, []), arrays)
+        return self.post.configure("query.survey", tasks, arrays)
 
     def aggregate_survey(self, server_round: int, replies: Iterable[Message]) -> bool:
         """E[max ||Delta z||] over all examples (Eq. 11). False where nobody measured."""
         total, examples, least = 0.0, 0, float("inf")
-        for client, metrics in self._answers(server_round, replies):
-            distance, lowest, n = (
-                finite(metrics, "perturbation"),
-                finite(metrics, "least-feature"),
-                count(metrics, "num-examples"),
-            )
-            if (
-                distance is not None
-                and lowest is not None
-                and distance >= 0
-                and n <= self.roster.members[client].examples
-            ):
+        for client, metrics in self.post.answers(replies, lambda c, status: self.note_error(c, server_round, status)):
+            with suppress(ValueError, TypeError, LookupError, ArithmeticError):  # what makes no sense does not count
+                n, distance = count(metrics, "num-examples"), finite(metrics, "perturbation")
+                lowest = finite(metrics, "least-feature")
+                if distance is None or lowest is None or distance < 0 or n > self.roster.members[client].examples:
+                    continue
                 total, examples, least = total + distance * n, examples + n, min(least, lowest)
         if not examples:
             return False
@@ -280,7 +214,7 @@ class FedProphet(PieceStrategy):
         asked = {client: task for client, (task, _) in self._asked.items() if self.reachable(client)}
         if self.settings.validation_clients == "all":
             others = [client for client in self.roster.present(grid) if client not in self._asked]
-            asked |= {client: task for client, (task, _) in self._ask(others, server_round, arrays).items()}
+            asked |= {client: task for client, (task, _) in self.ask(others, server_round, arrays).items()}
         orders = self.orders(self.state.stage)
         modules = self.modules[: orders.stage + 1]
         pieces = [*modules, tuple(atom for module in modules for atom in module)]

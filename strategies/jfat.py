@@ -12,7 +12,8 @@ from functools import cached_property
 
 from device_profiles.profile import DeviceState
 from models.partition import Piece
-from strategies.fedprophet import FedProphet, FedProphetRule
+from strategies.fedprophet import FedProphet
+from strategies.fedprophet_modules import FedProphetRule
 from strategies.pricing import Part
 from strategies.rules import Stage
 

@@ -5,7 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from client_app.task import Task
+from device_profiles.clock import simulated_seconds, task_seconds
+from device_profiles.profile import DeviceState
 from strategies.aggregation import UpdateRejectedError
+from strategies.pricing import Pricing
+from strategies.rules import Rule
 
 LONGEST = 500  # characters of a client's text that are kept
 
@@ -49,6 +54,28 @@ class ClientReport:
     def add_note(self, note: str) -> None:
         """Add what a client says, which may be of any length, to what there is."""
         self.note = "; ".join(filter(None, (self.note, note[:LONGEST])))
+
+    def account(self, keys: str, seen: list[int], task: Task, state: DeviceState, rule: Rule, pricing: Pricing) -> None:
+        """FLOPs and simulated seconds of the pieces that a client trained (`keys`), each on so many examples (`seen`).
+
+        Raises UpdateRejectedError for pieces that it was not asked to train.
+        """
+        pieces = keys.split("|")
+        if unpriced := [key for key in pieces if key not in task.prices]:
+            raise UpdateRejectedError(f"piece {unpriced[0]!r} was not in the task's price list")
+        if len(pieces) > len(task.prices):
+            raise UpdateRejectedError(f"{len(pieces)} pieces, {len(task.prices)} are in the task's price list")
+        self.pieces, size = keys, rule.settings.batch_size
+        parts = [rule.part(tuple(map(int, key.split(",")))) for key in pieces]
+        self.flops = sum(pricing.traced(p).flops * n / size for p, n in zip(parts, seen, strict=True))
+        wire = self.bytes_down, self.bytes_up
+        if rule.swaps:
+            steps = rule.settings.local_iterations or math.ceil(seen[0] / size)  # of the mean size
+            self.simulated_seconds = task_seconds(state, [pricing.batch(parts[0], seen[0] / steps)] * steps, *wire)
+        else:
+            read = sum(p.copies * p.state_bytes + p.input_bytes * n for p, n in zip(parts, seen, strict=True))
+            batches = sum(math.ceil(n / size) for n in seen)
+            self.simulated_seconds = simulated_seconds(state, self.flops, *wire, read, batches)
 
     def read(self, metrics: Mapping[str, Any]) -> None:
         """Take over what a client says of itself. Raises UpdateRejectedError, ValueError or TypeError for nonsense."""

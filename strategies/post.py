@@ -1,0 +1,92 @@
+"""What a strategy asks of clients, as messages, and which answers count: training, evaluation and surveys alike."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from flwr.app import ArrayRecord, Message, RecordDict
+
+from client_app.task import Outcome, Task, content_bytes
+from models.cascade import unit_of
+from server_app.mail import LIFE
+from server_app.roster import Roster
+from strategies.delivery import Delivery, without_units
+from strategies.faults import status_of
+from strategies.reports import LONGEST, ClientReport
+
+Units = Callable[[Task], set[str] | None]
+OnError = Callable[[int, str], None]  # client, status
+
+
+class Post:
+    """The tasks that were configured last, by client. `ledger` holds a report of each, which takes the bytes and the reason.
+
+    `units` says which units travel with a task; None = all that are not frozen.
+    """
+
+    def __init__(self, roster: Roster, delivery: Delivery, timeout: float, units: Units) -> None:
+        self.roster, self.delivery, self.timeout, self.units = roster, delivery, timeout, units
+        self.tasks: dict[int, Task] = {}
+        self.ledger: dict[int, ClientReport] = {}
+        self.arrays = ArrayRecord()
+
+    def configure(
+        self,
+        kind: str,
+        tasks: Mapping[int, Task],
+        arrays: ArrayRecord,
+        reports: Mapping[int, ClientReport] | None = None,
+    ) -> Iterator[Message]:
+        """A message a client, made when it is sent; clients whose frozen units did not arrive get none."""
+        self.tasks, self.arrays = dict(tasks), arrays
+        self.ledger = {client: ClientReport(client, "", 0) for client in tasks} if reports is None else dict(reports)
+        return self._messages(kind)
+
+    def _messages(self, kind: str) -> Iterator[Message]:
+        for client, task in self.tasks.items():
+            if client in self.delivery.unreached:
+                continue
+            content = RecordDict({"task": task.to_record(), "arrays": self._travelling(task)})
+            self.ledger[client].bytes_down += content_bytes(content)
+            self.ledger[client].reason = "no answer within round-timeout"
+            node = self.roster.members[client].node_id
+            ttl = LIFE * self.timeout
+            yield Message(content, dst_node_id=node, message_type=kind, group_id=str(task.round), ttl=ttl)
+
+    def _travelling(self, task: Task) -> ArrayRecord:
+        units = self.units(task)
+        if units is None:
+            return without_units(self.arrays, task.frozen)
+        return ArrayRecord({name: array for name, array in self.arrays.items() if unit_of(name) in units})
+
+    def waves(self) -> Iterator[Iterator[Message]]:
+        """Messages with the frozen units that the tasks name."""
+        return self.delivery.waves(self.tasks, self.arrays, self.ledger)
+
+    def answers(self, replies: Iterable[Message], on_error: OnError) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The metrics of clients that did what they were asked besides training; what makes no sense does not count."""
+        for message in replies:
+            client = self.roster.client_of(message.metadata.src_node_id)
+            if client is None or client not in self.ledger:
+                continue
+            report = self.ledger[client]
+            if message.has_error():
+                report.reason = f"error {message.error.code}: {message.error.reason}"[:LONGEST]
+                on_error(client, status_of(message.error))
+                continue
+            with suppress(ValueError, TypeError, LookupError, ArithmeticError):
+                report.bytes_up += content_bytes(message.content)
+                outcome = Outcome.from_record(message.content.config_records["outcome"])
+                if outcome.status == "ok":
+                    yield client, dict(message.content.metric_records["metrics"])
+                else:
+                    report.reason = outcome.reason[:LONGEST]
+                    self.delivery.forget(client, outcome.lacking)
+
+    def bytes(self) -> int:
+        """Of messages that were configured last, both ways."""
+        return sum(report.bytes_down + report.bytes_up for report in self.ledger.values())
+
+    def silence(self) -> str:
+        """Why clients did not answer what was configured last."""
+        return "; ".join(sorted({report.reason for report in self.ledger.values()})[:3]) or "none is connected"
