@@ -68,8 +68,9 @@ def run_one(
     settings: Settings, seed: int, several: bool, restarts: int, as_json: bool, connection: Connection | None
 ) -> dict[str, Any]:
     """One seed's run, with its progress on stderr and its summary on stdout."""
-    from piecework.display import RoundProgress, memory_table, summary_table
+    from piecework.display import memory_table, summary_table
     from piecework.launch import SuperLinkLostError, launch
+    from piecework.progress import RoundProgress
     from server_app.roster import TooFewNodesError
     from server_app.rounds import RunAbortedError, preflight, resolve_run_dir
     from server_app.summary import summarise
@@ -91,7 +92,7 @@ def run_one(
         print(json.dumps(summary))
     else:
         rounds = run_dir.rounds()
-        out.print(summary_table(summary, rounds))
+        out.print(summary_table(summary, rounds, run_dir.final()))
         if rounds:
             out.print(memory_table(rounds))
         out.print(f"run folder: {run_dir.path}", soft_wrap=True)
@@ -101,18 +102,26 @@ def run_one(
 
 
 def over_seeds(summaries: list[dict[str, Any]]) -> dict[str, Any]:
-    """One object for several runs: sums, the mean accuracy, the largest peak, and the runs themselves."""
+    """One object for several runs: sums, mean accuracies, the largest peak, and the runs themselves."""
     finished = [s for s in summaries if s["status"] == "completed"]
-    accuracies = [s["accuracy"] for s in finished if s["accuracy"] is not None]
     peaks = [s["max_peak_over_budget"] for s in finished if s["max_peak_over_budget"] is not None]
     return {
         "run_dir": [s["run_dir"] for s in summaries],
         "status": "completed" if len(finished) == len(summaries) else "failed",
-        "accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
+        **mean_accuracies(finished),
         "max_peak_over_budget": max(peaks, default=None),
         **{key: sum(s.get(key, 0) for s in summaries) for key in COUNTED},
         "runs": summaries,
     }
+
+
+def mean_accuracies(summaries: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Clean, and under attack where any run tells; over the runs that tell."""
+    means: dict[str, float | None] = {"accuracy": None}
+    for key in ("accuracy", "adversarial_accuracy", "autoattack_accuracy"):
+        if found := [summary[key] for summary in summaries if summary.get(key) is not None]:
+            means[key] = sum(found) / len(found)
+    return means
 
 
 @app.command()
@@ -130,7 +139,7 @@ def plan(
         str, typer.Option(help="cut for 60MB, 57MiB or 0.2x of the full model; default: the fleet's least")
     ] = "",
     memory_model: Annotated[str, typer.Option(help="traced, or a paper's: fedepth, fedprophet, prism, profl")] = "",
-    precision: Annotated[str, typer.Option(help="float32 or bfloat16 (traced)")] = "float32",
+    precision: Annotated[str, typer.Option(help="float32 or bfloat16 (traced); default: that of the settings")] = "",
     attack_steps: Annotated[
         int | None, typer.Option(min=0, help="PGD steps of a training step; default: the system's own")
     ] = None,
@@ -156,7 +165,9 @@ def plan(
             raise SettingsError(f"--input-shape {input_shape} and --dataset {dataset}: give one of them")
         if suggest and picture:
             raise SettingsError(f"--picture {picture}: a picture shows one plan, --suggest makes several")
-        question = ask(settings, usual, input_shape, classes, examples, budget, precision, attack_steps)
+        question = ask(
+            settings, usual, input_shape, classes, examples, budget, precision or settings.precision, attack_steps
+        )
         if suggest:
             rows = suggestions(settings, question)
             print(json.dumps({"suggest": rows})) if as_json else show(suggest_tables(rows))
@@ -217,7 +228,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Lay runs side by side; runs that differ in nothing but the seed are one row, mean and spread."""
-    from piecework.compare import compare_json, compare_table, group_runs, write_curves
+    from piecework.compare import compare_json, group_runs
+    from piecework.compare_view import compare_table, write_curves
     from server_app.records import RunDir
 
     with errors_for_people(as_json):

@@ -1,19 +1,16 @@
-"""A run in the terminal: a line a round while it goes on, tables when it has ended.
+"""A run that has ended, in the terminal: tables, and the figures in them.
 
-All figures come from round records (`server_app.rounds`); a table by device class is also part of the report.
+All come from round records (`server_app.rounds`) and the evaluation of the trained model; a table by device class is also part
+of the report.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from device_profiles.profile import format_bytes
@@ -21,70 +18,16 @@ from server_app.records import RunDir
 
 Record = dict[str, Any]
 MOST_REASONS = 20
-RECENT = 5  # rounds whose median is the expected duration of the next: the first one also traces and starts up
 
 
-def round_line(record: Record, total_rounds: int, seconds: float) -> str:
-    """One finished round; `seconds` is what a round takes at present."""
-    parts = [f"round {record['round']}/{total_rounds}"]
-    parts += [f"{key} {record[key]:.3f}" for key in ("accuracy", "loss") if record[key] is not None]
-    parts.append(f"{record['answered']}/{record['asked']} clients ok")
-    peak = peak_over_budget([record])
-    if peak is not None:
-        parts.append(f"peak {percent(peak, 1)} of budget")
-    parts.append(f"{seconds:.1f} s/round")
-    left = total_rounds - record["round"]
-    if left > 0:
-        parts.append(f"{format_seconds(seconds * left)} left")
-    return "  ".join(parts)
-
-
-class RoundProgress:
-    """A live line on stderr, or one plain line a round where stderr is no terminal."""
-
-    def __init__(self, total_rounds: int, console: Console | None = None) -> None:
-        self.total_rounds = total_rounds
-        self.console = console or Console(stderr=True)
-        self.recent: list[float] = []
-        self.progress: Progress | None = None
-        self.task = TaskID(0)
-
-    def __enter__(self) -> Self:
-        if self.console.is_terminal and not self.console.is_dumb_terminal:
-            one_line = Column(no_wrap=True, overflow="ellipsis")
-            text = TextColumn("{task.description}", markup=False, table_column=one_line)
-            self.progress = Progress(
-                SpinnerColumn(finished_text=" "), BarColumn(16), TimeElapsedColumn(), text, console=self.console
-            )
-            first = "waiting for the clients, then round 1"
-            self.task = self.progress.add_task(first, total=self.total_rounds)
-            self.progress.start()
-        return self
-
-    def update(self, record: Record) -> None:
-        """Show a round that has ended."""
-        self.recent = [*self.recent, float(record["seconds"])][-RECENT:]
-        line = round_line(record, self.total_rounds, median(self.recent))
-        if self.progress is None:
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self.progress.update(self.task, completed=record["round"], description=line)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.progress is not None:
-            self.progress.stop()
-
-
-def summary_table(summary: Record, rounds: Sequence[Record]) -> Table:
-    """How a run ended; the summary of one that could not start has little in it."""
+def summary_table(summary: Record, rounds: Sequence[Record], final: Record | None = None) -> Table:
+    """How a run ended; the summary of one that could not start has little in it. `final` is `RunDir.final()`."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    evaluated = accuracies(rounds)
+    evaluated = accuracies(rounds, final)
     rows = [
-        ("status", summary["status"]),
-        ("rounds", str(summary["rounds"])),
+        *((key, str(summary[key])) for key in ("status", "rounds")),
         ("accuracy", f"{evaluated[-1]:.2%} (best {max(evaluated):.2%})" if evaluated else "-"),
+        *under_attack_rows(final),
         ("clients", ", ".join(f"{key} {summary.get(f'clients_{key}', 0)}" for key in COUNTS)),
         ("bytes down", format_bytes(summary.get("bytes_down", 0))),
         ("bytes up", format_bytes(summary.get("bytes_up", 0))),
@@ -108,7 +51,7 @@ def memory_table(rounds: Sequence[Record]) -> Table:
 
 @dataclass
 class DeviceClass:
-    """What the clients with one kind of device did in a run. Bytes; peaks are the largest."""
+    """What the clients with one kind of device did in a run. Bytes; peaks are the largest, measured also in evaluation."""
 
     name: str
     clients: set[int] = field(default_factory=set)
@@ -129,12 +72,12 @@ def device_classes(rounds: Iterable[Record]) -> list[DeviceClass]:
             row.clients.add(client["client"])
             row.budgets.add(client["budget"])
             row.predicted_peak = max(row.predicted_peak, client["predicted_peak"])
-            row.measured_peak = max(row.measured_peak, client["measured_peak"])
+            row.measured_peak = max(row.measured_peak, largest_peak(client))
             row.asked += 1
             if client["status"] == "ok":
                 row.answered += 1
                 if client["budget"]:
-                    row.peak_over_budget = max(row.peak_over_budget or 0.0, client["measured_peak"] / client["budget"])
+                    row.peak_over_budget = max(row.peak_over_budget or 0.0, largest_peak(client) / client["budget"])
     return [classes[name] for name in sorted(classes)]
 
 
@@ -174,7 +117,12 @@ def closest_to_budget(rounds: Iterable[Record]) -> list[Record]:
 def fullness(row: Record) -> tuple[float, float]:
     """Shares of the budget: measured, and needed where it was refused."""
     budget = row["budget"] or 1
-    return row["measured_peak"] / budget, row["needed"] / budget
+    return largest_peak(row) / budget, row["needed"] / budget
+
+
+def largest_peak(row: Record) -> int:
+    """Of a client's training and, where it evaluated, of that."""
+    return int(max(row["measured_peak"], row.get("evaluation_peak", 0)))
 
 
 def reasons(rounds: Iterable[Record]) -> list[tuple[str, str, str]]:
@@ -191,9 +139,36 @@ def reasons(rounds: Iterable[Record]) -> list[tuple[str, str, str]]:
     return [*rows, ("", str(rest), "other reasons")] if rest else rows
 
 
-def accuracies(rounds: Iterable[Record]) -> list[float]:
-    """Central accuracies of the rounds that were evaluated."""
-    return [record["accuracy"] for record in rounds if record["accuracy"] is not None]
+def accuracies(rounds: Iterable[Record], final: Record | None = None) -> list[float]:
+    """Central accuracies of the rounds that were evaluated, and last that of the trained model where it was told apart."""
+    found = [record["accuracy"] for record in rounds if record["accuracy"] is not None]
+    return [*found, final["accuracy"]] if final else found
+
+
+@dataclass(frozen=True)
+class UnderAttack:
+    """How the trained model does: `accuracy` is the share of `images` that is classified rightly."""
+
+    attack: str
+    images: int
+    accuracy: float
+
+
+def under_attack(final: Record | None) -> dict[str, UnderAttack]:
+    """By the summary's names."""
+    found = {}
+    if final and final["adversarial_accuracy"] is not None:
+        attack = f"PGD-{final['attack_steps']}"
+        found["adversarial_accuracy"] = UnderAttack(attack, final["attacked"], final["adversarial_accuracy"])
+    if final and (ensemble := final.get("autoattack")):
+        found["autoattack_accuracy"] = UnderAttack("AutoAttack", ensemble["images"], ensemble["accuracy"])
+    return found
+
+
+def under_attack_rows(final: Record | None) -> list[tuple[str, str]]:
+    """The same for people."""
+    found = under_attack(final).values()
+    return [(f"under {each.attack}", f"{percent(each.accuracy)} of {each.images} images") for each in found]
 
 
 def totals(rounds: Iterable[Record]) -> dict[str, int]:
@@ -220,11 +195,13 @@ def is_enforced(rounds: Iterable[Record]) -> bool:
 
 
 def peak_over_budget(rounds: Sequence[Record]) -> float | None:
-    """The largest measured peak as a share of its budget; None where nobody trained or nothing was enforced."""
+    """The largest measured peak, in training or evaluation, as a share of its budget; None where nobody trained or nothing
+    was enforced.
+    """
     if not is_enforced(rounds):
         return None
     trained = (c for record in rounds for c in record["clients"] if c["status"] == "ok" and c["budget"])
-    return max((c["measured_peak"] / c["budget"] for c in trained), default=None)
+    return max((largest_peak(c) / c["budget"] for c in trained), default=None)
 
 
 def how_it_ended(run_dir: RunDir, rounds: Sequence[Record]) -> tuple[str, str, float]:

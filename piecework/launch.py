@@ -5,6 +5,7 @@ SuperLink answers, freeze its environment, reinstall dependencies, and return 0 
 """
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from functools import partial
 from typing import Any
 
 import tomli_w
+import torch
 
+from client_app.accelerator import find_device
 from piecework.processes import (
     APP,
     Connection,
@@ -50,6 +53,8 @@ def launch(
     With a `connection` the run is submitted to the SuperLink there. Returns the summary; raises what cannot be mended.
     """
     preflight(settings)
+    if not connection and "RAY_ADDRESS" not in os.environ:
+        find_device(settings.accelerator)  # the clients will run on this machine
     engines = {"local": run_local, "ray": run_ray, "deployment": run_deployment}
     engine = partial(run_there, connection=connection) if connection else engines[settings.engine]
     for attempt in range(restarts + 1):
@@ -84,14 +89,21 @@ def run_local(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
 
 def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
     """Flower's simulation: a SuperLink of our own, which starts Ray (or joins the cluster of RAY_ADDRESS)."""
-    federation = f"num-supernodes={settings.clients} client-resources-num-cpus=1 client-resources-num-gpus=0.0"
+    gpus = max(1, torch.cuda.device_count()) if settings.accelerator == "cuda" else 0
+    share = gpu_share(settings.workers, gpus)  # without one, Ray hides the GPUs
+    federation = f"num-supernodes={settings.clients} client-resources-num-cpus=1 client-resources-num-gpus={share}"
     if "RAY_ADDRESS" not in os.environ:
         federation += (
-            f" init-args-num-cpus={settings.workers} init-args-num-gpus=0"
+            f" init-args-num-cpus={settings.workers} init-args-num-gpus={gpus}"
             " init-args-logging-level='ERROR' init-args-log-to-driver=false"
         )
     with flower_home() as home, superlink(home, "--simulation", "--isolation", "subprocess"):
         follow(home, settings, run_dir, on_round, "--federation-config", federation)
+
+
+def gpu_share(workers: int, gpus: int) -> float:
+    """What Ray gives a client of one GPU, so that `workers` clients spread evenly over all; rounded down, so that they fit."""
+    return math.floor(1e4 / math.ceil(workers / gpus)) / 1e4 if gpus else 0.0
 
 
 def run_deployment(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:

@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,27 +15,53 @@ from client_app.training import channels_last
 from federated_data.datasets import default_cache, load, prepare
 from models.cascade import Cascade, isolated_rng
 from server_app.records import CheckpointError
-from server_app.settings import Settings
+from server_app.settings import Settings, SettingsError
 
 
 def load_model(run_dir: Path) -> Cascade:
-    """The trained model of a finished run, in evaluation mode. Raises CheckpointError where there is none."""
+    """The trained model of a finished run, in evaluation mode: of one that ended in the middle of a cascade, the atoms that
+    were trained with the head behind them. Raises CheckpointError where there is none.
+    """
+    path = model_file(run_dir)
+    described = description(path)
+    try:
+        settings = Settings.from_run_config(described["settings"])
+        data = load(prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache()))
+        whole = blueprint_for(settings, data)
+        # older runs do not say: theirs are whole
+        atoms, head = described.get("atoms", range(len(whole.atoms))), described.get("head", "head")
+        part = replace(whole, atoms=tuple(whole.atoms[i] for i in atoms), build_head=lambda: whole.build_unit(head))
+        with isolated_rng(0):
+            model = Cascade(part)
+        units = {f"atoms.{i}": module for i, module in zip(atoms, model.atoms, strict=True)} | {head: model.head}
+        with safe_open(path, framework="pt") as file, torch.no_grad():
+            for unit, module in units.items():
+                for name, target in module.state_dict().items():
+                    target.copy_(file.get_tensor(f"{unit}.{name}"))
+    except SettingsError as error:
+        raise CheckpointError(f"{path} was written by another version of Piecework: {error}") from error
+    except (SafetensorError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    channels_last(model)
+    return model.eval()
+
+
+def model_file(run_dir: Path) -> Path:
+    """Where a run's trained model lies. Raises CheckpointError where there is none."""
     path = run_dir / "model.safetensors"
     if not path.is_file():
         raise CheckpointError(f"{run_dir} holds no model.safetensors: has the run completed?")
+    return path
+
+
+def description(path: Path) -> dict[str, Any]:
+    """What a trained model's file says of it besides the arrays. Raises CheckpointError."""
     try:
-        with safe_open(path, framework="pt") as file:
-            settings = Settings.from_run_config(json.loads(file.metadata()["piecework"])["settings"])
-            data = load(prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache()))
-            with isolated_rng(0):
-                model = channels_last(Cascade(blueprint_for(settings, data)))
-            with torch.no_grad():
-                for name, target in model.state_dict().items():
-                    target.copy_(file.get_tensor(name))
-    except (SafetensorError, KeyError, TypeError) as error:
+        with safe_open(path, framework="np") as file:
+            described: dict[str, Any] = json.loads(file.metadata()["piecework"])
+            return described
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    assert isinstance(model, Cascade)
-    return model.eval()
 
 
 def stores(output_dir: Path) -> list[Path]:

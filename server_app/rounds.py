@@ -131,7 +131,7 @@ class Run:
         """Write the trained model; for adversarial training, how it does; and free what emulated clients cached."""
         settings, strategy = self.settings, self.strategy
         arrays = strategy.final(self.arrays)
-        atoms, head = strategy.trained_model()
+        atoms, head = strategy.final_model()
         self.run_dir.save_model(
             arrays,
             {

@@ -335,8 +335,12 @@ class PieceStrategy(Strategy):
         return {}
 
     def trained_model(self) -> tuple[Piece, str]:
-        """The atoms and the head that make the model at present: all of it, or what of it has been trained."""
+        """The atoms and the head that make the model of the round: all of it, or what of it has been trained."""
         return tuple(range(len(self.blueprint.atoms))), "head"
+
+    def final_model(self) -> tuple[Piece, str]:
+        """The atoms and the head that make the model of the run, where it ends now."""
+        return self.trained_model()
 
     def summary(self) -> None:
         """Nothing: the launcher prints the settings."""

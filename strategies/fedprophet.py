@@ -308,5 +308,12 @@ class FedProphet(PieceStrategy):
 
     def trained_model(self) -> tuple[Piece, str]:
         """The modules up to the one in training, and the head behind it."""
-        atoms = tuple(atom for module in self.modules[: self.state.stage + 1] for atom in module)
+        return self._cascade(self.state.stage + 1)
+
+    def final_model(self) -> tuple[Piece, str]:
+        """As in the last round; without the module of a stage that has not begun."""
+        return self._cascade(self.state.stage + (self.state.stage_round > 0))
+
+    def _cascade(self, count: int) -> tuple[Piece, str]:
+        atoms = tuple(atom for module in self.modules[:count] for atom in module)
         return atoms, head_behind(self.blueprint, atoms[-1])

@@ -30,13 +30,18 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["clients-per-round=2", "num-rounds=2", "local-epochs=1", "max-in-flight=2"]
 
 
-def run_engine(tmp_path: Path, engine: str, nodes: int) -> RunDir:
-    settings = settings_from("", SMALL, engine=engine, nodes=nodes, output_dir=str(tmp_path))
+# Three modules, a round each: what was fixed travels by itself, and all clients measure it.
+CASCADE = ["strategy=fedprophet", "num-rounds=3", "stage-rounds=1", "batch-norm=running", "local-iterations=2"]
+CASCADE += ["attack-steps=1", "evaluation-attack-steps=1", "evaluation-attack-examples=10"]
+
+
+def run_engine(tmp_path: Path, engine: str, nodes: int, extra: list[str]) -> RunDir:
+    settings = settings_from("", [*SMALL, *extra], engine=engine, nodes=nodes, output_dir=str(tmp_path))
     settings = settings.model_copy(update={"run_name": engine, "workers": 2})
     run_dir = RunDir(tmp_path / engine)
     summary = launch(settings, run_dir, lambda record: None)
     assert summary["status"] == "completed"
-    assert summary["clients_answered"] == 4
+    assert summary["clients_answered"] == 2 * settings.num_rounds
     return run_dir
 
 
@@ -49,10 +54,14 @@ def started_here() -> set[int]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("engine", "nodes"), [("ray", 3), ("deployment", 2)])
-def test_engines_agree(tmp_path: Path, engine: str, nodes: int) -> None:
+@pytest.mark.parametrize(
+    ("engine", "nodes", "extra"),
+    [("ray", 3, []), ("deployment", 2, []), ("ray", 3, CASCADE), ("deployment", 2, CASCADE)],
+    ids=["ray", "deployment", "ray-cascade", "deployment-cascade"],
+)
+def test_engines_agree(tmp_path: Path, engine: str, nodes: int, extra: list[str]) -> None:
     before = started_here()
-    one, other = model(run_engine(tmp_path, "local", nodes)), model(run_engine(tmp_path, engine, nodes))
+    one, other = (model(run_engine(tmp_path, name, nodes, extra)) for name in ("local", engine))
     assert one.keys() == other.keys()
     for name, array in one.items():
         np.testing.assert_allclose(array, other[name], rtol=0, atol=1e-6)

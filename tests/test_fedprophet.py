@@ -15,6 +15,7 @@ from torch import nn
 
 from models.cascade import unit_of
 from models.zoo import MODELS, build_blueprint
+from piecework import load
 from server_app.records import RunDir
 from server_app.rounds import RunAbortedError
 from server_app.settings import SettingsError
@@ -235,6 +236,18 @@ def test_what_training_ends_with_is_the_best_round(tmp_path: Path) -> None:
     assert checkpoint is not None
     assert checkpoint.values["strategy-state"]["best"]["round"] == 1 + scores.index(max(scores))
     assert set(map(unit_of, checkpoint.kept)) == set(map(unit_of, checkpoint.arrays))
+
+
+def test_a_run_that_ends_with_a_stage_leaves_what_was_trained(tmp_path: Path) -> None:
+    """The next stage's module and head are as they were made."""
+    run_dir = run_local(tmp_path, **SMALL | {"num_rounds": 4})
+    final, rounds = run_dir.final(), run_dir.rounds()
+    assert final is not None
+    assert (final["accuracy"], final["loss"]) in [(record["accuracy"], record["loss"]) for record in rounds[2:]]
+    model = load(run_dir.path)
+    assert [*dict.fromkeys(name.split(".")[1] for name in model.state_dict() if name.startswith("atoms"))] == list(
+        "0123"
+    )
 
 
 def test_clean_rounds_come_first(tmp_path: Path) -> None:

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from piecework.compare import compare_json, compare_table, group_runs, write_curves
-from piecework.display import RoundProgress, memory_rows, memory_table, percent, reasons, summary_table
-from piecework.report import ReportError, write_report
+from piecework.compare import compare_json, group_runs
+from piecework.compare_view import compare_table, write_curves
+from piecework.display import memory_rows, memory_table, percent, reasons, summary_table
+from piecework.page import ReportError
+from piecework.progress import RoundProgress
+from piecework.report import write_report
 from server_app.records import CheckpointError, RunDir
 from server_app.settings import Settings
 from server_app.summary import summarise
@@ -297,7 +300,7 @@ def test_progress_without_a_terminal() -> None:
         progress.update(round_record(1, 0.25, [client(0), refused(1)]))
         progress.update(round_record(2, None, [client(0, device="[red]")], seconds=4.0, enforced=False))
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
-        "round 1/3  accuracy 0.250  loss 0.750  1/2 clients ok  peak 90.0% of budget  2.0 s/round  4.0 s left",
+        "round 1/3  accuracy 25.0%  loss 0.750  1/2 clients ok  peak 90.0% of budget  2.0 s/round  4.0 s left",
         "round 2/3  1/1 clients ok  3.0 s/round  3.0 s left",
     ]
 
@@ -306,7 +309,7 @@ def test_progress_on_a_terminal() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True, _environ={"TERM": "xterm"})
     with RoundProgress(1, console) as progress:
         progress.update(round_record(1, 0.25, [client(0)]))
-    assert "accuracy 0.250" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "accuracy 25.0%" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_tables_at_the_end_of_a_run() -> None:

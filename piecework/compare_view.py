@@ -1,0 +1,132 @@
+"""Runs side by side, for people: a table, and a page with curves."""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from device_profiles.profile import format_bytes
+from piecework import display
+from piecework.compare import ACCURACIES, UNDER_ATTACK, Group, figures, short
+from piecework.display import percent
+from server_app.records import write_atomically
+
+
+def compare_table(groups: Sequence[Group]) -> Table:
+    """A column a group, headed by what sets it apart: few groups with many figures fit a terminal best so."""
+    table = Table(show_header=False, caption="accuracy: mean ± sample standard deviation; bytes, time: mean of a run")
+    heads = [{key: short(value) for key, value in group.differs.items()} for group in groups]
+    found = [figures(group) for group in groups]
+    attacks, evaluated = attack_names(groups), any(each["largest_evaluation_peak"] for each in found)
+    for rows in (heads, [lines(each, attacks, evaluated) for each in found]):
+        for name in rows[0] if rows else ():
+            table.add_row(name, *(Text(column[name], justify="right") for column in rows))
+        table.add_section()
+    return table
+
+
+def attack_names(groups: Sequence[Group]) -> dict[str, str]:
+    """Of the attacks that any run has; where runs differ in steps or images, which their settings show, without these."""
+    names = {}
+    for key, general in UNDER_ATTACK.items():
+        found = [run.under_attack[key] for group in groups for run in group.runs if key in run.under_attack]
+        exact = {f"under {each.attack}, {each.images} images" for each in found}
+        if found:
+            names[key] = exact.pop() if len(exact) == 1 else f"under {general}"
+    return names
+
+
+def lines(found: dict[str, Any], attacks: dict[str, str], evaluated: bool) -> dict[str, str]:
+    """The figures of a group as text; those of attacks and of memory in evaluation where any group has them."""
+    rounds, ended = sorted({min(found["rounds"]), max(found["rounds"])}), found["status"]
+    return {
+        "seeds": ", ".join(map(str, found["seeds"])),
+        "ended": ", ".join(status if set(ended) == {"completed"} else f"{n} {status}" for status, n in ended.items()),
+        "rounds": " to ".join(map(str, rounds)) if rounds[-1] else "-",
+        "accuracy": with_spread(found["accuracy_mean"], found["accuracy_std"]),
+        "best accuracy": percent(found["best_accuracy_mean"]),
+        **{name: with_spread(found[f"{key}_mean"], found[f"{key}_std"]) for key, name in attacks.items()},
+        "bytes down": size(found["bytes_down_mean"]),
+        "bytes up": size(found["bytes_up_mean"]),
+        "peak / budget": percent(found["max_peak_over_budget"], 1) if found["enforced"] else "not enforced",
+        "largest peak": size(found["largest_measured_peak"]),
+        **({"in evaluation": size(found["largest_evaluation_peak"])} if evaluated else {}),
+        "clients failed": f"{found['clients_failed']} of {found['clients_asked']}" if rounds[-1] else "-",
+        "time": duration(found["seconds_mean"]),
+        "simulated time": duration(found["simulated_seconds_mean"]),
+    }
+
+
+def with_spread(share: float | None, deviation: float | None) -> str:
+    """`70.00% ± 10.00%`."""
+    return percent(share) + (f" ± {percent(deviation)}" if deviation is not None else "")
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds for people."""
+    return "-" if seconds is None else display.format_seconds(seconds)
+
+
+def size(amount: float | None) -> str:
+    """Bytes for people."""
+    return "-" if amount is None else format_bytes(round(amount))
+
+
+def write_curves(groups: Sequence[Group], path: Path) -> Path:
+    """Write one page with accuracy over rounds and over bytes. Raises ReportError without plotly."""
+    from piecework.page import Section, page, sections_html
+
+    caption = (
+        "Line: mean of the runs of a group that were evaluated in the round; band: from the lowest to the highest."
+    )
+    of_bytes = "The same, over the mean bytes of training messages (down and up, all clients) until the round."
+    shown = []
+    for key, name in ACCURACIES.items():
+        if any(run.curves[key] for group in groups for run in group.runs):
+            shown += [
+                Section(f"{name} over rounds", caption, curves_figure(groups, key, over_bytes=False)),
+                Section(f"{name} over bytes", of_bytes, curves_figure(groups, key, over_bytes=True)),
+            ]
+    shown = shown or [Section("Accuracy", "No round of these runs was evaluated.")]
+    write_atomically(path, page("Piecework: runs compared", f"<h1>Runs compared</h1>{sections_html(shown)}").encode())
+    return path
+
+
+def curves_figure(groups: Sequence[Group], key: str, *, over_bytes: bool) -> Any:
+    """A line and a band a group, of what records call `key`."""
+    from piecework.page import COLOURS, graph_objects, line
+
+    figure = graph_objects().Figure()
+    for i, group in enumerate(groups):
+        points, name = mean_curve(group, key, over_bytes), escape(group.label).replace(" ", "<br>")
+        if len(group.runs) > 1 and points:
+            x = [p[0] for p in points]
+            edge = {"x": x, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
+            colour = COLOURS[i % len(COLOURS)]
+            band = {"fill": "tonexty", "fillcolor": f"rgba({','.join(str(c) for c in bytes.fromhex(colour[1:]))},.15)"}
+            figure.add_scatter(y=[p[2] for p in points], legendgroup=str(i), **edge)
+            figure.add_scatter(y=[p[3] for p in points], legendgroup=str(i), **edge, **band)
+        if points:
+            figure.add_trace(line([p[:2] for p in points], group.label, i).update(legendgroup=str(i), name=name))
+    figure.update_xaxes(title="bytes, down and up" if over_bytes else "round", rangemode="tozero")
+    if over_bytes:
+        figure.update_xaxes(tickformat="~s", ticksuffix="B")
+    return figure.update_yaxes(title=ACCURACIES[key].lower(), tickformat="~%", rangemode="nonnegative")
+
+
+def mean_curve(group: Group, key: str, over_bytes: bool) -> list[tuple[float, float, float, float]]:
+    """(round or mean bytes, mean, lowest, highest accuracy) by round."""
+    by_round: dict[int, list[tuple[int, float]]] = {}
+    for run in group.runs:
+        for number, sent, accuracy in run.curves[key]:
+            by_round.setdefault(number, []).append((sent, accuracy))
+    points = []
+    for number, seen in sorted(by_round.items()):
+        values = [accuracy for _, accuracy in seen]
+        x = fmean(sent for sent, _ in seen) if over_bytes else number
+        points.append((x, fmean(values), min(values), max(values)))
+    return points

@@ -1,0 +1,144 @@
+"""What HTML pages are made of: sections with a figure each, tables, one page that is readable without a network.
+
+Figures are aggregated, so a page stays small beside the plotly.js in it, which is there once. Everything that comes from
+settings or records is escaped.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import Any
+
+from piecework.display import Record
+
+# Okabe and Ito's colours, which stay apart for colour-blind readers; yellow is too pale on white.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#8A8A8A")
+DASHES = ("solid", "dash", "dot")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "pentagon")
+
+STYLE = """
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24; background: #fff;
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; break-after: avoid; }
+h1 small { font-size: .9rem; font-weight: normal; padding: .15rem .6rem; border: 1px solid; border-radius: 1rem; }
+.completed { color: #00614a; } .failed { color: #a33d00; } .unfinished { color: #57606a; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .7rem 1rem; border-left: 4px solid #d55e00;
+  background: #fdf3ec; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
+th, td { text-align: left; vertical-align: top; padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid #e3e6ea; }
+th, td:first-child, .memory td, .stages td:not(:last-child) { white-space: nowrap; } td { overflow-wrap: anywhere; }
+tbody th { font-weight: normal; color: #57606a; }
+p { color: #57606a; margin: .2rem 0 .6rem; } section { break-inside: avoid; } summary { cursor: pointer; }
+@media print { body { margin: 0; zoom: .74; } details::details-content { content-visibility: visible; } }
+"""
+LAYOUT = {"template": "plotly_white", "height": 340, "margin": {"t": 25, "r": 10, "b": 50, "l": 70}}
+LAYOUT |= {"font": {"family": "system-ui, sans-serif", "size": 13}, "showlegend": True}
+# No source but the page itself: a mistake would show as an empty figure, not as a request.
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+class ReportError(ValueError):
+    """A page cannot be made."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, what the figure shows, the figure (None: there is nothing to show), and HTML below it."""
+
+    heading: str
+    caption: str
+    figure: Any = None
+    below: str = ""
+
+
+def graph_objects() -> Any:
+    """plotly, of which only the pages know. Raises ReportError."""
+    try:
+        import plotly.graph_objects
+    except ImportError as error:
+        raise ReportError("figures need plotly: pip install 'piecework[report]'") from error
+    return plotly.graph_objects
+
+
+def panels(count: int, **layout: Any) -> Any:
+    """Figures side by side. Raises ReportError."""
+    graph_objects()
+    from plotly.subplots import make_subplots
+
+    return make_subplots(cols=count, **layout)
+
+
+def line(points: Sequence[tuple[float, float | None]], name: str, number: int) -> Any:
+    """A line that differs from its neighbours in colour and in marks, while those can be told apart; gaps where y is None."""
+    style = {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % len(DASHES)]}
+    x, y = zip(*points, strict=True)
+    mode = "lines+markers" if len(x) <= 40 else "lines"
+    symbol = {"symbol": SYMBOLS[number % len(SYMBOLS)], "size": 6}
+    return graph_objects().Scatter(x=x, y=y, name=escape(name), mode=mode, line=style, marker=symbol)
+
+
+def bars(rounds: Sequence[Record], stacks: dict[str, list[Any]], title: str) -> Any:
+    """Stacked bars over rounds."""
+    figure = graph_objects().Figure()
+    for i, (name, values) in enumerate(stacks.items()):
+        figure.add_bar(x=[r["round"] for r in rounds], y=values, name=escape(name), marker_color=COLOURS[i])
+    figure.update_yaxes(title=title, rangemode="tozero")
+    figure.update_traces(marker_line_width=0)  # white edges would be all that is seen of thin bars
+    return over_rounds(figure, rounds).update_layout(barmode="stack", bargap=0.3 if len(rounds) <= 60 else 0)
+
+
+def over_rounds(figure: Any, rounds: Sequence[Record]) -> Any:
+    """Whole rounds on the x axis, of which there may be one."""
+    last = rounds[-1]["round"]
+    step = next(s * 10**k for k in range(9) for s in (1, 2, 5) if s * 10**k * 10 >= last)
+    return figure.update_xaxes(title="round", range=[0.5, last + 0.5], tick0=step, dtick=step)
+
+
+def mark_stages(figure: Any, rounds: Sequence[Record]) -> Any:
+    """A dashed line where a stage ended and the next one began, in every panel."""
+    ends = [(a["round"] + b["round"]) / 2 for a, b in pairwise(rounds) if a["stage"] != b["stage"]]
+    style = {
+        "type": "line",
+        "y0": 0,
+        "y1": 1,
+        "layer": "below",
+        "line": {"color": COLOURS[1], "dash": "dash", "width": 1.5},
+    }
+    axes = [axis.plotly_name.removeprefix("xaxis") for axis in figure.select_xaxes()]
+    # all at once: plotly's add_vline takes about 20 ms for each
+    lines = [style | {"xref": f"x{n}", "yref": f"y{n} domain", "x0": at, "x1": at} for n in axes for at in ends]
+    return figure.update_layout(shapes=lines)
+
+
+def sections_html(sections: Iterable[Section]) -> str:
+    """The sections below each other; plotly.js goes with the first figure."""
+    parts, script = [], True
+    for number, section in enumerate(sections):
+        parts.append(f"<section><h2>{escape(section.heading)}</h2><p>{escape(section.caption)}</p>")
+        if section.figure is not None:
+            section.figure.update_layout(LAYOUT)
+            options = {"full_html": False, "include_plotlyjs": script, "div_id": f"figure-{number}"}
+            parts.append(section.figure.to_html(**options, config={"displayModeBar": False, "responsive": True}))
+            script = False
+        parts.append(f"{section.below}</section>")
+    return "\n".join(parts)
+
+
+def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """With a head row, or with the first cell of each row as its head."""
+    top = f"<thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr></thead>" if head else ""
+    tag = "td" if head else "th"
+    body = (f"<tr><{tag}>{escape(a)}</{tag}>{''.join(f'<td>{escape(c)}</td>' for c in rest)}</tr>" for a, *rest in rows)
+    return f"<table>{top}<tbody>{''.join(body)}</tbody></table>"
+
+
+def page(title: str, body: str) -> str:
+    """A page that needs nothing but itself."""
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
+        f"<body>\n{body}\n</body></html>\n"
+    )
