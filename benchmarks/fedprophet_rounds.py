@@ -21,7 +21,7 @@ from models.partition import Piece
 from piecework.question import budget_bytes
 from server_app.roster import sampled
 from strategies.fedprophet import FedProphetRule
-from strategies.fedprophet_costs import macs
+from strategies.fedprophet_modules import macs
 from strategies.pricing import pricing_for
 
 CLIENTS, ASKED, ITERATIONS, ATTACK_STEPS = 100, 10, 30, 10

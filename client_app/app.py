@@ -14,13 +14,14 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from client_app import frozen
+from client_app.accelerator import NoAcceleratorError, find_device
 from client_app.client import Client
 from client_app.memory_cap import ResidentPeak, is_out_of_memory
-from client_app.prepare import open_share, open_store, pack, prepare_client, unpack
+from client_app.prepare import memory_for_training, open_share, open_store, pack, prepare_client, unpack
 from client_app.task import Metrics, Outcome, Question, Task, content_bytes, piece_key, reply
 from client_app.trainers import find_evaluator, find_survey, find_trainer
 from device_profiles.memory import MemoryBudgetExceededError
-from device_profiles.profile import available_memory, measure_device
+from device_profiles.profile import measure_device
 from federated_data.partition import split
 from models.cascade import batch_norm_names, isolated_rng
 from server_app.settings import Settings
@@ -42,9 +43,10 @@ def query_device(message: Message, context: Context) -> Message:
     if node.get("device") == "auto":
         folder = Path(str(node.get("state-dir", ".")))
         folder.mkdir(parents=True, exist_ok=True)
+        available = memory_for_training(find_device(settings.accelerator))  # before the probes, which take some
         measured = measure_device(folder)
         metrics |= {
-            "memory-available": measured.memory_available_bytes,
+            "memory-available": available,
             "flops-per-second": measured.flops_per_second,
             "disk-bandwidth": measured.disk_bandwidth,
         }
@@ -84,7 +86,7 @@ def train(message: Message, context: Context) -> Message:
             "seen": update.seen,
         }
         if context.node_config.get("device") == "auto":
-            measured["memory-available"] = available_memory()
+            measured["memory-available"] = memory_for_training(client.device)
         return Outcome("ok", reason="|".join(map(piece_key, update.pieces))), measured, arrays
 
     return answer(message, context, work)
@@ -120,12 +122,15 @@ def answer(message: Message, context: Context, work: Callable[[Client, Task], An
     with closing(open_store(context, task.state_dir, task.experiment_id, name)) as store:
         try:
             client = prepare_client(message.content, message_bytes, task, context, store)
-            outcome, measured, arrays = work(client, task)
+            with client.cap.task():
+                outcome, measured, arrays = work(client, task)
             metrics |= measured
         except MemoryBudgetExceededError as error:
             outcome = Outcome("memory", error.needed, error.allowed, str(error))
         except frozen.LackingUnitsError as error:
             outcome = Outcome("failed", reason=str(error), lacking=sorted(error.lacking.values()))
+        except NoAcceleratorError as error:
+            outcome = Outcome("failed", reason=str(error))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -133,6 +138,7 @@ def answer(message: Message, context: Context, work: Callable[[Client, Task], An
             outcome = Outcome("memory", 0, allowed, f"the device had no memory left: {type(error).__name__}: {error}")
         if client is not None:
             metrics |= {"budget": client.budget, "measured-peak": client.cap.peak_bytes}
+            metrics |= {"gpu-peak": client.cap.gpu_peak_bytes}
         return reply(message, replace(outcome, note="; ".join(store.notes)), metrics, arrays)
 
 

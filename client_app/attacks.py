@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from client_app.accelerator import to_device
+
 Norm = Literal["linf", "l2"]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> scalar
 Gradient = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> the loss's gradient by the batch
@@ -33,7 +35,10 @@ class Attack:
 
 
 def pgd(gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:
-    """Examples near z[B, ...] that raise a loss, from a random start in the ball. The model has to be in evaluation mode."""
+    """Examples near z[B, ...] that raise a loss, from a random start in the ball. The model has to be in evaluation mode.
+
+    The generator is one of the processor's wherever z is: starts are the same on all devices.
+    """
     if attack.std:
         return _in_pixels(gradient, z, y, attack, generator)
     adversarial = _start(z, attack, generator).add_(z).clamp_(attack.low, attack.high)
@@ -64,7 +69,7 @@ def by_backward(loss: Loss) -> Gradient:
 
 def _in_pixels(gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:
     """The attack on the pixels behind normalised images z[B, C, H, W]; the result is normalised again."""
-    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (attack.mean, attack.std))
+    mean, std = (to_device(torch.tensor(v).view(1, -1, 1, 1), z.device) for v in (attack.mean, attack.std))
 
     def by_pixels(x: Tensor, y: Tensor) -> Tensor:
         return gradient((x - mean).div_(std), y).div_(std)
@@ -76,10 +81,11 @@ def _in_pixels(gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generat
 def _start(z: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:
     """Uniform in the box; or a Gaussian direction with a radius uniform in [0, epsilon]."""
     if attack.norm == "linf":
-        return torch.empty_like(z).uniform_(-attack.epsilon, attack.epsilon, generator=generator)
-    direction = torch.empty_like(z).normal_(generator=generator)
+        start = torch.empty_like(z, device=generator.device)
+        return to_device(start.uniform_(-attack.epsilon, attack.epsilon, generator=generator), z.device)
+    direction = to_device(torch.empty_like(z, device=generator.device).normal_(generator=generator), z.device)
     radius = torch.empty(z.shape[0], *(1,) * (z.dim() - 1)).uniform_(0, attack.epsilon, generator=generator)
-    return direction.mul_(radius / _norms(direction))
+    return direction.mul_(to_device(radius, z.device) / _norms(direction))
 
 
 def _norms(z: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from client_app.accelerator import CPU
 from client_app.examples import Examples, batches, feature_examples
 from client_app.memory_cap import MemoryCap
 from client_app.randomness import generator
 from client_app.store import FeatureWriter, Store
 from client_app.task import Metrics
-from client_app.training import Load, PieceModel, Recipe, evaluate_examples, load_for_device
+from client_app.training import Load, PieceModel, Recipe, evaluate_examples, in_precision, load_for_device
 from federated_data.datasets import ArrayDataset
 from models.cascade import Blueprint, fit_features
 from models.partition import Piece
@@ -43,6 +44,7 @@ class Client:
     validation: Examples
     old_state: Path | None
     kept_round: int = 0
+    device: torch.device = CPU
     _new_state: Path | None = field(default=None, repr=False)
 
     def rng(self, purpose: str, *parts: int) -> np.random.Generator:
@@ -61,7 +63,7 @@ class Client:
 
     def load(self) -> Load:
         """Units as the server sent them, or as they were trained since."""
-        return load_for_device(self.blueprint, self.store.load)
+        return load_for_device(self.blueprint, self.store.load, self.device)
 
     def save(self, piece: PieceModel) -> None:
         """Write a piece's units back to the store."""
@@ -71,7 +73,7 @@ class Client:
     def evaluate(self, logits: Callable[[torch.Tensor], torch.Tensor], examples: Examples) -> Metrics:
         """Validation metrics of the model as it stands after training; nothing where there are no examples."""
         loss, correct, seen = evaluate_examples(
-            logits, examples, self.recipe.batch_size, self.rng("validate"), self.cap
+            in_precision(logits, self.recipe), examples, self.recipe.batch_size, self.rng("validate"), self.cap
         )
         if not seen:
             return {}
@@ -84,11 +86,11 @@ class Client:
         The order is drawn anew, so that batch statistics come from mixed batches; a last batch of one has none.
         """
         single = self.settings.batch_norm == "batch" and len(examples) % self.recipe.batch_size == 1
-        labels, writer = [], None
+        labels, writer, forward = [], None, in_precision(piece.features, self.recipe)
         for positions in batches(len(examples), self.recipe.batch_size, self.rng(f"stream {part}"), drop_single=single):
             with self.cap.first(f"stream {part}", len(positions)):
-                z = fit_features(piece.features(examples.read(positions)), self.blueprint.shape_before(to))
-                block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().numpy()
+                z = fit_features(forward(examples.read(positions)), self.blueprint.shape_before(to))
+                block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy()
             if writer is None:
                 path = self.store.feature_path(part)
                 writer = FeatureWriter(path, len(examples) - single, block.shape[1:], self.settings.feature_cache_bytes)
@@ -96,8 +98,8 @@ class Client:
             labels.append(examples.labels[positions])
             del z, block
         if writer is None:
-            return Examples(examples.read, examples.labels[:0])
-        return feature_examples(writer.close(), np.concatenate(labels))
+            return Examples(examples.read, examples.labels[:0], self.device)
+        return feature_examples(writer.close(), np.concatenate(labels)).on(self.device)
 
 
 @dataclass(frozen=True)

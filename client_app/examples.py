@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from client_app.accelerator import CPU, to_device
 from federated_data.datasets import ArrayDataset
 
 PADDING = 4  # pixels, of the random crop
@@ -14,17 +15,24 @@ PADDING = 4  # pixels, of the random crop
 
 @dataclass(frozen=True)
 class Examples:
-    """`read(positions)` gives float32 [B, ...] for int positions [B]; `labels` is int64 [n]."""
+    """`read(positions)` gives float32 [B, ...] for int positions [B], on the device; `labels` is int64 [n]."""
 
     read: Callable[[np.ndarray], Tensor]
     labels: np.ndarray
+    device: torch.device = CPU
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def targets(self, positions: np.ndarray) -> Tensor:
-        """Labels [B], int64."""
-        return torch.tensor(self.labels[positions])
+        """Labels [B], int64, on the device."""
+        return to_device(torch.tensor(self.labels[positions]), self.device)
+
+    def on(self, device: torch.device) -> "Examples":
+        """The same, for a device."""
+        if device == self.device:
+            return self
+        return Examples(lambda positions: to_device(self.read(positions), device), self.labels, device)
 
 
 def batches(count: int, batch_size: int, rng: np.random.Generator, *, drop_single: bool) -> Iterator[np.ndarray]:

@@ -18,7 +18,7 @@ from client_app.examples import Examples, feature_examples
 from client_app.frozen import file_hash
 from client_app.memory_cap import return_free_memory
 from client_app.randomness import generator
-from client_app.training import PieceModel
+from client_app.training import PieceModel, in_precision
 from models.partition import Piece, runs
 
 
@@ -36,15 +36,16 @@ def prefix_features(client: Client, modules: Sequence[Piece]) -> Examples:
         found -= 1
     labels = client.share(STAGES).labels
     for n in range(found + 1, len(modules)):
-        source = client.share(STAGES) if features is None else feature_examples(features, labels)
+        source = client.share(STAGES) if features is None else feature_examples(features, labels).on(client.device)
         features = _stream(client, modules[n], source, paths[n])
         return_free_memory()
     for path in paths[0].parent.glob("*.npy"):
         if path != paths[-1]:
             path.unlink(missing_ok=True)
-    os.utime(paths[-1])  # in use: others are older
+    with suppress(FileNotFoundError):  # another client's task may have made room
+        os.utime(paths[-1])  # in use: others are older
     assert features is not None
-    return feature_examples(features, labels)
+    return feature_examples(features, labels).on(client.device)
 
 
 def _path(client: Client, modules: Sequence[Piece]) -> Path:
@@ -68,7 +69,7 @@ def _opened(client: Client, path: Path, module: Piece) -> np.ndarray | None:
         features: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         client.store.notes.append(f"features behind atom {module[-1]} were damaged and are computed anew: {error}")
         return None
     expected = (len(client.share(STAGES)), *_shape_behind(client, module))
@@ -82,20 +83,21 @@ def _stream(client: Client, module: Piece, examples: Examples, path: Path) -> np
     make_room(client.store.root.parent, path, 4 * int(np.prod(shape)), client.settings.feature_cache_bytes)
     piece = PieceModel(client.blueprint, module, None, client.load())
     piece.train(False)
+    forward = in_precision(piece.features, client.recipe)
     draft = client.store.task / f"{path.name}.tmp"
     with draft.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
         start = file.tell()
         for positions, fresh in _mixed(client, len(examples)):
             with client.cap.first(f"stream {runs(module)}", len(positions)):
-                z = piece.features(examples.read(positions))
-                block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().numpy()
+                z = forward(examples.read(positions))
+                block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy()
             for position, row in zip(positions[:fresh], block[:fresh], strict=True):
                 file.seek(start + int(position) * row.nbytes)
                 file.write(row.data)
             del z, block
+    features: np.ndarray = np.load(draft, mmap_mode="r", allow_pickle=False)  # stays readable whoever removes the file
     draft.replace(path)
-    features: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     return features
 
 

@@ -2,6 +2,7 @@
 
 The accounting (`PeakMemory`) wraps the first run of every phase and every new batch shape: later runs repeat the same
 operations. The resident set is recorded beside it; it is a bound only where a process serves one client and nothing else.
+On a GPU torch's allocator is held to the budget too.
 """
 
 import ctypes
@@ -16,31 +17,49 @@ import psutil
 import torch
 from safetensors import SafetensorError
 
+from client_app.accelerator import CPU, held_to, release_cache
 from device_profiles.memory import PeakMemory
 
-# What torch's allocator for CPUs, C++ beneath it and oneDNN (which says no more than that) answer when there is no memory.
+# What torch's allocator for CPUs, C++ beneath it and oneDNN (which says no more than that) answer when there is no memory; then
+# CUDA, and the handles of its libraries.
 OUT_OF_MEMORY = (
     "can't allocate memory",
     "Cannot allocate memory",
     "bad_alloc",
     "not enough memory",
     "create a primitive",
+    "CUDA error: out of memory",
+    "STATUS_ALLOC_FAILED",
 )
 PLENTY = 2**30  # bytes
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 class MemoryCap:
-    """The accounting of one task. `allowed` is in bytes; without `enforced` it only measures."""
+    """The accounting of one task on a device. `allowed` is in bytes; without `enforced` it only measures.
 
-    def __init__(self, allowed: int, *, enforced: bool) -> None:
-        self._meter = PeakMemory(allowed if enforced else None)
+    `gpu_peak_bytes`: the most that torch's allocator had given out at once during `task`, 0 on the processor.
+    """
+
+    def __init__(self, allowed: int, *, enforced: bool, device: torch.device = CPU) -> None:
+        self.device, self._limit = device, allowed if enforced else None
+        self.gpu_peak_bytes = 0
+        self._meter = PeakMemory(self._limit, device=device.type)
         self._seen: set[Hashable] = set()
 
     @property
     def peak_bytes(self) -> int:
         """The largest number of bytes alive at once so far."""
         return self._meter.peak
+
+    @contextmanager
+    def task(self) -> Iterator[None]:
+        """Hold the GPU, if the device is one, to the budget while the task lasts. Raises torch.OutOfMemoryError."""
+        with held_to(self.device, self._limit) as peak:
+            try:
+                yield
+            finally:
+                self.gpu_peak_bytes = peak()
 
     @contextmanager
     def first(self, phase: str, *key: Hashable) -> Iterator[None]:
@@ -55,7 +74,11 @@ class MemoryCap:
 
 
 def return_free_memory() -> None:
-    """Give freed heap pages back to the system, so that the resident set shows what is really held (glibc only)."""
+    """Give freed heap pages back to the system, so that the resident set shows what is really held (glibc only).
+
+    A GPU gets back what torch's allocator keeps.
+    """
+    release_cache()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

@@ -9,6 +9,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 
 from client_app import frozen
+from client_app.accelerator import find_device, free_memory
 from client_app.client import STAGES, Client
 from client_app.examples import Augmentation, Examples, share_examples
 from client_app.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
@@ -31,9 +32,13 @@ def open_store(context: Context, state_dir: str, experiment_id: str, task: str) 
 
 
 def prepare_client(content: RecordDict, message_bytes: int, task: Task, context: Context, store: Store) -> Client:
-    """Put the arrays that arrived on disk, release them, and set up what a trainer needs. Raises LackingUnitsError."""
+    """Put the arrays that arrived on disk, release them, and set up what a trainer needs.
+
+    Raises LackingUnitsError, and NoAcceleratorError where the settings ask for a GPU that is not there.
+    """
     settings = Settings.from_run_config(context.run_config)
     torch.set_num_threads(settings.torch_threads)
+    device = find_device(settings.accelerator)
     number = int(context.node_config["partition-id"])
     clients = settings.clients or int(context.node_config["num-partitions"])
     old_state = store.newest_state(task.state_round, task.void)
@@ -49,9 +54,9 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         when = task.round if fill != STAGES else 0
         rng = generator(settings.seed, when, number, "augment", fill if fill != STAGES else "stages")
         drawn = Augmentation.draw(len(train_rows), rng) if settings.augment else None
-        return share_examples(data, train_rows, drawn)
+        return share_examples(data, train_rows, drawn).on(device)
 
-    budget = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes))
+    budget = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes, device))
     allowed = settings.allowance(budget)
     keep_heap_tight(budget, available_memory())
     return Client(
@@ -63,12 +68,13 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         data=data,
         blueprint=blueprint_for(settings, data),
         store=store,
-        cap=MemoryCap(allowed, enforced=task.enforced),
+        cap=MemoryCap(allowed, enforced=task.enforced, device=device),
         recipe=recipe_for(settings, task.lr),
         share=share,
-        validation=share_examples(data, validation_rows),
+        validation=share_examples(data, validation_rows).on(device),
         old_state=old_state,
         kept_round=task.kept_round,
+        device=device,
     )
 
 
@@ -106,14 +112,27 @@ def encode(array: np.ndarray) -> Array:
     return Array(dtype=str(array.dtype), shape=array.shape, stype="numpy.ndarray", data=data)
 
 
-def own_budget(settings: Settings, task: Task, context: Context, number: int, clients: int, message_bytes: int) -> int:
+def own_budget(
+    settings: Settings,
+    task: Task,
+    context: Context,
+    number: int,
+    clients: int,
+    message_bytes: int,
+    device: torch.device,
+) -> int:
     """Bytes this client may use by its own knowledge: measured on a device, else a function of (fleet, seed, round, client)."""
-    device = str(context.node_config.get("device", ""))
-    if device == "auto":
-        return available_memory() - settings.reserve - 3 * message_bytes
+    name = str(context.node_config.get("device", ""))
+    if name == "auto":
+        return memory_for_training(device) - settings.reserve - 3 * message_bytes
     fleet = load_fleet(settings.fleet)
-    state = device_state(fleet, number, clients, settings.seed, task.round, task.reference, device or None)
+    state = device_state(fleet, number, clients, settings.seed, task.round, task.reference, name or None)
     return state.budget_bytes
+
+
+def memory_for_training(device: torch.device) -> int:
+    """Bytes that a task could take now: of the GPU, where that is what trains, else of the system."""
+    return available_memory() if device.type == "cpu" else free_memory(device)
 
 
 def open_share(settings: Settings, context: Context, number: int, clients: int) -> tuple[ArrayDataset, np.ndarray]:

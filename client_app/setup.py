@@ -123,6 +123,7 @@ def recipe_for(settings: Settings, lr: float) -> Recipe:
         settings.batch_size,
         settings.local_epochs,
         settings.local_iterations,
+        precision=settings.precision,
     )
 
 

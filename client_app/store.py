@@ -57,7 +57,7 @@ class Store:
     def save(self, unit: str, module: nn.Module, folder: Path | None = None) -> None:
         """Write a unit's module."""
         state = module.state_dict()
-        self.write_units({f"{unit}.{name}": value.detach().numpy() for name, value in state.items()}, folder)
+        self.write_units({f"{unit}.{name}": value.detach().cpu().numpy() for name, value in state.items()}, folder)
 
     def load(self, unit: str, module: nn.Module, folder: Path | None = None) -> None:
         """Copy a unit's arrays into its module, in place, one array at a time."""

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from client_app.accelerator import to_device
 from client_app.attacks import Attack, pgd
 from client_app.client import Client
 from client_app.examples import batches
 from client_app.task import Metrics
-from client_app.training import PieceModel, classification_loss, predictions
+from client_app.training import PieceModel, classification_loss, in_precision, predictions
 from models.partition import Piece
 
 
@@ -47,12 +48,12 @@ class StreamedCascade:
         if self.held:
             self._inputs[number] = z
         else:
-            np.save(self._path(number), (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().numpy())
+            np.save(self._path(number), (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy())
 
     def _kept(self, number: int) -> Tensor:
         if self.held:
             return self._inputs.pop(number)
-        z = torch.from_numpy(np.load(self._path(number), allow_pickle=False))
+        z = to_device(torch.from_numpy(np.load(self._path(number), allow_pickle=False)), self.client.device)
         return z.permute(0, 3, 1, 2) if z.dim() == 4 else z
 
     def _path(self, number: int) -> str:
@@ -62,25 +63,30 @@ class StreamedCascade:
         for number in range(self.last):
             if keep:
                 self._keep(number, z)
-            z = self._piece(number).features(z)
+            z = self._through(number, z)
         return z
+
+    def _through(self, number: int, z: Tensor) -> Tensor:
+        """What a piece makes of its input: logits where it is the last."""
+        piece = self._piece(number)
+        return in_precision(piece.logits if number == self.last else piece.features, self.client.recipe)(z)
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
         """Logits[B, classes] of x[B, ...]."""
-        return self._piece(self.last).logits(self._last_input(x, keep=False))
+        return self._through(self.last, self._last_input(x, keep=False))
 
     def gradient(self, x: Tensor, y: Tensor) -> Tensor:
         """The gradient of the cross-entropy by x."""
         with torch.no_grad():
             z = self._last_input(x, keep=True)
         z = z.detach().requires_grad_()
-        loss = classification_loss(self._piece(self.last).logits(z), y)
+        loss = classification_loss(self._through(self.last, z), y)
         (gradient,) = torch.autograd.grad(loss, z)
         del loss
         for number in reversed(range(self.last)):
             z = self._kept(number).detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(self._piece(number).features(z), z, gradient)
+            (gradient,) = torch.autograd.grad(self._through(number, z), z, gradient)
         return gradient
 
 

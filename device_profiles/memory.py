@@ -40,23 +40,26 @@ class PeakMemory(Mode):  # type: ignore[no-untyped-call]
     """Counts live tensor storages; may be entered many times, and what stays alive in between stays counted.
 
     `peak` and `live` are bytes. A storage is counted from the first operation that makes or reads it until it is freed.
-    With `allowed` (bytes), the operation that passes it raises MemoryBudgetExceededError.
+    With `allowed` (bytes), the operation that passes it raises MemoryBudgetExceededError. Only storages on a device of the type
+    `device` count: where a GPU trains, batches wait in the memory of its host.
     """
 
-    def __init__(self, allowed: int | None = None, where: str = "this task") -> None:
+    def __init__(self, allowed: int | None = None, where: str = "this task", device: str = "cpu") -> None:
         super().__init__()
-        self.allowed, self.where = allowed, where
+        self.allowed, self.where, self.device = allowed, where, device
         self.live = self.peak = 0
         self._sizes: dict[int, int] = {}
 
     def count(self, value: object) -> None:
-        """Count the storage of a tensor, if it is one and not counted yet."""
+        """Count the storage of a tensor, if it is one on the device and not counted yet."""
         if not isinstance(value, Tensor):
             return
         storage = value.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
+            if value.device.type != self.device:
+                return
             weakref.finalize(storage, self._forget, key).atexit = False
         elif known >= size:
             return
@@ -87,7 +90,7 @@ class PeakMemory(Mode):  # type: ignore[no-untyped-call]
         self._count_all((*args, *kwargs.values()))
         result = func(*args, **kwargs)
         self._count_all((result,))
-        if (workspace := WORKSPACE.get(func)) is not None:
+        if self.device == "cpu" and (workspace := WORKSPACE.get(func)) is not None:
             self._reach(self.live + workspace(args))
         return result
 
@@ -139,6 +142,9 @@ class _AsOnTheCPU(Mode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
             *gradients, bias, _, states, cells = result  # the biases' gradients are one tensor
             return (*gradients, bias, bias.clone(), states, cells)
+        if func is torch.ops.aten.native_batch_norm.default and args[1] is not None:
+            # The statistics are as exact as the weights, whatever came in.
+            result = (result[0], *(tensor.to(args[1].dtype) for tensor in result[1:]))
         if func is torch.ops.aten.native_batch_norm_backward.default:
             gradient, *others = result  # it has the format of the gradient that came in
             return (_laid_as(gradient, args[1]), *others)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from client_app.memory_cap import return_free_memory
 from client_app.setup import image_attack
 from federated_data.datasets import ArrayDataset
 from models.cascade import isolated_rng
@@ -110,6 +111,7 @@ def autoattack(
                     right[rows] = ~fooled(
                         model, attack(images[rows], labels[rows]), images[rows], labels[rows], epsilon
                     )
+                return_free_memory()  # batches shrink as images fall, and each size leaves holes in the heap
             after[name] = int(right.sum())
     count = len(labels)
     if by_square := after["fab-t"] - after["square"]:

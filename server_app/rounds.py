@@ -1,5 +1,6 @@
 """The one round loop: sample, send, aggregate as replies arrive, evaluate, record, checkpoint."""
 
+import logging
 import shutil
 import time
 import uuid
@@ -29,6 +30,7 @@ from strategies.base import PieceStrategy
 from strategies.faults import status_of
 from strategies.state import Experiment
 
+LOG = logging.getLogger("piecework")
 OnRound = Callable[[dict[str, Any]], None]
 
 
@@ -47,7 +49,7 @@ def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayData
     check_shares(settings, data)
     if strategy.rule_class.adversarial:
         image_attack(settings, data, settings.attack_steps)
-        require_autoattack(settings, data)
+    require_autoattack(settings, data)
     return fleet, strategy, data, blueprint_for(settings, data)
 
 
@@ -128,7 +130,7 @@ class Run:
         return ArrayRecord({name: Array(value) for name, value in arrays.items()})
 
     def _leave(self) -> None:
-        """Write the trained model; for adversarial training, how it does; and free what emulated clients cached."""
+        """Write the trained model; how it does, where attacks are of interest; and free what emulated clients cached."""
         settings, strategy = self.settings, self.strategy
         arrays = strategy.final(self.arrays)
         atoms, head = strategy.final_model()
@@ -141,7 +143,9 @@ class Run:
                 "head": head,
             },
         )
-        if strategy.rule.adversarial:
+        if strategy.rule.adversarial or settings.autoattack_examples:
+            if settings.autoattack_examples:
+                LOG.warning("AutoAttack on %s images begins: minutes to an hour", settings.autoattack_examples)
             self.run_dir.write_final(final_evaluation(self.evaluate, arrays, atoms, head, settings))
         for folder in Path(strategy.experiment.state_dir).glob(f"{self.values['experiment-id']}/*/features"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -304,7 +308,8 @@ def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: On
     try:
         status = run.run(on_round)
     except BaseException as error:
-        reason = str(error) or type(error).__name__
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        reason = "stopped by a signal" if stopped else str(error) or type(error).__name__
         raise
     finally:
         run_dir.write_summary(summarise(run_dir, status, reason, time.perf_counter() - started))

@@ -99,6 +99,10 @@ class PieceStrategy(Strategy):
         """The prices of a task's steps."""
         return self.rule.pricing
 
+    def least_budget(self) -> int:
+        """Bytes below which a client can do nothing in this round."""
+        return self.rule.least()
+
     @property
     def reference_bytes(self) -> int:
         """One reference step: the model at width 1, a FedAvg step; ratio budgets are shares of it."""
@@ -144,7 +148,7 @@ class PieceStrategy(Strategy):
     def _share_of(self, budget: int, client: int) -> int:
         """Bytes a client is given of its budget: all, or less since its process died, but what it needs to train at all."""
         share = self.state.setbacks.share(client)
-        return budget if share == 1 else max(int(share * budget), min(budget, self.rule.least()))
+        return budget if share == 1 else max(int(share * budget), min(budget, self.least_budget()))
 
     def delivered(self, replies: Iterable[Message]) -> None:
         """Take note of which frozen units arrived."""

@@ -168,6 +168,10 @@ class FedProphet(PieceStrategy):
             kept_round=int(self.state.best.get("round", 0)),
         )
 
+    def least_budget(self) -> int:
+        """What the stage's module takes."""
+        return self.price(self.modules[self.state.stage])
+
     def pricing_of(self, task: Task) -> Pricing:
         """Those of clean steps in the warm-up."""
         return self.rule.pricing.unattacked if Orders.of(task).clean else self.rule.pricing

@@ -348,7 +348,7 @@ def test_a_late_crash_counts_as_one(tmp_path: Path, grids: Any) -> None:
             return super().get_node_ids()
 
     grid = grids(Late, errors={(1, 1): 8, (3, 1): 8})
-    run = run_local(tmp_path, grid, strategy="fedavg", num_rounds=4, round_timeout=1.0, **TRIO)
+    run = run_local(tmp_path, grid, strategy="fedavg", num_rounds=4, round_timeout=3.0, **TRIO)
     assert statuses(run, 1) == {0: "ok", 1: "timeout", 2: "ok"}
     assert run.rounds()[1]["busy"] == [1]
     assert run.rounds()[2]["late_replies"] == [{"client": 1, "round": 1, "status": "crashed"}]

@@ -9,7 +9,7 @@ from benchmarks.tables.__main__ import TABLES, document
 from benchmarks.tables.shared import MIB, asked, beside, full_bytes, participation, rule_for
 from models.basic_layers import blocks_of
 from piecework.plan import make_plan
-from strategies.fedprophet_costs import macs
+from strategies.fedprophet_modules import macs
 from strategies.pricing import whole_model
 from strategies.profl import AUTHORS_MB, BLOCK1
 from strategies.rules import label

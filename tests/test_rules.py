@@ -18,7 +18,7 @@ from models.low_rank import low_rank
 from models.masked import FilterMask, is_threshold, masked
 from models.zoo import MODELS, build_blueprint, usual_input
 from server_app.settings import Settings
-from strategies import PLANNED, STRATEGIES, fedepth, fedprophet_costs, find_rule, find_strategy, prism, profl
+from strategies import PLANNED, STRATEGIES, fedepth, fedprophet_modules, find_rule, find_strategy, prism, profl
 from strategies.pricing import Part, pricing_for, whole_model
 from strategies.rules import Rule, label
 
@@ -361,11 +361,11 @@ def test_a_mask_does_not_hide_its_convolution() -> None:
     )
     assert masked_first.parameters == first.parameters + 64
     recipe = Recipe(lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=16, epochs=1)
-    by_fedprophet = [fedprophet_costs.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)]
+    by_fedprophet = [fedprophet_modules.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)]
     assert by_fedprophet[1] - by_fedprophet[0] == 12 * 650
     assert len({profl.fitted_mb(p, 16) for p in (plain, part)}) == 1
     assert len({prism.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)}) == 1
-    assert fedprophet_costs.macs(part, 1) == fedprophet_costs.macs(plain, 1)
+    assert fedprophet_modules.macs(part, 1) == fedprophet_modules.macs(plain, 1)
 
 
 def test_fedepths_rule_counts_the_layers_of_sub_models_and_takes_widths_as_shares() -> None:

@@ -58,12 +58,12 @@ def test_a_module_behind_others_under_attack(name) -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("attack", [None, IMAGE], ids=["clean", "attacked"])
 @pytest.mark.parametrize("name", ["cnn3", "preresnet20", "resnet18", "vgg11", "deit-tiny"])
-def test_bfloat16_is_within_a_thousandth(name, attack, momentum) -> None:
+def test_a_step_in_bfloat16(name, attack, momentum) -> None:
     blueprint = blueprint_of(name)
     atoms = tuple(range(len(blueprint.atoms)))
     recipe = replace(a_recipe(4), attack=attack, precision="bfloat16", momentum=momentum)
     found, price = measured(blueprint, atoms, "head", recipe), piece_price(blueprint, atoms, "head", recipe).peak_bytes
-    assert found == pytest.approx(price, rel=1e-3)
+    assert found == price
     assert price < piece_price(blueprint, atoms, "head", replace(recipe, precision="float32")).peak_bytes
 
 

@@ -225,3 +225,16 @@ def test_the_loss_is_summed_over_examples() -> None:
         expected += loss.item()
     assert trainee.total_loss == pytest.approx(expected, rel=1e-6)
     assert trainee.seen == 20
+
+
+def test_dropout_is_a_function_of_the_seed(tmp_path: Path) -> None:
+    """It draws from torch's global generator, whose state depends on what a process did before."""
+    trained = []
+    for state in (1, 2):
+        client = a_client(tmp_path / str(state), blueprint=a_blueprint("vgg11", (1, 16, 16)))
+        trainee = Trainee(lambda c=client: [PieceModel(c.blueprint, [7], "head", c.load())], a_recipe(4))
+        with isolated_rng(state):
+            trainee.epoch(random_examples(8, (512, 2, 2)), client.rng("batches"), client.cap, "train")
+        (piece,) = trainee.finish()
+        trained.append({name: value.numpy().copy() for name, value in piece.head.state_dict().items()})
+    assert same(*trained)

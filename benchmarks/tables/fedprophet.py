@@ -1,7 +1,7 @@
 """FedProphet, Tables 7 and 8: modules, their memory and FLOPs."""
 
 from benchmarks.tables.shared import COMPARED, MB, beside, commands, full_bytes, rule_for, section, table
-from strategies.fedprophet_costs import macs
+from strategies.fedprophet_modules import macs
 from strategies.rules import label
 
 OF_FEDPROPHET = "--strategy fedprophet --memory-model fedprophet"

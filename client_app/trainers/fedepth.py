@@ -152,11 +152,12 @@ def _companion_folder(state: Path, m: int) -> Path:
 def _load_companion(client: Client, m: int) -> Callable[[str], torch.nn.Module]:
     """The m-th companion as this client left it, or new: a function of (seed, client, m, unit)."""
     if client.old_state is not None and _companion_folder(client.old_state, m).is_dir():
-        return load_for_device(client.blueprint, fill_from(client.store, _companion_folder(client.old_state, m)))
+        fill = fill_from(client.store, _companion_folder(client.old_state, m))
+        return load_for_device(client.blueprint, fill, client.device)
 
     def make(unit: str) -> torch.nn.Module:
         with isolated_rng(integer(client.settings.seed, "companion", client.number, m, unit)):
-            return channels_last(client.blueprint.build_unit(unit))
+            return channels_last(client.blueprint.build_unit(unit)).to(client.device)
 
     return make
 
@@ -176,7 +177,7 @@ def mutual_loss(kind: str) -> MakeLoss:
 
 def mutual_objective(logits: list[Tensor], y: Tensor, kind: str) -> Tensor:
     """The objective of section 4.3 on logits[M][B, classes] and labels y[B]; KL is the mean over the batch."""
-    M = len(logits)
+    logits, M = [h.float() for h in logits], len(logits)
     ce = torch.stack([F.cross_entropy(h, y) for h in logits]).sum() / (M if kind == "paper" else 1)
     kl = [
         F.kl_div(h.log_softmax(1), other.detach().log_softmax(1), reduction="batchmean", log_target=True)

@@ -28,7 +28,7 @@ from client_app.examples import Examples, batches
 from client_app.features import prefix_features
 from client_app.setup import image_attack
 from client_app.task import Metrics, Task
-from client_app.training import MakeLoss, PieceModel, Trainee, classification_loss
+from client_app.training import MakeLoss, PieceModel, Trainee, classification_loss, in_precision
 from client_app.validation import held_bytes, validate
 from device_profiles.memory import MemoryBudgetExceededError
 from models.cascade import Blueprint
@@ -91,7 +91,7 @@ def module_loss(mu: float) -> MakeLoss:
             if piece.head_unit == "head" or not mu:
                 return classification_loss(piece.logits(z), y)
             z = piece.features(z)
-            return classification_loss(piece.head(z), y) + mu / 2 / len(z) * z.square().sum()
+            return classification_loss(piece.head(z), y) + mu / 2 / len(z) * z.float().square().sum()
 
         return loss
 
@@ -179,7 +179,8 @@ def survey(task: Task, client: Client) -> Metrics:
                 piece.train(False)
                 for parameter in piece.parameters():
                     parameter.requires_grad_(False)
-            norms, low = largest_perturbation(piece.features, examples.read(positions), attack, generator)
+            forward = in_precision(piece.features, client.recipe)
+            norms, low = largest_perturbation(forward, examples.read(positions), attack, generator)
         total, seen, least = total + float(norms.sum()), seen + len(positions), min(least, low)
     return {"perturbation": total / seen, "least-feature": least, "num-examples": seen} if seen else {}
 
