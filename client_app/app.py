@@ -38,8 +38,9 @@ def query_device(message: Message, context: Context) -> Message:
     settings, number = Settings.from_run_config(context.run_config), int(node["partition-id"])
     clients = settings.clients or int(node["num-partitions"])
     rows = open_share(settings, context, number, clients)[1] if number < clients else np.arange(0)
-    train_rows = split(rows, settings.validation_share, settings.seed, number)[0] if len(rows) else rows
-    metrics: Metrics = {"partition-id": number, "num-partitions": clients, "num-examples": len(train_rows)}
+    train, held = split(rows, settings.validation_share, settings.seed, number) if len(rows) else (rows, rows)
+    metrics: Metrics = {"partition-id": number, "num-partitions": clients}
+    metrics |= {"num-examples": len(train), "num-validation": len(held)}
     if node.get("device") == "auto":
         folder = Path(str(node.get("state-dir", ".")))
         folder.mkdir(parents=True, exist_ok=True)

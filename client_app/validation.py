@@ -106,7 +106,8 @@ def validate(client: Client, pieces: Sequence[Piece], head: str, attack: Attack,
     cascade = StreamedCascade(client, pieces, head, held=held)
     examples, rng = client.validation, client.rng("validate")
     loss, correct, robust, seen = 0.0, 0, 0, 0
-    for positions in batches(len(examples), client.recipe.batch_size, rng, drop_single=True):
+    alone = client.settings.batch_norm == "batch"  # an example alone has no statistics
+    for positions in batches(len(examples), client.recipe.batch_size, rng, drop_single=alone):
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
         with client.cap.first("validate", len(positions)):
             x, y = examples.read(positions), examples.targets(positions)

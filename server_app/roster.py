@@ -38,13 +38,16 @@ class TooFewNodesError(RuntimeError):
 
 @dataclass
 class Member:
-    """A node: its client number, device's name, versions, examples, and measured figures where it measures itself."""
+    """A node: its client number, device's name, versions, examples to train on and to validate with, and measured figures where
+    it measures itself.
+    """
 
     node_id: int
     client: int
     device: str
     versions: str
     examples: int = MIN_EXAMPLES
+    validation: int = 0
     measured: dict[str, float] = field(default_factory=dict)
 
 
@@ -130,8 +133,9 @@ class Roster:
         if not 0 <= client < (self.clients or self.federation):
             raise ValueError(f"partition-id {client} of a run for {self.clients or self.federation} clients")
         examples = int(metrics.pop("num-examples"))  # type: ignore[arg-type]
+        validation = int(metrics.pop("num-validation"))  # type: ignore[arg-type]
         measured = {key: float(value) for key, value in metrics.items()}  # type: ignore[arg-type]
-        member = Member(node, client, device, versions, examples, measured)
+        member = Member(node, client, device, versions, examples, validation, measured)
         self._check_device(member)
         self.members[client] = member
         return client

@@ -50,7 +50,10 @@ def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayData
     if strategy.rule_class.adversarial:
         image_attack(settings, data, settings.attack_steps)
     require_autoattack(settings, data)
-    return fleet, strategy, data, blueprint_for(settings, data)
+    blueprint = blueprint_for(settings, data)
+    if settings.init_weights:
+        pretrained(Path(settings.init_weights), blueprint)
+    return fleet, strategy, data, blueprint
 
 
 class Run:
@@ -97,6 +100,10 @@ class Run:
         """All rounds that are left. Returns `completed`; raises RunAbortedError or TooFewNodesError."""
         settings, strategy = self.settings, self.strategy
         self.gather()
+        if strategy.finished and self.values["round"] < settings.num_rounds:
+            LOG.warning(
+                "all stages ended after round %s: there is nothing to train in further rounds", self.values["round"]
+            )
         for server_round in range(self.values["round"] + 1, settings.num_rounds + 1):
             if strategy.finished:
                 break
@@ -156,7 +163,7 @@ class Run:
         settings, strategy, config = self.settings, self.strategy, ConfigRecord()
         late = self._assemble()
         busy = self.roster.busy_clients()
-        survey_bytes = self._survey(server_round)
+        survey, survey_bytes = self._survey(server_round)
         messages = strategy.configure_train(server_round, self.arrays, config, self.grid)
         self._deliver(server_round)
         replies = self.mail.exchange(server_round, messages)
@@ -196,6 +203,8 @@ class Run:
             "bytes_up": sum(report.bytes_up for report in reports) + self.roster.take_query_bytes(),
             "bytes_evaluation": strategy.post.bytes(),
             "bytes_survey": survey_bytes,
+            "evaluation": strategy.post.account() if strategy.post.ledger else None,
+            "survey": survey,
             "enforced": strategy.rule.enforced,
             "seconds": time.perf_counter() - started,
             "train_seconds": trained - started,
@@ -209,17 +218,17 @@ class Run:
         for wave in self.strategy.post.waves():
             self.strategy.delivered(self.mail.exchange(server_round, wave))
 
-    def _survey(self, server_round: int) -> int:
-        """What the strategy has to know before the round; bytes of messages. Raises RunAbortedError where nobody answers."""
+    def _survey(self, server_round: int) -> tuple[dict[str, Any] | None, int]:
+        """What the strategy has to know before the round: who answered, and bytes. Raises RunAbortedError where nobody did."""
         questions = self.strategy.configure_survey(server_round, self.arrays, self.grid)
         if questions is None:
-            return 0
+            return None, 0
         self._deliver(server_round)
         if not self.strategy.aggregate_survey(server_round, self.mail.exchange(server_round, questions)):
             raise RunAbortedError(
                 f"no client could measure what {self.strategy.stage} starts from: {self.strategy.post.silence()}"
             )
-        return self.strategy.post.bytes()
+        return self.strategy.post.account(), self.strategy.post.bytes()
 
     def _assemble(self) -> list[dict[str, Any]]:
         """Take note of replies that came late, and wait, at most node-timeout, for clients that are free; the late replies."""

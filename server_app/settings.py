@@ -125,10 +125,11 @@ class Settings(BaseModel):
     autoattack_examples: Count = Field(0, description="test images under AutoAttack at the end; needs torchattacks")
 
     r_min: str = Field(
-        "", description="memory by which FedProphet cuts: 60MB, or 0.2x of the whole model's; empty = the fleet's least"
+        "",
+        description="memory FedProphet cuts for: 60MB, 0.2x of the whole model's attacked step; empty = the fleet's least",
     )
     convexity: NonNegative = Field(1e-5, description="FedProphet's mu, the weight of strong convexity")
-    stage_rounds: Count = Field(0, description="most rounds of a stage; 0 = num-rounds / stages")
+    stage_rounds: Count = Field(0, description="most rounds of a stage; 0 = num-rounds of the first start / stages")
     stage_patience: Count = Field(50, description="a stage ends after so many rounds without a better score; 0 = off")
     apa: bool = Field(True, description="FedProphet's Adaptive Perturbation Adjustment")
     apa_start: NonNegative = Field(0.3, description="alpha at the beginning of a stage")

@@ -7,7 +7,6 @@ method overrides what it does differently: how it cuts a model, which prices a t
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -37,7 +36,7 @@ from strategies.delivery import Delivery
 from strategies.faults import SILENT, status_of
 from strategies.post import Post
 from strategies.pricing import Pricing, pricing_for
-from strategies.reports import LONGEST, ClientReport, count, finite
+from strategies.reports import LONGEST, ClientReport, verdict
 from strategies.rules import Rule
 from strategies.state import Experiment, StrategyState
 
@@ -297,15 +296,17 @@ class PieceStrategy(Strategy):
         self.evaluated = 0
         total, sums = 0, dict.fromkeys(self.evaluation_keys, 0.0)
         for client, metrics in self.post.answers(replies, lambda c, status: self.note_error(c, server_round, status)):
-            with suppress(ValueError, TypeError, LookupError, ArithmeticError):  # what makes no sense does not count
-                examples = max(0, int(metrics.get("val-examples", 0)))
-                values = [finite(metrics, key) for key in sums]
-                for key, value in zip(sums, values, strict=True):
-                    sums[key] += (value or 0.0) * examples
-                total += examples
-                self.evaluated += examples > 0
-                if client in self.reports:
-                    self.reports[client].evaluation_peak = count(metrics, "measured-peak")
+            if client in self.reports:
+                self.reports[client].evaluation_peak = self.post.ledger[client].evaluation_peak
+            try:
+                examples, values = verdict(metrics, tuple(sums), self.roster.members[client].validation)
+            except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+                self.post.reject(client, str(error)[:LONGEST])
+                continue
+            for key, value in values.items():
+                sums[key] += value * examples
+            total += examples
+            self.evaluated += examples > 0
         return MetricRecord({key: sums[key] / total for key in sums}) if total else None
 
     def configure_survey(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:

@@ -14,9 +14,11 @@ below 0; where `r-min` is not set, it is the least budget of the clients, but at
 clients refuse.
 """
 
-from collections.abc import Iterable
-from contextlib import suppress
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
+from statistics import median_low
 from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
@@ -25,9 +27,11 @@ from flwr.serverapp import Grid
 from client_app.task import Task, piece_key
 from client_app.trainers.fedprophet import Orders, head_behind
 from device_profiles.profile import DeviceState
+from models.anatomy import anatomy
 from models.cascade import unit_of
 from models.partition import AtomTooLargeError, Piece
 from server_app.settings import Settings, learning_rate
+from strategies.aggregation import UpdateRejectedError
 from strategies.base import PieceStrategy
 from strategies.fedprophet_modules import FedProphetRule
 from strategies.pricing import Pricing, share_or_bytes, whole_model
@@ -35,6 +39,9 @@ from strategies.reports import count, finite
 from strategies.state import Experiment, StrategyState
 
 LOOKED_AT = 20  # rounds of a fleet, for its least budget
+LARGEST = 1e30  # of a distance between features: sums of squares stay finite
+FREE = 0.75  # of what a device measured as free: later it may be less
+LOG = logging.getLogger("piecework")
 
 
 @dataclass
@@ -76,6 +83,17 @@ def adjusted_alpha(alpha: float, recent: list[list[float]], fixed: dict[str, flo
     return alpha
 
 
+def measurement(metrics: Mapping[str, Any], most: int) -> tuple[float, float, int]:
+    """A client's mean largest ||Delta z||, least feature, and number of examples (1 to `most`). Raises UpdateRejectedError."""
+    distance, lowest = finite(metrics, "perturbation"), finite(metrics, "least-feature")
+    examples = count(metrics, "num-examples")
+    if distance is None or distance < 0 or distance > LARGEST or lowest is None or not 0 < examples <= most:
+        raise UpdateRejectedError(
+            f"perturbation {distance}, least-feature {lowest}, num-examples {examples} make no sense: the client has {most}"
+        )
+    return distance, lowest, examples
+
+
 class FedProphet(PieceStrategy):
     """The cascade, module after module."""
 
@@ -97,17 +115,43 @@ class FedProphet(PieceStrategy):
             raise ValueError(
                 f"validation-share is 0: {self.name} is steered by the accuracy on clients' validation data"
             )
+        if self.settings.patience:
+            raise ValueError(
+                f"patience = {self.settings.patience} compares the accuracies of different modules: use stage-patience"
+            )
+        if self.settings.stage_rounds:
+            self._check_warmup(self.settings.stage_rounds)
         if self.settings.r_min:
             self._cut(self.settings.r_min)
 
     def begin(self) -> None:
-        """Cut the model: R_min is found once a run."""
-        state = self.state
+        """Cut the model: R_min is found once a run. Raises ValueError where settings, clients and cut do not go together."""
+        state, settings = self.state, self.settings
+        if self.rule.swaps and (real := [c for c, member in self.roster.members.items() if member.device == "auto"]):
+            raise ValueError(
+                f"{self.name} only pretends to swap here, and client {real[0]} has device = 'auto', a memory of its own: give "
+                "it the name of a device of the fleet, or train by strategy = fedprophet with memory-model = traced"
+            )
         if not state.r_min:
             state.r_min = self.rule.smallest or max(self._least_budget(), self.rule.least())
         self.rule.smallest = state.r_min
         if not state.stage_rounds:
-            state.stage_rounds = self.settings.stage_rounds or max(1, self.settings.num_rounds // len(self.rule.stages))
+            state.stage_rounds = settings.stage_rounds or max(1, settings.num_rounds // len(self.rule.stages))
+        self._check_warmup(state.stage_rounds)
+
+    def _check_warmup(self, stage_rounds: int) -> None:
+        if self.settings.attack_warmup >= stage_rounds:
+            raise ValueError(
+                f"attack-warmup = {self.settings.attack_warmup} leaves no adversarial round in stages of {stage_rounds} "
+                "(stage-rounds): lower it, or raise stage-rounds"
+            )
+
+    def ask(
+        self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
+    ) -> dict[int, tuple[Task, DeviceState]]:
+        """As usual; but who joins a run that pretends to swap with a memory of its own is not asked."""
+        auto = {c for c, member in self.roster.members.items() if member.device == "auto"} if self.rule.swaps else set()
+        return super().ask([client for client in clients if client not in auto], server_round, arrays)
 
     def _cut(self, r_min: str) -> None:
         """Cut the model for the setting `r-min`. Raises ValueError where it makes no sense."""
@@ -123,11 +167,13 @@ class FedProphet(PieceStrategy):
             raise ValueError(f"setting r-min = {r_min!r}: {error}") from None
 
     def _least_budget(self) -> int:
-        rounds = range(1, min(self.settings.num_rounds, LOOKED_AT) + 1)
-        budgets = (
-            self.roster.state(c, n, self.reference_bytes, 0).budget_bytes for c in self.roster.members for n in rounds
-        )
-        return min(budgets)
+        message = sum(anatomy(self.blueprint, unit).state_bytes for unit in self.blueprint.units())
+        budgets = []
+        for client, member in self.roster.members.items():
+            share = FREE if member.device == "auto" else 1
+            for n in range(1, min(self.settings.num_rounds, LOOKED_AT) + 1):
+                budgets.append(share * self.roster.state(client, n, self.reference_bytes, message).budget_bytes)
+        return int(min(budgets))
 
     @property
     def modules(self) -> list[Piece]:
@@ -200,17 +246,24 @@ class FedProphet(PieceStrategy):
 
     def aggregate_survey(self, server_round: int, replies: Iterable[Message]) -> bool:
         """E[max ||Delta z||] over all examples (Eq. 11). False where nobody measured."""
-        total, examples, least = 0.0, 0, float("inf")
+        answers: dict[int, tuple[float, float, int]] = {}
         for client, metrics in self.post.answers(replies, lambda c, status: self.note_error(c, server_round, status)):
-            with suppress(ValueError, TypeError, LookupError, ArithmeticError):  # what makes no sense does not count
-                n, distance = count(metrics, "num-examples"), finite(metrics, "perturbation")
-                lowest = finite(metrics, "least-feature")
-                if distance is None or lowest is None or distance < 0 or n > self.roster.members[client].examples:
-                    continue
-                total, examples, least = total + distance * n, examples + n, min(least, lowest)
-        if not examples:
+            try:
+                answers[client] = measurement(metrics, self.roster.members[client].examples)
+            except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+                self.post.reject(client, str(error))
+        factor = self.settings.update_norm_limit
+        most = factor * median_low([distance for distance, _, _ in answers.values()]) if answers and factor else inf
+        for client, (distance, _, _) in list(answers.items()):
+            if distance > most:
+                self.post.reject(
+                    client, f"perturbation is {distance:.4g}, past the limit {most:.4g} (update-norm-limit)"
+                )
+                del answers[client]
+        if not answers:
             return False
-        self.state.distance, self.state.nonnegative = total / examples, least >= 0
+        self.state.distance = sum(d * n for d, _, n in answers.values()) / sum(n for _, _, n in answers.values())
+        self.state.nonnegative = min(lowest for _, lowest, _ in answers.values()) >= 0
         return True
 
     def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
@@ -230,7 +283,11 @@ class FedProphet(PieceStrategy):
         """Score the round, adjust alpha, and end the stage where it is time."""
         state, settings = self.state, self.settings
         state.stage_round += 1
-        if metrics is not None:
+        if metrics is None:
+            LOG.warning(
+                "no client validated round %s: neither alpha nor the end of the stage can be told", server_round
+            )
+        else:
             clean, adversarial = (float(metrics[key]) for key in self.evaluation_keys[1:])  # type: ignore[arg-type]
             self._score(server_round, arrays, clean, adversarial)
         stale = settings.stage_patience and state.since_best >= settings.stage_patience

@@ -58,13 +58,3 @@ class JFAT(FedProphet):
     name = "jfat"
     rule_class = JFATRule
     first_rho = 1.5
-
-    def begin(self) -> None:
-        """Raises ValueError where budgets are those of real devices."""
-        real = [client for client, member in self.roster.members.items() if member.device == "auto"]
-        if real:
-            raise ValueError(
-                f"jfat trains the whole model everywhere and only pretends to swap: client {real[0]} has device = 'auto', a "
-                "memory of its own. Give it the name of a device of the fleet, or choose fedprophet"
-            )
-        super().begin()

@@ -12,7 +12,7 @@ from server_app.mail import LIFE
 from server_app.roster import Roster
 from strategies.delivery import Delivery, without_units
 from strategies.faults import status_of
-from strategies.reports import LONGEST, ClientReport
+from strategies.reports import LONGEST, ClientReport, count
 
 Units = Callable[[Task], set[str] | None]
 OnError = Callable[[int, str], None]  # client, status
@@ -71,17 +71,36 @@ class Post:
                 continue
             report = self.ledger[client]
             if message.has_error():
+                report.status = status_of(message.error)
                 report.reason = f"error {message.error.code}: {message.error.reason}"[:LONGEST]
-                on_error(client, status_of(message.error))
+                on_error(client, report.status)
                 continue
             with suppress(ValueError, TypeError, LookupError, ArithmeticError):
                 report.bytes_up += content_bytes(message.content)
                 outcome = Outcome.from_record(message.content.config_records["outcome"])
+                metrics = dict(message.content.metric_records["metrics"])
+                report.evaluation_peak = count(metrics, "measured-peak")
                 if outcome.status == "ok":
-                    yield client, dict(message.content.metric_records["metrics"])
+                    report.status, report.reason = "ok", ""
+                    yield client, metrics
                 else:
-                    report.reason = outcome.reason[:LONGEST]
+                    report.status, report.reason = outcome.status, outcome.reason[:LONGEST]
                     self.delivery.forget(client, outcome.lacking)
+
+    def reject(self, client: int, reason: str) -> None:
+        """An answer makes no sense, and does not count."""
+        self.ledger[client].status, self.ledger[client].reason = "rejected", reason
+
+    def account(self) -> dict[str, Any]:
+        """Who answered, who did not and why, and how near to its budget (bytes) the nearest came, as JSON values."""
+        rest = [report for report in self.ledger.values() if report.status != "ok"]
+        peaks = [r.evaluation_peak / self.tasks[c].budget for c, r in self.ledger.items() if self.tasks[c].budget > 0]
+        return {
+            "asked": len(self.ledger),
+            "answered": len(self.ledger) - len(rest),
+            "peak_over_budget": max(peaks, default=None),
+            "others": [{"client": r.client, "status": r.status, "reason": r.reason} for r in rest],
+        }
 
     def bytes(self) -> int:
         """Of messages that were configured last, both ways."""

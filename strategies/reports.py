@@ -90,6 +90,24 @@ class ClientReport:
         self.val_examples = count(metrics, "val-examples")
 
 
+def verdict(metrics: Mapping[str, Any], keys: tuple[str, ...], most: int) -> tuple[int, dict[str, float]]:
+    """On how many of at most `most` validation examples a client evaluated, and what it found. Raises UpdateRejectedError.
+
+    A client that has none says nothing.
+    """
+    if not (examples := count(metrics, "val-examples")):
+        return 0, {}
+    if examples > most:
+        raise UpdateRejectedError(f"val-examples is {examples}: the client has {most}")
+    found = {}
+    for key in keys:
+        value = finite(metrics, key)
+        if value is None or value < 0 or (value > 1 and key.endswith("accuracy")):
+            raise UpdateRejectedError(f"{key} is {value!r}: it must be a loss of 0 or more, or an accuracy from 0 to 1")
+        found[key] = value
+    return examples, found
+
+
 def count(metrics: Mapping[str, Any], key: str, default: int = 0) -> int:
     """A number of things or bytes that a client sent. Raises UpdateRejectedError, TypeError or OverflowError."""
     if (value := int(metrics.get(key, default))) < 0:

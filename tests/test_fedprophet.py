@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Message
+from flwr.app import Error, Message
 from helpers import TRIO, RecordingGrid, arrays_of, clients_of, model_of, run_local, same, training
 from torch import nn
 
 from models.cascade import unit_of
 from models.zoo import MODELS, build_blueprint
 from piecework import load
+from server_app.local_grid import FIRST_NODE
 from server_app.records import RunDir
 from server_app.rounds import RunAbortedError
 from server_app.settings import SettingsError
@@ -64,6 +65,7 @@ def settled(run_dir: RunDir) -> list[dict[str, Any]]:
         "bytes_down",
         "bytes_survey",
         "bytes_evaluation",
+        "survey",  # its peak has the streaming of features that a run's end had removed
         "simulated_seconds",
     )
     machine = (
@@ -297,6 +299,87 @@ def test_a_papers_memory_assigns_the_first_module_always(tmp_path: Path) -> None
     assert none["simulated_seconds"] > some["simulated_seconds"]  # it swaps
 
 
+def test_everybody_measures_within_the_smallest_budget(tmp_path: Path) -> None:
+    """All have just what the largest module takes: the survey and validation take no more."""
+    settings = SMALL | {"num_rounds": 3, "stage_rounds": 1}
+    rich = run_local(tmp_path / "rich", **settings | {"fleet": boards(rich=(10**9, 1e9)), "dma": False})
+    needed = max(client["predicted_peak"] for record in rich.rounds() for client in record["clients"])
+    run_dir = run_local(tmp_path / "poor", **settings | {"fleet": boards(all=(needed, 1e9)), "r_min": ""})
+    surveys = [record["survey"] for record in run_dir.rounds() if record["survey"]]
+    assert len(surveys) >= 2
+    for found in (*surveys, *(record["evaluation"] for record in run_dir.rounds())):
+        assert (found["asked"], found["answered"], found["others"]) == (3, 3, [])
+        assert 0 < found["peak_over_budget"] <= 1
+
+
+class Lying(RecordingGrid):
+    """Client 1's verdict on the model, or its measurement, is not what it found."""
+
+    kind: str
+    lies: dict[str, float]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        for reply in super().pull_messages(message_ids):
+            metrics = reply.content.metric_records.get("metrics") if reply.has_content() else None
+            hit = reply.metadata.message_type == self.kind and metrics is not None
+            if hit and reply.metadata.src_node_id == FIRST_NODE + 1:
+                for key, value in self.lies.items():
+                    metrics[key] = value  # type: ignore[index]
+            yield reply
+
+
+@pytest.mark.parametrize(
+    ("lies", "reason"),
+    [
+        ({"val-accuracy": 1e300}, "val-accuracy is 1e+300: it must be a loss of 0 or more, or an accuracy from 0 to 1"),
+        ({"val-adversarial-accuracy": -0.5}, "val-adversarial-accuracy is -0.5: it must be"),
+        ({"val-loss": float("nan")}, "val-loss is nan: it must be a finite number"),
+        ({"val-examples": 10**9}, "val-examples is 1000000000: the client has 21"),
+    ],
+)
+def test_a_lie_about_the_model_does_not_count(tmp_path: Path, lies: dict[str, float], reason: str) -> None:
+    run_dir = run_local(
+        tmp_path, type("Here", (Lying,), {"kind": "evaluate", "lies": lies}), **SMALL | {"num_rounds": 1}
+    )
+    (record,) = run_dir.rounds()
+    assert (record["evaluation"]["answered"], record["clients_evaluated"]) == (2, 2)
+    ((other,),) = [record["evaluation"]["others"]]
+    assert (other["client"], other["status"]) == (1, "rejected")
+    assert other["reason"].startswith(reason)
+
+
+@pytest.mark.parametrize("distance", [1e5, 1e300])
+def test_a_measurement_far_from_all_others_does_not_count(tmp_path: Path, distance: float) -> None:
+    grid = type("Here", (Lying,), {"kind": "query.survey", "lies": {"perturbation": distance}})
+    record = run_local(tmp_path, grid, **SMALL | {"num_rounds": 3}).rounds()[2]
+    assert record["survey"]["answered"] == 2
+    assert record["distance"] < 100
+
+
+def test_a_client_whose_process_died_can_still_train_its_module(tmp_path: Path) -> None:
+    class Dying(RecordingGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            for reply in super().pull_messages(message_ids):
+                first = reply.metadata.message_type == "train" and reply.metadata.group_id == "1"
+                hit = first and reply.metadata.src_node_id == FIRST_NODE
+                yield Message(Error(8, "died"), reply_to=self.sent_to(reply)) if hit else reply
+
+        def sent_to(self, reply: Message) -> Message:
+            return next(m for m in self.sent if m.metadata.message_id == reply.metadata.reply_to_message_id)
+
+    run_dir = run_local(tmp_path, Dying, **SMALL | {"num_rounds": 2})
+    one, two = (record["clients"][0] for record in run_dir.rounds())
+    assert one["status"] == "crashed"
+    assert (two["status"], two["pieces"]) == ("ok", "0,1,2")
+    assert "given 75% of its budget" in two["note"]
+
+
+def test_one_image_is_enough_to_validate(tmp_path: Path) -> None:
+    (record,) = run_local(tmp_path, **SMALL | {"validation_share": 0.01, "num_rounds": 1}).rounds()
+    assert record["clients_evaluated"] == 3
+    assert record["client_accuracy"] is not None
+
+
 # ---- jFAT
 
 JOINT = SMALL | {"strategy": "jfat", "num_rounds": 2, "r_min": ""}
@@ -335,6 +418,10 @@ def test_fedprophet_with_memory_for_everything_is_jfat(tmp_path: Path) -> None:
             r"setting r-min = '0.3x' is [\d,]+ bytes, and atom 'conv\d' alone needs [\d,]+: give at least",
         ),
         ({"r_min": "lots"}, r"setting r-min = 'lots': expected bytes as 60MB or 57MiB, or a share"),
+        ({"attack_warmup": 2}, r"attack-warmup = 2 leaves no adversarial round in stages of 2"),
+        ({"patience": 3}, r"patience = 3 compares the accuracies of different modules: use stage-patience"),
+        ({"apa_least": 0.5}, r"apa-least = 0.5 is more than apa-start = 0.3"),
+        ({"init_weights": "none.safetensors"}, r"init-weights = none.safetensors: there is no such file"),
         ({"validation_share": 0.0}, r"validation-share is 0: fedprophet is steered"),
         ({"attack_epsilon": 1.5}, r"setting attack-epsilon = 1.5: should be less than or equal to 1"),
         ({"attack_epsilon": 0.0}, r"setting attack-epsilon = 0.0: should be greater than 0"),

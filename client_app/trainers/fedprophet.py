@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from client_app.attacks import Attack, Loss, by_backward, pgd
+from client_app.attacks import Attack, Loss, pgd
 from client_app.client import Client, Update
 from client_app.examples import Examples, batches
 from client_app.features import prefix_features
@@ -171,7 +171,8 @@ def survey(task: Task, client: Client) -> Metrics:
     atoms, attack = orders.atoms(orders.stage), stage_attack(client, orders)
     piece: PieceModel | None = None
     total, seen, least, rng = 0.0, 0, math.inf, client.rng("perturbation")
-    for positions in batches(len(examples), client.recipe.batch_size, rng, drop_single=True):
+    # Halves of a batch: what is kept of the clean features comes on top of what training holds.
+    for positions in batches(len(examples), max(2, client.recipe.batch_size // 2), rng, drop_single=True):
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
         with client.cap.first("perturbation", len(positions)):
             if piece is None:
@@ -192,9 +193,13 @@ def largest_perturbation(
     with torch.no_grad():
         clean = module(z)
 
-    def distance(z: Tensor, y: Tensor) -> Tensor:
-        return (module(z) - clean).square().sum()
+    def gradient(z: Tensor, y: Tensor) -> Tensor:
+        """Of ||module(z) - clean||^2."""
+        z = z.detach().requires_grad_()
+        out = module(z)
+        (ascent,) = torch.autograd.grad(out, z, out.detach().sub(clean).mul_(2))
+        return ascent
 
-    found = pgd(by_backward(distance), z, torch.empty(0), attack, generator)
+    found = pgd(gradient, z, torch.empty(0), attack, generator)
     with torch.no_grad():
-        return (module(found) - clean).flatten(1).norm(dim=1), float(clean.min())
+        return module(found).sub_(clean).flatten(1).norm(dim=1), float(clean.min())
