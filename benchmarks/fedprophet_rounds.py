@@ -20,8 +20,7 @@ from device_profiles.profile import DeviceState
 from models.partition import Piece
 from piecework.question import budget_bytes
 from server_app.roster import sampled
-from strategies.fedprophet import FedProphetRule
-from strategies.fedprophet_modules import macs
+from strategies.fedprophet_modules import FedProphetRule, macs
 from strategies.pricing import pricing_for
 
 CLIENTS, ASKED, ITERATIONS, ATTACK_STEPS = 100, 10, 30, 10

@@ -1,5 +1,6 @@
 """FedProphet ("Memory-Efficient Federated Adversarial Training via Robust and Consistent Cascade Learning"), the server's
-side: Algorithm 2. How it cuts the model and deals it out is in `strategies.fedprophet_modules`.
+side: Algorithm 2. How it cuts the model and deals it out is in `fedprophet_modules`, how it sets perturbations in
+`fedprophet_adjustment`.
 
 w_m: module m; theta_m: its auxiliary head; R_min: the smallest memory reserved on a client. C_m, A_m: clean and adversarial
 validation accuracy of w_1 .. w_m with theta_m; starred, their values when module m was fixed.
@@ -15,8 +16,8 @@ clients refuse.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from math import inf
 from statistics import median_low
 from typing import Any
@@ -30,68 +31,16 @@ from device_profiles.profile import DeviceState
 from models.anatomy import anatomy
 from models.cascade import unit_of
 from models.partition import AtomTooLargeError, Piece
-from server_app.settings import Settings, learning_rate
-from strategies.aggregation import UpdateRejectedError
+from server_app.settings import learning_rate
 from strategies.base import PieceStrategy
+from strategies.fedprophet_adjustment import FedProphetState, adjusted_alpha, measurement
 from strategies.fedprophet_modules import FedProphetRule
 from strategies.pricing import Pricing, share_or_bytes, whole_model
-from strategies.reports import count, finite
-from strategies.state import Experiment, StrategyState
+from strategies.state import Experiment
 
 LOOKED_AT = 20  # rounds of a fleet, for its least budget
-LARGEST = 1e30  # of a distance between features: sums of squares stay finite
 FREE = 0.75  # of what a device measured as free: later it may be less
 LOG = logging.getLogger("piecework")
-
-
-@dataclass
-class FedProphetState(StrategyState):
-    """Where the cascade is. `r_min`: bytes; `stage`: m, from 0; `stage_round`: rounds of it that are done.
-
-    `distance`: E[max ||Delta z_{m-1}||], None until it is measured; `nonnegative`: no client has features z_{m-1} below 0;
-    `recent`: C_m, A_m of the last rounds; `fixed`: C*_{m-1}, A*_{m-1}, and epsilon and `nonnegative` of the stage before;
-    `best`: score, C_m, A_m, alpha and number of this stage's best round; `void`: first and last of rounds that were undone.
-    """
-
-    r_min: int = 0
-    stage_rounds: int = 0
-    stage: int = 0
-    stage_round: int = 0
-    alpha: float = 1.0
-    distance: float | None = None
-    nonnegative: bool = False
-    recent: list[list[float]] = field(default_factory=list)
-    fixed: dict[str, float] = field(default_factory=dict)
-    best: dict[str, float] = field(default_factory=dict)
-    since_best: int = 0
-    void: list[list[int]] = field(default_factory=list)
-
-    @property
-    def epsilon(self) -> float:
-        """epsilon_{m-1} (Eq. 11), 0 in the first stage, whose radius is fixed."""
-        return self.alpha * (self.distance or 0.0)
-
-
-def adjusted_alpha(alpha: float, recent: list[list[float]], fixed: dict[str, float], settings: Settings) -> float:
-    """Eq. 12 for C and A summed over the `recent` rounds; without divisions, as A may be 0."""
-    clean, adversarial = (sum(column) for column in zip(*recent, strict=True))
-    ratio, target = clean * fixed["adversarial"], adversarial * fixed["clean"]
-    if ratio > (1 + settings.apa_margin) * target:
-        return round(alpha + settings.apa_step, 9)
-    if ratio < (1 - settings.apa_margin) * target:
-        return round(max(settings.apa_least, alpha - settings.apa_step), 9)
-    return alpha
-
-
-def measurement(metrics: Mapping[str, Any], most: int) -> tuple[float, float, int]:
-    """A client's mean largest ||Delta z||, least feature, and number of examples (1 to `most`). Raises UpdateRejectedError."""
-    distance, lowest = finite(metrics, "perturbation"), finite(metrics, "least-feature")
-    examples = count(metrics, "num-examples")
-    if distance is None or distance < 0 or distance > LARGEST or lowest is None or not 0 < examples <= most:
-        raise UpdateRejectedError(
-            f"perturbation {distance}, least-feature {lowest}, num-examples {examples} make no sense: the client has {most}"
-        )
-    return distance, lowest, examples
 
 
 class FedProphet(PieceStrategy):

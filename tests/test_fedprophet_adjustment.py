@@ -11,7 +11,8 @@ from fedprophet_helpers import a_run
 from flwr.app import MetricRecord
 
 from server_app.settings import Settings
-from strategies.fedprophet import FedProphet, FedProphetState, adjusted_alpha
+from strategies.fedprophet import FedProphet
+from strategies.fedprophet_adjustment import FedProphetState, adjusted_alpha
 
 # ---- on its boundaries
 

@@ -11,7 +11,7 @@ from federated_data.partition import share_class_counts
 from piecework.options import read_preset, settings_from
 from piecework.question import budget_bytes
 from server_app.settings import Settings, learning_rate
-from strategies.fedprophet import FedProphetRule
+from strategies.fedprophet_modules import FedProphetRule
 from strategies.pricing import pricing_for
 
 SETTINGS = [
