@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from client_app.accelerator import CPU, release_cache
 from client_app.attacks import Attack, Loss, by_backward, pgd
 from client_app.examples import Examples, batches
-from client_app.memory_cap import MemoryCap
+from client_app.memory_cap import MemoryCap, return_free_memory
 from device_profiles.memory import FlopCount, StepPrice, trace
 from models.cascade import Blueprint, fit_features, isolated_rng, run_atoms
 
@@ -188,6 +188,7 @@ class Trainee:
         self._loss, self.optimiser = start(self.pieces, self.recipe, self._make_loss)
         if self._paused is not None:
             self.optimiser.load(self._paused)
+        return_free_memory()  # what loading left in the heap would stay beside what training takes
 
     def _perturb(self, rng: np.random.Generator) -> Perturb | None:
         if self.recipe.attack is None:
