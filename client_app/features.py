@@ -5,6 +5,7 @@ a client that missed a stage, or lost its file, finds that out and computes it a
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from client_app.examples import Examples, feature_examples
 from client_app.frozen import file_hash
 from client_app.memory_cap import return_free_memory
 from client_app.randomness import generator
+from client_app.store import FeatureWriter
 from client_app.training import PieceModel, in_precision
 from models.partition import Piece, runs
 
@@ -29,7 +31,7 @@ def prefix_features(client: Client, modules: Sequence[Piece]) -> Examples:
     """
     if not modules:
         return client.share(STAGES)
-    paths = [_path(client, modules[: n + 1]) for n in range(len(modules))]
+    paths = _paths(client, modules)
     found = len(modules) - 1 if client.settings.feature_cache else -1
     features = None
     while found >= 0 and (features := _opened(client, paths[found], modules[found])) is None:
@@ -48,14 +50,16 @@ def prefix_features(client: Client, modules: Sequence[Piece]) -> Examples:
     return feature_examples(features, labels).on(client.device)
 
 
-def _path(client: Client, modules: Sequence[Piece]) -> Path:
-    digest = hashlib.sha256()
+def _paths(client: Client, modules: Sequence[Piece]) -> list[Path]:
+    """Where the features behind each module belong."""
+    folder = client.store.features if client.settings.feature_cache else client.store.task / "features"
+    folder.mkdir(exist_ok=True)
+    digest, paths = hashlib.sha256(), []
     for module in modules:
         for atom in module:
             digest.update(file_hash(client.store.model / f"atoms.{atom}.safetensors").encode())
-    folder = client.store.features if client.settings.feature_cache else client.store.task / "features"
-    folder.mkdir(exist_ok=True)
-    return folder / f"{digest.hexdigest()[:32]}.npy"
+        paths.append(folder / f"{digest.hexdigest()[:32]}.npy")
+    return paths
 
 
 def _shape_behind(client: Client, module: Piece) -> tuple[int, ...]:
@@ -79,24 +83,20 @@ def _opened(client: Client, path: Path, module: Piece) -> np.ndarray | None:
 @torch.no_grad()
 def _stream(client: Client, module: Piece, examples: Examples, path: Path) -> np.ndarray:
     """Run a module over all examples, in mixed batches, and write each row to its place."""
-    shape = (len(examples), *_shape_behind(client, module))
-    make_room(client.store.root.parent, path, 4 * int(np.prod(shape)), client.settings.feature_cache_bytes)
+    shape, limit = _shape_behind(client, module), client.settings.feature_cache_bytes
+    make_room(client.store.root.parent, path, 4 * len(examples) * math.prod(shape), limit)
     piece = PieceModel(client.blueprint, module, None, client.load())
     piece.train(False)
     forward = in_precision(piece.features, client.recipe)
-    draft = client.store.task / f"{path.name}.tmp"
-    with draft.open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
-        start = file.tell()
-        for positions, fresh in _mixed(client, len(examples)):
-            with client.cap.first(f"stream {runs(module)}", len(positions)):
-                z = forward(examples.read(positions))
-                block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy()
-            for position, row in zip(positions[:fresh], block[:fresh], strict=True):
-                file.seek(start + int(position) * row.nbytes)
-                file.write(row.data)
-            del z, block
-    features: np.ndarray = np.load(draft, mmap_mode="r", allow_pickle=False)  # stays readable whoever removes the file
+    draft = client.store.task / path.name
+    writer = FeatureWriter(draft, len(examples), shape, limit)
+    for positions, fresh in _mixed(client, len(examples)):
+        with client.cap.first(f"stream {runs(module)}", len(positions)):
+            z = forward(examples.read(positions))
+            block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy()
+        writer.put(positions[:fresh], block[:fresh])
+        del z, block
+    features = writer.close()  # stays readable whoever removes the file
     draft.replace(path)
     return features
 

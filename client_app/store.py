@@ -161,7 +161,7 @@ def _existing(path: Path) -> Path:
 
 
 class FeatureWriter:
-    """Appends float32 batches to an .npy file of known size without mapping it: dirty pages would count as memory.
+    """Writes float32 batches to an .npy file of known size without mapping it: dirty pages would count as memory.
 
     `shape` is that of one example; `limit` is in bytes. Raises OSError where the file would be larger.
     """
@@ -177,10 +177,17 @@ class FeatureWriter:
         self._file = path.with_suffix(".tmp").open("wb")
         header = {"descr": "<f4", "fortran_order": False, "shape": (count, *shape)}
         np.lib.format.write_array_header_1_0(self._file, header)
+        self._start, self._row = self._file.tell(), 4 * math.prod(shape)
 
     def append(self, batch: np.ndarray) -> None:
-        """Write a batch [B, *shape], float32."""
+        """Write a batch [B, *shape], float32, behind what was written last."""
         self._file.write(np.ascontiguousarray(batch, dtype=np.float32).data)
+
+    def put(self, positions: np.ndarray, batch: np.ndarray) -> None:
+        """Write each example of a batch [B, *shape] to its own place."""
+        for position, row in zip(positions, batch, strict=True):
+            self._file.seek(self._start + int(position) * self._row)
+            self.append(row)
 
     def close(self) -> np.ndarray:
         """Finish the file and return it memory-mapped, read-only."""

@@ -17,7 +17,7 @@ from client_app.accelerator import to_device
 from client_app.attacks import Attack, pgd
 from client_app.client import Client
 from client_app.examples import batches
-from client_app.task import Metrics
+from client_app.task import Metrics, Task
 from client_app.training import PieceModel, classification_loss, in_precision, predictions
 from models.partition import Piece
 
@@ -125,3 +125,17 @@ def validate(client: Client, pieces: Sequence[Piece], head: str, attack: Attack,
         "val-adversarial-accuracy": robust / seen,
         "val-examples": seen,
     }
+
+
+def evaluate_whole(_: Task, client: Client) -> Metrics:
+    """Loss and accuracy of the whole model on the client's validation share, streamed atom by atom."""
+    last = len(client.blueprint.atoms) - 1
+    examples, piece = client.validation, None
+    for atom in range(last + 1):
+        del piece  # before the next one is built
+        piece = PieceModel(client.blueprint, [atom], "head" if atom == last else None, client.load())
+        piece.train(False)
+        if atom < last:
+            examples = client.stream(piece, examples, f"evaluate-{atom}", atom + 1)
+    assert piece is not None
+    return client.evaluate(piece.logits, examples)

@@ -7,7 +7,7 @@ from typing import cast
 
 from client_app.client import Client, Update
 from client_app.task import Metrics, Task
-from client_app.training import PieceModel
+from client_app.validation import evaluate_whole
 
 TRAINERS = {
     "fedavg": "client_app.trainers.fedavg",
@@ -37,17 +37,3 @@ def _module(strategy: str) -> ModuleType:
     if strategy not in TRAINERS:
         raise ValueError(f"strategy {strategy!r} has no trainer: known are {', '.join(TRAINERS)}")
     return import_module(TRAINERS[strategy])
-
-
-def evaluate_whole(task: Task, client: Client) -> Metrics:
-    """Loss and accuracy of the whole model on the client's validation share, streamed atom by atom."""
-    last = len(client.blueprint.atoms) - 1
-    examples, piece = client.validation, None
-    for atom in range(last + 1):
-        del piece  # before the next one is built
-        piece = PieceModel(client.blueprint, [atom], "head" if atom == last else None, client.load())
-        piece.train(False)
-        if atom < last:
-            examples = client.stream(piece, examples, f"evaluate-{atom}", atom + 1)
-    assert piece is not None
-    return client.evaluate(piece.logits, examples)
