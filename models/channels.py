@@ -1,0 +1,271 @@
+"""Which channels of a model's arrays are the same: found by running it on tensors without values that carry their axes.
+
+A convolution or a linear layer makes new channels; norms, ReLUs and poolings keep them; a residual sum makes two of them one. A
+model of a fraction of the channels is then a choice of channels in each group, and every array's indices follow from it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from models.cascade import Blueprint
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension of `outer` x C x `inner`, C the channels of a group: a flattened map has C x (H W), an LSTM's gates 4 x C."""
+
+    group: int
+    outer: int = 1
+    inner: int = 1
+
+
+Axes = tuple[Axis | None, ...]  # of each dimension; None: not of channels, such as space, or the channels of images
+
+
+class _Follower(TorchFunctionMode):
+    """Notes the axes of the tensors that a model makes, and of the arrays that it makes them with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._links: list[Axis | None] = []  # of each group: what it turned out to be a part of, or the same as
+        self._noted: dict[int, tuple[Tensor, Axes]] = {}  # with the tensor, whose id nobody else can have then
+
+    def new(self, **layout: int) -> Axis:
+        """An axis of channels that are not known yet."""
+        self._links.append(None)
+        return Axis(len(self._links) - 1, **layout)
+
+    def resolved(self, axis: Axis) -> Axis:
+        """By the group that it is of in the end."""
+        while (link := self._links[axis.group]) is not None:
+            axis = Axis(link.group, axis.outer * link.outer, axis.inner * link.inner)
+        return axis
+
+    def axes(self, tensor: Tensor) -> Axes:
+        """As far as they are known; an array's are new, where it has more than one entry."""
+        if id(tensor) not in self._noted and isinstance(tensor, torch.nn.Parameter):
+            self.note(tensor, [self.new() if size > 1 else None for size in tensor.shape])
+        known = self._noted.get(id(tensor))
+        return tuple(axis and self.resolved(axis) for axis in known[1]) if known else (None,) * tensor.dim()
+
+    def note(self, tensor: Tensor | None, axes: Sequence[Axis | None]) -> None:
+        """Remember them."""
+        if tensor is not None:
+            self._noted[id(tensor)] = tensor, tuple(axes)
+
+    def same(self, one: Axis | None, other: Axis | None) -> Axis | None:
+        """The axis of tensors that are added up, of whose axes at least one is known."""
+        if one is None or other is None:
+            return one or other
+        one, other = self.resolved(one), self.resolved(other)
+        if one.group != other.group:
+            if (one.outer, one.inner) != (other.outer, other.inner):
+                raise ValueError("channels are added up that are laid out in different ways")
+            self._links[other.group] = Axis(one.group)
+        return one
+
+    def part(self, axis: Axis, runs: int) -> Axis:
+        """The axis within one of the `runs` into which another is cut."""
+        axis = self.resolved(axis)
+        if axis.outer % runs == 0:
+            return Axis(axis.group, axis.outer // runs, axis.inner)
+        part = self.new()
+        self._links[axis.group] = Axis(part.group, outer=runs)
+        return Axis(part.group, axis.outer, axis.inner)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, and note what it makes."""
+        out = func(*args, **(kwargs or {}))
+        rule = RULES.get(func.__name__)
+        if rule is not None:
+            rule(self, out, *args, **(kwargs or {}))
+        elif isinstance(out, Tensor):
+            self._carry(func.__name__, out, [each for each in args if isinstance(each, Tensor)])
+        return out
+
+    def _carry(self, name: str, out: Tensor, inputs: list[Tensor]) -> None:
+        """Of a function that treats channels alike: each dimension, counted from the last, is that of the inputs."""
+        axes: list[Axis | None] = [None] * out.dim()
+        for tensor in inputs:
+            for place, axis in enumerate(reversed(self.axes(tensor)), start=1):
+                if axis is not None:
+                    if tensor.dim() > out.dim() or tensor.shape[-place] != out.shape[-place]:
+                        raise ValueError(f"channels cannot be followed through {name}")
+                    axes[-place] = self.same(axes[-place], axis)
+        self.note(out, axes)
+
+
+def _conv(
+    follow: _Follower,
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> None:
+    before = follow.axes(x)[1]
+    if groups not in (1, x.shape[1]):
+        raise ValueError(f"channels cannot be followed through a convolution of {groups} groups")
+    after = follow.new() if groups == 1 else before
+    follow.note(weight, [after, before if groups == 1 else None, None, None])
+    follow.note(bias, [after])
+    follow.note(out, [None, after, None, None])
+
+
+def _linear(follow: _Follower, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    *others, before = follow.axes(x)
+    after = follow.new()
+    follow.note(weight, [after, before])
+    follow.note(bias, [after])
+    follow.note(out, [*others, after])
+
+
+def _batch_norm(follow: _Follower, out: Tensor, x: Tensor, *arrays: Any, **named: Any) -> None:
+    axes = follow.axes(x)
+    for array in (*arrays, *named.values()):
+        if isinstance(array, Tensor):
+            follow.note(array, [axes[1]])
+    follow.note(out, axes)
+
+
+def _layer_norm(follow: _Follower, out: Tensor, x: Tensor, shape: Any, *arrays: Any, **named: Any) -> None:
+    axes = follow.axes(x)
+    for array in (*arrays, *named.values()):
+        if isinstance(array, Tensor):
+            follow.note(array, axes[-array.dim() :])
+    follow.note(out, axes)
+
+
+def _embedding(follow: _Follower, out: Tensor, tokens: Tensor, weight: Tensor, *_: Any, **__: Any) -> None:
+    after = follow.new()
+    follow.note(weight, [None, after])
+    follow.note(out, [None] * tokens.dim() + [after])
+
+
+def _lstm(follow: _Follower, out: Any, x: Tensor, states: Any, arrays: Sequence[Tensor], *_: Any, **__: Any) -> None:
+    """Of one layer: four gates of C rows each."""
+    *others, before = follow.axes(x)
+    after = follow.new()
+    gates = Axis(after.group, outer=4)
+    columns: list[Axes] = [(before,), (after,), (), ()]
+    for array, inputs in zip(arrays, columns, strict=True):
+        follow.note(array, [gates, *inputs])
+    follow.note(out[0], [*others, after])
+
+
+def _attention(follow: _Follower, out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> None:
+    """Features of queries and keys are multiplied, so they are the same; the output is made of values."""
+    follow.same(follow.axes(q)[-1], follow.axes(k)[-1])
+    follow.note(out, follow.axes(v))
+
+
+def _flatten(follow: _Follower, out: Tensor, x: Tensor, start_dim: int = 0, end_dim: int = -1) -> None:
+    axes, end = follow.axes(x), end_dim % x.dim()
+    inside = [dim for dim in range(start_dim, end + 1) if axes[dim] is not None]
+    merged = None
+    if inside:
+        (dim,) = inside
+        axis = axes[dim]
+        assert axis is not None
+        before, after = prod(x.shape[start_dim:dim]), prod(x.shape[dim + 1 : end + 1])
+        merged = Axis(axis.group, before * axis.outer, axis.inner * after)
+    follow.note(out, [*axes[:start_dim], merged, *axes[end + 1 :]])
+
+
+def _unflatten(follow: _Follower, out: Tensor, x: Tensor, dim: int, sizes: Sequence[int]) -> None:
+    """The channels stay together in the last of the new dimensions."""
+    axes, added = follow.axes(x), len(sizes) - 1
+    axis = axes[dim]
+    inner = axis and follow.part(axis, prod(out.shape[dim : dim + added]))
+    follow.note(out, [*axes[:dim], *[None] * added, inner, *axes[dim + 1 :]])
+
+
+def _permute(follow: _Follower, out: Tensor, x: Tensor, *dims: Any) -> None:
+    axes = follow.axes(x)
+    follow.note(out, [axes[dim] for dim in (dims[0] if isinstance(dims[0], tuple) else dims)])
+
+
+def _transpose(follow: _Follower, out: Tensor, x: Tensor, one: int, other: int) -> None:
+    axes = list(follow.axes(x))
+    axes[one], axes[other] = axes[other], axes[one]
+    follow.note(out, axes)
+
+
+def _unbind(follow: _Follower, out: Sequence[Tensor], x: Tensor, dim: int = 0) -> None:
+    axes = follow.axes(x)
+    for each in out:
+        follow.note(each, [*axes[:dim], *axes[dim + 1 :]])
+
+
+def _getitem(follow: _Follower, out: Tensor, x: Tensor, key: Any) -> None:
+    """Of an index that takes whole dimensions (`:`) or one entry of a dimension."""
+    keys = key if isinstance(key, tuple) else (key,)
+    axes = follow.axes(x)
+    kept = [axes[dim] for dim, each in enumerate(keys) if isinstance(each, slice)]
+    follow.note(out, [*kept, *axes[len(keys) :]])
+
+
+def _mean(follow: _Follower, out: Tensor, x: Tensor, dim: Any = (), keepdim: bool = False) -> None:
+    gone = {each % x.dim() for each in (dim if isinstance(dim, tuple | list) else [dim])}
+    axes = follow.axes(x)
+    follow.note(out, [axis for place, axis in enumerate(axes) if keepdim or place not in gone])
+
+
+def _cat(follow: _Follower, out: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> None:
+    axes: list[Axis | None] = [None] * out.dim()
+    for tensor in tensors:
+        axes = [follow.same(a, b) for a, b in zip(axes, follow.axes(tensor), strict=True)]
+    if axes[dim] is not None:
+        raise ValueError("channels cannot be followed through a concatenation of channels")
+    follow.note(out, axes)
+
+
+RULES: Mapping[str, Callable[..., None]] = {
+    "conv2d": _conv,
+    "linear": _linear,
+    "batch_norm": _batch_norm,
+    "layer_norm": _layer_norm,
+    "embedding": _embedding,
+    "lstm": _lstm,
+    "scaled_dot_product_attention": _attention,
+    "flatten": _flatten,
+    "unflatten": _unflatten,
+    "permute": _permute,
+    "transpose": _transpose,
+    "unbind": _unbind,
+    "__getitem__": _getitem,
+    "mean": _mean,
+    "cat": _cat,
+}
+
+
+def channel_axes(blueprint: Blueprint, units: Sequence[str] = ()) -> dict[str, Axes]:
+    """The axes of every array, parameters and buffers, by its global name. `units`: also of these, heads behind atoms.
+
+    Raises ValueError where a layer is not known here.
+    """
+    found: dict[str, Axes] = {}
+    tokens = torch.int64 if blueprint.vocabulary else torch.float32
+    follow, modules = _Follower(), dict[str, torch.nn.Module]()
+    with torch.no_grad(), torch.device("meta"):
+        features = [torch.zeros(2, *blueprint.input_shape, dtype=tokens)]
+        for unit in [*blueprint.units(), *units]:
+            modules[unit] = blueprint.build_unit(unit).eval()
+            with follow:
+                kind, _, index = unit.partition(".")
+                out = modules[unit](features[int(index) + 1] if kind in ("exits", "aux") else features[-1])
+            if kind == "atoms":
+                features.append(out)
+    for unit, module in modules.items():
+        arrays = dict(module.named_parameters()) | dict(module.named_buffers())
+        found |= {f"{unit}.{name}": follow.axes(array) for name, array in arrays.items()}
+    return found
