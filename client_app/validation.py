@@ -7,7 +7,7 @@ them reads each piece from its store when it is its turn, and writes what goes i
 """
 
 from collections.abc import Sequence
-from math import prod
+from math import ceil, prod
 
 import numpy as np
 import torch
@@ -92,10 +92,29 @@ class StreamedCascade:
 
 def held_bytes(client: Client, pieces: Sequence[Piece]) -> int:
     """Bytes of the weights of all pieces, and of what goes into each for a batch: what `held` takes besides a piece at work."""
-    units = (f"atoms.{atom}" for piece in pieces for atom in piece)
-    weights = sum((client.store.model / f"{unit}.safetensors").stat().st_size for unit in units)
     inputs = sum(prod(client.blueprint.shape_before(piece[0])) for piece in pieces)
-    return weights + 4 * client.recipe.batch_size * inputs
+    return sum(weight_bytes(client, piece) for piece in pieces) + 4 * batch_size(client) * inputs
+
+
+def piece_bytes(client: Client, piece: Piece, price: int) -> int:
+    """At most what a piece takes to validate whose training step takes `price` bytes.
+
+    A small validation share fills only a part of a batch. What does not go with the batch is less than twice the weights: a
+    layer's may be copied for its backward pass, and there are neither gradients of weights nor momentum.
+    """
+    weights = weight_bytes(client, piece)
+    by_batch = max(0, price - weights) * batch_size(client) / client.recipe.batch_size
+    return min(price, 2 * weights + ceil(by_batch))
+
+
+def weight_bytes(client: Client, piece: Piece) -> int:
+    """Of the files of a piece's atoms."""
+    return sum((client.store.model / f"atoms.{atom}.safetensors").stat().st_size for atom in piece)
+
+
+def batch_size(client: Client) -> int:
+    """Images of the largest batch that is validated at once."""
+    return min(client.recipe.batch_size, len(client.validation))
 
 
 def validate(client: Client, pieces: Sequence[Piece], head: str, attack: Attack, *, held: bool) -> Metrics:

@@ -11,7 +11,8 @@ from helpers import a_blueprint
 from torch.nn import functional as F
 
 from client_app.setup import image_attack
-from client_app.validation import StreamedCascade, held_bytes, validate
+from client_app.training import piece_price
+from client_app.validation import StreamedCascade, held_bytes, piece_bytes, validate
 from models.cascade import Blueprint
 from models.partition import Piece
 from models.zoo import build_blueprint
@@ -72,3 +73,22 @@ def test_what_holding_all_pieces_takes(tmp_path: Path) -> None:
     client = seasoned(tmp_path)
     files = sum((client.store.model / f"atoms.{atom}.safetensors").stat().st_size for atom in range(5))
     assert held_bytes(client, MODULES) == files + 4 * 16 * (64 + 16 * 64 + 32 * 16)
+
+
+@pytest.mark.parametrize("model", ["convnet", "resnet"])
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_what_validating_a_piece_takes(tmp_path: Path, model: str, count: int) -> None:
+    """Twice the weights, and of the rest of a training step the share of a batch of 16; it does take no more."""
+    client = seasoned(tmp_path, a_blueprint(batch_norm="running") if model == "convnet" else resnet("running"))
+    client = replace(client, validation=replace(client.validation, labels=client.validation.labels[:count]))
+    whole = tuple(range(len(client.blueprint.atoms)))
+    files = sum((client.store.model / f"atoms.{atom}.safetensors").stat().st_size for atom in whole)
+    batch = {1: 1, 5: 5, 20: 16}[count]
+    assert piece_bytes(client, whole, files + 1600) == min(files + 1600, 2 * files + 100 * batch)
+    assert piece_bytes(client, whole, files + 16 * files) == min(17 * files, (2 + batch) * files)
+    assert held_bytes(client, [whole]) == files + 4 * batch * 64
+
+    attack = image_attack(client.settings, client.data, 2)
+    price = piece_price(client.blueprint, whole, "head", replace(client.recipe, attack=attack)).peak_bytes
+    validate(client, [whole], "head", attack, held=True)
+    assert 0 < client.cap.peak_bytes <= piece_bytes(client, whole, price)

@@ -29,7 +29,7 @@ from client_app.features import prefix_features
 from client_app.setup import image_attack
 from client_app.task import Metrics, Task
 from client_app.training import MakeLoss, PieceModel, Trainee, classification_loss, in_precision
-from client_app.validation import held_bytes, validate
+from client_app.validation import held_bytes, piece_bytes, validate
 from device_profiles.memory import MemoryBudgetExceededError
 from models.cascade import Blueprint
 from models.partition import Piece, fits, runs
@@ -156,12 +156,18 @@ def evaluate(task: Task, client: Client) -> Metrics:
     orders = Orders.of(task)
     pieces = [*orders.before(), orders.atoms(orders.stage)]
     whole = tuple(atom for piece in pieces for atom in piece)
-    if fits(task.price(whole), client.allowed) or not task.enforced:
+    if not task.enforced or fits(validation_price(task, client, whole), client.allowed):
         pieces = [whole]
-    largest = max(task.price(piece) or client.allowed for piece in pieces)
+    largest = max(validation_price(task, client, piece) or client.allowed for piece in pieces)
     held = len(pieces) == 1 or largest + held_bytes(client, pieces) <= client.allowed
     attack = image_attack(client.settings, client.data, client.settings.evaluation_attack_steps)
     return validate(client, pieces, head_behind(client.blueprint, whole[-1]), attack, held=held)
+
+
+def validation_price(task: Task, client: Client, piece: Piece) -> int | None:
+    """At most the bytes of validating a piece, or None where the server lists no price."""
+    price = task.price(piece)
+    return None if price is None else piece_bytes(client, piece, price)
 
 
 def survey(task: Task, client: Client) -> Metrics:
