@@ -80,16 +80,17 @@ class Client:
         return {"val-loss": loss / seen, "val-accuracy": correct / seen, "val-examples": seen}
 
     @torch.no_grad()
-    def stream(self, piece: PieceModel, examples: Examples, part: str, to: int) -> Examples:
-        """The features that frozen atoms make of examples for atom `to`, computed batch by batch into a file of the store.
+    def stream(self, piece: PieceModel, examples: Examples, part: str, to: int | None) -> Examples:
+        """The features that frozen atoms make of examples for atom `to`, or the head, batch by batch into a file of the store.
 
         The order is drawn anew, so that batch statistics come from mixed batches; a last batch of one has none.
         """
         single = self.settings.batch_norm == "batch" and len(examples) % self.recipe.batch_size == 1
         labels, writer, forward = [], None, in_precision(piece.features, self.recipe)
+        shape = self.blueprint.feature_shape if to is None else self.blueprint.shape_before(to)
         for positions in batches(len(examples), self.recipe.batch_size, self.rng(f"stream {part}"), drop_single=single):
             with self.cap.first(f"stream {part}", len(positions)):
-                z = fit_features(forward(examples.read(positions)), self.blueprint.shape_before(to))
+                z = fit_features(forward(examples.read(positions)), shape)
                 block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy()
             if writer is None:
                 path = self.store.feature_path(part)

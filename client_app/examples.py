@@ -15,7 +15,9 @@ PADDING = 4  # pixels, of the random crop
 
 @dataclass(frozen=True)
 class Examples:
-    """`read(positions)` gives float32 [B, ...] for int positions [B], on the device; `labels` is int64 [n]."""
+    """`read(positions)` gives float32 [B, ...] for int positions [B], on the device; `labels` is int64 [n], or float32 [n, m]
+    where there is more to learn of an example.
+    """
 
     read: Callable[[np.ndarray], Tensor]
     labels: np.ndarray
@@ -25,7 +27,7 @@ class Examples:
         return len(self.labels)
 
     def targets(self, positions: np.ndarray) -> Tensor:
-        """Labels [B], int64, on the device."""
+        """Labels [B], int64, or targets [B, m], on the device."""
         return to_device(torch.tensor(self.labels[positions]), self.device)
 
     def on(self, device: torch.device) -> "Examples":

@@ -40,7 +40,6 @@ def prefix_features(client: Client, modules: Sequence[Piece]) -> Examples:
     for n in range(found + 1, len(modules)):
         source = client.share(STAGES) if features is None else feature_examples(features, labels).on(client.device)
         features = _stream(client, modules[n], source, paths[n])
-        return_free_memory()
     for path in paths[0].parent.glob("*.npy"):
         if path != paths[-1]:
             path.unlink(missing_ok=True)
@@ -80,24 +79,36 @@ def _opened(client: Client, path: Path, module: Piece) -> np.ndarray | None:
     return features if features.shape == expected and features.dtype == np.float32 else None
 
 
+def teacher_logits(client: Client, atoms: Piece, examples: Examples) -> np.ndarray:
+    """What atoms and the model's head make of examples, row by row; one atom is in memory at a time."""
+    for atom in atoms[:-1]:
+        features = _stream(client, (atom,), examples, client.store.feature_path(f"teacher-{atom}"))
+        examples = feature_examples(features, examples.labels).on(client.device)
+    return _stream(client, atoms[-1:], examples, client.store.feature_path("teacher"), "head")
+
+
 @torch.no_grad()
-def _stream(client: Client, module: Piece, examples: Examples, path: Path) -> np.ndarray:
+def _stream(client: Client, module: Piece, examples: Examples, path: Path, head: str | None = None) -> np.ndarray:
     """Run a module over all examples, in mixed batches, and write each row to its place."""
-    shape, limit = _shape_behind(client, module), client.settings.feature_cache_bytes
-    make_room(client.store.root.parent, path, 4 * len(examples) * math.prod(shape), limit)
-    piece = PieceModel(client.blueprint, module, None, client.load())
+    limit = client.settings.feature_cache_bytes
+    piece = PieceModel(client.blueprint, module, head, client.load())
     piece.train(False)
-    forward = in_precision(piece.features, client.recipe)
-    draft = client.store.task / path.name
-    writer = FeatureWriter(draft, len(examples), shape, limit)
+    forward = in_precision(piece.logits if head is not None else piece.features, client.recipe)
+    draft, writer = client.store.task / path.name, None
     for positions, fresh in _mixed(client, len(examples)):
         with client.cap.first(f"stream {runs(module)}", len(positions)):
             z = forward(examples.read(positions))
             block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy()
+        if writer is None:
+            make_room(client.store.root.parent, path, 4 * len(examples) * math.prod(block.shape[1:]), limit)
+            writer = FeatureWriter(draft, len(examples), block.shape[1:], limit)
         writer.put(positions[:fresh], block[:fresh])
         del z, block
+    assert writer is not None
     features = writer.close()  # stays readable whoever removes the file
     draft.replace(path)
+    del piece, forward
+    return_free_memory()
     return features
 
 

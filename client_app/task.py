@@ -65,8 +65,13 @@ class Task:
 
 
 def piece_key(piece: Piece) -> str:
-    """The key of a piece in a price list: (0, 1, 2) -> `0,1,2`."""
+    """The key of a piece in a price list: (0, 1, 2) -> `0,1,2`; a head alone has no atoms, and an empty key."""
     return ",".join(map(str, piece))
+
+
+def piece_of(key: str) -> Piece:
+    """What `piece_key` made a key of. Raises ValueError."""
+    return tuple(map(int, key.split(","))) if key else ()
 
 
 @dataclass(frozen=True)

@@ -260,8 +260,13 @@ def piece_price(
     recipe: Recipe,
     copies: int = 1,
     make_loss: MakeLoss = single_loss,
+    *,
+    targets: bool = False,
 ) -> StepPrice:
-    """Bytes and FLOPs of one training step of a piece, or of `copies` of it that learn together, from fake tensors."""
+    """Bytes and FLOPs of one training step of a piece, or of `copies` of it that learn together, from fake tensors.
+
+    With `targets` it learns logits, not labels.
+    """
 
     attack, attack_flops = recipe.attack, FlopCount()
 
@@ -272,12 +277,31 @@ def piece_price(
         if attack is not None:
             # Attack steps are all alike: one is traced, the others take no more memory and the same FLOPs.
             perturb = counted(adversary(pieces, loss, replace(attack, steps=1), 0), attack_flops)
-        z = fake_batch(blueprint, atoms[0], recipe.batch_size)
-        train_step(loss, optimiser, z, torch.zeros(recipe.batch_size, dtype=torch.int64), perturb)
+        z = fake_batch(blueprint, atoms[0] if atoms else None, recipe.batch_size)
+        shape = (recipe.batch_size, outputs(pieces[0].head)) if targets else (recipe.batch_size,)
+        y = torch.zeros(shape, dtype=torch.float32 if targets else torch.int64)
+        train_step(loss, optimiser, z, y, perturb)
 
     price = trace(work)
     further = attack.steps - 1 if attack is not None else 0
     return StepPrice(price.peak_bytes, price.flops + further * attack_flops.total)
+
+
+def stream_price(blueprint: Blueprint, atom: int, recipe: Recipe) -> int:
+    """Bytes of a frozen atom that makes features of a batch, from fake tensors."""
+
+    @torch.no_grad()
+    def work() -> None:
+        piece = PieceModel(blueprint, [atom], None, fake_load(blueprint))
+        piece.train(False)
+        in_precision(piece.features, recipe)(fake_batch(blueprint, atom, recipe.batch_size))
+
+    return trace(work).peak_bytes
+
+
+def outputs(head: nn.Module) -> int:
+    """How many logits a head makes: what its last linear layer does."""
+    return [layer for layer in head.modules() if isinstance(layer, nn.Linear)][-1].out_features
 
 
 def counted(perturb: Perturb, flops: FlopCount) -> Perturb:
@@ -297,7 +321,7 @@ def start(pieces: list[PieceModel], recipe: Recipe, make_loss: MakeLoss) -> tupl
     loss = make_loss(pieces)
     return (
         in_bfloat16(loss) if recipe.precision == "bfloat16" else loss,
-        SGD([p for piece in pieces for p in piece.parameters()], recipe),
+        SGD([p for piece in pieces for p in piece.parameters() if p.requires_grad], recipe),
     )
 
 
@@ -337,9 +361,11 @@ def adversary(pieces: list[PieceModel], loss: Loss, attack: Attack, seed: int) -
     return perturb
 
 
-def fake_batch(blueprint: Blueprint, atom: int, batch_size: int) -> Tensor:
-    """An input batch of atom `atom` as `Examples` hands it out: [B, H, W, C] in memory, read as [B, C, H, W]; or tokens."""
-    shape = blueprint.shape_before(atom)
+def fake_batch(blueprint: Blueprint, atom: int | None, batch_size: int) -> Tensor:
+    """An input batch of an atom, or of the head, as `Examples` hands it out: [B, H, W, C] in memory, read as [B, C, H, W];
+    or tokens.
+    """
+    shape = blueprint.feature_shape if atom is None else blueprint.shape_before(atom)
     if len(shape) == 3:
         return torch.empty(batch_size, *shape[1:], shape[0]).permute(0, 3, 1, 2)
     tokens = atom == 0 and blueprint.vocabulary > 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from client_app.accelerator import to_device
 from client_app.attacks import Attack, pgd
 from client_app.client import Client
-from client_app.examples import batches
+from client_app.examples import Examples, batches
 from client_app.task import Metrics, Task
 from client_app.training import PieceModel, classification_loss, in_precision, predictions
 from models.partition import Piece
@@ -148,13 +148,23 @@ def validate(client: Client, pieces: Sequence[Piece], head: str, attack: Attack,
 
 def evaluate_whole(_: Task, client: Client) -> Metrics:
     """Loss and accuracy of the whole model on the client's validation share, streamed atom by atom."""
-    last = len(client.blueprint.atoms) - 1
-    examples, piece = client.validation, None
-    for atom in range(last + 1):
-        del piece  # before the next one is built
-        piece = PieceModel(client.blueprint, [atom], "head" if atom == last else None, client.load())
-        piece.train(False)
-        if atom < last:
-            examples = client.stream(piece, examples, f"evaluate-{atom}", atom + 1)
-    assert piece is not None
+    return evaluate_cascade(client, range(len(client.blueprint.atoms)))
+
+
+def evaluate_cascade(client: Client, atoms: Sequence[int]) -> Metrics:
+    """Loss and accuracy of these atoms and the model's head on the client's validation share, one atom in memory at a time."""
+    examples = behind(client, client.validation, atoms[:-1], atoms[-1], "evaluate")
+    piece = PieceModel(client.blueprint, atoms[-1:], "head", client.load())
+    piece.train(False)
     return client.evaluate(piece.logits, examples)
+
+
+def behind(client: Client, examples: Examples, atoms: Sequence[int], to: int | None, part: str) -> Examples:
+    """What atoms in evaluation mode make of examples for the atom `to`, or the head; one is in memory at a time."""
+    piece = None
+    for atom, following in zip(atoms, [*atoms[1:], to], strict=True):
+        del piece  # before the next one is built
+        piece = PieceModel(client.blueprint, [atom], None, client.load())
+        piece.train(False)
+        examples = client.stream(piece, examples, f"{part}-{atom}", following)
+    return examples

@@ -6,7 +6,7 @@ its map by: 2 in all of ResNet, as in the authors' code; 4 in VGG-11, of which t
 encoder (section 3.6), for an LSTM one layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -19,6 +19,7 @@ from models.partition import Piece
 
 # Convolutions a block, where channels do not tell blocks apart: the paper's rule for VGG.
 BLOCKS = {"vgg11": (4, 4), "vgg16": (4, 4, 5)}
+BASIC = "basic"  # what basic layers are called, with the number of the block
 PARTS = 3  # of a model whose channels never change: the paper cuts ViT's 12 encoders into three blocks
 
 
@@ -36,14 +37,18 @@ def blocks_of(blueprint: Blueprint) -> list[Piece]:
     return [tuple(range(start, stop)) for start, stop in pairwise(cuts)]
 
 
-def at_step(blueprint: Blueprint, t: int) -> Blueprint:
-    """The model of step t (from 1): blocks 1..t, then a basic layer for each later block, then the head."""
-    blocks = blocks_of(blueprint)
-    atoms = list(blueprint.atoms[: blocks[t - 1][-1] + 1])
-    for number, block in enumerate(blocks[t:], start=t + 1):
+def with_basic_layers(blueprint: Blueprint, blocks: Sequence[Piece]) -> Blueprint:
+    """The model, and behind its atoms, as spare ones, the basic layers: `basic<t>` stands for block t (from 2).
+
+    A block that leaves a map its shape, as parts of the paper's blocks may, has none.
+    """
+    basics = []
+    for t, block in enumerate(blocks[1:], start=2):
         first, last = blueprint.atoms[block[0]], blueprint.atoms[block[-1]]
-        before, shape = atoms[-1].shape, last.shape
-        if len(shape) == 3:
+        before, shape = blueprint.shape_before(block[0]), last.shape
+        if len(shape) == 3 and before == shape:
+            continue
+        if len(shape) == 3 and len(before) == 3:
             stride = max(1, round(before[1] / shape[1]))
             shape = (shape[0], *map_size(before[1:], 3, stride, 1))
             build: Callable[[], nn.Module] = partial(nn.Conv2d, before[0], shape[0], 3, stride, 1, bias=False)
@@ -51,5 +56,26 @@ def at_step(blueprint: Blueprint, t: int) -> Blueprint:
             build = first.build
         else:
             raise ValueError(f"{blueprint.name} has no basic layer for the block {first.name}..{last.name}")
-        atoms.append(Atom(f"basic{number}", build, shape))
-    return replace(blueprint, atoms=tuple(atoms), width=1.0)
+        basics.append(Atom(f"{BASIC}{t}", build, shape, before))
+    return replace(blueprint, atoms=(*blueprint.atoms, *basics), spare=len(basics), width=1.0)
+
+
+def basic_atoms(blueprint: Blueprint) -> dict[int, int]:
+    """The atom that stands for block t, by t, of a model with basic layers."""
+    spare = range(len(blueprint.atoms) - blueprint.spare, len(blueprint.atoms))
+    return {int(blueprint.atoms[atom].name.removeprefix(BASIC)): atom for atom in spare}
+
+
+def step_atoms(blueprint: Blueprint, blocks: Sequence[Piece], t: int) -> Piece:
+    """Block t (from 1) and the basic layers of its output module, of a model with basic layers."""
+    return *blocks[t - 1], *student_atoms(blueprint, t + 1)
+
+
+def student_atoms(blueprint: Blueprint, t: int) -> Piece:
+    """The basic layers that stand for block t and those behind it, of a model with basic layers."""
+    return tuple(atom for number, atom in basic_atoms(blueprint).items() if number >= t)
+
+
+def cascade_at(blueprint: Blueprint, blocks: Sequence[Piece], t: int) -> Piece:
+    """The model of step t: blocks 1 .. t, then the basic layers of later blocks."""
+    return *(atom for block in blocks[: t - 1] for atom in block), *step_atoms(blueprint, blocks, t)

@@ -25,12 +25,14 @@ class Atom:
     """One indivisible part of a model.
 
     `name` is what a person calls it (`stem`, `block3`); `build` makes the module with torch's default initialisation;
-    `shape` is that of its output for one example, without the batch dimension: (C, H, W), (tokens, F) or (F,).
+    `shape` is that of its output for one example, without the batch dimension: (C, H, W), (tokens, F) or (F,). `before` is
+    that of its input, where that is not the output of the atom before it.
     """
 
     name: str
     build: Callable[[], nn.Module]
     shape: Shape
+    before: Shape | None = None
 
 
 @dataclass(frozen=True, eq=False)  # two are the same where they are one: comparing factories would say no more
@@ -39,6 +41,7 @@ class Blueprint:
     (1 for a sub-model of another kind).
 
     `input_shape` is that of one example: (C, H, W) of an image, or (length,) of a text whose tokens are below `vocabulary`.
+    The last `spare` atoms stand beside the model, for what a system puts in place of others (ProFL's basic layers).
     """
 
     name: str
@@ -49,14 +52,17 @@ class Blueprint:
     batch_norm: str
     vocabulary: int = 0
     width: float = 1.0
+    spare: int = 0
 
     @property
     def feature_shape(self) -> Shape:
         """The shape of one example at the head's entrance."""
-        return self.atoms[-1].shape
+        return self.atoms[len(self.atoms) - self.spare - 1].shape
 
     def shape_before(self, atom: int) -> Shape:
         """The shape of one example at the entrance of atom `atom`."""
+        if (before := self.atoms[atom].before) is not None:
+            return before
         return self.input_shape if atom == 0 else self.atoms[atom - 1].shape
 
     def build_unit(self, unit: str) -> nn.Module:

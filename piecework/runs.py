@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from client_app.setup import blueprint_for
 from client_app.training import channels_last
 from federated_data.datasets import default_cache, load, prepare
+from models.basic_layers import with_basic_layers
 from models.cascade import Cascade, isolated_rng
 from server_app.records import CheckpointError
 from server_app.settings import Settings, SettingsError
@@ -28,9 +29,13 @@ def load_model(run_dir: Path) -> Cascade:
         settings = Settings.from_run_config(described["settings"])
         data = load(prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache()))
         whole = blueprint_for(settings, data)
+        if blocks := described.get("blocks"):
+            whole = with_basic_layers(whole, [tuple(block) for block in blocks])
         # older runs do not say: theirs are whole
         atoms, head = described.get("atoms", range(len(whole.atoms))), described.get("head", "head")
-        part = replace(whole, atoms=tuple(whole.atoms[i] for i in atoms), build_head=lambda: whole.build_unit(head))
+        part = replace(
+            whole, atoms=tuple(whole.atoms[i] for i in atoms), build_head=lambda: whole.build_unit(head), spare=0
+        )
         with isolated_rng(0):
             model = Cascade(part)
         units = {f"atoms.{i}": module for i, module in zip(atoms, model.atoms, strict=True)} | {head: model.head}

@@ -123,6 +123,7 @@ class Run:
         """Wait for the clients; a new run's model depends on who they are. Raises TooFewNodesError."""
         self.roster.gather(self.grid, self.settings.node_timeout, self.settings.min_clients)
         self.strategy.begin()
+        self.evaluate.blueprint = self.strategy.blueprint
         if not self.arrays:
             self.arrays = self._initial_arrays()
 
@@ -148,6 +149,7 @@ class Run:
                 "experiment-id": self.values["experiment-id"],
                 "atoms": list(atoms),
                 "head": head,
+                **strategy.model_details(),
             },
         )
         if strategy.rule.adversarial or settings.autoattack_examples:

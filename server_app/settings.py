@@ -146,6 +146,23 @@ class Settings(BaseModel):
         "all", description="who validates the new model of adversarial training: all clients, or those of the round"
     )
 
+    blocks: Literal["architecture", "budget"] = Field(
+        "architecture",
+        description="ProFL: where its blocks come from; budget = as large as the poorest client can train",
+    )
+    shrinking: bool = Field(True, description="ProFL's progressive shrinking, before it grows the model")
+    distil_rounds: Count = Field(5, description="rounds of integrating a block into its basic layer, ProFL; 0 = none")
+    distil_lr: Positive = Field(1e-5, description="their rate")
+    freezing: Literal["movement", "parameters"] = Field(
+        "movement", description="when ProFL ends a step; parameters = after rounds in proportion to its block's"
+    )
+    movement_window: Annotated[int, Field(ge=2)] = Field(
+        10, description="H: rounds of an effective movement, and of a slope"
+    )
+    movement_share: Fraction = Field(0.1, description="phi, of the block's initial slope")
+    movement_times: AtLeastOne = Field(20, description="W: rounds in a row below phi that freeze a block")
+    movement_scalars: Count = Field(0, description="of a block, that are looked at; 0 = all")
+
     evaluate_every: Count = Field(1, description="rounds between central evaluations; 0 = only at the end")
     client_evaluation_every: Count = Field(0, description="rounds between evaluations on the clients; 0 = never")
     target_accuracy: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="stop early when reached; 0 = off")

@@ -15,10 +15,10 @@ STRATEGIES = {
     "fedprophet": ("strategies.fedprophet", "FedProphet"),
     "jfat": ("strategies.jfat", "JFAT"),
     "m-fedepth": ("strategies.fedepth", "MFeDepth"),
+    "profl": ("strategies.profl", "ProFL"),
 }
 # Systems whose rule is here and whose training is not yet.
 PLANNED = {
-    "profl": ("strategies.profl", "ProFLRule"),
     "prism": ("strategies.prism", "PriSMRule"),
     "spafl": ("strategies.spafl", "SpaFLRule"),
 }
@@ -26,7 +26,7 @@ MEMORY_MODELS = {
     "fedepth": ("strategies.fedepth", "memory_bytes"),
     "fedprophet": ("strategies.fedprophet_modules", "memory_bytes"),
     "prism": ("strategies.prism", "memory_bytes"),
-    "profl": ("strategies.profl", "memory_bytes"),
+    "profl": ("strategies.profl_steps", "memory_bytes"),
 }
 
 MACS = {"fedprophet": ("strategies.fedprophet_modules", "macs")}

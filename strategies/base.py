@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import Strategy
 from client_app.task import Outcome, Task, content_bytes, piece_key
 from device_profiles.clock import simulated_seconds
 from device_profiles.profile import DeviceState
+from models.anatomy import anatomy
 from models.cascade import unit_of
 from models.partition import Piece
 from server_app.roster import sampled
@@ -41,6 +42,8 @@ from strategies.rules import Rule
 from strategies.state import Experiment, StrategyState
 
 NORMS_KEPT = 1000
+LOOKED_AT = 20  # rounds of a fleet, for its budgets
+FREE = 0.75  # of what a device measured as free: later it may be less
 
 
 class PieceStrategy(Strategy):
@@ -106,6 +109,16 @@ class PieceStrategy(Strategy):
     def reference_bytes(self) -> int:
         """One reference step: the model at width 1, a FedAvg step; ratio budgets are shares of it."""
         return self.rule.pricing.reference_bytes
+
+    def budgets(self) -> list[float]:
+        """Bytes that the clients have to train with, of each in each of the first rounds."""
+        message = sum(anatomy(self.blueprint, unit).state_bytes for unit in self.blueprint.units())
+        found = []
+        for client, member in self.roster.members.items():
+            share = FREE if member.device == "auto" else 1
+            for n in range(1, min(self.settings.num_rounds, LOOKED_AT) + 1):
+                found.append(share * self.roster.state(client, n, self.reference_bytes, message).budget_bytes)
+        return found
 
     def sample(self, server_round: int, grid: Grid) -> list[int]:
         """The clients of a round: a function of (seed, round) and of who is connected, free and not left out."""
@@ -342,6 +355,10 @@ class PieceStrategy(Strategy):
     def trained_model(self) -> tuple[Piece, str]:
         """The atoms and the head that make the model of the round: all of it, or what of it has been trained."""
         return tuple(range(len(self.blueprint.atoms))), "head"
+
+    def model_details(self) -> dict[str, Any]:
+        """What a trained model's file says of it besides its atoms and head, as JSON values."""
+        return {}
 
     def final_model(self) -> tuple[Piece, str]:
         """The atoms and the head that make the model of the run, where it ends now."""

@@ -28,7 +28,6 @@ from flwr.serverapp import Grid
 from client_app.task import Task, piece_key
 from client_app.trainers.fedprophet import Orders, head_behind
 from device_profiles.profile import DeviceState
-from models.anatomy import anatomy
 from models.cascade import unit_of
 from models.partition import AtomTooLargeError, Piece
 from server_app.settings import learning_rate
@@ -38,8 +37,6 @@ from strategies.fedprophet_modules import FedProphetRule
 from strategies.pricing import Pricing, share_or_bytes, whole_model
 from strategies.state import Experiment
 
-LOOKED_AT = 20  # rounds of a fleet, for its least budget
-FREE = 0.75  # of what a device measured as free: later it may be less
 LOG = logging.getLogger("piecework")
 
 
@@ -82,7 +79,7 @@ class FedProphet(PieceStrategy):
                 "it the name of a device of the fleet, or train by strategy = fedprophet with memory-model = traced"
             )
         if not state.r_min:
-            state.r_min = self.rule.smallest or max(self._least_budget(), self.rule.least())
+            state.r_min = self.rule.smallest or max(int(min(self.budgets())), self.rule.least())
         self.rule.smallest = state.r_min
         if not state.stage_rounds:
             state.stage_rounds = settings.stage_rounds or max(1, settings.num_rounds // len(self.rule.stages))
@@ -114,15 +111,6 @@ class FedProphet(PieceStrategy):
             ) from None
         except ValueError as error:
             raise ValueError(f"setting r-min = {r_min!r}: {error}") from None
-
-    def _least_budget(self) -> int:
-        message = sum(anatomy(self.blueprint, unit).state_bytes for unit in self.blueprint.units())
-        budgets = []
-        for client, member in self.roster.members.items():
-            share = FREE if member.device == "auto" else 1
-            for n in range(1, min(self.settings.num_rounds, LOOKED_AT) + 1):
-                budgets.append(share * self.roster.state(client, n, self.reference_bytes, message).budget_bytes)
-        return int(min(budgets))
 
     @property
     def modules(self) -> list[Piece]:

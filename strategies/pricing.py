@@ -10,7 +10,7 @@ from math import prod
 
 from client_app.attacks import Attack, Norm
 from client_app.setup import recipe_for
-from client_app.training import MakeLoss, Precision, Recipe, piece_price, single_loss
+from client_app.training import MakeLoss, Precision, Recipe, piece_price, single_loss, stream_price
 from device_profiles.clock import Batch
 from device_profiles.memory import StepPrice
 from device_profiles.profile import parse_bytes
@@ -23,9 +23,10 @@ from strategies import find_memory_model
 
 @dataclass(frozen=True)
 class Part:
-    """What a device holds at once while it trains: atoms of a model and a head; `copies` of them where several learn together.
+    """What a device holds at once while it trains: atoms of a model, or none, and a head.
 
-    `name` is for people, where the atoms do not tell.
+    There are `copies` of them where several learn together. `name` is for people, where the atoms do not tell. With `targets`
+    it learns logits instead of labels.
     """
 
     blueprint: Blueprint
@@ -34,6 +35,7 @@ class Part:
     copies: int = 1
     make_loss: MakeLoss = single_loss
     name: str = ""
+    targets: bool = False
 
     @property
     def units(self) -> list[str]:
@@ -58,8 +60,16 @@ class Part:
     @property
     def input_bytes(self) -> int:
         """Bytes of one example at the entrance: 4 a value of an image or of stored features, 8 a token."""
-        tokens = self.atoms[0] == 0 and self.blueprint.vocabulary
-        return (8 if tokens else 4) * prod(self.blueprint.shape_before(self.atoms[0]))
+        if not self.atoms:
+            return 4 * prod(self.blueprint.feature_shape)
+        return (8 if self.at_input and self.blueprint.vocabulary else 4) * prod(
+            self.blueprint.shape_before(self.atoms[0])
+        )
+
+    @property
+    def at_input(self) -> bool:
+        """Whether it begins with the model's first atom."""
+        return self.atoms[:1] == (0,)
 
     @cached_property
     def forward_flops(self) -> int:
@@ -88,7 +98,8 @@ class Part:
 
     def signature(self) -> Hashable:
         """Equal for parts that are built alike on inputs of the same shape: they cost the same."""
-        return tuple(unit_signature(self.blueprint, unit) for unit in self.units), self.copies, self.make_loss
+        units = tuple(unit_signature(self.blueprint, unit) for unit in self.units)
+        return units, self.copies, self.make_loss, self.targets
 
 
 def share_or_bytes(text: str, full: int) -> int:
@@ -121,18 +132,34 @@ class Pricing:
         self.feature_norm = feature_norm
         self._traced: dict[Hashable, StepPrice] = {}
         self._by_paper: dict[Hashable, int] = {}
+        self._streamed: dict[Hashable, int] = {}
 
     def traced(self, part: Part) -> StepPrice:
         """Peak bytes and FLOPs of one training step on fake tensors."""
-        key = part.signature(), part.atoms[0] == 0
+        key = part.signature(), part.at_input
         if key not in self._traced:
             self._traced[key] = piece_price(
-                part.blueprint, part.atoms, part.head, self._recipe_of(part), part.copies, part.make_loss
+                part.blueprint,
+                part.atoms,
+                part.head,
+                self._recipe_of(part),
+                part.copies,
+                part.make_loss,
+                targets=part.targets,
             )
         return self._traced[key]
 
+    def streamed(self, blueprint: Blueprint, atom: int) -> int:
+        """Peak bytes of a frozen atom that makes features of a batch; nothing by a paper's memory-model."""
+        if self.memory_model is not None:
+            return 0
+        key = unit_signature(blueprint, f"atoms.{atom}")
+        if key not in self._streamed:
+            self._streamed[key] = stream_price(blueprint, atom, self.recipe)
+        return self._streamed[key]
+
     def _recipe_of(self, part: Part) -> Recipe:
-        if self.recipe.attack is None or part.atoms[0] == 0:
+        if self.recipe.attack is None or part.at_input:
             return self.recipe
         return replace(self.recipe, attack=replace(self.recipe.attack, norm=self.feature_norm, std=()))
 

@@ -1,87 +1,271 @@
 """ProFL ("Breaking the Memory Wall for Heterogeneous Federated Learning via Progressive Training", KDD 2025), the server's
-side: blocks, output modules and the authors' memory.
+side. How it cuts the model is in `profl_steps`, when a block is frozen in `profl_freezing`.
 
-theta_1 .. theta_T: the blocks; theta_op: the output module of step t, basic layers for the blocks behind t and the
-classifier. In step t block theta_t and theta_op are trained, the blocks before are frozen (section 2.1). A device that
-cannot afford a step trains the output layer only.
+theta_t: block t of T; theta_op: the output module of a step, basic layers theta_{t+1,b} .. theta_{T,b} and the output layer
+theta_L; theta_t^ini: a block as shrinking leaves it.
+
+Shrinking (section 2.3), t = T .. 2: [theta_{1,F}, .., theta_t, theta_op] is trained until theta_t converges, which gives
+theta_t^ini; then (Map) theta_t is integrated into theta_{t,b} by distillation on the clients, `distil-rounds` of them. Growing
+(section 2.2), t = 1 .. T: the same steps the other way, each from theta_t^ini and the output module of its step in shrinking,
+over the blocks that growing has frozen. `shrinking` = false leaves only growing, from random weights (Table 2). Eq. 1: theta_t
+and theta_op are averaged by numbers of examples over the clients that trained them, theta_L also over those that trained no
+more.
+
+Where the paper is silent: blocks before t are frozen at their random start in shrinking, as in the authors' code. A step takes
+at most `stage-rounds`. Ours: a step's output module in growing starts as its step in shrinking left it, that of step 1 as the
+last map did; where a step is too large for every client, all blocks are single atoms (the paper's "layer-wise training"); who
+cannot take part in a map says so. With `freezing` = `parameters` (Table 3's ParamAware) the rounds of a run, less those of
+maps, are dealt out to the steps by the parameters of their blocks.
 """
 
-from functools import cached_property
+import logging
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from client_app.training import Recipe
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+
+from client_app.task import Task
+from client_app.trainers.profl import Orders
 from device_profiles.profile import DeviceState
-from models.anatomy import anatomy
-from models.basic_layers import at_step, blocks_of
-from models.cascade import Blueprint
-from strategies.pricing import Part
-from strategies.rules import Rule, Stage, label
+from models.basic_layers import basic_atoms, cascade_at
+from models.cascade import unit_of
+from models.partition import Piece
+from strategies.base import PieceStrategy
+from strategies.profl_freezing import Freezing, converged, effective_movement, rounds_by_parameters, slopes
+from strategies.profl_steps import ProFLRule
+from strategies.state import Experiment, StrategyState
+
+LOG = logging.getLogger("piecework")
+SCALARS = "scalars"  # in `kept`, float32 [rounds, scalars of the block]
 
 
-class ProFLRule(Rule):
-    """One stage a step of the growing phase, T of them; shrinking goes through the same steps backwards."""
+@dataclass(frozen=True)
+class Leg:
+    """A part of a run: `shrinking` or `growing`, in step t; or the `map` of block t."""
 
-    excluded = "trains the output layer only"
-
-    @cached_property
-    def stages(self) -> list[Stage]:
-        """Step 1 .. T."""
-        found, blocks = [], blocks_of(self.blueprint)
-        for t, block in enumerate(blocks, start=1):
-            model = at_step(self.blueprint, t)
-            name = label(Part(self.blueprint, block)) + (" + output module" if t < len(blocks) else "")
-            found.append(Stage(f"step {t}", (Part(model, tuple(range(block[0], len(model.atoms))), name=name),)))
-        return found
-
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The block of the step with its output module. Raises MemoryBudgetExceededError."""
-        return [self.within(part, state) for part in self.stages[stage].parts]
+    kind: str
+    t: int
 
 
-# The thresholds in the authors' code for ResNet-18 on 32 x 32 images, batch 64, in their MB, by the atoms trained. Without an
-# output module it is what a method needs that trains block 1 with a classifier of its own, as DepthFL does.
-OUTPUT = ("basic2", "basic3", "basic4")
-BLOCK1, BLOCK2, BLOCK3, BLOCK4 = (
-    ("stem", "block1", "block2"),
-    ("block3", "block4"),
-    ("block5", "block6"),
-    ("block7", "block8"),
-)
-AUTHORS_MB = {
-    (*BLOCK1, *BLOCK2, *BLOCK3, *BLOCK4): 840,
-    (*BLOCK1, *OUTPUT): 506,
-    BLOCK1: 478,
-    (*BLOCK2, *OUTPUT[1:]): 220,
-    (*BLOCK3, *OUTPUT[2:]): 112,
-    BLOCK4: 100,
-}
-SETTING = ("resnet18", (3, 32, 32), 64, 64)  # model, images, batch size, channels of the first atom
+def legs_of(count: int, *, shrinking: bool, maps: Collection[int]) -> list[Leg]:
+    """Of a run with so many blocks, in order; `maps` are the blocks that are integrated into basic layers."""
+    legs = []
+    for t in range(count, 1, -1) if shrinking else ():
+        legs += [Leg("shrinking", t), *([Leg("map", t)] if t in maps else [])]
+    return legs + [Leg("growing", t) for t in range(1, count + 1)]
 
 
-def memory_bytes(part: Part, reference: Blueprint, recipe: Recipe) -> float:
-    """The authors' figure where their code has one, else the fitted formula; their MB are taken as 10^6 bytes."""
-    model = part.blueprint
-    setting = (model.name, model.input_shape, recipe.batch_size, model.atoms[0].shape[0])
-    known = AUTHORS_MB.get(tuple(part.names())) if setting == SETTING else None
-    return 10**6 * (fitted_mb(part, recipe.batch_size) if known is None else known)
+@dataclass
+class ProFLState(StrategyState):
+    """Where the run is. `blocks`: the atoms of each; `most`: rounds that each leg may take; `leg`: its number, from 0.
 
-
-def fitted_mb(part: Part, batch_size: int) -> float:
-    """A fit to the authors' thresholds, within 4 %: activations and their gradients, 4 bytes each; parameters are ignored.
-
-    A convolution of the main path counts three maps (its own, batch norm's, ReLU's), one of a shortcut or of a basic layer
-    one, a max-pooling one. Linear layers, LSTMs and norms without a convolution count their outputs. In the authors' MB, which
-    are 2^20 bytes: only so do the output modules' 28, 12 and 4 MB come out.
+    `leg_round`: rounds of it that are done; `movements`: of its block, that of round H first; `frozen`: where legs ended.
     """
-    elements = 0
-    for atom, unit in zip(part.atoms, part.units[:-1], strict=True):
-        layers = anatomy(part.blueprint, unit).layers
-        convolutions = [layer for layer in layers if layer.kind == "Conv2d"]
-        if not convolutions:
-            elements += sum(layer.outputs for layer in layers if layer.kind != "MaxPool2d")
-        single = part.blueprint.atoms[atom].name.startswith("basic")
-        elements += sum(layer.outputs for layer in layers if layer.kind == "MaxPool2d")
-        for layer in convolutions:
-            elements += layer.outputs * (1 if single or layer.on_shortcut else 3)
-    if not elements:
-        raise ValueError(f"memory-model profl counts maps of layers: {part.blueprint.name} has none that it knows")
-    return 2 * 4 * part.copies * batch_size * elements / 2**20
+
+    blocks: list[list[int]] = field(default_factory=list)
+    most: list[int] = field(default_factory=list)
+    leg: int = 0
+    leg_round: int = 0
+    movements: list[float] = field(default_factory=list)
+    frozen: list[dict[str, Any]] = field(default_factory=list)
+
+
+class ProFL(PieceStrategy):
+    """Step after step, block after block."""
+
+    name = "profl"
+    rule_class = ProFLRule
+    rule: ProFLRule
+    state_class = ProFLState
+    state: ProFLState
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        settings = self.settings
+        if settings.batch_norm == "local":
+            raise ValueError("batch-norm = 'local': profl averages blocks whole, use running or batch")
+        self.freezing = Freezing(settings.movement_window, settings.movement_share, settings.movement_times)
+        self.blueprint = self.rule.model
+
+    def begin(self) -> None:
+        """Cut the model and plan the legs, once a run. Raises ValueError where there are too few rounds."""
+        state = self.state
+        if not state.blocks:
+            state.blocks = [list(block) for block in self._blocks()]
+        self.rule.cut([tuple(block) for block in state.blocks])
+        self.blueprint = self.rule.model
+        if not state.most:
+            state.most = self._rounds()
+
+    def _blocks(self) -> list[Piece]:
+        budgets = self.budgets()
+        if self.settings.blocks == "budget":
+            return self.rule.by_budget(int(min(budgets)))
+        allowed = self.settings.allowance(int(max(budgets)))
+        step, needed = self.rule.largest()
+        if needed > allowed:
+            LOG.warning(
+                "step %s needs %s bytes, more than any client has (%s): every atom is a block (layer-wise training)",
+                *(step, f"{needed:,}", f"{allowed:,}"),
+            )
+            self.rule.cut(self.rule.by_layer())
+            step, needed = self.rule.largest()
+        if needed > allowed:
+            raise ValueError(
+                f"step {step} of layer-wise training needs {needed:,} bytes, and the richest client has {allowed:,}: nobody "
+                "could train its atom; lower batch-size or model-width, or give clients more memory"
+            )
+        return self.rule.blocks
+
+    def _rounds(self) -> list[int]:
+        settings, legs = self.settings, self.legs
+        steps = [leg for leg in legs if leg.kind != "map"]
+        maps = len(legs) - len(steps)
+        left = settings.num_rounds - settings.distil_rounds * maps
+        by_parameters = settings.freezing == "parameters"
+        if settings.stage_rounds and not by_parameters:
+            dealt = [settings.stage_rounds] * len(steps)
+        elif left < len(steps):
+            raise ValueError(
+                f"num-rounds = {settings.num_rounds} is too few: {len(steps)} steps, and {maps} maps of distil-rounds = "
+                f"{settings.distil_rounds}, need {settings.num_rounds - left + len(steps)}"
+            )
+        else:
+            parameters = [self._parameters(leg.t) if by_parameters else 1 for leg in steps]
+            dealt = rounds_by_parameters(parameters, left)
+        rounds = iter(dealt)
+        return [settings.distil_rounds if leg.kind == "map" else next(rounds) for leg in legs]
+
+    def _parameters(self, t: int) -> int:
+        return self.rule.part(self.rule.blocks[t - 1]).parameters
+
+    @property
+    def legs(self) -> list[Leg]:
+        """Of the run, in order."""
+        settings = self.settings
+        maps = basic_atoms(self.rule.model) if settings.distil_rounds else ()
+        return legs_of(len(self.rule.blocks), shrinking=settings.shrinking, maps=maps)
+
+    @property
+    def leg(self) -> Leg:
+        """The present one, or the last where all are done."""
+        return self.legs[min(self.state.leg, len(self.legs) - 1)]
+
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        """The step's and the output layer's; in a map the student's."""
+        leg = self.leg
+        return self.rule.needed_to_map(leg.t) if leg.kind == "map" else self.rule.needed(leg.t)
+
+    def least_budget(self) -> int:
+        """What the cheapest of these takes."""
+        return min(self.prices_for(0).values())
+
+    def task(self, server_round: int, state: DeviceState) -> Task:
+        """The step, and how the model is cut."""
+        task, leg = super().task(server_round, state), self.leg
+        orders = Orders([list(block) for block in self.rule.blocks], leg.t, leg.kind == "map")
+        return replace(task, own=orders.to_own(), lr=self.settings.distil_lr if orders.mapping else task.lr)
+
+    def frozen_units(self, task: Task) -> list[str]:
+        """The blocks before that of the step."""
+        return [f"atoms.{atom}" for atom in Orders.of(task).frozen()]
+
+    def sent_units(self, task: Task) -> set[str]:
+        """The block of the step, the output module, and in a map the basic layer that is to stand for the block."""
+        orders = Orders.of(task)
+        atoms = set(self.rule.step(orders.step)) | set(self.rule.student(orders.step) if orders.mapping else ())
+        return {f"atoms.{atom}" for atom in atoms} | {"head"}
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """As usual; the block's scalars before its first round are where its movement begins."""
+        if self.leg.kind != "map" and SCALARS not in self.kept:
+            self.kept[SCALARS] = Array(self._scalars(arrays)[None])
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
+        """Look at how the block moved, and end the leg where it is time."""
+        state, leg = self.state, self.leg
+        state.leg_round += 1
+        frozen = leg.kind != "map" and self._moved(arrays) and self.settings.freezing == "movement"
+        if not frozen and state.leg_round < state.most[state.leg]:
+            return arrays
+        state.frozen = [*state.frozen, {"leg": self.stage, "round": server_round, "converged": frozen}]
+        return self._next_leg(arrays)
+
+    def _moved(self, arrays: ArrayRecord) -> bool:
+        """Note the block's movement; whether it has converged. A round in which nobody trained the block does not count."""
+        seen, now = self.kept[SCALARS].numpy(), self._scalars(arrays)
+        if not np.array_equal(seen[-1], now):
+            seen = np.vstack([seen, now])[-self.freezing.window - 1 :]
+            self.kept[SCALARS] = Array(seen)
+            if len(seen) > self.freezing.window:
+                self.state.movements.append(effective_movement(list(seen)))
+        return converged(self.state.movements, self.freezing)
+
+    def _scalars(self, arrays: ArrayRecord) -> np.ndarray:
+        """The parameters of the step's block, or `movement-scalars` of them, the same in all its rounds."""
+        block = [f"atoms.{atom}" for atom in self.rule.blocks[self.leg.t - 1]]
+        with torch.device("meta"):
+            names = [
+                f"{unit}.{name}" for unit in block for name, _ in self.blueprint.build_unit(unit).named_parameters()
+            ]
+        values = np.concatenate([arrays[name].numpy().reshape(-1) for name in names])
+        wanted = self.settings.movement_scalars
+        if not wanted or wanted >= len(values):
+            return values
+        rng = np.random.default_rng([self.settings.seed, self.state.leg])
+        return values[np.sort(rng.choice(len(values), wanted, replace=False))]
+
+    def _next_leg(self, arrays: ArrayRecord) -> ArrayRecord:
+        """What the output module is in growing is noted in shrinking; norms of updates and movements begin anew."""
+        state, leg = self.state, self.leg
+        self.kept.pop(SCALARS, None)
+        if leg.kind == "shrinking":
+            for name, array in self._output_module(leg.t, arrays).items():
+                self.kept[f"step{leg.t}/{name}"] = array
+        self.state = replace(state, leg=state.leg + 1, leg_round=0, movements=[], norms=[])
+        if self.finished or self.leg.kind != "growing":
+            return arrays
+        prefix = f"step{self.leg.t}/"
+        kept = {name.removeprefix(prefix): array for name, array in self.kept.items() if name.startswith(prefix)}
+        return ArrayRecord({name: kept.get(name, array) for name, array in arrays.items()})
+
+    def _output_module(self, t: int, arrays: ArrayRecord) -> dict[str, Array]:
+        units = {f"atoms.{atom}" for atom in self.rule.step(t)[len(self.rule.blocks[t - 1]) :]} | {"head"}
+        return {name: array for name, array in arrays.items() if unit_of(name) in units}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last block is grown."""
+        return self.state.leg == len(self.legs)
+
+    @property
+    def stage(self) -> str:
+        """`shrinking, step 4`, `map, block 4`, .. `growing, step 1`, .."""
+        leg = self.leg
+        return f"map, block {leg.t}" if leg.kind == "map" else f"{leg.kind}, step {leg.t}"
+
+    def details(self) -> dict[str, Any]:
+        """The last movement of the block, the slope of the line through the last ones, and the legs that are done."""
+        movements = self.state.movements
+        return {
+            "effective_movement": movements[-1] if movements else None,
+            "slope": next(reversed(slopes(movements, self.freezing.window)), None),
+            "block": self.leg.t,
+            "blocks": len(self.rule.blocks),
+            "frozen": self.state.frozen,
+        }
+
+    def model_details(self) -> dict[str, Any]:
+        """How the model is cut: a run that ends early leaves basic layers in it."""
+        return {"blocks": self.state.blocks}
+
+    def trained_model(self) -> tuple[Piece, str]:
+        """The blocks up to that of the step, and its output module; in a map, without the block that is mapped."""
+        return cascade_at(self.blueprint, self.rule.blocks, self.leg.t - (self.leg.kind == "map")), "head"

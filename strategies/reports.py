@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from client_app.task import Task
+from client_app.task import Task, piece_of
 from device_profiles.clock import simulated_seconds, task_seconds
 from device_profiles.profile import DeviceState
 from strategies.aggregation import UpdateRejectedError
@@ -66,7 +66,7 @@ class ClientReport:
         if len(pieces) > len(task.prices):
             raise UpdateRejectedError(f"{len(pieces)} pieces, {len(task.prices)} are in the task's price list")
         self.pieces, size = keys, rule.settings.batch_size
-        parts = [rule.part(tuple(map(int, key.split(",")))) for key in pieces]
+        parts = [rule.part(piece_of(key)) for key in pieces]
         self.flops = sum(pricing.traced(p).flops * n / size for p, n in zip(parts, seen, strict=True))
         wire = self.bytes_down, self.bytes_up
         if rule.swaps:

@@ -11,7 +11,7 @@ from models.basic_layers import blocks_of
 from piecework.plan import make_plan
 from strategies.fedprophet_modules import macs
 from strategies.pricing import whole_model
-from strategies.profl import AUTHORS_MB, BLOCK1
+from strategies.profl_steps import AUTHORS_MB, BLOCK1
 from strategies.rules import label
 
 

@@ -12,13 +12,14 @@ from client_app.training import SGD, PieceModel, Recipe, classification_loss, fa
 from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import DeviceState
 from models.anatomy import anatomy, unit_signature
-from models.basic_layers import at_step, blocks_of
-from models.cascade import Atom, Blueprint, Cascade, auxiliary_head, initial_state
+from models.basic_layers import basic_atoms, blocks_of, cascade_at, step_atoms, with_basic_layers
+from models.cascade import Atom, Blueprint, auxiliary_head, initial_state
 from models.low_rank import low_rank
 from models.masked import FilterMask, is_threshold, masked
+from models.partition import Piece
 from models.zoo import MODELS, build_blueprint, usual_input
 from server_app.settings import Settings
-from strategies import PLANNED, STRATEGIES, fedepth, fedprophet_modules, find_rule, find_strategy, prism, profl
+from strategies import PLANNED, STRATEGIES, fedepth, fedprophet_modules, find_rule, find_strategy, prism, profl_steps
 from strategies.pricing import Part, pricing_for, whole_model
 from strategies.rules import Rule, label
 
@@ -40,9 +41,16 @@ def rule_of(strategy: str, model: str, memory_model: str, smallest: float = 0, b
     return find_rule(strategy)(blueprint, pricing_for(settings, blueprint), settings, int(smallest))
 
 
-def forward(blueprint: Blueprint) -> torch.Tensor:
-    logits: torch.Tensor = Cascade(blueprint)(torch.rand(2, *blueprint.input_shape))
-    return logits
+def forward(blueprint: Blueprint, atoms: Piece = ()) -> torch.Tensor:
+    piece = PieceModel(blueprint, atoms or range(len(blueprint.atoms)), "head", blueprint.build_unit)
+    return piece.logits(torch.rand(2, *blueprint.input_shape))
+
+
+def at_step(blueprint: Blueprint, t: int) -> tuple[Blueprint, Piece]:
+    """The model with basic layers, and its atoms in step t of ProFL."""
+    blocks = blocks_of(blueprint)
+    model = with_basic_layers(blueprint, blocks)
+    return model, cascade_at(model, blocks, t)
 
 
 # ---- anatomy
@@ -242,18 +250,21 @@ def test_blocks_and_output_modules(name, options, sizes) -> None:
     blocks = blocks_of(blueprint)
     assert [len(block) for block in blocks] == sizes
     assert [atom for block in blocks for atom in block] == list(range(len(blueprint.atoms)))
+    model = with_basic_layers(blueprint, blocks)
+    assert (model.feature_shape, model.spare) == (blueprint.feature_shape, len(blocks) - 1)
     for t in range(1, len(blocks) + 1):
-        model = at_step(blueprint, t)
-        assert len(model.atoms) == blocks[t - 1][-1] + 1 + len(blocks) - t
-        assert model.feature_shape == blueprint.feature_shape
+        cascade = cascade_at(model, blocks, t)
+        assert cascade == (*range(blocks[t - 1][-1] + 1), *range(len(blueprint.atoms) + t - 1, len(model.atoms)))
+        assert cascade[-len(step_atoms(model, blocks, t)) :] == step_atoms(model, blocks, t)
 
 
 def test_the_output_module_of_resnet18() -> None:
-    model = at_step(blueprint_of("resnet18", 0.25), 2)
-    assert [atom.name for atom in model.atoms[-3:]] == ["block4", "basic3", "basic4"]
-    basic = model.build_unit("atoms.5")
+    model, atoms = at_step(blueprint_of("resnet18", 0.25), 2)
+    assert [model.atoms[atom].name for atom in atoms[-3:]] == ["block4", "basic3", "basic4"]
+    assert (basic_atoms(model), model.shape_before(10)) == ({2: 9, 3: 10, 4: 11}, (32, 16, 16))
+    basic = model.build_unit("atoms.10")
     assert (basic.weight.shape, basic.stride, basic.bias) == ((64, 32, 3, 3), (2, 2), None)
-    assert forward(model).shape == (2, 10)
+    assert forward(model, atoms).shape == (2, 10)
 
 
 # ---- rules
@@ -313,10 +324,10 @@ def test_a_basic_layer_says_what_it_makes() -> None:
         ("vgg16", (1, 28, 28), {"pooling": "profl"}),
         ("vgg11", (3, 36, 36), {"pooling": "profl"}),
     ):
-        model = at_step(build_blueprint(name, num_classes=10, input_shape=shape, width=0.1, **options), 1)
+        model, atoms = at_step(build_blueprint(name, num_classes=10, input_shape=shape, width=0.1, **options), 1)
         for number, atom in enumerate(model.atoms):
             assert tuple(atom.build()(torch.rand(2, *model.shape_before(number))).shape[1:]) == atom.shape
-        assert forward(model).shape == (2, 10)
+        assert forward(model, atoms).shape == (2, 10)
 
 
 def test_what_fedepth_leaves_out_is_said() -> None:
@@ -341,8 +352,8 @@ def test_factories_with_lists_are_told_apart_by_themselves() -> None:
 
 
 def test_what_can_only_be_planned_says_so() -> None:
-    with pytest.raises(ValueError, match=r"'profl' can be planned .* not trained yet; these train: fedavg, fedepth"):
-        find_strategy("profl")
+    with pytest.raises(ValueError, match=r"'prism' can be planned .* not trained yet; these train: fedavg, fedepth"):
+        find_strategy("prism")
     with pytest.raises(ValueError, match=r"unknown strategy 'guess': known are fedavg, .*spafl"):
         find_rule("guess")
 
@@ -363,7 +374,7 @@ def test_a_mask_does_not_hide_its_convolution() -> None:
     recipe = Recipe(lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=16, epochs=1)
     by_fedprophet = [fedprophet_modules.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)]
     assert by_fedprophet[1] - by_fedprophet[0] == 12 * 650
-    assert len({profl.fitted_mb(p, 16) for p in (plain, part)}) == 1
+    assert len({profl_steps.fitted_mb(p, 16) for p in (plain, part)}) == 1
     assert len({prism.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)}) == 1
     assert fedprophet_modules.macs(part, 1) == fedprophet_modules.macs(plain, 1)
 
@@ -376,5 +387,3 @@ def test_fedepths_rule_counts_the_layers_of_sub_models_and_takes_widths_as_share
     sizes = [fedepth.memory_bytes(whole_model(low_rank(full, keep)), full, recipe) for keep in (0.2, 0.4, 0.6)]
     assert sizes == sorted(sizes)
     assert sizes[0] < 0.4 * whole
-    step = at_step(full, 1)
-    assert fedepth.memory_bytes(whole_model(step), full, recipe) < 0.7 * whole

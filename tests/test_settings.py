@@ -134,6 +134,8 @@ CHOICES = {
     "mutual-loss": "authors",
     "feature-norm": "linf",
     "validation-clients": "round",
+    "blocks": "budget",
+    "freezing": "parameters",
     "engine": "ray",
 }
 ALL = Settings().to_run_config()

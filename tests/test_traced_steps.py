@@ -21,7 +21,6 @@ from client_app.training import (
     start,
 )
 from device_profiles.memory import PeakMemory, trace
-from models.basic_layers import at_step
 from models.cascade import Blueprint
 from models.low_rank import low_rank
 from models.masked import masked
@@ -74,8 +73,6 @@ def test_a_step_in_bfloat16(name, attack, momentum) -> None:
         low_rank(blueprint_of("vgg11", norm="none", classifier="prism"), 0.2),
         masked(blueprint_of("conv4")),
         masked(blueprint_of("resnet18-preact", width=0.5)),
-        at_step(blueprint_of("resnet18"), 2),
-        at_step(blueprint_of("deit-tiny"), 1),
     ],
     ids=lambda blueprint: f"{blueprint.name}-{len(blueprint.atoms)}",
 )

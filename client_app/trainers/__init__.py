@@ -15,6 +15,7 @@ TRAINERS = {
     "fedprophet": "client_app.trainers.fedprophet",
     "jfat": "client_app.trainers.fedprophet",  # one module, the whole model
     "m-fedepth": "client_app.trainers.m_fedepth",
+    "profl": "client_app.trainers.profl",
 }
 
 

@@ -1,0 +1,142 @@
+"""ProFL, the client's side (section 2): one block and its output module are trained over frozen blocks.
+
+theta_t: block t; theta_op: its output module, a basic layer theta_{t+1,b} .. theta_{T,b} for each block behind it and the
+output layer theta_L; F: frozen; z_{t-1}: what the frozen blocks make of the images.
+
+Growing and shrinking: [theta_{1,F}, .., theta_t, theta_op] is trained by cross-entropy, theta_t and theta_op only. A device
+that cannot afford that trains theta_L alone (section 3.1), on what all before it makes of its images.
+Map: theta_t's information goes into theta_{t,b} by distillation: the logits of [theta_{t,b}, theta_{t+1,b}, ..] are to equal,
+in the mean squared error, those of [theta_t, theta_{t+1,b}, ..].
+
+Where the paper is silent, as in the authors' code: of the student only theta_{t,b} learns, in the last block's map theta_L too;
+momentum starts at zero in every round. Ours: frozen blocks and the teacher run in evaluation mode (theirs train on), so that
+z_{t-1} is computed once a step and lies in the store. The teacher's logits are computed first, one atom after another: teacher
+and student are never held together.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, Self
+
+from torch import Tensor
+
+from client_app.attacks import Loss
+from client_app.client import Client, Update
+from client_app.examples import Examples
+from client_app.features import prefix_features, teacher_logits
+from client_app.task import Metrics, Task
+from client_app.training import MakeLoss, PieceModel, Trainee, single_loss
+from client_app.validation import behind, evaluate_cascade
+from device_profiles.memory import MemoryBudgetExceededError
+from models.basic_layers import cascade_at, step_atoms, student_atoms, with_basic_layers
+from models.partition import Piece, fits, runs
+
+OUTPUT_LAYER: Piece = ()  # theta_L alone, in a price list
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the server says of a step: the atoms of each block; t, from 1; whether its block is being integrated (Map)."""
+
+    blocks: list[list[int]]
+    step: int
+    mapping: bool = False
+
+    @classmethod
+    def of(cls, task: Task) -> Self:
+        """The orders in a task; raises TypeError for a field that is missing or not known."""
+        return cls(**task.own)
+
+    def to_own(self) -> dict[str, Any]:
+        """As a task's own fields."""
+        return asdict(self)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The blocks."""
+        return [tuple(block) for block in self.blocks]
+
+    def frozen(self) -> Piece:
+        """The atoms before block t."""
+        return tuple(atom for block in self.blocks[: self.step - 1] for atom in block)
+
+
+def train(task: Task, client: Client) -> Update:
+    """A round of a step, or of a map. Raises MemoryBudgetExceededError where not even theta_L fits."""
+    orders = Orders.of(task)
+    client.blueprint = with_basic_layers(client.blueprint, orders.pieces)
+    z = prefix_features(client, [(atom,) for atom in orders.frozen()])
+    if orders.mapping:
+        return integrate(task, client, orders, z)
+    atoms = step_atoms(client.blueprint, orders.pieces, orders.step)
+    if fits(task.price(atoms), client.allowed):
+        return learn(task, client, atoms, z)
+    require(task, client, OUTPUT_LAYER, "training the output layer")
+    return learn(task, client, OUTPUT_LAYER, behind(client, z, atoms, None, "output"))
+
+
+def integrate(task: Task, client: Client, orders: Orders, z: Examples) -> Update:
+    """Map: the basic layer of block t learns to stand for it."""
+    blocks, t = orders.pieces, orders.step
+    student = student_atoms(client.blueprint, t)
+    require(task, client, student, f"integrating block {t}")
+    teacher = teacher_logits(client, step_atoms(client.blueprint, blocks, t), z)
+    trained = learners(student, t == len(blocks))
+    return learn(task, client, student, Examples(z.read, teacher, z.device), trained, distillation(trained))
+
+
+def learners(student: Piece, last: bool) -> tuple[str, ...]:
+    """The units of a student that learn: its first basic layer; in the last block's map theta_L too."""
+    return f"atoms.{student[0]}", *(["head"] if last else [])
+
+
+@cache
+def distillation(trained: tuple[str, ...]) -> MakeLoss:
+    """The mean squared error to a teacher's logits[B, classes]; units that are not `trained` are frozen."""
+
+    def make(pieces: list[PieceModel]) -> Loss:
+        (piece,) = pieces
+        for unit, module in piece.units().items():
+            module.requires_grad_(unit in trained)
+
+        def loss(z: Tensor, teacher: Tensor) -> Tensor:
+            return (piece.logits(z).float() - teacher).square().mean()
+
+        return loss
+
+    return make
+
+
+def learn(
+    task: Task,
+    client: Client,
+    atoms: Piece,
+    examples: Examples,
+    trained: tuple[str, ...] = (),
+    make_loss: MakeLoss = single_loss,
+) -> Update:
+    """Local epochs on these atoms and theta_L, of which the units `trained`, or all, come back."""
+    trainee = Trainee(lambda: [PieceModel(client.blueprint, atoms, "head", client.load())], client.recipe, make_loss)
+    for epoch in trainee.epochs():
+        trainee.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(atoms) or 'the output layer'}")
+    (piece,) = trainee.finish()
+    client.save(piece)
+    metrics: Metrics = {
+        "train-loss": trainee.total_loss / trainee.seen,
+        "predicted-peak": task.price(atoms) or 0,
+    }
+    return Update(list(trained or piece.units()), metrics, [atoms], [trainee.seen])
+
+
+def require(task: Task, client: Client, piece: Piece, doing: str) -> None:
+    """Raise MemoryBudgetExceededError where a piece does not fit."""
+    needed = task.price(piece)
+    if not fits(needed, client.allowed):
+        raise MemoryBudgetExceededError(needed or 0, client.allowed, doing)
+
+
+def evaluate(task: Task, client: Client) -> Metrics:
+    """Loss and accuracy of the step's model on the client's validation share, one atom in memory at a time."""
+    orders = Orders.of(task)
+    client.blueprint = with_basic_layers(client.blueprint, orders.pieces)
+    return evaluate_cascade(client, cascade_at(client.blueprint, orders.pieces, orders.step - orders.mapping))

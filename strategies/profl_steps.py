@@ -1,0 +1,175 @@
+"""How ProFL cuts a model: blocks, output modules, who trains what; and its authors' memory.
+
+theta_1 .. theta_T: the blocks; theta_op: the output module of step t, basic layers for the blocks behind t and the classifier
+theta_L. In step t block theta_t and theta_op are trained, the blocks before are frozen (section 2.1). A device that cannot
+afford a step trains theta_L only.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from client_app.trainers.profl import OUTPUT_LAYER, distillation, learners
+from client_app.training import Recipe
+from device_profiles.memory import MemoryBudgetExceededError
+from device_profiles.profile import DeviceState
+from models.anatomy import anatomy
+from models.basic_layers import basic_atoms, blocks_of, cascade_at, step_atoms, student_atoms, with_basic_layers
+from models.cascade import Blueprint
+from models.partition import AtomTooLargeError, Piece
+from server_app.settings import Settings
+from strategies.pricing import Part, Pricing
+from strategies.rules import Rule, Stage, label
+
+
+class ProFLRule(Rule):
+    """One stage a step of the growing phase, T of them; shrinking goes through the same steps backwards."""
+
+    excluded = "trains the output layer only"
+
+    def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
+        super().__init__(blueprint, pricing, settings, smallest)
+        self.cut(blocks_of(blueprint))
+        if smallest and settings.blocks == "budget":
+            self.cut(self.by_budget(smallest))
+
+    def cut(self, blocks: Sequence[Piece]) -> None:
+        """Take these blocks."""
+        self.blocks = list(blocks)
+        self.model = with_basic_layers(self.blueprint, self.blocks)
+        self._bytes.clear()
+        self.__dict__.pop("stages", None)
+
+    def by_budget(self, budget: int) -> list[Piece]:
+        """Blocks as large as can be trained with their output modules for a budget (bytes), from the last one on.
+
+        Raises AtomTooLargeError.
+        """
+        later: list[Piece] = []
+        while end := later[0][0] if later else len(self.blueprint.atoms):
+            start = end - 1
+            if (needed := self._with_block(start, end, later)) > budget:
+                raise AtomTooLargeError(self.blueprint.atoms[start].name, needed, budget)
+            while start and self._with_block(start - 1, end, later) <= budget:
+                start -= 1
+            later.insert(0, tuple(range(start, end)))
+        return later
+
+    def _with_block(self, start: int, end: int, later: list[Piece]) -> int:
+        """Bytes of the step of a block whose later blocks are known; what comes before it does not matter."""
+        before = [tuple(range(start))] if start else []
+        self.cut([*before, tuple(range(start, end)), *later])
+        t = len(before) + 1
+        return self.needed(t)[self.step(t)]
+
+    def by_layer(self) -> list[Piece]:
+        """Every atom a block: "layer-wise training" (section 3.1)."""
+        return [(atom,) for atom in range(len(self.blueprint.atoms))]
+
+    def step(self, t: int) -> Piece:
+        """theta_t and the basic layers behind it, t from 1."""
+        return step_atoms(self.model, self.blocks, t)
+
+    def needed(self, t: int) -> dict[Piece, int]:
+        """Bytes of what a client may do in step t: the step, or the output layer alone.
+
+        For both the blocks before are streamed, one atom after another; for the output layer also the step's own atoms.
+        """
+        step, before = self.step(t), [atom for block in self.blocks[: t - 1] for atom in block]
+        return {step: self.with_streams(step, before), OUTPUT_LAYER: self.with_streams(OUTPUT_LAYER, [*before, *step])}
+
+    def largest(self) -> tuple[int, int]:
+        """The step that needs most, and how many bytes."""
+        needed = {t: self.needed(t)[self.step(t)] for t in range(1, len(self.blocks) + 1)}
+        t = max(needed, key=needed.__getitem__)
+        return t, needed[t]
+
+    def needed_to_map(self, t: int) -> dict[Piece, int]:
+        """Bytes of integrating block t into its basic layer; the teacher is streamed."""
+        student = self.student(t)
+        return {student: self.with_streams(student, cascade_at(self.model, self.blocks, t))}
+
+    def with_streams(self, piece: Piece, atoms: Iterable[int]) -> int:
+        """Bytes of training a piece behind atoms, each of which is in memory alone before it."""
+        return max(self.bytes(piece), *(self.pricing.streamed(self.model, atom) for atom in atoms), 0)
+
+    def student(self, t: int) -> Piece:
+        """The basic layers of block t (from 2) and of those behind it."""
+        return student_atoms(self.model, t)
+
+    def part(self, piece: Piece) -> Part:
+        """Atoms with theta_L; where it begins with a basic layer, a student."""
+        if piece == OUTPUT_LAYER:
+            return Part(self.model, piece, name="the output layer")
+        if piece[0] < len(self.blueprint.atoms):
+            return Part(self.model, piece)
+        trained = learners(piece, piece[0] == basic_atoms(self.model).get(len(self.blocks)))
+        return Part(
+            self.model, piece, make_loss=distillation(trained), targets=True, name=label(Part(self.model, piece))
+        )
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """Step 1 .. T."""
+        found = []
+        for t, block in enumerate(self.blocks, start=1):
+            name = label(Part(self.blueprint, block)) + (" + output module" if t < len(self.blocks) else "")
+            found.append(Stage(f"step {t}", (Part(self.model, self.step(t), name=name),)))
+        return found
+
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The block of the step with its output module. Raises MemoryBudgetExceededError."""
+        (part,) = self.stages[stage].parts
+        needed = self.needed(stage + 1)[part.atoms]
+        if needed > self.settings.allowance(state.budget_bytes):
+            raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
+        return [part]
+
+
+# The thresholds in the authors' code for ResNet-18 on 32 x 32 images, batch 64, in their MB, by the atoms trained. Without an
+# output module it is what a method needs that trains block 1 with a classifier of its own, as DepthFL does.
+OUTPUT = ("basic2", "basic3", "basic4")
+BLOCK1, BLOCK2, BLOCK3, BLOCK4 = (
+    ("stem", "block1", "block2"),
+    ("block3", "block4"),
+    ("block5", "block6"),
+    ("block7", "block8"),
+)
+AUTHORS_MB = {
+    (*BLOCK1, *BLOCK2, *BLOCK3, *BLOCK4): 840,
+    (*BLOCK1, *OUTPUT): 506,
+    BLOCK1: 478,
+    (*BLOCK2, *OUTPUT[1:]): 220,
+    (*BLOCK3, *OUTPUT[2:]): 112,
+    BLOCK4: 100,
+}
+SETTING = ("resnet18", (3, 32, 32), 64, 64)  # model, images, batch size, channels of the first atom
+
+
+def memory_bytes(part: Part, reference: Blueprint, recipe: Recipe) -> float:
+    """The authors' figure where their code has one, else the fitted formula; their MB are taken as 10^6 bytes."""
+    model = part.blueprint
+    setting = (model.name, model.input_shape, recipe.batch_size, model.atoms[0].shape[0])
+    known = AUTHORS_MB.get(tuple(part.names())) if setting == SETTING else None
+    return 10**6 * (fitted_mb(part, recipe.batch_size) if known is None else known)
+
+
+def fitted_mb(part: Part, batch_size: int) -> float:
+    """A fit to the authors' thresholds, within 4 %: activations and their gradients, 4 bytes each; parameters are ignored.
+
+    A convolution of the main path counts three maps (its own, batch norm's, ReLU's), one of a shortcut or of a basic layer
+    one, a max-pooling one. Linear layers, LSTMs and norms without a convolution count their outputs. In the authors' MB, which
+    are 2^20 bytes: only so do the output modules' 28, 12 and 4 MB come out.
+    """
+    elements = 0
+    for atom, unit in zip(part.atoms, part.units[:-1], strict=True):
+        layers = anatomy(part.blueprint, unit).layers
+        convolutions = [layer for layer in layers if layer.kind == "Conv2d"]
+        if not convolutions:
+            elements += sum(layer.outputs for layer in layers if layer.kind != "MaxPool2d")
+        single = part.blueprint.atoms[atom].name.startswith("basic")
+        elements += sum(layer.outputs for layer in layers if layer.kind == "MaxPool2d")
+        for layer in convolutions:
+            elements += layer.outputs * (1 if single or layer.on_shortcut else 3)
+    if part.atoms and not elements:  # the output layer alone has no maps
+        raise ValueError(f"memory-model profl counts maps of layers: {part.blueprint.name} has none that it knows")
+    return 2 * 4 * part.copies * batch_size * elements / 2**20

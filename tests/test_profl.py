@@ -1,0 +1,345 @@
+"""ProFL from the last block's shrinking to the last one's growing, on the in-process grid."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    TRIO,
+    RecordingGrid,
+    a_blueprint,
+    a_client,
+    arrays_of,
+    average,
+    clients_of,
+    model_of,
+    run_local,
+    same,
+    tiny_settings,
+    training,
+)
+from torch.nn import functional as F
+
+from client_app.features import prefix_features, teacher_logits
+from client_app.task import Task
+from client_app.trainers.profl import Orders, distillation, evaluate, train
+from client_app.training import PieceModel, load_for_device
+from device_profiles.memory import MemoryBudgetExceededError
+from models.basic_layers import blocks_of, cascade_at, step_atoms, with_basic_layers
+from models.cascade import unit_of
+from piecework import load
+from server_app.records import RunDir
+from strategies.profl import Leg, legs_of
+
+
+def boards(**memory: float | int) -> str:
+    table = [
+        {"name": name, "memory" if isinstance(m, int) else "memory-ratio": m, "flops": 1e9}
+        | {"bandwidth": 1e6, "disk-bandwidth": 1e7}
+        for name, m in memory.items()
+    ]
+    return json.dumps({"name": "test", "assignment": "round-robin", "device": table})
+
+
+# The convnet has the blocks (0, 1), (2, 3) and (4,); 5 and 6 are the basic layers of the second and the third. Client 2 has
+# memory for the output layer in step 1, and for more later.
+SMALL: dict[str, Any] = TRIO | {
+    "strategy": "profl",
+    "batch_norm": "running",
+    "local_iterations": 2,
+    "stage_rounds": 2,
+    "distil_rounds": 1,
+    "distil_lr": 0.01,
+    "num_rounds": 12,
+    "lr": 0.02,
+    "fleet": boards(rich=1.5, some=1.2, poor=0.5),
+}
+BLOCKS = [[0, 1], [2, 3], [4]]
+LEGS = [
+    ("shrinking, step 3", 2),
+    ("map, block 3", 1),
+    ("shrinking, step 2", 2),
+    ("map, block 2", 1),
+    ("growing, step 1", 2),
+    ("growing, step 2", 2),
+    ("growing, step 3", 2),
+]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, RecordingGrid]:
+    grids: list[RecordingGrid] = []
+
+    class Kept(RecordingGrid):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            grids.append(self)
+
+    return run_local(tmp_path_factory.mktemp("whole"), Kept, **SMALL), grids[0]
+
+
+def test_legs_by_hand() -> None:
+    down = [Leg("shrinking", 3), Leg("map", 3), Leg("shrinking", 2), Leg("map", 2)]
+    up = [Leg("growing", 1), Leg("growing", 2), Leg("growing", 3)]
+    assert legs_of(3, shrinking=True, maps=[2, 3]) == down + up
+    assert legs_of(3, shrinking=True, maps=[3]) == down[:3] + up
+    assert legs_of(3, shrinking=True, maps=[]) == down[::2] + up
+    assert legs_of(3, shrinking=False, maps=[2, 3]) == up
+    assert legs_of(1, shrinking=True, maps=[]) == up[:1]
+
+
+def test_one_leg_after_another(whole_run: tuple[RunDir, RecordingGrid]) -> None:
+    rounds = whole_run[0].rounds()
+    assert [(stage, len(list(group))) for stage, group in groupby(record["stage"] for record in rounds)] == LEGS
+    assert [(each["leg"], each["converged"]) for each in rounds[-1]["frozen"]] == [(leg[0], False) for leg in LEGS[:-1]]
+    for record in rounds:
+        assert (record["answered"], record["enforced"]) == (3, True)
+        for client in record["clients"]:
+            assert 0 < client["measured_peak"] == client["predicted_peak"] <= client["budget"]
+
+
+def units(message: Any) -> set[str]:
+    return set(map(unit_of, arrays_of(message)))
+
+
+def test_only_the_block_and_its_output_module_travel(whole_run: tuple[RunDir, RecordingGrid]) -> None:
+    _, grid = whole_run
+    asked = {1: "4", 3: "4 6", 4: "2 3 6", 6: "2 3 5 6", 7: "0 1 5 6", 9: "2 3 6", 11: "4"}
+    came = {1: "4", 3: "6", 4: "2 3 6", 6: "5", 7: "0 1 5 6", 9: "2 3 6", 11: "4"}
+    heads = {1: 1, 3: 1, 4: 1, 6: 0, 7: 1, 9: 1, 11: 1}
+    for number, atoms in asked.items():
+        down = [units(m) for m in training(grid.sent) if m.metadata.group_id == str(number)]
+        assert down == [{f"atoms.{atom}" for atom in atoms.split()} | {"head"}] * 3
+        up = [units(m) for m in training(grid.received) if m.metadata.group_id == str(number)]
+        whole = {f"atoms.{atom}" for atom in came[number].split()} | ({"head"} if heads[number] else set())
+        assert max(up, key=len) == whole
+        assert all(each in (whole, {"head"}) for each in up)
+
+
+def test_who_cannot_afford_the_step_trains_the_output_layer(whole_run: tuple[RunDir, RecordingGrid]) -> None:
+    run_dir, grid = whole_run
+    pieces = {n: [client["pieces"] for client in clients_of(run_dir, n)] for n in (7, 11)}
+    assert pieces == {7: ["0,1,5,6", "0,1,5,6", ""], 11: ["4"] * 3}
+    replies = [m for m in training(grid.received) if m.metadata.group_id == "7"]
+    assert [sorted({unit_of(name) for name in arrays_of(m)}) for m in replies][2] == ["head"]
+    before = {name: a for m in training(grid.sent) if m.metadata.group_id == "7" for name, a in arrays_of(m).items()}
+    after = next(arrays_of(m) for m in training(grid.sent) if m.metadata.group_id == "8")
+    for name, array in after.items():
+        np.testing.assert_array_equal(array, average(replies, name) if array.dtype.kind == "f" else array)
+        assert not np.array_equal(array, before[name]) or array.dtype.kind != "f"
+
+
+def sent_in(grid: RecordingGrid, number: int) -> dict[str, np.ndarray]:
+    """What clients get in a round, frozen units too."""
+    found: dict[str, np.ndarray] = {}
+    for message in grid.sent:
+        if message.metadata.group_id == str(number):
+            found |= arrays_of(message)
+    return found
+
+
+def part(arrays: Mapping[str, np.ndarray], *chosen: str) -> dict[str, np.ndarray]:
+    return {name: array for name, array in arrays.items() if unit_of(name) in chosen}
+
+
+def test_growing_starts_from_what_shrinking_left(whole_run: tuple[RunDir, RecordingGrid]) -> None:
+    """Block t from theta_t^ini, its output module as its step left it; step 1's from the last map."""
+    run_dir, grid = whole_run
+    shrunk3, shrunk2, mapped2 = sent_in(grid, 3), sent_in(grid, 6), sent_in(grid, 7)
+    grown2, grown3 = sent_in(grid, 9), sent_in(grid, 11)
+    assert same(part(grown2, "atoms.2", "atoms.3"), part(shrunk2, "atoms.2", "atoms.3"))
+    assert same(part(grown2, "atoms.6", "head"), part(shrunk2, "atoms.6", "head"))
+    assert same(part(grown3, "atoms.4", "head"), part(shrunk3, "atoms.4", "head"))
+    assert same(part(mapped2, "atoms.6", "head"), part(shrunk2, "atoms.6", "head"))
+    assert not same(part(mapped2, "atoms.5"), part(shrunk2, "atoms.5"))
+    first = sent_in(grid, 1)
+    assert same(part(mapped2, "atoms.0", "atoms.1"), part(first, "atoms.0", "atoms.1"))  # random until it is grown
+    final = model_of(run_dir)
+    assert not same(part(final, "atoms.0"), part(first, "atoms.0"))
+    model = load(run_dir.path)
+    assert len(model.atoms) == 5
+
+
+@pytest.mark.parametrize("broken_after", [1, 2, 3, 5, 8])
+def test_resumed_anywhere(tmp_path: Path, whole_run: tuple[RunDir, RecordingGrid], broken_after: int) -> None:
+    run_local(tmp_path, **SMALL | {"num_rounds": broken_after})
+    resumed = run_local(tmp_path, **SMALL, resume_from=str(tmp_path / "run"))
+    assert same(model_of(resumed), model_of(whole_run[0]))
+    keys = ("stage", "accuracy", "effective_movement", "slope", "frozen")
+    assert [[r[key] for key in keys] for r in resumed.rounds()] == [
+        [r[key] for key in keys] for r in whole_run[0].rounds()
+    ]
+
+
+def test_a_block_that_converges_is_frozen_early(tmp_path: Path) -> None:
+    """With H = 2 and W = 1 the earliest is round 3; a rate that falls makes movements alike."""
+    changes = {"movement_window": 2, "movement_times": 1, "movement_share": 0.99, "stage_rounds": 20, "num_rounds": 60}
+    run_dir = run_local(tmp_path, **SMALL | changes | {"distil_rounds": 0, "evaluate_every": 0})
+    rounds = run_dir.rounds()
+    legs = [list(group) for _, group in groupby(rounds, key=lambda record: record["stage"])]
+    assert [each["converged"] for each in rounds[-1]["frozen"]] == [len(leg) < 20 for leg in legs[:-1]]
+    assert any(3 <= len(leg) < 20 for leg in legs)
+    for leg in legs:
+        assert [record["effective_movement"] is None for record in leg] == [True] * 2 + [False] * (len(leg) - 2)
+        assert [record["slope"] is None for record in leg] == [True] * 3 + [False] * (len(leg) - 3)
+
+
+def test_some_scalars_are_enough(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"movement_scalars": 50, "num_rounds": 1})
+    checkpoint = run_dir.load_checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.kept["scalars"].shape == (2, 50)
+
+
+def test_growing_alone(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"shrinking": False, "num_rounds": 6})
+    assert [record["stage"] for record in run_dir.rounds()] == [f"growing, step {t}" for t in (1, 1, 2, 2, 3, 3)]
+
+
+def test_rounds_by_parameters(tmp_path: Path) -> None:
+    """Ten rounds of blocks of 5,082, 16,522 and 21,130 parameters: one each, and of seven 0.83, 2.71 and 3.46."""
+    changes = {"shrinking": False, "freezing": "parameters", "num_rounds": 10, "stage_rounds": 3}
+    run_dir = run_local(tmp_path, **SMALL | changes)
+    counts = [len(list(group)) for _, group in groupby(record["stage"] for record in run_dir.rounds())]
+    assert counts == [2, 4, 4]
+
+
+def test_where_no_client_can_train_a_step_every_atom_is_a_block(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"fleet": boards(all=0.77), "shrinking": False, "num_rounds": 10})
+    assert "every atom is a block (layer-wise training)" in caplog.text
+    rounds = run_dir.rounds()
+    assert [record["stage"] for record in rounds][::2] == [f"growing, step {t}" for t in range(1, 6)]
+    assert {client["pieces"] for client in rounds[2]["clients"]} == {"1,5,6"}
+
+
+def test_blocks_for_a_budget(tmp_path: Path) -> None:
+    """As large as the poorest can train: everybody takes part in every step."""
+    run_dir = run_local(
+        tmp_path, **SMALL | {"blocks": "budget", "fleet": boards(a=0.8, b=1.5), "shrinking": False, "num_rounds": 4}
+    )
+    for record in run_dir.rounds():
+        assert all(client["pieces"] for client in record["clients"])
+        assert all(client["measured_peak"] <= client["budget"] for client in record["clients"])
+
+
+# ---- the client
+
+
+def a_profl_client(folder: Path, allowed: int = 10**9) -> tuple[Any, Any]:
+    client = a_client(folder, tiny_settings(batch_norm="running"), allowed=allowed)
+    model = with_basic_layers(client.blueprint, blocks_of(client.blueprint))
+    torch.manual_seed(0)
+    for atom in range(len(client.blueprint.atoms), len(model.atoms)):
+        client.store.save(f"atoms.{atom}", model.build_unit(f"atoms.{atom}"))
+    return client, model
+
+
+def a_task(t: int, mapping: bool = False) -> Task:
+    blocks = blocks_of(a_blueprint())
+    return Task(
+        "experiment", 1, 0, "profl", 10**9, 10**6, 0.05, "", own=Orders([list(b) for b in blocks], t, mapping).to_own()
+    )
+
+
+def held(client: Any, model: Any, atoms: tuple[int, ...]) -> PieceModel:
+    piece = PieceModel(model, atoms, "head", load_for_device(model, client.store.load))
+    piece.train(False)
+    return piece
+
+
+def test_a_teachers_logits_are_those_of_the_model_row_by_row(tmp_path: Path) -> None:
+    client, model = a_profl_client(tmp_path)
+    client.blueprint = model
+    examples = client.share(0)
+    z = prefix_features(client, [(0,), (1,)])
+    logits = teacher_logits(client, step_atoms(model, blocks_of(model_without(model)), 2), z)
+    with torch.no_grad():
+        whole = held(client, model, cascade_at(model, blocks_of(model_without(model)), 2))
+        expected = whole.logits(examples.read(np.arange(40)))
+    torch.testing.assert_close(torch.tensor(np.array(logits)), expected, rtol=1e-4, atol=1e-5)
+
+
+def model_without(model: Any) -> Any:
+    """Without basic layers."""
+    return replace(model, atoms=model.atoms[: len(model.atoms) - model.spare], spare=0)
+
+
+@pytest.mark.parametrize(("t", "learns"), [(3, {"atoms.6", "head"}), (2, {"atoms.5"})])
+def test_a_map_brings_the_student_nearer_to_its_teacher(tmp_path: Path, t: int, learns: set[str]) -> None:
+    client, model = a_profl_client(tmp_path)
+    blocks = blocks_of(client.blueprint)
+    x = client.share(0).read(np.arange(40))
+    with torch.no_grad():
+        teacher = held(client, model, cascade_at(model, blocks, t)).logits(x)
+        before = float(F.mse_loss(held(client, model, cascade_at(model, blocks, t - 1)).logits(x), teacher))
+    student = ",".join(map(str, range(3 + t, 7)))
+    task = replace(a_task(t, mapping=True), prices={student: 10**6})
+    client.recipe = replace(client.recipe, lr=0.05, epochs=20)
+    update = train(task, client)
+    assert set(update.units) == learns
+    with torch.no_grad():
+        after = float(F.mse_loss(held(client, model, cascade_at(model, blocks, t - 1)).logits(x), teacher))
+    assert after < 0.5 * before
+
+
+def test_distillation_by_hand(tmp_path: Path) -> None:
+    """Logits 0 against a teacher's 1, 2: the mean of the squares is 2.5; what does not learn has no gradient."""
+    client, model = a_profl_client(tmp_path)
+    piece = PieceModel(model, (5, 6), "head", load_for_device(model, client.store.load))
+    loss = distillation(("atoms.5",))([piece])
+    assert [p.requires_grad for p in piece.parameters()] == [True, False, False, False]
+    with torch.no_grad():
+        for parameter in piece.parameters():
+            parameter.zero_()
+    teacher = torch.tensor([[1.0, 2.0] * 5] * 3)
+    assert loss(torch.rand(3, *model.shape_before(5)), teacher).item() == 2.5
+
+
+def test_too_little_for_the_output_layer(tmp_path: Path) -> None:
+    client, _ = a_profl_client(tmp_path, allowed=1000)
+    task = replace(a_task(1), prices={"0,1,5,6": 5000, "": 1001})
+    with pytest.raises(MemoryBudgetExceededError) as caught:
+        train(task, client)
+    assert (caught.value.needed, caught.value.allowed) == (1001, 1000)
+
+
+def test_evaluation_is_of_the_steps_model(tmp_path: Path) -> None:
+    for t, mapping, stands in ((2, False, 2), (3, True, 2)):
+        client, model = a_profl_client(tmp_path / str(mapping))
+        atoms = cascade_at(model, blocks_of(client.blueprint), stands)
+        x, y = client.validation.read(np.arange(20)), client.validation.targets(np.arange(20))
+        with torch.no_grad():
+            logits = held(client, model, atoms).logits(x)
+        found = evaluate(a_task(t, mapping), client)
+        assert found["val-examples"] == 20
+        assert found["val-loss"] == pytest.approx(float(F.cross_entropy(logits, y)), rel=1e-4)
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_norm": "local"}, "batch-norm = 'local': profl averages blocks whole"),
+        (
+            {"fleet": boards(all=0.5)},
+            "step 2 of layer-wise training needs 783,112 bytes, and the richest client has 515,284",
+        ),
+        (
+            {"stage_rounds": 0, "num_rounds": 6},
+            r"num-rounds = 6 is too few: 5 steps, and 2 maps of distil-rounds = 1, need 7",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_local(tmp_path, **SMALL | changes)
