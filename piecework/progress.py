@@ -16,8 +16,8 @@ RECENT = 5  # rounds whose median is the expected duration of the next: the firs
 def round_line(record: Record, total_rounds: int, seconds: float) -> str:
     """One finished round; `seconds` is what a round takes at present."""
     parts = [f"round {record['round']}/{total_rounds}"]
-    if record.get("modules", 1) > 1:
-        parts.append(f"{record['stage']} of {record['modules']}")
+    if (stages := record.get("modules") or record.get("blocks") or 1) > 1:
+        parts.append(f"{record['stage']} of {stages}")
     parts += filter(None, [accuracy_now(record)])
     if record["loss"] is not None:
         parts.append(f"loss {record['loss']:.3f}")

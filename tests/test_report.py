@@ -299,9 +299,11 @@ def test_progress_without_a_terminal() -> None:
     with RoundProgress(3, console) as progress:
         progress.update(round_record(1, 0.25, [client(0), refused(1)]))
         progress.update(round_record(2, None, [client(0, device="[red]")], seconds=4.0, enforced=False))
+        progress.update(round_record(3, None, [client(0)], seconds=3.0) | {"stage": "map, block 3", "blocks": 4})
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         "round 1/3  accuracy 25.0%  loss 0.750  1/2 clients ok  peak 90.0% of budget  2.0 s/round  4.0 s left",
         "round 2/3  1/1 clients ok  3.0 s/round  3.0 s left",
+        "round 3/3  map, block 3 of 4  1/1 clients ok  peak 90.0% of budget  3.0 s/round",
     ]
 
 
