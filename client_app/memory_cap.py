@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 from safetensors import SafetensorError
+from torch.utils._python_dispatch import _disable_current_modes
 
 from client_app.accelerator import CPU, held_to, release_cache
 from device_profiles.memory import PeakMemory
@@ -71,6 +72,13 @@ class MemoryCap:
         self._meter.where = phase
         with self._meter:
             yield
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Within a phase that is counted: what repeats operations that were counted, and leaves nothing large behind."""
+    with _disable_current_modes():
+        yield
 
 
 def return_free_memory() -> None:

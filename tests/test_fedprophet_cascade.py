@@ -10,6 +10,7 @@ from fedprophet_helpers import cascade, seasoned
 from helpers import a_blueprint
 from torch.nn import functional as F
 
+from client_app import validation
 from client_app.setup import image_attack
 from client_app.training import piece_price
 from client_app.validation import StreamedCascade, held_bytes, piece_bytes, validate
@@ -92,3 +93,17 @@ def test_what_validating_a_piece_takes(tmp_path: Path, model: str, count: int) -
     price = piece_price(client.blueprint, whole, "head", replace(client.recipe, attack=attack)).peak_bytes
     validate(client, [whole], "head", attack, held=True)
     assert 0 < client.cap.peak_bytes <= piece_bytes(client, whole, price)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_one_attack_step_is_counted_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool) -> None:
+    peaks, found = [], []
+    for counted in ("once", "always"):
+        client = seasoned(tmp_path / counted, resnet("running"))
+        if counted == "always":
+            monkeypatch.setattr(validation, "counted_once", lambda gradient: gradient)
+        pieces: list[Piece] = [(0, 1), (2, 3), (4,)]
+        found.append(validate(client, pieces, "head", image_attack(client.settings, client.data, 4), held=held))
+        peaks.append(client.cap.peak_bytes)
+    assert peaks[0] == peaks[1] > 0
+    assert found[0] == found[1]
