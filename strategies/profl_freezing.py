@@ -47,7 +47,9 @@ def slopes(movements: Sequence[float], window: int) -> list[float]:
 def times_below(movements: Sequence[float], rule: Freezing) -> int:
     """How often, up to now, the slope was below phi of the initial one, which is known when there are H slopes."""
     found = [abs(each) for each in slopes(movements, rule.window)]
-    threshold = rule.share * max(found[: rule.window], default=0.0)
+    if len(found) < rule.window:
+        return 0
+    threshold = rule.share * max(found[: rule.window])
     below = [each < threshold for each in found]
     return sum(takewhile(bool, reversed(below))) if rule.in_row else sum(below)
 

@@ -65,7 +65,8 @@ def train(task: Task, client: Client) -> Update:
     """A round of a step, or of a map. Raises MemoryBudgetExceededError where not even theta_L fits."""
     orders = Orders.of(task)
     client.blueprint = with_basic_layers(client.blueprint, orders.pieces)
-    z = prefix_features(client, [(atom,) for atom in orders.frozen()])
+    frozen = [(atom,) for atom in orders.frozen()]
+    z = prefix_features(client, frozen) if frozen else client.share(0)  # images are augmented anew in every round
     if orders.mapping:
         return integrate(task, client, orders, z)
     atoms = step_atoms(client.blueprint, orders.pieces, orders.step)
