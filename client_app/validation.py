@@ -178,7 +178,7 @@ def evaluate_cascade(client: Client, atoms: Sequence[int]) -> Metrics:
 def behind(client: Client, examples: Examples, atoms: Sequence[int], to: int | None, part: str) -> Examples:
     """What atoms in evaluation mode make of examples for the atom `to`, or the head; one is in memory at a time."""
     piece = None
-    for atom, following in zip(atoms, [*atoms[1:], to], strict=True):
+    for atom, following in zip(atoms, [*atoms, to][1:], strict=True):
         del piece  # before the next one is built
         piece = PieceModel(client.blueprint, [atom], None, client.load())
         piece.train(False)

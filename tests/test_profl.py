@@ -30,6 +30,7 @@ from client_app.features import prefix_features, teacher_logits
 from client_app.task import Task
 from client_app.trainers.profl import Orders, distillation, evaluate, train
 from client_app.training import PieceModel, load_for_device
+from client_app.validation import evaluate_whole
 from device_profiles.memory import MemoryBudgetExceededError
 from models.basic_layers import blocks_of, cascade_at, step_atoms, with_basic_layers
 from models.cascade import unit_of
@@ -321,6 +322,13 @@ def test_evaluation_is_of_the_steps_model(tmp_path: Path) -> None:
         found = evaluate(a_task(t, mapping), client)
         assert found["val-examples"] == 20
         assert found["val-loss"] == pytest.approx(float(F.cross_entropy(logits, y)), rel=1e-4)
+
+
+def test_a_model_of_one_atom_is_evaluated_too(tmp_path: Path) -> None:
+    whole = a_blueprint(batch_norm="running")
+    one = replace(whole, atoms=whole.atoms[:1], build_head=lambda: whole.build_unit("aux.0"))
+    client = a_client(tmp_path, tiny_settings(batch_norm="running"), blueprint=one)
+    assert evaluate_whole(a_task(1), client)["val-examples"] == 20
 
 
 # ---- settings
