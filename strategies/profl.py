@@ -40,6 +40,7 @@ from strategies.profl_steps import ProFLRule
 from strategies.state import Experiment, StrategyState
 
 LOG = logging.getLogger("piecework")
+BEFORE = "before/"  # in `kept`, the output module as the last leg left it, until the next one begins
 SCALARS = "scalars"  # in `kept`, float32 [rounds, scalars of the block]
 
 
@@ -184,6 +185,8 @@ class ProFL(PieceStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """As usual; the block's scalars before its first round are where its movement begins."""
+        for name in [name for name in self.kept if name.startswith(BEFORE)]:
+            del self.kept[name]
         if self.leg.kind != "map" and SCALARS not in self.kept:
             self.kept[SCALARS] = Array(self._scalars(arrays)[None])
         return super().configure_train(server_round, arrays, config, grid)
@@ -232,9 +235,18 @@ class ProFL(PieceStrategy):
         self.state = replace(state, leg=state.leg + 1, leg_round=0, movements=[], norms=[])
         if self.finished or self.leg.kind != "growing":
             return arrays
-        prefix = f"step{self.leg.t}/"
-        kept = {name.removeprefix(prefix): array for name, array in self.kept.items() if name.startswith(prefix)}
-        return ArrayRecord({name: kept.get(name, array) for name, array in arrays.items()})
+        noted = self._noted(f"step{self.leg.t}/")
+        for name in noted:
+            self.kept[BEFORE + name] = arrays[name]
+        return ArrayRecord({name: noted.get(name, array) for name, array in arrays.items()})
+
+    def _noted(self, prefix: str) -> dict[str, Array]:
+        return {name.removeprefix(prefix): array for name, array in self.kept.items() if name.startswith(prefix)}
+
+    def final(self, arrays: ArrayRecord) -> ArrayRecord:
+        """The model; where a leg has not begun, with the output module that the one before it ended with."""
+        before = self._noted(BEFORE)
+        return ArrayRecord({name: before.get(name, array) for name, array in arrays.items()})
 
     def _output_module(self, t: int, arrays: ArrayRecord) -> dict[str, Array]:
         units = {f"atoms.{atom}" for atom in self.rule.step(t)[len(self.rule.blocks[t - 1]) :]} | {"head"}
@@ -268,4 +280,12 @@ class ProFL(PieceStrategy):
 
     def trained_model(self) -> tuple[Piece, str]:
         """The blocks up to that of the step, and its output module; in a map, without the block that is mapped."""
-        return cascade_at(self.blueprint, self.rule.blocks, self.leg.t - (self.leg.kind == "map")), "head"
+        return self._cascade(self.leg)
+
+    def final_model(self) -> tuple[Piece, str]:
+        """That of the last round: where a leg has not begun, of the one before it."""
+        state = self.state
+        return self._cascade(self.legs[state.leg - 1] if state.leg and not state.leg_round else self.leg)
+
+    def _cascade(self, leg: Leg) -> tuple[Piece, str]:
+        return cascade_at(self.blueprint, self.rule.blocks, leg.t - (leg.kind == "map")), "head"

@@ -18,6 +18,7 @@ from helpers import (
     arrays_of,
     average,
     clients_of,
+    few_digits,
     model_of,
     run_local,
     same,
@@ -26,7 +27,9 @@ from helpers import (
 )
 from torch.nn import functional as F
 
+from client_app.examples import normalised
 from client_app.features import prefix_features, teacher_logits
+from client_app.setup import open_dataset
 from client_app.task import Task
 from client_app.trainers.profl import Orders, distillation, evaluate, train
 from client_app.training import PieceModel, load_for_device
@@ -176,6 +179,17 @@ def test_resumed_anywhere(tmp_path: Path, whole_run: tuple[RunDir, RecordingGrid
     assert [[r[key] for key in keys] for r in resumed.rounds()] == [
         [r[key] for key in keys] for r in whole_run[0].rounds()
     ]
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 6, 8, 9, 10])
+def test_a_run_that_ends_with_a_step_leaves_that_steps_model(tmp_path: Path, rounds: int) -> None:
+    """Within a leg and at its end: the model's file does as well on the test data as the last record says."""
+    run_dir = run_local(tmp_path, **SMALL | {"num_rounds": rounds})
+    record, model = run_dir.rounds()[-1], load(run_dir.path)
+    found = open_dataset(f"npz:{few_digits()}", "")
+    with torch.no_grad():
+        right = model(normalised(found.test_images, found)).argmax(1).numpy() == found.test_labels
+    assert record["accuracy"] == pytest.approx(right.mean(), abs=0.011)  # one image of 100 may lie on a border
 
 
 def test_a_block_that_converges_is_frozen_early(tmp_path: Path) -> None:
