@@ -206,8 +206,8 @@ def isolated_rng(seed: int) -> Iterator[None]:
 
 def unit_of(name: str) -> str:
     """The unit a parameter belongs to: `atoms.3.conv1.weight` -> `atoms.3`, `head.fc.bias` -> `head`."""
-    kind, rest = name.split(".", 1)
-    return kind if kind == "head" else f"{kind}.{rest.split('.', 1)[0]}"
+    kind, _, rest = name.partition(".")
+    return kind if kind == "head" or not rest else f"{kind}.{rest.split('.', 1)[0]}"
 
 
 def batch_norm_names(unit: str, module: nn.Module) -> set[str]:

@@ -55,9 +55,11 @@ def make_plan(settings: Settings, question: Question) -> dict[str, Any]:
     pricing = pricing_for(settings, reference, steps, question.precision)
     full = pricing.bytes(whole_model(blueprint))
     states = fleet_states(fleet, settings, pricing.reference_bytes)
-    least = min(state.budget_bytes for states_of_round in states for state in states_of_round)
+    budgets = [state.budget_bytes for states_of_round in states for state in states_of_round]
     budget = question.budget or (settings.r_min if rule_class.adversarial else "")
-    rule = rule_class(blueprint, pricing, settings, budget_bytes(budget, full) if budget else least)
+    least = budget_bytes(budget, full) if budget else min(budgets)
+    rule = rule_class(blueprint, pricing, settings)
+    rule.fit(least, max(least, *budgets))
     if not budget:
         rule.smallest = max(rule.smallest, rule.least())
     tasks = [

@@ -161,7 +161,9 @@ class Settings(BaseModel):
     )
     movement_share: Fraction = Field(0.1, description="phi, of the block's initial slope")
     movement_times: AtLeastOne = Field(20, description="W: rounds in a row below phi that freeze a block")
-    movement_scalars: Count = Field(0, description="of a block, that are looked at; 0 = all")
+    movement_scalars: Count = Field(
+        1_000_000, description="of a block, that are looked at; 0 = all. A checkpoint holds H + 1 values of each"
+    )
 
     evaluate_every: Count = Field(1, description="rounds between central evaluations; 0 = only at the end")
     client_evaluation_every: Count = Field(0, description="rounds between evaluations on the clients; 0 = never")
@@ -169,7 +171,7 @@ class Settings(BaseModel):
     patience: Count = Field(0, description="stop after so many evaluations without a better accuracy; 0 = off")
     max_empty_rounds: AtLeastOne = Field(1, description="rounds in a row in which nobody trained before the run aborts")
     update_norm_limit: NonNegative = Field(
-        10.0, description="times the median accepted update norm, at first the model's; 0 = off"
+        10.0, description="times the median accepted norm of a unit's updates, at first the model's; 0 = off"
     )
     min_clients: Count = Field(
         0, description="least that must connect at the start and train in a round; 0 = all at the start, one in a round"

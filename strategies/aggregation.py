@@ -4,7 +4,7 @@ The running sum is what makes a server's memory independent of the number of cli
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median, median_low
 from typing import TypeVar
@@ -12,9 +12,12 @@ from typing import TypeVar
 import numpy as np
 from flwr.app import ArrayRecord
 
+from models.cascade import unit_of
+
 Spec = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # name -> shape and dtype
 Who = TypeVar("Who")
-HELD = 3  # updates of the first round that are held until their norms can be compared
+Norms = dict[str, float]  # unit -> the norm of its update, or its limit
+HELD = 3  # updates of units without a history that are held until their norms can be compared
 
 
 class UpdateRejectedError(ValueError):
@@ -53,17 +56,20 @@ class WeightedMean:
 
 @dataclass(frozen=True)
 class CheckedUpdate:
-    """Arrays that may enter the model, how many examples they stand for, and their distance from the model that was sent."""
+    """Arrays that may enter the model, how many examples they stand for, and how far each unit is from what was sent.
+
+    Units are compared each with itself: of one model some clients may send a block, others no more than the head.
+    """
 
     arrays: dict[str, np.ndarray]
     examples: int
-    norm: float
+    norms: Norms
 
 
 def check_update(
-    arrays: ArrayRecord, examples: object, previous: ArrayRecord, spec: Spec, norm_limit: float = math.inf
+    arrays: ArrayRecord, examples: object, previous: ArrayRecord, spec: Spec, limits: Mapping[str, float] | None = None
 ) -> CheckedUpdate:
-    """Known names, exact shapes and dtypes, finite values, a positive count, a norm within the limit.
+    """Known names, exact shapes and dtypes, finite values, a positive count, every unit's norm within its limit.
 
     Raises UpdateRejectedError with the reason.
     """
@@ -71,7 +77,7 @@ def check_update(
         raise UpdateRejectedError(f"num-examples is {examples!r}: it must be a positive integer")
     if not arrays:
         raise UpdateRejectedError("the update holds no arrays")
-    checked, square = {}, 0.0
+    checked, squares = {}, dict[str, float]()
     for name in arrays:
         if name not in spec:
             raise UpdateRejectedError(f"array {name!r} is not part of the model")
@@ -86,16 +92,21 @@ def check_update(
                 raise UpdateRejectedError(
                     f"array {name!r} holds {np.count_nonzero(~np.isfinite(array))} non-finite values"
                 )
-            square += float(np.square(np.subtract(array, previous[name].numpy(), dtype=np.float64)).sum())
+            square = float(np.square(np.subtract(array, previous[name].numpy(), dtype=np.float64)).sum())
+            squares[unit_of(name)] = squares.get(unit_of(name), 0.0) + square
         checked[name] = array
-    return CheckedUpdate(checked, examples, within_limit(math.sqrt(square), norm_limit))
+    norms = {unit: math.sqrt(square) for unit, square in squares.items()}
+    require_within(norms, limits or {})
+    return CheckedUpdate(checked, examples, norms)
 
 
-def within_limit(norm: float, limit: float) -> float:
-    """The norm. Raises UpdateRejectedError."""
-    if norm > limit:
-        raise UpdateRejectedError(f"the update's norm {norm:.4g} is past the limit {limit:.4g} (update-norm-limit)")
-    return norm
+def require_within(norms: Norms, limits: Mapping[str, float]) -> None:
+    """Raises UpdateRejectedError for the first unit past its limit; those without one may be as far as they are."""
+    for unit, norm in norms.items():
+        if norm > (limit := limits.get(unit, math.inf)):
+            raise UpdateRejectedError(
+                f"the norm {norm:.4g} of the update of {unit} is past the limit {limit:.4g} (update-norm-limit)"
+            )
 
 
 def _decode(arrays: ArrayRecord, name: str) -> np.ndarray:
@@ -108,34 +119,53 @@ def _decode(arrays: ArrayRecord, name: str) -> np.ndarray:
     return array
 
 
-def norm_limit(accepted: list[float], factor: float, arrays: ArrayRecord) -> float:
-    """factor x the median norm accepted in earlier rounds, or x the norm of the model itself where there is none yet.
+def norm_limits(accepted: Mapping[str, list[float]], factor: float, arrays: ArrayRecord) -> Norms:
+    """For each unit, factor x the median norm accepted in earlier rounds, or x the norm of the whole model where there is none.
 
-    No limit where the factor is 0.
+    No limits where the factor is 0.
     """
     if not factor:
-        return math.inf
-    return factor * (median(accepted) if accepted else model_norm(arrays))
+        return {}
+    first = factor * model_norm(arrays)
+    units = {unit_of(name) for name in arrays}
+    return {unit: factor * median(accepted[unit]) if accepted.get(unit) else first for unit in units}
 
 
-def compared(updates: Iterable[tuple[Who, CheckedUpdate]], factor: float) -> Iterator[tuple[Who, CheckedUpdate, float]]:
-    """Each update with the limit of its norm, where no earlier round's norms are known: factor x the median of the first few.
+def compared(
+    updates: Iterable[tuple[Who, CheckedUpdate]], factor: float, known: Container[str]
+) -> Iterator[tuple[Who, CheckedUpdate, Norms]]:
+    """Each update with limits for its units that have no history: factor x the median of the first few updates of a unit.
 
-    These are held until there are HELD of them, or no more come. With factor 0 there is no limit and nothing is held.
+    Updates of units that are not `known` are held until there are HELD of them, or no more come. With factor 0 nothing is held.
     """
-    limit, held = (math.inf, None) if not factor else (0.0, list[tuple[Who, CheckedUpdate]]())
+    held: list[tuple[Who, CheckedUpdate]] | None = []
+    limits: Norms = {}
     for who, update in updates:
-        if held is None:
-            yield who, update, limit
+        if held is None or not factor or all(unit in known for unit in update.norms):
+            yield who, update, limits
             continue
         held.append((who, update))
         if len(held) == HELD:
-            limit = factor * median_low(update.norm for _, update in held)
-            yield from ((*pair, limit) for pair in held)
+            limits = _limits_of(held, factor, known)
+            yield from ((*pair, limits) for pair in held)
             held = None
     if held:
-        limit = factor * median_low(update.norm for _, update in held)
-        yield from ((*pair, limit) for pair in held)
+        limits = _limits_of(held, factor, known)
+        yield from ((*pair, limits) for pair in held)
+
+
+def _limits_of(held: list[tuple[Who, CheckedUpdate]], factor: float, known: Container[str]) -> Norms:
+    found: dict[str, list[float]] = {}
+    for _, update in held:
+        note_norms(found, update.norms)
+    return {unit: factor * median_low(norms) for unit, norms in found.items() if unit not in known}
+
+
+def note_norms(found: dict[str, list[float]], norms: Norms) -> None:
+    """Add to the lists of norms, by unit. What came back as it was sent says nothing of how far training goes."""
+    for unit, norm in norms.items():
+        if norm:
+            found.setdefault(unit, []).append(norm)
 
 
 def model_norm(arrays: ArrayRecord) -> float:

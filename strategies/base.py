@@ -25,13 +25,15 @@ from server_app.roster import sampled
 from server_app.settings import learning_rate
 from strategies.aggregation import (
     CheckedUpdate,
+    Norms,
     UpdateRejectedError,
     WeightedMean,
     check_update,
     compared,
-    norm_limit,
+    norm_limits,
+    note_norms,
+    require_within,
     spec_of,
-    within_limit,
 )
 from strategies.delivery import Delivery
 from strategies.faults import SILENT, status_of
@@ -41,7 +43,7 @@ from strategies.reports import LONGEST, ClientReport, verdict
 from strategies.rules import Rule
 from strategies.state import Experiment, StrategyState
 
-NORMS_KEPT = 1000
+NORMS_KEPT = 200  # of each unit
 LOOKED_AT = 20  # rounds of a fleet, for its budgets
 FREE = 0.75  # of what a device measured as free: later it may be less
 
@@ -186,28 +188,31 @@ class PieceStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Take in replies one by one. Returns (None, None) when nobody trained, or fewer than `min-clients`."""
-        mean, norms = WeightedMean(), list[float]()
-        factor = 0.0 if self.state.norms else self.settings.update_norm_limit
-        for report, update, limit in compared(self._received(replies), factor):
+        mean, accepted, norms = WeightedMean(), 0, dict[str, list[float]]()
+        known = self.state.norms
+        for report, update, limits in compared(self._received(replies), self.settings.update_norm_limit, known):
             try:
-                norms.append(within_limit(update.norm, limit))
+                require_within(update.norms, limits)
                 self.combine(mean, update)
             except UpdateRejectedError as error:
                 report.status, report.reason = "rejected", str(error)
-        if len(norms) < max(1, self.settings.min_clients):
+                continue
+            note_norms(norms, update.norms)
+            accepted += 1
+        if accepted < max(1, self.settings.min_clients):
             return None, None
-        self.state.norms = [*self.state.norms, *norms][-NORMS_KEPT:]
+        self.state.norms = known | {unit: [*known.get(unit, []), *new][-NORMS_KEPT:] for unit, new in norms.items()}
         return self.finish(mean), self._train_metrics()
 
     def _received(self, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
         spec = spec_of(self.post.arrays)
-        limit = norm_limit(self.state.norms, self.settings.update_norm_limit, self.post.arrays)
+        limits = norm_limits(self.state.norms, self.settings.update_norm_limit, self.post.arrays)
         for message in replies:
             client = self.roster.client_of(message.metadata.src_node_id)
             if client is None or client not in self.reports:
                 continue
             report = self.reports[client]
-            if (update := self.receive(message, report, spec, limit)) is not None:
+            if (update := self.receive(message, report, spec, limits)) is not None:
                 yield report, update
 
     def combine(self, mean: WeightedMean, update: CheckedUpdate) -> None:
@@ -224,7 +229,7 @@ class PieceStrategy(Strategy):
             }
         )
 
-    def receive(self, message: Message, report: ClientReport, spec: Any, limit: float) -> CheckedUpdate | None:
+    def receive(self, message: Message, report: ClientReport, spec: Any, limits: Norms) -> CheckedUpdate | None:
         """Fill in the report; the update, if it may enter the model."""
         if message.has_error():
             self._fail(message, report)
@@ -239,7 +244,7 @@ class PieceStrategy(Strategy):
                 self.delivery.forget(report.client, outcome.lacking)
                 return None
             arrays = message.content.array_records["arrays"]
-            update = check_update(arrays, metrics.get("num-examples"), self.post.arrays, spec, limit)
+            update = check_update(arrays, metrics.get("num-examples"), self.post.arrays, spec, limits)
             sent = self.sent_units(self._asked[report.client][0])
             if sent is not None and (strange := [name for name in update.arrays if unit_of(name) not in sent]):
                 raise UpdateRejectedError(f"array {strange[0]!r} was not sent to be trained")

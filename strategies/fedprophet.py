@@ -274,7 +274,7 @@ class FedProphet(PieceStrategy):
             },
             best={},
             since_best=0,
-            norms=[],  # another module's first updates are of another size than this one's last
+            norms={},  # another module's first updates are of another size than this one's last
         )
         return arrays
 

@@ -14,11 +14,11 @@ more.
 Where the paper is silent: blocks before t are frozen at their random start in shrinking, as in the authors' code. A step takes
 at most `stage-rounds`. Ours: a step's output module in growing starts as its step in shrinking left it, that of step 1 as the
 last map did; where a step is too large for every client, all blocks are single atoms (the paper's "layer-wise training"); who
-cannot take part in a map says so. With `freezing` = `parameters` (Table 3's ParamAware) the rounds of a run, less those of
-maps, are dealt out to the steps by the parameters of their blocks.
+cannot take part in a map says so; of a block of more than `movement-scalars` so many are looked at. With `freezing` =
+`parameters` (Table 3's ParamAware) the rounds of a run, less those of maps, are dealt out to the steps by the parameters of
+their blocks.
 """
 
-import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,7 +39,6 @@ from strategies.profl_freezing import Freezing, converged, effective_movement, r
 from strategies.profl_steps import ProFLRule
 from strategies.state import Experiment, StrategyState
 
-LOG = logging.getLogger("piecework")
 BEFORE = "before/"  # in `kept`, the output module as the last leg left it, until the next one begins
 SCALARS = "scalars"  # in `kept`, float32 [rounds, scalars of the block]
 
@@ -89,6 +88,11 @@ class ProFL(PieceStrategy):
         settings = self.settings
         if settings.batch_norm == "local":
             raise ValueError("batch-norm = 'local': profl averages blocks whole, use running or batch")
+        for key, value in (("patience", settings.patience), ("target-accuracy", settings.target_accuracy)):
+            if value:
+                raise ValueError(
+                    f"{key} = {value} compares the models of different steps: use stage-rounds and movement-times"
+                )
         self.freezing = Freezing(settings.movement_window, settings.movement_share, settings.movement_times)
         self.blueprint = self.rule.model
 
@@ -96,31 +100,13 @@ class ProFL(PieceStrategy):
         """Cut the model and plan the legs, once a run. Raises ValueError where there are too few rounds."""
         state = self.state
         if not state.blocks:
-            state.blocks = [list(block) for block in self._blocks()]
+            budgets = self.budgets()
+            self.rule.fit(int(min(budgets)), int(max(budgets)))
+            state.blocks = [list(block) for block in self.rule.blocks]
         self.rule.cut([tuple(block) for block in state.blocks])
         self.blueprint = self.rule.model
         if not state.most:
             state.most = self._rounds()
-
-    def _blocks(self) -> list[Piece]:
-        budgets = self.budgets()
-        if self.settings.blocks == "budget":
-            return self.rule.by_budget(int(min(budgets)))
-        allowed = self.settings.allowance(int(max(budgets)))
-        step, needed = self.rule.largest()
-        if needed > allowed:
-            LOG.warning(
-                "step %s needs %s bytes, more than any client has (%s): every atom is a block (layer-wise training)",
-                *(step, f"{needed:,}", f"{allowed:,}"),
-            )
-            self.rule.cut(self.rule.by_layer())
-            step, needed = self.rule.largest()
-        if needed > allowed:
-            raise ValueError(
-                f"step {step} of layer-wise training needs {needed:,} bytes, and the richest client has {allowed:,}: nobody "
-                "could train its atom; lower batch-size or model-width, or give clients more memory"
-            )
-        return self.rule.blocks
 
     def _rounds(self) -> list[int]:
         settings, legs = self.settings, self.legs
@@ -232,7 +218,7 @@ class ProFL(PieceStrategy):
         if leg.kind == "shrinking":
             for name, array in self._output_module(leg.t, arrays).items():
                 self.kept[f"step{leg.t}/{name}"] = array
-        self.state = replace(state, leg=state.leg + 1, leg_round=0, movements=[], norms=[])
+        self.state = replace(state, leg=state.leg + 1, leg_round=0, movements=[], norms={})
         if self.finished or self.leg.kind != "growing":
             return arrays
         noted = self._noted(f"step{self.leg.t}/")

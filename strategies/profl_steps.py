@@ -5,6 +5,7 @@ theta_L. In step t block theta_t and theta_op are trained, the blocks before are
 afford a step trains theta_L only.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -20,6 +21,8 @@ from server_app.settings import Settings
 from strategies.pricing import Part, Pricing
 from strategies.rules import Rule, Stage, label
 
+LOG = logging.getLogger("piecework")
+
 
 class ProFLRule(Rule):
     """One stage a step of the growing phase, T of them; shrinking goes through the same steps backwards."""
@@ -29,8 +32,30 @@ class ProFLRule(Rule):
     def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
         super().__init__(blueprint, pricing, settings, smallest)
         self.cut(blocks_of(blueprint))
-        if smallest and settings.blocks == "budget":
-            self.cut(self.by_budget(smallest))
+
+    def fit(self, least: int, most: int) -> None:
+        """By architecture unless settings say by budget; layer by layer, where a step is too large for every client.
+
+        Raises AtomTooLargeError, and ValueError where not even layers fit.
+        """
+        super().fit(least, most)
+        if self.settings.blocks == "budget":
+            self.cut(self.by_budget(least))
+            return
+        allowed = self.settings.allowance(most)
+        step, needed = self.largest()
+        if needed > allowed:
+            LOG.warning(
+                "step %s needs %s bytes, more than any client has (%s): every atom is a block (layer-wise training)",
+                *(step, f"{needed:,}", f"{allowed:,}"),
+            )
+            self.cut(self.by_layer())
+            step, needed = self.largest()
+        if needed > allowed:
+            raise ValueError(
+                f"step {step} of layer-wise training needs {needed:,} bytes, and the richest client has {allowed:,}: nobody "
+                "could train its atom; lower batch-size or model-width, or give clients more memory"
+            )
 
     def cut(self, blocks: Sequence[Piece]) -> None:
         """Take these blocks."""

@@ -63,6 +63,13 @@ class Rule(ABC):
         """The least budget (bytes) for which there are stages."""
         return 0
 
+    def fit(self, least: int, most: int) -> None:
+        """Cut or size the model for clients of which none has less, or more, than so many bytes.
+
+        Raises ValueError where nobody could train anything.
+        """
+        self.smallest = least
+
     def part(self, piece: Piece) -> Part:
         """What training a piece means: here its atoms with the model's own head."""
         return Part(self.blueprint, piece)

@@ -11,9 +11,12 @@ from strategies.faults import Setbacks
 
 @dataclass
 class StrategyState:
-    """Everything a strategy remembers between rounds: plain values, so that a checkpoint is this and the arrays."""
+    """Everything a strategy remembers between rounds: plain values, so that a checkpoint is this and the arrays.
 
-    norms: list[float] = field(default_factory=list)
+    `norms`: of the updates that were accepted, by unit.
+    """
+
+    norms: dict[str, list[float]] = field(default_factory=dict)
     setbacks: Setbacks = field(default_factory=Setbacks)
 
     def to_values(self) -> dict[str, Any]:

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from strategies.aggregation import UpdateRejectedError, WeightedMean, check_update, norm_limit, spec_of
+from strategies.aggregation import (
+    CheckedUpdate,
+    UpdateRejectedError,
+    WeightedMean,
+    check_update,
+    compared,
+    norm_limits,
+    note_norms,
+    spec_of,
+)
 
 Arrays = dict[str, np.ndarray]
 
@@ -105,7 +114,7 @@ def a_model() -> Arrays:
 def check(update: Arrays | ArrayRecord, examples: object = 10, limit: float = math.inf) -> Any:
     previous = record(a_model())
     arrays = update if isinstance(update, ArrayRecord) else record(update)
-    return check_update(arrays, examples, previous, spec_of(previous), limit)
+    return check_update(arrays, examples, previous, spec_of(previous), {"b": limit})
 
 
 def test_spec() -> None:
@@ -120,7 +129,7 @@ def test_a_good_update_and_its_norm() -> None:
     w = np.zeros((2, 3), dtype=np.float32)
     w[1, 2] = 3
     checked = check({"w": w, "b": floats(1, 6), "n": np.array(1000)}, examples=7)
-    assert checked.norm == 5.0  # 3 and 6 - 2; integers have no distance
+    assert checked.norms == {"w": 3.0, "b": 4.0}  # 3 and 6 - 2; integers have no distance
     assert checked.examples == 7
     assert list(checked.arrays) == ["w", "b", "n"]
     assert checked.arrays["w"].tolist() == w.tolist()
@@ -165,14 +174,16 @@ def test_an_empty_update() -> None:
 
 def test_the_norm_limit_is_inclusive() -> None:
     five = a_model() | {"b": floats(4, 6)}
-    assert check(five, limit=5.0).norm == 5.0
-    with pytest.raises(UpdateRejectedError, match=r"norm 5 is past the limit 4\.99 \(update-norm-limit\)"):
+    assert check(five, limit=5.0).norms["b"] == 5.0
+    with pytest.raises(
+        UpdateRejectedError, match=r"norm 5 of the update of b is past the limit 4\.99 \(update-norm-limit\)"
+    ):
         check(five, limit=4.99)
 
 
 def test_a_norm_too_large_for_float32_is_a_number() -> None:
     checked = check({"b": floats(3e38, 2)})
-    assert checked.norm == pytest.approx(3e38, rel=1e-6)
+    assert checked.norms["b"] == pytest.approx(3e38, rel=1e-6)
     with pytest.raises(UpdateRejectedError, match="past the limit"):
         check({"b": floats(3e38, 2)}, limit=1e30)
 
@@ -231,19 +242,37 @@ def test_mutated_bytes_are_refused_or_read(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accepted", "factor", "limit"),
-    [
-        ([1.0, 2.0, 9.0], 10.0, 20.0),
-        ([1.0, 2.0, 4.0, 9.0], 10.0, 30.0),
-        ([1.0, 2.0, 9.0], 0.0, math.inf),
-        ([0.5], 3.0, 1.5),
-    ],
+    ("accepted", "limit"),
+    [([1.0, 2.0, 9.0], 20.0), ([1.0, 2.0, 4.0, 9.0], 30.0), ([0.5], 5.0), ([], 50.0)],
 )
-def test_norm_limit(accepted: list[float], factor: float, limit: float) -> None:
-    assert norm_limit(accepted, factor, record({"w": floats(1)})) == limit
+def test_limits_are_of_a_units_median_or_of_the_model(accepted: list[float], limit: float) -> None:
+    """|(3, 0, -4)| = 5 over all units; integers do not count."""
+    model = record({"atoms.0.w": floats(3, 0), "head.b": floats(-4), "head.n": np.array(7)})
+    assert norm_limits({"head": accepted}, 10.0, model) == {"atoms.0": 50.0, "head": limit}
+    assert norm_limits({"head": accepted}, 0.0, model) == {}
 
 
-def test_in_the_first_round_the_limit_is_of_the_model_itself() -> None:
-    model = record({"w": floats(3, 0), "b": floats(-4), "n": np.array(7)})  # |(3, 0, -4)| = 5; integers do not count
-    assert norm_limit([], 10.0, model) == 50.0
-    assert norm_limit([], 0.0, model) == math.inf
+def test_norms_are_of_units_over_their_arrays() -> None:
+    model = record({"atoms.0.w": floats(1, 1), "atoms.0.b": floats(0), "atoms.0.n": np.array(1), "head.b": floats(2)})
+    moved = record({"atoms.0.w": floats(1, 3), "atoms.0.b": floats(1.5), "atoms.0.n": np.array(9), "head.b": floats(2)})
+    norms = check_update(moved, 1, model, spec_of(model)).norms
+    assert norms == {"atoms.0": 2.5, "head": 0.0}
+    found = {"atoms.0": [1.0]}
+    note_norms(found, norms)
+    assert found == {"atoms.0": [1.0, 2.5]}  # what did not move says nothing
+
+
+def limits_of(updates: list[dict[str, float]], factor: float, known: set[str]) -> list[tuple[int, dict[str, float]]]:
+    pairs = [(number, CheckedUpdate({}, 1, norms)) for number, norms in enumerate(updates)]
+    return [(number, limits) for number, _, limits in compared(pairs, factor, known)]
+
+
+def test_units_without_a_history_are_compared_with_each_other() -> None:
+    """Most clients train the head alone: the one that trains a block too is not measured by them."""
+    block, head = {"atoms.0": 40.0, "head": 1.0}, {"head": 2.0}
+    first = {"atoms.0": 400.0, "head": 20.0}
+    assert limits_of([head, block, {"head": 3.0}, head], 10.0, set()) == [(n, first) for n in range(4)]
+    # the head is known: only those with the block wait, until no more come
+    assert limits_of([block, head], 10.0, {"head"}) == [(1, {}), (0, {"atoms.0": 400.0})]
+    assert limits_of([head, head], 10.0, {"head"}) == [(0, {}), (1, {})]
+    assert limits_of([block, block], 0.0, set()) == [(0, {}), (1, {})]

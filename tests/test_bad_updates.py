@@ -208,7 +208,7 @@ def test_nobody_trained_where_all_are_dropped(a_round: Any) -> None:
     strategy, replies = a_round()
     nan = put(W, lambda a: poisoned(a, np.nan))
     assert strategy.aggregate_train(1, iter([nan(reply) for reply in replies])) == (None, None)
-    assert strategy.state.norms == []
+    assert strategy.state.norms == {}
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def second_stage(tmp_path: Path) -> Iterator[Callable[..., list[FedProphetState]
                 distance=5.0,
                 nonnegative=True,
                 fixed=fixed,
-                norms=[1.0],
+                norms={"head": [1.0]},
             )
             found = []
             for number, accuracy in enumerate(accuracies, start=10):
@@ -141,4 +141,4 @@ def test_what_a_stage_leaves_to_the_next(second_stage: Play) -> None:
     assert states[3].fixed == {"clean": 0.6, "adversarial": 0.35, "epsilon": 0.4 * 5.0, "nonnegative": True}
     assert states[3].void == [[12, 13]]
     assert (states[3].distance, states[3].recent, states[3].best) == (None, [], {})
-    assert [state.norms for state in states] == [[1.0], [1.0], [1.0], []]  # limits of updates are a stage's own
+    assert [state.norms for state in states] == [{"head": [1.0]}] * 3 + [{}]  # limits of updates are a stage's own

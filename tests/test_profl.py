@@ -38,6 +38,8 @@ from device_profiles.memory import MemoryBudgetExceededError
 from models.basic_layers import blocks_of, cascade_at, step_atoms, with_basic_layers
 from models.cascade import unit_of
 from piecework import load
+from piecework.plan import make_plan
+from piecework.question import ask
 from server_app.records import RunDir
 from strategies.profl import Leg, legs_of
 
@@ -235,6 +237,15 @@ def test_where_no_client_can_train_a_step_every_atom_is_a_block(
     assert {client["pieces"] for client in rounds[2]["clients"]} == {"1,5,6"}
 
 
+def test_a_plan_cuts_as_a_run_does() -> None:
+    def stages(**changes: Any) -> list[str]:
+        settings = tiny_settings(**SMALL | {"dataset": "digits"} | changes)
+        return [row["name"] for row in make_plan(settings, ask(settings))["modules"]]
+
+    assert stages() == ["conv1+conv2 + output module", "conv3+conv4 + output module", "conv5"]
+    assert stages(fleet=boards(all=0.77))[:2] == ["conv1 + output module", "conv2 + output module"]
+
+
 def test_blocks_for_a_budget(tmp_path: Path) -> None:
     """As large as the poorest can train: everybody takes part in every step."""
     run_dir = run_local(
@@ -360,6 +371,8 @@ def test_a_model_of_one_atom_is_evaluated_too(tmp_path: Path) -> None:
             {"stage_rounds": 0, "num_rounds": 6},
             r"num-rounds = 6 is too few: 5 steps, and 2 maps of distil-rounds = 1, need 7",
         ),
+        ({"patience": 3}, "patience = 3 compares the models of different steps: use stage-rounds and movement-times"),
+        ({"target_accuracy": 0.9}, r"target-accuracy = 0\.9 compares the models of different steps"),
     ],
 )
 def test_settings_that_do_not_go_together(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -45,7 +45,12 @@ def names(run: RunDir) -> list[str]:
 
 
 def test_a_checkpoint_round_trips(run: RunDir) -> None:
-    values = {"round": 3, "best": None, "settings": {"lr": 0.1}, "strategy-state": {"norms": [0.1, 1e-17, 3.0]}}
+    values = {
+        "round": 3,
+        "best": None,
+        "settings": {"lr": 0.1},
+        "strategy-state": {"norms": {"head": [0.1, 1e-17, 3.0]}},
+    }
     run.save_checkpoint(arrays(0.1), values)
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None
