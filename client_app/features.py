@@ -18,16 +18,18 @@ from client_app.client import STAGES, Client
 from client_app.examples import Examples, feature_examples
 from client_app.frozen import file_hash
 from client_app.memory_cap import return_free_memory
-from client_app.randomness import generator
+from client_app.randomness import generator, integer
 from client_app.store import FeatureWriter
 from client_app.training import PieceModel, in_precision
+from models.cascade import isolated_rng
 from models.partition import Piece, runs
 
 
-def prefix_features(client: Client, modules: Sequence[Piece]) -> Examples:
+def prefix_features(client: Client, modules: Sequence[Piece], *, training: bool = False) -> Examples:
     """The training share behind frozen `modules`; the share itself where there are none.
 
-    One module is in memory at a time. It goes on from the longest prefix whose features are there.
+    One module is in memory at a time. It goes on from the longest prefix whose features are there. With `training` they run in
+    training mode: batch norms take the statistics of mixed batches, and keep none of them.
     """
     if not modules:
         return client.share(STAGES)
@@ -39,7 +41,7 @@ def prefix_features(client: Client, modules: Sequence[Piece]) -> Examples:
     labels = client.share(STAGES).labels
     for n in range(found + 1, len(modules)):
         source = client.share(STAGES) if features is None else feature_examples(features, labels).on(client.device)
-        features = _stream(client, modules[n], source, paths[n])
+        features = _stream(client, modules[n], source, paths[n], training=training)
     for path in paths[0].parent.glob("*.npy"):
         if path != paths[-1]:
             path.unlink(missing_ok=True)
@@ -88,15 +90,18 @@ def teacher_logits(client: Client, atoms: Piece, examples: Examples) -> np.ndarr
 
 
 @torch.no_grad()
-def _stream(client: Client, module: Piece, examples: Examples, path: Path, head: str | None = None) -> np.ndarray:
+def _stream(
+    client: Client, module: Piece, examples: Examples, path: Path, head: str | None = None, *, training: bool = False
+) -> np.ndarray:
     """Run a module over all examples, in mixed batches, and write each row to its place."""
     limit = client.settings.feature_cache_bytes
     piece = PieceModel(client.blueprint, module, head, client.load())
-    piece.train(False)
+    piece.train(training)
     forward = in_precision(piece.logits if head is not None else piece.features, client.recipe)
     draft, writer = client.store.task / path.name, None
     for positions, fresh in _mixed(client, len(examples)):
-        with client.cap.first(f"stream {runs(module)}", len(positions)):
+        dropout = integer(client.settings.seed, client.number, "dropout", runs(module), int(positions[0]))
+        with client.cap.first(f"stream {runs(module)}", len(positions)), isolated_rng(dropout):
             z = forward(examples.read(positions))
             block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy()
         if writer is None:

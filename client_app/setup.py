@@ -114,6 +114,12 @@ def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int)
     )
 
 
+def narrowed(settings: Settings, input_shape: Shape, num_classes: int, share: float) -> Blueprint:
+    """The model of a run with a share of its channels."""
+    changed = settings.model_copy(update={"model_width": settings.model_width * share})
+    return blueprint_of_shape(changed, input_shape, num_classes)
+
+
 def recipe_for(settings: Settings, lr: float) -> Recipe:
     """The local step of a round."""
     return Recipe(

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from models.partition import Piece
 
 Status = Literal["ok", "memory", "failed"]
-Metrics = dict[str, float | int]
+Metrics = dict[str, float | int | list[int]]
 AS_JSON = ("prices", "frozen", "void", "own")  # Flower's records hold neither mappings nor lists of lists
 
 

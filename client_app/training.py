@@ -262,6 +262,7 @@ def piece_price(
     make_loss: MakeLoss = single_loss,
     *,
     targets: bool = False,
+    piece_class: type[PieceModel] = PieceModel,
 ) -> StepPrice:
     """Bytes and FLOPs of one training step of a piece, or of `copies` of it that learn together, from fake tensors.
 
@@ -271,7 +272,7 @@ def piece_price(
     attack, attack_flops = recipe.attack, FlopCount()
 
     def work() -> None:
-        pieces = [PieceModel(blueprint, atoms, head, fake_load(blueprint)) for _ in range(copies)]
+        pieces = [piece_class(blueprint, tuple(atoms), head, fake_load(blueprint)) for _ in range(copies)]
         loss, optimiser = start(pieces, recipe, make_loss)
         perturb = None
         if attack is not None:
@@ -287,13 +288,13 @@ def piece_price(
     return StepPrice(price.peak_bytes, price.flops + further * attack_flops.total)
 
 
-def stream_price(blueprint: Blueprint, atom: int, recipe: Recipe) -> int:
+def stream_price(blueprint: Blueprint, atom: int, recipe: Recipe, *, training: bool = False) -> int:
     """Bytes of a frozen atom that makes features of a batch, from fake tensors."""
 
     @torch.no_grad()
     def work() -> None:
         piece = PieceModel(blueprint, [atom], None, fake_load(blueprint))
-        piece.train(False)
+        piece.train(training)
         in_precision(piece.features, recipe)(fake_batch(blueprint, atom, recipe.batch_size))
 
     return trace(work).peak_bytes

@@ -210,6 +210,12 @@ def unit_of(name: str) -> str:
     return kind if kind == "head" or not rest else f"{kind}.{rest.split('.', 1)[0]}"
 
 
+def parameter_names(blueprint: Blueprint, unit: str) -> list[str]:
+    """Global names of what gradients move in a unit, in order; buffers are not among them."""
+    with torch.device("meta"):
+        return [f"{unit}.{name}" for name, _ in blueprint.build_unit(unit).named_parameters()]
+
+
 def batch_norm_names(unit: str, module: nn.Module) -> set[str]:
     """Global names of all entries of batch norm layers in a unit (what FedBN keeps on the device)."""
     return {

@@ -94,12 +94,13 @@ class CoverageMean:
             self._sums[name][place] += weight * array.astype(np.float64)
             self._weights[name][place] += weight
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._sums
+
     def over(self, name: str, previous: np.ndarray) -> np.ndarray:
         """The new array: what nobody covered is as before, to the bit."""
-        if name not in self._sums:
-            return previous
         if not np.issubdtype(previous.dtype, np.floating):
-            return self._sums[name]
+            return np.asarray(self._sums[name])  # numpy makes scalars of arrays without dimensions
         weights = self._weights[name]
         covered = weights > 0
         fresh = previous.copy()

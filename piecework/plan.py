@@ -46,7 +46,7 @@ def make_plan(settings: Settings, question: Question) -> dict[str, Any]:
     reference = blueprint_of_shape(
         settings.model_copy(update={"model_width": 1.0}), question.input_shape, question.num_classes
     )
-    own = settings.attack_steps if rule_class.adversarial else 0
+    own = settings.attack_steps if rule_class.attacks(settings) else 0
     steps = own if question.attack_steps is None else question.attack_steps
     if steps and blueprint.vocabulary:
         raise ValueError(
@@ -56,7 +56,7 @@ def make_plan(settings: Settings, question: Question) -> dict[str, Any]:
     full = pricing.bytes(whole_model(blueprint))
     states = fleet_states(fleet, settings, pricing.reference_bytes)
     budgets = [state.budget_bytes for states_of_round in states for state in states_of_round]
-    budget = question.budget or (settings.r_min if rule_class.adversarial else "")
+    budget = question.budget or (settings.r_min if rule_class.adversarial == "always" else "")
     least = budget_bytes(budget, full) if budget else min(budgets)
     rule = rule_class(blueprint, pricing, settings)
     rule.fit(least, max(least, *budgets))

@@ -21,6 +21,7 @@ from piecework.page import (
     sections_html,
     table,
 )
+from piecework.profl_report import is_progressive, movement_section
 from piecework.robust_report import cascade_sections, final_section, is_adversarial, is_cascade, robust_curves
 from server_app.records import RunDir, write_atomically
 
@@ -85,6 +86,8 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
         found.append(Section("Accuracy and loss", caption, curves(rounds)))
     if is_cascade(rounds):
         found += cascade_sections(rounds, settings)
+    if is_progressive(rounds):
+        found.append(movement_section(rounds, settings))
     by_device = device_figure(rounds)
     if by_device or not robust:  # adversarial training validates after averaging
         found.append(device_section(by_device))

@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from client_app.setup import blueprint_for
+from client_app.setup import blueprint_for, narrowed
 from client_app.training import channels_last
 from federated_data.datasets import default_cache, load, prepare
 from models.basic_layers import with_basic_layers
 from models.cascade import Cascade, isolated_rng
+from models.depth_exits import ExitCascade, with_exits
 from server_app.records import CheckpointError
 from server_app.settings import Settings, SettingsError
 
 
 def load_model(run_dir: Path) -> Cascade:
     """The trained model of a finished run, in evaluation mode: of one that ended in the middle of a cascade, the atoms that
-    were trained with the head behind them. Raises CheckpointError where there is none.
+    were trained with the head behind them; with exits, it predicts by the mean of theirs. Raises CheckpointError where there is
+    none.
     """
     path = model_file(run_dir)
     described = description(path)
@@ -29,15 +31,22 @@ def load_model(run_dir: Path) -> Cascade:
         settings = Settings.from_run_config(described["settings"])
         data = load(prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache()))
         whole = blueprint_for(settings, data)
+        if share := described.get("share"):
+            whole = narrowed(settings, data.input_shape, data.num_classes, share)
+        if exits := described.get("exits"):
+            whole = with_exits(whole, [tuple(block) for block in exits])
         if blocks := described.get("blocks"):
             whole = with_basic_layers(whole, [tuple(block) for block in blocks])
         # older runs do not say: theirs are whole
         atoms, head = described.get("atoms", range(len(whole.atoms))), described.get("head", "head")
         part = replace(
-            whole, atoms=tuple(whole.atoms[i] for i in atoms), build_head=lambda: whole.build_unit(head), spare=0
+            whole,
+            atoms=tuple(whole.atoms[i] for i in atoms),
+            build_head=lambda: whole.build_unit(head),
+            spare=whole.spare if exits else 0,
         )
         with isolated_rng(0):
-            model = Cascade(part)
+            model = ExitCascade(part) if exits else Cascade(part)
         units = {f"atoms.{i}": module for i, module in zip(atoms, model.atoms, strict=True)} | {head: model.head}
         with safe_open(path, framework="pt") as file, torch.no_grad():
             for unit, module in units.items():

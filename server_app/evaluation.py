@@ -48,6 +48,7 @@ class Evaluator:
     ) -> None:
         self.blueprint, self.data, self.batch_size = blueprint, data, batch_size
         self.attack, self.attacked, self.seed = attack, attacked, seed
+        self.piece_class = PieceModel
         self._model: PieceModel | None = None
 
     def __call__(self, arrays: ArrayRecord, atoms: Piece | None = None, head: str = "head") -> Evaluation:
@@ -106,7 +107,7 @@ class Evaluator:
         atoms = tuple(range(len(self.blueprint.atoms))) if atoms is None else tuple(atoms)
         if self._model is None or (self._model.atoms, self._model.head_unit) != (atoms, head):
             self._model = None  # the old one is gone before the new one is built
-            self._model = PieceModel(self.blueprint, atoms, head, load_for_device(self.blueprint, _still))
+            self._model = self.piece_class(self.blueprint, atoms, head, load_for_device(self.blueprint, _still))
         for unit, module in self._model.units().items():
             for name, target in module.state_dict().items():
                 target.copy_(torch.from_numpy(arrays[f"{unit}.{name}"].numpy()))

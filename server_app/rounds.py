@@ -47,7 +47,7 @@ def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayData
     load(folder, verify=True)  # here once; clients trust what was verified
     data = open_dataset(settings.dataset, settings.data_dir)
     check_shares(settings, data)
-    if strategy.rule_class.adversarial:
+    if strategy.rule_class.attacks(settings):
         image_attack(settings, data, settings.attack_steps)
     require_autoattack(settings, data)
     blueprint = blueprint_for(settings, data)
@@ -77,7 +77,7 @@ class Run:
             self.strategy.kept = checkpoint.kept
         self.arrays = checkpoint.arrays if checkpoint is not None else ArrayRecord()
         attack, attacked = None, settings.evaluation_attack_examples
-        if self.strategy.rule.adversarial:
+        if self.strategy.rule.attacks(settings):
             attack = image_attack(settings, self.data, settings.evaluation_attack_steps)
         self.evaluate = Evaluator(blueprint, self.data, settings.eval_batch_size, attack, attacked, settings.seed)
 
@@ -123,7 +123,7 @@ class Run:
         """Wait for the clients; a new run's model depends on who they are. Raises TooFewNodesError."""
         self.roster.gather(self.grid, self.settings.node_timeout, self.settings.min_clients)
         self.strategy.begin()
-        self.evaluate.blueprint = self.strategy.blueprint
+        self.evaluate.blueprint, self.evaluate.piece_class = self.strategy.blueprint, self.strategy.piece_class
         if not self.arrays:
             self.arrays = self._initial_arrays()
 
@@ -152,7 +152,7 @@ class Run:
                 **strategy.model_details(),
             },
         )
-        if strategy.rule.adversarial or settings.autoattack_examples:
+        if strategy.rule.attacks(settings) or settings.autoattack_examples:
             if settings.autoattack_examples:
                 LOG.warning("AutoAttack on %s images begins: minutes to an hour", settings.autoattack_examples)
             self.run_dir.write_final(final_evaluation(self.evaluate, arrays, atoms, head, settings))

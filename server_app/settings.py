@@ -111,6 +111,9 @@ class Settings(BaseModel):
     mutual_models: AtLeastOne = Field(2, description="most models a rich FeDepth client distils mutually; 1 = off")
     mutual_loss: Literal["paper", "authors"] = "paper"
 
+    adversarial: bool = Field(
+        False, description="train on adversarial examples, strategies that can: FedProphet and jFAT always do"
+    )
     attack_epsilon: Annotated[float, Field(gt=0, le=1)] = Field(
         8 / 255, description="adversarial training: the L-infinity ball around images, pixels in [0, 1]"
     )
@@ -153,6 +156,9 @@ class Settings(BaseModel):
     shrinking: bool = Field(True, description="ProFL's progressive shrinking, before it grows the model")
     distil_rounds: Count = Field(5, description="rounds of integrating a block into its basic layer, ProFL; 0 = none")
     distil_lr: Positive = Field(1e-5, description="their rate")
+    frozen_mode: Literal["evaluation", "training"] = Field(
+        "evaluation", description="how ProFL's frozen blocks run; training = the authors' choice"
+    )
     freezing: Literal["movement", "parameters"] = Field(
         "movement", description="when ProFL ends a step; parameters = after rounds in proportion to its block's"
     )
@@ -164,6 +170,16 @@ class Settings(BaseModel):
     movement_scalars: Count = Field(
         1_000_000, description="of a block, that are looked at; 0 = all. A checkpoint holds H + 1 values of each"
     )
+
+    distillation_rounds: AtLeastOne = Field(300, description="rounds in which DepthFL's self-distillation gains weight")
+    feddyn_alpha: NonNegative = Field(0.0, description="DepthFL: FedDyn's regularisation; 0 = federated averaging")
+
+    width_shares: str = Field(
+        "1,0.5,0.25,0.125,0.0625",
+        description="shares of the channels that sub-models by width may have: HeteroFL, FedRolex, FedDrop",
+    )
+    scaler: bool = Field(True, description="their layers' outputs are divided by the share of channels kept")
+    masked_loss: bool = Field(True, description="logits of classes that a client lacks are 0, HeteroFL and FedRolex")
 
     evaluate_every: Count = Field(1, description="rounds between central evaluations; 0 = only at the end")
     client_evaluation_every: Count = Field(0, description="rounds between evaluations on the clients; 0 = never")
@@ -225,6 +241,21 @@ class Settings(BaseModel):
     def _options_are_pairs(self) -> Self:
         self.options()
         return self
+
+    @model_validator(mode="after")
+    def _shares_are_shares(self) -> Self:
+        self.shares()
+        return self
+
+    def shares(self) -> list[float]:
+        """`width-shares`, largest first. Raises ValueError."""
+        try:
+            found = sorted({float(share) for share in self.width_shares.split(",")}, reverse=True)
+        except ValueError:
+            found = []
+        if not found or not 0 < found[-1] <= found[0] <= 1:
+            raise ValueError(f"width-shares = {self.width_shares!r}: give shares above 0 and up to 1, as 1,0.5,0.25")
+        return found
 
     def options(self) -> dict[str, str]:
         """`model-options` as a dictionary. Raises ValueError."""

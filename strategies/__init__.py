@@ -10,9 +10,15 @@ if TYPE_CHECKING:
     from strategies.rules import Rule
 
 STRATEGIES = {
+    "allsmall": ("strategies.allsmall", "AllSmall"),
+    "depthfl": ("strategies.depthfl", "DepthFL"),
+    "exclusivefl": ("strategies.exclusivefl", "ExclusiveFL"),
     "fedavg": ("strategies.fedavg", "FedAvg"),
+    "feddrop": ("strategies.feddrop", "FedDrop"),
     "fedepth": ("strategies.fedepth", "FeDepth"),
     "fedprophet": ("strategies.fedprophet", "FedProphet"),
+    "fedrolex": ("strategies.fedrolex", "FedRolex"),
+    "heterofl": ("strategies.heterofl", "HeteroFL"),
     "jfat": ("strategies.jfat", "JFAT"),
     "m-fedepth": ("strategies.fedepth", "MFeDepth"),
     "profl": ("strategies.profl", "ProFL"),

@@ -7,16 +7,16 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median, median_low
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord
 
 from models.cascade import unit_of
 
 Spec = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # name -> shape and dtype
 Who = TypeVar("Who")
-Norms = dict[str, float]  # unit -> the norm of its update, or its limit
+Norms = dict[str, float]  # unit -> the root mean square of its update, or its limit
 HELD = 3  # updates of units without a history that are held until their norms can be compared
 
 
@@ -53,12 +53,35 @@ class WeightedMean:
         total = self._sums[name]
         return total / self._weights[name] if np.issubdtype(total.dtype, np.floating) else total
 
+    def weight(self, name: str) -> float:
+        """The sum of an array's weights."""
+        return self._weights[name]
+
+    def over(self, name: str, previous: np.ndarray) -> np.ndarray:
+        """The new array, of the old one's type."""
+        return np.asarray(self[name], dtype=previous.dtype)
+
+
+class Mean(Protocol):
+    """A running mean of some of a model's arrays."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def over(self, name: str, previous: np.ndarray) -> np.ndarray: ...
+
+
+def updated(arrays: ArrayRecord, mean: Mean) -> ArrayRecord:
+    """The model with its means; arrays that nobody trained stay the very same objects."""
+    return ArrayRecord(
+        {name: Array(mean.over(name, array.numpy())) if name in mean else array for name, array in arrays.items()}
+    )
+
 
 @dataclass(frozen=True)
 class CheckedUpdate:
     """Arrays that may enter the model, how many examples they stand for, and how far each unit is from what was sent.
 
-    Units are compared each with itself: of one model some clients may send a block, others no more than the head.
+    Units are compared each with itself: of one model some clients may send a block, others no more than the head. Norms are
+    root mean squares, so that a share of a unit's channels compares with all of them.
     """
 
     arrays: dict[str, np.ndarray]
@@ -67,17 +90,22 @@ class CheckedUpdate:
 
 
 def check_update(
-    arrays: ArrayRecord, examples: object, previous: ArrayRecord, spec: Spec, limits: Mapping[str, float] | None = None
+    arrays: ArrayRecord,
+    examples: object,
+    previous: ArrayRecord,
+    spec: Spec,
+    limits: Mapping[str, float] | None = None,
+    most: float = math.inf,
 ) -> CheckedUpdate:
     """Known names, exact shapes and dtypes, finite values, a positive count, every unit's norm within its limit.
 
-    Raises UpdateRejectedError with the reason.
+    Where a unit has no limit, the Euclidean norm of all is at most `most`. Raises UpdateRejectedError with the reason.
     """
     if not isinstance(examples, int) or isinstance(examples, bool) or examples <= 0:
         raise UpdateRejectedError(f"num-examples is {examples!r}: it must be a positive integer")
     if not arrays:
         raise UpdateRejectedError("the update holds no arrays")
-    checked, squares = {}, dict[str, float]()
+    checked, squares, counts = {}, dict[str, float](), dict[str, int]()
     for name in arrays:
         if name not in spec:
             raise UpdateRejectedError(f"array {name!r} is not part of the model")
@@ -93,10 +121,14 @@ def check_update(
                     f"array {name!r} holds {np.count_nonzero(~np.isfinite(array))} non-finite values"
                 )
             square = float(np.square(np.subtract(array, previous[name].numpy(), dtype=np.float64)).sum())
-            squares[unit_of(name)] = squares.get(unit_of(name), 0.0) + square
+            unit = unit_of(name)
+            squares[unit], counts[unit] = squares.get(unit, 0.0) + square, counts.get(unit, 0) + array.size
         checked[name] = array
-    norms = {unit: math.sqrt(square) for unit, square in squares.items()}
+    norms = {unit: math.sqrt(square / max(1, counts[unit])) for unit, square in squares.items()}
     require_within(norms, limits or {})
+    total = math.sqrt(sum(squares.values()))
+    if total > most and any(unit not in (limits or {}) for unit in norms):
+        raise UpdateRejectedError(f"the update's norm {total:.4g} is past the limit {most:.4g} (update-norm-limit)")
     return CheckedUpdate(checked, examples, norms)
 
 
@@ -105,7 +137,8 @@ def require_within(norms: Norms, limits: Mapping[str, float]) -> None:
     for unit, norm in norms.items():
         if norm > (limit := limits.get(unit, math.inf)):
             raise UpdateRejectedError(
-                f"the norm {norm:.4g} of the update of {unit} is past the limit {limit:.4g} (update-norm-limit)"
+                f"the update of {unit} moves it by {norm:.4g} (root mean square), past the limit {limit:.4g} "
+                "(update-norm-limit)"
             )
 
 
@@ -119,16 +152,9 @@ def _decode(arrays: ArrayRecord, name: str) -> np.ndarray:
     return array
 
 
-def norm_limits(accepted: Mapping[str, list[float]], factor: float, arrays: ArrayRecord) -> Norms:
-    """For each unit, factor x the median norm accepted in earlier rounds, or x the norm of the whole model where there is none.
-
-    No limits where the factor is 0.
-    """
-    if not factor:
-        return {}
-    first = factor * model_norm(arrays)
-    units = {unit_of(name) for name in arrays}
-    return {unit: factor * median(accepted[unit]) if accepted.get(unit) else first for unit in units}
+def norm_limits(accepted: Mapping[str, list[float]], factor: float) -> Norms:
+    """For each unit with a history, factor x the median norm accepted in earlier rounds. No limits where the factor is 0."""
+    return {unit: factor * median(norms) for unit, norms in accepted.items()} if factor else {}
 
 
 def compared(
@@ -168,10 +194,12 @@ def note_norms(found: dict[str, list[float]], norms: Norms) -> None:
             found.setdefault(unit, []).append(norm)
 
 
-def model_norm(arrays: ArrayRecord) -> float:
-    """The Euclidean norm over all floating-point arrays."""
+def first_limit(factor: float, arrays: ArrayRecord) -> float:
+    """What the Euclidean norm of an update may be where there is no history: factor x the model's; inf where that is 0."""
+    if not factor:
+        return math.inf
     decoded = (array.numpy() for array in arrays.values())
-    return math.sqrt(
+    return factor * math.sqrt(
         sum(float(np.square(a, dtype=np.float64).sum()) for a in decoded if np.issubdtype(a.dtype, np.floating))
     )
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from client_app.task import Outcome, Task, content_bytes, piece_key
+from client_app.training import PieceModel
 from device_profiles.clock import simulated_seconds
 from device_profiles.profile import DeviceState
 from models.anatomy import anatomy
@@ -30,12 +30,14 @@ from strategies.aggregation import (
     WeightedMean,
     check_update,
     compared,
+    first_limit,
     norm_limits,
     note_norms,
     require_within,
     spec_of,
+    updated,
 )
-from strategies.delivery import Delivery
+from strategies.delivery import Delivery, without_units
 from strategies.faults import SILENT, status_of
 from strategies.post import Post
 from strategies.pricing import Pricing, pricing_for
@@ -51,18 +53,21 @@ FREE = 0.75  # of what a device measured as free: later it may be less
 class PieceStrategy(Strategy):
     """Base of all strategies here. `rule_class` says how the method cuts a model.
 
-    `state` and the arrays of `kept` are what a checkpoint holds besides the model.
+    `state` and the arrays of `kept` are what a checkpoint holds besides the model; `piece_class` is how the model is run.
     """
 
     name: ClassVar[str]
     rule_class: ClassVar[type[Rule]]
     state_class: ClassVar[type[StrategyState]] = StrategyState
+    piece_class: ClassVar[type[PieceModel]] = PieceModel
     evaluation_keys: ClassVar[tuple[str, ...]] = ("val-loss", "val-accuracy")
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.settings = experiment, experiment.settings
         self.blueprint, self.roster = experiment.blueprint, experiment.roster
-        steps = self.settings.attack_steps if self.rule_class.adversarial else 0
+        if self.settings.adversarial and self.rule_class.adversarial == "never":
+            raise ValueError(f"adversarial = true: {self.name} trains on clean examples only")
+        steps = self.settings.attack_steps if self.rule_class.attacks(self.settings) else 0
         self.rule = self.rule_class(
             self.blueprint, pricing_for(self.settings, experiment.reference, steps), self.settings
         )
@@ -74,7 +79,7 @@ class PieceStrategy(Strategy):
         self.slowest = math.inf
         self._asked: dict[int, tuple[Task, DeviceState]] = {}
         self.delivery = Delivery(self.settings, self.roster, experiment.experiment_id, experiment.state_dir)
-        self.post = Post(self.roster, self.delivery, self.settings.round_timeout, self.sent_units)
+        self.post = Post(self.roster, self.delivery, self.settings.round_timeout, self.travelling)
 
     def begin(self) -> None:
         """Called when the clients are known, before the first round and after each resume. Raises ValueError."""
@@ -90,6 +95,17 @@ class PieceStrategy(Strategy):
     def sent_units(self, task: Task) -> set[str] | None:
         """The other units that a task reads, and may train; None = all."""
         return None
+
+    def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
+        """The arrays of a model that go with a task."""
+        units = self.sent_units(task)
+        if units is None:
+            return without_units(arrays, task.frozen)
+        return ArrayRecord({name: array for name, array in arrays.items() if unit_of(name) in units})
+
+    def untrained(self, task: Task) -> ArrayRecord:
+        """What a client's update is compared with: the model, as far as the client was sent it."""
+        return self.post.arrays
 
     @abstractmethod
     def prices_for(self, budget: int) -> dict[Piece, int]:
@@ -112,10 +128,14 @@ class PieceStrategy(Strategy):
         """One reference step: the model at width 1, a FedAvg step; ratio budgets are shares of it."""
         return self.rule.pricing.reference_bytes
 
+    @property
+    def message_bytes(self) -> int:
+        """Of a message with the whole model."""
+        return sum(anatomy(self.blueprint, unit).state_bytes for unit in self.blueprint.units())
+
     def budgets(self) -> list[float]:
         """Bytes that the clients have to train with, of each in each of the first rounds."""
-        message = sum(anatomy(self.blueprint, unit).state_bytes for unit in self.blueprint.units())
-        found = []
+        message, found = self.message_bytes, []
         for client, member in self.roster.members.items():
             share = FREE if member.device == "auto" else 1
             for n in range(1, min(self.settings.num_rounds, LOOKED_AT) + 1):
@@ -125,12 +145,16 @@ class PieceStrategy(Strategy):
     def sample(self, server_round: int, grid: Grid) -> list[int]:
         """The clients of a round: a function of (seed, round) and of who is connected, free and not left out."""
         settings, left_out = self.settings, self.state.setbacks.left_out(server_round)
-        present = self.roster.present(grid)
+        present = [client for client in self.roster.present(grid) if self.may_be_asked(client, server_round)]
         chosen = [client for client in present if client not in left_out]
         if len(chosen) < max(1, settings.min_clients):
             chosen = present  # rather those than too few
         self.left_out = {client: left_out[client] for client in present if client not in chosen}
         return sampled(chosen, settings.clients_per_round, settings.seed, server_round) if chosen else []
+
+    def may_be_asked(self, client: int, server_round: int) -> bool:
+        """Whether a client can take part in a round: it is asked, and says what it cannot."""
+        return True
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -188,12 +212,12 @@ class PieceStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Take in replies one by one. Returns (None, None) when nobody trained, or fewer than `min-clients`."""
-        mean, accepted, norms = WeightedMean(), 0, dict[str, list[float]]()
+        self.mean, accepted, norms = WeightedMean(), 0, dict[str, list[float]]()
         known = self.state.norms
         for report, update, limits in compared(self._received(replies), self.settings.update_norm_limit, known):
             try:
                 require_within(update.norms, limits)
-                self.combine(mean, update)
+                self.combine(report.client, update)
             except UpdateRejectedError as error:
                 report.status, report.reason = "rejected", str(error)
                 continue
@@ -202,34 +226,28 @@ class PieceStrategy(Strategy):
         if accepted < max(1, self.settings.min_clients):
             return None, None
         self.state.norms = known | {unit: [*known.get(unit, []), *new][-NORMS_KEPT:] for unit, new in norms.items()}
-        return self.finish(mean), self._train_metrics()
+        return self.finish(), self._train_metrics()
 
     def _received(self, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
-        spec = spec_of(self.post.arrays)
-        limits = norm_limits(self.state.norms, self.settings.update_norm_limit, self.post.arrays)
+        factor = self.settings.update_norm_limit
+        limits, most = norm_limits(self.state.norms, factor), first_limit(factor, self.post.arrays)
         for message in replies:
             client = self.roster.client_of(message.metadata.src_node_id)
             if client is None or client not in self.reports:
                 continue
             report = self.reports[client]
-            if (update := self.receive(message, report, spec, limits)) is not None:
+            if (update := self.receive(message, report, limits, most)) is not None:
                 yield report, update
 
-    def combine(self, mean: WeightedMean, update: CheckedUpdate) -> None:
+    def combine(self, client: int, update: CheckedUpdate) -> None:
         """Add an update, weighted by its number of examples."""
-        mean.add(update.arrays, update.examples)
+        self.mean.add(update.arrays, update.examples)
 
-    def finish(self, mean: WeightedMean) -> ArrayRecord:
+    def finish(self) -> ArrayRecord:
         """The new model; arrays that nobody trained stay the very same objects."""
-        spec = spec_of(self.post.arrays)
-        return ArrayRecord(
-            {
-                name: Array(np.asarray(mean[name], dtype=spec[name][1])) if name in mean else array
-                for name, array in self.post.arrays.items()
-            }
-        )
+        return updated(self.post.arrays, self.mean)
 
-    def receive(self, message: Message, report: ClientReport, spec: Any, limits: Norms) -> CheckedUpdate | None:
+    def receive(self, message: Message, report: ClientReport, limits: Norms, most: float) -> CheckedUpdate | None:
         """Fill in the report; the update, if it may enter the model."""
         if message.has_error():
             self._fail(message, report)
@@ -244,8 +262,10 @@ class PieceStrategy(Strategy):
                 self.delivery.forget(report.client, outcome.lacking)
                 return None
             arrays = message.content.array_records["arrays"]
-            update = check_update(arrays, metrics.get("num-examples"), self.post.arrays, spec, limits)
-            sent = self.sent_units(self._asked[report.client][0])
+            task = self._asked[report.client][0]
+            previous = self.untrained(task)
+            update = check_update(arrays, metrics.get("num-examples"), previous, spec_of(previous), limits, most)
+            sent = self.sent_units(task)
             if sent is not None and (strange := [name for name in update.arrays if unit_of(name) not in sent]):
                 raise UpdateRejectedError(f"array {strange[0]!r} was not sent to be trained")
             if report.examples > (known := self.roster.members[report.client].examples):

@@ -16,6 +16,8 @@ from strategies.rules import Rule, Stage
 class FedAvgRule(Rule):
     """One stage; the whole model or nothing."""
 
+    adversarial = "optional"
+
     @cached_property
     def stages(self) -> list[Stage]:
         """The whole model."""

@@ -26,7 +26,7 @@ class FedProphetRule(Rule):
     """One stage a module."""
 
     cuts = True
-    adversarial = True
+    adversarial = "always"
 
     @property
     def swaps(self) -> bool:

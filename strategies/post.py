@@ -7,25 +7,24 @@ from typing import Any
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from client_app.task import Outcome, Task, content_bytes
-from models.cascade import unit_of
 from server_app.mail import LIFE
 from server_app.roster import Roster
-from strategies.delivery import Delivery, without_units
+from strategies.delivery import Delivery
 from strategies.faults import status_of
 from strategies.reports import LONGEST, ClientReport, count
 
-Units = Callable[[Task], set[str] | None]
+Travelling = Callable[[Task, ArrayRecord], ArrayRecord]
 OnError = Callable[[int, str], None]  # client, status
 
 
 class Post:
     """The tasks that were configured last, by client. `ledger` holds a report of each, which takes the bytes and the reason.
 
-    `units` says which units travel with a task; None = all that are not frozen.
+    `travelling` says which arrays of a model go with a task.
     """
 
-    def __init__(self, roster: Roster, delivery: Delivery, timeout: float, units: Units) -> None:
-        self.roster, self.delivery, self.timeout, self.units = roster, delivery, timeout, units
+    def __init__(self, roster: Roster, delivery: Delivery, timeout: float, travelling: Travelling) -> None:
+        self.roster, self.delivery, self.timeout, self.travelling = roster, delivery, timeout, travelling
         self.tasks: dict[int, Task] = {}
         self.ledger: dict[int, ClientReport] = {}
         self.arrays = ArrayRecord()
@@ -46,18 +45,12 @@ class Post:
         for client, task in self.tasks.items():
             if client in self.delivery.unreached:
                 continue
-            content = RecordDict({"task": task.to_record(), "arrays": self._travelling(task)})
+            content = RecordDict({"task": task.to_record(), "arrays": self.travelling(task, self.arrays)})
             self.ledger[client].bytes_down += content_bytes(content)
             self.ledger[client].reason = "no answer within round-timeout"
             node = self.roster.members[client].node_id
             ttl = LIFE * self.timeout
             yield Message(content, dst_node_id=node, message_type=kind, group_id=str(task.round), ttl=ttl)
-
-    def _travelling(self, task: Task) -> ArrayRecord:
-        units = self.units(task)
-        if units is None:
-            return without_units(self.arrays, task.frozen)
-        return ArrayRecord({name: array for name, array in self.arrays.items() if unit_of(name) in units})
 
     def waves(self) -> Iterator[Iterator[Message]]:
         """Messages with the frozen units that the tasks name."""

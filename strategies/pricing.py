@@ -10,7 +10,7 @@ from math import prod
 
 from client_app.attacks import Attack, Norm
 from client_app.setup import recipe_for
-from client_app.training import MakeLoss, Precision, Recipe, piece_price, single_loss, stream_price
+from client_app.training import MakeLoss, PieceModel, Precision, Recipe, piece_price, single_loss, stream_price
 from device_profiles.clock import Batch
 from device_profiles.memory import StepPrice
 from device_profiles.profile import parse_bytes
@@ -26,7 +26,7 @@ class Part:
     """What a device holds at once while it trains: atoms of a model, or none, and a head.
 
     There are `copies` of them where several learn together. `name` is for people, where the atoms do not tell. With `targets`
-    it learns logits instead of labels.
+    it learns logits instead of labels. `piece_class` says how they are run.
     """
 
     blueprint: Blueprint
@@ -36,6 +36,7 @@ class Part:
     make_loss: MakeLoss = single_loss
     name: str = ""
     targets: bool = False
+    piece_class: type[PieceModel] = PieceModel
 
     @property
     def units(self) -> list[str]:
@@ -99,7 +100,7 @@ class Part:
     def signature(self) -> Hashable:
         """Equal for parts that are built alike on inputs of the same shape: they cost the same."""
         units = tuple(unit_signature(self.blueprint, unit) for unit in self.units)
-        return units, self.copies, self.make_loss, self.targets
+        return units, self.copies, self.make_loss, self.targets, self.piece_class
 
 
 def share_or_bytes(text: str, full: int) -> int:
@@ -126,10 +127,16 @@ class Pricing:
     """Prices of parts for one recipe. `memory_model` is None for traced bytes; `reference` is the model at width 1."""
 
     def __init__(
-        self, recipe: Recipe, memory_model: MemoryModel | None, reference: Blueprint, feature_norm: Norm = "l2"
+        self,
+        recipe: Recipe,
+        memory_model: MemoryModel | None,
+        reference: Blueprint,
+        feature_norm: Norm = "l2",
+        *,
+        frozen_training: bool = False,
     ) -> None:
         self.recipe, self.memory_model, self.reference = recipe, memory_model, reference
-        self.feature_norm = feature_norm
+        self.feature_norm, self.frozen_training = feature_norm, frozen_training
         self._traced: dict[Hashable, StepPrice] = {}
         self._by_paper: dict[Hashable, int] = {}
         self._streamed: dict[Hashable, int] = {}
@@ -146,6 +153,7 @@ class Pricing:
                 part.copies,
                 part.make_loss,
                 targets=part.targets,
+                piece_class=part.piece_class,
             )
         return self._traced[key]
 
@@ -155,7 +163,7 @@ class Pricing:
             return 0
         key = unit_signature(blueprint, f"atoms.{atom}")
         if key not in self._streamed:
-            self._streamed[key] = stream_price(blueprint, atom, self.recipe)
+            self._streamed[key] = stream_price(blueprint, atom, self.recipe, training=self.frozen_training)
         return self._streamed[key]
 
     def _recipe_of(self, part: Part) -> Recipe:
@@ -206,4 +214,10 @@ def pricing_for(
     if attack_steps:
         attack = Attack("linf", 8 / 255, 2 / 255, attack_steps, 0.0, 1.0, mean=channels, std=channels)
     recipe = replace(recipe_for(settings, 1.0), attack=attack, precision=precision or settings.precision)
-    return Pricing(recipe, find_memory_model(settings.memory_model), reference, settings.feature_norm)
+    return Pricing(
+        recipe,
+        find_memory_model(settings.memory_model),
+        reference,
+        settings.feature_norm,
+        frozen_training=settings.frozen_mode == "training",
+    )

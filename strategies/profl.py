@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
@@ -32,10 +31,18 @@ from client_app.task import Task
 from client_app.trainers.profl import Orders
 from device_profiles.profile import DeviceState
 from models.basic_layers import basic_atoms, cascade_at
-from models.cascade import unit_of
+from models.cascade import parameter_names, unit_of
 from models.partition import Piece
 from strategies.base import PieceStrategy
-from strategies.profl_freezing import Freezing, converged, effective_movement, rounds_by_parameters, slopes
+from strategies.profl_freezing import (
+    Freezing,
+    converged,
+    effective_movement,
+    rounds_by_parameters,
+    slopes,
+    threshold,
+    times_below,
+)
 from strategies.profl_steps import ProFLRule
 from strategies.state import Experiment, StrategyState
 
@@ -200,10 +207,7 @@ class ProFL(PieceStrategy):
     def _scalars(self, arrays: ArrayRecord) -> np.ndarray:
         """The parameters of the step's block, or `movement-scalars` of them, the same in all its rounds."""
         block = [f"atoms.{atom}" for atom in self.rule.blocks[self.leg.t - 1]]
-        with torch.device("meta"):
-            names = [
-                f"{unit}.{name}" for unit in block for name, _ in self.blueprint.build_unit(unit).named_parameters()
-            ]
+        names = [name for unit in block for name in parameter_names(self.blueprint, unit)]
         values = np.concatenate([arrays[name].numpy().reshape(-1) for name in names])
         wanted = self.settings.movement_scalars
         if not wanted or wanted >= len(values):
@@ -250,11 +254,15 @@ class ProFL(PieceStrategy):
         return f"map, block {leg.t}" if leg.kind == "map" else f"{leg.kind}, step {leg.t}"
 
     def details(self) -> dict[str, Any]:
-        """The last movement of the block, the slope of the line through the last ones, and the legs that are done."""
+        """The last movement of the block, the slope of the line through the last ones and what freezes the block; legs that are
+        done.
+        """
         movements = self.state.movements
         return {
             "effective_movement": movements[-1] if movements else None,
             "slope": next(reversed(slopes(movements, self.freezing.window)), None),
+            "slope_threshold": threshold(movements, self.freezing),
+            "times_below": times_below(movements, self.freezing),
             "block": self.leg.t,
             "blocks": len(self.rule.blocks),
             "frozen": self.state.frozen,

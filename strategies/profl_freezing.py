@@ -44,13 +44,17 @@ def slopes(movements: Sequence[float], window: int) -> list[float]:
     return [slope(movements[end - window : end]) for end in range(window, len(movements) + 1)]
 
 
-def times_below(movements: Sequence[float], rule: Freezing) -> int:
-    """How often, up to now, the slope was below phi of the initial one, which is known when there are H slopes."""
+def threshold(movements: Sequence[float], rule: Freezing) -> float | None:
+    """phi times the initial slope, which is known when there are H slopes."""
     found = [abs(each) for each in slopes(movements, rule.window)]
-    if len(found) < rule.window:
+    return rule.share * max(found[: rule.window]) if len(found) >= rule.window else None
+
+
+def times_below(movements: Sequence[float], rule: Freezing) -> int:
+    """How often, up to now, the slope was below phi of the initial one."""
+    if (least := threshold(movements, rule)) is None:
         return 0
-    threshold = rule.share * max(found[: rule.window])
-    below = [each < threshold for each in found]
+    below = [abs(each) < least for each in slopes(movements, rule.window)]
     return sum(takewhile(bool, reversed(below))) if rule.in_row else sum(below)
 
 

@@ -6,7 +6,7 @@ Each system's rule stands in its own file beside its strategy. Plans need no mor
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import DeviceState
@@ -28,20 +28,24 @@ class Stage:
 class Rule(ABC):
     """A system's rule for one model and fleet. `smallest` is the least budget (bytes) that a client will have.
 
-    `cuts`: the model is cut for a budget. `excluded` says what becomes of a device that cannot train; `adversarial`, that the
-    system trains on adversarial examples; `suggested`, that plans may
-    recommend it.
+    `cuts`: the model is cut for a budget. `excluded` says what becomes of a device that cannot train; `adversarial`, whether
+    the system trains on adversarial examples, `optional`: where the settings say so; `suggested`, that plans may recommend it.
     """
 
     cuts: ClassVar[bool] = False
     exits: ClassVar[bool] = False
-    adversarial: ClassVar[bool] = False
+    adversarial: ClassVar[Literal["never", "optional", "always"]] = "never"
     suggested: ClassVar[bool] = True
     excluded: ClassVar[str] = "left out"
 
     def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
         self.blueprint, self.pricing, self.settings, self.smallest = blueprint, pricing, settings, smallest
         self._bytes: dict[Piece, int] = {}
+
+    @classmethod
+    def attacks(cls, settings: Settings) -> bool:
+        """Whether a run with these settings trains on adversarial examples."""
+        return cls.adversarial == "always" or (cls.adversarial == "optional" and settings.adversarial)
 
     @property
     def enforced(self) -> bool:

@@ -17,6 +17,7 @@ from strategies.aggregation import (
     WeightedMean,
     check_update,
     compared,
+    first_limit,
     norm_limits,
     note_norms,
     spec_of,
@@ -129,7 +130,7 @@ def test_a_good_update_and_its_norm() -> None:
     w = np.zeros((2, 3), dtype=np.float32)
     w[1, 2] = 3
     checked = check({"w": w, "b": floats(1, 6), "n": np.array(1000)}, examples=7)
-    assert checked.norms == {"w": 3.0, "b": 4.0}  # 3 and 6 - 2; integers have no distance
+    assert checked.norms == {"w": math.sqrt(9 / 6), "b": math.sqrt(16 / 2)}  # 3 and 6 - 2; integers have no distance
     assert checked.examples == 7
     assert list(checked.arrays) == ["w", "b", "n"]
     assert checked.arrays["w"].tolist() == w.tolist()
@@ -173,17 +174,17 @@ def test_an_empty_update() -> None:
 
 
 def test_the_norm_limit_is_inclusive() -> None:
-    five = a_model() | {"b": floats(4, 6)}
+    five = a_model() | {"b": floats(6, 7)}
     assert check(five, limit=5.0).norms["b"] == 5.0
     with pytest.raises(
-        UpdateRejectedError, match=r"norm 5 of the update of b is past the limit 4\.99 \(update-norm-limit\)"
+        UpdateRejectedError, match=r"moves it by 5 \(root mean square\), past the limit 4\.99 \(update-norm-limit\)"
     ):
         check(five, limit=4.99)
 
 
 def test_a_norm_too_large_for_float32_is_a_number() -> None:
     checked = check({"b": floats(3e38, 2)})
-    assert checked.norms["b"] == pytest.approx(3e38, rel=1e-6)
+    assert checked.norms["b"] == pytest.approx(3e38 / math.sqrt(2), rel=1e-6)
     with pytest.raises(UpdateRejectedError, match="past the limit"):
         check({"b": floats(3e38, 2)}, limit=1e30)
 
@@ -241,25 +242,38 @@ def test_mutated_bytes_are_refused_or_read(data: st.DataObject) -> None:
     assert np.isfinite(checked.arrays["b"]).all()
 
 
-@pytest.mark.parametrize(
-    ("accepted", "limit"),
-    [([1.0, 2.0, 9.0], 20.0), ([1.0, 2.0, 4.0, 9.0], 30.0), ([0.5], 5.0), ([], 50.0)],
-)
-def test_limits_are_of_a_units_median_or_of_the_model(accepted: list[float], limit: float) -> None:
-    """|(3, 0, -4)| = 5 over all units; integers do not count."""
-    model = record({"atoms.0.w": floats(3, 0), "head.b": floats(-4), "head.n": np.array(7)})
-    assert norm_limits({"head": accepted}, 10.0, model) == {"atoms.0": 50.0, "head": limit}
-    assert norm_limits({"head": accepted}, 0.0, model) == {}
+@pytest.mark.parametrize(("accepted", "limit"), [([1.0, 2.0, 9.0], 20.0), ([1.0, 2.0, 4.0, 9.0], 30.0), ([0.5], 5.0)])
+def test_limits_are_of_a_units_median(accepted: list[float], limit: float) -> None:
+    assert norm_limits({"head": accepted}, 10.0) == {"head": limit}
+    assert norm_limits({"head": accepted}, 0.0) == {}
+
+
+def test_without_a_history_the_limit_is_of_the_model_itself() -> None:
+    """|(3, 0, 0, -4)| = 5; integers do not count. It holds for the whole update, as long as a unit of it has no history."""
+    model = record({"atoms.0.w": floats(3, 0, 0), "head.b": floats(-4), "head.n": np.array(7)})
+    assert first_limit(10.0, model) == 50.0
+    assert first_limit(0.0, model) == math.inf
+    far = record({"atoms.0.w": floats(3, 30, 40), "head.b": floats(-4)})
+    assert check_update(far, 1, model, spec_of(model), {}, 50.0).norms["head"] == 0
+    with pytest.raises(
+        UpdateRejectedError, match=r"the update's norm 50 is past the limit 49\.9 \(update-norm-limit\)"
+    ):
+        check_update(far, 1, model, spec_of(model), {"head": 1.0}, 49.9)
+    assert check_update(far, 1, model, spec_of(model), {"head": 1.0, "atoms.0": 30.0}, 49.9).examples == 1
 
 
 def test_norms_are_of_units_over_their_arrays() -> None:
-    model = record({"atoms.0.w": floats(1, 1), "atoms.0.b": floats(0), "atoms.0.n": np.array(1), "head.b": floats(2)})
-    moved = record({"atoms.0.w": floats(1, 3), "atoms.0.b": floats(1.5), "atoms.0.n": np.array(9), "head.b": floats(2)})
+    model = record(
+        {"atoms.0.w": floats(1, 1, 1), "atoms.0.b": floats(0), "atoms.0.n": np.array(1), "head.b": floats(2)}
+    )
+    moved = record(
+        {"atoms.0.w": floats(1, 3, 1), "atoms.0.b": floats(1.5), "atoms.0.n": np.array(9), "head.b": floats(2)}
+    )
     norms = check_update(moved, 1, model, spec_of(model)).norms
-    assert norms == {"atoms.0": 2.5, "head": 0.0}
+    assert norms == {"atoms.0": 1.25, "head": 0.0}
     found = {"atoms.0": [1.0]}
     note_norms(found, norms)
-    assert found == {"atoms.0": [1.0, 2.5]}  # what did not move says nothing
+    assert found == {"atoms.0": [1.0, 1.25]}  # what did not move says nothing
 
 
 def limits_of(updates: list[dict[str, float]], factor: float, known: set[str]) -> list[tuple[int, dict[str, float]]]:

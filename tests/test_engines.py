@@ -223,7 +223,10 @@ def test_json_of_a_run_and_what_can_be_done_with_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        (["--set", "strategy=fedsgd"], ["strategy", "'fedsgd'", "fedavg, fedepth, fedprophet, jfat, m-fedepth"]),
+        (
+            ["--set", "strategy=fedsgd"],
+            ["strategy", "'fedsgd'", "fedepth, fedprophet, fedrolex, heterofl, jfat, m-fedepth"],
+        ),
         (["--set", "model=alexnet"], ["model", "'alexnet'", "preresnet20"]),
         (["--set", "dataset=mnist3"], ["mnist3", "fashion-mnist"]),
         (["--set", "fleet=nowhere"], ["nowhere", "fedepth-fair"]),

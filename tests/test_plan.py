@@ -174,7 +174,7 @@ def test_a_picture(tmp_path: Path) -> None:
 def test_suggestions_are_ranked_and_say_who_cannot() -> None:
     rows = plan("--model", "convnet", "--dataset", "digits", "--suggest")["suggest"]
     assert {row["strategy"] for row in rows} == {
-        "fedavg", "fedepth", "m-fedepth", "fedprophet", "profl", "prism", "spafl",
+        "fedavg", "fedepth", "m-fedepth", "fedprophet", "profl", "heterofl", "depthfl", "prism", "spafl",
     }  # fmt: skip
     shares = [row["participation"] for row in rows]
     assert shares == sorted(shares, reverse=True)
@@ -233,7 +233,7 @@ def test_a_plan_allocates_no_weights() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--strategy", "guess"], "unknown strategy 'guess': known are fedavg"),
+        (["--strategy", "guess"], "unknown strategy 'guess': known are allsmall"),
         (["--model", "guess"], "model = 'guess' is not known: use one of cnn3"),
         (["--fleet", "guess"], "unknown fleet 'guess'; there are"),
         (["--memory-model", "guess"], "setting memory-model = 'guess'"),

@@ -356,6 +356,45 @@ def test_a_model_of_one_atom_is_evaluated_too(tmp_path: Path) -> None:
     assert evaluate_whole(a_task(1), client)["val-examples"] == 20
 
 
+def test_frozen_blocks_in_training_mode_take_the_statistics_of_batches(tmp_path: Path) -> None:
+    """As a model whose batch norms never have others; the running ones stay as they are."""
+    found = {}
+    for mode, norm in (("training", "running"), ("evaluation", "batch"), ("evaluation", "running")):
+        client = a_client(tmp_path / mode / norm, tiny_settings(batch_norm=norm))
+        before = dict(client.store.read(["atoms.0", "atoms.1"]))
+        examples = prefix_features(client, [(0,), (1,)], training=mode == "training")
+        found[mode, norm] = examples.read(np.arange(len(examples)))
+        assert all(np.array_equal(array, before[name]) for name, array in client.store.read(["atoms.0", "atoms.1"]))
+    torch.testing.assert_close(found["training", "running"], found["evaluation", "batch"])
+    assert not torch.allclose(found["training", "running"], found["evaluation", "running"], atol=1e-3)
+
+
+def test_a_run_with_frozen_blocks_in_training_mode(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"frozen_mode": "training", "num_rounds": 4})
+    for record in run_dir.rounds():
+        for client in record["clients"]:
+            assert client["measured_peak"] <= client["predicted_peak"] <= client["budget"]
+
+
+def test_a_vision_transformer_goes_through_all_stages(tmp_path: Path) -> None:
+    """On images of 64 x 64: twelve encoders in three blocks, each replaced by one."""
+    rng, path = np.random.default_rng(0), tmp_path / "images.npz"
+    arrays = {f"x_{part}": rng.integers(0, 256, (24, 64, 64, 3), np.uint8) for part in ("train", "test")}
+    np.savez(path, **arrays, **{f"y_{part}": np.arange(24) % 3 for part in ("train", "test")})
+    changes = {"dataset": f"npz:{path}", "model": "vit", "model_width": 0.25, "clients": 2, "batch_size": 4}
+    changes |= {"stage_rounds": 1, "num_rounds": 7, "local_iterations": 1, "fleet": boards(all=1.0)}
+    run_dir = run_local(tmp_path, **SMALL | changes)
+    assert [record["stage"] for record in run_dir.rounds()] == [
+        *("shrinking, step 3", "map, block 3", "shrinking, step 2", "map, block 2"),
+        *(f"growing, step {t}" for t in (1, 2, 3)),
+    ]
+    for record in run_dir.rounds():
+        for client in record["clients"]:
+            assert client["status"] == "ok"
+            assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
+    assert load(run_dir.path)(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
+
+
 # ---- settings
 
 

@@ -352,9 +352,9 @@ def test_factories_with_lists_are_told_apart_by_themselves() -> None:
 
 
 def test_what_can_only_be_planned_says_so() -> None:
-    with pytest.raises(ValueError, match=r"'prism' can be planned .* not trained yet; these train: fedavg, fedepth"):
+    with pytest.raises(ValueError, match=r"'prism' can be planned .* not trained yet; these train: allsmall, depthfl"):
         find_strategy("prism")
-    with pytest.raises(ValueError, match=r"unknown strategy 'guess': known are fedavg, .*spafl"):
+    with pytest.raises(ValueError, match=r"unknown strategy 'guess': known are allsmall, .*spafl"):
         find_rule("guess")
 
 

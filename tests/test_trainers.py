@@ -229,7 +229,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 def test_unknown_trainer() -> None:
     with pytest.raises(
-        ValueError, match="strategy 'magic' has no trainer: known are fedavg, fedepth, fedprophet, jfat"
+        ValueError, match="strategy 'magic' has no trainer: known are allsmall, depthfl, exclusivefl, fedavg"
     ):
         find_trainer("magic")
 

@@ -10,9 +10,15 @@ from client_app.task import Metrics, Task
 from client_app.validation import evaluate_whole
 
 TRAINERS = {
+    "allsmall": "client_app.trainers.allsmall",
+    "depthfl": "client_app.trainers.depthfl",
+    "exclusivefl": "client_app.trainers.fedavg",  # who cannot afford the whole model is not asked
     "fedavg": "client_app.trainers.fedavg",
+    "feddrop": "client_app.trainers.heterofl",  # the server chooses other channels
     "fedepth": "client_app.trainers.fedepth",
     "fedprophet": "client_app.trainers.fedprophet",
+    "fedrolex": "client_app.trainers.heterofl",
+    "heterofl": "client_app.trainers.heterofl",
     "jfat": "client_app.trainers.fedprophet",  # one module, the whole model
     "m-fedepth": "client_app.trainers.m_fedepth",
     "profl": "client_app.trainers.profl",

@@ -25,7 +25,7 @@ from client_app.client import Client, Update, fill_from
 from client_app.examples import Examples
 from client_app.memory_cap import return_free_memory
 from client_app.randomness import integer
-from client_app.task import Task
+from client_app.task import Metrics, Task
 from client_app.training import MakeLoss, PieceModel, Trainee, channels_last, load_for_device
 from device_profiles.memory import MemoryBudgetExceededError
 from models.cascade import isolated_rng
@@ -71,7 +71,7 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     if pieces[0][0] == MUTUAL:
         return train_mutually(client, pieces[0][1], task.price(pieces[0]) or 0)
     trained: dict[str, None] = {}
-    metrics: dict[str, float | int] = {}
+    metrics: Metrics = {}
     loss, seen = 0.0, []
     examples, validation = client.share(0), client.validation
     for j, atoms in enumerate(pieces):

@@ -9,9 +9,10 @@ Map: theta_t's information goes into theta_{t,b} by distillation: the logits of 
 in the mean squared error, those of [theta_t, theta_{t+1,b}, ..].
 
 Where the paper is silent, as in the authors' code: of the student only theta_{t,b} learns, in the last block's map theta_L too;
-momentum starts at zero in every round. Ours: frozen blocks and the teacher run in evaluation mode (theirs train on), so that
-z_{t-1} is computed once a step and lies in the store. The teacher's logits are computed first, one atom after another: teacher
-and student are never held together.
+momentum starts at zero in every round. Ours: frozen blocks and the teacher run in evaluation mode, so that z_{t-1} is computed
+once a step and lies in the store. With `frozen-mode = training` frozen blocks run in training mode, as theirs: their batch
+norms take statistics of a batch, whose running means (which theirs go on averaging) stay as the block's own step left them.
+The teacher's logits are computed first, one atom after another: teacher and student are never held together.
 """
 
 from dataclasses import asdict, dataclass
@@ -66,7 +67,9 @@ def train(task: Task, client: Client) -> Update:
     orders = Orders.of(task)
     client.blueprint = with_basic_layers(client.blueprint, orders.pieces)
     frozen = [(atom,) for atom in orders.frozen()]
-    z = prefix_features(client, frozen) if frozen else client.share(0)  # images are augmented anew in every round
+    training = client.settings.frozen_mode == "training"
+    # images are augmented anew in every round, features are not
+    z = prefix_features(client, frozen, training=training) if frozen else client.share(0)
     if orders.mapping:
         return integrate(task, client, orders, z)
     atoms = step_atoms(client.blueprint, orders.pieces, orders.step)

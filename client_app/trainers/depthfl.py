@@ -1,0 +1,228 @@
+"""DepthFL, the client's side ("DepthFL: Depthwise Federated Learning for Heterogeneous Clients", ICLR 2023).
+
+d_k: the depth of client k, so many of the model's blocks from the first one on; p_i: the prediction of the classifier behind
+block i. It trains blocks and classifiers 1 .. d_k by
+
+    sum_i l_CE(p_i) + lambda_t / (d_k - 1) sum_i sum_{j != i} KL(p_j || p_i),
+
+self-distillation among its classifiers, p_j a constant; lambda_t = exp(-5 (1 - min(t, T) / T)^2) in round t, T = 300
+(`distillation-rounds`). Its prediction is the mean of the classifiers' logits.
+
+With `feddyn-alpha` a > 0 (FedDyn, Acar et al., ICLR 2021, as in the paper) the loss has - <h_k, theta> + a / 2 ||theta -
+theta_t||^2 besides, and h_k <- h_k - a (theta_k - theta_t) is the client's state.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from typing import Any, Self
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from client_app.attacks import Loss
+from client_app.client import Client, Update
+from client_app.task import Metrics, Task
+from client_app.trainers.fedavg import attack_of_round
+from client_app.training import Load, MakeLoss, PieceModel, Trainee, classification_loss
+from device_profiles.memory import MemoryBudgetExceededError
+from models.cascade import Blueprint
+from models.depth_exits import exits_of, mean_logits, with_exits
+from models.partition import Piece, fits
+
+HISTORY = "feddyn"  # in the client's state, h_k
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the server says: the atoms of each block; how many blocks to train at most; the weight of self-distillation."""
+
+    blocks: list[list[int]]
+    depth: int
+    weight: float
+
+    @classmethod
+    def of(cls, task: Task) -> Self:
+        """The orders in a task; raises TypeError for a field that is missing or not known."""
+        return cls(**task.own)
+
+    def to_own(self) -> dict[str, Any]:
+        """As a task's own fields."""
+        return asdict(self)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The blocks."""
+        return [tuple(block) for block in self.blocks]
+
+
+class ExitsModel(PieceModel):
+    """A model's first blocks and the exits behind them, all but the last of which are among the atoms."""
+
+    def __init__(self, blueprint: Blueprint, atoms: Piece, head: str | None, load: Load) -> None:
+        super().__init__(blueprint, atoms, head, load)
+        count = len(blueprint.atoms) - blueprint.spare
+        self.body = [atom for atom in self.atoms if atom < count]
+        self.exits = {behind: atom for behind, atom in exits_of(blueprint).items() if atom in self.atoms}
+
+    def all_logits(self, z: Tensor) -> list[Tensor]:
+        """Logits[B, classes] of every exit, the deepest one last."""
+        found = []
+        for atom in self.body:
+            z = self.modules[f"atoms.{atom}"](z)
+            if (place := self.exits.get(atom)) is not None:
+                found.append(self.modules[f"atoms.{place}"](z))
+        return [*found, self.head(z)]
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Their mean."""
+        return mean_logits(self.all_logits(z))
+
+
+def piece_of_depth(blueprint: Blueprint, blocks: list[Piece], depth: int) -> tuple[Piece, str]:
+    """The atoms of the first `depth` blocks and of the exits behind all but the last of these, and the unit of its exit."""
+    exits = exits_of(blueprint)
+    body = [atom for block in blocks[:depth] for atom in block]
+    before = [exits[block[-1]] for block in blocks[: depth - 1]]
+    return (*body, *before), "head" if depth == len(blocks) else f"atoms.{exits[blocks[depth - 1][-1]]}"
+
+
+def distillation_weight(server_round: int, rounds: int) -> float:
+    """lambda_t, which rises to 1 within so many rounds."""
+    return math.exp(-5 * (1 - min(server_round, rounds) / rounds) ** 2)
+
+
+@cache
+def depth_loss(weight: float) -> MakeLoss:
+    """Cross-entropy of all exits and the distillation between them."""
+
+    def make(pieces: list[PieceModel]) -> Loss:
+        (piece,) = pieces
+        assert isinstance(piece, ExitsModel)
+
+        def loss(z: Tensor, y: Tensor) -> Tensor:
+            logits = [each.float() for each in piece.all_logits(z)]
+            return exits_loss(logits, y, weight)
+
+        return loss
+
+    return make
+
+
+def exits_loss(logits: list[Tensor], y: Tensor, weight: float) -> Tensor:
+    """The loss of exits' logits[B, classes]."""
+    total = classification_loss(logits[0], y)
+    for each in logits[1:]:
+        total = total + classification_loss(each, y)
+    if len(logits) == 1 or not weight:
+        return total
+    logs = [F.log_softmax(each, dim=1) for each in logits]
+    for i, log in enumerate(logs):
+        others = [other.detach() for j, other in enumerate(logs) if j != i]
+        for other in others:
+            total = total + weight / len(others) * F.kl_div(log, other, reduction="batchmean", log_target=True)
+    return total
+
+
+def dynamic(make_loss: MakeLoss, alpha: float, correct: Callable[[PieceModel], list[Tensor]]) -> MakeLoss:
+    """A loss whose gradients have FedDyn's terms besides: a theta + c, c = - h_k - a theta_t of each parameter (`correct`)."""
+
+    def make(pieces: list[PieceModel]) -> Loss:
+        (piece,) = pieces
+        for parameter, c in zip(piece.parameters(), correct(piece), strict=True):
+            parameter.register_hook(partial(corrected, parameter, c, alpha))  # type: ignore[no-untyped-call]
+        return make_loss(pieces)
+
+    return make
+
+
+def corrected(parameter: Tensor, c: Tensor, alpha: float, gradient: Tensor) -> Tensor:
+    """The gradient with FedDyn's terms."""
+    return torch.add(c, parameter.detach(), alpha=alpha).add_(gradient)
+
+
+@cache
+def priced_loss(weight: float, alpha: float) -> MakeLoss:
+    """The loss as a server prices it, which knows no client's state."""
+    if not alpha:
+        return depth_loss(weight)
+    return dynamic(depth_loss(weight), alpha, lambda piece: [torch.zeros_like(p) for p in piece.parameters()])
+
+
+def train(task: Task, client: Client) -> Update:
+    """Train as many blocks as fit. Raises MemoryBudgetExceededError where not even the first one does."""
+    orders, settings = Orders.of(task), client.settings
+    client.blueprint = with_exits(client.blueprint, orders.pieces)
+    atoms, head = deepest(task, client, orders)
+    alpha = settings.feddyn_alpha
+    make_loss = depth_loss(orders.weight)
+    if alpha:
+        make_loss = dynamic(make_loss, alpha, lambda piece: corrections(client, piece, alpha))
+    recipe = replace(client.recipe, attack=attack_of_round(client))
+    trainee = Trainee(lambda: [ExitsModel(client.blueprint, atoms, head, client.load())], recipe, make_loss)
+    for epoch in trainee.epochs():
+        examples = client.share(0 if settings.feature_cache else epoch)
+        trainee.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train")
+    (piece,) = trainee.finish()
+    if alpha:
+        remember(client, piece, alpha)  # before the store forgets what was sent
+    client.save(piece)
+    metrics = client.evaluate(piece.logits, client.validation)
+    metrics |= {"train-loss": trainee.total_loss / trainee.seen, "predicted-peak": task.price(atoms) or 0}
+    return Update([*piece.units()], metrics, [atoms], [trainee.seen])
+
+
+def deepest(task: Task, client: Client, orders: Orders) -> tuple[Piece, str]:
+    """As many of the assigned blocks as this client's own budget allows. Raises MemoryBudgetExceededError."""
+    for depth in range(orders.depth, 0, -1):
+        piece, head = piece_of_depth(client.blueprint, orders.pieces, depth)
+        if fits(task.price(piece), client.allowed):
+            return piece, head
+    raise MemoryBudgetExceededError(task.price(piece) or 0, client.allowed, "training the first block")
+
+
+def corrections(client: Client, piece: PieceModel, alpha: float) -> list[Tensor]:
+    """c = - h_k - a theta_t of each parameter; h_k is 0 at first."""
+    found = []
+    for unit, module in piece.units().items():
+        known = history(client, unit)
+        for name, parameter in module.named_parameters():
+            c = parameter.detach().mul(-alpha)
+            if (h := known.get(f"{unit}.{name}")) is not None:
+                c.sub_(torch.from_numpy(h).to(c.device))
+            found.append(c)
+    return found
+
+
+def history(client: Client, unit: str) -> dict[str, np.ndarray]:
+    """h_k of a unit's parameters, from the client's state."""
+    path = client.old_state / HISTORY / f"{unit}.safetensors" if client.old_state is not None else None
+    return load_file(path) if path is not None and path.is_file() else {}
+
+
+def remember(client: Client, piece: PieceModel, alpha: float) -> None:
+    """h_k <- h_k - a (theta_k - theta_t), unit by unit."""
+    folder = client.new_state() / HISTORY
+    folder.mkdir(exist_ok=True)
+    for unit, module in piece.units().items():
+        known, sent = history(client, unit), dict(client.store.read([unit]))
+        fresh = {}
+        for name, parameter in module.named_parameters():
+            key = f"{unit}.{name}"
+            step = alpha * (parameter.detach().cpu().numpy() - sent[key])
+            fresh[key] = known[key] - step if key in known else -step
+        client.store.write_units(fresh, folder)
+
+
+def evaluate(task: Task, client: Client) -> Metrics:
+    """Loss and accuracy of the client's depth of the model on its validation share. Raises MemoryBudgetExceededError."""
+    orders = Orders.of(task)
+    client.blueprint = with_exits(client.blueprint, orders.pieces)
+    atoms, head = deepest(task, client, orders)
+    piece = ExitsModel(client.blueprint, atoms, head, client.load())
+    piece.train(False)
+    return client.evaluate(piece.logits, client.validation)

@@ -1,0 +1,113 @@
+"""Sub-models by width, the client's side: HeteroFL (Diao, Ding, Tarokh, ICLR 2021), and FedRolex and FedDrop, which differ from
+it in the channels that the server chooses.
+
+r: the share of the channels that this client's model has. It trains all of it, as in federated averaging.
+Scaler: what convolutions and hidden linear layers make is divided by r, so that it is as large as in the full model, where more
+channels are summed up. Masked cross-entropy: logits of classes that the client has no examples of are set to 0.
+
+Ours: the Scaler works whenever the sub-model does, also when it is attacked or evaluated (HeteroFL: in training only, its batch
+norms have no statistics then); the full model, which the server evaluates, has none.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from client_app.attacks import Loss
+from client_app.client import Client, Update
+from client_app.setup import narrowed
+from client_app.task import Metrics, Task
+from client_app.trainers.fedavg import train_whole
+from client_app.training import MakeLoss, PieceModel, classification_loss, outputs
+
+WIDTH = -2  # in a price list, the piece (WIDTH, n) is the whole model with the n-th of `width-shares`, from 0
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the server says of a sub-model: the number of its share, and the share r; whether there is a Scaler and a mask.
+
+    `draw` is for the server alone: which of the clients' choices of channels this is.
+    """
+
+    level: int
+    share: float
+    scaler: bool = False
+    masked: bool = False
+    draw: int = 0
+
+    @classmethod
+    def of(cls, task: Task) -> Self:
+        """The orders in a task; raises TypeError for a field that is missing or not known."""
+        return cls(**task.own)
+
+    def to_own(self) -> dict[str, Any]:
+        """As a task's own fields."""
+        return asdict(self)
+
+
+def scale_up(piece: PieceModel, share: float) -> None:
+    """Divide what all convolutions and linear layers but the last one make by a share (HeteroFL's Scaler), in place."""
+    if share == 1:
+        return
+    modules = [module for unit in piece.units().values() for module in unit.modules()]
+    layers = [module for module in modules if isinstance(module, nn.Conv2d | nn.Linear)]
+    for layer in layers[:-1]:
+        layer.register_forward_hook(lambda _, __, out: out.div_(share))
+
+
+@cache
+def width_loss(scaler: float, present: tuple[bool, ...]) -> MakeLoss:
+    """Cross-entropy of a sub-model scaled up by 1 / `scaler`; logits of classes that are not `present` are 0. () = no mask."""
+
+    def make(pieces: list[PieceModel]) -> Loss:
+        (piece,) = pieces
+        scale_up(piece, scaler)
+        mask = torch.tensor(present) if len(present) == outputs(piece.head) else None
+
+        def loss(z: Tensor, y: Tensor) -> Tensor:
+            logits = piece.logits(z)
+            if mask is not None:
+                logits = logits.masked_fill_(~mask.to(logits.device), 0.0)
+            return classification_loss(logits, y)
+
+        return loss
+
+    return make
+
+
+def classes_of(client: Client) -> tuple[bool, ...]:
+    """Which classes the client has examples of."""
+    present = np.bincount(client.share(0).labels, minlength=client.blueprint.num_classes) > 0
+    return tuple(bool(each) for each in present)
+
+
+def train(task: Task, client: Client) -> Update:
+    """Train the sub-model. Raises MemoryBudgetExceededError."""
+    orders = sub_model(task, client)
+    present = classes_of(client) if orders.masked else ()
+    loss = width_loss(orders.share if orders.scaler else 1.0, present)
+    update = train_whole(task, client, (WIDTH, orders.level), loss)
+    if orders.masked:
+        update.metrics["classes"] = [int(number) for number in np.flatnonzero(present)]
+    return update
+
+
+def evaluate(task: Task, client: Client) -> Metrics:
+    """Loss and accuracy of the sub-model on the client's validation share."""
+    orders = sub_model(task, client)
+    piece = PieceModel(client.blueprint, range(len(client.blueprint.atoms)), "head", client.load())
+    scale_up(piece, orders.share if orders.scaler else 1.0)
+    piece.train(False)
+    return client.evaluate(piece.logits, client.validation)
+
+
+def sub_model(task: Task, client: Client) -> Orders:
+    """Let the client's model be the narrow one."""
+    orders = Orders.of(task)
+    client.blueprint = narrowed(client.settings, client.data.input_shape, client.data.num_classes, orders.share)
+    return orders

@@ -1,0 +1,65 @@
+"""ProFL in a run's page: how blocks moved, and when each was frozen."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from piecework.display import Record
+from piecework.page import Section, line, mark_stages, over_rounds, panels, table
+from piecework.robust_report import by_stage, span
+
+COLUMNS = ("part of the run", "rounds", "movement", "slope", "below the threshold", "ended")
+
+
+def is_progressive(rounds: Sequence[Record]) -> bool:
+    """Whether blocks were frozen one after another."""
+    return "effective_movement" in rounds[-1]
+
+
+def movement_section(rounds: Sequence[Record], settings: Record) -> Section:
+    """Movements, slopes, and where parts of the run ended."""
+    window, share, times = (settings[f"movement-{key}"] for key in ("window", "share", "times"))
+    rule = (
+        f"A block is frozen when the slope of the line through its last {window} movements was below {share:g} of its first "
+        f"slope in {times} rounds in a row"
+        if settings["freezing"] == "movement"
+        else "A block has its rounds by the number of its parameters"
+    )
+    return Section(
+        "Effective movement of the block in training",
+        f"Over {window} rounds: 1 where all parameters went straight on, 0 where they came back. {rule}; dashed lines are "
+        "where a part of the run ended. Maps, in which a block is distilled into a basic layer, have no movement.",
+        movement_figure(rounds),
+        f'<div class="stages">{table(leg_rows(rounds), COLUMNS)}</div>',
+    )
+
+
+def movement_figure(rounds: Sequence[Record]) -> Any:
+    """Movements on the left; the size of slopes and their threshold on the right."""
+    figure = panels(2, horizontal_spacing=0.12)
+    lines = (
+        ("effective_movement", "effective movement", 1),
+        ("slope", "slope, its size", 2),
+        ("slope_threshold", "threshold", 2),
+    )
+    for i, (key, name, column) in enumerate(lines):
+        points: list[tuple[float, float | None]] = []
+        for _, records in by_stage(rounds):
+            found = [(r["round"], abs(r[key])) for r in records if r.get(key) is not None]
+            points += [*found, (records[-1]["round"] + 0.5, None)]  # a line ends where its part of the run does
+        if any(value is not None for _, value in points):
+            figure.add_trace(line(points, name, i), col=column, row=1)
+    figure.update_yaxes(title="effective movement", range=[0, 1.02], col=1)
+    figure.update_yaxes(title="slope a round", rangemode="tozero", col=2)
+    return mark_stages(over_rounds(figure, rounds), rounds)
+
+
+def leg_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Each part of the run: its rounds, the last movement and slope, how often that was below, and how it ended."""
+    ended = {leg["leg"]: "frozen" if leg["converged"] else "its rounds" for leg in rounds[-1]["frozen"]}
+    rows = []
+    for stage, records in by_stage(rounds):
+        last = records[-1]
+        numbers = [f"{last[key]:.4g}" if last.get(key) is not None else "-" for key in ("effective_movement", "slope")]
+        below = str(last["times_below"]) if last.get("slope_threshold") is not None else "-"
+        rows.append((stage, span([r["round"] for r in records]), *numbers, below, ended.get(stage, "-")))
+    return rows

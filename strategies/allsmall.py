@@ -1,0 +1,88 @@
+"""AllSmall, a baseline of ProFL's Table 1: FedAvg with a model so narrow that the poorest client can train it.
+
+The share of the channels is the largest number of 64ths that fits; which one is decided once a run.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from client_app.setup import narrowed
+from client_app.task import Task
+from device_profiles.profile import DeviceState
+from models.cascade import Blueprint
+from strategies.fedavg import FedAvg, FedAvgRule
+from strategies.pricing import whole_model
+from strategies.state import StrategyState
+
+STEPS = 64
+
+
+class AllSmallRule(FedAvgRule):
+    """One stage: the narrow model."""
+
+    suggested = False  # it gives up what richer devices could learn
+    share = 1.0
+
+    def fit(self, least: int, most: int) -> None:
+        """Raises ValueError where not even the narrowest model fits the poorest client."""
+        super().fit(least, most)
+        allowed, needed = self.settings.allowance(least), 0
+        low, high = 0, STEPS + 1  # of 64ths: the first fits, the second does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            needed = self.pricing.bytes(whole_model(self.model(middle / STEPS)))
+            low, high = (middle, high) if needed <= allowed else (low, middle)
+        if not low:
+            raise ValueError(
+                f"allsmall: with 1/{STEPS} of its channels the model needs {needed:,} bytes, and the poorest client has "
+                f"{least:,}; lower batch-size or model-width, or give clients more memory"
+            )
+        self.narrow(low / STEPS)
+
+    def model(self, share: float) -> Blueprint:
+        """The model with a share of its channels."""
+        return narrowed(self.settings, self.blueprint.input_shape, self.blueprint.num_classes, share)
+
+    def narrow(self, share: float) -> None:
+        """Take this share."""
+        self.share, self.blueprint = share, self.model(share)
+        self._bytes.clear()
+        self.__dict__.pop("stages", None)
+
+
+@dataclass
+class AllSmallState(StrategyState):
+    """`share`: of the channels; 0 = not decided yet."""
+
+    share: float = 0.0
+
+
+class AllSmall(FedAvg):
+    """FedAvg with a narrow model."""
+
+    name = "allsmall"
+    rule_class = AllSmallRule
+    rule: AllSmallRule
+    state_class = AllSmallState
+    state: AllSmallState
+
+    def begin(self) -> None:
+        """Size the model, once a run. Raises ValueError."""
+        if not self.state.share:
+            budgets = self.budgets()
+            self.rule.fit(int(min(budgets)), int(max(budgets)))
+            self.state.share = self.rule.share
+        self.rule.narrow(self.state.share)
+        self.blueprint = self.rule.blueprint
+
+    def task(self, server_round: int, state: DeviceState) -> Task:
+        """FedAvg's, and the share."""
+        return replace(super().task(server_round, state), own={"share": self.state.share})
+
+    def details(self) -> dict[str, Any]:
+        """The share."""
+        return {"share": self.state.share}
+
+    def model_details(self) -> dict[str, Any]:
+        """The share."""
+        return {"share": self.state.share}

@@ -1,0 +1,38 @@
+"""ExclusiveFL, a baseline of ProFL's Table 1: FedAvg over the clients that can train the whole model; others are not asked.
+
+Where nobody can, there is no result ("NA" in the table), and the run does not start.
+"""
+
+from strategies.fedavg import FedAvg, FedAvgRule
+
+
+class ExclusiveFLRule(FedAvgRule):
+    """One stage; the whole model or nothing."""
+
+    suggested = False  # FedAvg is, which says who cannot
+    excluded = "not asked"
+
+
+class ExclusiveFL(FedAvg):
+    """FedAvg that leaves poor devices out."""
+
+    name = "exclusivefl"
+    rule_class = ExclusiveFLRule
+
+    def begin(self) -> None:
+        """Raises ValueError where no client can train the whole model."""
+        needed, richest = self.needed(), int(max(self.budgets()))
+        if needed > self.settings.allowance(richest):
+            raise ValueError(
+                f"exclusivefl: NA. The whole model needs {needed:,} bytes, and the richest client has {richest:,}: nobody can "
+                "take part; lower batch-size or model-width, or give clients more memory"
+            )
+
+    def needed(self) -> int:
+        """Bytes of training the whole model."""
+        return self.price(tuple(range(len(self.blueprint.atoms))))
+
+    def may_be_asked(self, client: int, server_round: int) -> bool:
+        """Who can afford it in this round."""
+        state = self.roster.state(client, server_round, self.reference_bytes, self.message_bytes)
+        return self.needed() <= self.settings.allowance(state.budget_bytes)

@@ -1,0 +1,198 @@
+"""HeteroFL ("HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients", ICLR 2021), the
+server's side; FedRolex and FedDrop choose other channels, and are built on it.
+
+W_l: the full model's weights of layer l; r: a client's share of the channels, the largest of `width-shares` whose step fits
+its budget. A client trains the first r C of every layer's C channels (inputs and classes are never cut). Each entry of the new
+W_l is the mean over the clients that had it, each counting the same; what nobody had stays as it was. Of the last layer only
+the rows of classes that a client has enter (masked cross-entropy; `masked-loss`).
+
+Where the paper differs: its batch norms keep no statistics, and take those of all clients' data at the end; here that is
+`batch-norm = batch`, whose evaluation takes those of the test batches.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
+
+from client_app.setup import narrowed
+from client_app.task import Outcome, Task
+from client_app.trainers.heterofl import WIDTH, Orders, width_loss
+from device_profiles.profile import DeviceState
+from models.cascade import Blueprint, Shape
+from models.channels import channel_axes
+from models.partition import Piece
+from models.width import CoverageMean, Indices, Select, ordered, sub_indices, take
+from strategies.aggregation import CheckedUpdate, UpdateRejectedError, updated
+from strategies.base import PieceStrategy
+from strategies.pricing import Part
+from strategies.reports import ClientReport
+from strategies.rules import Rule, Stage
+from strategies.state import Experiment
+
+
+class HeteroFLRule(Rule):
+    """One stage: each device trains the widest model that fits."""
+
+    adversarial = "optional"
+    masks: ClassVar[bool] = True
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """The shares of channels that there are, largest first."""
+        return self.settings.shares()
+
+    @cached_property
+    def models(self) -> list[Blueprint]:
+        """The model with each share."""
+        model = self.blueprint
+        return [narrowed(self.settings, model.input_shape, model.num_classes, share) for share in self.shares]
+
+    @cached_property
+    def shapes(self) -> list[dict[str, Shape]]:
+        """Of the arrays of each."""
+        return [shapes(model) for model in self.models]
+
+    @property
+    def last_layer(self) -> list[str]:
+        """The arrays with a row for every class."""
+        shapes = self.shapes[0]
+        last, classes = list(shapes)[-1].rpartition(".")[0], self.blueprint.num_classes
+        return [name for name, shape in shapes.items() if name.rpartition(".")[0] == last and shape[0] == classes]
+
+    @property
+    def masked(self) -> bool:
+        """Whether clients leave out the logits of classes that they lack."""
+        return self.masks and self.settings.masked_loss
+
+    def part(self, piece: Piece) -> Part:
+        """(WIDTH, n): the whole model with the n-th share of the channels."""
+        share, model = self.shares[piece[1]], self.models[piece[1]]
+        present = (True,) * model.num_classes if self.masked else ()
+        loss = width_loss(share if self.settings.scaler else 1.0, present)
+        return Part(model, tuple(range(len(model.atoms))), make_loss=loss, name=f"{share:.4g} of the channels")
+
+    def level(self, budget: int) -> int:
+        """The number of the largest share that a budget (bytes) allows, the last one where none does."""
+        allowed = self.settings.allowance(budget)
+        fitting = (level for level in range(len(self.shares)) if self.bytes((WIDTH, level)) <= allowed)
+        return next(fitting, len(self.shares) - 1)
+
+    def least(self) -> int:
+        """The narrowest model's price."""
+        return self.bytes((WIDTH, len(self.shares) - 1))
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The model of the poorest device."""
+        return [Stage("training", (self.part((WIDTH, self.level(self.smallest))),))]
+
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The device's sub-model. Raises MemoryBudgetExceededError."""
+        return [self.within(self.part((WIDTH, self.level(state.budget_bytes))), state)]
+
+
+class HeteroFL(PieceStrategy):
+    """Sub-models of the first channels."""
+
+    name = "heterofl"
+    rule_class = HeteroFLRule
+    rule: HeteroFLRule
+    by_examples: ClassVar[bool] = False
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        if self.settings.batch_norm == "local":
+            raise ValueError(f"batch-norm = 'local': channels of {self.name}'s sub-models change, use running or batch")
+        self.axes, self.full = channel_axes(self.blueprint), shapes(self.blueprint)
+        self.coverage = CoverageMean()
+        self._classes: dict[int, list[int]] = {}
+
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        """One price: the sub-model's."""
+        piece = (WIDTH, self.rule.level(budget))
+        return {piece: self.price(piece)}
+
+    def least_budget(self) -> int:
+        """What the narrowest model takes."""
+        return self.rule.least()
+
+    def task(self, server_round: int, state: DeviceState) -> Task:
+        """The widest model that the client can train."""
+        level = self.rule.level(state.budget_bytes)
+        orders = Orders(level, self.rule.shares[level], self.settings.scaler, self.rule.masked)
+        return replace(super().task(server_round, state), own=orders.to_own())
+
+    def ask(
+        self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
+    ) -> dict[int, tuple[Task, DeviceState]]:
+        """The tasks, each with a choice of channels."""
+        asked = super().ask(clients, server_round, arrays)
+        return {c: (replace(task, own=task.own | {"draw": c}), state) for c, (task, state) in asked.items()}
+
+    def select(self, task: Task) -> Select:
+        """Which channels a task is about."""
+        return ordered
+
+    def indices(self, task: Task) -> dict[str, Indices]:
+        """Where the arrays of a task's sub-model lie in the full ones."""
+        return sub_indices(self.axes, self.full, self.rule.shapes[Orders.of(task).level], self.select(task))
+
+    def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
+        """The sub-model."""
+        indices = self.indices(task).items()
+        return ArrayRecord({name: Array(take(arrays[name].numpy(), where)) for name, where in indices})
+
+    def untrained(self, task: Task) -> ArrayRecord:
+        """The sub-model, as it was sent."""
+        return self.travelling(task, self.post.arrays)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """As usual; entries are averaged over the clients that had them."""
+        self.coverage, self._classes = CoverageMean(), {}
+        return super().aggregate_train(server_round, replies)
+
+    def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
+        super()._note(report, outcome, metrics)
+        if outcome.status == "ok" and self.rule.masked:
+            self._classes[report.client] = classes(metrics.get("classes"), self.blueprint.num_classes)
+
+    def combine(self, client: int, update: CheckedUpdate) -> None:
+        """Add a sub-model; of the last layer the rows of classes that the client has."""
+        arrays, indices = dict(update.arrays), self.indices(self._asked[client][0])
+        if (rows := self._classes.get(client)) is not None:
+            for name in self.rule.last_layer:
+                arrays[name], indices[name] = arrays[name][rows], (np.array(rows), *indices[name][1:])
+        self.coverage.add(arrays, indices, self.full, update.examples if self.by_examples else 1)
+
+    def finish(self) -> ArrayRecord:
+        """The new full model."""
+        return updated(self.post.arrays, self.coverage)
+
+    def details(self) -> dict[str, Any]:
+        """The share of the channels that each client has."""
+        return {"shares": {str(client): Orders.of(task).share for client, (task, _) in self._asked.items()}}
+
+
+def shapes(blueprint: Blueprint) -> dict[str, Shape]:
+    """Of a model's arrays, by name."""
+    with torch.device("meta"):
+        modules = {unit: blueprint.build_unit(unit) for unit in blueprint.units()}
+    return {
+        f"{unit}.{name}": tuple(value.shape)
+        for unit, module in modules.items()
+        for name, value in module.state_dict().items()
+    }
+
+
+def classes(told: Any, count: int) -> list[int]:
+    """The classes that a client says it has. Raises UpdateRejectedError."""
+    if not isinstance(told, list) or not told or any(type(n) is not int or not 0 <= n < count for n in told):
+        raise UpdateRejectedError(f"classes is {told!r:.100}: it must list classes from 0 to {count - 1}")
+    return sorted(set(told))
