@@ -16,7 +16,10 @@ from models.cascade import unit_of
 
 Spec = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # name -> shape and dtype
 Who = TypeVar("Who")
-Norms = dict[str, float]  # unit -> the root mean square of its update, or its limit
+Norms = dict[str, float]  # unit, or its statistics -> the root mean square of the update, or its limit
+STATISTICS = (
+    ":statistics"  # behind a unit: running means and variances of its batch norms, which go with squares of features
+)
 HELD = 3  # updates of units without a history that are held until their norms can be compared
 
 
@@ -81,7 +84,7 @@ class CheckedUpdate:
     """Arrays that may enter the model, how many examples they stand for, and how far each unit is from what was sent.
 
     Units are compared each with itself: of one model some clients may send a block, others no more than the head. Norms are
-    root mean squares, so that a share of a unit's channels compares with all of them.
+    root mean squares, so that a share of a unit's channels compares with all of them; what batch norms have seen counts apart.
     """
 
     arrays: dict[str, np.ndarray]
@@ -121,7 +124,7 @@ def check_update(
                     f"array {name!r} holds {np.count_nonzero(~np.isfinite(array))} non-finite values"
                 )
             square = float(np.square(np.subtract(array, previous[name].numpy(), dtype=np.float64)).sum())
-            unit = unit_of(name)
+            unit = unit_of(name) + (STATISTICS if name.endswith(("running_mean", "running_var")) else "")
             squares[unit], counts[unit] = squares.get(unit, 0.0) + square, counts.get(unit, 0) + array.size
         checked[name] = array
     norms = {unit: math.sqrt(square / max(1, counts[unit])) for unit, square in squares.items()}
@@ -154,7 +157,12 @@ def _decode(arrays: ArrayRecord, name: str) -> np.ndarray:
 
 def norm_limits(accepted: Mapping[str, list[float]], factor: float) -> Norms:
     """For each unit with a history, factor x the median norm accepted in earlier rounds. No limits where the factor is 0."""
-    return {unit: factor * median(norms) for unit, norms in accepted.items()} if factor else {}
+    return {unit: factor_of(unit, factor) * median(norms) for unit, norms in accepted.items()} if factor else {}
+
+
+def factor_of(unit: str, factor: float) -> float:
+    """The factor, of statistics its square."""
+    return factor**2 if unit.endswith(STATISTICS) else factor
 
 
 def compared(
@@ -184,7 +192,7 @@ def _limits_of(held: list[tuple[Who, CheckedUpdate]], factor: float, known: Cont
     found: dict[str, list[float]] = {}
     for _, update in held:
         note_norms(found, update.norms)
-    return {unit: factor * median_low(norms) for unit, norms in found.items() if unit not in known}
+    return {unit: factor_of(unit, factor) * median_low(norms) for unit, norms in found.items() if unit not in known}
 
 
 def note_norms(found: dict[str, list[float]], norms: Norms) -> None:

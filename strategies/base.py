@@ -156,6 +156,20 @@ class PieceStrategy(Strategy):
         """Whether a client can take part in a round: it is asked, and says what it cannot."""
         return True
 
+    def affords(self, client: int, server_round: int, needed: int) -> bool:
+        """Whether a client has so many bytes in a round."""
+        state = self.roster.state(client, server_round, self.reference_bytes, self.message_bytes)
+        return needed <= self.settings.allowance(state.budget_bytes)
+
+    def require_somebody(self, needed: int, doing: str) -> None:
+        """Raises ValueError where no client will have so many bytes, in any of the first rounds."""
+        richest = int(max(self.budgets()))
+        if needed > self.settings.allowance(richest):
+            raise ValueError(
+                f"{self.name}: NA. {doing} needs {needed:,} bytes, and the richest client has {richest:,}: nobody can take "
+                "part; lower batch-size or model-width, or give clients more memory"
+            )
+
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:

@@ -1,8 +1,8 @@
 """DepthFL ("DepthFL: Depthwise Federated Learning for Heterogeneous Clients", ICLR 2023), the server's side.
 
 d_k: the depth of client k, the most blocks whose step with their classifiers fits its budget; who cannot train the first block
-says so. Every array is averaged over the clients that trained it, each counting the same. The model predicts by the mean of its
-classifiers' logits.
+is not asked. Every array is averaged over the clients that trained it, each counting the same. The model predicts by the mean
+of its classifiers' logits.
 
 With `feddyn-alpha` a > 0 (FedDyn, as in the paper): h <- h - a / m sum_k (theta_k - theta_t) over the round's clients that
 trained the array, m of all; theta <- mean of theta_k - h / a. Off by default: ProFL compares by plain averaging.
@@ -39,6 +39,7 @@ class DepthFLRule(Rule):
     """One stage: each device trains as many blocks, from the first one on, as fit."""
 
     adversarial = "optional"
+    excluded = "not asked"
 
     def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
         super().__init__(blueprint, pricing, settings, smallest)
@@ -96,6 +97,14 @@ class DepthFL(PieceStrategy):
                 "batch-norm = 'local': the server would have no model to predict with, use running or batch"
             )
         self.blueprint = self.rule.model
+
+    def begin(self) -> None:
+        """Raises ValueError where no client can train the first block."""
+        self.require_somebody(self.rule.least(), "Training the first block with its exit")
+
+    def may_be_asked(self, client: int, server_round: int) -> bool:
+        """Who can afford the first block in this round; others are left out, as in ProFL's comparison."""
+        return self.affords(client, server_round, self.rule.least())
 
     def prices_for(self, budget: int) -> dict[Piece, int]:
         """Those of the assigned depth, or of one block, and of all shallower ones."""

@@ -21,12 +21,7 @@ class ExclusiveFL(FedAvg):
 
     def begin(self) -> None:
         """Raises ValueError where no client can train the whole model."""
-        needed, richest = self.needed(), int(max(self.budgets()))
-        if needed > self.settings.allowance(richest):
-            raise ValueError(
-                f"exclusivefl: NA. The whole model needs {needed:,} bytes, and the richest client has {richest:,}: nobody can "
-                "take part; lower batch-size or model-width, or give clients more memory"
-            )
+        self.require_somebody(self.needed(), "Training the whole model")
 
     def needed(self) -> int:
         """Bytes of training the whole model."""
@@ -34,5 +29,4 @@ class ExclusiveFL(FedAvg):
 
     def may_be_asked(self, client: int, server_round: int) -> bool:
         """Who can afford it in this round."""
-        state = self.roster.state(client, server_round, self.reference_bytes, self.message_bytes)
-        return self.needed() <= self.settings.allowance(state.budget_bytes)
+        return self.affords(client, server_round, self.needed())

@@ -246,6 +246,7 @@ def test_mutated_bytes_are_refused_or_read(data: st.DataObject) -> None:
 def test_limits_are_of_a_units_median(accepted: list[float], limit: float) -> None:
     assert norm_limits({"head": accepted}, 10.0) == {"head": limit}
     assert norm_limits({"head": accepted}, 0.0) == {}
+    assert norm_limits({"head:statistics": accepted}, 10.0) == {"head:statistics": 10 * limit}  # they go with squares
 
 
 def test_without_a_history_the_limit_is_of_the_model_itself() -> None:
@@ -269,6 +270,9 @@ def test_norms_are_of_units_over_their_arrays() -> None:
     moved = record(
         {"atoms.0.w": floats(1, 3, 1), "atoms.0.b": floats(1.5), "atoms.0.n": np.array(9), "head.b": floats(2)}
     )
+    seen = record({"atoms.0.bn.running_mean": floats(0, 0), "atoms.0.bn.running_var": floats(1, 1)})
+    moved_on = record({"atoms.0.bn.running_mean": floats(4, 0), "atoms.0.bn.running_var": floats(3, 5)})
+    assert check_update(moved_on, 1, seen, spec_of(seen)).norms == {"atoms.0:statistics": 3.0}
     norms = check_update(moved, 1, model, spec_of(model)).norms
     assert norms == {"atoms.0": 1.25, "head": 0.0}
     found = {"atoms.0": [1.0]}

@@ -176,11 +176,16 @@ def test_participation_of_the_papers_devices(strategy: str, share: float) -> Non
     assert found["fleet"]["participation"] == share
 
 
-def test_who_cannot_train_a_block_says_so(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"fleet": fleet_json(rich=1.8, some=1.45, none=0.3), "num_rounds": 1})
-    assert [client["status"] for client in clients_of(run_dir)] == ["ok", "ok", "memory"]
-    settings = tiny_settings(**SMALL | {"dataset": "digits", "fleet": fleet_json(rich=1.8, some=1.45, none=0.3)})
+def test_who_cannot_train_a_block_is_not_asked(tmp_path: Path) -> None:
+    fleet = fleet_json(rich=1.8, some=1.45, none=0.3)
+    run_dir = run_local(tmp_path, **SMALL | {"fleet": fleet, "num_rounds": 1})
+    assert [(client["client"], client["status"]) for client in clients_of(run_dir)] == [(0, "ok"), (1, "ok")]
+    settings = tiny_settings(**SMALL | {"dataset": "digits", "fleet": fleet})
     assert make_plan(settings, ask(settings))["fleet"]["participation"] == pytest.approx(2 / 3)
+    with pytest.raises(
+        ValueError, match=r"depthfl: NA\. Training the first block with its exit needs [\d,]+ bytes, and the richest"
+    ):
+        run_local(tmp_path / "none", **SMALL | {"fleet": fleet_json(none=0.3)})
 
 
 def test_no_batch_norm_of_ones_own(tmp_path: Path) -> None:

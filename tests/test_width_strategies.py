@@ -201,7 +201,7 @@ def test_the_exclusive_ask_the_rich_alone(tmp_path: Path) -> None:
 
 def test_not_available_where_nobody_is_rich_enough(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"exclusivefl: NA\. The whole model needs [\d,]+ bytes, and the richest client has"
+        ValueError, match=r"exclusivefl: NA\. Training the whole model needs [\d,]+ bytes, and the richest client has"
     ):
         run_local(tmp_path, **SMALL | {"strategy": "exclusivefl", "fleet": POOR})
 
