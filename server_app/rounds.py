@@ -189,6 +189,7 @@ class Run:
             "loss": central.loss if central else None,
             "adversarial_accuracy": central.adversarial_accuracy if central else None,
             "train_loss": metric(train_metrics, "train-loss"),
+            "distillation_loss": metric(train_metrics, "distillation-loss"),
             "client_accuracy": metric(client_metrics, "val-accuracy"),
             "client_adversarial_accuracy": metric(client_metrics, "val-adversarial-accuracy"),
             "clients_evaluated": strategy.evaluated,

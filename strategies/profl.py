@@ -253,6 +253,11 @@ class ProFL(PieceStrategy):
         leg = self.leg
         return f"map, block {leg.t}" if leg.kind == "map" else f"{leg.kind}, step {leg.t}"
 
+    def _train_metrics(self) -> MetricRecord:
+        """The clients' loss; of a map, which is a distance between logits, under a name of its own."""
+        metrics = super()._train_metrics()
+        return MetricRecord({"distillation-loss": metrics["train-loss"]}) if self.leg.kind == "map" else metrics
+
     def details(self) -> dict[str, Any]:
         """The last movement of the block, the slope of the line through the last ones and what freezes the block; legs that are
         done.

@@ -106,6 +106,7 @@ def test_one_leg_after_another(whole_run: tuple[RunDir, RecordingGrid]) -> None:
     assert [(each["leg"], each["converged"]) for each in rounds[-1]["frozen"]] == [(leg[0], False) for leg in LEGS[:-1]]
     for record in rounds:
         assert (record["answered"], record["enforced"]) == (3, True)
+        assert (record["train_loss"] is None) == (record["distillation_loss"] is not None) == ("map" in record["stage"])
         for client in record["clients"]:
             assert 0 < client["measured_peak"] == client["predicted_peak"] <= client["budget"]
 
