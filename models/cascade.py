@@ -115,6 +115,13 @@ class ExitHead(nn.Module):
         return logits
 
 
+def num_logits(blueprint: Blueprint) -> int:
+    """How many logits the model makes: its classes, or one for two."""
+    with torch.device("meta"):
+        head = blueprint.build_head()
+    return [layer for layer in head.modules() if isinstance(layer, nn.Linear)][-1].out_features
+
+
 class MeanOverTokens(nn.Module):
     """[B, tokens, F] to [B, F]."""
 

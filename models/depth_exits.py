@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.cascade import Atom, Blueprint, Cascade, Shape, norm_layer, num_features, pooled
+from models.cascade import Atom, Blueprint, Cascade, Shape, norm_layer, num_features, num_logits, pooled
 from models.partition import Piece
 
 EXIT = "exit"  # what exits are called, with the number of the atom that they stand behind, from 0
@@ -35,7 +35,7 @@ def separable(channels: int, out: int, batch_norm: str) -> nn.Sequential:
 class MapExit(nn.Module):
     """The classifier behind a map of `channels`, which the model brings to `last` channels in the end."""
 
-    def __init__(self, channels: int, last: int, num_classes: int, batch_norm: str) -> None:
+    def __init__(self, channels: int, last: int, logits: int, batch_norm: str) -> None:
         super().__init__()
         self.attention = nn.Sequential(
             separable(channels, channels, batch_norm), norm_layer(channels, batch_norm), nn.ReLU(inplace=True)
@@ -45,41 +45,39 @@ class MapExit(nn.Module):
             steps.append(separable(channels, min(2 * channels, last), batch_norm))
             channels = min(2 * channels, last)
         self.steps = nn.Sequential(*steps)
-        self.fc = nn.Linear(channels, num_classes)
+        self.fc = nn.Linear(channels, logits)
 
     def forward(self, z: Tensor) -> Tensor:
         """Logits[B, classes] of z[B, C, H, W]."""
         attention = F.interpolate(self.attention(z), size=z.shape[2:], mode="bilinear", align_corners=False).sigmoid_()
-        logits: Tensor = self.fc(pooled(self.steps(z * attention)))
-        return logits
+        found: Tensor = self.fc(pooled(self.steps(z * attention)))
+        return found
 
 
 class FeatureExit(nn.Module):
     """The classifier behind features without a map."""
 
-    def __init__(self, shape: Shape, num_classes: int) -> None:
+    def __init__(self, shape: Shape, logits: int) -> None:
         super().__init__()
-        self.fc = nn.Linear(num_features(shape), num_classes)
+        self.fc = nn.Linear(num_features(shape), logits)
 
     def forward(self, z: Tensor) -> Tensor:
         """Logits[B, classes] of z[B, tokens, F] or z[B, F]."""
-        logits: Tensor = self.fc(pooled(z))
-        return logits
+        found: Tensor = self.fc(pooled(z))
+        return found
 
 
 def with_exits(blueprint: Blueprint, blocks: Sequence[Piece]) -> Blueprint:
     """The model, and behind its atoms, as spare ones, an exit for every block but the last, whose exit is the head."""
-    exits = []
+    exits, logits = [], num_logits(blueprint)
     for block in blocks[:-1]:
         shape = blueprint.atoms[block[-1]].shape
         if len(shape) == 3:
             last = num_features(blueprint.feature_shape)
-            build: Callable[[], nn.Module] = partial(
-                MapExit, shape[0], last, blueprint.num_classes, blueprint.batch_norm
-            )
+            build: Callable[[], nn.Module] = partial(MapExit, shape[0], last, logits, blueprint.batch_norm)
         else:
-            build = partial(FeatureExit, shape, blueprint.num_classes)
-        exits.append(Atom(f"{EXIT}{block[-1]}", build, (blueprint.num_classes,), shape))
+            build = partial(FeatureExit, shape, logits)
+        exits.append(Atom(f"{EXIT}{block[-1]}", build, (logits,), shape))
     return replace(blueprint, atoms=(*blueprint.atoms, *exits), spare=len(exits))
 
 

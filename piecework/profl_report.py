@@ -55,11 +55,10 @@ def movement_figure(rounds: Sequence[Record]) -> Any:
 
 def leg_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
     """Each part of the run: its rounds, the last movement and slope, how often that was below, and how it ended."""
-    ended = {leg["leg"]: "frozen" if leg["converged"] else "its rounds" for leg in rounds[-1]["frozen"]}
-    rows = []
+    words, rows = {"frozen": "frozen", "rounds": "its rounds"}, []
     for stage, records in by_stage(rounds):
         last = records[-1]
         numbers = [f"{last[key]:.4g}" if last.get(key) is not None else "-" for key in ("effective_movement", "slope")]
         below = str(last["times_below"]) if last.get("slope_threshold") is not None else "-"
-        rows.append((stage, span([r["round"] for r in records]), *numbers, below, ended.get(stage, "-")))
+        rows.append((stage, span([r["round"] for r in records]), *numbers, below, words.get(last["ended"], "-")))
     return rows

@@ -43,7 +43,7 @@ def load_model(run_dir: Path) -> Cascade:
             whole,
             atoms=tuple(whole.atoms[i] for i in atoms),
             build_head=lambda: whole.build_unit(head),
-            spare=whole.spare if exits else 0,
+            spare=sum(i >= len(whole.atoms) - whole.spare for i in atoms) if exits else 0,
         )
         with isolated_rng(0):
             model = ExitCascade(part) if exits else Cascade(part)

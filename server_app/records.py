@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from server_app.settings import Scalar, Settings
 
-SCHEMA = 1
+SCHEMA = 2  # 2: norms of updates by unit
 KEPT = 2  # newest checkpoints kept, besides the first
 
 

@@ -26,6 +26,8 @@ def why_empty(record: dict[str, Any], settings: Settings) -> str:
     refused = [c for c in clients if c["status"] == "memory"]
     who = f"only {trained} clients trained (min-clients = {settings.min_clients})" if trained else "no client trained"
     lines = [f"{who} in round {record['round']}: {len(clients)} asked, {len(refused)} refused for memory"]
+    if not clients and not record["left_out"] and not record["busy"]:
+        lines[0] += f": of those connected, none has what {settings.strategy} needs in this round"
     if record["left_out"]:
         lines[0] += f", {len(record['left_out'])} left out because their processes had died"
     if record["busy"]:

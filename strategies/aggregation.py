@@ -123,6 +123,8 @@ def check_update(
                 raise UpdateRejectedError(
                     f"array {name!r} holds {np.count_nonzero(~np.isfinite(array))} non-finite values"
                 )
+            if name.endswith("running_var") and (array < 0).any():
+                raise UpdateRejectedError(f"array {name!r} has variances below 0, the least is {array.min():.4g}")
             square = float(np.square(np.subtract(array, previous[name].numpy(), dtype=np.float64)).sum())
             unit = unit_of(name) + (STATISTICS if name.endswith(("running_mean", "running_var")) else "")
             squares[unit], counts[unit] = squares.get(unit, 0.0) + square, counts.get(unit, 0) + array.size
@@ -170,29 +172,25 @@ def compared(
 ) -> Iterator[tuple[Who, CheckedUpdate, Norms]]:
     """Each update with limits for its units that have no history: factor x the median of the first few updates of a unit.
 
-    Updates of units that are not `known` are held until there are HELD of them, or no more come. With factor 0 nothing is held.
+    An update is held until there are HELD of each unit that it moves and that is not `known`, or no more updates come. With
+    factor 0 nothing is held.
     """
-    held: list[tuple[Who, CheckedUpdate]] | None = []
-    limits: Norms = {}
+    seen, limits = dict[str, list[float]](), Norms()
+    held: list[tuple[Who, CheckedUpdate]] = []
     for who, update in updates:
-        if held is None or not factor or all(unit in known for unit in update.norms):
+        if not factor:
             yield who, update, limits
             continue
-        held.append((who, update))
-        if len(held) == HELD:
-            limits = _limits_of(held, factor, known)
-            yield from ((*pair, limits) for pair in held)
-            held = None
-    if held:
-        limits = _limits_of(held, factor, known)
-        yield from ((*pair, limits) for pair in held)
-
-
-def _limits_of(held: list[tuple[Who, CheckedUpdate]], factor: float, known: Container[str]) -> Norms:
-    found: dict[str, list[float]] = {}
-    for _, update in held:
-        note_norms(found, update.norms)
-    return {unit: factor_of(unit, factor) * median_low(norms) for unit, norms in found.items() if unit not in known}
+        note_norms(seen, {unit: norm for unit, norm in update.norms.items() if unit not in known})
+        limits = {unit: factor_of(unit, factor) * median_low(n[:HELD]) for unit, n in seen.items() if len(n) >= HELD}
+        waiting, held = [*held, (who, update)], []
+        for pair in waiting:
+            if all(unit in known or unit in limits or not norm for unit, norm in pair[1].norms.items()):
+                yield *pair, limits
+            else:
+                held.append(pair)
+    limits = {unit: factor_of(unit, factor) * median_low(norms[:HELD]) for unit, norms in seen.items()}
+    yield from ((*pair, limits) for pair in held)
 
 
 def note_norms(found: dict[str, list[float]], norms: Norms) -> None:

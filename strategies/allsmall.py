@@ -12,7 +12,7 @@ from device_profiles.profile import DeviceState
 from models.cascade import Blueprint
 from strategies.fedavg import FedAvg, FedAvgRule
 from strategies.pricing import whole_model
-from strategies.state import StrategyState
+from strategies.state import Experiment, StrategyState
 
 STEPS = 64
 
@@ -65,6 +65,13 @@ class AllSmall(FedAvg):
     rule: AllSmallRule
     state_class = AllSmallState
     state: AllSmallState
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        if self.settings.init_weights:
+            raise ValueError(
+                f"init-weights = {self.settings.init_weights!r}: allsmall narrows the model, which they do not fit"
+            )
 
     def begin(self) -> None:
         """Size the model, once a run. Raises ValueError."""

@@ -65,8 +65,6 @@ class PieceStrategy(Strategy):
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.settings = experiment, experiment.settings
         self.blueprint, self.roster = experiment.blueprint, experiment.roster
-        if self.settings.adversarial and self.rule_class.adversarial == "never":
-            raise ValueError(f"adversarial = true: {self.name} trains on clean examples only")
         steps = self.settings.attack_steps if self.rule_class.attacks(self.settings) else 0
         self.rule = self.rule_class(
             self.blueprint, pricing_for(self.settings, experiment.reference, steps), self.settings
@@ -116,8 +114,9 @@ class PieceStrategy(Strategy):
         return self.rule.bytes(piece)
 
     def pricing_of(self, task: Task) -> Pricing:
-        """The prices of a task's steps."""
-        return self.rule.pricing
+        """The prices of a task's steps: in the clean rounds of optional adversarial training, those without attack."""
+        clean = self.rule.adversarial == "optional" and task.round <= self.settings.attack_warmup
+        return self.rule.pricing.unattacked if clean and self.settings.adversarial else self.rule.pricing
 
     def least_budget(self) -> int:
         """Bytes below which a client can do nothing in this round."""
@@ -301,7 +300,7 @@ class PieceStrategy(Strategy):
     def note_error(self, client: int, server_round: int, status: str) -> None:
         """What a client's error in a round means for later ones; also of an error that comes late."""
         if status == "crashed":
-            self.state.setbacks.crashed(client, server_round, self.rule.cuts)
+            self.state.setbacks.crashed(client, server_round, self.rule.cuts or self.rule.adapts)
 
     def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
         report.add_note(outcome.note)

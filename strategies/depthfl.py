@@ -7,10 +7,11 @@ of its classifiers' logits.
 With `feddyn-alpha` a > 0 (FedDyn, as in the paper): h <- h - a / m sum_k (theta_k - theta_t) over the round's clients that
 trained the array, m of all; theta <- mean of theta_k - h / a. Off by default: ProFL compares by plain averaging.
 
-Ours: blocks are ProFL's (runs of equal channels), so that the comparison is on the same cuts.
+Ours: blocks are ProFL's (runs of equal channels), so that the comparison is on the same cuts; classifiers that no client has
+trained yet have no say.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +23,7 @@ from client_app.trainers.depthfl import ExitsModel, Orders, distillation_weight,
 from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import DeviceState
 from models.basic_layers import blocks_of
-from models.cascade import Blueprint, parameter_names
+from models.cascade import Blueprint, parameter_names, unit_of
 from models.depth_exits import with_exits
 from models.partition import Piece
 from server_app.settings import Settings
@@ -30,7 +31,7 @@ from strategies.aggregation import CheckedUpdate
 from strategies.base import PieceStrategy
 from strategies.pricing import Part, Pricing
 from strategies.rules import Rule, Stage
-from strategies.state import Experiment
+from strategies.state import Experiment, StrategyState
 
 H = "h/"  # in `kept`, FedDyn's h of each array, float32
 
@@ -39,6 +40,7 @@ class DepthFLRule(Rule):
     """One stage: each device trains as many blocks, from the first one on, as fit."""
 
     adversarial = "optional"
+    adapts = True
     excluded = "not asked"
 
     def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
@@ -82,12 +84,21 @@ class DepthFLRule(Rule):
         return [self.part(self.depth(depth))]
 
 
+@dataclass
+class DepthFLState(StrategyState):
+    """`deepest`: how many blocks any client has trained so far."""
+
+    deepest: int = 0
+
+
 class DepthFL(PieceStrategy):
     """Models of different depth, each with classifiers behind its blocks."""
 
     name = "depthfl"
     rule_class = DepthFLRule
     rule: DepthFLRule
+    state_class = DepthFLState
+    state: DepthFLState
     piece_class = ExitsModel
 
     def __init__(self, experiment: Experiment) -> None:
@@ -130,6 +141,15 @@ class DepthFL(PieceStrategy):
     def combine(self, client: int, update: CheckedUpdate) -> None:
         """Every client that has an array counts the same."""
         self.mean.add(update.arrays, 1)
+        trained = {unit_of(name) for name in update.arrays}
+        exits = [piece_of_depth(self.rule.model, self.rule.blocks, d)[1] for d in range(1, len(self.rule.blocks) + 1)]
+        self.state.deepest = max(
+            self.state.deepest, *(d for d, unit in enumerate(exits, start=1) if unit in trained), 0
+        )
+
+    def trained_model(self) -> tuple[Piece, str]:
+        """The blocks that any client has trained, with their classifiers: others would speak at random."""
+        return piece_of_depth(self.rule.model, self.rule.blocks, self.state.deepest or len(self.rule.blocks))
 
     def finish(self) -> ArrayRecord:
         """The mean; with FedDyn, less h / a."""

@@ -21,7 +21,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
 from client_app.setup import narrowed
 from client_app.task import Outcome, Task
-from client_app.trainers.heterofl import WIDTH, Orders, width_loss
+from client_app.trainers.heterofl import WIDTH, Orders, input_shares, width_loss
 from device_profiles.profile import DeviceState
 from models.cascade import Blueprint, Shape
 from models.channels import channel_axes
@@ -39,6 +39,7 @@ class HeteroFLRule(Rule):
     """One stage: each device trains the widest model that fits."""
 
     adversarial = "optional"
+    adapts = True
     masks: ClassVar[bool] = True
 
     @cached_property
@@ -73,7 +74,7 @@ class HeteroFLRule(Rule):
         """(WIDTH, n): the whole model with the n-th share of the channels."""
         share, model = self.shares[piece[1]], self.models[piece[1]]
         present = (True,) * model.num_classes if self.masked else ()
-        loss = width_loss(share if self.settings.scaler else 1.0, present)
+        loss = width_loss(input_shares(model, self.blueprint) if self.settings.scaler else (), present)
         return Part(model, tuple(range(len(model.atoms))), make_loss=loss, name=f"{share:.4g} of the channels")
 
     def level(self, budget: int) -> int:
@@ -167,7 +168,7 @@ class HeteroFL(PieceStrategy):
         """Add a sub-model; of the last layer the rows of classes that the client has."""
         arrays, indices = dict(update.arrays), self.indices(self._asked[client][0])
         if (rows := self._classes.get(client)) is not None:
-            for name in self.rule.last_layer:
+            for name in filter(arrays.__contains__, self.rule.last_layer):
                 arrays[name], indices[name] = arrays[name][rows], (np.array(rows), *indices[name][1:])
         self.coverage.add(arrays, indices, self.full, update.examples if self.by_examples else 1)
 

@@ -184,25 +184,40 @@ class ProFL(PieceStrategy):
             self.kept[SCALARS] = Array(self._scalars(arrays)[None])
         return super().configure_train(server_round, arrays, config, grid)
 
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """As usual; then look at how the block moved."""
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        self.state.leg_round += 1
+        if arrays is not None and self.leg.kind != "map":
+            self._note_movement(arrays)
+        return arrays, metrics
+
+    @property
+    def _converged(self) -> bool:
+        return self.settings.freezing == "movement" and converged(self.state.movements, self.freezing)
+
+    @property
+    def _ended(self) -> bool:
+        return self._converged or self.state.leg_round >= self.state.most[min(self.state.leg, len(self.legs) - 1)]
+
     def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
-        """Look at how the block moved, and end the leg where it is time."""
-        state, leg = self.state, self.leg
-        state.leg_round += 1
-        frozen = leg.kind != "map" and self._moved(arrays) and self.settings.freezing == "movement"
-        if not frozen and state.leg_round < state.most[state.leg]:
+        """End the leg where it is time."""
+        state = self.state
+        if not self._ended:
             return arrays
-        state.frozen = [*state.frozen, {"leg": self.stage, "round": server_round, "converged": frozen}]
+        state.frozen = [*state.frozen, {"leg": self.stage, "round": server_round, "converged": self._converged}]
         return self._next_leg(arrays)
 
-    def _moved(self, arrays: ArrayRecord) -> bool:
-        """Note the block's movement; whether it has converged. A round in which nobody trained the block does not count."""
+    def _note_movement(self, arrays: ArrayRecord) -> None:
+        """Of the block. A round in which nobody trained it does not count."""
         seen, now = self.kept[SCALARS].numpy(), self._scalars(arrays)
         if not np.array_equal(seen[-1], now):
             seen = np.vstack([seen, now])[-self.freezing.window - 1 :]
             self.kept[SCALARS] = Array(seen)
             if len(seen) > self.freezing.window:
                 self.state.movements.append(effective_movement(list(seen)))
-        return converged(self.state.movements, self.freezing)
 
     def _scalars(self, arrays: ArrayRecord) -> np.ndarray:
         """The parameters of the step's block, or `movement-scalars` of them, the same in all its rounds."""
@@ -270,6 +285,7 @@ class ProFL(PieceStrategy):
             "times_below": times_below(movements, self.freezing),
             "block": self.leg.t,
             "blocks": len(self.rule.blocks),
+            "ended": ("frozen" if self._converged else "rounds") if self._ended else "",
             "frozen": self.state.frozen,
         }
 

@@ -16,6 +16,7 @@ from device_profiles.profile import DeviceState
 from models.anatomy import anatomy
 from models.basic_layers import basic_atoms, blocks_of, cascade_at, step_atoms, student_atoms, with_basic_layers
 from models.cascade import Blueprint
+from models.depth_exits import EXIT
 from models.partition import AtomTooLargeError, Piece
 from server_app.settings import Settings
 from strategies.pricing import Part, Pricing
@@ -174,7 +175,8 @@ def memory_bytes(part: Part, reference: Blueprint, recipe: Recipe) -> float:
     """The authors' figure where their code has one, else the fitted formula; their MB are taken as 10^6 bytes."""
     model = part.blueprint
     setting = (model.name, model.input_shape, recipe.batch_size, model.atoms[0].shape[0])
-    known = AUTHORS_MB.get(tuple(part.names())) if setting == SETTING else None
+    names = tuple(name for name in part.names() if not name.startswith(EXIT))  # its DepthFL's classifiers cost nothing
+    known = AUTHORS_MB.get(names) if setting == SETTING else None
     return 10**6 * (fitted_mb(part, recipe.batch_size) if known is None else known)
 
 
@@ -187,6 +189,8 @@ def fitted_mb(part: Part, batch_size: int) -> float:
     """
     elements = 0
     for atom, unit in zip(part.atoms, part.units[:-1], strict=True):
+        if part.blueprint.atoms[atom].name.startswith(EXIT):
+            continue
         layers = anatomy(part.blueprint, unit).layers
         convolutions = [layer for layer in layers if layer.kind == "Conv2d"]
         if not convolutions:

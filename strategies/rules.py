@@ -28,11 +28,13 @@ class Stage:
 class Rule(ABC):
     """A system's rule for one model and fleet. `smallest` is the least budget (bytes) that a client will have.
 
-    `cuts`: the model is cut for a budget. `excluded` says what becomes of a device that cannot train; `adversarial`, whether
-    the system trains on adversarial examples, `optional`: where the settings say so; `suggested`, that plans may recommend it.
+    `cuts`: the model is cut for a budget; `adapts`: else narrowed or shortened for it. `excluded` says what becomes of a device
+    that cannot train; `adversarial`, whether the system trains on adversarial examples, `optional`: where the settings say so;
+    `suggested`, that plans may recommend it.
     """
 
     cuts: ClassVar[bool] = False
+    adapts: ClassVar[bool] = False
     exits: ClassVar[bool] = False
     adversarial: ClassVar[Literal["never", "optional", "always"]] = "never"
     suggested: ClassVar[bool] = True
@@ -44,7 +46,13 @@ class Rule(ABC):
 
     @classmethod
     def attacks(cls, settings: Settings) -> bool:
-        """Whether a run with these settings trains on adversarial examples."""
+        """Whether a run with these settings trains on adversarial examples. Raises ValueError where it should and cannot."""
+        if settings.adversarial and cls.adversarial == "never":
+            raise ValueError(f"adversarial = true: {settings.strategy} trains on clean examples only")
+        if settings.adversarial and cls.adversarial == "optional" and settings.attack_warmup >= settings.num_rounds:
+            raise ValueError(
+                f"attack-warmup = {settings.attack_warmup} leaves no adversarial round of num-rounds = {settings.num_rounds}"
+            )
         return cls.adversarial == "always" or (cls.adversarial == "optional" and settings.adversarial)
 
     @property

@@ -263,6 +263,14 @@ def test_without_a_history_the_limit_is_of_the_model_itself() -> None:
     assert check_update(far, 1, model, spec_of(model), {"head": 1.0, "atoms.0": 30.0}, 49.9).examples == 1
 
 
+def test_variances_are_not_negative() -> None:
+    model = record({"atoms.0.bn.running_var": floats(1, 1)})
+    with pytest.raises(
+        UpdateRejectedError, match=r"array 'atoms\.0\.bn\.running_var' has variances below 0, the least is -0\.5"
+    ):
+        check_update(record({"atoms.0.bn.running_var": floats(1, -0.5)}), 1, model, spec_of(model))
+
+
 def test_norms_are_of_units_over_their_arrays() -> None:
     model = record(
         {"atoms.0.w": floats(1, 1, 1), "atoms.0.b": floats(0), "atoms.0.n": np.array(1), "head.b": floats(2)}
@@ -288,8 +296,10 @@ def limits_of(updates: list[dict[str, float]], factor: float, known: set[str]) -
 def test_units_without_a_history_are_compared_with_each_other() -> None:
     """Most clients train the head alone: the one that trains a block too is not measured by them."""
     block, head = {"atoms.0": 40.0, "head": 1.0}, {"head": 2.0}
-    first = {"atoms.0": 400.0, "head": 20.0}
-    assert limits_of([head, block, {"head": 3.0}, head], 10.0, set()) == [(n, first) for n in range(4)]
+    heads = {"head": 20.0}  # known with the third of them; the block's only when no more come
+    found = limits_of([head, block, {"head": 3.0}, head], 10.0, set())
+    assert found == [(0, heads), (2, heads), (3, heads), (1, heads | {"atoms.0": 400.0})]
+    assert limits_of([{"head": 1.0, "atoms.0": 0.0}] * 3, 10.0, {"head"}) == [(n, {}) for n in range(3)]
     # the head is known: only those with the block wait, until no more come
     assert limits_of([block, head], 10.0, {"head"}) == [(1, {}), (0, {"atoms.0": 400.0})]
     assert limits_of([head, head], 10.0, {"head"}) == [(0, {}), (1, {})]

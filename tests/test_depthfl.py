@@ -1,6 +1,7 @@
 """DepthFL: its loss and FedDyn's terms by hand, exits of all models, runs of clients of different depth."""
 
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ from safetensors.numpy import load_file
 from client_app.examples import normalised
 from client_app.trainers.depthfl import corrected, distillation_weight, exits_loss, piece_of_depth
 from models.basic_layers import blocks_of
-from models.cascade import unit_of
+from models.cascade import num_logits, unit_of
 from models.depth_exits import ExitCascade, exits_of, with_exits
 from models.zoo import MODELS, build_blueprint
 from piecework import load
 from piecework.plan import make_plan
 from piecework.question import Question, ask
 from server_app.settings import Settings
+from strategies.depthfl import DepthFLRule
+from strategies.pricing import pricing_for
 
+CONF = Path(__file__).resolve().parents[1] / "conf"
 # The convnet has the blocks (0, 1), (2, 3) and (4,), with the exits 5 and 6 behind atoms 1 and 3.
 SMALL: dict[str, Any] = TRIO | {
     "strategy": "depthfl",
@@ -191,3 +195,46 @@ def test_who_cannot_train_a_block_is_not_asked(tmp_path: Path) -> None:
 def test_no_batch_norm_of_ones_own(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="batch-norm = 'local': the server would have no model to predict with"):
         run_local(tmp_path, **SMALL | {"batch_norm": "local"})
+
+
+def test_exits_that_nobody_has_trained_have_no_say(tmp_path: Path) -> None:
+    changes = {"fleet": fleet_json(some=1.45, poor=1.2), "num_rounds": 1, "batch_norm": "running", "dataset": "digits"}
+    run_dir = run_local(tmp_path, **SMALL | changes)
+    model, data = load(run_dir.path), digits()
+    assert len(model.atoms) == 5  # two blocks and the first one's exit; the second's is the head
+    with torch.no_grad():
+        predicted = model(normalised(data.test_images, data)).argmax(1).numpy()
+    assert float((predicted == data.test_labels).mean()) == run_dir.rounds()[-1]["accuracy"]
+
+
+def test_two_classes_of_one_logit() -> None:
+    """sigma(0) = 1/2 and sigma(ln 3) = 3/4: the same as of two logits."""
+    single = [torch.zeros(1, 1), torch.tensor([[math.log(3)]])]
+    both = [torch.zeros(1, 2), torch.tensor([[0.0, math.log(3)]])]
+    one, other = exits_loss(single, torch.tensor([1]), 0.5), exits_loss(both, torch.tensor([1]), 0.5)
+    torch.testing.assert_close(one, other)
+    lstm = build_blueprint("lstm-imdb", num_classes=2, input_shape=(12,), width=0.125)
+    model = ExitCascade(with_exits(lstm, blocks_of(lstm)))
+    assert {layer.out_features for name, layer in model.named_modules() if name.endswith("fc")} == {num_logits(lstm)}
+
+
+@pytest.mark.parametrize(("depth", "megabytes"), [(1, 478), (2, 688), (3, 792), (4, 840)])
+def test_the_papers_memory_counts_no_classifiers(depth: int, megabytes: int) -> None:
+    resnet = build_blueprint("resnet18", num_classes=10, input_shape=(3, 32, 32))
+    settings = Settings(model="resnet18", memory_model="profl", batch_size=64)
+    rule = DepthFLRule(resnet, pricing_for(settings, resnet), settings)
+    assert rule.bytes(rule.depth(depth)) == megabytes * 10**6
+
+
+@pytest.mark.parametrize(
+    ("model", "shares"), [("resnet34", (0.0, 0.31)), ("vgg11", (0.36, 0.43)), ("vgg16", (0.0, 0.37))]
+)
+def test_participation_in_the_presets(model: str, shares: tuple[float, float]) -> None:
+    """Of ExclusiveFL and DepthFL, by the fitted formula; Table 1 has 0 and 34 %, 24 and 43 %, 0 and 37 %."""
+    preset = tomllib.loads((CONF / f"profl-{model}-cifar10.toml").read_text(encoding="utf-8"))
+    question = Question(input_shape=(3, 32, 32), num_classes=10, examples=500)
+    found = []
+    for strategy in ("exclusivefl", "depthfl"):
+        settings = Settings.from_run_config(preset | {"strategy": strategy})
+        found.append(make_plan(settings, question)["fleet"]["participation"])
+    assert tuple(found) == shares

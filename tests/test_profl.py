@@ -204,8 +204,9 @@ def test_a_block_that_converges_is_frozen_early(tmp_path: Path) -> None:
     assert [each["converged"] for each in rounds[-1]["frozen"]] == [len(leg) < 20 for leg in legs[:-1]]
     assert any(3 <= len(leg) < 20 for leg in legs)
     for leg in legs:
-        assert [record["effective_movement"] is None for record in leg] == [True] * 2 + [False] * (len(leg) - 2)
-        assert [record["slope"] is None for record in leg] == [True] * 3 + [False] * (len(leg) - 3)
+        assert [record["effective_movement"] is None for record in leg] == [True] + [False] * (len(leg) - 1)
+        assert [record["slope"] is None for record in leg] == [True] * 2 + [False] * (len(leg) - 2)
+        assert [record["ended"] for record in leg] == [""] * (len(leg) - 1) + ["rounds" if len(leg) == 20 else "frozen"]
 
 
 def test_some_scalars_are_enough(tmp_path: Path) -> None:

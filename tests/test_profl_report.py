@@ -14,21 +14,19 @@ pytest.importorskip("plotly")
 
 def progress(number: int, leg: str, movement: float | None, slope: float | None = None, **more: Any) -> dict[str, Any]:
     record: dict[str, Any] = {"stage": leg, "effective_movement": movement, "slope": slope, "slope_threshold": None}
-    return round_record(number, 0.5, [client(0)], **record | {"times_below": 0, "frozen": []} | more)
+    return round_record(number, 0.5, [client(0)], **record | {"times_below": 0, "ended": ""} | more)
 
 
 def rounds() -> list[dict[str, Any]]:
     """Step 2 shrinks, is frozen after its fourth round, and is mapped; step 1 grows and ends with its rounds."""
-    ended = [{"leg": "shrinking, step 2", "round": 4, "converged": True}, {"leg": "map, block 2", "round": 5}]
-    ended[1]["converged"] = False
     return [
         progress(1, "shrinking, step 2", None),
         progress(2, "shrinking, step 2", 1.0),
         progress(3, "shrinking, step 2", 0.75, -0.25, slope_threshold=0.05),
-        progress(4, "shrinking, step 2", 0.75, -0.01, slope_threshold=0.05, times_below=1),
-        progress(5, "map, block 2", None, frozen=ended[:1]),
-        progress(6, "growing, step 1", None, frozen=ended),
-        progress(7, "growing, step 1", 0.5, frozen=ended),
+        progress(4, "shrinking, step 2", 0.75, -0.01, slope_threshold=0.05, times_below=1, ended="frozen"),
+        progress(5, "map, block 2", None, ended="rounds"),
+        progress(6, "growing, step 1", None),
+        progress(7, "growing, step 1", 0.5),
     ]
 
 

@@ -105,7 +105,7 @@ def spoil_bit(path: Path) -> None:
 
 
 def set_schema(path: Path) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 2}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 1}))
 
 
 def drop(key: str) -> Any:
@@ -127,7 +127,7 @@ def drop(key: str) -> Any:
         ("state.json", lambda p: p.write_text("[1]"), "is damaged"),
         ("state.json", lambda p: p.write_bytes(b"\xff\xfe"), "is damaged"),
         ("state.json", Path.unlink, r"is damaged \(FileNotFoundError: .*state\.json"),
-        ("state.json", set_schema, r"was written by another version of Piecework \(schema is not 1\)"),
+        ("state.json", set_schema, r"was written by another version of Piecework \(schema is not 2\)"),
         ("state.json", drop("schema"), r"is damaged \(KeyError: 'schema'"),
         ("state.json", drop("arrays-sha256"), r"is damaged \(KeyError: 'arrays-sha256'"),
     ],

@@ -1,5 +1,7 @@
 """Baselines that scale the model by width, and those that leave poor devices out: on the in-process grid, and by hand."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from helpers import (
 from torch import nn
 from torch.nn import functional as F
 
-from client_app.trainers.heterofl import classes_of, scale_up, width_loss
+from client_app.trainers.heterofl import classes_of, input_shares, scale_up, width_loss
 from client_app.training import PieceModel
+from models.zoo import build_blueprint
 from piecework import load
 from piecework.plan import make_plan
 from piecework.question import ask
@@ -128,7 +131,7 @@ def test_the_scaler_divides_all_layers_but_the_last() -> None:
     piece = a_piece()
     layers = [m for unit in piece.units().values() for m in unit.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     made: dict[int, torch.Tensor] = {}
-    scale_up(piece, 0.25)
+    scale_up(piece, (*[0.25] * (len(layers) - 1), 1.0))
     for number, layer in enumerate(layers):
         layer.register_forward_hook(lambda layer, x, out, n=number: made.update({n: out / plain(layer, x[0])}))
     piece.train(False)
@@ -136,6 +139,16 @@ def test_the_scaler_divides_all_layers_but_the_last() -> None:
     for number in range(len(layers)):
         expected = 1.0 if number == len(layers) - 1 else 4.0
         torch.testing.assert_close(made[number], torch.full_like(made[number], expected), rtol=1e-3, atol=1e-3)
+
+
+def test_a_layers_share_is_that_of_its_inputs() -> None:
+    """Images are never cut, and the last layer is not scaled; 1 of 8 channels is what is left of a sixteenth."""
+    build = partial(build_blueprint, "convnet", num_classes=10, input_shape=(1, 8, 8))
+    shares = input_shares(build(width=0.5), build())
+    assert shares == (1.0, *[0.5] * (len(shares) - 2), 1.0)
+    resnet = partial(build_blueprint, "resnet18", num_classes=10, input_shape=(1, 28, 28))
+    shares = input_shares(resnet(width=0.0625 / 8), resnet(width=0.125))
+    assert (shares[0], shares[1], shares[-1]) == (1.0, 1 / 8, 1.0)
 
 
 def plain(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -148,7 +161,7 @@ def test_logits_of_absent_classes_are_nought() -> None:
     """Classes 0 to 3 are there: loss -z_y + ln(sum_0..3 e^z + 6 e^0), and no gradient on the other rows."""
     piece = a_piece()
     present = tuple(n < 4 for n in range(10))
-    loss = width_loss(1.0, present)([piece])
+    loss = width_loss((), present)([piece])
     x, y = torch.randn(6, 1, 8, 8), torch.tensor([0, 1, 2, 3, 0, 1])
     z = piece.logits(x).detach()
     by_hand = (-z[range(6), y] + (z[:, :4].exp().sum(1) + 6).log()).mean()
@@ -159,7 +172,7 @@ def test_logits_of_absent_classes_are_nought() -> None:
     assert gradient is not None
     assert (gradient[4:] == 0).all()
     assert (gradient[:4] != 0).any()
-    unmasked = width_loss(1.0, ())([piece])(x, y)
+    unmasked = width_loss((), ())([piece])(x, y)
     torch.testing.assert_close(unmasked, F.cross_entropy(z, y))
 
 
@@ -243,7 +256,7 @@ def test_adversarial_training_is_an_option(tmp_path: Path, strategy: str) -> Non
     assert attacked["adversarial_accuracy"] is not None
     for before, client in zip(clean["clients"], attacked["clients"], strict=True):
         assert before["predicted_peak"] == client["predicted_peak"] == client["measured_peak"] <= client["budget"]
-        assert before["flops"] == client["flops"]  # as priced: clean rounds are not told apart
+        assert 2 * before["flops"] < client["flops"]  # two attack steps, each forward and backward
     plain = run_local(tmp_path / "plain", **SMALL | changes | {"adversarial": False})
     assert not same(model_of(run_dir), model_of(plain))
 
@@ -272,3 +285,23 @@ def test_shares_that_are_none(shares: str) -> None:
 def test_sub_models_keep_no_batch_norm_of_their_own(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="batch-norm = 'local': channels of heterofl's sub-models change"):
         run_local(tmp_path, **SMALL | {"batch_norm": "local"})
+
+
+def test_an_attack_that_never_comes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"attack-warmup = 2 leaves no adversarial round of num-rounds = 2"):
+        run_local(tmp_path, **SMALL | {"adversarial": True, "attack_warmup": 2})
+
+
+def test_a_partial_update_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sends less than its sub-model: what it sent counts."""
+    from client_app.trainers import heterofl
+
+    train = heterofl.train
+
+    def less(task: Any, client: Any) -> Any:
+        update = train(task, client)
+        return replace(update, units=update.units[:1]) if client.number == 0 else update
+
+    monkeypatch.setattr(heterofl, "train", less)
+    run_dir = run_local(tmp_path, **SMALL | {"num_rounds": 1})
+    assert [client["status"] for client in clients_of(run_dir)] == ["ok"] * 3

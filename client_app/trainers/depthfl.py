@@ -13,14 +13,15 @@ theta_t||^2 besides, and h_k <- h_k - a (theta_k - theta_t) is the client's stat
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any, Self
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file
+from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -120,6 +121,8 @@ def exits_loss(logits: list[Tensor], y: Tensor, weight: float) -> Tensor:
         total = total + classification_loss(each, y)
     if len(logits) == 1 or not weight:
         return total
+    if logits[0].shape[1] == 1:  # of two classes, the other one's is 0
+        logits = [F.pad(each, (0, 1)) for each in logits]
     logs = [F.log_softmax(each, dim=1) for each in logits]
     for i, log in enumerate(logs):
         others = [other.detach() for j, other in enumerate(logs) if j != i]
@@ -134,7 +137,8 @@ def dynamic(make_loss: MakeLoss, alpha: float, correct: Callable[[PieceModel], l
     def make(pieces: list[PieceModel]) -> Loss:
         (piece,) = pieces
         for parameter, c in zip(piece.parameters(), correct(piece), strict=True):
-            parameter.register_hook(partial(corrected, parameter, c, alpha))  # type: ignore[no-untyped-call]
+            # detached: a parameter that its own hook holds is freed late
+            parameter.register_hook(partial(corrected, parameter.detach(), c, alpha))  # type: ignore[no-untyped-call]
         return make_loss(pieces)
 
     return make
@@ -142,7 +146,7 @@ def dynamic(make_loss: MakeLoss, alpha: float, correct: Callable[[PieceModel], l
 
 def corrected(parameter: Tensor, c: Tensor, alpha: float, gradient: Tensor) -> Tensor:
     """The gradient with FedDyn's terms."""
-    return torch.add(c, parameter.detach(), alpha=alpha).add_(gradient)
+    return torch.add(c, parameter, alpha=alpha).add_(gradient)
 
 
 @cache
@@ -189,32 +193,37 @@ def corrections(client: Client, piece: PieceModel, alpha: float) -> list[Tensor]
     """c = - h_k - a theta_t of each parameter; h_k is 0 at first."""
     found = []
     for unit, module in piece.units().items():
-        known = history(client, unit)
-        for name, parameter in module.named_parameters():
-            c = parameter.detach().mul(-alpha)
-            if (h := known.get(f"{unit}.{name}")) is not None:
-                c.sub_(torch.from_numpy(h).to(c.device))
-            found.append(c)
+        with history(client, unit) as h:
+            for name, parameter in module.named_parameters():
+                c = parameter.detach().mul(-alpha)
+                if (known := h(f"{unit}.{name}")) is not None:
+                    c.sub_(torch.from_numpy(known).to(c.device))
+                found.append(c)
     return found
 
 
-def history(client: Client, unit: str) -> dict[str, np.ndarray]:
-    """h_k of a unit's parameters, from the client's state."""
+@contextmanager
+def history(client: Client, unit: str) -> Iterator[Callable[[str], np.ndarray | None]]:
+    """A reader of h_k of a unit's parameters, from the client's state; None where there is none yet."""
     path = client.old_state / HISTORY / f"{unit}.safetensors" if client.old_state is not None else None
-    return load_file(path) if path is not None and path.is_file() else {}
+    if path is None or not path.is_file():
+        yield lambda _: None
+        return
+    with safe_open(path, framework="np") as file:
+        yield file.get_tensor
 
 
 def remember(client: Client, piece: PieceModel, alpha: float) -> None:
-    """h_k <- h_k - a (theta_k - theta_t), unit by unit."""
+    """h_k <- h_k - a (theta_k - theta_t), unit by unit, also where the server then has no use for the update."""
     folder = client.new_state() / HISTORY
     folder.mkdir(exist_ok=True)
     for unit, module in piece.units().items():
-        known, sent = history(client, unit), dict(client.store.read([unit]))
-        fresh = {}
-        for name, parameter in module.named_parameters():
-            key = f"{unit}.{name}"
-            step = alpha * (parameter.detach().cpu().numpy() - sent[key])
-            fresh[key] = known[key] - step if key in known else -step
+        parameters, fresh = dict(module.named_parameters()), {}
+        with history(client, unit) as h:
+            for key, sent in client.store.read([unit]):
+                if (parameter := parameters.get(key.removeprefix(f"{unit}."))) is not None:
+                    step, known = alpha * (parameter.detach().cpu().numpy() - sent), h(key)
+                    fresh[key] = known - step if known is not None else -step
         client.store.write_units(fresh, folder)
 
 

@@ -2,15 +2,18 @@
 it in the channels that the server chooses.
 
 r: the share of the channels that this client's model has. It trains all of it, as in federated averaging.
-Scaler: what convolutions and hidden linear layers make is divided by r, so that it is as large as in the full model, where more
-channels are summed up. Masked cross-entropy: logits of classes that the client has no examples of are set to 0.
+Scaler: what convolutions and hidden linear layers make is divided by the share of their inputs that was kept, so that it is as
+large as in the full model, where more channels are summed up. Masked cross-entropy: logits of classes that the client has no
+examples of are set to 0.
 
-Ours: the Scaler works whenever the sub-model does, also when it is attacked or evaluated (HeteroFL: in training only, its batch
-norms have no statistics then); the full model, which the server evaluates, has none.
+Ours: HeteroFL divides all by r, also the first layer, none of whose inputs is cut; the statistics of its batch norm, averaged,
+would not be those of the full model, which has no Scaler. And it works whenever the sub-model does, also when it is attacked or
+evaluated (HeteroFL: in training only; its batch norms have no statistics then). LSTMs have none.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Self
 
 import numpy as np
@@ -23,6 +26,9 @@ from client_app.setup import narrowed
 from client_app.task import Metrics, Task
 from client_app.trainers.fedavg import train_whole
 from client_app.training import MakeLoss, PieceModel, classification_loss, outputs
+from device_profiles.memory import MemoryBudgetExceededError
+from models.cascade import Blueprint
+from models.partition import fits
 
 WIDTH = -2  # in a price list, the piece (WIDTH, n) is the whole model with the n-th of `width-shares`, from 0
 
@@ -50,23 +56,41 @@ class Orders:
         return asdict(self)
 
 
-def scale_up(piece: PieceModel, share: float) -> None:
-    """Divide what all convolutions and linear layers but the last one make by a share (HeteroFL's Scaler), in place."""
-    if share == 1:
-        return
-    modules = [module for unit in piece.units().values() for module in unit.modules()]
-    layers = [module for module in modules if isinstance(module, nn.Conv2d | nn.Linear)]
-    for layer in layers[:-1]:
-        layer.register_forward_hook(lambda _, __, out: out.div_(share))
+def layers_of(modules: Iterable[nn.Module]) -> list[nn.Conv2d | nn.Linear]:
+    """The convolutions and linear layers in modules, in order."""
+    return [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+
+
+def input_shares(small: Blueprint, full: Blueprint) -> tuple[float, ...]:
+    """Of each layer of a sub-model, the share of its inputs that was kept; 1 of the last one."""
+    with torch.device("meta"):
+        kept, all_of = (layers_of(map(model.build_unit, model.units())) for model in (small, full))
+    shares = [a.weight.shape[1] / b.weight.shape[1] for a, b in zip(kept, all_of, strict=True)]
+    return (*shares[:-1], 1.0)
+
+
+def scale_up(piece: PieceModel, shares: tuple[float, ...]) -> None:
+    """Divide what each layer makes by its share (HeteroFL's Scaler), in place; () = none."""
+    for layer, share in zip(layers_of(piece.units().values()), shares, strict=bool(shares)):
+        if share != 1:
+            layer.register_forward_hook(partial(divided, share))
+
+
+def divided(share: float, _: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    """What a layer made, divided by a share."""
+    return out.div_(share)
 
 
 @cache
-def width_loss(scaler: float, present: tuple[bool, ...]) -> MakeLoss:
-    """Cross-entropy of a sub-model scaled up by 1 / `scaler`; logits of classes that are not `present` are 0. () = no mask."""
+def width_loss(shares: tuple[float, ...], present: tuple[bool, ...]) -> MakeLoss:
+    """Cross-entropy of a sub-model scaled up by its layers' `shares`; logits of classes that are not `present` are 0.
+
+    () = no Scaler, no mask.
+    """
 
     def make(pieces: list[PieceModel]) -> Loss:
         (piece,) = pieces
-        scale_up(piece, scaler)
+        scale_up(piece, shares)
         mask = torch.tensor(present) if len(present) == outputs(piece.head) else None
 
         def loss(z: Tensor, y: Tensor) -> Tensor:
@@ -88,9 +112,9 @@ def classes_of(client: Client) -> tuple[bool, ...]:
 
 def train(task: Task, client: Client) -> Update:
     """Train the sub-model. Raises MemoryBudgetExceededError."""
-    orders = sub_model(task, client)
+    orders, shares = sub_model(task, client)
     present = classes_of(client) if orders.masked else ()
-    loss = width_loss(orders.share if orders.scaler else 1.0, present)
+    loss = width_loss(shares, present)
     update = train_whole(task, client, (WIDTH, orders.level), loss)
     if orders.masked:
         update.metrics["classes"] = [int(number) for number in np.flatnonzero(present)]
@@ -98,16 +122,19 @@ def train(task: Task, client: Client) -> Update:
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """Loss and accuracy of the sub-model on the client's validation share."""
-    orders = sub_model(task, client)
+    """Loss and accuracy of the sub-model on the client's validation share. Raises MemoryBudgetExceededError."""
+    orders, shares = sub_model(task, client)
+    needed = task.price((WIDTH, orders.level))
+    if not fits(needed, client.allowed):
+        raise MemoryBudgetExceededError(needed or 0, client.allowed, "evaluating the sub-model")
     piece = PieceModel(client.blueprint, range(len(client.blueprint.atoms)), "head", client.load())
-    scale_up(piece, orders.share if orders.scaler else 1.0)
+    scale_up(piece, shares)
     piece.train(False)
     return client.evaluate(piece.logits, client.validation)
 
 
-def sub_model(task: Task, client: Client) -> Orders:
-    """Let the client's model be the narrow one."""
-    orders = Orders.of(task)
+def sub_model(task: Task, client: Client) -> tuple[Orders, tuple[float, ...]]:
+    """Let the client's model be the narrow one; with its layers' shares, where there is a Scaler."""
+    orders, full = Orders.of(task), client.blueprint
     client.blueprint = narrowed(client.settings, client.data.input_shape, client.data.num_classes, orders.share)
-    return orders
+    return orders, input_shares(client.blueprint, full) if orders.scaler else ()
