@@ -150,23 +150,13 @@ def test_feddyn_on_both_sides(tmp_path: Path) -> None:
         np.testing.assert_allclose(h, -0.1 * (trained - before[name]), rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.1])
-def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, alpha: float) -> None:
-    changes = SMALL | {"feddyn_alpha": alpha}
+def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    changes = SMALL | {"feddyn_alpha": 0.1, "local_iterations": 1}
     through = run_local(tmp_path / "a", **changes)
     halved = run_local(tmp_path / "b", **changes | {"num_rounds": 1, "lr_rounds": 2})
     halved = run_local(tmp_path / "b", **changes | {"lr_rounds": 2, "resume_from": str(halved.path)})
     assert same(model_of(through), model_of(halved))
     for client in clients_of(through):
-        assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
-
-
-def test_adversarial_training(tmp_path: Path) -> None:
-    changes = {"adversarial": True, "attack_steps": 2, "evaluation_attack_steps": 2, "evaluation_attack_examples": 20}
-    run_dir = run_local(tmp_path, **SMALL | changes | {"num_rounds": 1, "batch_norm": "running"})
-    (record,) = run_dir.rounds()
-    assert record["adversarial_accuracy"] is not None
-    for client in record["clients"]:
         assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
 
 

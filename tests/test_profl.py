@@ -383,7 +383,7 @@ def test_a_vision_transformer_goes_through_all_stages(tmp_path: Path) -> None:
     rng, path = np.random.default_rng(0), tmp_path / "images.npz"
     arrays = {f"x_{part}": rng.integers(0, 256, (24, 64, 64, 3), np.uint8) for part in ("train", "test")}
     np.savez(path, **arrays, **{f"y_{part}": np.arange(24) % 3 for part in ("train", "test")})
-    changes = {"dataset": f"npz:{path}", "model": "vit", "model_width": 0.25, "clients": 2, "batch_size": 4}
+    changes = {"dataset": f"npz:{path}", "model": "vit", "model_width": 0.125, "clients": 2, "batch_size": 4}
     changes |= {"stage_rounds": 1, "num_rounds": 7, "local_iterations": 1, "fleet": boards(all=1.0)}
     run_dir = run_local(tmp_path, **SMALL | changes)
     assert [record["stage"] for record in run_dir.rounds()] == [
@@ -393,7 +393,9 @@ def test_a_vision_transformer_goes_through_all_stages(tmp_path: Path) -> None:
     for record in run_dir.rounds():
         for client in record["clients"]:
             assert client["status"] == "ok"
-            assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
+            assert client["measured_peak"] <= client["predicted_peak"] <= client["budget"]
+            # a map's price has the streams that a client needs which missed earlier steps
+            assert client["measured_peak"] == client["predicted_peak"] or "map" in record["stage"]
     assert load(run_dir.path)(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
 
 

@@ -237,7 +237,7 @@ def test_all_small_is_as_wide_as_the_poorest_allows(tmp_path: Path) -> None:
 # ---- adversarial training, plans, settings
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "heterofl", "allsmall"])
+@pytest.mark.parametrize("strategy", ["heterofl", "depthfl"])
 def test_adversarial_training_is_an_option(tmp_path: Path, strategy: str) -> None:
     changes = {
         "strategy": strategy,
