@@ -8,7 +8,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -100,8 +100,7 @@ def _stream(
     forward = in_precision(piece.logits if head is not None else piece.features, client.recipe)
     draft, writer = client.store.task / path.name, None
     for positions, fresh in _mixed(client, len(examples)):
-        dropout = integer(client.settings.seed, client.number, "dropout", runs(module), int(positions[0]))
-        with client.cap.first(f"stream {runs(module)}", len(positions)), isolated_rng(dropout):
+        with client.cap.first(f"stream {runs(module)}", len(positions)), _dropout(client, module, positions, training):
             z = forward(examples.read(positions))
             block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy()
         if writer is None:
@@ -115,6 +114,13 @@ def _stream(
     del piece, forward
     return_free_memory()
     return features
+
+
+def _dropout(client: Client, module: Piece, positions: np.ndarray, training: bool) -> AbstractContextManager[None]:
+    """In training mode, dropout that is the same whenever these features are computed."""
+    if not training:
+        return nullcontext()
+    return isolated_rng(integer(client.settings.seed, client.number, "dropout", runs(module), int(positions[0])))
 
 
 def _mixed(client: Client, count: int) -> Iterator[tuple[np.ndarray, int]]:

@@ -6,7 +6,7 @@ A refusal for memory is a normal reply: Flower's Error carries only a code and a
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
@@ -62,6 +62,19 @@ class Task:
     def price(self, piece: Piece) -> int | None:
         """Bytes of training a piece, or None where the server lists none."""
         return self.prices.get(piece_key(piece))
+
+
+class OwnFields:
+    """A system's own fields of a task, for a dataclass to build on."""
+
+    @classmethod
+    def of(cls, task: Task) -> Self:
+        """Those in a task; raises TypeError for a field that is missing or not known."""
+        return cls(**task.own)
+
+    def to_own(self) -> dict[str, Any]:
+        """As a task's own fields."""
+        return asdict(cast(Any, self))
 
 
 def piece_key(piece: Piece) -> str:

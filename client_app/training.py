@@ -21,7 +21,7 @@ from client_app.attacks import Attack, Loss, by_backward, pgd
 from client_app.examples import Examples, batches
 from client_app.memory_cap import MemoryCap, return_free_memory
 from device_profiles.memory import FlopCount, StepPrice, trace
-from models.cascade import Blueprint, fit_features, isolated_rng, run_atoms
+from models.cascade import Blueprint, fit_features, isolated_rng, outputs, run_atoms
 
 Load = Callable[[str], nn.Module]
 Precision = Literal["float32", "bfloat16"]
@@ -298,11 +298,6 @@ def stream_price(blueprint: Blueprint, atom: int, recipe: Recipe, *, training: b
         in_precision(piece.features, recipe)(fake_batch(blueprint, atom, recipe.batch_size))
 
     return trace(work).peak_bytes
-
-
-def outputs(head: nn.Module) -> int:
-    """How many logits a head makes: what its last linear layer does."""
-    return [layer for layer in head.modules() if isinstance(layer, nn.Linear)][-1].out_features
 
 
 def counted(perturb: Perturb, flops: FlopCount) -> Perturb:

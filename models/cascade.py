@@ -115,11 +115,15 @@ class ExitHead(nn.Module):
         return logits
 
 
+def outputs(head: nn.Module) -> int:
+    """How many logits a head makes: what its last linear layer does."""
+    return [layer for layer in head.modules() if isinstance(layer, nn.Linear)][-1].out_features
+
+
 def num_logits(blueprint: Blueprint) -> int:
     """How many logits the model makes: its classes, or one for two."""
     with torch.device("meta"):
-        head = blueprint.build_head()
-    return [layer for layer in head.modules() if isinstance(layer, nn.Linear)][-1].out_features
+        return outputs(blueprint.build_head())
 
 
 class MeanOverTokens(nn.Module):

@@ -4,7 +4,7 @@ The running sum is what makes a server's memory independent of the number of cli
 """
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median, median_low
 from typing import Protocol, TypeVar
@@ -98,11 +98,11 @@ def check_update(
     previous: ArrayRecord,
     spec: Spec,
     limits: Mapping[str, float] | None = None,
-    most: float = math.inf,
+    most: Callable[[], float] = lambda: math.inf,
 ) -> CheckedUpdate:
     """Known names, exact shapes and dtypes, finite values, a positive count, every unit's norm within its limit.
 
-    Where a unit has no limit, the Euclidean norm of all is at most `most`. Raises UpdateRejectedError with the reason.
+    Where a unit has no limit, the Euclidean norm of all is at most `most()`. Raises UpdateRejectedError with the reason.
     """
     if not isinstance(examples, int) or isinstance(examples, bool) or examples <= 0:
         raise UpdateRejectedError(f"num-examples is {examples!r}: it must be a positive integer")
@@ -132,8 +132,8 @@ def check_update(
     norms = {unit: math.sqrt(square / max(1, counts[unit])) for unit, square in squares.items()}
     require_within(norms, limits or {})
     total = math.sqrt(sum(squares.values()))
-    if total > most and any(unit not in (limits or {}) for unit in norms):
-        raise UpdateRejectedError(f"the update's norm {total:.4g} is past the limit {most:.4g} (update-norm-limit)")
+    if any(unit not in (limits or {}) for unit in norms) and total > most():
+        raise UpdateRejectedError(f"the update's norm {total:.4g} is past the limit {most():.4g} (update-norm-limit)")
     return CheckedUpdate(checked, examples, norms)
 
 

@@ -6,8 +6,9 @@ method overrides what it does differently: how it cuts a model, which prices a t
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -243,7 +244,7 @@ class PieceStrategy(Strategy):
 
     def _received(self, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
         factor = self.settings.update_norm_limit
-        limits, most = norm_limits(self.state.norms, factor), first_limit(factor, self.post.arrays)
+        limits, most = norm_limits(self.state.norms, factor), cache(partial(first_limit, factor, self.post.arrays))
         for message in replies:
             client = self.roster.client_of(message.metadata.src_node_id)
             if client is None or client not in self.reports:
@@ -260,7 +261,9 @@ class PieceStrategy(Strategy):
         """The new model; arrays that nobody trained stay the very same objects."""
         return updated(self.post.arrays, self.mean)
 
-    def receive(self, message: Message, report: ClientReport, limits: Norms, most: float) -> CheckedUpdate | None:
+    def receive(
+        self, message: Message, report: ClientReport, limits: Norms, most: Callable[[], float]
+    ) -> CheckedUpdate | None:
         """Fill in the report; the update, if it may enter the model."""
         if message.has_error():
             self._fail(message, report)

@@ -255,12 +255,12 @@ def test_without_a_history_the_limit_is_of_the_model_itself() -> None:
     assert first_limit(10.0, model) == 50.0
     assert first_limit(0.0, model) == math.inf
     far = record({"atoms.0.w": floats(3, 30, 40), "head.b": floats(-4)})
-    assert check_update(far, 1, model, spec_of(model), {}, 50.0).norms["head"] == 0
+    assert check_update(far, 1, model, spec_of(model), {}, lambda: 50.0).norms["head"] == 0
     with pytest.raises(
         UpdateRejectedError, match=r"the update's norm 50 is past the limit 49\.9 \(update-norm-limit\)"
     ):
-        check_update(far, 1, model, spec_of(model), {"head": 1.0}, 49.9)
-    assert check_update(far, 1, model, spec_of(model), {"head": 1.0, "atoms.0": 30.0}, 49.9).examples == 1
+        check_update(far, 1, model, spec_of(model), {"head": 1.0}, lambda: 49.9)
+    assert check_update(far, 1, model, spec_of(model), {"head": 1.0, "atoms.0": 30.0}, lambda: 49.9).examples == 1
 
 
 def test_variances_are_not_negative() -> None:

@@ -15,9 +15,8 @@ theta_t||^2 besides, and h_k <- h_k - a (theta_k - theta_t) is the client's stat
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from torch.nn import functional as F
 
 from client_app.attacks import Loss
 from client_app.client import Client, Update
-from client_app.task import Metrics, Task
+from client_app.task import Metrics, OwnFields, Task
 from client_app.trainers.fedavg import attack_of_round
 from client_app.training import Load, MakeLoss, PieceModel, Trainee, classification_loss
 from device_profiles.memory import MemoryBudgetExceededError
@@ -39,21 +38,12 @@ HISTORY = "feddyn"  # in the client's state, h_k
 
 
 @dataclass(frozen=True)
-class Orders:
+class Orders(OwnFields):
     """What the server says: the atoms of each block; how many blocks to train at most; the weight of self-distillation."""
 
     blocks: list[list[int]]
     depth: int
     weight: float
-
-    @classmethod
-    def of(cls, task: Task) -> Self:
-        """The orders in a task; raises TypeError for a field that is missing or not known."""
-        return cls(**task.own)
-
-    def to_own(self) -> dict[str, Any]:
-        """As a task's own fields."""
-        return asdict(self)
 
     @property
     def pieces(self) -> list[Piece]:

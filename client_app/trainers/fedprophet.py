@@ -15,9 +15,8 @@ module, which has the model's own head and no auxiliary one, has no regulariser.
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from client_app.client import Client, Update
 from client_app.examples import Examples, batches
 from client_app.features import prefix_features
 from client_app.setup import image_attack
-from client_app.task import Metrics, Task
+from client_app.task import Metrics, OwnFields, Task
 from client_app.training import MakeLoss, PieceModel, Trainee, classification_loss, in_precision
 from client_app.validation import held_bytes, piece_bytes, validate
 from device_profiles.memory import MemoryBudgetExceededError
@@ -36,7 +35,7 @@ from models.partition import Piece, fits, runs
 
 
 @dataclass(frozen=True)
-class Orders:
+class Orders(OwnFields):
     """What the server says of a stage: the atoms of each module; the module m in training, from 0; M_k.
 
     `epsilon`: the radius around features; `nonnegative`: no client has features below 0; `clean`: no attack in this round;
@@ -50,15 +49,6 @@ class Orders:
     nonnegative: bool = False
     clean: bool = False
     swaps: bool = False
-
-    @classmethod
-    def of(cls, task: Task) -> Self:
-        """The orders in a task; raises TypeError for a field that is missing or not known."""
-        return cls(**task.own)
-
-    def to_own(self) -> dict[str, Any]:
-        """As a task's own fields."""
-        return asdict(self)
 
     def atoms(self, last: int) -> Piece:
         """The atoms of the modules from the one in training to `last`."""

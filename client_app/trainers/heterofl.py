@@ -12,9 +12,8 @@ evaluated (HeteroFL: in training only; its batch norms have no statistics then).
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,18 +22,18 @@ from torch import Tensor, nn
 from client_app.attacks import Loss
 from client_app.client import Client, Update
 from client_app.setup import narrowed
-from client_app.task import Metrics, Task
+from client_app.task import Metrics, OwnFields, Task
 from client_app.trainers.fedavg import train_whole
-from client_app.training import MakeLoss, PieceModel, classification_loss, outputs
+from client_app.training import MakeLoss, PieceModel, classification_loss
 from device_profiles.memory import MemoryBudgetExceededError
-from models.cascade import Blueprint
+from models.cascade import Blueprint, outputs
 from models.partition import fits
 
 WIDTH = -2  # in a price list, the piece (WIDTH, n) is the whole model with the n-th of `width-shares`, from 0
 
 
 @dataclass(frozen=True)
-class Orders:
+class Orders(OwnFields):
     """What the server says of a sub-model: the number of its share, and the share r; whether there is a Scaler and a mask.
 
     `draw` is for the server alone: which of the clients' choices of channels this is.
@@ -45,15 +44,6 @@ class Orders:
     scaler: bool = False
     masked: bool = False
     draw: int = 0
-
-    @classmethod
-    def of(cls, task: Task) -> Self:
-        """The orders in a task; raises TypeError for a field that is missing or not known."""
-        return cls(**task.own)
-
-    def to_own(self) -> dict[str, Any]:
-        """As a task's own fields."""
-        return asdict(self)
 
 
 def layers_of(modules: Iterable[nn.Module]) -> list[nn.Conv2d | nn.Linear]:

@@ -15,9 +15,8 @@ norms take statistics of a batch, whose running means (which theirs go on averag
 The teacher's logits are computed first, one atom after another: teacher and student are never held together.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self
 
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from client_app.attacks import Loss
 from client_app.client import Client, Update
 from client_app.examples import Examples
 from client_app.features import prefix_features, teacher_logits
-from client_app.task import Metrics, Task
+from client_app.task import Metrics, OwnFields, Task
 from client_app.training import MakeLoss, PieceModel, Trainee, single_loss
 from client_app.validation import behind, evaluate_cascade
 from device_profiles.memory import MemoryBudgetExceededError
@@ -36,21 +35,12 @@ OUTPUT_LAYER: Piece = ()  # theta_L alone, in a price list
 
 
 @dataclass(frozen=True)
-class Orders:
+class Orders(OwnFields):
     """What the server says of a step: the atoms of each block; t, from 1; whether its block is being integrated (Map)."""
 
     blocks: list[list[int]]
     step: int
     mapping: bool = False
-
-    @classmethod
-    def of(cls, task: Task) -> Self:
-        """The orders in a task; raises TypeError for a field that is missing or not known."""
-        return cls(**task.own)
-
-    def to_own(self) -> dict[str, Any]:
-        """As a task's own fields."""
-        return asdict(self)
 
     @property
     def pieces(self) -> list[Piece]:
