@@ -33,6 +33,7 @@ OUT_OF_MEMORY = (
     "STATUS_ALLOC_FAILED",
 )
 PLENTY = 2**30  # bytes
+LARGEST_IN_HEAP = 32 * 2**20  # bytes; older glibc allow no more
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -101,13 +102,24 @@ def keep_heap_tight(budget: int, available: int) -> None:
     just the traced peak; with 8 MiB 40 to 75 MB more, for 11 to 20 % less processor time. So the smaller limit is for devices
     and containers that have not much more than the budget.
     """
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            short = available < 2 * budget + PLENTY
-            threshold = 2 * 2**20 if short else min(32 * 2**20, max(8 * 2**20, budget // 32))
-            mallopt(M_MMAP_THRESHOLD, threshold)
-            mallopt(M_TRIM_THRESHOLD, threshold)
+    short = available < 2 * budget + PLENTY
+    _hand_back_from(2 * 2**20 if short else min(LARGEST_IN_HEAP, max(8 * 2**20, budget // 32)))
+
+
+def keep_heap_loose() -> None:
+    """Keep what is freed, of any size, for the next to ask (glibc only): for a server, which has no budget.
+
+    Under an attack every layer's activations come and go with each step. By default AutoAttack spent half its processor time
+    in the system, which takes pages back and clears them anew; so 3 %. `return_free_memory` ends it.
+    """
+    if not _hand_back_from(2**30):
+        _hand_back_from(LARGEST_IN_HEAP)
+
+
+def _hand_back_from(size: int) -> bool:
+    """Whether glibc took it: freed blocks of `size` bytes, and as much at the heap's end, go back to the system."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, size)) and bool(mallopt(M_TRIM_THRESHOLD, size))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from client_app.attacks import Attack, by_backward, pgd
 from client_app.examples import normalised
+from client_app.memory_cap import keep_heap_loose, return_free_memory
 from client_app.randomness import generator, integer
 from client_app.training import PieceModel, classification_loss, load_for_device, predictions
 from federated_data.datasets import ArrayDataset
@@ -55,7 +56,7 @@ class Evaluator:
         """The whole model, or `atoms` with a head (`head`, `aux.<i>`) behind them, in batches of a fixed size and order."""
         model = self._filled(arrays, atoms, head)
         loss, correct, seen = 0.0, 0, 0
-        with all_threads():
+        with at_full_speed():
             with torch.no_grad():
                 for z, y in self._batches(np.arange(len(self.data.test_labels))):
                     logits = model.logits(z)
@@ -75,7 +76,7 @@ class Evaluator:
         pixels = torch.tensor(self.data.test_images[rows]).permute(0, 3, 1, 2).float().div_(255)
         on_pixels = OnPixels(model.logits, model.units().values(), self.data.mean, self.data.std)
         labels, seed = torch.tensor(self.data.test_labels[rows]), integer(self.seed, "autoattack")
-        with all_threads():
+        with at_full_speed():
             return autoattack(on_pixels, pixels, labels, epsilon, seed, self.batch_size)
 
     def _withstood(self, model: PieceModel, attack: Attack) -> tuple[int, int]:
@@ -130,11 +131,13 @@ def _still(unit: str, module: nn.Module) -> None:
 
 
 @contextmanager
-def all_threads() -> Iterator[None]:
-    """Use every core for the body: in-process clients may have set torch to one thread."""
+def at_full_speed() -> Iterator[None]:
+    """Every core for the body, and the heap kept: clients in this process may have one thread, and a tight heap."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(before, torch.multiprocessing.cpu_count()))
+    keep_heap_loose()
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        return_free_memory()

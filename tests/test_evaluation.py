@@ -1,6 +1,9 @@
 """Evaluation on the server, clean and under PGD, against numbers worked out by hand."""
 
+import ctypes
 import math
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -222,3 +225,24 @@ def test_pgd_is_that_of_torchattacks() -> None:
         theirs = torchattacks.PGD(model, eps=0.1, alpha=0.02, steps=10)(x, y)
     assert torch.allclose(ours, theirs, atol=1e-12)
     assert (ours - x).abs().max() > 0.0999
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the heap is tuned on glibc only")
+def test_the_heap_keeps_what_is_freed_while_the_server_evaluates_and_gives_it_back_after() -> None:
+    code = """if True:
+        import resource, numpy, psutil
+        from client_app.memory_cap import keep_heap_tight
+        from server_app.evaluation import at_full_speed
+        faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        keep_heap_tight(2**30, 2**40)  # as a client in the same process left it
+        with at_full_speed():
+            numpy.ones(2**23)  # 64 MiB
+            before = faults()
+            numpy.ones(2**23)
+            again, held = faults() - before, psutil.Process().memory_info().rss
+        print(again, held - psutil.Process().memory_info().rss)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    again, given_back = map(int, done.stdout.split())
+    assert again < 16  # 16,384 pages, or 32 large ones, were they new
+    assert given_back > 60 * 2**20
