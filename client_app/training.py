@@ -288,14 +288,17 @@ def piece_price(
     return StepPrice(price.peak_bytes, price.flops + further * attack_flops.total)
 
 
-def stream_price(blueprint: Blueprint, atom: int, recipe: Recipe, *, training: bool = False) -> int:
-    """Bytes of a frozen atom that makes features of a batch, from fake tensors."""
+def stream_price(
+    blueprint: Blueprint, atom: int, recipe: Recipe, *, training: bool = False, head: str | None = None
+) -> int:
+    """Bytes of a frozen atom that makes features of a batch, or with a head logits, from fake tensors."""
 
     @torch.no_grad()
     def work() -> None:
-        piece = PieceModel(blueprint, [atom], None, fake_load(blueprint))
+        piece = PieceModel(blueprint, [atom], head, fake_load(blueprint))
         piece.train(training)
-        in_precision(piece.features, recipe)(fake_batch(blueprint, atom, recipe.batch_size))
+        forward = piece.features if head is None else piece.logits
+        in_precision(forward, recipe)(fake_batch(blueprint, atom, recipe.batch_size))
 
     return trace(work).peak_bytes
 

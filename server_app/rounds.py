@@ -116,6 +116,12 @@ class Run:
             self._checkpoint(server_round)
             if self._finished_early(record):
                 break
+        if strategy.stage and not strategy.finished and self.values["round"] == settings.num_rounds:
+            LOG.warning(
+                "num-rounds = %s came before %s was over: the model is what has been trained so far",
+                settings.num_rounds,
+                strategy.stage,
+            )
         self._leave()
         return "completed"
 
@@ -178,7 +184,7 @@ class Run:
         client_metrics = strategy.aggregate_evaluate(server_round, answers)
         last = server_round == settings.num_rounds
         due = last or (settings.evaluate_every and server_round % settings.evaluate_every == 0)
-        central = self.evaluate(self.arrays, *strategy.trained_model()) if due else None
+        central = self.evaluate(self.arrays, *strategy.trained_model()) if due and strategy.measurable else None
         reports = list(strategy.reports.values())
         record = {
             "round": server_round,

@@ -20,6 +20,7 @@ Norms = dict[str, float]  # unit, or its statistics -> the root mean square of t
 STATISTICS = (
     ":statistics"  # behind a unit: running means and variances of its batch norms, which go with squares of features
 )
+ALONE = "head:alone"  # the head of an update that holds nothing else
 HELD = 3  # updates of units without a history that are held until their norms can be compared
 
 
@@ -129,6 +130,8 @@ def check_update(
             unit = unit_of(name) + (STATISTICS if name.endswith(("running_mean", "running_var")) else "")
             squares[unit], counts[unit] = squares.get(unit, 0.0) + square, counts.get(unit, 0) + array.size
         checked[name] = array
+    if set(squares) == {"head"}:  # trained by itself it moves differently from one behind layers that learn too
+        squares, counts = {ALONE: squares["head"]}, {ALONE: counts["head"]}
     norms = {unit: math.sqrt(square / max(1, counts[unit])) for unit, square in squares.items()}
     require_within(norms, limits or {})
     total = math.sqrt(sum(squares.values()))

@@ -331,7 +331,7 @@ class PieceStrategy(Strategy):
     def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
         """Who evaluates the new model, and by which task."""
         every = self.settings.client_evaluation_every
-        if not every or server_round % every:
+        if not every or server_round % every or not self.measurable:
             return {}
         return {
             client: self.after_training(task) for client, (task, _) in self._asked.items() if self.reachable(client)
@@ -396,6 +396,11 @@ class PieceStrategy(Strategy):
     def trained_model(self) -> tuple[Piece, str]:
         """The atoms and the head that make the model of the round: all of it, or what of it has been trained."""
         return tuple(range(len(self.blueprint.atoms))), "head"
+
+    @property
+    def measurable(self) -> bool:
+        """Whether the model of the round can be evaluated."""
+        return True
 
     def model_details(self) -> dict[str, Any]:
         """What a trained model's file says of it besides its atoms and head, as JSON values."""

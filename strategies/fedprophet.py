@@ -73,6 +73,11 @@ class FedProphet(PieceStrategy):
     def begin(self) -> None:
         """Cut the model: R_min is found once a run. Raises ValueError where settings, clients and cut do not go together."""
         state, settings = self.state, self.settings
+        if settings.batch_norm == "batch" and settings.batch_size < 3:
+            raise ValueError(
+                f"batch-size = {settings.batch_size}: {self.name} looks at features in halves of a batch, which have no "
+                "statistics then; use 3 or more, or batch-norm = running"
+            )
         if self.rule.swaps and (real := [c for c, member in self.roster.members.items() if member.device == "auto"]):
             raise ValueError(
                 f"{self.name} only pretends to swap here, and client {real[0]} has device = 'auto', a memory of its own: give "
@@ -81,9 +86,21 @@ class FedProphet(PieceStrategy):
         if not state.r_min:
             state.r_min = self.rule.smallest or max(int(min(self.budgets())), self.rule.least())
         self.rule.smallest = state.r_min
+        self._check_modules()
         if not state.stage_rounds:
             state.stage_rounds = settings.stage_rounds or max(1, settings.num_rounds // len(self.rule.stages))
         self._check_warmup(state.stage_rounds)
+
+    def _check_modules(self) -> None:
+        if self.rule.swaps:
+            return
+        largest = max(self.rule.bytes(stage.parts[0].atoms) for stage in self.rule.stages)
+        richest = int(max(self.budgets()))
+        if largest > self.settings.allowance(richest):
+            raise ValueError(
+                f"R_min of {self.state.r_min:,} bytes (r-min = {self.settings.r_min!r}) makes a module of {largest:,} bytes, "
+                f"and the richest client has {richest:,}: nobody could train it; lower r-min"
+            )
 
     def _check_warmup(self, stage_rounds: int) -> None:
         if self.settings.attack_warmup >= stage_rounds:
@@ -232,7 +249,10 @@ class FedProphet(PieceStrategy):
 
     def _score(self, server_round: int, arrays: ArrayRecord, clean: float, adversarial: float) -> None:
         state, settings = self.state, self.settings
-        state.recent = [*state.recent, [clean, adversarial]][-settings.apa_window :]
+        kept = (
+            state.recent if state.stage_round > settings.attack_warmup + 1 else []
+        )  # clean rounds say nothing of alpha
+        state.recent = [*kept, [clean, adversarial]][-settings.apa_window :]
         if state.stage_round <= settings.attack_warmup + settings.apa_after:
             return
         rho = state.fixed["clean"] / state.fixed["adversarial"] if state.fixed.get("adversarial") else self.first_rho

@@ -5,7 +5,8 @@ Every client trains the whole model on adversarial examples (FedProphet's Eq. 2)
 one module, and is built so. A device that is short of memory swaps, which costs simulated time (FedProphet's clock) and not
 accuracy. So budgets are not enforced, and jFAT runs only where they are emulated.
 
-The model of the run is that of the round with the best C + 1.5 A on the clients' validation data, as in the authors' code.
+The model of the run is that of the round with the best C + 1.5 A on the clients' validation data, as in the authors' code; it
+ends where that has not risen for `stage-patience` rounds. `r-min`, `apa` and `dma` mean nothing here.
 """
 
 from functools import cached_property

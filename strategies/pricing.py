@@ -157,13 +157,14 @@ class Pricing:
             )
         return self._traced[key]
 
-    def streamed(self, blueprint: Blueprint, atom: int) -> int:
-        """Peak bytes of a frozen atom that makes features of a batch; nothing by a paper's memory-model."""
+    def streamed(self, blueprint: Blueprint, atom: int, head: str | None = None) -> int:
+        """Peak bytes of a frozen atom that makes features of a batch, or with a head logits; 0 by a paper's memory-model."""
         if self.memory_model is not None:
             return 0
-        key = unit_signature(blueprint, f"atoms.{atom}")
+        key = unit_signature(blueprint, f"atoms.{atom}"), head and unit_signature(blueprint, head)
         if key not in self._streamed:
-            self._streamed[key] = stream_price(blueprint, atom, self.recipe, training=self.frozen_training)
+            training = self.frozen_training and head is None  # a teacher is always evaluated
+            self._streamed[key] = stream_price(blueprint, atom, self.recipe, training=training, head=head)
         return self._streamed[key]
 
     def _recipe_of(self, part: Part) -> Recipe:

@@ -289,6 +289,12 @@ class ProFL(PieceStrategy):
             "frozen": self.state.frozen,
         }
 
+    @property
+    def measurable(self) -> bool:
+        """Not where random blocks take a batch's statistics: they have none of their own to be evaluated with."""
+        by_batch = self.settings.frozen_mode == "training" and self.settings.batch_norm == "running"
+        return self.leg.kind == "growing" or not by_batch
+
     def model_details(self) -> dict[str, Any]:
         """How the model is cut: a run that ends early leaves basic layers in it."""
         return {"blocks": self.state.blocks}

@@ -110,9 +110,10 @@ class ProFLRule(Rule):
         return t, needed[t]
 
     def needed_to_map(self, t: int) -> dict[Piece, int]:
-        """Bytes of integrating block t into its basic layer; the teacher is streamed."""
-        student = self.student(t)
-        return {student: self.with_streams(student, cascade_at(self.model, self.blocks, t))}
+        """Bytes of integrating block t into its basic layer; the teacher is streamed, its last atom with the output layer."""
+        student, teacher = self.student(t), cascade_at(self.model, self.blocks, t)
+        needed = max(self.with_streams(student, teacher), self.pricing.streamed(self.model, teacher[-1], "head"))
+        return {student: needed}
 
     def with_streams(self, piece: Piece, atoms: Iterable[int]) -> int:
         """Bytes of training a piece behind atoms, each of which is in memory alone before it."""

@@ -190,6 +190,31 @@ def test_lost_features_are_computed_anew_within_budget(tmp_path: Path, whole_run
     assert all(client["measured_peak"] == client["predicted_peak"] <= client["budget"] for client in clients)
 
 
+class Bereft(RecordingGrid):
+    """Before the training of round 5, in the last stage, all that client 0 had on disk is gone."""
+
+    root: Path
+    done = False
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        hit = any(m.metadata.message_type == "train" and m.metadata.group_id == "5" for m in messages)
+        if hit and not self.done:
+            self.done = True
+            (experiment,) = (self.root / "run" / "clients").iterdir()
+            shutil.rmtree(experiment / "0")
+        return super().push_messages(messages)
+
+
+def test_a_lost_store_is_filled_again_within_budget(tmp_path: Path) -> None:
+    """It says what it lacks, is sent both fixed modules, and computes its features from images, one module after another."""
+    run_dir = run_local(tmp_path, type("Here", (Bereft,), {"root": tmp_path}), **SMALL)
+    lacking, again = clients_of(run_dir, 5)[0], clients_of(run_dir, 6)[0]
+    assert lacking["reason"].startswith("the client's store lacks the frozen units atoms.0, atoms.1, atoms.2, atoms.3")
+    assert again["status"] == "ok"
+    assert again["measured_peak"] == again["predicted_peak"] <= again["budget"]
+
+
 def test_a_client_that_comes_late_rebuilds_what_it_missed(tmp_path: Path) -> None:
     """One client a round: in the last stage some meet modules that they have never seen."""
     run_dir = run_local(tmp_path, **SMALL | {"clients_per_round": 1, "seed": 3})

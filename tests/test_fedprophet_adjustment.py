@@ -130,6 +130,8 @@ def test_alpha_from_round_to_round(second_stage: Play) -> None:
     assert alphas([HIGH, LOW, (0.3, 0.25)], apa_window=2) == [0.4, 0.4, 0.3]  # 2.8; 1.8; 1
     assert alphas([HIGH] * 4, apa_every=2) == [0.3, 0.4, 0.4, 0.5]
     assert alphas([HIGH] * 4, apa_after=1, attack_warmup=1) == [0.3, 0.3, 0.4, 0.5]
+    # clean rounds are not of the window: 3 x HIGH would be 5.6, LOW alone is 1.6
+    assert alphas([HIGH, HIGH, HIGH, LOW], apa_window=4, attack_warmup=3) == [0.3, 0.3, 0.3, 0.2]
     assert alphas([LOW, HIGH, LOW, LOW], apa_least=0.3) == [0.3, 0.4, 0.3, 0.3]
 
 

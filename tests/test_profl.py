@@ -184,6 +184,47 @@ def test_resumed_anywhere(tmp_path: Path, whole_run: tuple[RunDir, RecordingGrid
     ]
 
 
+def test_a_teachers_output_layer_is_priced(tmp_path: Path) -> None:
+    """Where the last atom takes most, what it takes together with the output layer is what a map needs."""
+    changes = {"model": "resnet18", "model_width": 0.125, "fleet": boards(rich=2.0), "batch_norm": "running"}
+    changes |= {"dataset": "digits", "stage_rounds": 1, "num_rounds": 2, "local_iterations": 1}
+    record = run_local(tmp_path, **SMALL | changes).rounds()[1]
+    assert record["stage"] == "map, block 4"
+    for client in record["clients"]:
+        assert 0.98 * client["predicted_peak"] < client["measured_peak"] <= client["predicted_peak"]
+
+
+def test_shrinking_over_blocks_without_statistics_is_not_measured(tmp_path: Path) -> None:
+    """Frozen blocks in training mode take a batch's statistics; until a block has been trained there are no others."""
+    changes = SMALL | {"frozen_mode": "training", "client_evaluation_every": 1, "num_rounds": 8}
+    for record in run_local(tmp_path, **changes).rounds():
+        growing = record["stage"].startswith("growing")
+        assert (record["accuracy"] is not None) == (record["clients_evaluated"] == 3) == growing, record["stage"]
+
+
+@pytest.mark.parametrize("broken_after", [3, 5, 7])
+def test_movements_survive_a_stop(tmp_path: Path, broken_after: int) -> None:
+    """Blocks freeze by their movements, after a stop within a step, at its end and within a map as without one."""
+    changes = SMALL | {
+        "movement_window": 2,
+        "movement_times": 1,
+        "movement_share": 0.99,
+        "movement_scalars": 70,
+        "stage_rounds": 6,
+        "distil_rounds": 3,
+        "num_rounds": 10,
+        "lr_rounds": 60,
+    }
+    through = run_local(tmp_path / "a", **changes)
+    run_local(tmp_path / "b", **changes | {"num_rounds": broken_after})
+    resumed = run_local(tmp_path / "b", **changes, resume_from=str(tmp_path / "b" / "run"))
+    assert same(model_of(resumed), model_of(through))
+    keys = ("stage", "accuracy", "effective_movement", "slope", "slope_threshold", "times_below", "ended", "frozen")
+    assert [[r[key] for key in keys] for r in resumed.rounds()] == [[r[key] for key in keys] for r in through.rounds()]
+    assert any(leg["converged"] for leg in through.rounds()[-1]["frozen"])
+    assert any(record["effective_movement"] for record in through.rounds())
+
+
 @pytest.mark.parametrize("rounds", [1, 2, 3, 6, 8, 9, 10])
 def test_a_run_that_ends_with_a_step_leaves_that_steps_model(tmp_path: Path, rounds: int) -> None:
     """Within a leg and at its end: the model's file does as well on the test data as the last record says."""

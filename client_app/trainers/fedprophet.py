@@ -167,8 +167,10 @@ def survey(task: Task, client: Client) -> Metrics:
     atoms, attack = orders.atoms(orders.stage), stage_attack(client, orders)
     piece: PieceModel | None = None
     total, seen, least, rng = 0.0, 0, math.inf, client.rng("perturbation")
+    alone = client.settings.batch_norm == "batch"  # an example alone has no statistics
     # Halves of a batch: what is kept of the clean features comes on top of what training holds.
-    for positions in batches(len(examples), max(2, client.recipe.batch_size // 2), rng, drop_single=True):
+    size = max(1 + alone, client.recipe.batch_size // 2)
+    for positions in batches(len(examples), size, rng, drop_single=alone):
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
         with client.cap.first("perturbation", len(positions)):
             if piece is None:
