@@ -130,6 +130,7 @@ def recipe_for(settings: Settings, lr: float) -> Recipe:
         settings.local_epochs,
         settings.local_iterations,
         precision=settings.precision,
+        clip_norm=settings.clip_norm,
     )
 
 

@@ -3,7 +3,7 @@
 A piece is written as setup plus step, and both also run on fake tensors: that is how a server prices them (`piece_price`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
@@ -31,7 +31,8 @@ Precision = Literal["float32", "bfloat16"]
 class Recipe:
     """What local training needs to know besides the model: `momentum` in [0, 1); with `attack`, it is adversarial.
 
-    It takes `iterations` batches, or where that is 0 `epochs` epochs. In `bfloat16` forward passes run under torch.autocast:
+    It takes `iterations` batches, or where that is 0 `epochs` epochs. A gradient of all parameters that is longer than
+    `clip_norm` > 0 is cut to it; weight decay comes after. In `bfloat16` forward passes run under torch.autocast:
     activations take half; weights, their gradients and losses stay float32.
     """
 
@@ -43,6 +44,7 @@ class Recipe:
     iterations: int = 0
     attack: Attack | None = None
     precision: Precision = "float32"
+    clip_norm: float = 0.0
 
 
 class PieceModel:
@@ -76,6 +78,10 @@ class PieceModel:
         """All parameters, in order."""
         return [p for module in self.units().values() for p in module.parameters()]
 
+    def undecayed(self) -> list[nn.Parameter]:
+        """The parameters that weight decay leaves alone."""
+        return []
+
 
 class SGD:
     """SGD with momentum and weight decay, as torch.optim.SGD; constructing any torch optimiser imports torch's compiler.
@@ -83,20 +89,33 @@ class SGD:
     The momentum buffers exist from the start, so that the first step already shows the peak.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], recipe: Recipe) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], recipe: Recipe, undecayed: Iterable[nn.Parameter] = ()
+    ) -> None:
         self.parameters = list(parameters)
         self.recipe = recipe
         self.buffers = [torch.zeros_like(p) for p in self.parameters] if recipe.momentum else []
+        self._undecayed = {id(p) for p in undecayed}
 
     @torch.no_grad()
     def step(self) -> None:
         """One step; gradients are dropped at once. Parameters without a gradient do not move."""
+        if self.recipe.clip_norm:
+            nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip_norm)
         with_grad = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        decayed = [i for i in with_grad if id(self.parameters[i]) not in self._undecayed]
+        self._move(decayed, self.recipe.weight_decay)
+        if len(decayed) < len(with_grad):
+            self._move([i for i in with_grad if id(self.parameters[i]) in self._undecayed], 0.0)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _move(self, which: Sequence[int], weight_decay: float) -> None:
         torch._fused_sgd_(
-            [self.parameters[i] for i in with_grad],
-            [g for i in with_grad if (g := self.parameters[i].grad) is not None],
-            [self.buffers[i] for i in with_grad] if self.buffers else [],
-            weight_decay=self.recipe.weight_decay,
+            [self.parameters[i] for i in which],
+            [g for i in which if (g := self.parameters[i].grad) is not None],
+            [self.buffers[i] for i in which] if self.buffers else [],
+            weight_decay=weight_decay,
             momentum=self.recipe.momentum,
             lr=self.recipe.lr,
             dampening=0.0,
@@ -104,8 +123,6 @@ class SGD:
             maximize=False,
             is_first_step=False,
         )
-        for parameter in self.parameters:
-            parameter.grad = None
 
     def save(self, path: Path) -> None:
         """Write the momentum buffers to a file."""
@@ -320,7 +337,11 @@ def start(pieces: list[PieceModel], recipe: Recipe, make_loss: MakeLoss) -> tupl
     loss = make_loss(pieces)
     return (
         in_bfloat16(loss) if recipe.precision == "bfloat16" else loss,
-        SGD([p for piece in pieces for p in piece.parameters() if p.requires_grad], recipe),
+        SGD(
+            [p for piece in pieces for p in piece.parameters() if p.requires_grad],
+            recipe,
+            [p for piece in pieces for p in piece.undecayed()],
+        ),
     )
 
 

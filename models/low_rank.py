@@ -1,61 +1,167 @@
-"""PriSM's sub-model: every k x k convolution behind the first atom becomes two thin ones (section 3.2.1).
+"""Sub-models of low rank: a layer's weight is a product of two thin ones, which a device holds instead (PriSM, section 3.2.1).
 
-For a convolution W[N, M k^2] = U S V^T: Conv_V has r = ceil(keep N) kernels of k x k, Conv_U r kernels of 1 x 1, so that r
-instead of N channels leave it ("PriSM only computes r output channels"). Whatever follows has r channels too: norms,
-1 x 1 shortcuts, the next Conv_V's input. The first atom stays whole (the stem is not factorised), its first r channels are
-read; the head stays whole and sees zeros for the channels that are not there.
+W[N, M k^2] = U S V^T, R = min(M k^2, N): the rank; v' = sqrt(S) V^T: R kernels of k x k, which carry stride and padding;
+u' = U sqrt(S): 1 x 1, carries the bias. A sub-model of keep ratio c has r = ceil(c R) of the R kernels.
 
-Of a transformer the two linear layers of each MLP become two thin ones each, of rank ceil(keep x the smaller of their sizes);
-all channels leave them, and attention stays whole (the authors' code for DeiT). The authors' LSTM is not here: its gates are
-rebuilt from their kernels, so that a sub-model takes no less memory.
+Of a convolution `u` makes the first ceil(c N) channels only; norms behind it are as narrow. The others are zero: a residual sum
+gets nothing from them, and in a plain chain the next convolution does not read them. What passes shortcuts stays full, and so
+do the first atom, 1 x 1 convolutions and the head. A transformer's MLPs and an LSTM's gates (their four matrices stacked) keep
+all outputs, as in the authors' code.
+
+With `narrow = false` a convolution makes all its channels too: the sub-models of FedHM, PriSM's rival OrthDrop.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 
+import torch
 from torch import Tensor, nn
 
 from models.cascade import Atom, Blueprint
-from models.layers import named
+from models.lstm import Lstm
+from models.preresnet import PreActivationBlock
+from models.resnet import BasicBlock
 from models.vit import Encoder
 
 
-def low_rank(blueprint: Blueprint, keep: float) -> Blueprint:
-    """The sub-model of keep ratio `keep` in (0, 1). Raises ValueError for a model without anything to factorise."""
-    first, *others = blueprint.atoms
-    if all(isinstance(atom.build, partial) and atom.build.func is Encoder for atom in others):
-        mlps = [Atom(atom.name, partial(_thin_mlp, atom.build, keep), atom.shape) for atom in others]
-        return replace(blueprint, atoms=(first, *mlps), width=1.0)
-    if len(blueprint.input_shape) != 3 or any(len(atom.shape) != 3 for atom in blueprint.atoms):
-        raise ValueError(
-            f"{blueprint.name} cannot be cut by rank: only convolutions and a transformer's MLPs are factorised"
-        )
-    atoms = [Atom(first.name, partial(_first, first.build, _rank(first.shape[0], keep)), _thin(first.shape, keep))]
-    atoms += [Atom(atom.name, partial(_factorised, atom.build, keep), _thin(atom.shape, keep)) for atom in others]
-    head = partial(_padded, blueprint.build_head, blueprint.feature_shape[0])
-    return replace(blueprint, atoms=tuple(atoms), build_head=head, width=1.0)
+@dataclass(frozen=True)
+class Cut:
+    """How a layer is thinned: the share c of kernels that is kept, and whether output channels are left out as well."""
+
+    keep: float
+    narrow: bool = True
+
+    def rank(self, inputs: int, outputs: int) -> int:
+        """r, of a weight[outputs, inputs]."""
+        return _ceil(self.keep * min(inputs, outputs))
+
+    def channels(self, outputs: int) -> int:
+        """How many output channels are computed."""
+        return _ceil(self.keep * outputs) if self.narrow else outputs
 
 
-def _rank(channels: int, keep: float) -> int:
-    return ceil(round(keep * channels, 6))  # 0.2 * 65 must not become 14 for a rounding error
+def _ceil(number: float) -> int:
+    return ceil(round(number, 6))  # 0.2 * 65 must not become 14 for a rounding error
 
 
-def _thin(shape: tuple[int, ...], keep: float) -> tuple[int, ...]:
-    return (_rank(shape[0], keep), *shape[1:])
+class Pair(nn.Module):
+    """`v`, then `u`, in place of a layer whose arrays are `weight` and `bias` of the module around it.
 
+    Channels that are not computed are put behind as zeros, `padded` of them.
+    """
 
-class FirstChannels(nn.Module):
-    """z[B, C, H, W] to its first `channels` channels."""
-
-    def __init__(self, channels: int) -> None:
+    def __init__(self, v: nn.Module, u: nn.Module, weight: str, bias: str = "", padded: int = 0) -> None:
         super().__init__()
-        self.channels = channels
+        self.v, self.u = v, u
+        self.weight, self.bias, self.padded = weight, bias, padded
 
     def forward(self, z: Tensor) -> Tensor:
-        """z[B, channels, H, W]."""
-        return z[:, : self.channels]
+        """What the layer makes, as far as it is computed."""
+        return padded(self.u(self.v(z)), self.padded)
+
+    def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """v' and u'."""
+        return self.v.get_parameter("weight"), self.u.get_parameter("weight")
+
+
+class PaddedNorm(nn.BatchNorm2d):
+    """A norm of the channels that are computed, with zeros for the others behind them: the mask comes after the shift."""
+
+    padded = 0
+
+    def forward(self, z: Tensor) -> Tensor:
+        """z[B, c, H, W] to [B, c + padded, H, W]."""
+        return padded(super().forward(z), self.padded)
+
+
+class LowRankLSTM(nn.Module):
+    """nn.LSTM of one layer, batch first, gates by two pairs; the hidden state is never multiplied by a full matrix."""
+
+    def __init__(self, whole: nn.LSTM, cut: Cut) -> None:
+        super().__init__()
+        gates, self.hidden = 4 * whole.hidden_size, whole.hidden_size
+        for name, inputs in (("ih", whole.input_size), ("hh", whole.hidden_size)):
+            rank = cut.rank(inputs, gates)
+            v, u = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, gates)
+            self.add_module(name, Pair(v, u, f"weight_{name}_l0", f"bias_{name}_l0"))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """out[B, length, hidden] of x[B, length, inputs], in the place where nn.LSTM has it."""
+        ih, hh = self.get_submodule("ih"), self.get_submodule("hh")
+        h = c = x.new_zeros(len(x), self.hidden)
+        out = []
+        for each in ih.get_submodule("v")(x).unbind(1):
+            i, f, g, o = (ih.get_submodule("u")(each) + hh(h)).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            out.append(h)
+        return torch.stack(out, 1), None
+
+
+def low_rank(blueprint: Blueprint, keep: float, *, narrow: bool = True) -> Blueprint:
+    """The sub-model of keep ratio `keep` in (0, 1]. Raises ValueError for a model without anything to factorise."""
+    first, *others = blueprint.atoms
+    cut, live, atoms = Cut(keep, narrow), None, [first]
+    for number, atom in enumerate(others, start=1):
+        last = number == len(others)
+        build = partial(thin, atom.build, cut, live, last)
+        with torch.device("meta"):
+            chained = isinstance(atom.build(), nn.Sequential)
+        live = cut.channels(atom.shape[0]) if chained and not last else None
+        atoms.append(Atom(atom.name, build, (live or atom.shape[0], *atom.shape[1:])))
+    cut_model = replace(blueprint, atoms=tuple(atoms), width=1.0)
+    if not factors(cut_model):
+        raise ValueError(f"{blueprint.name} cannot be cut by rank: it has nothing to factorise behind its first atom")
+    return cut_model
+
+
+def thin(build: Callable[[], nn.Module], cut: Cut, live: int | None, last: bool) -> nn.Module:
+    """An atom with its pairs, which reads `live` channels (None = all); no full weight is ever allocated.
+
+    Of a plain chain the `last` one hands all its channels to the head.
+    """
+    with torch.device("meta"):
+        module = build()
+        for path, layer in thinned(module, cut, live, last):
+            module.add_module(path, layer)
+    return made_real(module)
+
+
+def thinned(module: nn.Module, cut: Cut, live: int | None, last: bool) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of an atom that become others, or come behind, by name."""
+    if isinstance(module, BasicBlock | PreActivationBlock):
+        outputs = module.conv2.out_channels
+        inner, padded_norm = ("bn1", "bn2") if isinstance(module, BasicBlock) else ("bn2", "")
+        yield "conv1", _conv(module.conv1, "conv1", cut)
+        yield inner, _norm(module.get_submodule(inner), cut)
+        yield "conv2", _conv(module.conv2, "conv2", cut, cut.channels(outputs), 0 if padded_norm else outputs)
+        if padded_norm:
+            yield padded_norm, _norm(module.get_submodule(padded_norm), cut, outputs)
+    elif isinstance(module, Encoder):
+        yield from ((name, _linear(module.get_submodule(name), name, cut)) for name in ("fc1", "fc2"))
+    elif isinstance(module, Lstm):
+        yield "lstm", LowRankLSTM(module.lstm, cut)
+    elif isinstance(module, nn.Sequential):
+        children = dict(module.named_children())
+        yield "conv", _conv(children["conv"], "conv", cut, live)
+        if "bn" in children:
+            yield "bn", _norm(children["bn"], cut)
+        if last:
+            yield "pad", PadChannels(len(children["conv"].get_parameter("weight")))
+
+
+def made_real(module: nn.Module) -> nn.Module:
+    """A module without memory, with memory, and with initial values where its layers have them by default."""
+    for layer in module.modules():
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            setattr(layer, name, nn.Parameter(torch.empty(parameter.shape)))
+        for name, buffer in list(layer.named_buffers(recurse=False)):
+            setattr(layer, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+        if callable(reset := getattr(layer, "reset_parameters", None)):
+            reset()
+    return module
 
 
 class PadChannels(nn.Module):
@@ -67,49 +173,61 @@ class PadChannels(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """z[B, channels, H, W]."""
-        return nn.functional.pad(z, (0, 0, 0, 0, 0, self.channels - z.shape[1]))
+        return padded(z, self.channels - z.shape[1])
 
 
-def _first(build: Callable[[], nn.Module], rank: int) -> nn.Module:
-    return named(whole=build(), narrow=FirstChannels(rank))
+def padded(z: Tensor, channels: int) -> Tensor:
+    """z[B, C, ..] with so many channels of zeros behind its own."""
+    return nn.functional.pad(z, (0, 0) * (z.dim() - 2) + (0, channels)) if channels else z
 
 
-def _padded(build: Callable[[], nn.Module], channels: int) -> nn.Module:
-    return named(pad=PadChannels(channels), whole=build())
-
-
-def _factorised(build: Callable[[], nn.Module], keep: float) -> nn.Module:
-    module = build()
-    for path, layer in list(module.named_modules()):
-        thin = _thin_layer(layer, keep)
-        if thin is not None:
-            parent, _, name = path.rpartition(".")
-            setattr(module.get_submodule(parent), name, thin)
-    return module
-
-
-def _thin_mlp(build: Callable[[], nn.Module], keep: float) -> nn.Module:
-    encoder = build()
-    for name in ("fc1", "fc2"):
-        whole = encoder.get_submodule(name)
-        assert isinstance(whole, nn.Linear)
-        rank = _rank(min(whole.in_features, whole.out_features), keep)
-        thin = named(v=nn.Linear(whole.in_features, rank, bias=False), u=nn.Linear(rank, whole.out_features))
-        setattr(encoder, name, thin)
-    return encoder
-
-
-def _thin_layer(layer: nn.Module, keep: float) -> nn.Module | None:
-    if isinstance(layer, nn.BatchNorm2d):
-        return nn.BatchNorm2d(_rank(layer.num_features, keep), track_running_stats=layer.track_running_stats)
-    if not isinstance(layer, nn.Conv2d):
-        return None
-    inputs, rank = _rank(layer.in_channels, keep), _rank(layer.out_channels, keep)
-    (size, _), (stride, _), padding = layer.kernel_size, layer.stride, int(layer.padding[0])
-    bias = layer.bias is not None
-    if size == 1:
-        return nn.Conv2d(inputs, rank, 1, stride, padding, bias=bias)
-    return named(
-        v=nn.Conv2d(inputs, rank, size, stride, padding, bias=False),
-        u=nn.Conv2d(rank, rank, 1, bias=bias),
+def _conv(conv: nn.Module, name: str, cut: Cut, live: int | None = None, wide: int = 0) -> Pair:
+    """A pair that reads `live` channels; with `wide`, it hands on so many."""
+    assert isinstance(conv, nn.Conv2d)
+    outputs = cut.channels(conv.out_channels)
+    rank = cut.rank(conv.weight[0].numel(), conv.out_channels)
+    inputs = conv.in_channels if live is None else live
+    v = nn.Conv2d(
+        inputs, rank, bias=False, **{name: getattr(conv, name) for name in ("kernel_size", "stride", "padding")}
     )
+    u = nn.Conv2d(rank, outputs, 1, bias=conv.bias is not None)
+    return Pair(v, u, f"{name}.weight", f"{name}.bias" if conv.bias is not None else "", max(0, wide - outputs))
+
+
+def _linear(linear: nn.Module, name: str, cut: Cut) -> Pair:
+    assert isinstance(linear, nn.Linear)
+    rank = cut.rank(linear.in_features, linear.out_features)
+    v, u = nn.Linear(linear.in_features, rank, bias=False), nn.Linear(rank, linear.out_features)
+    return Pair(v, u, f"{name}.weight", f"{name}.bias")
+
+
+def _norm(norm: nn.Module, cut: Cut, wide: int = 0) -> nn.Module:
+    assert isinstance(norm, nn.BatchNorm2d)
+    thin_norm = PaddedNorm(cut.channels(norm.num_features), track_running_stats=norm.track_running_stats)
+    thin_norm.padded = max(0, wide - thin_norm.num_features)
+    return thin_norm
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The arrays of a sub-model that stand for arrays of the whole one: v and u for `weight`, u's bias for `bias`, if any."""
+
+    v: str
+    u: str
+    weight: str
+    bias: tuple[str, str] | None
+
+
+def factors(blueprint: Blueprint) -> list[Factors]:
+    """The pairs of a sub-model, in order, by the global names of their arrays."""
+    found = []
+    for unit in blueprint.units():
+        with torch.device("meta"):
+            module = blueprint.build_unit(unit)
+        for path, layer in module.named_modules():
+            if isinstance(layer, Pair):
+                around = ".".join(filter(None, (unit, path.rpartition(".")[0])))
+                bias = (f"{unit}.{path}.u.bias", f"{around}.{layer.bias}") if layer.bias else None
+                v, u = f"{unit}.{path}.v.weight", f"{unit}.{path}.u.weight"
+                found.append(Factors(v, u, f"{around}.{layer.weight}", bias))
+    return found

@@ -87,6 +87,7 @@ class Settings(BaseModel):
     lr_restart: bool = Field(False, description="the schedule begins anew with every stage")
     momentum: Fraction = 0.9
     weight_decay: NonNegative = 5e-4
+    clip_norm: NonNegative = Field(0.0, description="longest gradient of a local step; 0 = any")
     torch_threads: AtLeastOne = Field(1, description="threads of a client's training")
     accelerator: Literal["none", "cuda"] = Field("none", description="cuda: clients train on their GPU")
     precision: Literal["float32", "bfloat16"] = Field(
@@ -181,6 +182,12 @@ class Settings(BaseModel):
     scaler: bool = Field(True, description="their layers' outputs are divided by the share of channels kept")
     masked_loss: bool = Field(True, description="logits of classes that a client lacks are 0, HeteroFL and FedRolex")
 
+    keep_ratios: str = Field("0.8,0.6,0.4,0.2", description="shares of the kernels that PriSM's sub-models may have")
+    kernel_sampling: Literal["importance", "uniform", "softmax"] = Field(
+        "importance", description="how PriSM draws kernels: by a power of their singular values, or its Table 5's"
+    )
+    kappa: NonNegative = Field(2.5, description="that power")
+
     evaluate_every: Count = Field(1, description="rounds between central evaluations; 0 = only at the end")
     client_evaluation_every: Count = Field(0, description="rounds between evaluations on the clients; 0 = never")
     target_accuracy: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="stop early when reached; 0 = off")
@@ -245,17 +252,16 @@ class Settings(BaseModel):
     @model_validator(mode="after")
     def _shares_are_shares(self) -> Self:
         self.shares()
+        self.keeps()
         return self
 
     def shares(self) -> list[float]:
         """`width-shares`, largest first. Raises ValueError."""
-        try:
-            found = sorted({float(share) for share in self.width_shares.split(",")}, reverse=True)
-        except ValueError:
-            found = []
-        if not found or not 0 < found[-1] <= found[0] <= 1:
-            raise ValueError(f"width-shares = {self.width_shares!r}: give shares above 0 and up to 1, as 1,0.5,0.25")
-        return found
+        return _shares("width-shares", self.width_shares)
+
+    def keeps(self) -> list[float]:
+        """`keep-ratios`, largest first. Raises ValueError."""
+        return _shares("keep-ratios", self.keep_ratios)
 
     def options(self) -> dict[str, str]:
         """`model-options` as a dictionary. Raises ValueError."""
@@ -330,6 +336,16 @@ def check_resume(old: Mapping[str, Scalar], new: Settings) -> None:
                 f"setting {key} = {value!r} differs from {old[key]!r} of the run to resume: a resumed run may only change "
                 f"{', '.join(sorted(CHANGEABLE))}"
             )
+
+
+def _shares(key: str, text: str) -> list[float]:
+    try:
+        found = sorted({float(share) for share in text.split(",")}, reverse=True)
+    except ValueError:
+        found = []
+    if not found or not 0 < found[-1] <= found[0] <= 1:
+        raise ValueError(f"{key} = {text!r}: give shares above 0 and up to 1, as 1,0.5,0.25")
+    return found
 
 
 def learning_rate(settings: Settings, server_round: int) -> float:

@@ -21,17 +21,19 @@ STRATEGIES = {
     "heterofl": ("strategies.heterofl", "HeteroFL"),
     "jfat": ("strategies.jfat", "JFAT"),
     "m-fedepth": ("strategies.fedepth", "MFeDepth"),
+    "origdrop": ("strategies.origdrop", "OrigDrop"),
+    "orthdrop": ("strategies.orthdrop", "OrthDrop"),
+    "prism": ("strategies.prism", "PriSM"),
     "profl": ("strategies.profl", "ProFL"),
 }
 # Systems whose rule is here and whose training is not yet.
 PLANNED = {
-    "prism": ("strategies.prism", "PriSMRule"),
     "spafl": ("strategies.spafl", "SpaFLRule"),
 }
 MEMORY_MODELS = {
     "fedepth": ("strategies.fedepth", "memory_bytes"),
     "fedprophet": ("strategies.fedprophet_modules", "memory_bytes"),
-    "prism": ("strategies.prism", "memory_bytes"),
+    "prism": ("strategies.prism_memory", "memory_bytes"),
     "profl": ("strategies.profl_steps", "memory_bytes"),
 }
 

@@ -41,6 +41,7 @@ class HeteroFLRule(Rule):
     adversarial = "optional"
     adapts = True
     masks: ClassVar[bool] = True
+    scales: ClassVar[bool] = True
 
     @cached_property
     def shares(self) -> list[float]:
@@ -70,11 +71,16 @@ class HeteroFLRule(Rule):
         """Whether clients leave out the logits of classes that they lack."""
         return self.masks and self.settings.masked_loss
 
+    @property
+    def scaled(self) -> bool:
+        """Whether sub-models have a Scaler."""
+        return self.scales and self.settings.scaler
+
     def part(self, piece: Piece) -> Part:
         """(WIDTH, n): the whole model with the n-th share of the channels."""
         share, model = self.shares[piece[1]], self.models[piece[1]]
         present = (True,) * model.num_classes if self.masked else ()
-        loss = width_loss(input_shares(model, self.blueprint) if self.settings.scaler else (), present)
+        loss = width_loss(input_shares(model, self.blueprint) if self.scaled else (), present)
         return Part(model, tuple(range(len(model.atoms))), make_loss=loss, name=f"{share:.4g} of the channels")
 
     def level(self, budget: int) -> int:
@@ -125,7 +131,7 @@ class HeteroFL(PieceStrategy):
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The widest model that the client can train."""
         level = self.rule.level(state.budget_bytes)
-        orders = Orders(level, self.rule.shares[level], self.settings.scaler, self.rule.masked)
+        orders = Orders(level, self.rule.shares[level], self.rule.scaled, self.rule.masked)
         return replace(super().task(server_round, state), own=orders.to_own())
 
     def ask(

@@ -1,57 +1,175 @@
-"""PriSM ("Overcoming Resource Constraints in Federated Learning: Large Models Can Be Trained with only Weak Clients"), the
-server's side: sub-models and their memory.
+"""PriSM ("Overcoming Resource Constraints in Federated Learning: Large Models Can Be Trained with only Weak Clients", TMLR
+2023), the server's side; OrthDrop, a rival of its own (FedHM's choice of kernels), is built on it.
 
-A client trains ceil(c N) of the principal kernels of every factorised convolution, c its keep ratio (section 3.2.1); the
-kernels, not the ratio, are drawn anew in every round. Which ratio a device gets is not said: here the largest of the
-paper's four whose sub-model fits.
+W = U S V^T: a layer's weight; u'_i = sqrt(sigma_i) u_i, v'_i = sqrt(sigma_i) v_i: its principal kernels, i < R; I_c: those of
+client c, r = ceil(keep R) of them, drawn anew for every round, client and layer with p_i = sigma_i^kappa / sum (Eq. 2).
+
+A round: every layer that changed is decomposed anew (orthogonal space refresh); a client gets I_c's kernels, of each u'_i the
+first r entries, and whatever else its sub-model is made of (models.low_rank). Each entry of u'_i and v'_i becomes the mean
+over the clients that had it, each counting the same (Eq. 5); the others are as they were. W = sum_i u'_i v'_i is the model.
+
+Which keep ratio a device gets is not said: here the largest of `keep-ratios` whose sub-model fits. Everything else is averaged
+over its clients likewise. Weights alone are kept between rounds: kernels are a function of them.
 """
 
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
+from typing import Any, ClassVar
 
-from client_app.training import Recipe
+import numpy as np
+from flwr.app import Array, ArrayRecord
+
+from client_app.randomness import generator
+from client_app.task import Task
+from client_app.trainers.prism import LowRankModel, Orders, low_rank_loss
 from device_profiles.profile import DeviceState
-from models.anatomy import anatomy
 from models.cascade import Blueprint
-from models.low_rank import low_rank
-from strategies.pricing import Part, whole_model
-from strategies.rules import Rule, Stage
+from models.kernels import Sampling, compose, decompose, effective_rank, sample
+from models.low_rank import Factors, factors, low_rank
+from models.partition import Piece
+from models.width import Indices, take
+from strategies.aggregation import CheckedUpdate, updated
+from strategies.heterofl import HeteroFL, HeteroFLRule, shapes
+from strategies.pricing import Part
+from strategies.state import Experiment
 
-KEEP_RATIOS = (0.8, 0.6, 0.4, 0.2)
 
-
-class PriSMRule(Rule):
+class PriSMRule(HeteroFLRule):
     """One stage; each device the largest sub-model it can train."""
 
+    masks = False
+    narrow: ClassVar[bool] = True
+
     @cached_property
-    def stages(self) -> list[Stage]:
-        """The sub-models of all keep ratios, the largest first."""
-        parts = [whole_model(low_rank(self.blueprint, keep), f"sub-model {keep}") for keep in KEEP_RATIOS]
-        return [Stage("training", tuple(parts))]
+    def shares(self) -> list[float]:
+        """The keep ratios that there are, largest first."""
+        return self.settings.keeps()
 
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """One sub-model. Raises MemoryBudgetExceededError where not even the smallest fits."""
-        parts = self.stages[stage].parts
-        allowed = self.settings.allowance(state.budget_bytes)
-        fitting = [part for part in parts if self.pricing.bytes(part) <= allowed]
-        return [max(fitting, key=lambda part: part.parameters) if fitting else self.within(parts[-1], state)]
+    @cached_property
+    def models(self) -> list[Blueprint]:
+        """The sub-model of each. Raises ValueError for a model without anything to factorise."""
+        return [low_rank(self.blueprint, keep, narrow=self.narrow) for keep in self.shares]
 
-
-def memory_bytes(part: Part, reference: Blueprint, recipe: Recipe) -> float:
-    """Table 1's "Mem": outputs of the factorised convolutions and of their norms, of a batch; 4 bytes each.
-
-    Conv_V, Conv_U and the norm count one map each, a whole convolution and its norm one each; neither the first atom, nor
-    shortcuts, nor the head count: the only reading that gives the full ResNet-18's 31.5 M. The table's unit is elements; 4
-    bytes each are ours.
-    """
-    elements = 0
-    for atom in part.atoms:
-        if atom == 0:
-            continue
-        for layer in anatomy(part.blueprint, f"atoms.{atom}").layers:
-            if layer.kind in ("Conv2d", "BatchNorm2d") and not layer.on_shortcut:
-                elements += layer.outputs
-    if not elements:
-        raise ValueError(
-            f"memory-model prism counts convolutions behind the first atom: {part.blueprint.name} has none"
+    def part(self, piece: Piece) -> Part:
+        """(WIDTH, n): the sub-model of the n-th keep ratio."""
+        keep, model = self.shares[piece[1]], self.models[piece[1]]
+        return Part(
+            model,
+            tuple(range(len(model.atoms))),
+            make_loss=low_rank_loss(self.settings.weight_decay),
+            name=f"sub-model {keep:.4g}",
+            piece_class=LowRankModel,
         )
-    return 4 * part.copies * recipe.batch_size * elements
+
+
+class PriSM(HeteroFL):
+    """Sub-models of sampled principal kernels."""
+
+    name = "prism"
+    rule_class = PriSMRule
+    rule: PriSMRule
+    sampling: ClassVar[Sampling | None] = None  # by `kernel-sampling`
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        self.whole = low_rank(self.blueprint, 1.0, narrow=self.rule.narrow)
+        self.factors, self.full = factors(self.whole), shapes(self.whole)
+        self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # of a weight: sigma, v', u'
+        self.drawn: dict[int, dict[str, np.ndarray]] = {}  # by client and weight, I_c
+
+    def task(self, server_round: int, state: DeviceState) -> Task:
+        """The largest sub-model that the client can train."""
+        level = self.rule.level(state.budget_bytes)
+        orders = Orders(level, self.rule.shares[level], self.rule.narrow)
+        return replace(super(HeteroFL, self).task(server_round, state), own=orders.to_own())
+
+    def kernels(self, layer: Factors, arrays: ArrayRecord) -> tuple[np.ndarray, Array, Array]:
+        """sigma, v' and u' of a layer of the model; decomposed anew where it changed."""
+        weight = arrays[layer.weight]
+        known = self._kernels.get(layer.weight)
+        if known is None or known[0] is not weight:
+            sigma, v, u = decompose(weight.numpy())
+            known = self._kernels[layer.weight] = weight, sigma, Array(v), Array(u)
+        return known[1:]
+
+    def factored(self, arrays: ArrayRecord) -> ArrayRecord:
+        """The model in its orthogonal space: the arrays of a sub-model with all kernels."""
+        found = dict(arrays.items())
+        for layer in self.factors:
+            _, v, u = self.kernels(layer, arrays)
+            del found[layer.weight]
+            found |= {layer.v: v, layer.u: u}
+            if layer.bias:
+                found[layer.bias[0]] = found.pop(layer.bias[1])
+        return ArrayRecord(found)
+
+    def ask(
+        self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
+    ) -> dict[int, tuple[Task, DeviceState]]:
+        """The tasks; for each, I_c of every layer is a function of (seed, round, client, layer) and of the model."""
+        asked, settings = super().ask(clients, server_round, arrays), self.settings
+        sampling = self.sampling or settings.kernel_sampling
+        self.drawn = {client: {} for client in asked}
+        for client, (task, _) in asked.items():
+            small = self.rule.shapes[Orders.of(task).level]
+            for layer in self.factors:
+                rng = generator(settings.seed, server_round, client, "kernels", layer.weight)
+                sigma = self.kernels(layer, arrays)[0]
+                kept = small[layer.v][0]
+                self.drawn[client][layer.weight] = sample(sigma, kept, settings.kappa, rng, sampling)
+        return asked
+
+    def indices(self, task: Task) -> dict[str, Indices]:
+        """Where the arrays of a task's sub-model lie in the model with all kernels."""
+        small = self.rule.shapes[Orders.of(task).level]
+        found: dict[str, Indices] = {name: tuple(map(np.arange, shape)) for name, shape in small.items()}
+        for layer in self.factors:
+            chosen = self.drawn[Orders.of(task).draw][layer.weight]
+            found[layer.v] = (chosen, *found[layer.v][1:])
+            found[layer.u] = (found[layer.u][0], chosen, *found[layer.u][2:])
+        return found
+
+    def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
+        """The sub-model."""
+        whole = self.factored(arrays)
+        return ArrayRecord({n: Array(take(whole[n].numpy(), where)) for n, where in self.indices(task).items()})
+
+    def combine(self, client: int, update: CheckedUpdate) -> None:
+        """Add a sub-model, entry by entry."""
+        self.coverage.add(update.arrays, self.indices(self._asked[client][0]), self.full, 1)
+
+    def finish(self) -> ArrayRecord:
+        """The new model, put together from its kernels (Eq. 5)."""
+        return self.composed(updated(self.factored(self.post.arrays), self.coverage))
+
+    def composed(self, whole: ArrayRecord) -> ArrayRecord:
+        """The model, from its kernels; weights none of whose kernels changed stay the very same objects."""
+        found = dict(whole.items())
+        for layer in self.factors:
+            weight, _, v, u = self._kernels[layer.weight]
+            new_v, new_u = found.pop(layer.v), found.pop(layer.u)
+            changed = new_v is not v or new_u is not u
+            found[layer.weight] = Array(compose(new_v.numpy(), new_u.numpy())) if changed else weight
+            if layer.bias:
+                found[layer.bias[1]] = found.pop(layer.bias[0])
+        return ArrayRecord({name: found[name] for name in self.post.arrays})
+
+    def details(self) -> dict[str, Any]:
+        """The keep ratio of each client; of every layer the kernels it needs (2^entropy), and how often kernels were drawn:
+        clients a kernel, the mean of each tenth of the kernels, those with the largest singular values first.
+        """
+        keeps = {str(client): Orders.of(task).keep for client, (task, _) in self._asked.items()}
+        counts = {layer.weight: np.zeros(self.full[layer.v][0]) for layer in self.factors}
+        for chosen in self.drawn.values():
+            for name, kernels in chosen.items():
+                counts[name][kernels] += 1
+        layers = {
+            name: {
+                "rank": effective_rank(self._kernels[name][1]),
+                "kernels": len(count),
+                "drawn": [float(tenth.mean()) for tenth in np.array_split(count, min(10, len(count)))],
+            }
+            for name, count in counts.items()
+        }
+        return {"keep_ratios": keeps, "layers": layers}

@@ -8,6 +8,7 @@ from benchmarks.tables import fedepth, fedprophet, prism, profl, spafl
 from benchmarks.tables.__main__ import TABLES, document
 from benchmarks.tables.shared import MIB, asked, beside, full_bytes, participation, rule_for
 from models.basic_layers import blocks_of
+from models.low_rank import low_rank
 from piecework.plan import make_plan
 from strategies.fedprophet_modules import macs
 from strategies.pricing import whole_model
@@ -114,14 +115,14 @@ def test_prism_full_model() -> None:
     ],
 )
 def test_prism_sub_models(place, printed, deviations) -> None:
-    part = rule_for(prism.OF_PRISM).stages[0].parts[place]
+    part = whole_model(prism.thin_everywhere(rule_for(prism.OF_PRISM).blueprint, prism.KEEP_RATIOS[place]))
     found = [100 * (ours / paper - 1) for ours, paper in zip(prism.figures(part), printed, strict=True)]
     assert found == pytest.approx(deviations, abs=0.3)
 
 
 def test_orthdrop_keeps_all_channels_outside() -> None:
     blueprint = rule_for(prism.OF_PRISM).blueprint
-    found = [prism.figures(whole_model(prism.orthdrop(blueprint, keep))) for keep in (0.8, 0.6, 0.4, 0.2)]
+    found = [prism.figures(whole_model(low_rank(blueprint, keep, narrow=False))) for keep in (0.8, 0.6, 0.4, 0.2)]
     assert [round(memory, 1) for _, _, memory in found] == [44.2, 41.0, 37.8, 34.7]
     assert [round(flops, 1) for _, flops, _ in found] == [32.2, 24.3, 16.4, 8.5]
     # by hand, without the norms' 9,600 parameters

@@ -254,7 +254,6 @@ def test_a_plan_allocates_no_weights() -> None:
             "lstm-imdb reads tokens: expected an input shape of (length,)",
         ),
         (["--model", "lstm-imdb", "--attack-steps", "3"], "cannot be attacked by gradients"),
-        (["--model", "lstm-imdb", "--strategy", "prism"], "lstm-imdb cannot be cut by rank"),
         (["--model", "vgg16", *FEDPROPHET, "--budget", "10MB"], "atom 'conv6' needs"),
         (["--set", "model-options=stem"], "'stem' is not NAME=VALUE"),
         (["--set", "model-options=stem=cifar"], "convnet has no option 'stem'"),

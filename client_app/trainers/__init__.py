@@ -21,6 +21,9 @@ TRAINERS = {
     "heterofl": "client_app.trainers.heterofl",
     "jfat": "client_app.trainers.fedprophet",  # one module, the whole model
     "m-fedepth": "client_app.trainers.m_fedepth",
+    "origdrop": "client_app.trainers.heterofl",
+    "orthdrop": "client_app.trainers.prism",
+    "prism": "client_app.trainers.prism",
     "profl": "client_app.trainers.profl",
 }
 

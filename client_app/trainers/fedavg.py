@@ -21,14 +21,20 @@ def train(task: Task, client: Client) -> Update:
     return train_whole(task, client, tuple(range(len(client.blueprint.atoms))))
 
 
-def train_whole(task: Task, client: Client, piece: Piece, make_loss: MakeLoss = single_loss) -> Update:
+def train_whole(
+    task: Task,
+    client: Client,
+    piece: Piece,
+    make_loss: MakeLoss = single_loss,
+    piece_class: type[PieceModel] = PieceModel,
+) -> Update:
     """The same for a model that price lists call `piece`."""
     needed = task.price(piece)
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
     atoms = tuple(range(len(client.blueprint.atoms)))
     recipe = replace(client.recipe, attack=attack_of_round(client))
-    trainee = Trainee(lambda: [PieceModel(client.blueprint, atoms, "head", client.load())], recipe, make_loss)
+    trainee = Trainee(lambda: [piece_class(client.blueprint, atoms, "head", client.load())], recipe, make_loss)
     for epoch in trainee.epochs():
         examples = client.share(0 if client.settings.feature_cache else epoch)
         trainee.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train the whole model")

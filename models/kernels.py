@@ -1,0 +1,57 @@
+"""Principal kernels: a layer's weight as U S V^T, sampled and put together again (PriSM, sections 3.1 and 3.2).
+
+W[N, M, k, k] or [N, M]; sigma_i, i < R = min(M k^2, N): its singular values, largest first; v'_i = sqrt(sigma_i) v_i,
+u'_i = sqrt(sigma_i) u_i.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+Sampling = Literal["importance", "uniform", "softmax", "top"]
+
+
+def decompose(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """sigma[R]; v'[R, M, k, k] and u'[N, R, 1, 1] of a convolution, v'[R, M] and u'[N, R] of a linear layer; float32.
+
+    The sign of a pair is fixed by u_i, whose entry of the largest magnitude is positive.
+    """
+    outputs = weight.shape[0]
+    u, sigma, v = np.linalg.svd(weight.reshape(outputs, -1), full_matrices=False)
+    signs = np.sign(u[np.abs(u).argmax(0), np.arange(len(sigma))])
+    root = np.sqrt(sigma) * signs
+    u, v = u * root, v * root[:, None]
+    spatial = (1,) * (weight.ndim - 2)
+    return sigma, v.reshape(-1, *weight.shape[1:]), np.ascontiguousarray(u.reshape(outputs, -1, *spatial))
+
+
+def compose(v: np.ndarray, u: np.ndarray) -> np.ndarray:
+    """W of all its kernels."""
+    product: np.ndarray = u.reshape(len(u), -1) @ v.reshape(len(v), -1)
+    return product.reshape(len(u), *v.shape[1:])
+
+
+def sample(
+    sigma: np.ndarray, kept: int, kappa: float, rng: np.random.Generator, sampling: Sampling = "importance"
+) -> np.ndarray:
+    """`kept` of R kernels without replacement, ascending; each is drawn next with p_i = sigma_i^kappa / sum (Eq. 2).
+
+    `softmax`: p_i = exp(sigma_i) / sum, `uniform`: 1 / R (Table 5); `top`: the largest, not drawn. To take the largest of log
+    p_i + g_i, g_i from Gumbel's distribution, is to draw one after the other.
+    """
+    if sampling == "top":
+        return np.arange(kept)
+    if sampling == "importance":
+        logarithms = kappa * np.log(np.maximum(sigma, np.finfo(sigma.dtype).tiny))
+    else:
+        logarithms = sigma if sampling == "softmax" else np.zeros_like(sigma)
+    keys = logarithms + rng.gumbel(size=len(sigma))
+    return np.sort(np.argsort(-keys, kind="stable")[:kept])
+
+
+def effective_rank(sigma: np.ndarray) -> float:
+    """2^H, H the entropy (bits) of p_i = sigma_i / sum: the kernels that a layer needs (section 4.4.1); 0 of a zero layer."""
+    if not (total := float(sigma.sum(dtype=np.float64))):
+        return 0.0
+    p = sigma.astype(np.float64)[sigma > 0] / total
+    return float(2 ** -(p * np.log2(p)).sum())
