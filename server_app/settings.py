@@ -188,6 +188,10 @@ class Settings(BaseModel):
     )
     kappa: NonNegative = Field(2.5, description="that power")
 
+    mix_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.125, description="share of the channels of a base net, SplitMix"
+    )
+
     evaluate_every: Count = Field(1, description="rounds between central evaluations; 0 = only at the end")
     client_evaluation_every: Count = Field(0, description="rounds between evaluations on the clients; 0 = never")
     target_accuracy: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="stop early when reached; 0 = off")

@@ -25,6 +25,7 @@ STRATEGIES = {
     "orthdrop": ("strategies.orthdrop", "OrthDrop"),
     "prism": ("strategies.prism", "PriSM"),
     "profl": ("strategies.profl", "ProFL"),
+    "splitmix": ("strategies.splitmix", "SplitMix"),
 }
 # Systems whose rule is here and whose training is not yet.
 PLANNED = {

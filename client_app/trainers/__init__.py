@@ -25,6 +25,7 @@ TRAINERS = {
     "orthdrop": "client_app.trainers.prism",
     "prism": "client_app.trainers.prism",
     "profl": "client_app.trainers.profl",
+    "splitmix": "client_app.trainers.splitmix",
 }
 
 

@@ -1,0 +1,134 @@
+"""SplitMix (Hong et al., "Efficient Split-Mix Federated Learning for On-Demand and In-Situ Customization", ICLR 2022), the
+server's side.
+
+a: `mix-share`, a base net's share of the channels; there are round(1 / a) of them, which share no weight. A client trains as
+many as its budget allows: one by turns, so that all are trained alike, the others drawn. Each net is averaged over the clients
+that trained it, weighted by examples; nets that nobody trained stay as they were. The model is the mean of all nets' logits.
+
+Ours: nets are not rescaled by 1 / a (the authors' HeteroFL-like Scaler), which batch norms would undo.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from flwr.app import ArrayRecord
+
+from client_app.randomness import generator
+from client_app.setup import narrowed
+from client_app.task import Task
+from client_app.trainers.heterofl import WIDTH
+from client_app.trainers.splitmix import Orders, mixed_loss
+from device_profiles.profile import DeviceState
+from models.cascade import Blueprint
+from models.mix import mixed, net_of
+from models.partition import Piece
+from strategies.base import PieceStrategy
+from strategies.pricing import Part
+from strategies.rules import Rule, Stage
+from strategies.state import Experiment
+
+
+class SplitMixRule(Rule):
+    """One stage: each device as many base nets as fit."""
+
+    adversarial = "optional"
+    adapts = True
+    suggested = False  # an ensemble, not the model that was asked for
+
+    @property
+    def count(self) -> int:
+        """How many base nets there are."""
+        return max(1, round(1 / self.settings.mix_share))
+
+    @cached_property
+    def base(self) -> Blueprint:
+        """One of them."""
+        model = self.blueprint
+        return narrowed(self.settings, model.input_shape, model.num_classes, self.settings.mix_share)
+
+    def part(self, piece: Piece) -> Part:
+        """(WIDTH, n): n base nets."""
+        model = mixed(self.base, range(piece[1]))
+        name = f"{piece[1]} base nets" if piece[1] > 1 else "a base net"
+        return Part(model, tuple(range(len(model.atoms))), make_loss=mixed_loss, name=name)
+
+    def nets(self, budget: int) -> int:
+        """How many a budget (bytes) allows, at least one."""
+        allowed = self.settings.allowance(budget)
+        return next((n for n in range(self.count, 1, -1) if self.bytes((WIDTH, n)) <= allowed), 1)
+
+    def least(self) -> int:
+        """A base net's price."""
+        return self.bytes((WIDTH, 1))
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """What the poorest device trains."""
+        return [Stage("training", (self.part((WIDTH, self.nets(self.smallest))),))]
+
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """As many base nets as fit. Raises MemoryBudgetExceededError."""
+        return [self.within(self.part((WIDTH, self.nets(state.budget_bytes))), state)]
+
+
+class SplitMix(PieceStrategy):
+    """An ensemble of narrow nets."""
+
+    name = "splitmix"
+    rule_class = SplitMixRule
+    rule: SplitMixRule
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        for key, value, bad in (
+            ("batch-norm", self.settings.batch_norm, "local"),
+            ("init-weights", self.settings.init_weights, self.settings.init_weights or None),
+        ):
+            if value == bad:
+                raise ValueError(f"{key} = {value!r}: splitmix trains narrow nets, which change from round to round")
+        self.blueprint = mixed(self.rule.base, range(self.rule.count))
+
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        """One price: that of as many nets as fit."""
+        piece = (WIDTH, self.rule.nets(budget))
+        return {piece: self.price(piece)}
+
+    def ask(
+        self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
+    ) -> dict[int, tuple[Task, DeviceState]]:
+        """The tasks, each with its nets."""
+        asked = {}
+        for place, (client, (task, state)) in enumerate(super().ask(clients, server_round, arrays).items()):
+            nets = self.nets(server_round, place, client, self.rule.nets(state.budget_bytes))
+            asked[client] = replace(task, own=Orders(self.settings.mix_share, nets).to_own()), state
+        return asked
+
+    def nets(self, server_round: int, place: int, client: int, wanted: int) -> list[int]:
+        """The first by turns, in an order that is drawn anew for each turn of all; the others at random."""
+        count, seed = self.rule.count, self.settings.seed
+        done = (server_round - 1) * (self.settings.clients_per_round or len(self.roster.members))
+        turn, number = divmod(done + place, count)
+        first = int(generator(seed, turn, "turns").permutation(count)[number])
+        others = generator(seed, server_round, client, "nets").permutation(
+            [net for net in range(count) if net != first]
+        )
+        return sorted([first, *(int(net) for net in others[: wanted - 1])])
+
+    def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
+        """The nets of a task."""
+        nets = set(Orders.of(task).nets)
+        return ArrayRecord({name: array for name, array in arrays.items() if net_of(name) in nets})
+
+    def untrained(self, task: Task) -> ArrayRecord:
+        """The nets, as they were sent."""
+        return self.travelling(task, self.post.arrays)
+
+    def details(self) -> dict[str, Any]:
+        """The nets of each client."""
+        return {"nets": {str(client): Orders.of(task).nets for client, (task, _) in self._asked.items()}}
+
+    def model_details(self) -> dict[str, Any]:
+        """What a base net is."""
+        return {"mix_share": self.settings.mix_share}
