@@ -14,15 +14,25 @@ Sampling = Literal["importance", "uniform", "softmax", "top"]
 def decompose(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """sigma[R]; v'[R, M, k, k] and u'[N, R, 1, 1] of a convolution, v'[R, M] and u'[N, R] of a linear layer; float32.
 
-    The sign of a pair is fixed by u_i, whose entry of the largest magnitude is positive.
+    By the eigenvectors of W W^T (or W^T W, where that is smaller) in double precision: U U^T W = W whatever sigma is, and a
+    ResNet-18 takes a tenth of the time of LAPACK's singular value decompositions. The sign of a pair is fixed by u_i, whose
+    entry of the largest magnitude is positive.
     """
-    outputs = weight.shape[0]
-    u, sigma, v = np.linalg.svd(weight.reshape(outputs, -1), full_matrices=False)
-    signs = np.sign(u[np.abs(u).argmax(0), np.arange(len(sigma))])
-    root = np.sqrt(sigma) * signs
-    u, v = u * root, v * root[:, None]
+    matrix = weight.reshape(len(weight), -1).astype(np.float64)
+    transposed = matrix.shape[0] > matrix.shape[1]
+    short = matrix.T if transposed else matrix
+    vectors = np.linalg.eigh(short @ short.T)[1]
+    others = vectors.T @ short  # of length sigma_i
+    sigma = np.linalg.norm(others, axis=1)
+    order = np.argsort(-sigma, kind="stable")
+    sigma, root = sigma[order], np.sqrt(sigma[order])
+    scaled = vectors[:, order] * root
+    others = others[order] / np.where(root > 0, root, 1)[:, None]
+    u, v = (others.T, scaled.T) if transposed else (scaled, others)
+    signs = np.where(u[np.abs(u).argmax(0), np.arange(len(sigma))] < 0, -1, 1)
+    u, v = (u * signs).astype(np.float32), (v * signs[:, None]).astype(np.float32)
     spatial = (1,) * (weight.ndim - 2)
-    return sigma, v.reshape(-1, *weight.shape[1:]), np.ascontiguousarray(u.reshape(outputs, -1, *spatial))
+    return sigma.astype(np.float32), v.reshape(-1, *weight.shape[1:]), u.reshape(len(weight), -1, *spatial)
 
 
 def compose(v: np.ndarray, u: np.ndarray) -> np.ndarray:

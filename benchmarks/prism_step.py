@@ -1,0 +1,73 @@
+"""What PriSM's sub-models save in time, and what decomposing costs: ResNet-18 of full width, 3x32x32, batch 32, one thread.
+
+    python -m benchmarks.prism_step [--steps 3] [--json]
+
+A step is forward, backward and update as a client does it, the least of `--steps`, for the whole model and each keep ratio.
+`refresh` is the decomposition of all factorised layers, on all threads, as the server does it in every round; beside it what 20
+clients of 500 images and 2 epochs train in a round of sub-models of 0.2, by the step above.
+"""
+
+import argparse
+import json
+import time
+
+import torch
+
+from client_app.trainers.prism import LowRankModel, low_rank_loss
+from client_app.training import PieceModel, Recipe, fake_load, single_loss, start, train_step
+from models.cascade import Blueprint, initial_state
+from models.kernels import decompose
+from models.low_rank import factors, low_rank
+from models.zoo import build_blueprint
+
+KEEPS = (0.8, 0.6, 0.4, 0.2)
+CLIENTS, IMAGES, EPOCHS, BATCH = 20, 500, 2, 32
+
+
+def step_seconds(blueprint: Blueprint, steps: int, *, thin: bool) -> float:
+    """The least of some steps, after one that does not count."""
+    piece = (LowRankModel if thin else PieceModel)(blueprint, range(len(blueprint.atoms)), "head", fake_load(blueprint))
+    recipe = Recipe(lr=0.1, momentum=0.9, weight_decay=2e-4, batch_size=BATCH, epochs=1)
+    loss, optimiser = start([piece], recipe, low_rank_loss(2e-4) if thin else single_loss)
+    x, y = torch.rand(BATCH, *blueprint.input_shape), torch.randint(10, (BATCH,))
+    taken = []
+    for _ in range(steps + 1):
+        started = time.perf_counter()
+        train_step(loss, optimiser, x, y)
+        taken.append(time.perf_counter() - started)
+    return min(taken[1:])
+
+
+def refresh_seconds(blueprint: Blueprint) -> float:
+    """Of all layers' decompositions."""
+    arrays = {name: value.numpy() for name, value in initial_state(blueprint, 0)}
+    layers = [arrays[layer.weight] for layer in factors(low_rank(blueprint, 1.0))]
+    started = time.perf_counter()
+    for weight in layers:
+        decompose(weight)
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    blueprint = build_blueprint("resnet18", num_classes=10, input_shape=(3, 32, 32), batch_norm="batch")
+    refresh = refresh_seconds(blueprint)
+    torch.set_num_threads(1)
+    full = step_seconds(blueprint, given.steps, thin=False)
+    thin = {keep: step_seconds(low_rank(blueprint, keep), given.steps, thin=True) for keep in KEEPS}
+    training = CLIENTS * EPOCHS * (IMAGES // BATCH) * thin[0.2]
+    if given.json:
+        print(json.dumps({"full": full, "keep": thin, "refresh": refresh, "training": training}))
+        return
+    print(f"full step {full:.3f} s")
+    for keep, seconds in thin.items():
+        print(f"keep {keep}  {seconds:.3f} s  {seconds / full:.3f} of the full model's")
+    print(f"refresh {refresh:.2f} s, {refresh / training:.1%} of a round's local training ({training:.0f} s)")
+
+
+if __name__ == "__main__":
+    main()
