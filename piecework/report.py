@@ -21,6 +21,7 @@ from piecework.page import (
     sections_html,
     table,
 )
+from piecework.prism_report import has_kernels, kernel_section
 from piecework.profl_report import is_progressive, movement_section
 from piecework.robust_report import cascade_sections, final_section, is_adversarial, is_cascade, robust_curves
 from server_app.records import RunDir, write_atomically
@@ -88,6 +89,8 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
         found += cascade_sections(rounds, settings)
     if is_progressive(rounds):
         found.append(movement_section(rounds, settings))
+    if has_kernels(rounds):
+        found.append(kernel_section(rounds))
     by_device = device_figure(rounds)
     if by_device or not robust:  # adversarial training validates after averaging
         found.append(device_section(by_device))

@@ -1,0 +1,65 @@
+"""PriSM in a run's page: how many kernels the layers need, and which kernels were drawn (the paper's Figures 8 and 9)."""
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from piecework.display import Record
+from piecework.page import Section, line, over_rounds, panels, table
+
+COLUMNS = ("layer", "kernels", "needed at first", "needed at the end", "clients a kernel, by tenths of the kernels")
+
+
+def has_kernels(rounds: Sequence[Record]) -> bool:
+    """Whether sub-models were made of principal kernels."""
+    return bool(rounds[-1].get("keep_ratios"))
+
+
+def kernel_section(rounds: Sequence[Record]) -> Section:
+    """Ranks over the rounds, and draws."""
+    return Section(
+        "Principal kernels",
+        "Left: the share of a layer's kernels that it needs, 2 to the entropy of sigma_i / sum. Right: how many clients of a "
+        "round had a kernel, by tenths of the kernels, those with the largest singular values first; means over all rounds.",
+        kernel_figure(rounds),
+        f'<div class="stages">{table(layer_rows(rounds), COLUMNS)}</div>',
+    )
+
+
+def kernel_figure(rounds: Sequence[Record]) -> Any:
+    """Ranks on the left, draws on the right; a line a layer."""
+    figure = panels(2, horizontal_spacing=0.12)
+    for i, name in enumerate(rounds[-1]["layers"]):
+        ranks = [(r["round"], r["layers"][name]["rank"] / r["layers"][name]["kernels"]) for r in rounds]
+        figure.add_trace(line(ranks, short(name), i), col=1, row=1)
+        drawn = line(list(enumerate(draws(rounds, name), start=1)), short(name), i)
+        figure.add_trace(drawn.update(showlegend=False), col=2, row=1)
+    figure.update_yaxes(title="share of kernels needed", range=[0, 1.02], col=1)
+    figure.update_yaxes(title="clients a kernel", rangemode="tozero", col=2)
+    over_rounds(figure, rounds)
+    return figure.update_xaxes(title="tenth of the kernels", range=[0.5, 10.5], tick0=1, dtick=1, col=2)
+
+
+def draws(rounds: Sequence[Record], name: str) -> list[float]:
+    """Clients a kernel in a round, of each tenth of a layer's kernels."""
+    return [fmean(tenths) for tenths in zip(*(r["layers"][name]["drawn"] for r in rounds), strict=True)]
+
+
+def layer_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Each layer: its kernels, how many it needed at first and at the end, how often they were drawn."""
+    first, last = rounds[0]["layers"], rounds[-1]["layers"]
+    return [
+        (
+            short(name),
+            str(layer["kernels"]),
+            f"{first[name]['rank']:.1f}",
+            f"{layer['rank']:.1f}",
+            " ".join(f"{mean:.2g}" for mean in draws(rounds, name)),
+        )
+        for name, layer in last.items()
+    ]
+
+
+def short(name: str) -> str:
+    """A weight without the word."""
+    return name.removesuffix(".weight")
