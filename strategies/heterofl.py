@@ -24,7 +24,7 @@ from client_app.task import Outcome, Task
 from client_app.trainers.heterofl import WIDTH, Orders, input_shares, width_loss
 from device_profiles.profile import DeviceState
 from models.cascade import Blueprint, Shape
-from models.channels import channel_axes
+from models.channels import Axes, channel_axes
 from models.partition import Piece
 from models.width import CoverageMean, Indices, Select, ordered, sub_indices, take
 from strategies.aggregation import CheckedUpdate, UpdateRejectedError, updated
@@ -115,9 +115,18 @@ class HeteroFL(PieceStrategy):
         super().__init__(experiment)
         if self.settings.batch_norm == "local":
             raise ValueError(f"batch-norm = 'local': channels of {self.name}'s sub-models change, use running or batch")
-        self.axes, self.full = channel_axes(self.blueprint), shapes(self.blueprint)
         self.coverage = CoverageMean()
         self._classes: dict[int, list[int]] = {}
+
+    @cached_property
+    def axes(self) -> dict[str, Axes]:
+        """Which channels the arrays have."""
+        return channel_axes(self.blueprint)
+
+    @cached_property
+    def full(self) -> dict[str, Shape]:
+        """The shapes of what is averaged."""
+        return shapes(self.blueprint)
 
     def prices_for(self, budget: int) -> dict[Piece, int]:
         """One price: the sub-model's."""

@@ -163,21 +163,26 @@ def test_workers_do_not_matter(tmp_path: Path, whole_run: RunDir) -> None:
 
 
 class Forgetful(RecordingGrid):
-    """Before the training of round 5, client 0's store is gone, and another one's features are damaged."""
+    """Before the training of a round, `lose` has its way with the folder of the clients' stores, once."""
 
     root: Path
+    before = "6"
     done = False
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         messages = list(messages)
-        hit = any(m.metadata.message_type == "train" and m.metadata.group_id == "6" for m in messages)
+        hit = any(m.metadata.message_type == "train" and m.metadata.group_id == self.before for m in messages)
         if hit and not self.done:
             self.done = True
             (experiment,) = (self.root / "run" / "clients").iterdir()
-            shutil.rmtree(experiment / "0" / "features")
-            (damaged,) = (experiment / "1" / "features").iterdir()
-            damaged.write_bytes(damaged.read_bytes()[:-1000])
+            self.lose(experiment)
         return super().push_messages(messages)
+
+    def lose(self, experiment: Path) -> None:
+        """Client 0's features are gone, and client 1's are damaged."""
+        shutil.rmtree(experiment / "0" / "features")
+        (damaged,) = (experiment / "1" / "features").iterdir()
+        damaged.write_bytes(damaged.read_bytes()[:-1000])
 
 
 def test_lost_features_are_computed_anew_within_budget(tmp_path: Path, whole_run: RunDir) -> None:
@@ -190,20 +195,14 @@ def test_lost_features_are_computed_anew_within_budget(tmp_path: Path, whole_run
     assert all(client["measured_peak"] == client["predicted_peak"] <= client["budget"] for client in clients)
 
 
-class Bereft(RecordingGrid):
-    """Before the training of round 5, in the last stage, all that client 0 had on disk is gone."""
+class Bereft(Forgetful):
+    """In the last stage, all that client 0 had on disk is gone."""
 
-    root: Path
-    done = False
+    before = "5"
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        hit = any(m.metadata.message_type == "train" and m.metadata.group_id == "5" for m in messages)
-        if hit and not self.done:
-            self.done = True
-            (experiment,) = (self.root / "run" / "clients").iterdir()
-            shutil.rmtree(experiment / "0")
-        return super().push_messages(messages)
+    def lose(self, experiment: Path) -> None:
+        """Its whole store."""
+        shutil.rmtree(experiment / "0")
 
 
 def test_a_lost_store_is_filled_again_within_budget(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """PriSM on the in-process grid: what travels, how kernels are averaged and put together, who trains how much."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 from flwr.app import Array, ArrayRecord
 from helpers import (
     TRIO,
-    RecordingGrid,
     arrays_of,
     clients_of,
     first_arrays,
@@ -51,21 +51,17 @@ def test_each_client_trains_the_largest_sub_model_that_fits(tmp_path: Path) -> N
         assert client["predicted_peak"] == client["measured_peak"] <= client["budget"]
 
 
-def test_entries_are_averaged_over_the_clients_that_had_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_are_averaged_over_the_clients_that_had_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grids: Callable[..., Any]
+) -> None:
     """Eq. 5, from the messages themselves; what nobody had is as it was, to the bit, before the kernels are put together."""
     made, aggregated = strategies(monkeypatch), list[ArrayRecord]()
     composed = PriSM.composed
     monkeypatch.setattr(PriSM, "composed", lambda self, whole: (aggregated.append(whole), composed(self, whole))[1])
-    grids: list[RecordingGrid] = []
-
-    class Grid(RecordingGrid):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            grids.append(self)
-
-    run = run_local(tmp_path, Grid, **TRIO, **SMALL, fleet=MIXED)
-    (strategy,), (grid,), (whole,) = made, grids, aggregated
-    sent, replies = training(grid.sent), training(grid.received)
+    grid = grids()
+    run = run_local(tmp_path, grid, **TRIO, **SMALL, fleet=MIXED)
+    (strategy,), (whole,) = made, aggregated
+    sent, replies = training(grid.last.sent), training(grid.last.received)
     arrays = ArrayRecord({n: Array(a) for n, a in first_arrays(strategy.settings).items()})
     before = strategy.factored(arrays)
     layer, checked = strategy.factors[1], 0
@@ -137,7 +133,7 @@ def test_every_kernel_is_drawn_sometimes(tmp_path: Path) -> None:
         assert 1 < run.rounds()[-1]["layers"][name]["rank"] < run.rounds()[-1]["layers"][name]["kernels"]
 
 
-def test_a_layer_is_decomposed_only_where_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_decomposed_once_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
     monkeypatch.setattr("strategies.prism.decompose", lambda w: (calls.append(w.shape), decompose(w))[1])
     run_local(tmp_path, **TRIO, **SMALL, num_rounds=2)

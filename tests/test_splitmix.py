@@ -1,6 +1,7 @@
 """SplitMix: ensembles of narrow nets, on the in-process grid and by hand."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 from helpers import (
     TRIO,
-    RecordingGrid,
     arrays_of,
     average,
     clients_of,
@@ -85,22 +85,16 @@ def test_one_step_is_a_step_of_each() -> None:
     assert float(value.detach()) == pytest.approx(by_net)
 
 
-def test_clients_train_as_many_nets_as_fit(tmp_path: Path) -> None:
-    grids: list[RecordingGrid] = []
-
-    class Grid(RecordingGrid):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            grids.append(self)
-
-    run_dir = run_local(tmp_path, Grid, **SMALL)
+def test_clients_train_as_many_nets_as_fit(tmp_path: Path, grids: Callable[..., Any]) -> None:
+    grid = grids()
+    run_dir = run_local(tmp_path, grid, **SMALL)
     (record,) = run_dir.rounds()
     assert [len(nets) for nets in record["nets"].values()] == [3, 2, 1]
     for client in clients_of(run_dir):
         assert client["status"] == "ok"
         assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
     assert 1.5 < record["train_loss"] < 3  # of a net, not of all together
-    after, replies = model_of(run_dir), training(grids[0].received)
+    after, replies = model_of(run_dir), training(grid.last.received)
     for reply, nets in zip(replies, record["nets"].values(), strict=True):
         assert {net_of(name) for name in arrays_of(reply)} == set(nets)
     trained = {net for nets in record["nets"].values() for net in nets}
