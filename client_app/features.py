@@ -7,12 +7,13 @@ a client that missed a stage, or lost its file, finds that out and computes it a
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from client_app.client import STAGES, Client
 from client_app.examples import Examples, feature_examples
@@ -81,6 +82,19 @@ def _opened(client: Client, path: Path, module: Piece) -> np.ndarray | None:
     return features if features.shape == expected and features.dtype == np.float32 else None
 
 
+def measure_statistics(client: Client, atoms: Piece) -> None:
+    """Give the batch norms of atoms, in the store, the mean statistics of mixed batches of the training share.
+
+    One atom is in memory at a time, in training mode; what it makes of the share is gone when the next one has read it.
+    """
+    examples = client.share(STAGES)
+    for atom in atoms:
+        path = client.store.feature_path(f"statistics-{atom}")
+        features = _stream(client, (atom,), examples, path, training=True, measured=True)
+        path.unlink()  # it stays readable
+        examples = feature_examples(features, examples.labels).on(client.device)
+
+
 def teacher_logits(client: Client, atoms: Piece, examples: Examples) -> np.ndarray:
     """What atoms and the model's head make of examples, row by row; one atom is in memory at a time."""
     for atom in atoms[:-1]:
@@ -91,12 +105,24 @@ def teacher_logits(client: Client, atoms: Piece, examples: Examples) -> np.ndarr
 
 @torch.no_grad()
 def _stream(
-    client: Client, module: Piece, examples: Examples, path: Path, head: str | None = None, *, training: bool = False
+    client: Client,
+    module: Piece,
+    examples: Examples,
+    path: Path,
+    head: str | None = None,
+    *,
+    training: bool = False,
+    measured: bool = False,
 ) -> np.ndarray:
-    """Run a module over all examples, in mixed batches, and write each row to its place."""
+    """Run a module over all examples, in mixed batches, and write each row to its place.
+
+    Where it is `measured`, its batch norms get the mean statistics of these batches.
+    """
     limit = client.settings.feature_cache_bytes
     piece = PieceModel(client.blueprint, module, head, client.load())
     piece.train(training)
+    if measured:
+        forget_statistics(piece.units().values())
     forward = in_precision(piece.logits if head is not None else piece.features, client.recipe)
     draft, writer = client.store.task / path.name, None
     for positions, fresh in _mixed(client, len(examples)):
@@ -111,9 +137,19 @@ def _stream(
     assert writer is not None
     features = writer.close()  # stays readable whoever removes the file
     draft.replace(path)
+    if measured:
+        client.save(piece)
     del piece, forward
     return_free_memory()
     return features
+
+
+def forget_statistics(units: Iterable[nn.Module]) -> None:
+    """Let batch norms begin anew, and weigh all batches alike."""
+    for layer in (layer for unit in units for layer in unit.modules()):
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.reset_running_stats()
+            layer.momentum = None
 
 
 def _dropout(client: Client, module: Piece, positions: np.ndarray, training: bool) -> AbstractContextManager[None]:

@@ -227,6 +227,12 @@ def parameter_names(blueprint: Blueprint, unit: str) -> list[str]:
         return [f"{unit}.{name}" for name, _ in blueprint.build_unit(unit).named_parameters()]
 
 
+def has_statistics(blueprint: Blueprint, unit: str) -> bool:
+    """Whether a unit has batch norms with running statistics."""
+    with torch.device("meta"):
+        return any(name.endswith("running_mean") for name, _ in blueprint.build_unit(unit).named_buffers())
+
+
 def batch_norm_names(unit: str, module: nn.Module) -> set[str]:
     """Global names of all entries of batch norm layers in a unit (what FedBN keeps on the device)."""
     return {

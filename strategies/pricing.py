@@ -157,13 +157,16 @@ class Pricing:
             )
         return self._traced[key]
 
-    def streamed(self, blueprint: Blueprint, atom: int, head: str | None = None) -> int:
-        """Peak bytes of a frozen atom that makes features of a batch, or with a head logits; 0 by a paper's memory-model."""
+    def streamed(self, blueprint: Blueprint, atom: int, head: str | None = None, *, measured: bool = False) -> int:
+        """Peak bytes of a frozen atom that makes features of a batch, or with a head logits; 0 by a paper's memory-model.
+
+        `measured`: while its batch norms take statistics.
+        """
         if self.memory_model is not None:
             return 0
-        key = unit_signature(blueprint, f"atoms.{atom}"), head and unit_signature(blueprint, head)
+        training = measured or (self.frozen_training and head is None)  # a teacher is always evaluated
+        key = unit_signature(blueprint, f"atoms.{atom}"), head and unit_signature(blueprint, head), training
         if key not in self._streamed:
-            training = self.frozen_training and head is None  # a teacher is always evaluated
             self._streamed[key] = stream_price(blueprint, atom, self.recipe, training=training, head=head)
         return self._streamed[key]
 

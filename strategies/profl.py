@@ -12,11 +12,12 @@ and theta_op are averaged by numbers of examples over the clients that trained t
 more.
 
 Where the paper is silent: blocks before t are frozen at their random start in shrinking, as in the authors' code. A step takes
-at most `stage-rounds`. Ours: a step's output module in growing starts as its step in shrinking left it, that of step 1 as the
-last map did; where a step is too large for every client, all blocks are single atoms (the paper's "layer-wise training"); who
-cannot take part in a map says so; of a block of more than `movement-scalars` so many are looked at. With `freezing` =
-`parameters` (Table 3's ParamAware) the rounds of a run, less those of maps, are dealt out to the steps by the parameters of
-their blocks.
+at most `stage-rounds`. Ours: the running statistics of random blocks, which in theirs follow the batches of each round, are
+measured once, by the clients of a first round; a step's output module in growing starts as its step in shrinking left it, that
+of step 1 as the last map did; where a step is too large for every client, all blocks are single atoms (the paper's "layer-wise
+training"); who cannot take part in a map says so; of a block of more than `movement-scalars` so many are looked at. With
+`freezing` = `parameters` (Table 3's ParamAware) the rounds of a run, less those of maps and statistics, are dealt out to the
+steps by the parameters of their blocks.
 """
 
 from collections.abc import Collection, Iterable
@@ -31,7 +32,7 @@ from client_app.task import Task
 from client_app.trainers.profl import Orders
 from device_profiles.profile import DeviceState
 from models.basic_layers import basic_atoms, cascade_at
-from models.cascade import parameter_names, unit_of
+from models.cascade import has_statistics, parameter_names, unit_of
 from models.partition import Piece
 from strategies.base import PieceStrategy
 from strategies.profl_freezing import (
@@ -52,15 +53,29 @@ SCALARS = "scalars"  # in `kept`, float32 [rounds, scalars of the block]
 
 @dataclass(frozen=True)
 class Leg:
-    """A part of a run: `shrinking` or `growing`, in step t; or the `map` of block t."""
+    """A part of a run: `shrinking` or `growing`, in step t; the `map` of block t; or `statistics` of the blocks before t."""
 
     kind: str
     t: int
 
+    @property
+    def is_step(self) -> bool:
+        """Whether block t is trained."""
+        return self.kind in ("shrinking", "growing")
 
-def legs_of(count: int, *, shrinking: bool, maps: Collection[int]) -> list[Leg]:
-    """Of a run with so many blocks, in order; `maps` are the blocks that are integrated into basic layers."""
-    legs = []
+    def __str__(self) -> str:
+        """`statistics`, `shrinking, step 4`, `map, block 4`, .. `growing, step 1`, .."""
+        if self.kind == "statistics":
+            return self.kind
+        return f"map, block {self.t}" if self.kind == "map" else f"{self.kind}, step {self.t}"
+
+
+def legs_of(count: int, *, shrinking: bool, maps: Collection[int], statistics: bool = False) -> list[Leg]:
+    """Of a run with so many blocks, in order; `maps` are the blocks that are integrated into basic layers.
+
+    `statistics`: whether the blocks that shrinking leaves random need some.
+    """
+    legs = [Leg("statistics", count)] if statistics and shrinking and count > 1 else []
     for t in range(count, 1, -1) if shrinking else ():
         legs += [Leg("shrinking", t), *([Leg("map", t)] if t in maps else [])]
     return legs + [Leg("growing", t) for t in range(1, count + 1)]
@@ -102,6 +117,7 @@ class ProFL(PieceStrategy):
                 )
         self.freezing = Freezing(settings.movement_window, settings.movement_share, settings.movement_times)
         self.blueprint = self.rule.model
+        self.legs: list[Leg] = []
 
     def begin(self) -> None:
         """Cut the model and plan the legs, once a run. Raises ValueError where there are too few rounds."""
@@ -112,14 +128,15 @@ class ProFL(PieceStrategy):
             state.blocks = [list(block) for block in self.rule.blocks]
         self.rule.cut([tuple(block) for block in state.blocks])
         self.blueprint = self.rule.model
+        self.legs = self._legs()
         if not state.most:
             state.most = self._rounds()
 
     def _rounds(self) -> list[int]:
         settings, legs = self.settings, self.legs
-        steps = [leg for leg in legs if leg.kind != "map"]
-        maps = len(legs) - len(steps)
-        left = settings.num_rounds - settings.distil_rounds * maps
+        steps, maps = [leg for leg in legs if leg.is_step], sum(leg.kind == "map" for leg in legs)
+        statistics = len(legs) - len(steps) - maps
+        left = settings.num_rounds - settings.distil_rounds * maps - statistics
         by_parameters = settings.freezing == "parameters"
         if settings.stage_rounds and not by_parameters:
             dealt = [settings.stage_rounds] * len(steps)
@@ -127,22 +144,24 @@ class ProFL(PieceStrategy):
             raise ValueError(
                 f"num-rounds = {settings.num_rounds} is too few: {len(steps)} steps, and {maps} maps of distil-rounds = "
                 f"{settings.distil_rounds}, need {settings.num_rounds - left + len(steps)}"
+                + (", one of them for statistics" if statistics else "")
             )
         else:
             parameters = [self._parameters(leg.t) if by_parameters else 1 for leg in steps]
             dealt = rounds_by_parameters(parameters, left)
         rounds = iter(dealt)
-        return [settings.distil_rounds if leg.kind == "map" else next(rounds) for leg in legs]
+        fixed = {"map": settings.distil_rounds, "statistics": 1}
+        return [next(rounds) if leg.is_step else fixed[leg.kind] for leg in legs]
 
     def _parameters(self, t: int) -> int:
         return self.rule.part(self.rule.blocks[t - 1]).parameters
 
-    @property
-    def legs(self) -> list[Leg]:
-        """Of the run, in order."""
+    def _legs(self) -> list[Leg]:
         settings = self.settings
         maps = basic_atoms(self.rule.model) if settings.distil_rounds else ()
-        return legs_of(len(self.rule.blocks), shrinking=settings.shrinking, maps=maps)
+        random = [f"atoms.{atom}" for block in self.rule.blocks[:-1] for atom in block]
+        unknown = not settings.init_weights and any(has_statistics(self.rule.model, unit) for unit in random)
+        return legs_of(len(self.rule.blocks), shrinking=settings.shrinking, maps=maps, statistics=unknown)
 
     @property
     def leg(self) -> Leg:
@@ -150,9 +169,9 @@ class ProFL(PieceStrategy):
         return self.legs[min(self.state.leg, len(self.legs) - 1)]
 
     def prices_for(self, budget: int) -> dict[Piece, int]:
-        """The step's and the output layer's; in a map the student's."""
-        leg = self.leg
-        return self.rule.needed_to_map(leg.t) if leg.kind == "map" else self.rule.needed(leg.t)
+        """The step's and the output layer's; in a map the student's; of the blocks whose statistics are measured."""
+        needed = {"map": self.rule.needed_to_map, "statistics": self.rule.needed_to_measure}
+        return needed.get(self.leg.kind, self.rule.needed)(self.leg.t)
 
     def least_budget(self) -> int:
         """What the cheapest of these takes."""
@@ -161,17 +180,22 @@ class ProFL(PieceStrategy):
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The step, and how the model is cut."""
         task, leg = super().task(server_round, state), self.leg
-        orders = Orders([list(block) for block in self.rule.blocks], leg.t, leg.kind == "map")
-        return replace(task, own=orders.to_own(), lr=self.settings.distil_lr if orders.mapping else task.lr)
+        orders = Orders([list(block) for block in self.rule.blocks], leg.t, leg.kind)
+        return replace(task, own=orders.to_own(), lr=self.settings.distil_lr if leg.kind == "map" else task.lr)
 
     def frozen_units(self, task: Task) -> list[str]:
-        """The blocks before that of the step."""
-        return [f"atoms.{atom}" for atom in Orders.of(task).frozen()]
+        """The blocks before that of the step, once they have statistics."""
+        orders = Orders.of(task)
+        return [f"atoms.{atom}" for atom in orders.frozen()] if orders.doing != "statistics" else []
 
     def sent_units(self, task: Task) -> set[str]:
-        """The block of the step, the output module, and in a map the basic layer that is to stand for the block."""
+        """The block of the step, the output module, and in a map the basic layer that is to stand for the block; for
+        statistics the blocks before.
+        """
         orders = Orders.of(task)
-        atoms = set(self.rule.step(orders.step)) | set(self.rule.student(orders.step) if orders.mapping else ())
+        if orders.doing == "statistics":
+            return {f"atoms.{atom}" for atom in orders.frozen()}
+        atoms = set(self.rule.step(orders.step)) | set(self.rule.student(orders.step) if orders.doing == "map" else ())
         return {f"atoms.{atom}" for atom in atoms} | {"head"}
 
     def configure_train(
@@ -180,7 +204,7 @@ class ProFL(PieceStrategy):
         """As usual; the block's scalars before its first round are where its movement begins."""
         for name in [name for name in self.kept if name.startswith(BEFORE)]:
             del self.kept[name]
-        if self.leg.kind != "map" and SCALARS not in self.kept:
+        if self.leg.is_step and SCALARS not in self.kept:
             self.kept[SCALARS] = Array(self._scalars(arrays)[None])
         return super().configure_train(server_round, arrays, config, grid)
 
@@ -190,7 +214,7 @@ class ProFL(PieceStrategy):
         """As usual; then look at how the block moved."""
         arrays, metrics = super().aggregate_train(server_round, replies)
         self.state.leg_round += 1
-        if arrays is not None and self.leg.kind != "map":
+        if arrays is not None and self.leg.is_step:
             self._note_movement(arrays)
         return arrays, metrics
 
@@ -264,12 +288,13 @@ class ProFL(PieceStrategy):
 
     @property
     def stage(self) -> str:
-        """`shrinking, step 4`, `map, block 4`, .. `growing, step 1`, .."""
-        leg = self.leg
-        return f"map, block {leg.t}" if leg.kind == "map" else f"{leg.kind}, step {leg.t}"
+        """The name of the leg."""
+        return str(self.leg)
 
     def _train_metrics(self) -> MetricRecord:
         """The clients' loss; of a map, which is a distance between logits, under a name of its own."""
+        if self.leg.kind == "statistics":
+            return MetricRecord()
         metrics = super()._train_metrics()
         return MetricRecord({"distillation-loss": metrics["train-loss"]}) if self.leg.kind == "map" else metrics
 
@@ -291,9 +316,8 @@ class ProFL(PieceStrategy):
 
     @property
     def measurable(self) -> bool:
-        """Not where random blocks take a batch's statistics: they have none of their own to be evaluated with."""
-        by_batch = self.settings.frozen_mode == "training" and self.settings.batch_norm == "running"
-        return self.leg.kind == "growing" or not by_batch
+        """Not before anything is trained."""
+        return self.leg.kind != "statistics"
 
     def model_details(self) -> dict[str, Any]:
         """How the model is cut: a run that ends early leaves basic layers in it."""

@@ -115,6 +115,11 @@ class ProFLRule(Rule):
         needed = max(self.with_streams(student, teacher), self.pricing.streamed(self.model, teacher[-1], "head"))
         return {student: needed}
 
+    def needed_to_measure(self, t: int) -> dict[Piece, int]:
+        """Bytes of taking statistics of the blocks before t, one atom after another."""
+        before = [atom for block in self.blocks[: t - 1] for atom in block]
+        return {tuple(before): max(self.pricing.streamed(self.model, atom, measured=True) for atom in before)}
+
     def with_streams(self, piece: Piece, atoms: Iterable[int]) -> int:
         """Bytes of training a piece behind atoms, each of which is in memory alone before it."""
         return max(self.bytes(piece), *(self.pricing.streamed(self.model, atom) for atom in atoms), 0)

@@ -28,7 +28,7 @@ from helpers import (
 from torch.nn import functional as F
 
 from client_app.examples import normalised
-from client_app.features import prefix_features, teacher_logits
+from client_app.features import _mixed, prefix_features, teacher_logits
 from client_app.setup import open_dataset
 from client_app.task import Task
 from client_app.trainers.profl import Orders, distillation, evaluate, train
@@ -62,12 +62,13 @@ SMALL: dict[str, Any] = TRIO | {
     "stage_rounds": 2,
     "distil_rounds": 1,
     "distil_lr": 0.01,
-    "num_rounds": 12,
+    "num_rounds": 13,
     "lr": 0.02,
     "fleet": boards(rich=1.5, some=1.2, poor=0.5),
 }
 BLOCKS = [[0, 1], [2, 3], [4]]
 LEGS = [
+    ("statistics", 1),
     ("shrinking, step 3", 2),
     ("map, block 3", 1),
     ("shrinking, step 2", 2),
@@ -97,7 +98,9 @@ def test_legs_by_hand() -> None:
     assert legs_of(3, shrinking=True, maps=[3]) == down[:3] + up
     assert legs_of(3, shrinking=True, maps=[]) == down[::2] + up
     assert legs_of(3, shrinking=False, maps=[2, 3]) == up
-    assert legs_of(1, shrinking=True, maps=[]) == up[:1]
+    assert legs_of(3, shrinking=True, maps=[2, 3], statistics=True) == [Leg("statistics", 3), *down, *up]
+    assert legs_of(3, shrinking=False, maps=[2, 3], statistics=True) == up
+    assert legs_of(1, shrinking=True, maps=[], statistics=True) == up[:1]
 
 
 def test_one_leg_after_another(whole_run: tuple[RunDir, RecordingGrid]) -> None:
@@ -106,7 +109,9 @@ def test_one_leg_after_another(whole_run: tuple[RunDir, RecordingGrid]) -> None:
     assert [(each["leg"], each["converged"]) for each in rounds[-1]["frozen"]] == [(leg[0], False) for leg in LEGS[:-1]]
     for record in rounds:
         assert (record["answered"], record["enforced"]) == (3, True)
-        assert (record["train_loss"] is None) == (record["distillation_loss"] is not None) == ("map" in record["stage"])
+        kind = record["stage"].split(",")[0]
+        assert (record["train_loss"] is None) == (kind in ("map", "statistics"))
+        assert (record["distillation_loss"] is None) == (kind != "map")
         for client in record["clients"]:
             assert 0 < client["measured_peak"] == client["predicted_peak"] <= client["budget"]
 
@@ -117,9 +122,9 @@ def units(message: Any) -> set[str]:
 
 def test_only_the_block_and_its_output_module_travel(whole_run: tuple[RunDir, RecordingGrid]) -> None:
     _, grid = whole_run
-    asked = {1: "4", 3: "4 6", 4: "2 3 6", 6: "2 3 5 6", 7: "0 1 5 6", 9: "2 3 6", 11: "4"}
-    came = {1: "4", 3: "6", 4: "2 3 6", 6: "5", 7: "0 1 5 6", 9: "2 3 6", 11: "4"}
-    heads = {1: 1, 3: 1, 4: 1, 6: 0, 7: 1, 9: 1, 11: 1}
+    asked = {2: "4", 4: "4 6", 5: "2 3 6", 7: "2 3 5 6", 8: "0 1 5 6", 10: "2 3 6", 12: "4"}
+    came = {2: "4", 4: "6", 5: "2 3 6", 7: "5", 8: "0 1 5 6", 10: "2 3 6", 12: "4"}
+    heads = {2: 1, 4: 1, 5: 1, 7: 0, 8: 1, 10: 1, 12: 1}
     for number, atoms in asked.items():
         down = [units(m) for m in training(grid.sent) if m.metadata.group_id == str(number)]
         assert down == [{f"atoms.{atom}" for atom in atoms.split()} | {"head"}] * 3
@@ -131,12 +136,12 @@ def test_only_the_block_and_its_output_module_travel(whole_run: tuple[RunDir, Re
 
 def test_who_cannot_afford_the_step_trains_the_output_layer(whole_run: tuple[RunDir, RecordingGrid]) -> None:
     run_dir, grid = whole_run
-    pieces = {n: [client["pieces"] for client in clients_of(run_dir, n)] for n in (7, 11)}
-    assert pieces == {7: ["0,1,5,6", "0,1,5,6", ""], 11: ["4"] * 3}
-    replies = [m for m in training(grid.received) if m.metadata.group_id == "7"]
+    pieces = {n: [client["pieces"] for client in clients_of(run_dir, n)] for n in (8, 12)}
+    assert pieces == {8: ["0,1,5,6", "0,1,5,6", ""], 12: ["4"] * 3}
+    replies = [m for m in training(grid.received) if m.metadata.group_id == "8"]
     assert [sorted({unit_of(name) for name in arrays_of(m)}) for m in replies][2] == ["head"]
-    before = {name: a for m in training(grid.sent) if m.metadata.group_id == "7" for name, a in arrays_of(m).items()}
-    after = next(arrays_of(m) for m in training(grid.sent) if m.metadata.group_id == "8")
+    before = {name: a for m in training(grid.sent) if m.metadata.group_id == "8" for name, a in arrays_of(m).items()}
+    after = next(arrays_of(m) for m in training(grid.sent) if m.metadata.group_id == "9")
     for name, array in after.items():
         np.testing.assert_array_equal(array, average(replies, name) if array.dtype.kind == "f" else array)
         assert not np.array_equal(array, before[name]) or array.dtype.kind != "f"
@@ -158,14 +163,14 @@ def part(arrays: Mapping[str, np.ndarray], *chosen: str) -> dict[str, np.ndarray
 def test_growing_starts_from_what_shrinking_left(whole_run: tuple[RunDir, RecordingGrid]) -> None:
     """Block t from theta_t^ini, its output module as its step left it; step 1's from the last map."""
     run_dir, grid = whole_run
-    shrunk3, shrunk2, mapped2 = sent_in(grid, 3), sent_in(grid, 6), sent_in(grid, 7)
-    grown2, grown3 = sent_in(grid, 9), sent_in(grid, 11)
+    shrunk3, shrunk2, mapped2 = sent_in(grid, 4), sent_in(grid, 7), sent_in(grid, 8)
+    grown2, grown3 = sent_in(grid, 10), sent_in(grid, 12)
     assert same(part(grown2, "atoms.2", "atoms.3"), part(shrunk2, "atoms.2", "atoms.3"))
     assert same(part(grown2, "atoms.6", "head"), part(shrunk2, "atoms.6", "head"))
     assert same(part(grown3, "atoms.4", "head"), part(shrunk3, "atoms.4", "head"))
     assert same(part(mapped2, "atoms.6", "head"), part(shrunk2, "atoms.6", "head"))
     assert not same(part(mapped2, "atoms.5"), part(shrunk2, "atoms.5"))
-    first = sent_in(grid, 1)
+    first = sent_in(grid, 2)
     assert same(part(mapped2, "atoms.0", "atoms.1"), part(first, "atoms.0", "atoms.1"))  # random until it is grown
     final = model_of(run_dir)
     assert not same(part(final, "atoms.0"), part(first, "atoms.0"))
@@ -173,7 +178,7 @@ def test_growing_starts_from_what_shrinking_left(whole_run: tuple[RunDir, Record
     assert len(model.atoms) == 5
 
 
-@pytest.mark.parametrize("broken_after", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("broken_after", [1, 2, 3, 4, 6, 9])
 def test_resumed_anywhere(tmp_path: Path, whole_run: tuple[RunDir, RecordingGrid], broken_after: int) -> None:
     run_local(tmp_path, **SMALL | {"num_rounds": broken_after})
     resumed = run_local(tmp_path, **SMALL, resume_from=str(tmp_path / "run"))
@@ -187,22 +192,64 @@ def test_resumed_anywhere(tmp_path: Path, whole_run: tuple[RunDir, RecordingGrid
 def test_a_teachers_output_layer_is_priced(tmp_path: Path) -> None:
     """Where the last atom takes most, what it takes together with the output layer is what a map needs."""
     changes = {"model": "resnet18", "model_width": 0.125, "fleet": boards(rich=2.0), "batch_norm": "running"}
-    changes |= {"dataset": "digits", "stage_rounds": 1, "num_rounds": 2, "local_iterations": 1}
-    record = run_local(tmp_path, **SMALL | changes).rounds()[1]
+    changes |= {"dataset": "digits", "stage_rounds": 1, "num_rounds": 3, "local_iterations": 1}
+    record = run_local(tmp_path, **SMALL | changes).rounds()[2]
     assert record["stage"] == "map, block 4"
     for client in record["clients"]:
         assert 0.98 * client["predicted_peak"] < client["measured_peak"] <= client["predicted_peak"]
 
 
-def test_shrinking_over_blocks_without_statistics_is_not_measured(tmp_path: Path) -> None:
-    """Frozen blocks in training mode take a batch's statistics; until a block has been trained there are no others."""
-    changes = SMALL | {"frozen_mode": "training", "client_evaluation_every": 1, "num_rounds": 8}
-    for record in run_local(tmp_path, **changes).rounds():
-        growing = record["stage"].startswith("growing")
-        assert (record["accuracy"] is not None) == (record["clients_evaluated"] == 3) == growing, record["stage"]
+def test_random_blocks_get_statistics_before_shrinking(whole_run: tuple[RunDir, RecordingGrid]) -> None:
+    """The blocks before the last travel, and only what their batch norms have seen changes: the mean over the clients."""
+    run_dir, grid = whole_run
+    sent = [arrays_of(m) for m in training(grid.sent) if m.metadata.group_id == "1"]
+    replies = [m for m in training(grid.received) if m.metadata.group_id == "1"]
+    after = sent_in(grid, 2)
+    assert [set(map(unit_of, arrays)) for arrays in sent] == [{f"atoms.{atom}" for atom in range(4)}] * 3
+    for name, array in part(after, *(f"atoms.{atom}" for atom in range(4))).items():
+        if name.endswith(("running_mean", "running_var")):
+            np.testing.assert_allclose(array, average(replies, name), rtol=1e-6)
+            assert not np.allclose(array, sent[0][name], atol=1e-3)
+        elif not name.endswith("num_batches_tracked"):
+            np.testing.assert_array_equal(array, sent[0][name])
+    record = run_dir.rounds()[0]
+    assert record["accuracy"] is None
+    assert record["clients_evaluated"] == 0
+    assert record["train_loss"] is None
 
 
-@pytest.mark.parametrize("broken_after", [3, 5, 7])
+def test_statistics_by_hand(tmp_path: Path) -> None:
+    """Of the first norm: means of batches' means and variances of what its convolution makes of the client's images."""
+    client, _ = a_profl_client(tmp_path)
+    examples, size = client.share(0), client.recipe.batch_size
+    unit = client.blueprint.build_unit("atoms.0")
+    client.store.load("atoms.0", unit)
+    order = [positions for positions, _ in _mixed(client, len(examples))]
+    assert sum(map(len, order)) == len(examples)
+    assert len(order[0]) == size
+    layers = [layer for layer in unit.modules() if isinstance(layer, torch.nn.Conv2d | torch.nn.BatchNorm2d)]
+    with torch.no_grad():
+        z = [layers[0](examples.read(positions)) for positions in order]
+    before = dict(client.store.read(["atoms.0", "atoms.1", "atoms.2"]))
+    task = replace(a_task(2, "statistics"), prices={"0,1": 10**6})
+    update = train(task, client)
+    assert update.units == ["atoms.0", "atoms.1"]
+    after = dict(client.store.read(["atoms.0", "atoms.1", "atoms.2"]))
+    mean = torch.stack([batch.mean(dim=(0, 2, 3)) for batch in z]).mean(dim=0)
+    variance = torch.stack([batch.var(dim=(0, 2, 3)) for batch in z]).mean(dim=0)
+    (name,) = [name for name in after if name.startswith("atoms.0") and name.endswith("running_mean")]
+    np.testing.assert_allclose(after[name], mean.numpy(), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(after[name.replace("mean", "var")], variance.numpy(), rtol=1e-4, atol=1e-6)
+    assert {name for name in after if not np.array_equal(after[name], before[name])} == {
+        f"atoms.{atom}.{kind}"
+        for atom in (0, 1)
+        for kind in (name.removeprefix("atoms.0."), name.removeprefix("atoms.0.").replace("mean", "var"))
+    } | {name for name in after if name.endswith("num_batches_tracked") and unit_of(name) != "atoms.2"}
+    with pytest.raises(MemoryBudgetExceededError, match="measuring the statistics of random blocks"):
+        train(replace(task, prices={"0,1": 10**10}), client)
+
+
+@pytest.mark.parametrize("broken_after", [4, 6, 8])
 def test_movements_survive_a_stop(tmp_path: Path, broken_after: int) -> None:
     """Blocks freeze by their movements, after a stop within a step, at its end and within a map as without one."""
     changes = SMALL | {
@@ -212,7 +259,7 @@ def test_movements_survive_a_stop(tmp_path: Path, broken_after: int) -> None:
         "movement_scalars": 70,
         "stage_rounds": 6,
         "distil_rounds": 3,
-        "num_rounds": 10,
+        "num_rounds": 11,
         "lr_rounds": 60,
     }
     through = run_local(tmp_path / "a", **changes)
@@ -225,7 +272,7 @@ def test_movements_survive_a_stop(tmp_path: Path, broken_after: int) -> None:
     assert any(record["effective_movement"] for record in through.rounds())
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 3, 6, 8, 9, 10])
+@pytest.mark.parametrize("rounds", [2, 3, 4, 7, 9, 10, 11])
 def test_a_run_that_ends_with_a_step_leaves_that_steps_model(tmp_path: Path, rounds: int) -> None:
     """Within a leg and at its end: the model's file does as well on the test data as the last record says."""
     run_dir = run_local(tmp_path, **SMALL | {"num_rounds": rounds})
@@ -242,16 +289,16 @@ def test_a_block_that_converges_is_frozen_early(tmp_path: Path) -> None:
     run_dir = run_local(tmp_path, **SMALL | changes | {"distil_rounds": 0, "evaluate_every": 0})
     rounds = run_dir.rounds()
     legs = [list(group) for _, group in groupby(rounds, key=lambda record: record["stage"])]
-    assert [each["converged"] for each in rounds[-1]["frozen"]] == [len(leg) < 20 for leg in legs[:-1]]
+    assert [each["converged"] for each in rounds[-1]["frozen"]] == [False] + [len(leg) < 20 for leg in legs[1:-1]]
     assert any(3 <= len(leg) < 20 for leg in legs)
-    for leg in legs:
+    for leg in legs[1:]:
         assert [record["effective_movement"] is None for record in leg] == [True] + [False] * (len(leg) - 1)
         assert [record["slope"] is None for record in leg] == [True] * 2 + [False] * (len(leg) - 2)
         assert [record["ended"] for record in leg] == [""] * (len(leg) - 1) + ["rounds" if len(leg) == 20 else "frozen"]
 
 
 def test_some_scalars_are_enough(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"movement_scalars": 50, "num_rounds": 1})
+    run_dir = run_local(tmp_path, **SMALL | {"movement_scalars": 50, "num_rounds": 2})
     checkpoint = run_dir.load_checkpoint()
     assert checkpoint is not None
     assert checkpoint.kept["scalars"].shape == (2, 50)
@@ -311,11 +358,9 @@ def a_profl_client(folder: Path, allowed: int = 10**9) -> tuple[Any, Any]:
     return client, model
 
 
-def a_task(t: int, mapping: bool = False) -> Task:
-    blocks = blocks_of(a_blueprint())
-    return Task(
-        "experiment", 1, 0, "profl", 10**9, 10**6, 0.05, "", own=Orders([list(b) for b in blocks], t, mapping).to_own()
-    )
+def a_task(t: int, doing: str = "growing") -> Task:
+    orders = Orders([list(block) for block in blocks_of(a_blueprint())], t, doing)
+    return Task("experiment", 1, 0, "profl", 10**9, 10**6, 0.05, "", own=orders.to_own())
 
 
 def held(client: Any, model: Any, atoms: tuple[int, ...]) -> PieceModel:
@@ -350,7 +395,7 @@ def test_a_map_brings_the_student_nearer_to_its_teacher(tmp_path: Path, t: int, 
         teacher = held(client, model, cascade_at(model, blocks, t)).logits(x)
         before = float(F.mse_loss(held(client, model, cascade_at(model, blocks, t - 1)).logits(x), teacher))
     student = ",".join(map(str, range(3 + t, 7)))
-    task = replace(a_task(t, mapping=True), prices={student: 10**6})
+    task = replace(a_task(t, "map"), prices={student: 10**6})
     client.recipe = replace(client.recipe, lr=0.05, epochs=20)
     update = train(task, client)
     assert set(update.units) == learns
@@ -381,13 +426,13 @@ def test_too_little_for_the_output_layer(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_of_the_steps_model(tmp_path: Path) -> None:
-    for t, mapping, stands in ((2, False, 2), (3, True, 2)):
-        client, model = a_profl_client(tmp_path / str(mapping))
+    for t, doing, stands in ((2, "growing", 2), (3, "map", 2)):
+        client, model = a_profl_client(tmp_path / doing)
         atoms = cascade_at(model, blocks_of(client.blueprint), stands)
         x, y = client.validation.read(np.arange(20)), client.validation.targets(np.arange(20))
         with torch.no_grad():
             logits = held(client, model, atoms).logits(x)
-        found = evaluate(a_task(t, mapping), client)
+        found = evaluate(a_task(t, doing), client)
         assert found["val-examples"] == 20
         assert found["val-loss"] == pytest.approx(float(F.cross_entropy(logits, y)), rel=1e-4)
 
@@ -413,7 +458,7 @@ def test_frozen_blocks_in_training_mode_take_the_statistics_of_batches(tmp_path:
 
 
 def test_a_run_with_frozen_blocks_in_training_mode(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"frozen_mode": "training", "num_rounds": 4})
+    run_dir = run_local(tmp_path, **SMALL | {"frozen_mode": "training", "num_rounds": 5})
     for record in run_dir.rounds():
         for client in record["clients"]:
             assert client["measured_peak"] <= client["predicted_peak"] <= client["budget"]
@@ -425,7 +470,12 @@ def test_a_vision_transformer_goes_through_all_stages(tmp_path: Path) -> None:
     arrays = {f"x_{part}": rng.integers(0, 256, (24, 64, 64, 3), np.uint8) for part in ("train", "test")}
     np.savez(path, **arrays, **{f"y_{part}": np.arange(24) % 3 for part in ("train", "test")})
     changes = {"dataset": f"npz:{path}", "model": "vit", "model_width": 0.125, "clients": 2, "batch_size": 4}
-    changes |= {"stage_rounds": 1, "num_rounds": 7, "local_iterations": 1, "fleet": boards(all=1.0)}
+    changes |= {
+        "stage_rounds": 1,
+        "num_rounds": 7,
+        "local_iterations": 1,
+        "fleet": boards(all=1.0),
+    }  # no batch norm, no statistics
     run_dir = run_local(tmp_path, **SMALL | changes)
     assert [record["stage"] for record in run_dir.rounds()] == [
         *("shrinking, step 3", "map, block 3", "shrinking, step 2", "map, block 2"),
@@ -452,8 +502,8 @@ def test_a_vision_transformer_goes_through_all_stages(tmp_path: Path) -> None:
             "step 2 of layer-wise training needs 783,112 bytes, and the richest client has 515,284",
         ),
         (
-            {"stage_rounds": 0, "num_rounds": 6},
-            r"num-rounds = 6 is too few: 5 steps, and 2 maps of distil-rounds = 1, need 7",
+            {"stage_rounds": 0, "num_rounds": 7},
+            r"num-rounds = 7 is too few: 5 steps, and 2 maps of distil-rounds = 1, need 8, one of them for statistics",
         ),
         ({"patience": 3}, "patience = 3 compares the models of different steps: use stage-rounds and movement-times"),
         ({"target_accuracy": 0.9}, r"target-accuracy = 0\.9 compares the models of different steps"),

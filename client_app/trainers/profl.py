@@ -8,6 +8,8 @@ that cannot afford that trains theta_L alone (section 3.1), on what all before i
 Map: theta_t's information goes into theta_{t,b} by distillation: the logits of [theta_{t,b}, theta_{t+1,b}, ..] are to equal,
 in the mean squared error, those of [theta_t, theta_{t+1,b}, ..].
 
+Statistics (ours): blocks that shrinking leaves random get running statistics for their batch norms, before it begins.
+
 Where the paper is silent, as in the authors' code: of the student only theta_{t,b} learns, in the last block's map theta_L too;
 momentum starts at zero in every round. Ours: frozen blocks and the teacher run in evaluation mode, so that z_{t-1} is computed
 once a step and lies in the store. With `frozen-mode = training` frozen blocks run in training mode, as theirs: their batch
@@ -23,7 +25,7 @@ from torch import Tensor
 from client_app.attacks import Loss
 from client_app.client import Client, Update
 from client_app.examples import Examples
-from client_app.features import prefix_features, teacher_logits
+from client_app.features import measure_statistics, prefix_features, teacher_logits
 from client_app.task import Metrics, OwnFields, Task
 from client_app.training import MakeLoss, PieceModel, Trainee, single_loss
 from client_app.validation import behind, evaluate_cascade
@@ -36,11 +38,13 @@ OUTPUT_LAYER: Piece = ()  # theta_L alone, in a price list
 
 @dataclass(frozen=True)
 class Orders(OwnFields):
-    """What the server says of a step: the atoms of each block; t, from 1; whether its block is being integrated (Map)."""
+    """What the server says of a step: the atoms of each block; t, from 1; what is done: `shrinking`, `growing`, the `map` of
+    block t, or `statistics` of the blocks before it.
+    """
 
     blocks: list[list[int]]
     step: int
-    mapping: bool = False
+    doing: str
 
     @property
     def pieces(self) -> list[Piece]:
@@ -53,20 +57,29 @@ class Orders(OwnFields):
 
 
 def train(task: Task, client: Client) -> Update:
-    """A round of a step, or of a map. Raises MemoryBudgetExceededError where not even theta_L fits."""
+    """A round of a step, of a map, or of statistics. Raises MemoryBudgetExceededError where not even theta_L fits."""
     orders = Orders.of(task)
     client.blueprint = with_basic_layers(client.blueprint, orders.pieces)
+    if orders.doing == "statistics":
+        return measure(task, client, orders.frozen())
     frozen = [(atom,) for atom in orders.frozen()]
     training = client.settings.frozen_mode == "training"
     # images are augmented anew in every round, features are not
     z = prefix_features(client, frozen, training=training) if frozen else client.share(0)
-    if orders.mapping:
+    if orders.doing == "map":
         return integrate(task, client, orders, z)
     atoms = step_atoms(client.blueprint, orders.pieces, orders.step)
     if fits(task.price(atoms), client.allowed):
         return learn(task, client, atoms, z)
     require(task, client, OUTPUT_LAYER, "training the output layer")
     return learn(task, client, OUTPUT_LAYER, behind(client, z, atoms, None, "output"))
+
+
+def measure(task: Task, client: Client, atoms: Piece) -> Update:
+    """Running statistics of atoms that stay random; nothing is trained."""
+    require(task, client, atoms, "measuring the statistics of random blocks")
+    measure_statistics(client, atoms)
+    return Update([f"atoms.{atom}" for atom in atoms], {"predicted-peak": task.price(atoms) or 0}, [atoms], [0])
 
 
 def integrate(task: Task, client: Client, orders: Orders, z: Examples) -> Update:
@@ -133,4 +146,4 @@ def evaluate(task: Task, client: Client) -> Metrics:
     """Loss and accuracy of the step's model on the client's validation share, one atom in memory at a time."""
     orders = Orders.of(task)
     client.blueprint = with_basic_layers(client.blueprint, orders.pieces)
-    return evaluate_cascade(client, cascade_at(client.blueprint, orders.pieces, orders.step - orders.mapping))
+    return evaluate_cascade(client, cascade_at(client.blueprint, orders.pieces, orders.step - (orders.doing == "map")))
