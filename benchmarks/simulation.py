@@ -50,7 +50,7 @@ def plain_worker(
     while (client := jobs.get()) is not None:
         model.load_state_dict(weights)
         optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, fused=True)
-        images, labels = normalised(data.images[shares[client]], data), torch.tensor(data.labels[shares[client]])
+        images, labels = normalised(data.inputs[shares[client]], data), torch.tensor(data.labels[shares[client]])
         rng = np.random.default_rng(client)
         for _ in range(epochs):
             for positions in batches(len(labels), BATCH, rng, drop_single=True):

@@ -75,7 +75,7 @@ def share_examples(data: ArrayDataset, rows: np.ndarray, augmentation: Augmentat
     """A share of the training images: rows is int [n]; batches come normalised, [B, C, H, W] in channels-last memory."""
 
     def read(positions: np.ndarray) -> Tensor:
-        images = data.images[rows[positions]]
+        images = data.inputs[rows[positions]]
         if augmentation is not None:
             images = augmentation.apply(images, positions)
         return normalised(images, data)
@@ -86,7 +86,7 @@ def share_examples(data: ArrayDataset, rows: np.ndarray, augmentation: Augmentat
 def normalised(images_BHWC: np.ndarray, data: ArrayDataset) -> Tensor:
     """Float images [B, C, H, W], in channels-last memory because the pixels lie so on disk."""
     x = torch.tensor(images_BHWC).permute(0, 3, 1, 2).float()
-    if data.images.dtype == np.uint8:
+    if data.inputs.dtype == np.uint8:
         x.div_(255)
     shape = (1, len(data.mean), 1, 1)
     return x.sub_(torch.tensor(data.mean).view(shape)).div_(torch.tensor(data.std).view(shape))

@@ -136,9 +136,9 @@ def recipe_for(settings: Settings, lr: float) -> Recipe:
 
 def image_attack(settings: Settings, data: ArrayDataset, steps: int) -> Attack:
     """PGD on a data set's images within [0, 1]. Raises DatasetError where it holds no 8-bit images, whose range is known."""
-    if data.images.dtype != np.uint8 or len(data.input_shape) != 3:
+    if data.inputs.dtype != np.uint8 or len(data.input_shape) != 3:
         raise DatasetError(
-            f"data set {data.name} holds {data.images.dtype} of shape {data.input_shape}: an attack moves pixels within "
+            f"data set {data.name} holds {data.inputs.dtype} of shape {data.input_shape}: an attack moves pixels within "
             "[0, 1], and needs images of 8 bits"
         )
     return Attack(

@@ -55,7 +55,7 @@ _EXPORT_KEYS = {"client", "clients", "examples", "settings"}
 class ArrayDataset:
     """A data set on disk, mapped read-only.
 
-    `images` and `test_images` are (N, H, W, C), uint8 or float32; `labels` and `test_labels` are (N,) int64 in
+    `inputs` and `test_inputs` are (N, H, W, C), uint8 or float32; `labels` and `test_labels` are (N,) int64 in
     0..num_classes-1. `mean` and `std`, one a channel, are of the training pixels: of pixel / 255 where they are uint8,
     of the values as they are where float32.
 
@@ -64,12 +64,12 @@ class ArrayDataset:
     """
 
     name: str
-    images: NDArray[Any]
+    inputs: NDArray[Any]
     labels: NDArray[np.int64]
     num_classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    test_images: NDArray[Any]
+    test_inputs: NDArray[Any]
     test_labels: NDArray[np.int64]
     export: Mapping[str, Any] | None = None
 
@@ -81,7 +81,7 @@ class ArrayDataset:
     @property
     def input_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of one image."""
-        _, height, width, channels = self.images.shape
+        _, height, width, channels = self.inputs.shape
         return (channels, height, width)
 
 
@@ -161,12 +161,12 @@ def load(directory: Path, verify: bool = False) -> ArrayDataset:
             raise DatasetError(_damaged(directory / file, f"labels {y.dtype} {y.shape} for images {x.dtype} {x.shape}"))
     return ArrayDataset(
         name=meta["name"],
-        images=images,
+        inputs=images,
         labels=labels,
         num_classes=meta["num_classes"],
         mean=tuple(meta["mean"]),
         std=tuple(meta["std"]),
-        test_images=test_images,
+        test_inputs=test_images,
         test_labels=test_labels,
         export=meta.get("export"),
     )
@@ -204,8 +204,8 @@ def write(staging: Path, name: str, source: Source, export: Mapping[str, Any] | 
     """Write a prepared folder, synced, into the empty folder `staging`; `export` as in ArrayDataset. Raises OSError."""
     mean, std = source.mean, source.std
     if mean is None or std is None:
-        mean, std = _channel_statistics(source.images)
-    arrays = (source.images, source.labels, source.test_images, source.test_labels)
+        mean, std = _channel_statistics(source.inputs)
+    arrays = (source.inputs, source.labels, source.test_inputs, source.test_labels)
     for file, array in zip(_FILES, arrays, strict=True):
         with (staging / file).open("wb") as stream:
             np.save(stream, array, allow_pickle=False)

@@ -42,9 +42,9 @@ class DatasetError(ValueError):
 class Source:
     """Images (N, H, W, C), uint8 or float32; labels (N,) int64; mean and std a channel, None = to be computed."""
 
-    images: NDArray[Any]
+    inputs: NDArray[Any]
     labels: Ints
-    test_images: NDArray[Any]
+    test_inputs: NDArray[Any]
     test_labels: Ints
     num_classes: int
     mean: tuple[float, ...] | None = None
@@ -61,7 +61,7 @@ def digits(source: Path, download: bool) -> Source:
 def digits32(source: Path, download: bool) -> Source:
     """`digits` at 32x32, each pixel four by four times, for models that need as much; the same split."""
     small = digits(source, download)
-    images, test_images = (part.repeat(4, axis=1).repeat(4, axis=2) for part in (small.images, small.test_images))
+    images, test_images = (part.repeat(4, axis=1).repeat(4, axis=2) for part in (small.inputs, small.test_inputs))
     return Source(images, small.labels, test_images, small.test_labels, small.num_classes)
 
 

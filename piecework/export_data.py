@@ -64,9 +64,9 @@ def export_table(rows: list[dict[str, Any]]) -> Table:
 
 def _part(data: ArrayDataset, rows: np.ndarray, test_rows: np.ndarray) -> Source:
     return Source(
-        images=data.images[rows],
+        inputs=data.inputs[rows],
         labels=data.labels[rows],
-        test_images=data.test_images[test_rows],
+        test_inputs=data.test_inputs[test_rows],
         test_labels=data.test_labels[test_rows],
         num_classes=data.num_classes,
         mean=data.mean,

@@ -73,7 +73,7 @@ class Evaluator:
     ) -> AutoAttackResult:
         """AutoAttack on so many test images, pixels within `epsilon`. Raises SettingsError without torchattacks."""
         model, rows = self._filled(arrays, atoms, head), self._chosen(images)
-        pixels = torch.tensor(self.data.test_images[rows]).permute(0, 3, 1, 2).float().div_(255)
+        pixels = torch.tensor(self.data.test_inputs[rows]).permute(0, 3, 1, 2).float().div_(255)
         on_pixels = OnPixels(model.logits, model.units().values(), self.data.mean, self.data.std)
         labels, seed = torch.tensor(self.data.test_labels[rows]), integer(self.seed, "autoattack")
         with at_full_speed():
@@ -101,7 +101,7 @@ class Evaluator:
             chosen = rows[start : start + self.batch_size]
             if len(chosen) == 1 and start:
                 return  # batch statistics of one image say nothing
-            yield normalised(self.data.test_images[chosen], self.data), torch.tensor(self.data.test_labels[chosen])
+            yield normalised(self.data.test_inputs[chosen], self.data), torch.tensor(self.data.test_labels[chosen])
 
     def _filled(self, arrays: Mapping[str, Array], atoms: Piece | None, head: str) -> PieceModel:
         """The model of these atoms and this head, with these weights."""

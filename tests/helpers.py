@@ -102,9 +102,9 @@ def few_digits() -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez(
             path,
-            x_train=data.images[train],
+            x_train=data.inputs[train],
             y_train=data.labels[train],
-            x_test=data.test_images[test],
+            x_test=data.test_inputs[test],
             y_test=data.test_labels[test],
         )
     return path

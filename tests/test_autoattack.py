@@ -237,4 +237,4 @@ def test_data_that_autoattack_cannot_take(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(SettingsError, match=r"autoattack-examples = 50: data set digits has 3 classes .* needs 4"):
         require_autoattack(settings, replace(digits(), num_classes=3))
     with pytest.raises(DatasetError, match="float32"):
-        require_autoattack(settings, replace(digits(), images=digits().images.astype(np.float32)))
+        require_autoattack(settings, replace(digits(), inputs=digits().inputs.astype(np.float32)))

@@ -46,18 +46,18 @@ def test_every_class_gives_as_many_test_images_and_nothing_is_lost(pictures):
     source = held_out_squares(pictures, test_images=2, short_edge=16, edge=14)
     assert np.bincount(source.labels).tolist() == [2, 4, 3]
     assert np.bincount(source.test_labels).tolist() == [2, 2, 2]
-    assert source.images.shape == (9, 14, 14, 3)
+    assert source.inputs.shape == (9, 14, 14, 3)
     assert source.num_classes == 3
     colours = {
         (round(int(pixel[0]) / 20), round(int(pixel[1]) / 10))
-        for images in (source.images, source.test_images)
+        for images in (source.inputs, source.test_inputs)
         for pixel in images[:, 7, 7]
     }
     assert colours == {(label, number) for label, files in enumerate(pictures) for number in range(len(files))}
-    for images, labels in ((source.images, source.labels), (source.test_images, source.test_labels)):
+    for images, labels in ((source.inputs, source.labels), (source.test_inputs, source.test_labels)):
         assert abs(images[:, 0, 0, 0].astype(int) - 20 * labels).max() <= 3  # JPEG
     again = held_out_squares(pictures, test_images=2, short_edge=16, edge=14)
-    assert np.array_equal(source.test_images, again.test_images)
+    assert np.array_equal(source.test_inputs, again.test_inputs)
 
 
 def test_the_layout_is_torchvisions_without_clutter(tmp_path, monkeypatch):
@@ -77,7 +77,7 @@ def test_the_layout_is_torchvisions_without_clutter(tmp_path, monkeypatch):
     found = caltech.caltech256(tmp_path / "data", download=False)
     assert np.bincount(found.labels).tolist() == [2, 1]
     assert np.bincount(found.test_labels).tolist() == [25, 25]
-    assert found.images.shape == (3, 224, 224, 3)
+    assert found.inputs.shape == (3, 224, 224, 3)
     assert found.mean == (0.485, 0.456, 0.406)
     (base / "002.american-flag" / "002_0001.jpg").write_bytes(b"no picture")
     with pytest.raises(DatasetError, match=r"002_0001\.jpg cannot be read as an image"):

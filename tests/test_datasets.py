@@ -55,22 +55,22 @@ def test_digits(tmp_path):
     data = prepared("digits", tmp_path)
     assert data.input_shape == (1, 8, 8)
     assert data.num_classes == 10
-    assert len(data.images) + len(data.test_images) == 1797
+    assert len(data.inputs) + len(data.test_inputs) == 1797
     # A fifth of each class: class sizes are 178 182 177 183 181 182 181 179 174 180.
     assert np.bincount(data.test_labels).tolist() == [36, 36, 35, 37, 36, 36, 36, 36, 35, 36]
     assert np.bincount(data.labels).tolist() == [142, 146, 142, 146, 145, 146, 145, 143, 139, 144]
-    assert data.images.dtype == np.uint8
-    assert (data.images.min(), data.images.max()) == (0, 255)
-    assert data.mean == pytest.approx([np.mean(data.images / 255)])
-    assert data.std == pytest.approx([np.std(data.images / 255)])
-    assert isinstance(data.images, np.memmap)
-    assert not data.images.flags.writeable
+    assert data.inputs.dtype == np.uint8
+    assert (data.inputs.min(), data.inputs.max()) == (0, 255)
+    assert data.mean == pytest.approx([np.mean(data.inputs / 255)])
+    assert data.std == pytest.approx([np.std(data.inputs / 255)])
+    assert isinstance(data.inputs, np.memmap)
+    assert not data.inputs.flags.writeable
 
 
 def test_digits_at_32_pixels(tmp_path):
     small, large = prepared("digits", tmp_path), prepared("digits32", tmp_path)
     assert large.input_shape == (1, 32, 32)
-    for one, other in ((small.images, large.images), (small.test_images, large.test_images)):
+    for one, other in ((small.inputs, large.inputs), (small.test_inputs, large.test_inputs)):
         assert np.array_equal(other, np.kron(one, np.ones((1, 4, 4, 1), np.uint8)))
     assert np.array_equal(small.labels, large.labels)
     assert np.array_equal(small.test_labels, large.test_labels)
@@ -90,10 +90,10 @@ def test_prepare_converts_once(tmp_path, fashion):
 
 def test_fashion_mnist_layout(tmp_path, fashion):
     data = prepared("fashion-mnist", tmp_path, fashion)
-    assert data.images[:, 2, 1, 0].tolist() == [0, 10, 20, 30, 40, 50]
+    assert data.inputs[:, 2, 1, 0].tolist() == [0, 10, 20, 30, 40, 50]
     assert data.labels.tolist() == [0, 1, 2, 3, 4, 5]
     assert data.labels.dtype == np.int64
-    assert data.test_images.shape == (2, 3, 2, 1)
+    assert data.test_inputs.shape == (2, 3, 2, 1)
     assert (data.name, data.num_classes, data.mean, data.std) == ("fashion-mnist", 10, (0.2860,), (0.3530,))
 
 
@@ -126,11 +126,11 @@ def test_labels_that_do_not_match_the_images_are_an_error(tmp_path, fashion):
 @pytest.mark.skipif(not (REAL_DATA / "FashionMNIST" / "raw").is_dir(), reason="PIECEWORK_DATA has no FashionMNIST/raw")
 def test_real_fashion_mnist(tmp_path):
     data = prepared("fashion-mnist", tmp_path, REAL_DATA)
-    assert data.images.shape == (60000, 28, 28, 1)
-    assert data.test_images.shape == (10000, 28, 28, 1)
+    assert data.inputs.shape == (60000, 28, 28, 1)
+    assert data.test_inputs.shape == (10000, 28, 28, 1)
     assert np.bincount(data.labels).tolist() == [6000] * 10
-    assert np.mean(data.images) / 255 == pytest.approx(data.mean[0], abs=1e-4)
-    assert np.std(data.images) / 255 == pytest.approx(data.std[0], abs=1e-4)
+    assert np.mean(data.inputs) / 255 == pytest.approx(data.mean[0], abs=1e-4)
+    assert np.std(data.inputs) / 255 == pytest.approx(data.std[0], abs=1e-4)
 
 
 @pytest.mark.skipif(
@@ -138,10 +138,10 @@ def test_real_fashion_mnist(tmp_path):
 )
 def test_real_cifar10(tmp_path):
     data = prepared("cifar10", tmp_path, REAL_DATA)
-    assert (data.images.shape, data.test_images.shape) == ((50000, 32, 32, 3), (10000, 32, 32, 3))
+    assert (data.inputs.shape, data.test_inputs.shape) == ((50000, 32, 32, 3), (10000, 32, 32, 3))
     assert np.bincount(data.labels).tolist() == [5000] * 10
-    assert data.images[0, 0, 0].tolist() == [59, 62, 63]  # the frog; channels last
-    assert data.images[::50].mean((0, 1, 2)) / 255 == pytest.approx(data.mean, abs=0.01)
+    assert data.inputs[0, 0, 0].tolist() == [59, 62, 63]  # the frog; channels last
+    assert data.inputs[::50].mean((0, 1, 2)) / 255 == pytest.approx(data.mean, abs=0.01)
 
 
 def test_cifar10_with_a_wrong_md5_is_named_and_never_unpickled(tmp_path):
@@ -208,18 +208,18 @@ def test_npz_layouts_and_hold_out(tmp_path, shape, input_shape):
     save_npz(tmp_path / "own.npz", x_train=images, y_train=np.arange(10, dtype=np.uint8) % 2)
     data = prepared("npz:own.npz", tmp_path / "cache", tmp_path)
     assert data.input_shape == input_shape
-    assert data.images.dtype == np.float32
+    assert data.inputs.dtype == np.float32
     assert np.bincount(data.labels).tolist() == [4, 4]
     assert np.bincount(data.test_labels).tolist() == [1, 1]
-    assert data.mean == pytest.approx(np.mean(data.images, axis=(0, 1, 2)).tolist(), rel=1e-4)
-    assert data.std == pytest.approx(np.std(data.images, axis=(0, 1, 2)).tolist(), rel=1e-4)
+    assert data.mean == pytest.approx(np.mean(data.inputs, axis=(0, 1, 2)).tolist(), rel=1e-4)
+    assert data.std == pytest.approx(np.std(data.inputs, axis=(0, 1, 2)).tolist(), rel=1e-4)
 
 
 def test_a_changed_npz_is_converted_again(tmp_path):
     file = tmp_path / "own.npz"
     for value in (1, 2):
         save_npz(file, x_train=np.full((10, 4, 4 + value), value, dtype=np.uint8), y_train=np.zeros(10, dtype=int))
-        assert prepared(f"npz:{file}", tmp_path / "cache").images[0, 0, 0, 0] == value
+        assert prepared(f"npz:{file}", tmp_path / "cache").inputs[0, 0, 0, 0] == value
 
 
 X, Y = np.zeros((5, 8, 8), dtype=np.uint8), np.zeros(5, dtype=np.int64)
@@ -268,9 +268,9 @@ def test_folder_with_train_and_test(tmp_path):
     picture(tmp_path / "pets" / "test" / "dog" / "1.PNG", 99)
     data = prepared("folder:pets", tmp_path / "cache", tmp_path)
     assert data.input_shape == (1, 4, 6)
-    assert data.images[:, 0, 0, 0].tolist() == [10, 20, 11, 21]
+    assert data.inputs[:, 0, 0, 0].tolist() == [10, 20, 11, 21]
     assert data.labels.tolist() == [0, 0, 1, 1]
-    assert data.test_images[:, 3, 5, 0].tolist() == [99]
+    assert data.test_inputs[:, 3, 5, 0].tolist() == [99]
     assert data.test_labels.tolist() == [1]
     assert data.mean == pytest.approx([15.5 / 255])
 
@@ -283,8 +283,8 @@ def test_folder_of_classes_holds_out_a_fifth_and_one_coloured_image_makes_all_rg
     assert data.input_shape == (3, 4, 6)
     assert np.bincount(data.labels).tolist() == [4, 4]
     assert np.bincount(data.test_labels).tolist() == [1, 1]
-    assert data.images[0, 0, 0].tolist() == [50, 50, 50]
-    assert data.images[-1, 0, 0].tolist() == [1, 2, 3]
+    assert data.inputs[0, 0, 0].tolist() == [50, 50, 50]
+    assert data.inputs[-1, 0, 0].tolist() == [1, 2, 3]
 
 
 def test_folder_errors_name_the_file(tmp_path):
@@ -377,7 +377,7 @@ def test_processes_that_prepare_at_once_agree(tmp_path):
     assert [process.returncode for process in running] == [0, 0, 0]
     (folder,) = (tmp_path / "cache").iterdir()
     assert answers == {str(folder)}
-    assert len(load(folder, verify=True).images) == 1600
+    assert len(load(folder, verify=True).inputs) == 1600
 
 
 def test_the_slower_of_two_processes_keeps_the_others_folder(tmp_path, converted):

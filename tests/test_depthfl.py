@@ -123,7 +123,7 @@ def test_the_model_predicts_by_the_mean_of_its_exits(tmp_path: Path) -> None:
     assert isinstance(model, ExitCascade)
     data = digits()
     with torch.no_grad():
-        predicted = model(normalised(data.test_images, data)).argmax(1).numpy()
+        predicted = model(normalised(data.test_inputs, data)).argmax(1).numpy()
     assert float((predicted == data.test_labels).mean()) == run_dir.rounds()[-1]["accuracy"]
 
 
@@ -193,7 +193,7 @@ def test_exits_that_nobody_has_trained_have_no_say(tmp_path: Path) -> None:
     model, data = load(run_dir.path), digits()
     assert len(model.atoms) == 5  # two blocks and the first one's exit; the second's is the head
     with torch.no_grad():
-        predicted = model(normalised(data.test_images, data)).argmax(1).numpy()
+        predicted = model(normalised(data.test_inputs, data)).argmax(1).numpy()
     assert float((predicted == data.test_labels).mean()) == run_dir.rounds()[-1]["accuracy"]
 
 

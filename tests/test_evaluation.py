@@ -111,7 +111,7 @@ def trained() -> tuple[Blueprint, ArrayRecord]:
     with isolated_rng(3):
         model = Cascade(blueprint)
     for start in [*range(0, 1400, 100)] * 3:
-        x, y = normalised(data.images[start : start + 100], data), torch.tensor(data.labels[start : start + 100])
+        x, y = normalised(data.inputs[start : start + 100], data), torch.tensor(data.labels[start : start + 100])
         gradients = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
         torch._foreach_add_([p.data for p in model.parameters()], gradients, alpha=-0.1)
     return blueprint, record((name, value.detach()) for name, value in model.state_dict().items())
@@ -136,7 +136,7 @@ def by_hand(blueprint: Blueprint, state: dict[str, Tensor], units: list[str], ba
     loss, correct, count = 0.0, 0, len(data.test_labels)
     assert count % batch != 1
     for start in range(0, count, batch):
-        z, y = normalised(data.test_images[start : start + batch], data), data.test_labels[start : start + batch]
+        z, y = normalised(data.test_inputs[start : start + batch], data), data.test_labels[start : start + batch]
         for module in modules:
             z = module(z)
         loss += float(F.cross_entropy(z, torch.tensor(y), reduction="sum"))
@@ -216,7 +216,7 @@ def test_pgd_is_that_of_torchattacks() -> None:
     model = Cascade(blueprint)
     model.load_state_dict({name: torch.from_numpy(value.numpy()) for name, value in arrays.items()})
     model.eval().double()  # in float32, rounding turns the sign of some gradients that are almost zero
-    x = torch.tensor(data.test_images[:50]).permute(0, 3, 1, 2).double().div(255).contiguous()
+    x = torch.tensor(data.test_inputs[:50]).permute(0, 3, 1, 2).double().div(255).contiguous()
     y = torch.tensor(data.test_labels[:50])
     attack = Attack("linf", epsilon=0.1, step=0.02, steps=10, low=0.0, high=1.0)
     gradient = by_backward(lambda z, y: F.cross_entropy(model(z), y))

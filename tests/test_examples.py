@@ -76,11 +76,11 @@ def test_share_examples_are_the_rows_normalised() -> None:
     assert x.shape == (2, 1, 8, 8)
     assert x.dtype == torch.float32
     assert x.is_contiguous(memory_format=torch.channels_last)
-    expected = (data.images[[17, 30]].astype(np.float64) / 255 - data.mean[0]) / data.std[0]
+    expected = (data.inputs[[17, 30]].astype(np.float64) / 255 - data.mean[0]) / data.std[0]
     np.testing.assert_allclose(x[:, 0].numpy(), expected[..., 0], atol=1e-6)
     assert len(examples) == 3
     assert examples.targets(np.array([1])).tolist() == [data.labels[4]]
-    everything = normalised(data.images[:], data)
+    everything = normalised(data.inputs[:], data)
     assert everything.mean().item() == pytest.approx(0, abs=1e-4)
     assert everything.std().item() == pytest.approx(1, abs=1e-3)
 

@@ -56,9 +56,9 @@ def test_each_folder_has_its_clients_rows_and_no_others(exported: Path) -> None:
     assert sorted(path.name for path in exported.iterdir()) == ["node-0", "node-1", "node-2", "server"]
     for client, folder in enumerate(nodes_of(exported)):
         part = load(folder, verify=True)
-        assert np.array_equal(part.images, data.images[shares[client]])
+        assert np.array_equal(part.inputs, data.inputs[shares[client]])
         assert np.array_equal(part.labels, data.labels[shares[client]])
-        assert part.test_images.shape == (0, 8, 8, 1)
+        assert part.test_inputs.shape == (0, 8, 8, 1)
         assert part.test_labels.shape == (0,)
         assert (part.name, part.num_classes, part.input_shape) == ("digits", 10, (1, 8, 8))
         # so that every node normalises as the simulation does, and not by its own few images
@@ -66,9 +66,9 @@ def test_each_folder_has_its_clients_rows_and_no_others(exported: Path) -> None:
         # nothing in the folder is as large as what it would take to hold another's rows too
         assert sum(file.stat().st_size for file in folder.iterdir()) < len(shares[client]) * (64 + 8) + 4 * 128 + 1000
     server = load(exported / "server", verify=True)
-    assert np.array_equal(server.test_images, data.test_images)
+    assert np.array_equal(server.test_inputs, data.test_inputs)
     assert np.array_equal(server.test_labels, data.test_labels)
-    assert server.images.shape == (0, 8, 8, 1)
+    assert server.inputs.shape == (0, 8, 8, 1)
     assert (server.mean, server.std) == (data.mean, data.std)
     made = json.loads((exported / "node-1" / "meta.json").read_text())["export"]
     assert made == {

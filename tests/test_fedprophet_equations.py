@@ -183,7 +183,7 @@ def test_a_survey_of_the_first_module_by_hand(tmp_path: Path) -> None:
     metrics = fedprophet.survey(a_task(Orders([[0], [1]], 0, -1)), client)
     state = dict(client.store.read(["atoms.0"]))
     weight, bias = (torch.from_numpy(state[f"atoms.0.1.{name}"]).double() for name in ("weight", "bias"))
-    pixels = torch.tensor(client.data.images[:40]).double().flatten(1) / 255
+    pixels = torch.tensor(client.data.inputs[:40]).double().flatten(1) / 255
     up, down = (1 - pixels).clamp(max=0.1), pixels.clamp(max=0.1)
     ways = [torch.where(sign * weight > 0, up, down) @ weight[0].abs() / client.data.std[0] for sign in (1, -1)]
     either = torch.stack(ways)

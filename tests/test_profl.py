@@ -279,7 +279,7 @@ def test_a_run_that_ends_with_a_step_leaves_that_steps_model(tmp_path: Path, rou
     record, model = run_dir.rounds()[-1], load(run_dir.path)
     found = open_dataset(f"npz:{few_digits()}", "")
     with torch.no_grad():
-        right = model(normalised(found.test_images, found)).argmax(1).numpy() == found.test_labels
+        right = model(normalised(found.test_inputs, found)).argmax(1).numpy() == found.test_labels
     assert record["accuracy"] == pytest.approx(right.mean(), abs=0.011)  # one image of 100 may lie on a border
 
 

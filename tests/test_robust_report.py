@@ -326,7 +326,7 @@ def test_a_model_of_the_first_modules(in_the_middle: RunDir) -> None:
     assert torch.equal(model.head.fc.weight, head)  # type: ignore[union-attr, arg-type]
     data = open_dataset(str(in_the_middle.settings()["dataset"]), "")
     with torch.no_grad():
-        right = (model(normalised(data.test_images, data)).argmax(1) == torch.tensor(data.test_labels)).sum()
+        right = (model(normalised(data.test_inputs, data)).argmax(1) == torch.tensor(data.test_labels)).sum()
     final = in_the_middle.final()
     assert final is not None
     assert int(right) / len(data.test_labels) == final["accuracy"]

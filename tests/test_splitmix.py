@@ -132,7 +132,7 @@ def test_a_run_goes_on_and_its_model_can_be_used(tmp_path: Path) -> None:
     data = digits()
     model = load(resumed.path)
     with torch.no_grad():
-        assert model(normalised(data.test_images[:5], data)).shape == (5, 10)
+        assert model(normalised(data.test_inputs[:5], data)).shape == (5, 10)
 
 
 def test_local_norms_are_refused(tmp_path: Path) -> None:
