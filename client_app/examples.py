@@ -15,8 +15,8 @@ PADDING = 4  # pixels, of the random crop
 
 @dataclass(frozen=True)
 class Examples:
-    """`read(positions)` gives float32 [B, ...] for int positions [B], on the device; `labels` is int64 [n], or float32 [n, m]
-    where there is more to learn of an example.
+    """`read(positions)` gives float32 [B, ...], or tokens, for int positions [B], on the device; `labels` is int64 [n], or
+    float32 [n, m] where there is more to learn of an example.
     """
 
     read: Callable[[np.ndarray], Tensor]
@@ -72,15 +72,20 @@ class Augmentation:
 
 
 def share_examples(data: ArrayDataset, rows: np.ndarray, augmentation: Augmentation | None = None) -> Examples:
-    """A share of the training images: rows is int [n]; batches come normalised, [B, C, H, W] in channels-last memory."""
+    """A share of the training examples: rows is int [n]; batches are as `as_inputs` has them."""
 
     def read(positions: np.ndarray) -> Tensor:
-        images = data.inputs[rows[positions]]
+        inputs = data.inputs[rows[positions]]
         if augmentation is not None:
-            images = augmentation.apply(images, positions)
-        return normalised(images, data)
+            inputs = augmentation.apply(inputs, positions)
+        return as_inputs(inputs, data)
 
     return Examples(read, data.labels[rows])
+
+
+def as_inputs(rows: np.ndarray, data: ArrayDataset) -> Tensor:
+    """What a model reads of rows of a data set: `normalised` images, or tokens [B, length], int64."""
+    return torch.tensor(rows.astype(np.int64)) if data.vocabulary else normalised(rows, data)
 
 
 def normalised(images_BHWC: np.ndarray, data: ArrayDataset) -> Tensor:

@@ -32,11 +32,13 @@ def all_shares(settings: Settings, clients: int) -> list[np.ndarray]:
             f"data-dir {settings.data_dir} is a part of an export and not the whole data set: give each node its own part by "
             "data-dir in its node-config, or emulate clients with the data set itself"
         )
-    return client_shares(settings, data.labels, clients)
+    return client_shares(settings, data.labels, clients, data.groups)
 
 
-def client_shares(settings: Settings, labels: np.ndarray, clients: int) -> list[np.ndarray]:
-    """The rows of every client: a pure function of the labels, the number of clients and the settings."""
+def client_shares(
+    settings: Settings, labels: np.ndarray, clients: int, groups: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """The rows of every client: a pure function of labels and groups, the number of clients and the settings."""
     return make_shares(
         settings.partition,
         np.asarray(labels),
@@ -46,6 +48,8 @@ def client_shares(settings: Settings, labels: np.ndarray, clients: int) -> list[
         balanced=settings.partition_balanced,
         classes_per_client=settings.partition_classes,
         skew=settings.partition_skew,
+        groups=groups,
+        groups_per_client=settings.partition_groups,
     )
 
 
@@ -55,6 +59,7 @@ def partition_settings(settings: Settings) -> dict[str, Scalar]:
         "dirichlet": ("partition-alpha", "partition-balanced"),
         "pathological": ("partition-classes",),
         "skewed": ("partition-classes", "partition-skew"),
+        "natural": ("partition-groups",),
     }
     values = settings.to_run_config()
     return {key: values[key] for key in ("partition", *names.get(settings.partition, ()))}
@@ -98,8 +103,14 @@ def check_export(settings: Settings, data: ArrayDataset, client: int | None, cli
 
 
 def blueprint_for(settings: Settings, data: ArrayDataset) -> Blueprint:
-    """The model of a run, not built yet."""
-    return blueprint_of_shape(settings, data.input_shape, data.num_classes)
+    """The model of a run, not built yet. Raises DatasetError where the data have tokens that it does not know."""
+    blueprint = blueprint_of_shape(settings, data.input_shape, data.num_classes)
+    if data.vocabulary > blueprint.vocabulary:
+        raise DatasetError(
+            f"data set {data.name} has tokens up to {data.vocabulary - 1}, {settings.model} knows those up to "
+            f"{blueprint.vocabulary - 1}: keep the most frequent ones"
+        )
+    return blueprint
 
 
 def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int) -> Blueprint:
@@ -132,6 +143,14 @@ def recipe_for(settings: Settings, lr: float) -> Recipe:
         precision=settings.precision,
         clip_norm=settings.clip_norm,
     )
+
+
+def check_augmentation(settings: Settings, data: ArrayDataset) -> None:
+    """Raises ValueError where there is nothing to flip and crop."""
+    if settings.augment and data.vocabulary:
+        raise ValueError(
+            f"augment = true flips and crops images, and data set {data.name} holds tokens: set it to false"
+        )
 
 
 def image_attack(settings: Settings, data: ArrayDataset, steps: int) -> Attack:

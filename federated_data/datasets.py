@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from federated_data import caltech, own_sources, sources
+from federated_data import caltech, own_sources, sources, texts
 from federated_data.partition import share_class_counts
 from federated_data.sources import DatasetError, Source
 
@@ -32,7 +32,7 @@ __all__ = [
     "write",
 ]
 
-# Each takes where to look and whether it may download.
+# Each takes where to look and whether it may download; those of _OWN are named with a file or a folder.
 DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
     "digits": sources.digits,
     "digits32": sources.digits32,
@@ -40,14 +40,17 @@ DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
     "cifar10": sources.cifar10,
     "cifar100": sources.cifar100,
     "caltech256": caltech.caltech256,
+    "imdb": texts.imdb,
     "npz": own_sources.npz,
     "folder": own_sources.folder,
+    "text": texts.text,
 }
 
 _SCHEMA = 1
-_OWN = ("npz", "folder")
+_OWN = ("npz", "folder", "text")
 _EMBEDDED = ("digits", "digits32")  # they come with scikit-learn, not from data-dir
 _FILES = ("train-images.npy", "train-labels.npy", "test-images.npy", "test-labels.npy")
+_GROUPS = "train-groups.npy"
 _EXPORT_KEYS = {"client", "clients", "examples", "settings"}
 
 
@@ -55,9 +58,10 @@ _EXPORT_KEYS = {"client", "clients", "examples", "settings"}
 class ArrayDataset:
     """A data set on disk, mapped read-only.
 
-    `inputs` and `test_inputs` are (N, H, W, C), uint8 or float32; `labels` and `test_labels` are (N,) int64 in
-    0..num_classes-1. `mean` and `std`, one a channel, are of the training pixels: of pixel / 255 where they are uint8,
-    of the values as they are where float32.
+    `inputs` and `test_inputs` are images (N, H, W, C), uint8 or float32, or tokens (N, length), uint16 below `vocabulary`,
+    which is 0 for images; `labels` and `test_labels` are (N,) int64 in 0..num_classes-1. `mean` and `std`, one a channel, are
+    of the training pixels: of pixel / 255 where they are uint8, of the values as they are where float32; tokens have none.
+    `groups`, (N,) int64 or None, say whose each training example is.
 
     `export` is None, or how `piecework export-data` made this part of a set: `client` (None = the server's part),
     `clients`, `examples` (of the whole training set, which `mean` and `std` are of too), `settings` of the partition.
@@ -72,6 +76,8 @@ class ArrayDataset:
     test_inputs: NDArray[Any]
     test_labels: NDArray[np.int64]
     export: Mapping[str, Any] | None = None
+    groups: NDArray[np.int64] | None = None
+    vocabulary: int = 0
 
     @property
     def examples(self) -> int:
@@ -79,20 +85,21 @@ class ArrayDataset:
         return len(self.labels) if self.export is None else int(self.export["examples"])
 
     @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """(C, H, W) of one image."""
-        _, height, width, channels = self.inputs.shape
-        return (channels, height, width)
+    def input_shape(self) -> tuple[int, ...]:
+        """(C, H, W) of one image, (length,) of a text."""
+        _, *axes = self.inputs.shape
+        return (axes[2], axes[0], axes[1]) if len(axes) == 3 else tuple(axes)
 
 
-# What the published sets are, for plans: they must not have to be there. (C, H, W), classes, training examples.
-PUBLISHED = {
+# What the published sets are, for plans: they must not have to be there. (C, H, W) or (length,), classes, training examples.
+PUBLISHED: Mapping[str, tuple[tuple[int, ...], int, int]] = {
     "digits": ((1, 8, 8), 10, 1438),
     "digits32": ((1, 32, 32), 10, 1438),
     "fashion-mnist": ((1, 28, 28), 10, 60_000),
     "cifar10": ((3, 32, 32), 10, 50_000),
     "cifar100": ((3, 32, 32), 100, 50_000),
     "caltech256": ((3, 224, 224), 256, 23_380),
+    "imdb": ((texts.LENGTH,), 2, 25_000),
 }
 
 
@@ -106,10 +113,10 @@ def default_cache() -> Path:
 def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False) -> Path:
     """Convert the data set `name` unless `cache_dir` holds it already; returns its folder, for `load`.
 
-    `name` is a key of DATASETS, the last two as `npz:<file>` and `folder:<dir>`, relative to `data_dir` if that is set.
-    An empty `data_dir` means `<cache_dir>/downloads` to the published sets. An own file or folder that has changed is
-    converted again. A `data_dir` that is a prepared folder itself is returned. DatasetError names what is unknown, missing
-    or damaged. Several processes may prepare at once.
+    `name` is a key of DATASETS, the last three as `npz:<file>`, `folder:<dir>` and `text:<dir>`, relative to `data_dir` if
+    that is set. An empty `data_dir` means `<cache_dir>/downloads` to the published sets. An own file or folder that has
+    changed is converted again. A `data_dir` that is a prepared folder itself is returned. DatasetError names what is unknown,
+    missing or damaged. Several processes may prepare at once.
     """
     kind, colon, where = name.partition(":")
     if kind not in DATASETS or (kind in _OWN) != bool(where) or (colon and not where):
@@ -143,7 +150,8 @@ def load(directory: Path, verify: bool = False) -> ArrayDataset:
     """Map what `prepare` wrote to `directory`; `verify` also compares each file's md5. DatasetError when damaged."""
     meta = _read_meta(directory)
     arrays = []
-    for file in _FILES:
+    grouped = [_GROUPS] if _GROUPS in meta["md5"] else []
+    for file in (*_FILES, *grouped):
         path = directory / file
         try:
             if verify and _md5(path) != meta["md5"].get(file):
@@ -155,20 +163,23 @@ def load(directory: Path, verify: bool = False) -> ArrayDataset:
             raise DatasetError(f"{path} cannot be read: {error}; give it to the user who runs this") from None
         except (OSError, ValueError, EOFError, SyntaxError) as error:
             raise DatasetError(_damaged(path, error)) from None
-    images, labels, test_images, test_labels = arrays
-    for x, y, file in ((images, labels, _FILES[1]), (test_images, test_labels, _FILES[3])):
-        if x.ndim != 4 or y.dtype != np.int64 or y.shape != x.shape[:1]:
-            raise DatasetError(_damaged(directory / file, f"labels {y.dtype} {y.shape} for images {x.dtype} {x.shape}"))
+    inputs, labels, test_inputs, test_labels, *groups = arrays
+    pairs = [(inputs, labels, _FILES[1]), (test_inputs, test_labels, _FILES[3])]
+    for x, y, file in pairs + [(inputs, numbers, _GROUPS) for numbers in groups]:
+        if x.ndim not in (2, 4) or y.dtype != np.int64 or y.shape != x.shape[:1]:
+            raise DatasetError(_damaged(directory / file, f"{y.dtype} {y.shape} for inputs {x.dtype} {x.shape}"))
     return ArrayDataset(
         name=meta["name"],
-        inputs=images,
+        inputs=inputs,
         labels=labels,
         num_classes=meta["num_classes"],
         mean=tuple(meta["mean"]),
         std=tuple(meta["std"]),
-        test_inputs=test_images,
+        test_inputs=test_inputs,
         test_labels=test_labels,
         export=meta.get("export"),
+        groups=groups[0] if groups else None,
+        vocabulary=meta.get("vocabulary", 0),
     )
 
 
@@ -195,18 +206,20 @@ def _folder_name(kind: str, root: Path) -> str:
         return kind
     key = [str(root)]
     if kind in _OWN and root.exists():
-        files = own_sources.image_files(root) if kind == "folder" else [root]
+        files = {"folder": own_sources.image_files, "text": texts.text_files}.get(kind, lambda file: [file])(root)
         key += [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     return f"{kind}-{hashlib.sha256(chr(10).join(key).encode()).hexdigest()[:12]}"
 
 
 def write(staging: Path, name: str, source: Source, export: Mapping[str, Any] | None = None) -> None:
     """Write a prepared folder, synced, into the empty folder `staging`; `export` as in ArrayDataset. Raises OSError."""
-    mean, std = source.mean, source.std
+    mean, std, tokens = source.mean, source.std, source.inputs.ndim == 2
     if mean is None or std is None:
-        mean, std = _channel_statistics(source.inputs)
-    arrays = (source.inputs, source.labels, source.test_inputs, source.test_labels)
-    for file, array in zip(_FILES, arrays, strict=True):
+        mean, std = ((), ()) if tokens else _channel_statistics(source.inputs)
+    arrays = dict(zip(_FILES, (source.inputs, source.labels, source.test_inputs, source.test_labels), strict=True))
+    if source.groups is not None:
+        arrays[_GROUPS] = source.groups
+    for file, array in arrays.items():
         with (staging / file).open("wb") as stream:
             np.save(stream, array, allow_pickle=False)
             stream.flush()
@@ -217,8 +230,11 @@ def write(staging: Path, name: str, source: Source, export: Mapping[str, Any] | 
         "num_classes": source.num_classes,
         "mean": mean,
         "std": std,
-        "md5": {file: _md5(staging / file) for file in _FILES},
+        "md5": {file: _md5(staging / file) for file in arrays},
     }
+    if tokens:
+        found = max(int(part.max(initial=0)) for part in (source.inputs, source.test_inputs)) + 1
+        meta["vocabulary"] = source.vocabulary or found
     if export is not None:
         meta["export"] = dict(export)
     with (staging / "meta.json").open("w", encoding="utf-8") as text:

@@ -1,4 +1,4 @@
-"""Reading a user's own images: one .npz file of arrays, or a folder of pictures a class."""
+"""Reading a user's own data: one .npz file of arrays, or a folder of pictures a class."""
 
 import zipfile
 import zlib
@@ -12,18 +12,20 @@ from numpy.typing import NDArray
 from federated_data.sources import DatasetError, Source, extra, held_out
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
+_GROUPS = "group_train"
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 def npz(source: Path, download: bool) -> Source:
-    """Arrays x_train, y_train and, unless 20 % is to be held out, x_test, y_test.
+    """Arrays x_train, y_train and, unless 20 % is to be held out, x_test, y_test; group_train (N,) for partition `natural`.
 
-    Images are uint8 or float32 of shape (N, H, W), (N, H, W, C) or (N, C, H, W), C up to 4; labels are integers from 0.
+    Images are uint8 or float32 of shape (N, H, W), (N, H, W, C) or (N, C, H, W), C up to 4; tokens are integers below 65,536
+    of shape (N, length). Labels and groups are integers from 0.
     """
     arrays: dict[str, NDArray[Any]] = {}
     try:
         with np.load(source, allow_pickle=False) as archive:
-            for name in _NAMES:
+            for name in (*_NAMES, _GROUPS):
                 if name in archive:
                     arrays[name] = archive[name]
             held = sorted(archive.files)
@@ -34,18 +36,22 @@ def npz(source: Path, download: bool) -> Source:
     wanted = _NAMES if {"x_test", "y_test"} & set(arrays) else _NAMES[:2]
     if lost := [name for name in wanted if name not in arrays]:
         raise DatasetError(f"{source} has no {', '.join(lost)}; it holds {', '.join(held) or 'nothing'}")
-    images = _as_images(arrays["x_train"], f"x_train in {source}")
-    labels = _as_labels(arrays["y_train"], len(images), f"y_train in {source}")
+    inputs = _as_inputs(arrays["x_train"], f"x_train in {source}")
+    labels = _as_numbers(arrays["y_train"], len(inputs), "label", f"y_train in {source}")
+    groups = None
+    if _GROUPS in arrays:
+        groups = _as_numbers(arrays[_GROUPS], len(inputs), "group", f"{_GROUPS} in {source}")
     if "x_test" not in arrays:
-        return held_out(images, labels, int(labels.max()) + 1)
-    test_images = _as_images(arrays["x_test"], f"x_test in {source}")
-    test_labels = _as_labels(arrays["y_test"], len(test_images), f"y_test in {source}")
-    if (test_images.shape[1:], test_images.dtype) != (images.shape[1:], images.dtype):
+        return held_out(inputs, labels, int(labels.max()) + 1, groups)
+    test_inputs = _as_inputs(arrays["x_test"], f"x_test in {source}")
+    test_labels = _as_numbers(arrays["y_test"], len(test_inputs), "label", f"y_test in {source}")
+    if (test_inputs.shape[1:], test_inputs.dtype) != (inputs.shape[1:], inputs.dtype):
         raise DatasetError(
-            f"x_test in {source} has {test_images.dtype} images of shape {test_images.shape[1:]}, "
-            f"x_train {images.dtype} of {images.shape[1:]}; they must be alike"
+            f"x_test in {source} is {test_inputs.dtype}, an example of shape {test_inputs.shape[1:]}, "
+            f"x_train {inputs.dtype} of {inputs.shape[1:]}; they must be alike"
         )
-    return Source(images, labels, test_images, test_labels, int(max(labels.max(), test_labels.max())) + 1)
+    classes = int(max(labels.max(), test_labels.max())) + 1
+    return Source(inputs, labels, test_inputs, test_labels, classes, groups=groups)
 
 
 def folder(source: Path, download: bool) -> Source:
@@ -71,6 +77,15 @@ def image_files(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*") if path.suffix.lower() in _IMAGE_SUFFIXES)
 
 
+def _as_inputs(array: NDArray[Any], what: str) -> NDArray[Any]:
+    if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+        return _as_images(array, what)
+    if array.size == 0 or array.min() < 0 or array.max() > np.iinfo(np.uint16).max:
+        ends = f"from {array.min()} to {array.max()}" if array.size else "of no values"
+        raise DatasetError(f"{what} has tokens {ends}, shape {array.shape}; tokens are 0 to {np.iinfo(np.uint16).max}")
+    return array.astype(np.uint16)
+
+
 def _as_images(array: NDArray[Any], what: str) -> NDArray[Any]:
     if array.dtype not in (np.uint8, np.float32):
         raise DatasetError(f"{what} is {array.dtype}; images are uint8 (0..255) or float32")
@@ -80,20 +95,21 @@ def _as_images(array: NDArray[Any], what: str) -> NDArray[Any]:
         array = array.transpose(0, 2, 3, 1)
     if array.ndim != 4 or array.shape[3] > 4 or array.size == 0:
         raise DatasetError(
-            f"{what} has shape {array.shape}; allowed are (N, H, W), (N, H, W, C), (N, C, H, W), C up to 4"
+            f"{what} has shape {array.shape}; allowed are (N, H, W), (N, H, W, C), (N, C, H, W), C up to 4, "
+            "and (N, length) of tokens, which are integers"
         )
     if array.dtype == np.float32 and not np.isfinite(array).all():
         raise DatasetError(f"{what} has values that are not finite")
     return np.ascontiguousarray(array)
 
 
-def _as_labels(array: NDArray[Any], count: int, what: str) -> NDArray[np.int64]:
+def _as_numbers(array: NDArray[Any], count: int, name: str, what: str) -> NDArray[np.int64]:
     if array.size != count or array.shape[:1] != (count,) or not np.issubdtype(array.dtype, np.integer):
-        raise DatasetError(f"{what} is {array.dtype} of shape {array.shape}; labels are integers of shape ({count},)")
-    labels = array.reshape(-1).astype(np.int64)
-    if labels.min() < 0:
-        raise DatasetError(f"{what} has a label {labels.min()}; labels count from 0")
-    return labels
+        raise DatasetError(f"{what} is {array.dtype} of shape {array.shape}; {name}s are integers of shape ({count},)")
+    numbers = array.reshape(-1).astype(np.int64)
+    if numbers.min() < 0:
+        raise DatasetError(f"{what} has a {name} {numbers.min()}; {name}s count from 0")
+    return numbers
 
 
 def _classes(root: Path) -> list[Path]:

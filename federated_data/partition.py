@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-PARTITIONS = ("iid", "dirichlet", "pathological", "skewed")
+PARTITIONS = ("iid", "dirichlet", "pathological", "skewed", "natural")
 
 # What a stream of random numbers is for. Changing one changes every partition of that kind.
-_IID, _DIRICHLET, _PATHOLOGICAL, _VALIDATION, _SKEWED = 11, 12, 13, 14, 15
+_IID, _DIRICHLET, _PATHOLOGICAL, _VALIDATION, _SKEWED, _NATURAL = 11, 12, 13, 14, 15, 16
 
 _MAX_DRAWS = 2000
 
@@ -32,6 +32,8 @@ def make_shares(
     balanced: bool,
     classes_per_client: int,
     skew: float,
+    groups: NDArray[Any] | None = None,
+    groups_per_client: int = 0,
     min_examples: int = 10,
 ) -> list[Ints]:
     """The shares of all clients under the partition `kind`; each reads only the settings that concern it."""
@@ -43,6 +45,8 @@ def make_shares(
         return pathological(labels, clients, seed, classes_per_client)
     if kind == "skewed":
         return skewed(labels, clients, seed, classes_per_client, skew)
+    if kind == "natural":
+        return natural(labels, clients, seed, groups, groups_per_client)
     raise ValueError(f"unknown partition {kind!r}; known: {', '.join(PARTITIONS)}")
 
 
@@ -142,6 +146,29 @@ def skewed(labels: NDArray[Any], clients: int, seed: int, classes_per_client: in
     holders = np.concatenate([np.repeat(rng.permutation(clients), length) for length in lengths])
     parts = np.split(rest[: clients * (quota - own)], clients)
     return _sorted([np.concatenate([line[holders == client], part]) for client, part in enumerate(parts)])
+
+
+def natural(
+    labels: NDArray[Any], clients: int, seed: int, groups: NDArray[Any] | None, groups_per_client: int
+) -> list[Ints]:
+    """Whole groups of examples, such as what a writer wrote: `groups_per_client` drawn for each client, or, where that is 0,
+    all of them, as evenly as their number allows. PriSM's FEMNIST: ten writers a client; what is left stays with nobody.
+    """
+    labels = _check(labels, clients)
+    if groups is None:
+        raise ValueError(
+            "partition = natural: these data do not say whose an example is; npz data say so by group_train"
+        )
+    known = np.unique(groups)
+    wanted = clients * max(1, groups_per_client)
+    if wanted > len(known):
+        raise ValueError(
+            f"partition-groups is {groups_per_client}: {clients} clients need {wanted} groups, these data have {len(known)}; "
+            "use fewer clients or fewer groups for each"
+        )
+    order = _rng(seed, _NATURAL).permutation(known)
+    hands = np.array_split(order[:wanted] if groups_per_client else order, clients)
+    return _sorted([np.flatnonzero(np.isin(groups, hand)) for hand in hands])
 
 
 def split(indices: NDArray[Any], validation_share: float, seed: int, client: int) -> tuple[Ints, Ints]:

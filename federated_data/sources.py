@@ -40,7 +40,11 @@ class DatasetError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Images (N, H, W, C), uint8 or float32; labels (N,) int64; mean and std a channel, None = to be computed."""
+    """Images (N, H, W, C), uint8 or float32, or tokens (N, length), uint16; labels (N,) int64.
+
+    `mean` and `std` of images are one a channel, None = to be computed. `groups` (N,) int64, where they are known: whose an
+    example is, such as its writer's. `vocabulary` of tokens, 0 = to be found: they are below it.
+    """
 
     inputs: NDArray[Any]
     labels: Ints
@@ -49,6 +53,8 @@ class Source:
     num_classes: int
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    groups: Ints | None = None
+    vocabulary: int = 0
 
 
 def digits(source: Path, download: bool) -> Source:
@@ -71,7 +77,7 @@ def fashion_mnist(source: Path, download: bool) -> Source:
     if download and not all(_idx_file(raw, stem) for stem in _FASHION_MNIST):
         vision = extra("torchvision.datasets")
         for name, md5 in vision.FashionMNIST.resources:
-            _fetch(f"{vision.FashionMNIST.mirrors[0]}{name}", raw, name, md5)
+            fetch(f"{vision.FashionMNIST.mirrors[0]}{name}", raw, name, md5)
     arrays = []
     for stem in _FASHION_MNIST:
         file = _idx_file(raw, stem)
@@ -100,15 +106,23 @@ def cifar100(source: Path, download: bool) -> Source:
     return Source(*sets, num_classes=100, mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762))
 
 
-def held_out(images: NDArray[Any], labels: Ints, num_classes: int) -> Source:
+def held_out(inputs: NDArray[Any], labels: Ints, num_classes: int, groups: Ints | None = None) -> Source:
     """A fifth of each class becomes the test set, the same fifth every time."""
+    train, test = held_out_rows(labels)
+    sets = (inputs[train], labels[train], inputs[test], labels[test])
+    return Source(*sets, num_classes, groups=None if groups is None else groups[train])
+
+
+def held_out_rows(labels: Ints) -> tuple[Ints, Ints]:
+    """The rows of `held_out`'s training and test sets. Raises DatasetError where there are too few."""
     rng = np.random.default_rng(np.random.SeedSequence(_HOLD_OUT_SEED))
     parts = [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
     test = np.sort(np.concatenate([part[: round(_HOLD_OUT * len(part))] for part in parts]))
     if not len(test):
-        raise DatasetError(f"{len(labels)} images are too few to hold out a test set; give test images of their own")
-    train = np.setdiff1d(np.arange(len(labels)), test)
-    return Source(images[train], labels[train], images[test], labels[test], num_classes)
+        raise DatasetError(
+            f"{len(labels)} examples are too few to hold out a test set; give test examples of their own"
+        )
+    return np.setdiff1d(np.arange(len(labels)), test), test
 
 
 def extra(module: str) -> Any:
@@ -125,7 +139,7 @@ def _cifar(
     lists = getattr(extra("torchvision.datasets"), class_name)  # for file names and md5 sums; it reads nothing
     base = source / lists.base_folder
     if download and not all((base / file).is_file() for file, _ in lists.train_list + lists.test_list):
-        _fetch(lists.url, source, lists.filename, lists.tgz_md5)
+        fetch(lists.url, source, lists.filename, lists.tgz_md5)
     batches = []
     for file, md5 in lists.train_list + lists.test_list:
         path = base / file
@@ -182,7 +196,7 @@ def _missing(name: str, source: Path, path: Path) -> DatasetError:
     )
 
 
-def _fetch(url: str, root: Path, file: str, md5: str) -> None:
+def fetch(url: str, root: Path, file: str, md5: str) -> None:
     """Download and unpack one archive with torchvision, which checks its md5."""
     try:
         extra("torchvision.datasets.utils").download_and_extract_archive(url, str(root), filename=file, md5=md5)

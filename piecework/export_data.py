@@ -33,7 +33,7 @@ def export_data(settings: Settings, out: Path, force: bool = False) -> list[dict
     data = load(source, verify=True)
     if data.export is not None:
         raise DatasetError(f"{source} is a part of an export; export the whole data set, which is elsewhere")
-    shares = client_shares(settings, data.labels, settings.clients)
+    shares = client_shares(settings, data.labels, settings.clients, data.groups)
     nobody = np.arange(0)
     parts: list[tuple[str, int | None, np.ndarray, np.ndarray]] = [
         (f"node-{client}", client, rows, nobody) for client, rows in enumerate(shares)
@@ -71,6 +71,7 @@ def _part(data: ArrayDataset, rows: np.ndarray, test_rows: np.ndarray) -> Source
         num_classes=data.num_classes,
         mean=data.mean,
         std=data.std,
+        vocabulary=data.vocabulary,
     )
 
 

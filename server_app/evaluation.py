@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord
 from torch import Tensor, nn
 
 from client_app.attacks import Attack, by_backward, pgd
-from client_app.examples import normalised
+from client_app.examples import as_inputs
 from client_app.memory_cap import keep_heap_loose, return_free_memory
 from client_app.randomness import generator, integer
 from client_app.training import PieceModel, classification_loss, load_for_device, predictions
@@ -101,7 +101,7 @@ class Evaluator:
             chosen = rows[start : start + self.batch_size]
             if len(chosen) == 1 and start:
                 return  # batch statistics of one image say nothing
-            yield normalised(self.data.test_inputs[chosen], self.data), torch.tensor(self.data.test_labels[chosen])
+            yield as_inputs(self.data.test_inputs[chosen], self.data), torch.tensor(self.data.test_labels[chosen])
 
     def _filled(self, arrays: Mapping[str, Array], atoms: Piece | None, head: str) -> PieceModel:
         """The model of these atoms and this head, with these weights."""

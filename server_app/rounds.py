@@ -12,7 +12,7 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
-from client_app.setup import blueprint_for, check_shares, image_attack, open_dataset
+from client_app.setup import blueprint_for, check_augmentation, check_shares, image_attack, open_dataset
 from device_profiles.clock import round_seconds
 from device_profiles.fleet import Fleet, load_fleet
 from federated_data.datasets import ArrayDataset, default_cache, load, prepare
@@ -47,6 +47,7 @@ def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayData
     load(folder, verify=True)  # here once; clients trust what was verified
     data = open_dataset(settings.dataset, settings.data_dir)
     check_shares(settings, data)
+    check_augmentation(settings, data)
     if strategy.rule_class.attacks(settings):
         image_attack(settings, data, settings.attack_steps)
     require_autoattack(settings, data)

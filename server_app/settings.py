@@ -63,15 +63,18 @@ class Settings(BaseModel):
     init_weights: str = Field("", description="a .safetensors file to start from, by our names or torchvision's")
     model_options: str = Field("", description="options that only this model has: stem=cifar,classifier=profl")
 
-    dataset: str = Field("digits", description="a name, npz:FILE or folder:DIR")
+    dataset: str = Field("digits", description="a name, npz:FILE, folder:DIR or text:DIR")
     data_dir: str = Field("", description="where torchvision's files lie")
     download: bool = False
-    partition: Literal["iid", "dirichlet", "pathological", "skewed"] = "dirichlet"
+    partition: Literal["iid", "dirichlet", "pathological", "skewed", "natural"] = "dirichlet"
     partition_alpha: Positive = 1.0
     partition_balanced: bool = True
     partition_classes: AtLeastOne = Field(2, description="classes a client, pathological and skewed partition")
     partition_skew: Annotated[float, Field(ge=0, le=1)] = Field(
         0.8, description="share of a client's examples that are of its classes, skewed partition"
+    )
+    partition_groups: Count = Field(
+        0, description="groups (writers) a client, natural partition; 0 = all of them, dealt out"
     )
     validation_share: Fraction = 0.2
     augment: bool = Field(False, description="random flip and crop, drawn once per cache fill")

@@ -179,7 +179,7 @@ def test_a_missing_data_dir_names_the_setting_the_path_and_the_layout(tmp_path, 
 def test_an_unknown_name_lists_all(tmp_path, name):
     with pytest.raises(DatasetError, match="unknown data set") as caught:
         prepare(name, data_dir="", cache_dir=tmp_path)
-    known = "known: digits, digits32, fashion-mnist, cifar10, cifar100, caltech256, npz:<file>, folder:<dir>"
+    known = "known: digits, digits32, fashion-mnist, cifar10, cifar100, caltech256, imdb, npz:<file>, folder:<dir>, text:<dir>"
     assert known in str(caught.value)
 
 
@@ -236,7 +236,7 @@ X, Y = np.zeros((5, 8, 8), dtype=np.uint8), np.zeros(5, dtype=np.int64)
         ({"x_train": X, "y_train": Y[:4]}, "is int64 of shape (4,); labels are integers of shape (5,)"),
         ({"x_train": X, "y_train": Y - 1}, "has a label -1; labels count from 0"),
         ({"x_train": X, "y_train": np.array([{}] * 5)}, "is damaged or no .npz file of plain arrays"),
-        ({"x_train": X[:2], "y_train": Y[:2]}, "2 images are too few to hold out a test set"),
+        ({"x_train": X[:2], "y_train": Y[:2]}, "2 examples are too few to hold out a test set"),
         ({"x_train": X, "y_train": Y, "x_test": X[:, 1:], "y_test": Y}, "they must be alike"),
     ],
 )
@@ -342,7 +342,7 @@ def test_a_truncated_array_is_found_without_verify(converted, file, keep):
 
 def test_a_missing_or_foreign_array_is_an_error(converted):
     np.save(converted / "train-labels.npy", np.zeros(3))
-    with pytest.raises(DatasetError, match=r"train-labels\.npy is damaged \(labels float64 \(3,\) for images uint8"):
+    with pytest.raises(DatasetError, match=r"train-labels\.npy is damaged \(float64 \(3,\) for inputs uint8"):
         load(converted)
     (converted / "train-labels.npy").unlink()
     with pytest.raises(DatasetError, match=r"train-labels\.npy is damaged \(.*No such file"):

@@ -9,6 +9,7 @@ from federated_data.partition import (
     dirichlet,
     iid,
     make_shares,
+    natural,
     pathological,
     share_class_counts,
     skewed,
@@ -217,7 +218,10 @@ def test_a_class_of_examples_fewer_than_holders_is_an_error():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: shares_of("shards"), "unknown partition 'shards'; known: iid, dirichlet, pathological, skewed"),
+        (
+            lambda: shares_of("shards"),
+            "unknown partition 'shards'; known: iid, dirichlet, pathological, skewed, natural",
+        ),
         (lambda: iid(np.zeros(3, dtype=int), 4, 0), "4 clients for 3 examples; allowed are 1 to 3"),
         (lambda: iid(np.zeros(3, dtype=int), 0, 0), "0 clients for 3 examples"),
         (lambda: iid(np.zeros(3), 1, 0), "labels are float64 of shape (3,); they must be integers"),
@@ -235,12 +239,35 @@ def test_a_class_of_examples_fewer_than_holders_is_an_error():
             lambda: shares_of("skewed", skew=0.01, classes_per_client=4),
             "partition-skew 0.01 makes 3 of a client's 300 examples those of its 4 classes, too few for one of each",
         ),
+        (lambda: shares_of("natural"), "partition = natural: these data do not say whose an example is"),
+        (
+            lambda: natural(TEN_CLASSES, 20, 0, TEN_CLASSES, 0),
+            "partition-groups is 0: 20 clients need 20 groups, these data have 10",
+        ),
+        (
+            lambda: natural(TEN_CLASSES, 4, 0, TEN_CLASSES, 3),
+            "partition-groups is 3: 4 clients need 12 groups, these data have 10",
+        ),
         (lambda: split(np.arange(3), 1.0, 0, 0), "validation-share is 1.0; it must be at least 0 and below 1"),
     ],
 )
 def test_errors_print_the_value_and_what_is_allowed(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize(("clients", "each", "sizes"), [(3, 2, [2, 2, 2]), (3, 0, [3, 2, 2]), (7, 1, [1] * 7)])
+def test_natural_shares_are_whole_groups(clients, each, sizes):
+    groups = np.random.default_rng(0).permutation(np.repeat([3, 5, 8, 11, 20, 21, 40], [1, 2, 3, 4, 5, 6, 7]))
+    shares = natural(np.zeros(28, dtype=int), clients, 0, groups, each)
+    held = [set(groups[share].tolist()) for share in shares]
+    assert [len(writers) for writers in held] == sizes
+    assert sum(map(len, held)) == len(set().union(*held))
+    for share, writers in zip(shares, held, strict=True):
+        assert share.tolist() == [row for row in range(28) if groups[row] in writers]
+    again, other = (natural(np.zeros(28, dtype=int), clients, seed, groups, each) for seed in (0, 1))
+    assert all(map(np.array_equal, shares, again))
+    assert not all(map(np.array_equal, shares, other))
 
 
 def test_split_takes_its_share_and_depends_on_seed_and_client():

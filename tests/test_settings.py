@@ -39,7 +39,7 @@ def read(**config: Any) -> Settings:
         ("model", 3, "should be a valid string"),
         ("batch-norm", "group", "should be 'running', 'batch' or 'local'"),
         ("memory-model", "guess", "should be 'traced', 'fedepth', 'fedprophet', 'prism' or 'profl'"),
-        ("partition", "fair", "should be 'iid', 'dirichlet', 'pathological' or 'skewed'"),
+        ("partition", "fair", "should be 'iid', 'dirichlet', 'pathological', 'skewed' or 'natural'"),
         ("mutual-models", 0, "should be greater than or equal to 1"),
         ("target-accuracy", 1.01, "should be less than or equal to 1"),
     ],

@@ -1,0 +1,126 @@
+"""Reading texts as tokens: the most frequent words of the training texts, by number.
+
+As PriSM's authors read IMDB's reviews: without English stop words, the 1000 most frequent words that are left; a text is its
+first 500 of these, filled up with 0 on the left. scikit-learn, which splits words and knows the stop words, is imported when
+texts are prepared.
+"""
+
+import gzip
+import json
+import lzma
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from federated_data.sources import DatasetError, Ints, Source, extra, fetch, held_out_rows
+
+WORDS, LENGTH = 1000, 500  # a token is 0, or 1..WORDS by frequency
+IMDB_CLASSES = ("neg", "pos")
+IMDB_URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
+IMDB_MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
+OPENERS: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".xz": lzma.open}
+
+
+def imdb(source: Path, download: bool) -> Source:
+    """25,000 + 25,000 reviews of films, negative 0 or positive 1 (Maas et al., 2011).
+
+    From the archive's folder `aclImdb`, or from `imdb/train.jsonl` and `test.jsonl`, plain or .gz or .xz, which have an object
+    with `text` and `label` a line.
+    """
+    folder = source / "aclImdb"
+    train, test = (_packed(source / "imdb" / f"{part}.jsonl") for part in ("train", "test"))
+    if train and test:
+        (texts, labels), (test_texts, test_labels) = _read_lines(train), _read_lines(test)
+    else:
+        if download and not folder.is_dir():
+            fetch(IMDB_URL, source, "aclImdb_v1.tar.gz", IMDB_MD5)
+        if lost := [part for part in ("train", "test") if not (folder / part).is_dir()]:
+            raise DatasetError(
+                f"imdb: no {folder / lost[0]}; set data-dir (now {source}) to the folder that holds "
+                "aclImdb/{train,test}/{neg,pos}/*.txt or imdb/{train,test}.jsonl (or .gz, .xz), or set download = true"
+            )
+        (texts, labels), (test_texts, test_labels) = (
+            _read_folder(folder / part, IMDB_CLASSES) for part in ("train", "test")
+        )
+    tokens, test_tokens = tokenised(*([re.sub(r"<[^>]*>", " ", text) for text in part] for part in (texts, test_texts)))
+    return Source(tokens, labels, test_tokens, test_labels, len(IMDB_CLASSES), vocabulary=WORDS + 1)
+
+
+def text(source: Path, download: bool) -> Source:
+    """One folder of .txt files (UTF-8) a class, under train/ and test/; without test/, 20 % is held out.
+
+    Classes are numbered in the order of their names.
+    """
+    if not source.is_dir():
+        raise DatasetError(f"no folder {source}; write text:<dir>, absolute or relative to data-dir")
+    root = source / "train" if (source / "train").is_dir() else source
+    classes = [entry.name for entry in sorted(root.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]
+    texts, labels = _read_folder(root, classes)
+    if root != source and (source / "test").is_dir():
+        test_texts, test_labels = _read_folder(source / "test", classes)
+    else:
+        rows, test_rows = held_out_rows(labels)
+        test_texts, test_labels = [texts[row] for row in test_rows], labels[test_rows]
+        texts, labels = [texts[row] for row in rows], labels[rows]
+    tokens, test_tokens = tokenised(texts, test_texts)
+    return Source(tokens, labels, test_tokens, test_labels, len(classes), vocabulary=WORDS + 1)
+
+
+def tokenised(train: Sequence[str], test: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """Tokens [N, LENGTH] of both; the vocabulary is of the training texts, equally frequent words by the alphabet."""
+    words = extra("sklearn.feature_extraction.text").CountVectorizer(stop_words="english").build_analyzer()
+    counts = Counter(word for text in train for word in words(text))
+    ranked = sorted(counts, key=lambda word: (-counts[word], word))[:WORDS]
+    number = {word: n for n, word in enumerate(ranked, start=1)}
+    found = []
+    for texts in (train, test):
+        rows = np.zeros((len(texts), LENGTH), dtype=np.uint16)
+        for row, text in zip(rows, texts, strict=True):
+            tokens = [number[word] for word in words(text) if word in number][:LENGTH]
+            row[LENGTH - len(tokens) :] = tokens
+        found.append(rows)
+    return found[0], found[1]
+
+
+def text_files(root: Path) -> list[Path]:
+    """Every text file under `root`, sorted."""
+    return sorted(path for path in root.rglob("*") if path.suffix.lower() == ".txt")
+
+
+def _read_folder(root: Path, classes: Sequence[str]) -> tuple[list[str], Ints]:
+    texts, labels = [], []
+    for label, name in enumerate(classes):
+        for file in text_files(root / name):
+            try:
+                texts.append(file.read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError) as error:
+                raise DatasetError(f"{file} cannot be read as a text: {error}; store it as UTF-8") from None
+            labels.append(label)
+    if not texts:
+        raise DatasetError(f"no .txt in the class folders of {root}; expected train/<class>/* or <class>/*")
+    return texts, np.array(labels, dtype=np.int64)
+
+
+def _packed(path: Path) -> Path | None:
+    return next((found for suffix in OPENERS if (found := path.with_name(path.name + suffix)).is_file()), None)
+
+
+def _read_lines(path: Path) -> tuple[list[str], Ints]:
+    """Texts and labels of JSON lines. DatasetError names the line that is damaged."""
+    texts, labels = [], []
+    try:
+        with OPENERS[path.suffix if path.suffix in OPENERS else ""](path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                entry = json.loads(line)
+                texts.append(str(entry["text"]))
+                labels.append(range(len(IMDB_CLASSES)).index(entry["label"]))
+    except (OSError, EOFError, ValueError, LookupError, TypeError, lzma.LZMAError) as error:
+        raise DatasetError(
+            f"{path}, after line {len(labels)}: {type(error).__name__}: {error}; expected objects with text and label, 0 or 1"
+        ) from None
+    return texts, np.array(labels, dtype=np.int64)
