@@ -80,6 +80,7 @@ class Fleet:
             "disk-bandwidth": device.disk_bandwidth,
             **({"disk-latency": device.disk_latency} if device.disk_latency else {}),
             **({"cpus": device.cpus} if device.cpus else {}),
+            **({"keep": device.keep} if device.keep else {}),
             "share": share,
         }
 
@@ -162,7 +163,7 @@ def device_state(
         budget = max(budget, min(fleet.memory_floor, device.budget(reference_bytes)))
     speed = device.flops_per_second * _flops_left(fleet, _rng(seed, round, client, FLOPS_LOSS))
     link = math.inf if device.bandwidth is None else device.bandwidth
-    return DeviceState(device.name, budget, speed, link, device.disk_bandwidth, device.disk_latency)
+    return DeviceState(device.name, budget, speed, link, device.disk_bandwidth, device.disk_latency, device.keep)
 
 
 def _flops_left(fleet: Fleet, rng: np.random.Generator) -> float:

@@ -1,7 +1,8 @@
 """Files of fleets and of pools: finding and reading them, and checking what they say before a `Fleet` is made of it.
 
 Units in a file: memory in bytes ("64MB", "512KiB", or an integer), flops in FLOPs/s, bandwidth and disk-bandwidth in
-bytes/s, disk-latency in seconds an access, cpus in cores that a container of the device gets. A pool is a list of devices
+bytes/s, disk-latency in seconds an access, cpus in cores that a container of the device gets, keep the share of the model that
+a method which scales it gives the device, instead of the largest that fits. A pool is a list of devices
 that several fleets draw from.
 """
 
@@ -74,6 +75,7 @@ class DeviceTable(_Table):
     disk_bandwidth: Positive
     disk_latency: NotNegative = 0.0
     cpus: Positive | None = None
+    keep: Left | None = None
     share: Positive = 1.0
     source: str = ""
 
@@ -159,6 +161,7 @@ def profile_of(row: DeviceTable, memory: int | None = None) -> DeviceProfile:
         row.disk_bandwidth,
         row.disk_latency,
         row.cpus,
+        row.keep,
     )
 
 

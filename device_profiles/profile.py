@@ -47,7 +47,8 @@ class DeviceProfile:
     Exactly one of `memory_bytes` and `memory_ratio` is set; the ratio is of the bytes of one reference step (the full
     model's FedAvg step under the run's memory model). `bandwidth` (bytes/s) holds for each direction of the network;
     None = the link is not modelled and takes no time. `disk_latency` is in seconds an access. `cpus` is how many cores a
-    container that stands for the device gets; None = nothing is said about it, and nothing else reads it.
+    container that stands for the device gets; None = nothing is said about it, and nothing else reads it. `keep` is the share
+    of a model that methods which scale it give the device; None = the largest that it has memory for.
 
     Raises ValueError when both or neither memory figure is given.
     """
@@ -60,6 +61,7 @@ class DeviceProfile:
     disk_bandwidth: float
     disk_latency: float = 0.0
     cpus: float | None = None
+    keep: float | None = None
 
     def __post_init__(self) -> None:
         if (self.memory_bytes is None) == (self.memory_ratio is None):
@@ -86,7 +88,7 @@ class DeviceProfile:
 @dataclass(frozen=True)
 class DeviceState:
     """What one client has in one round: bytes, FLOPs/s, bytes/s of network (each direction; infinite where it is not
-    modelled) and disk, and the seconds that each access to the disk takes besides its bytes.
+    modelled) and disk, and the seconds that each access to the disk takes besides its bytes. `keep` as its fleet has it.
     """
 
     device: str
@@ -95,6 +97,7 @@ class DeviceState:
     bandwidth: float
     disk_bandwidth: float
     disk_latency: float = 0.0
+    keep: float | None = None
 
 
 @dataclass(frozen=True)

@@ -133,13 +133,18 @@ class PieceStrategy(Strategy):
         """Of a message with the whole model."""
         return sum(anatomy(self.blueprint, unit).state_bytes for unit in self.blueprint.units())
 
-    def budgets(self) -> list[float]:
+    def budgets(self) -> list[int]:
         """Bytes that the clients have to train with, of each in each of the first rounds."""
+        return [state.budget_bytes for state in self.states()]
+
+    def states(self) -> list[DeviceState]:
+        """What the clients have, each in each of the first rounds; of memory that a device measured, what is sure to last."""
         message, found = self.message_bytes, []
         for client, member in self.roster.members.items():
             share = FREE if member.device == "auto" else 1
             for n in range(1, min(self.settings.num_rounds, LOOKED_AT) + 1):
-                found.append(share * self.roster.state(client, n, self.reference_bytes, message).budget_bytes)
+                state = self.roster.state(client, n, self.reference_bytes, message)
+                found.append(replace(state, budget_bytes=int(share * state.budget_bytes)))
         return found
 
     def sample(self, server_round: int, grid: Grid) -> list[int]:

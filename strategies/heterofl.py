@@ -20,7 +20,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
 from client_app.setup import narrowed
-from client_app.task import Outcome, Task
+from client_app.task import Outcome, OwnFields, Task, piece_key
 from client_app.trainers.heterofl import WIDTH, Orders, input_shares, width_loss
 from device_profiles.profile import DeviceState
 from models.cascade import Blueprint, Shape
@@ -89,6 +89,18 @@ class HeteroFLRule(Rule):
         fitting = (level for level in range(len(self.shares)) if self.bytes((WIDTH, level)) <= allowed)
         return next(fitting, len(self.shares) - 1)
 
+    def level_of(self, state: DeviceState) -> int:
+        """The number of the share that a device trains: that which its fleet gives it (`keep`), else the largest that fits.
+
+        Raises ValueError for one that there is not.
+        """
+        if state.keep is None:
+            return self.level(state.budget_bytes)
+        if state.keep not in self.shares:
+            known = ", ".join(f"{share:g}" for share in self.shares)
+            raise ValueError(f"keep = {state.keep:g} of device {state.device!r}: the run has the shares {known}")
+        return self.shares.index(state.keep)
+
     def least(self) -> int:
         """The narrowest model's price."""
         return self.bytes((WIDTH, len(self.shares) - 1))
@@ -100,7 +112,7 @@ class HeteroFLRule(Rule):
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The device's sub-model. Raises MemoryBudgetExceededError."""
-        return [self.within(self.part((WIDTH, self.level(state.budget_bytes))), state)]
+        return [self.within(self.part((WIDTH, self.level_of(state))), state)]
 
 
 class HeteroFL(PieceStrategy):
@@ -129,19 +141,22 @@ class HeteroFL(PieceStrategy):
         return shapes(self.blueprint)
 
     def prices_for(self, budget: int) -> dict[Piece, int]:
-        """One price: the sub-model's."""
-        piece = (WIDTH, self.rule.level(budget))
-        return {piece: self.price(piece)}
+        """None yet: what a client looks up depends on its device."""
+        return {}
 
     def least_budget(self) -> int:
         """What the narrowest model takes."""
         return self.rule.least()
 
     def task(self, server_round: int, state: DeviceState) -> Task:
-        """The widest model that the client can train."""
-        level = self.rule.level(state.budget_bytes)
-        orders = Orders(level, self.rule.shares[level], self.rule.scaled, self.rule.masked)
-        return replace(super().task(server_round, state), own=orders.to_own())
+        """The sub-model of the client's device, and its price."""
+        level = self.rule.level_of(state)
+        prices = {piece_key((WIDTH, level)): self.price((WIDTH, level))}
+        return replace(super().task(server_round, state), own=self.orders(level).to_own(), prices=prices)
+
+    def orders(self, level: int) -> OwnFields:
+        """What is said of a sub-model."""
+        return Orders(level, self.rule.shares[level], self.rule.scaled, self.rule.masked)
 
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord

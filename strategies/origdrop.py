@@ -35,7 +35,7 @@ class OrigDrop(HeteroFL):
 
     def finish(self) -> ArrayRecord:
         """The new model; 0 where nobody can train it."""
-        largest = self.rule.shapes[self.rule.level(int(max(self.budgets())))]
+        largest = self.rule.shapes[min(map(self.rule.level_of, self.states()))]
         kept = sub_indices(self.axes, self.full, largest, ordered)
         return ArrayRecord({name: Array(only(array.numpy(), kept[name])) for name, array in super().finish().items()})
 

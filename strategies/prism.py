@@ -8,12 +8,11 @@ A round: every layer that changed is decomposed anew (orthogonal space refresh);
 first r entries, and whatever else its sub-model is made of (models.low_rank). Each entry of u'_i and v'_i becomes the mean
 over the clients that had it, each counting the same (Eq. 5); the others are as they were. W = sum_i u'_i v'_i is the model.
 
-Which keep ratio a device gets is not said: here the largest of `keep-ratios` whose sub-model fits. Everything else is averaged
-over its clients likewise. Weights alone are kept between rounds: kernels are a function of them.
+Which keep ratio a device gets is not said: here the largest of `keep-ratios` whose sub-model fits, or that of its fleet.
+Everything else is averaged over its clients likewise. Weights alone are kept between rounds: kernels are a function of them.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from client_app.randomness import generator
-from client_app.task import Task
+from client_app.task import OwnFields, Task
 from client_app.trainers.prism import LowRankModel, Orders, low_rank_loss
 from device_profiles.profile import DeviceState
 from models.cascade import Blueprint
@@ -78,11 +77,9 @@ class PriSM(HeteroFL):
         self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # of a weight: sigma, v', u'
         self.drawn: dict[int, dict[str, np.ndarray]] = {}  # by client and weight, I_c
 
-    def task(self, server_round: int, state: DeviceState) -> Task:
-        """The largest sub-model that the client can train."""
-        level = self.rule.level(state.budget_bytes)
-        orders = Orders(level, self.rule.shares[level], self.rule.narrow)
-        return replace(super(HeteroFL, self).task(server_round, state), own=orders.to_own())
+    def orders(self, level: int) -> OwnFields:
+        """What is said of a sub-model."""
+        return Orders(level, self.rule.shares[level], self.rule.narrow)
 
     def kernels(self, layer: Factors, arrays: ArrayRecord) -> tuple[np.ndarray, Array, Array]:
         """sigma, v' and u' of a layer of the model; decomposed anew where it changed."""

@@ -2,8 +2,9 @@
 server's side.
 
 a: `mix-share`, a base net's share of the channels; there are round(1 / a) of them, which share no weight. A client trains as
-many as its budget allows: one by turns, so that all are trained alike, the others drawn. Each net is averaged over the clients
-that trained it, weighted by examples; nets that nobody trained stay as they were. The model is the mean of all nets' logits.
+many as its budget allows, or as make the share that its fleet gives it (`keep`): one by turns, so that all are trained alike,
+the others drawn. Each net is averaged over the clients that trained it, weighted by examples; nets that nobody trained stay as
+they were. The model is the mean of all nets' logits.
 
 Ours: nets are not rescaled by 1 / a (the authors' HeteroFL-like Scaler), which batch norms would undo.
 """
@@ -17,7 +18,7 @@ from flwr.app import ArrayRecord
 
 from client_app.randomness import generator
 from client_app.setup import narrowed
-from client_app.task import Task
+from client_app.task import Task, piece_key
 from client_app.trainers.heterofl import WIDTH
 from client_app.trainers.splitmix import Orders, mixed_loss
 from device_profiles.profile import DeviceState
@@ -59,6 +60,12 @@ class SplitMixRule(Rule):
         allowed = self.settings.allowance(budget)
         return next((n for n in range(self.count, 1, -1) if self.bytes((WIDTH, n)) <= allowed), 1)
 
+    def nets_of(self, state: DeviceState) -> int:
+        """How many a device trains: those that make the share that its fleet gives it, else as many as fit."""
+        if state.keep is None:
+            return self.nets(state.budget_bytes)
+        return min(self.count, max(1, round(state.keep / self.settings.mix_share)))
+
     def least(self) -> int:
         """A base net's price."""
         return self.bytes((WIDTH, 1))
@@ -70,7 +77,7 @@ class SplitMixRule(Rule):
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """As many base nets as fit. Raises MemoryBudgetExceededError."""
-        return [self.within(self.part((WIDTH, self.nets(state.budget_bytes))), state)]
+        return [self.within(self.part((WIDTH, self.nets_of(state))), state)]
 
 
 class SplitMix(PieceStrategy):
@@ -91,9 +98,8 @@ class SplitMix(PieceStrategy):
         self.blueprint = mixed(self.rule.base, range(self.rule.count))
 
     def prices_for(self, budget: int) -> dict[Piece, int]:
-        """One price: that of as many nets as fit."""
-        piece = (WIDTH, self.rule.nets(budget))
-        return {piece: self.price(piece)}
+        """None yet: what a client looks up depends on its device."""
+        return {}
 
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
@@ -101,8 +107,10 @@ class SplitMix(PieceStrategy):
         """The tasks, each with its nets."""
         asked = {}
         for place, (client, (task, state)) in enumerate(super().ask(clients, server_round, arrays).items()):
-            nets = self.nets(server_round, place, client, self.rule.nets(state.budget_bytes))
-            asked[client] = replace(task, own=Orders(self.settings.mix_share, nets).to_own()), state
+            piece = (WIDTH, self.rule.nets_of(state))
+            orders = Orders(self.settings.mix_share, self.nets(server_round, place, client, piece[1]))
+            prices = {piece_key(piece): self.price(piece)}
+            asked[client] = replace(task, own=orders.to_own(), prices=prices), state
         return asked
 
     def nets(self, server_round: int, place: int, client: int, wanted: int) -> list[int]:

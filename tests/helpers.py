@@ -60,10 +60,14 @@ def run_local(tmp_path: Path, grid: type[LocalGrid] = LocalGrid, **changes: Any)
     return run_dir
 
 
-def fleet_json(**devices: float | int) -> str:
-    """A fleet of devices that clients get in turn: `fleet_json(rich=2.2, poor=0.5)`; an int is bytes, a float a ratio."""
+def fleet_json(keeps: Mapping[str, float] | None = None, **devices: float | int) -> str:
+    """A fleet of devices that clients get in turn: `fleet_json(rich=2.2, poor=0.5)`; an int is bytes, a float a ratio.
+
+    `keeps` are the shares of a model that devices are given.
+    """
     table = [
         {"name": name, "memory" if isinstance(memory, int) else "memory-ratio": memory, **SPEEDS}
+        | ({"keep": keeps[name]} if keeps else {})
         for name, memory in devices.items()
     ]
     return json.dumps({"name": "test", "assignment": "round-robin", "device": table})

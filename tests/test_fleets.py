@@ -233,6 +233,7 @@ def test_shipped_ratios() -> None:
         fleet(device("ä 'quoted' \"board\"", memory=1), description="two\nlines"),
         fleet(device("a"), assignment="memories", memories=["755MB", 100]),
         fleet(device("a"), assignment="uniform", memory_range=["1MB", "2MB"]),
+        fleet(device("a", memory=1, keep=0.2), device("b", memory=1, keep=1.0)),
         fleet(A, degradation={"memory": [0.8, 1.0], "memory-floor": "60MB", "flops-left": [1.0, 0.1]}),
     ],
 )

@@ -175,6 +175,27 @@ def test_origdrop_has_no_channels_that_nobody_trains(tmp_path: Path) -> None:
     assert not conv[8:].any() and not conv[:, 8:].any()
 
 
+# ---- ratios that a fleet fixes
+
+
+@pytest.mark.parametrize("name", ["prism", "orthdrop", "origdrop", "heterofl"])
+def test_a_fleet_may_say_how_much_of_a_model_each_device_gets(tmp_path: Path, name: str) -> None:
+    """And whose memory that does not fit cannot take part."""
+    fleet = fleet_json({"half": 0.5, "quarter": 0.25, "poor": 0.5}, half=9.0, quarter=9.0, poor=0.2)
+    ratios = {"keep_ratios": "1,0.5,0.25", "width_shares": "1,0.5,0.25"}
+    run = run_local(tmp_path, **TRIO | SMALL | {"strategy": name}, **ratios, fleet=fleet)
+    (record,) = run.rounds()
+    assert list(record["keep_ratios" if "keep_ratios" in record else "shares"].values()) == [0.5, 0.25, 0.5]
+    assert [client["status"] for client in clients_of(run)] == ["ok", "ok", "memory"]
+    half, quarter, _ = clients_of(run)
+    assert quarter["measured_peak"] == quarter["predicted_peak"] < half["measured_peak"] == half["predicted_peak"]
+
+
+def test_a_ratio_that_a_run_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"keep = 0\.3 of device 'odd': the run has the shares 0\.5, 0\.25"):
+        run_local(tmp_path, **TRIO | SMALL, keep_ratios="0.5,0.25", fleet=fleet_json({"odd": 0.3}, odd=9.0))
+
+
 # ---- other models
 
 

@@ -103,6 +103,13 @@ def test_clients_train_as_many_nets_as_fit(tmp_path: Path, grids: Callable[..., 
             np.testing.assert_allclose(array, average(replies, name), rtol=1e-6)
 
 
+def test_a_fleet_may_say_how_many_nets_each_device_gets(tmp_path: Path) -> None:
+    """Nets are quarters: of a half there are two, of a hundredth there is one."""
+    fleet = fleet_json({"half": 0.5, "least": 0.01, "all": 1.0}, half=9.0, least=9.0, all=9.0)
+    run_dir = run_local(tmp_path, **SMALL | {"fleet": fleet})
+    assert [len(nets) for nets in run_dir.rounds()[0]["nets"].values()] == [2, 1, 4]
+
+
 def test_all_nets_get_their_turn(tmp_path: Path) -> None:
     poor = SMALL | {"fleet": fleet_json(poor=0.45), "num_rounds": 4}
     rounds = run_local(tmp_path, **poor).rounds()
