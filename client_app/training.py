@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -162,11 +162,27 @@ def train_step(loss: Loss, optimiser: SGD, z: Tensor, y: Tensor, perturb: Pertur
     return value.detach()
 
 
+class Carried(Protocol):
+    """What is done with an optimiser's buffers where momentum does not begin at zero in every round."""
+
+    def restore(self, pieces: list[PieceModel], optimiser: SGD) -> None:
+        """Before the first step."""
+
+    def keep(self, pieces: list[PieceModel], optimiser: SGD) -> None:
+        """After the last one."""
+
+
 class Trainee:
     """Pieces in training on a device, with their optimiser; made inside the accounting, by the first batch."""
 
-    def __init__(self, make: Callable[[], list[PieceModel]], recipe: Recipe, make_loss: MakeLoss = single_loss) -> None:
-        self._make, self.recipe, self._make_loss = make, recipe, make_loss
+    def __init__(
+        self,
+        make: Callable[[], list[PieceModel]],
+        recipe: Recipe,
+        make_loss: MakeLoss = single_loss,
+        carried: Carried | None = None,
+    ) -> None:
+        self._make, self.recipe, self._make_loss, self._carried = make, recipe, make_loss, carried
         self.pieces: list[PieceModel] = []
         self.total_loss, self.seen, self.batches = 0.0, 0, 0
         self._paused: Path | None = None
@@ -205,6 +221,8 @@ class Trainee:
         self._loss, self.optimiser = start(self.pieces, self.recipe, self._make_loss)
         if self._paused is not None:
             self.optimiser.load(self._paused)
+        elif self._carried is not None:
+            self._carried.restore(self.pieces, self.optimiser)
         return_free_memory()  # what loading left in the heap would stay beside what training takes
 
     def _perturb(self, rng: np.random.Generator) -> Perturb | None:
@@ -224,6 +242,8 @@ class Trainee:
         """Drop the optimiser, go into evaluation mode, and hand the pieces over. Raises ValueError if nothing was trained."""
         if not self.pieces:
             raise ValueError("no batch of two examples or more to train on")
+        if self._carried is not None:
+            self._carried.keep(self.pieces, self.optimiser)
         del self.optimiser, self._loss
         for piece in self.pieces:
             piece.train(False)

@@ -190,6 +190,9 @@ class Settings(BaseModel):
         "importance", description="how PriSM draws kernels: by a power of their singular values, or its Table 5's"
     )
     kappa: NonNegative = Field(2.5, description="that power")
+    server_momentum: bool = Field(
+        False, description="the server averages the momentum of PriSM's factors and norms, as its authors' code does"
+    )
 
     mix_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.125, description="share of the channels of a base net, SplitMix"

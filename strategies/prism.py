@@ -10,6 +10,8 @@ over the clients that had it, each counting the same (Eq. 5); the others are as 
 
 Which keep ratio a device gets is not said: here the largest of `keep-ratios` whose sub-model fits, or that of its fleet.
 Everything else is averaged over its clients likewise. Weights alone are kept between rounds: kernels are a function of them.
+With `server-momentum` (authors' code) the clients' momentum of u', v' and norms is averaged in the same way, and handed to
+those who train these entries next, though the kernels are others after their decomposition.
 """
 
 from collections.abc import Iterable
@@ -19,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
+from client_app.momentum import MOMENTUM, averaged
 from client_app.randomness import generator
 from client_app.task import OwnFields, Task
 from client_app.trainers.prism import LowRankModel, Orders, low_rank_loss
@@ -72,8 +75,14 @@ class PriSM(HeteroFL):
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
+        if self.settings.server_momentum and not self.settings.momentum:
+            raise ValueError(
+                "server-momentum = true averages clients' momentum, and momentum is 0.0: set it, or leave it off"
+            )
         self.whole = low_rank(self.blueprint, 1.0, narrow=self.rule.narrow)
         self.factors, self.full = factors(self.whole), shapes(self.whole)
+        self.carried = averaged(self.whole) if self.settings.server_momentum else []
+        self.full |= {MOMENTUM + name: self.full[name] for name in self.carried}
         self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # of a weight: sigma, v', u'
         self.drawn: dict[int, dict[str, np.ndarray]] = {}  # by client and weight, I_c
 
@@ -91,7 +100,7 @@ class PriSM(HeteroFL):
         return known[1:]
 
     def factored(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The model in its orthogonal space: the arrays of a sub-model with all kernels."""
+        """The model in its orthogonal space: the arrays of a sub-model with all kernels, and momentum that is averaged."""
         found = dict(arrays.items())
         for layer in self.factors:
             _, v, u = self.kernels(layer, arrays)
@@ -99,6 +108,8 @@ class PriSM(HeteroFL):
             found |= {layer.v: v, layer.u: u}
             if layer.bias:
                 found[layer.bias[0]] = found.pop(layer.bias[1])
+        for name in (MOMENTUM + name for name in self.carried):
+            found[name] = self.kept[name] if name in self.kept else Array(np.zeros(self.full[name], np.float32))
         return ArrayRecord(found)
 
     def ask(
@@ -125,7 +136,7 @@ class PriSM(HeteroFL):
             chosen = self.drawn[Orders.of(task).draw][layer.weight]
             found[layer.v] = (chosen, *found[layer.v][1:])
             found[layer.u] = (found[layer.u][0], chosen, *found[layer.u][2:])
-        return found
+        return found | {MOMENTUM + name: found[name] for name in self.carried}
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
         """The sub-model."""
@@ -138,7 +149,9 @@ class PriSM(HeteroFL):
 
     def finish(self) -> ArrayRecord:
         """The new model, put together from its kernels (Eq. 5)."""
-        return self.composed(updated(self.factored(self.post.arrays), self.coverage))
+        new = updated(self.factored(self.post.arrays), self.coverage)
+        self.kept = ArrayRecord({name: array for name, array in new.items() if name.startswith(MOMENTUM)})
+        return self.composed(new)
 
     def composed(self, whole: ArrayRecord) -> ArrayRecord:
         """The model, from its kernels; weights none of whose kernels changed stay the very same objects."""

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Array, ArrayRecord
 from helpers import (
     TRIO,
+    a_client,
     arrays_of,
     clients_of,
     first_arrays,
@@ -17,10 +20,16 @@ from helpers import (
     model_of,
     run_local,
     same,
+    tiny_settings,
     training,
 )
+from safetensors.numpy import load_file
 
+from client_app.momentum import MOMENTUM, CarriedMomentum
+from client_app.trainers.prism import LowRankModel
+from client_app.training import Trainee
 from models.kernels import compose, decompose
+from models.low_rank import low_rank
 from models.width import CoverageMean
 from strategies.prism import PriSM
 
@@ -140,8 +149,9 @@ def test_a_layer_is_decomposed_once_a_round(tmp_path: Path, monkeypatch: pytest.
     assert len(calls) == 2 * 4
 
 
-def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {**TRIO, **SMALL, "fleet": MIXED, "lr_rounds": 3}
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, averaged: bool) -> None:
+    changes: dict[str, Any] = {**TRIO, **SMALL, "fleet": MIXED, "lr_rounds": 3, "server_momentum": averaged}
     through = run_local(tmp_path / "a", **changes, num_rounds=3)
     halved = run_local(tmp_path / "b", **changes, num_rounds=1)
     halved = run_local(tmp_path / "b", **changes, num_rounds=3, resume_from=str(halved.path))
@@ -175,6 +185,76 @@ def test_origdrop_has_no_channels_that_nobody_trains(tmp_path: Path) -> None:
     assert not conv[8:].any() and not conv[:, 8:].any()
 
 
+# ---- momentum that the server averages
+
+
+def momentum_of(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: array for name, array in arrays.items() if name.startswith(MOMENTUM)}
+
+
+def test_momentum_is_averaged_entry_by_entry_and_sent_to_the_next(tmp_path: Path, grids: Callable[..., Any]) -> None:
+    """Of factors and norms: who gets a kernel gets its momentum; what nobody had stays. The rest stays with the client."""
+    grid, changes = grids(), TRIO | SMALL | {"num_rounds": 3, "server_momentum": True, "keep_ratios": "0.5"}
+    run = run_local(tmp_path, grid, **changes, fleet="unlimited")
+    checkpoint = run.load_checkpoint()
+    assert checkpoint is not None
+    last = {name: array.numpy() for name, array in checkpoint.kept.items()}
+    names = {name.removeprefix(MOMENTUM) for name in last}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in names} >= {"v", "u"}
+    assert not any(name.startswith(("atoms.0.conv", "head")) for name in names)
+    sent = {n: [arrays_of(m) for m in training(grid.last.sent) if m.metadata.group_id == str(n)] for n in (1, 2, 3)}
+    assert not any(array.any() for arrays in sent[1] for array in momentum_of(arrays).values())
+    assert all(momentum_of(arrays).keys() == last.keys() for arrays in sent[2])
+    assert any(array.any() for arrays in sent[2] for array in momentum_of(arrays).values())
+    replies = [arrays_of(m) for m in training(grid.last.received) if m.metadata.group_id == "3"]
+    norm = next(name for name in last if "norm" in name or "bn" in name)
+    r = len(replies[0][norm])
+    np.testing.assert_allclose(
+        last[norm][:r], np.mean([arrays[norm] for arrays in replies], axis=0), rtol=1e-5, atol=1e-9
+    )
+    assert not last[norm][r:].any()
+    for client in clients_of(run):
+        assert client["measured_peak"] == client["predicted_peak"]
+    state = next((run.path / "clients").glob("*/0/state/3/momentum/*.safetensors"))
+    assert {name.removeprefix(MOMENTUM) for name in load_file(state)}.isdisjoint(names)
+
+
+def test_a_round_goes_on_with_the_momentum_of_the_last(tmp_path: Path) -> None:
+    """Two steps in one task, or a task each: the same weights."""
+
+    def tasks(folder: Path, *steps: int) -> dict[str, np.ndarray]:
+        client = a_client(folder, tiny_settings(strategy="prism", server_momentum=True, batch_norm="batch"))
+        client.blueprint = low_rank(client.blueprint, 0.5)
+        for unit in client.blueprint.units():
+            torch.manual_seed(0)
+            client.store.save(unit, client.blueprint.build_unit(unit))
+        examples, atoms = client.share(0), range(len(client.blueprint.atoms))
+        for number, count in enumerate(steps, start=1):
+            client.recipe = replace(client.recipe, momentum=0.9, iterations=count, batch_size=len(examples))
+            trainee = Trainee(
+                lambda: [LowRankModel(client.blueprint, atoms, "head", client.load())],
+                client.recipe,
+                carried=CarriedMomentum(client),
+            )
+            for _ in trainee.epochs():
+                trainee.epoch(examples, np.random.default_rng(0), client.cap, f"task {number}")
+            (piece,) = trainee.finish()
+            client.save(piece)
+            client.commit()
+            client.old_state, client._new_state = client.store.newest_state(client.round), None
+        return dict(client.store.read(client.blueprint.units()))
+
+    once, twice, other = tasks(tmp_path / "a", 3), tasks(tmp_path / "b", 2, 1), tasks(tmp_path / "c", 2)
+    for name, array in once.items():
+        np.testing.assert_allclose(twice[name], array, rtol=1e-4, atol=1e-6)
+    assert not same(once, other)
+
+
+def test_there_must_be_momentum_to_average(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"server-momentum = true averages clients' momentum, and momentum is 0\.0"):
+        run_local(tmp_path, **TRIO | SMALL | {"server_momentum": True, "momentum": 0.0})
+
+
 # ---- ratios that a fleet fixes
 
 
@@ -206,3 +286,34 @@ def test_other_models_train(tmp_path: Path, name: str, options: str) -> None:
     for client in clients_of(run):
         assert client["status"] == "ok"
         assert client["predicted_peak"] == client["measured_peak"] <= client["budget"]
+
+
+@pytest.mark.parametrize(("shape", "patch"), [((32, 32, 3), 8), ((28, 28), 7), ((16, 48, 3), 4)])
+def test_deit_learns_and_goes_on(tmp_path: Path, shape: tuple[int, ...], patch: int) -> None:
+    """Images of one class are brighter; attention is whole, MLPs have a half of their kernels."""
+    rng = np.random.default_rng(0)
+    y = np.arange(60) % 2
+    x = rng.integers(0, 128, (60, *shape))
+    x[y == 1] += 127
+    np.savez(
+        tmp_path / "bright.npz",
+        x_train=x[:48].astype(np.uint8),
+        y_train=y[:48],
+        x_test=x[48:].astype(np.uint8),
+        y_test=y[48:],
+    )
+    changes: dict[str, Any] = TRIO | SMALL | {"model": "deit-tiny", "model_options": f"depth=2,patch={patch}"}
+    changes |= {
+        "dataset": f"npz:{tmp_path / 'bright.npz'}",
+        "keep_ratios": "0.5",
+        "fleet": "unlimited",
+        "batch_size": 8,
+    }
+    changes |= {"model_width": 0.25, "local_epochs": 3, "lr_rounds": 4, "lr": 0.02, "partition": "iid"}
+    whole = run_local(tmp_path / "whole", **changes, num_rounds=4)
+    losses = [record["train_loss"] for record in whole.rounds()]
+    assert losses[-1] < 0.5 * losses[0]
+    assert whole.rounds()[-1]["accuracy"] == 1.0
+    parts = run_local(tmp_path / "parts", **changes, num_rounds=2)
+    parts = run_local(tmp_path / "parts", **changes, num_rounds=4, resume_from=str(parts.path))
+    assert same(model_of(whole), model_of(parts))

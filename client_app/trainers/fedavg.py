@@ -11,7 +11,7 @@ from client_app.attacks import Attack
 from client_app.client import Client, Update
 from client_app.setup import image_attack
 from client_app.task import Task
-from client_app.training import MakeLoss, PieceModel, Trainee, single_loss
+from client_app.training import Carried, MakeLoss, PieceModel, Trainee, single_loss
 from device_profiles.memory import MemoryBudgetExceededError
 from models.partition import Piece, fits
 
@@ -27,6 +27,7 @@ def train_whole(
     piece: Piece,
     make_loss: MakeLoss = single_loss,
     piece_class: type[PieceModel] = PieceModel,
+    carried: Carried | None = None,
 ) -> Update:
     """The same for a model that price lists call `piece`."""
     needed = task.price(piece)
@@ -34,7 +35,7 @@ def train_whole(
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
     atoms = tuple(range(len(client.blueprint.atoms)))
     recipe = replace(client.recipe, attack=attack_of_round(client))
-    trainee = Trainee(lambda: [piece_class(client.blueprint, atoms, "head", client.load())], recipe, make_loss)
+    trainee = Trainee(lambda: [piece_class(client.blueprint, atoms, "head", client.load())], recipe, make_loss, carried)
     for epoch in trainee.epochs():
         examples = client.share(0 if client.settings.feature_cache else epoch)
         trainee.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train the whole model")

@@ -3,15 +3,17 @@
 u', v': the factors of a layer (models.low_rank). lambda: `weight-decay`. What is not a factor decays by lambda as usual,
 factors by Eq. 6: lambda / 2 ||U' V'||_F^2 = lambda / 2 tr(U'^T U' V' V'^T), which needs no U' V'. Its gradient is lambda U' V'
 V'^T and lambda U'^T U' V'; the norm of the whole gradient, this included, may be bounded (`clip-norm`, 5 in the authors' code).
+Momentum begins at zero in every round; in the authors' code it goes on (`server-momentum`, client_app.momentum).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from torch import Tensor, nn
 
 from client_app.attacks import Loss
 from client_app.client import Client, Update
+from client_app.momentum import CarriedMomentum
 from client_app.task import Metrics, OwnFields, Task
 from client_app.trainers.fedavg import train_whole
 from client_app.trainers.heterofl import WIDTH
@@ -75,9 +77,10 @@ def train(task: Task, client: Client) -> Update:
     """Train the sub-model. Raises MemoryBudgetExceededError."""
     orders = Orders.of(task)
     client.blueprint = low_rank(client.blueprint, orders.keep, narrow=orders.narrow)
-    return train_whole(
-        task, client, (WIDTH, orders.level), low_rank_loss(client.recipe.weight_decay), piece_class=LowRankModel
-    )
+    carried = CarriedMomentum(client) if client.settings.server_momentum else None
+    make_loss = low_rank_loss(client.recipe.weight_decay)
+    update = train_whole(task, client, (WIDTH, orders.level), make_loss, LowRankModel, carried)
+    return replace(update, units=[*update.units, *carried.units()]) if carried else update
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
