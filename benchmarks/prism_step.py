@@ -13,8 +13,9 @@ import time
 
 import torch
 
+from client_app.prices import fake_load
 from client_app.trainers.prism import LowRankModel, low_rank_loss
-from client_app.training import PieceModel, Recipe, fake_load, single_loss, start, train_step
+from client_app.training import PieceModel, Recipe, single_loss, start, train_step
 from models.cascade import Blueprint, initial_state
 from models.kernels import decompose
 from models.low_rank import factors, low_rank

@@ -1,10 +1,10 @@
 """The local loop that every trainer uses: a piece of the model, a small SGD, and one function that runs epochs.
 
-A piece is written as setup plus step, and both also run on fake tensors: that is how a server prices them (`piece_price`).
+A piece is written as setup plus step, and both also run on fake tensors: that is how it is priced (`client_app.prices`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import Literal, Protocol
@@ -20,8 +20,7 @@ from client_app.accelerator import CPU, release_cache
 from client_app.attacks import Attack, Loss, by_backward, pgd
 from client_app.examples import Examples, batches
 from client_app.memory_cap import MemoryCap, return_free_memory
-from device_profiles.memory import FlopCount, StepPrice, trace
-from models.cascade import Blueprint, fit_features, isolated_rng, outputs, run_atoms
+from models.cascade import Blueprint, fit_features, isolated_rng, run_atoms
 
 Load = Callable[[str], nn.Module]
 Precision = Literal["float32", "bfloat16"]
@@ -277,77 +276,12 @@ def predictions(logits: Tensor) -> Tensor:
     return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(1)
 
 
-def fake_load(blueprint: Blueprint) -> Load:
-    """Build units as a device would hold them, with whatever weights: for pricing."""
-    return lambda unit: channels_last(blueprint.build_unit(unit))
-
-
 def channels_last(module: nn.Module) -> nn.Module:
     """Convolution weights in the memory format in which CPUs are faster (1.4 times, seen), and tensor cores work."""
     for parameter in module.parameters():
         if parameter.dim() == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     return module
-
-
-def piece_price(
-    blueprint: Blueprint,
-    atoms: Sequence[int],
-    head: str,
-    recipe: Recipe,
-    copies: int = 1,
-    make_loss: MakeLoss = single_loss,
-    *,
-    targets: bool = False,
-    piece_class: type[PieceModel] = PieceModel,
-) -> StepPrice:
-    """Bytes and FLOPs of one training step of a piece, or of `copies` of it that learn together, from fake tensors.
-
-    With `targets` it learns logits, not labels.
-    """
-
-    attack, attack_flops = recipe.attack, FlopCount()
-
-    def work() -> None:
-        pieces = [piece_class(blueprint, tuple(atoms), head, fake_load(blueprint)) for _ in range(copies)]
-        loss, optimiser = start(pieces, recipe, make_loss)
-        perturb = None
-        if attack is not None:
-            # Attack steps are all alike: one is traced, the others take no more memory and the same FLOPs.
-            perturb = counted(adversary(pieces, loss, replace(attack, steps=1), 0), attack_flops)
-        z = fake_batch(blueprint, atoms[0] if atoms else None, recipe.batch_size)
-        shape = (recipe.batch_size, outputs(pieces[0].head)) if targets else (recipe.batch_size,)
-        y = torch.zeros(shape, dtype=torch.float32 if targets else torch.int64)
-        train_step(loss, optimiser, z, y, perturb)
-
-    price = trace(work)
-    further = attack.steps - 1 if attack is not None else 0
-    return StepPrice(price.peak_bytes, price.flops + further * attack_flops.total)
-
-
-def stream_price(
-    blueprint: Blueprint, atom: int, recipe: Recipe, *, training: bool = False, head: str | None = None
-) -> int:
-    """Bytes of a frozen atom that makes features of a batch, or with a head logits, from fake tensors."""
-
-    @torch.no_grad()
-    def work() -> None:
-        piece = PieceModel(blueprint, [atom], head, fake_load(blueprint))
-        piece.train(training)
-        forward = piece.features if head is None else piece.logits
-        in_precision(forward, recipe)(fake_batch(blueprint, atom, recipe.batch_size))
-
-    return trace(work).peak_bytes
-
-
-def counted(perturb: Perturb, flops: FlopCount) -> Perturb:
-    """The same perturbation, its FLOPs counted."""
-
-    def count(z: Tensor, y: Tensor) -> Tensor:
-        with flops:
-            return perturb(z, y)
-
-    return count
 
 
 def start(pieces: list[PieceModel], recipe: Recipe, make_loss: MakeLoss) -> tuple[Loss, SGD]:
@@ -399,17 +333,6 @@ def adversary(pieces: list[PieceModel], loss: Loss, attack: Attack, seed: int) -
         return adversarial
 
     return perturb
-
-
-def fake_batch(blueprint: Blueprint, atom: int | None, batch_size: int) -> Tensor:
-    """An input batch of an atom, or of the head, as `Examples` hands it out: [B, H, W, C] in memory, read as [B, C, H, W];
-    or tokens.
-    """
-    shape = blueprint.feature_shape if atom is None else blueprint.shape_before(atom)
-    if len(shape) == 3:
-        return torch.empty(batch_size, *shape[1:], shape[0]).permute(0, 3, 1, 2)
-    tokens = atom == 0 and blueprint.vocabulary > 0
-    return torch.empty(batch_size, *shape, dtype=torch.int64 if tokens else torch.float32)
 
 
 def load_for_device(blueprint: Blueprint, fill: Callable[[str, nn.Module], None], device: torch.device = CPU) -> Load:

@@ -9,8 +9,9 @@ from functools import cached_property
 from math import prod
 
 from client_app.attacks import Attack, Norm
+from client_app.prices import piece_price, stream_price
 from client_app.setup import recipe_for
-from client_app.training import MakeLoss, PieceModel, Precision, Recipe, piece_price, single_loss, stream_price
+from client_app.training import MakeLoss, PieceModel, Precision, Recipe, single_loss
 from device_profiles.clock import Batch
 from device_profiles.memory import StepPrice
 from device_profiles.profile import parse_bytes

@@ -25,14 +25,13 @@ from typer.testing import CliRunner
 from client_app.accelerator import CPU, NoAcceleratorError, find_device, to_device
 from client_app.attacks import Attack
 from client_app.memory_cap import MemoryCap, is_out_of_memory
+from client_app.prices import fake_batch, piece_price
 from client_app.training import (
     PieceModel,
     adversary,
     classification_loss,
-    fake_batch,
     in_precision,
     load_for_device,
-    piece_price,
     single_loss,
     start,
 )

@@ -26,8 +26,9 @@ from client_app.attacks import Attack, Loss, by_backward, pgd
 from client_app.client import Client, Update
 from client_app.examples import Examples
 from client_app.memory_cap import MemoryCap, is_out_of_memory
+from client_app.prices import piece_price
 from client_app.task import Task
-from client_app.training import PieceModel, Precision, Trainee, load_for_device, piece_price
+from client_app.training import PieceModel, Precision, Trainee, load_for_device
 from models.zoo import MODELS, is_token_model
 from server_app.records import RunDir
 

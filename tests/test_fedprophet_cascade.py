@@ -11,8 +11,8 @@ from helpers import a_blueprint
 from torch.nn import functional as F
 
 from client_app import validation
+from client_app.prices import piece_price
 from client_app.setup import image_attack
-from client_app.training import piece_price
 from client_app.validation import StreamedCascade, held_bytes, piece_bytes, validate
 from models.cascade import Blueprint
 from models.partition import Piece

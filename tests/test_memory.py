@@ -16,18 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from client_app.examples import Examples
 from client_app.memory_cap import MemoryCap
+from client_app.prices import fake_batch, fake_load, piece_price
 from client_app.trainers.fedepth import decompose, mutual_loss
-from client_app.training import (
-    MakeLoss,
-    PieceModel,
-    Trainee,
-    fake_batch,
-    fake_load,
-    piece_price,
-    single_loss,
-    start,
-    train_step,
-)
+from client_app.training import MakeLoss, PieceModel, Trainee, single_loss, start, train_step
 from device_profiles.fleet import load_fleet
 from device_profiles.memory import (
     MemoryBudgetExceededError,

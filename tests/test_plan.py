@@ -203,7 +203,8 @@ def test_a_module_is_timed_against_the_slowest_that_is_asked(tmp_path: Path) -> 
 
 COST = """
 import resource, sys
-from client_app.training import Recipe, piece_price
+from client_app.prices import piece_price
+from client_app.training import Recipe
 from models.zoo import build_blueprint
 from piecework.plan import make_plan
 from piecework.question import ask

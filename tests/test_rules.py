@@ -8,7 +8,8 @@ import pytest
 import torch
 from helpers import num_parameters
 
-from client_app.training import SGD, PieceModel, Recipe, classification_loss, fake_load, predictions
+from client_app.prices import fake_load
+from client_app.training import SGD, PieceModel, Recipe, classification_loss, predictions
 from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import DeviceState
 from models.anatomy import anatomy, unit_signature

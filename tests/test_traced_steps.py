@@ -10,16 +10,8 @@ from test_traced_zoo import SMALL, blueprint_of
 
 from client_app.attacks import Attack
 from client_app.memory_cap import MemoryCap
-from client_app.training import (
-    PieceModel,
-    Recipe,
-    Trainee,
-    adversary,
-    classification_loss,
-    fake_load,
-    piece_price,
-    start,
-)
+from client_app.prices import fake_load, piece_price
+from client_app.training import PieceModel, Recipe, Trainee, adversary, classification_loss, start
 from device_profiles.memory import PeakMemory, trace
 from models.cascade import Blueprint
 from models.low_rank import low_rank

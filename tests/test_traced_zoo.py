@@ -14,7 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from client_app.examples import Examples
 from client_app.memory_cap import MemoryCap
-from client_app.training import PieceModel, Trainee, fake_batch, fake_load, piece_price, single_loss, start, train_step
+from client_app.prices import fake_batch, fake_load, piece_price
+from client_app.training import PieceModel, Trainee, single_loss, start, train_step
 from device_profiles.memory import PeakMemory, trace
 from models.cascade import Blueprint
 from models.zoo import MODELS, build_blueprint, usual_input
