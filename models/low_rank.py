@@ -3,11 +3,12 @@
 W[N, M k^2] = U S V^T, R = min(M k^2, N): the rank; v' = sqrt(S) V^T: R kernels of k x k, which carry stride and padding;
 u' = U sqrt(S): 1 x 1, carries the bias. A sub-model of keep ratio c has r = ceil(c R) of the R kernels.
 
-Of a convolution `u` makes the first ceil(c N) channels only; norms behind it are as narrow. The others are zero: a residual sum
-gets nothing from them, and in a plain chain the next convolution does not read them. What passes shortcuts stays full, and so
-do the first atom, 1 x 1 convolutions and the head. A transformer's MLPs and an LSTM's gates (their four matrices stacked) keep
-all outputs, as in the authors' code.
+Of a convolution `u` makes ceil(c N) channels only, the first ones; norms behind it are as narrow. The others are zero: a
+residual sum gets nothing from them, and in a plain chain the next convolution does not read them. What passes shortcuts stays
+full, and so do the first atom, 1 x 1 convolutions and the head. A transformer's MLPs and an LSTM's gates (their four matrices
+stacked) keep all outputs, as in the authors' code.
 
+With `scattered` they are any channels, as in the authors' code: where they lie among all, `rows`, comes with the arrays.
 With `narrow = false` a convolution makes all its channels too: the sub-models of FedHM, PriSM's rival OrthDrop.
 """
 
@@ -25,13 +26,16 @@ from models.preresnet import PreActivationBlock
 from models.resnet import BasicBlock
 from models.vit import Encoder
 
+CHAIN = "chain"
+
 
 @dataclass(frozen=True)
 class Cut:
-    """How a layer is thinned: the share c of kernels that is kept, and whether output channels are left out as well."""
+    """How a layer is thinned: the share c of kernels that is kept; whether output channels are left out too, any of them."""
 
     keep: float
     narrow: bool = True
+    scattered: bool = False
 
     def rank(self, inputs: int, outputs: int) -> int:
         """r, of a weight[outputs, inputs]."""
@@ -49,17 +53,20 @@ def _ceil(number: float) -> int:
 class Pair(nn.Module):
     """`v`, then `u`, in place of a layer whose arrays are `weight` and `bias` of the module around it.
 
-    Channels that are not computed are put behind as zeros, `padded` of them.
+    `reads` is the layer of the atom whose channels it reads, CHAIN the one before it in a plain chain, or empty: all channels.
     """
 
-    def __init__(self, v: nn.Module, u: nn.Module, weight: str, bias: str = "", padded: int = 0) -> None:
+    def __init__(
+        self, v: nn.Module, u: nn.Module, weight: str, bias: str = "", pad: nn.Module | None = None, reads: str = ""
+    ) -> None:
         super().__init__()
-        self.v, self.u = v, u
-        self.weight, self.bias, self.padded = weight, bias, padded
+        self.v, self.u, self.pad = v, u, pad or nn.Identity()
+        self.weight, self.bias, self.reads = weight, bias, reads
 
     def forward(self, z: Tensor) -> Tensor:
         """What the layer makes, as far as it is computed."""
-        return padded(self.u(self.v(z)), self.padded)
+        z = self.pad(self.u(self.v(z)))
+        return z
 
     def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
         """v' and u'."""
@@ -67,13 +74,15 @@ class Pair(nn.Module):
 
 
 class PaddedNorm(nn.BatchNorm2d):
-    """A norm of the channels that are computed, with zeros for the others behind them: the mask comes after the shift."""
+    """A norm of the channels that are computed, with zeros for the others: the mask comes after the shift."""
 
-    padded = 0
+    pad: nn.Module
+    follows: str  # the layer of the atom whose channels these are
 
     def forward(self, z: Tensor) -> Tensor:
-        """z[B, c, H, W] to [B, c + padded, H, W]."""
-        return padded(super().forward(z), self.padded)
+        """z[B, c, H, W] to as many channels as `pad` makes."""
+        z = self.pad(super().forward(z))
+        return z
 
 
 class LowRankLSTM(nn.Module):
@@ -100,10 +109,10 @@ class LowRankLSTM(nn.Module):
         return torch.stack(out, 1), None
 
 
-def low_rank(blueprint: Blueprint, keep: float, *, narrow: bool = True) -> Blueprint:
+def low_rank(blueprint: Blueprint, keep: float, *, narrow: bool = True, scattered: bool = False) -> Blueprint:
     """The sub-model of keep ratio `keep` in (0, 1]. Raises ValueError for a model without anything to factorise."""
     first, *others = blueprint.atoms
-    cut, live, atoms = Cut(keep, narrow), None, [first]
+    cut, live, atoms = Cut(keep, narrow, scattered), None, [first]
     for number, atom in enumerate(others, start=1):
         last = number == len(others)
         build = partial(thin, atom.build, cut, live, last)
@@ -135,21 +144,22 @@ def thinned(module: nn.Module, cut: Cut, live: int | None, last: bool) -> Iterat
         outputs = module.conv2.out_channels
         inner, padded_norm = ("bn1", "bn2") if isinstance(module, BasicBlock) else ("bn2", "")
         yield "conv1", _conv(module.conv1, "conv1", cut)
-        yield inner, _norm(module.get_submodule(inner), cut)
-        yield "conv2", _conv(module.conv2, "conv2", cut, cut.channels(outputs), 0 if padded_norm else outputs)
+        yield inner, _norm(module.get_submodule(inner), cut, "conv1")
+        wide = 0 if padded_norm else outputs
+        yield "conv2", _conv(module.conv2, "conv2", cut, cut.channels(outputs), wide, reads="conv1")
         if padded_norm:
-            yield padded_norm, _norm(module.get_submodule(padded_norm), cut, outputs)
+            yield padded_norm, _norm(module.get_submodule(padded_norm), cut, "conv2", outputs)
     elif isinstance(module, Encoder):
         yield from ((name, _linear(module.get_submodule(name), name, cut)) for name in ("fc1", "fc2"))
     elif isinstance(module, Lstm):
         yield "lstm", LowRankLSTM(module.lstm, cut)
     elif isinstance(module, nn.Sequential):
         children = dict(module.named_children())
-        yield "conv", _conv(children["conv"], "conv", cut, live)
+        yield "conv", _conv(children["conv"], "conv", cut, live, reads=CHAIN if live else "")
         if "bn" in children:
-            yield "bn", _norm(children["bn"], cut)
+            yield "bn", _norm(children["bn"], cut, "conv")
         if last:
-            yield "pad", PadChannels(len(children["conv"].get_parameter("weight")))
+            yield "pad", _pad(cut, len(children["conv"].get_parameter("weight"))) or nn.Identity()
 
 
 def made_real(module: nn.Module) -> nn.Module:
@@ -165,7 +175,7 @@ def made_real(module: nn.Module) -> nn.Module:
 
 
 class PadChannels(nn.Module):
-    """z[B, c, H, W] to `channels` channels, with zeros."""
+    """z[B, c, H, W] to `channels` channels, the others behind it, zero."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -173,16 +183,42 @@ class PadChannels(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """z[B, channels, H, W]."""
-        return padded(z, self.channels - z.shape[1])
+        missing = self.channels - z.shape[1]
+        return nn.functional.pad(z, (0, 0) * (z.dim() - 2) + (0, missing)) if missing else z
 
 
-def padded(z: Tensor, channels: int) -> Tensor:
-    """z[B, C, ..] with so many channels of zeros behind its own."""
-    return nn.functional.pad(z, (0, 0) * (z.dim() - 2) + (0, channels)) if channels else z
+class PlaceChannels(nn.Module):
+    """z[B, c, H, W] to `channels` channels, the i-th of z at `rows[i]`, the others zero."""
+
+    rows: Tensor
+
+    def __init__(self, channels: int, kept: int) -> None:
+        super().__init__()
+        self.channels = channels
+        self.register_buffer("rows", torch.arange(kept))
+
+    def reset_parameters(self) -> None:
+        """The first channels."""
+        self.rows = torch.arange(len(self.rows))
+
+    def forward(self, z: Tensor) -> Tensor:
+        """z[B, channels, H, W]."""
+        out = torch.empty(
+            len(z), self.channels, *z.shape[2:], dtype=z.dtype, device=z.device, memory_format=torch.channels_last
+        ).zero_()
+        out[:, self.rows] = z
+        return out
 
 
-def _conv(conv: nn.Module, name: str, cut: Cut, live: int | None = None, wide: int = 0) -> Pair:
-    """A pair that reads `live` channels; with `wide`, it hands on so many."""
+def _pad(cut: Cut, wide: int) -> nn.Module | None:
+    """What brings the channels that are computed to `wide` of them; nothing where that is 0."""
+    if not wide or not cut.narrow:
+        return None
+    return PlaceChannels(wide, cut.channels(wide)) if cut.scattered else PadChannels(wide)
+
+
+def _conv(conv: nn.Module, name: str, cut: Cut, live: int | None = None, wide: int = 0, reads: str = "") -> Pair:
+    """A pair that reads `live` channels, of the layer `reads`; with `wide`, it hands on so many."""
     assert isinstance(conv, nn.Conv2d)
     outputs = cut.channels(conv.out_channels)
     rank = cut.rank(conv.weight[0].numel(), conv.out_channels)
@@ -191,7 +227,7 @@ def _conv(conv: nn.Module, name: str, cut: Cut, live: int | None = None, wide: i
         inputs, rank, bias=False, **{name: getattr(conv, name) for name in ("kernel_size", "stride", "padding")}
     )
     u = nn.Conv2d(rank, outputs, 1, bias=conv.bias is not None)
-    return Pair(v, u, f"{name}.weight", f"{name}.bias" if conv.bias is not None else "", max(0, wide - outputs))
+    return Pair(v, u, f"{name}.weight", f"{name}.bias" if conv.bias is not None else "", _pad(cut, wide), reads)
 
 
 def _linear(linear: nn.Module, name: str, cut: Cut) -> Pair:
@@ -201,10 +237,10 @@ def _linear(linear: nn.Module, name: str, cut: Cut) -> Pair:
     return Pair(v, u, f"{name}.weight", f"{name}.bias")
 
 
-def _norm(norm: nn.Module, cut: Cut, wide: int = 0) -> nn.Module:
+def _norm(norm: nn.Module, cut: Cut, follows: str, wide: int = 0) -> nn.Module:
     assert isinstance(norm, nn.BatchNorm2d)
     thin_norm = PaddedNorm(cut.channels(norm.num_features), track_running_stats=norm.track_running_stats)
-    thin_norm.padded = max(0, wide - thin_norm.num_features)
+    thin_norm.pad, thin_norm.follows = _pad(cut, wide) or nn.Identity(), follows
     return thin_norm
 
 
@@ -231,3 +267,34 @@ def factors(blueprint: Blueprint) -> list[Factors]:
                 v, u = f"{unit}.{path}.v.weight", f"{unit}.{path}.u.weight"
                 found.append(Factors(v, u, f"{around}.{layer.weight}", bias))
     return found
+
+
+def computed(blueprint: Blueprint) -> dict[str, tuple[str, ...]]:
+    """Of a sub-model's arrays that are about channels which are computed, for each dimension the weight of the layer that does;
+    an empty name where a dimension is about something else.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    before = ""
+    for unit in blueprint.units():
+        with torch.device("meta"):
+            module = blueprint.build_unit(unit)
+        for path, layer in module.named_modules():
+            if isinstance(layer, Pair) and isinstance(layer.u, nn.Conv2d):
+                made = f"{unit}.{layer.weight}"
+                read = before if layer.reads == CHAIN else f"{unit}.{layer.reads}.weight" if layer.reads else ""
+                found |= {f"{unit}.{path}.v.weight": ("", read), f"{unit}.{path}.u.weight": (made,)}
+                found |= {f"{unit}.{path}.u.bias": (made,)} if layer.bias else {}
+                found |= {f"{unit}.{path}.pad.rows": (made,)} if isinstance(layer.pad, PlaceChannels) else {}
+            elif isinstance(layer, PaddedNorm):
+                made = f"{unit}.{layer.follows}.weight"
+                names = [name for name in layer.state_dict() if not name.endswith("num_batches_tracked")]
+                found |= {f"{unit}.{path}.{name}": (made,) for name in names}
+            elif isinstance(layer, PlaceChannels) and path == "pad":
+                found[f"{unit}.pad.rows"] = (f"{unit}.conv.weight",)
+        before = f"{unit}.conv.weight"
+    return found
+
+
+def is_place(name: str) -> bool:
+    """Whether an array of a sub-model says where computed channels lie."""
+    return name.endswith("pad.rows")

@@ -28,7 +28,7 @@ from client_app.trainers.prism import LowRankModel, Orders, low_rank_loss
 from device_profiles.profile import DeviceState
 from models.cascade import Blueprint
 from models.kernels import Sampling, compose, decompose, effective_rank, sample
-from models.low_rank import Factors, factors, low_rank
+from models.low_rank import Factors, computed, factors, is_place, low_rank
 from models.partition import Piece
 from models.width import Indices, take
 from strategies.aggregation import CheckedUpdate, updated
@@ -51,7 +51,12 @@ class PriSMRule(HeteroFLRule):
     @cached_property
     def models(self) -> list[Blueprint]:
         """The sub-model of each. Raises ValueError for a model without anything to factorise."""
-        return [low_rank(self.blueprint, keep, narrow=self.narrow) for keep in self.shares]
+        return [low_rank(self.blueprint, keep, narrow=self.narrow, scattered=self.scattered) for keep in self.shares]
+
+    @property
+    def scattered(self) -> bool:
+        """Whether any output channels are computed, and not the first ones."""
+        return self.narrow and self.settings.output_channels == "random"
 
     def part(self, piece: Piece) -> Part:
         """(WIDTH, n): the sub-model of the n-th keep ratio."""
@@ -79,16 +84,18 @@ class PriSM(HeteroFL):
             raise ValueError(
                 "server-momentum = true averages clients' momentum, and momentum is 0.0: set it, or leave it off"
             )
-        self.whole = low_rank(self.blueprint, 1.0, narrow=self.rule.narrow)
+        self.whole = low_rank(self.blueprint, 1.0, narrow=self.rule.narrow, scattered=self.rule.scattered)
         self.factors, self.full = factors(self.whole), shapes(self.whole)
         self.carried = averaged(self.whole) if self.settings.server_momentum else []
         self.full |= {MOMENTUM + name: self.full[name] for name in self.carried}
+        self.computed = computed(self.whole) if self.rule.scattered else {}
         self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # of a weight: sigma, v', u'
         self.drawn: dict[int, dict[str, np.ndarray]] = {}  # by client and weight, I_c
+        self.rows: dict[int, dict[str, np.ndarray]] = {}  # likewise, the output channels that are computed
 
     def orders(self, level: int) -> OwnFields:
         """What is said of a sub-model."""
-        return Orders(level, self.rule.shares[level], self.rule.narrow)
+        return Orders(level, self.rule.shares[level], self.rule.narrow, self.rule.scattered)
 
     def kernels(self, layer: Factors, arrays: ArrayRecord) -> tuple[np.ndarray, Array, Array]:
         """sigma, v' and u' of a layer of the model; decomposed anew where it changed."""
@@ -108,6 +115,8 @@ class PriSM(HeteroFL):
             found |= {layer.v: v, layer.u: u}
             if layer.bias:
                 found[layer.bias[0]] = found.pop(layer.bias[1])
+        for name in filter(is_place, self.computed):
+            found[name] = Array(np.arange(*self.full[name]))
         for name in (MOMENTUM + name for name in self.carried):
             found[name] = self.kept[name] if name in self.kept else Array(np.zeros(self.full[name], np.float32))
         return ArrayRecord(found)
@@ -118,7 +127,7 @@ class PriSM(HeteroFL):
         """The tasks; for each, I_c of every layer is a function of (seed, round, client, layer) and of the model."""
         asked, settings = super().ask(clients, server_round, arrays), self.settings
         sampling = self.sampling or settings.kernel_sampling
-        self.drawn = {client: {} for client in asked}
+        self.drawn, self.rows = {client: {} for client in asked}, {client: {} for client in asked}
         for client, (task, _) in asked.items():
             small = self.rule.shapes[Orders.of(task).level]
             for layer in self.factors:
@@ -126,14 +135,23 @@ class PriSM(HeteroFL):
                 sigma = self.kernels(layer, arrays)[0]
                 kept = small[layer.v][0]
                 self.drawn[client][layer.weight] = sample(sigma, kept, settings.kappa, rng, sampling)
+                if self.rule.scattered:
+                    channels, kept = self.full[layer.u][0], small[layer.u][0]
+                    self.rows[client][layer.weight] = np.sort(rng.choice(channels, kept, replace=False))
         return asked
 
     def indices(self, task: Task) -> dict[str, Indices]:
         """Where the arrays of a task's sub-model lie in the model with all kernels."""
         small = self.rule.shapes[Orders.of(task).level]
         found: dict[str, Indices] = {name: tuple(map(np.arange, shape)) for name, shape in small.items()}
+        client = Orders.of(task).draw
+        for name, made in self.computed.items():
+            placed = [
+                self.rows[client][weight] if weight else where for weight, where in zip(made, found[name], strict=False)
+            ]
+            found[name] = (*placed, *found[name][len(made) :])
         for layer in self.factors:
-            chosen = self.drawn[Orders.of(task).draw][layer.weight]
+            chosen = self.drawn[client][layer.weight]
             found[layer.v] = (chosen, *found[layer.v][1:])
             found[layer.u] = (found[layer.u][0], chosen, *found[layer.u][2:])
         return found | {MOMENTUM + name: found[name] for name in self.carried}
@@ -145,7 +163,8 @@ class PriSM(HeteroFL):
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
         """Add a sub-model, entry by entry."""
-        self.coverage.add(update.arrays, self.indices(self._asked[client][0]), self.full, 1)
+        arrays = {name: array for name, array in update.arrays.items() if not is_place(name)}
+        self.coverage.add(arrays, self.indices(self._asked[client][0]), self.full, 1)
 
     def finish(self) -> ArrayRecord:
         """The new model, put together from its kernels (Eq. 5)."""

@@ -15,7 +15,7 @@ from client_app.trainers.prism import LowRankModel, frobenius, low_rank_loss
 from client_app.training import PieceModel, Recipe, classification_loss, load_for_device, start
 from models.cascade import Blueprint, Cascade, initial_state
 from models.kernels import compose, decompose, effective_rank, sample
-from models.low_rank import Pair, factors, low_rank
+from models.low_rank import PaddedNorm, Pair, computed, factors, is_place, low_rank
 from models.zoo import build_blueprint
 
 SHAPES = {"lstm-imdb": (6,), "cnn-femnist": (1, 28, 28), "lenet5": (1, 28, 28), "convnet": (1, 8, 8)}
@@ -146,7 +146,7 @@ def test_a_block_by_hand() -> None:
     assert (block.conv1.v.bias, block.conv1.u.bias) == (None, None)
     assert block.conv2.v.weight.shape == (52, 52, 3, 3)
     assert block.downsample[0].weight.shape == (128, 64, 1, 1)
-    assert (block.bn1.num_features, block.bn2.num_features, block.bn2.padded) == (52, 52, 76)
+    assert (block.bn1.num_features, block.bn2.num_features, block.bn2.pad.channels) == (52, 52, 128)
     assert thin.atoms[3].shape == (128, 16, 16)
     assert thin.build_unit("atoms.0").conv1.weight.shape == (64, 3, 3, 3)
 
@@ -192,23 +192,47 @@ def test_with_all_kernels_it_is_the_full_model(name: str, narrow: bool) -> None:
     )
 
 
-def mask_of(layer: nn.Module, kept: int) -> Callable[..., Tensor]:
-    """A hook that sets what a layer makes in channels past the first `kept` to zero."""
-    return lambda _, __, out: out * (torch.arange(out.shape[1]) < kept).double().view(-1, *[1] * (out.dim() - 2))
+def mask_of(rows: np.ndarray) -> Callable[..., Tensor]:
+    """A hook that sets what a layer makes in other channels than these to zero."""
+
+    def mask(_: nn.Module, __: object, out: Tensor) -> Tensor:
+        kept = torch.zeros(out.shape[1], dtype=torch.float64)
+        kept[rows] = 1
+        return out * kept.view(-1, *[1] * (out.dim() - 2))
+
+    return mask
 
 
+@pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("name", ELIGIBLE)
-def test_a_sub_model_is_the_masked_full_model(name: str) -> None:
+def test_a_sub_model_is_the_masked_full_model(name: str, scattered: bool) -> None:
     """Outputs and gradients: kernels that were not drawn are zero, and channels that are not computed, after the norm."""
     blueprint, rng = blueprint_of(name), np.random.default_rng(2)
-    arrays, small = factored(blueprint), low_rank(blueprint, 0.4)
-    thin_state, masked_state, chosen = dict(arrays), dict(arrays), {}
-    full = loaded(low_rank(blueprint, 1.0), arrays)
+    arrays, small = factored(blueprint), low_rank(blueprint, 0.4, scattered=scattered)
     thin = Cascade(small)
+    made = computed(small)
+    widths = {layer.weight: arrays[layer.u].shape[0] for layer in factors(small)}
+    kept = {layer.weight: thin.get_parameter(layer.u).shape[0] for layer in factors(small)}
+    rows = {
+        w: np.sort(rng.choice(n, kept[w], replace=False)) if scattered else np.arange(kept[w])
+        for w, n in widths.items()
+    }
+
+    def entries(name: str, array: np.ndarray) -> np.ndarray:
+        """Those of channels that are computed."""
+        for axis, weight in enumerate(made.get(name, ())):
+            array = array.take(rows[weight], axis) if weight else array
+        return array
+
+    masked_state = dict(arrays)
+    thin_state = {name: entries(name, array) for name, array in arrays.items()}
+    thin_state |= {name: rows[weight] for name, (weight, *_) in made.items() if is_place(name)}
+    chosen: dict[str, np.ndarray] = {}
     for layer in factors(small):
         rank = thin.get_parameter(layer.v).shape[0]
         index = chosen[layer.v] = np.sort(rng.choice(len(arrays[layer.v]), rank, replace=False))
-        thin_state[layer.v], thin_state[layer.u] = arrays[layer.v][index], arrays[layer.u][:, index]
+        thin_state[layer.v] = entries(layer.v, arrays[layer.v])[index]
+        thin_state[layer.u] = entries(layer.u, arrays[layer.u])[:, index]
         for key, axis in ((layer.v, 0), (layer.u, 1)):
             masked_state[key] = arrays[key].copy()
             np.moveaxis(masked_state[key], axis, 0)[np.setdiff1d(np.arange(len(arrays[layer.v])), index)] = 0
@@ -216,10 +240,10 @@ def test_a_sub_model_is_the_masked_full_model(name: str) -> None:
     thinned = dict(thin.named_modules())
     for path, module in full.named_modules():
         other = thinned.get(path)
-        if isinstance(module, nn.BatchNorm2d) and isinstance(other, nn.BatchNorm2d):
-            module.register_forward_hook(mask_of(module, other.num_features))
+        if isinstance(module, nn.BatchNorm2d) and isinstance(other, PaddedNorm):
+            module.register_forward_hook(mask_of(rows[made[f"{path}.weight"][0]]))
         if isinstance(module, Pair) and isinstance(other, Pair) and isinstance(other.u, nn.Conv2d):
-            module.register_forward_hook(mask_of(module, other.u.out_channels))
+            module.register_forward_hook(mask_of(rows[made[f"{path}.u.weight"][0]]))
     x, y = as_input(inputs_of(blueprint, 4)), torch.tensor([0, 3, 9, 3])
     ours, theirs = thin(x), full(x)
     torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
@@ -232,7 +256,7 @@ def test_a_sub_model_is_the_masked_full_model(name: str) -> None:
             gradient = gradient[chosen[key]]
         elif (v := key.replace(".u.weight", ".v.weight")) in chosen:
             gradient = gradient[:, chosen[v]]
-        gradient = gradient[tuple(map(slice, parameter.shape))]
+        gradient = torch.from_numpy(entries(key, gradient.numpy()))
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
 
 

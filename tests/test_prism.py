@@ -60,15 +60,16 @@ def test_each_client_trains_the_largest_sub_model_that_fits(tmp_path: Path) -> N
         assert client["predicted_peak"] == client["measured_peak"] <= client["budget"]
 
 
+@pytest.mark.parametrize("channels", ["first", "random"])
 def test_entries_are_averaged_over_the_clients_that_had_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grids: Callable[..., Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grids: Callable[..., Any], channels: str
 ) -> None:
     """Eq. 5, from the messages themselves; what nobody had is as it was, to the bit, before the kernels are put together."""
     made, aggregated = strategies(monkeypatch), list[ArrayRecord]()
     composed = PriSM.composed
     monkeypatch.setattr(PriSM, "composed", lambda self, whole: (aggregated.append(whole), composed(self, whole))[1])
     grid = grids()
-    run = run_local(tmp_path, grid, **TRIO, **SMALL, fleet=MIXED)
+    run = run_local(tmp_path, grid, **TRIO, **SMALL, fleet=MIXED, output_channels=channels)
     (strategy,), (whole,) = made, aggregated
     sent, replies = training(grid.last.sent), training(grid.last.received)
     arrays = ArrayRecord({n: Array(a) for n, a in first_arrays(strategy.settings).items()})
@@ -116,6 +117,35 @@ def test_by_hand() -> None:
     sigma, *again = decompose(composed)
     np.testing.assert_allclose(compose(*again), composed, atol=1e-5)
     np.testing.assert_allclose(np.square(sigma).sum(), np.square(composed).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["resnet18", "convnet"])
+def test_all_output_channels_are_trained_where_they_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grids: Callable[..., Any], model: str
+) -> None:
+    """With the first ones, where all clients have the same ratio, the others are never trained."""
+    changes = TRIO | SMALL | {"model": model, "model_width": 0.25, "keep_ratios": "0.4", "fleet": "unlimited"}
+    trained = {}
+    for channels in ("first", "random"):
+        made, grid = strategies(monkeypatch), grids()
+        run = run_local(
+            tmp_path / channels, grid, **changes, output_channels=channels, num_rounds=4, local_iterations=1
+        )
+        for client in clients_of(run):
+            assert client["measured_peak"] == client["predicted_peak"]
+        norm = next(
+            name
+            for name in model_of(run)
+            if name.startswith("atoms.1.") and name.endswith("bn1.weight" if model == "resnet18" else "bn.weight")
+        )
+        before = first_arrays(made[-1].settings)[norm]
+        trained[channels] = set(np.flatnonzero(model_of(run)[norm] != before))
+        rows = [arrays_of(m) for m in training(grid.last.sent)]
+        places = [tuple(array) for arrays in rows for name, array in arrays.items() if name.endswith("pad.rows")]
+        assert (len(set(places)) > 3) == (channels == "random")
+    count = len(before)
+    assert trained["first"] == set(range(math.ceil(0.4 * count)))
+    assert trained["random"] == set(range(count))
 
 
 def test_kernels_differ_between_clients_and_rounds_and_not_between_runs(

@@ -135,6 +135,7 @@ CHOICES = {
     "feature-norm": "linf",
     "keep-ratios": "0.5",
     "kernel-sampling": "uniform",
+    "output-channels": "random",
     "validation-clients": "round",
     "blocks": "budget",
     "freezing": "parameters",
