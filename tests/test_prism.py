@@ -133,11 +133,7 @@ def test_all_output_channels_are_trained_where_they_are_drawn(
         )
         for client in clients_of(run):
             assert client["measured_peak"] == client["predicted_peak"]
-        norm = next(
-            name
-            for name in model_of(run)
-            if name.startswith("atoms.1.") and name.endswith("bn1.weight" if model == "resnet18" else "bn.weight")
-        )
+        norm = "atoms.1.bn1.weight" if model == "resnet18" else "atoms.1.bn.weight"
         before = first_arrays(made[-1].settings)[norm]
         trained[channels] = set(np.flatnonzero(model_of(run)[norm] != before))
         rows = [arrays_of(m) for m in training(grid.last.sent)]
