@@ -214,6 +214,14 @@ def test_prism_learns_tokens(tmp_path: Path) -> None:
     assert same(model_of(parts), model_of(whole))
 
 
+def test_numbers_near_zero_are_zero_in_training(tmp_path: Path) -> None:
+    """What vanishing gradients become would make every operation slow."""
+    torch.set_flush_denormal(False)
+    assert float(torch.tensor([1e-38]) * 1e-3) > 0
+    run_local(tmp_path, **TOKENS | {"dataset": f"npz:{some_tokens(tmp_path)}", "num_rounds": 1, "local_epochs": 1})
+    assert float(torch.tensor([1e-38]) * 1e-3) == 0
+
+
 def test_exported_tokens_know_their_vocabulary(tmp_path: Path) -> None:
     settings = tiny_settings(
         **TOKENS | {"dataset": f"npz:{some_tokens(tmp_path)}", "partition": "natural", "partition_groups": 2}
