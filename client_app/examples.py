@@ -85,7 +85,7 @@ def share_examples(data: ArrayDataset, rows: np.ndarray, augmentation: Augmentat
 
 def as_inputs(rows: np.ndarray, data: ArrayDataset) -> Tensor:
     """What a model reads of rows of a data set: `normalised` images, or tokens [B, length], int64."""
-    return torch.tensor(rows.astype(np.int64)) if data.vocabulary else normalised(rows, data)
+    return torch.from_numpy(rows.astype(np.int64)) if data.vocabulary else normalised(rows, data)
 
 
 def normalised(images_BHWC: np.ndarray, data: ArrayDataset) -> Tensor:

@@ -1,11 +1,13 @@
 """Momentum that outlives a round: PriSM's authors' choice (`server-momentum`).
 
-What the server averages, of factors and of their norms, comes and goes with the model's arrays, each as `momentum.` and the
-name of its parameter. That of the other parameters stays with the client, in its state.
+What the server averages, of factors and of their norms, comes and goes with the model's arrays, each as `momentum_` and the
+name of its parameter, and so with a unit of its own for every atom. That of the other parameters stays with the client, in its
+state.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -14,10 +16,10 @@ from torch import Tensor, nn
 
 from client_app.client import Client
 from client_app.training import SGD, PieceModel
-from models.cascade import Blueprint
+from models.cascade import Blueprint, unit_of
 from models.low_rank import Pair
 
-MOMENTUM = "momentum."
+MOMENTUM = "momentum_"
 OWN = "momentum"  # the folder in a client's state
 
 
@@ -39,7 +41,7 @@ def _averaged(unit: str, module: nn.Module) -> Iterator[str]:
 
 
 class CarriedMomentum:
-    """What a trainee does with its optimiser's buffers at its start and at its end; they are never held twice."""
+    """What a trainee does with its optimiser's buffers at its start and at its end, one atom's or one array at a time."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -60,17 +62,15 @@ class CarriedMomentum:
         sent = set(averaged(self.client.blueprint))
         folder = self.client.new_state() / OWN
         folder.mkdir(exist_ok=True)
-        for own in (False, True):
-            arrays = {
-                name: buffer.detach().cpu().numpy()
-                for name, buffer in buffers(pieces, optimiser)
-                if (name.removeprefix(MOMENTUM) in sent) != own
-            }
-            self.client.store.write_units(arrays, folder if own else None)
+        for _, held in groupby(buffers(pieces, optimiser), key=lambda pair: unit_of(pair[0])):
+            arrays = {name: buffer.detach().cpu().numpy() for name, buffer in held}
+            theirs = {name: array for name, array in arrays.items() if name.removeprefix(MOMENTUM) in sent}
+            self.client.store.write_units(theirs)
+            self.client.store.write_units({name: arrays[name] for name in arrays.keys() - theirs.keys()}, folder)
 
     def units(self) -> list[str]:
         """The units that go to the server."""
-        return sorted({f"{MOMENTUM}{name.partition('.')[0]}" for name in averaged(self.client.blueprint)})
+        return sorted({unit_of(MOMENTUM + name) for name in averaged(self.client.blueprint)})
 
     def _files(self) -> list[Path]:
         """The server's first."""

@@ -47,6 +47,7 @@ DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
 }
 
 _SCHEMA = 1
+READERS = {"npz": ("groups",)}  # of a reader that has learnt to find more: what was converted before has to be again
 _OWN = ("npz", "folder", "text")
 _EMBEDDED = ("digits", "digits32")  # they come with scikit-learn, not from data-dir
 _FILES = ("train-images.npy", "train-labels.npy", "test-images.npy", "test-labels.npy")
@@ -204,7 +205,7 @@ def _ready(name: str, folder: Path) -> Path | None:
 def _folder_name(kind: str, root: Path) -> str:
     if kind in _EMBEDDED:
         return kind
-    key = [str(root)]
+    key = [str(root), *READERS.get(kind, ())]
     if kind in _OWN and root.exists():
         files = {"folder": own_sources.image_files, "text": texts.text_files}.get(kind, lambda file: [file])(root)
         key += [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]

@@ -9,6 +9,7 @@ import gzip
 import json
 import lzma
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,9 +60,13 @@ def text(source: Path, download: bool) -> Source:
     if not source.is_dir():
         raise DatasetError(f"no folder {source}; write text:<dir>, absolute or relative to data-dir")
     root = source / "train" if (source / "train").is_dir() else source
-    classes = [entry.name for entry in sorted(root.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]
+    classes = [entry.name for entry in _folders(root)]
     texts, labels = _read_folder(root, classes)
     if root != source and (source / "test").is_dir():
+        if strange := sorted({entry.name for entry in _folders(source / "test")} - set(classes)):
+            raise DatasetError(
+                f"{source / 'test' / strange[0]} is no class of the training texts: {', '.join(classes)}"
+            )
         test_texts, test_labels = _read_folder(source / "test", classes)
     else:
         rows, test_rows = held_out_rows(labels)
@@ -75,6 +80,10 @@ def tokenised(train: Sequence[str], test: Sequence[str]) -> tuple[NDArray[np.uin
     """Tokens [N, LENGTH] of both; the vocabulary is of the training texts, equally frequent words by the alphabet."""
     words = extra("sklearn.feature_extraction.text").CountVectorizer(stop_words="english").build_analyzer()
     counts = Counter(word for text in train for word in words(text))
+    if not counts:
+        raise DatasetError(
+            f"{len(train)} training texts have no word that is not a stop word: there is nothing to learn"
+        )
     ranked = sorted(counts, key=lambda word: (-counts[word], word))[:WORDS]
     number = {word: n for n, word in enumerate(ranked, start=1)}
     found = []
@@ -89,20 +98,26 @@ def tokenised(train: Sequence[str], test: Sequence[str]) -> tuple[NDArray[np.uin
 
 def text_files(root: Path) -> list[Path]:
     """Every text file under `root`, sorted."""
-    return sorted(path for path in root.rglob("*") if path.suffix.lower() == ".txt")
+    return sorted(path for path in root.rglob("*") if path.suffix.lower() == ".txt" and path.is_file())
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _read_folder(root: Path, classes: Sequence[str]) -> tuple[list[str], Ints]:
     texts, labels = [], []
     for label, name in enumerate(classes):
-        for file in text_files(root / name):
+        if not (files := text_files(root / name)):
+            raise DatasetError(f"no .txt in {root / name}; expected train/<class>/* or <class>/*")
+        for file in files:
             try:
                 texts.append(file.read_text(encoding="utf-8"))
             except (OSError, UnicodeDecodeError) as error:
                 raise DatasetError(f"{file} cannot be read as a text: {error}; store it as UTF-8") from None
             labels.append(label)
     if not texts:
-        raise DatasetError(f"no .txt in the class folders of {root}; expected train/<class>/* or <class>/*")
+        raise DatasetError(f"no class folders in {root}; expected train/<class>/* or <class>/*")
     return texts, np.array(labels, dtype=np.int64)
 
 
@@ -117,10 +132,15 @@ def _read_lines(path: Path) -> tuple[list[str], Ints]:
         with OPENERS[path.suffix if path.suffix in OPENERS else ""](path, "rt", encoding="utf-8") as lines:
             for line in lines:
                 entry = json.loads(line)
-                texts.append(str(entry["text"]))
-                labels.append(range(len(IMDB_CLASSES)).index(entry["label"]))
-    except (OSError, EOFError, ValueError, LookupError, TypeError, lzma.LZMAError) as error:
+                text, label = entry["text"], entry["label"]
+                if not isinstance(text, str) or type(label) is not int or label not in (0, 1):
+                    raise ValueError(f"text is {text!r:.40}, label {label!r:.40}")
+                texts.append(text)
+                labels.append(label)
+    except (OSError, EOFError, ValueError, LookupError, TypeError, RecursionError, zlib.error, lzma.LZMAError) as error:
         raise DatasetError(
             f"{path}, after line {len(labels)}: {type(error).__name__}: {error}; expected objects with text and label, 0 or 1"
         ) from None
+    if not texts:
+        raise DatasetError(f"{path} is empty; expected objects with text and label, 0 or 1, one a line")
     return texts, np.array(labels, dtype=np.int64)

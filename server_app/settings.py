@@ -190,8 +190,9 @@ class Settings(BaseModel):
         "importance", description="how PriSM draws kernels: by a power of their singular values, or its Table 5's"
     )
     kappa: NonNegative = Field(2.5, description="that power")
-    output_channels: Literal["first", "random"] = Field(
-        "first", description="which output channels PriSM's sub-models compute; random = its authors' code"
+    output_channels: Literal["first", "random", "all"] = Field(
+        "first",
+        description="which output channels PriSM's sub-models compute; random = its authors' code, all = their first",
     )
     server_momentum: bool = Field(
         False, description="the server averages the momentum of PriSM's factors and norms, as its authors' code does"

@@ -194,7 +194,7 @@ class PieceStrategy(Strategy):
         states = {}
         for client in clients:
             state = self.roster.state(client, server_round, self.reference_bytes, arrays.count_bytes())
-            states[client] = replace(state, budget_bytes=self._share_of(state.budget_bytes, client))
+            states[client] = replace(state, budget_bytes=self._share_of(state, client))
         self.slowest = min((state.flops_per_second for state in states.values()), default=math.inf)
         return {c: (self.with_hashes(self.task(server_round, state), arrays), state) for c, state in states.items()}
 
@@ -202,10 +202,14 @@ class PieceStrategy(Strategy):
         """The task, naming its frozen units."""
         return replace(task, frozen=self.delivery.hashes(arrays, self.frozen_units(task)))
 
-    def _share_of(self, budget: int, client: int) -> int:
+    def _share_of(self, state: DeviceState, client: int) -> int:
         """Bytes a client is given of its budget: all, or less since its process died, but what it needs to train at all."""
-        share = self.state.setbacks.share(client)
-        return budget if share == 1 else max(int(share * budget), min(budget, self.least_budget()))
+        share, budget = self.state.setbacks.share(client), state.budget_bytes
+        return budget if share == 1 else max(int(share * budget), min(budget, self.least_of(state)))
+
+    def least_of(self, state: DeviceState) -> int:
+        """Bytes below which a client with such a device can do nothing in this round."""
+        return self.least_budget()
 
     def delivered(self, replies: Iterable[Message]) -> None:
         """Take note of which frozen units arrived."""

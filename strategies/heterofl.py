@@ -148,6 +148,15 @@ class HeteroFL(PieceStrategy):
         """What the narrowest model takes."""
         return self.rule.least()
 
+    def begin(self) -> None:
+        """Raises ValueError for a fleet that gives a device a share which there is not."""
+        for state in self.states():
+            self.rule.level_of(state)
+
+    def least_of(self, state: DeviceState) -> int:
+        """The price of the share that its fleet gives the device, if it does."""
+        return self.least_budget() if state.keep is None else self.price((WIDTH, self.rule.level_of(state)))
+
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The sub-model of the client's device, and its price."""
         level = self.rule.level_of(state)

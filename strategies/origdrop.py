@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
+from client_app.trainers.heterofl import WIDTH
 from models.width import ordered, sub_indices
 from strategies.heterofl import HeteroFL, HeteroFLRule
 
@@ -35,7 +36,10 @@ class OrigDrop(HeteroFL):
 
     def finish(self) -> ArrayRecord:
         """The new model; 0 where nobody can train it."""
-        largest = self.rule.shapes[min(map(self.rule.level_of, self.states()))]
+        allowance = self.settings.allowance
+        levels = [(self.rule.level_of(state), allowance(state.budget_bytes)) for state in self.states()]
+        fitting = [level for level, allowed in levels if self.price((WIDTH, level)) <= allowed]
+        largest = self.rule.shapes[min(fitting, default=-1)]
         kept = sub_indices(self.axes, self.full, largest, ordered)
         return ArrayRecord({name: Array(only(array.numpy(), kept[name])) for name, array in super().finish().items()})
 

@@ -41,7 +41,6 @@ class PriSMRule(HeteroFLRule):
     """One stage; each device the largest sub-model it can train."""
 
     masks = False
-    narrow: ClassVar[bool] = True
 
     @cached_property
     def shares(self) -> list[float]:
@@ -52,6 +51,11 @@ class PriSMRule(HeteroFLRule):
     def models(self) -> list[Blueprint]:
         """The sub-model of each. Raises ValueError for a model without anything to factorise."""
         return [low_rank(self.blueprint, keep, narrow=self.narrow, scattered=self.scattered) for keep in self.shares]
+
+    @property
+    def narrow(self) -> bool:
+        """Whether output channels are left out."""
+        return self.settings.output_channels != "all"
 
     @property
     def scattered(self) -> bool:

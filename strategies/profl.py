@@ -22,6 +22,7 @@ steps by the parameters of their blocks.
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ from client_app.trainers.profl import Orders
 from device_profiles.profile import DeviceState
 from models.basic_layers import basic_atoms, cascade_at
 from models.cascade import has_statistics, parameter_names, unit_of
+from models.init_weights import pretrained
 from models.partition import Piece
+from strategies.aggregation import CheckedUpdate
 from strategies.base import PieceStrategy
 from strategies.profl_freezing import (
     Freezing,
@@ -48,6 +51,7 @@ from strategies.profl_steps import ProFLRule
 from strategies.state import Experiment, StrategyState
 
 BEFORE = "before/"  # in `kept`, the output module as the last leg left it, until the next one begins
+MEASURED = ("running_mean", "running_var", "num_batches_tracked")
 SCALARS = "scalars"  # in `kept`, float32 [rounds, scalars of the block]
 
 
@@ -131,6 +135,23 @@ class ProFL(PieceStrategy):
         self.legs = self._legs()
         if not state.most:
             state.most = self._rounds()
+        if len(state.most) != len(self.legs):
+            raise ValueError(
+                f"the run to resume has {len(state.most)} parts, this version has {len(self.legs)} for these settings: finish "
+                "it with the version that began it, or begin anew"
+            )
+
+    def _brought(self) -> set[str]:
+        """The units whose batch norms get statistics from `init-weights`."""
+        taken, _ = pretrained(Path(self.settings.init_weights), self.blueprint)
+        return {unit_of(name) for name in taken if name.endswith("running_mean")}
+
+    def combine(self, client: int, update: CheckedUpdate) -> None:
+        """As usual; where statistics are measured nothing else may change."""
+        if self.leg.kind == "statistics":
+            measured = {name: array for name, array in update.arrays.items() if name.endswith(MEASURED)}
+            update = replace(update, arrays=measured)
+        super().combine(client, update)
 
     def _rounds(self) -> list[int]:
         settings, legs = self.settings, self.legs
@@ -160,7 +181,8 @@ class ProFL(PieceStrategy):
         settings = self.settings
         maps = basic_atoms(self.rule.model) if settings.distil_rounds else ()
         random = [f"atoms.{atom}" for block in self.rule.blocks[:-1] for atom in block]
-        unknown = not settings.init_weights and any(has_statistics(self.rule.model, unit) for unit in random)
+        known = self._brought() if settings.init_weights else set()
+        unknown = any(has_statistics(self.rule.model, unit) for unit in random if unit not in known)
         return legs_of(len(self.rule.blocks), shrinking=settings.shrinking, maps=maps, statistics=unknown)
 
     @property
@@ -213,7 +235,8 @@ class ProFL(PieceStrategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """As usual; then look at how the block moved."""
         arrays, metrics = super().aggregate_train(server_round, replies)
-        self.state.leg_round += 1
+        if arrays is not None or self.leg.kind != "statistics":  # nothing else can be done without them
+            self.state.leg_round += 1
         if arrays is not None and self.leg.is_step:
             self._note_movement(arrays)
         return arrays, metrics

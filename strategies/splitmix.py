@@ -97,6 +97,10 @@ class SplitMix(PieceStrategy):
                 raise ValueError(f"{key} = {value!r}: splitmix trains narrow nets, which change from round to round")
         self.blueprint = mixed(self.rule.base, range(self.rule.count))
 
+    def least_of(self, state: DeviceState) -> int:
+        """The price of the nets that its fleet gives the device, if it does, else of one."""
+        return self.rule.least() if state.keep is None else self.price((WIDTH, self.rule.nets_of(state)))
+
     def prices_for(self, budget: int) -> dict[Piece, int]:
         """None yet: what a client looks up depends on its device."""
         return {}

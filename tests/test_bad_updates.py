@@ -230,6 +230,29 @@ def test_a_bad_evaluation_is_dropped(a_round: Any, spoil: Callable[[Message], Me
     assert result["val-accuracy"] == pytest.approx(sum(r["val-accuracy"] * r["val-examples"] for r in rows) / total)
 
 
+def test_momentum_is_compared_layer_by_layer(tmp_path: Path, grids: Any) -> None:
+    """What one layer's momentum hides among that of all would throw every honest client off in the next round."""
+    poison = put("momentum_atoms.0.bn.bias", lambda array: array + np.float32(10))
+    grid = grids(TamperingGrid, tamper=staticmethod(poison), in_round=2)
+    run = run_local(tmp_path, grid, strategy="prism", server_momentum=True, num_rounds=3, fleet="unlimited", **TRIO)
+    assert [[c["status"] for c in clients_of(run, n)] for n in (1, 2, 3)] == [
+        ["ok"] * 3,
+        ["ok", "rejected", "ok"],
+        ["ok"] * 3,
+    ]
+    assert "momentum_atoms.0" in clients_of(run, 2)[1]["reason"]
+
+
+def test_while_statistics_are_measured_weights_stay(tmp_path: Path, grids: Any) -> None:
+    grid = grids(TamperingGrid, tamper=staticmethod(put("atoms.1.conv.weight", lambda array: array * np.float32(-3))))
+    settings = TRIO | {"strategy": "profl", "batch_norm": "running", "num_rounds": 1, "fleet": "unlimited"}
+    run = run_local(tmp_path, grid, **settings, stage_rounds=1, distil_rounds=1)
+    sent = next(arrays_of(message) for message in training(grid.last.sent))
+    for name, array in model_of(run).items():
+        if name in sent and not name.endswith(("running_mean", "running_var", "num_batches_tracked")):
+            np.testing.assert_array_equal(array, sent[name])
+
+
 def test_a_run_goes_on_without_a_bad_update(tmp_path: Path, grids: Any) -> None:
     grid = grids(TamperingGrid, tamper=staticmethod(BAD["nan"][0]))
     run = run_local(tmp_path, grid, num_rounds=2, strategy="fedavg", **TRIO)

@@ -132,6 +132,23 @@ def test_fedepth_gives_a_smaller_piece_after_a_crash(tmp_path: Path, grids: Any)
     assert second["measured_peak"] <= second["budget"]
 
 
+def test_a_share_that_a_fleet_fixes_is_not_taken_away_by_a_crash(tmp_path: Path, grids: Any) -> None:
+    """There is no smaller one to fall back to."""
+    fleet = fleet_json({"board": 1.0}, board=1.2)
+    for strategy in ("heterofl", "splitmix"):
+        grid = grids(Faulty, errors={(1, 0): 8})
+        run = run_local(tmp_path / strategy, grid, strategy=strategy, num_rounds=2, mix_share=0.25, **TRIO, fleet=fleet)
+        assert [statuses(run, n)[0] for n in (1, 2)] == ["crashed", "ok"], strategy
+
+
+def test_statistics_that_nobody_measured_are_measured_in_the_next_round(tmp_path: Path, grids: Any) -> None:
+    grid = grids(Faulty, errors=dict.fromkeys([(1, 0), (1, 1), (1, 2)], 8))
+    settings = TRIO | {"strategy": "profl", "batch_norm": "running", "max_empty_rounds": 3, "num_rounds": 3}
+    run = run_local(tmp_path, grid, **settings, stage_rounds=1, distil_rounds=1, fleet="unlimited")
+    assert [record["stage"] for record in run.rounds()] == ["statistics"] * 2 + ["shrinking, step 3"]
+    assert [record["aggregated"] for record in run.rounds()] == [False, True, True]
+
+
 def test_who_did_not_answer_is_not_asked_to_evaluate(tmp_path: Path, grids: Any) -> None:
     grid = grids(Faulty, errors={(1, 1): 5})
     run_local(tmp_path, grid, strategy="fedavg", client_evaluation_every=1, **TRIO)

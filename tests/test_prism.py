@@ -202,6 +202,18 @@ def test_orthdrop_takes_the_top_kernels_and_all_outputs(tmp_path: Path, monkeypa
             assert len(u[0]) == strategy.full[layer.u][0]
 
 
+def test_prism_with_all_output_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OrthDrop's sub-models, of kernels that are drawn."""
+    made = strategies(monkeypatch)
+    run = run_local(tmp_path, **TRIO, **SMALL, fleet="unlimited", keep_ratios="0.5", output_channels="all")
+    (strategy,) = made
+    for task, _ in strategy._asked.values():
+        held = strategy.indices(task)
+        assert all(len(held[layer.u][0]) == strategy.full[layer.u][0] for layer in strategy.factors)
+        assert any(held[layer.v][0].tolist() != list(range(len(held[layer.v][0]))) for layer in strategy.factors)
+    assert [client["status"] for client in clients_of(run)] == ["ok"] * 3
+
+
 def test_origdrop_has_no_channels_that_nobody_trains(tmp_path: Path) -> None:
     fleet = fleet_json(some=0.6, poor=0.3)
     run = run_local(tmp_path, **TRIO | SMALL | {"strategy": "origdrop"}, fleet=fleet, keep_ratios="1,0.5,0.25")
@@ -295,6 +307,14 @@ def test_a_fleet_may_say_how_much_of_a_model_each_device_gets(tmp_path: Path, na
     assert [client["status"] for client in clients_of(run)] == ["ok", "ok", "memory"]
     half, quarter, _ = clients_of(run)
     assert quarter["measured_peak"] == quarter["predicted_peak"] < half["measured_peak"] == half["predicted_peak"]
+
+
+def test_origdrop_counts_no_ratio_that_its_device_has_no_memory_for(tmp_path: Path) -> None:
+    fleet = fleet_json({"whole": 1.0, "half": 0.5, "quarter": 0.25}, whole=0.4, half=9.0, quarter=9.0)
+    run = run_local(tmp_path, **TRIO | SMALL | {"strategy": "origdrop"}, keep_ratios="1,0.5,0.25", fleet=fleet)
+    conv = model_of(run)["atoms.1.conv.weight"]
+    assert (conv[:8, :8] != 0).all()
+    assert not conv[8:].any()
 
 
 def test_a_ratio_that_a_run_does_not_have(tmp_path: Path) -> None:

@@ -25,23 +25,31 @@ from helpers import (
     tiny_settings,
     training,
 )
+from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from client_app.examples import normalised
 from client_app.features import _mixed, prefix_features, teacher_logits
-from client_app.setup import open_dataset
+from client_app.setup import blueprint_of_shape, open_dataset
 from client_app.task import Task
 from client_app.trainers.profl import Orders, distillation, evaluate, train
 from client_app.training import PieceModel, load_for_device
 from client_app.validation import evaluate_whole
 from device_profiles.memory import MemoryBudgetExceededError
+from federated_data.datasets import PUBLISHED
 from models.basic_layers import blocks_of, cascade_at, step_atoms, with_basic_layers
 from models.cascade import unit_of
 from piecework import load
+from piecework.options import read_preset
 from piecework.plan import make_plan
 from piecework.question import ask
 from server_app.records import RunDir
+from server_app.settings import Settings
+from strategies.pricing import pricing_for
 from strategies.profl import Leg, legs_of
+from strategies.profl_steps import ProFLRule
+
+ROOT = Path(__file__).parents[1]
 
 
 def boards(**memory: float | int) -> str:
@@ -216,6 +224,30 @@ def test_random_blocks_get_statistics_before_shrinking(whole_run: tuple[RunDir, 
     assert record["accuracy"] is None
     assert record["clients_evaluated"] == 0
     assert record["train_loss"] is None
+
+
+@pytest.mark.parametrize(("atoms", "begins"), [((0, 1, 2, 3), "shrinking, step 3"), ((0, 1, 4), "statistics")])
+def test_statistics_that_init_weights_bring_are_not_measured(
+    tmp_path: Path, atoms: tuple[int, ...], begins: str
+) -> None:
+    """All of them, or all are measured."""
+    model, file = a_blueprint(batch_norm="running"), tmp_path / "some.safetensors"
+    units = {f"atoms.{atom}": model.build_unit(f"atoms.{atom}") for atom in atoms}
+    save_file({f"{u}.{n}": value for u, unit in units.items() for n, value in unit.state_dict().items()}, file)
+    run = run_local(tmp_path, **SMALL | {"init_weights": str(file), "num_rounds": 1})
+    assert run.rounds()[0]["stage"] == begins
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf").glob("profl-*.toml")))
+def test_presets_have_rounds_for_all_parts(name: str) -> None:
+    """So many that growing's last step may take all of its own."""
+    settings = Settings.from_run_config(read_preset(name))
+    shape, classes, _ = PUBLISHED[settings.dataset]
+    rule = ProFLRule(blueprint_of_shape(settings, shape, classes), pricing_for(settings, a_blueprint()), settings)
+    count, shrinking = len(rule.blocks), settings.shrinking
+    parts = legs_of(count, shrinking=shrinking, maps=range(2, count + 1), statistics=settings.batch_norm == "running")
+    rounds = {"map": settings.distil_rounds, "statistics": 1}
+    assert sum(rounds.get(leg.kind, settings.stage_rounds) for leg in parts) <= settings.num_rounds
 
 
 def test_statistics_by_hand(tmp_path: Path) -> None:

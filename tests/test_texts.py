@@ -84,9 +84,8 @@ def test_without_test_texts_a_fifth_is_held_out_before_words_are_counted(tmp_pat
     assert known == len({row[-2] for row in data.inputs}) + 1  # of words that only test texts have there is no number
 
 
-@pytest.mark.parametrize("opener", [open, gzip.open, lzma.open])
-def test_imdb_from_lines(tmp_path: Path, opener: Any) -> None:
-    suffix = {"open": ".xz"}.get(opener.__name__, "") if opener is lzma.open else {gzip.open: ".gz"}.get(opener, "")
+@pytest.mark.parametrize(("opener", "suffix"), [(open, ""), (gzip.open, ".gz"), (lzma.open, ".xz")])
+def test_imdb_from_lines(tmp_path: Path, opener: Any, suffix: str) -> None:
     (tmp_path / "imdb").mkdir()
     for part, entries in (("train", [("A great <br /><br />film", 1), ("dull film", 0)]), ("test", [("br great", 1)])):
         with opener(tmp_path / "imdb" / f"{part}.jsonl{suffix}", "wt", encoding="utf-8") as lines:
@@ -127,7 +126,7 @@ def test_the_real_reviews(tmp_path: Path) -> None:
     [
         ("imdb", {}, r"imdb: no .*aclImdb.train; set data-dir"),
         ("text:none", {}, r"no folder .*none; write text:<dir>"),
-        ("text:empty", {"empty/train/a/readme.md": b"x"}, r"no \.txt in the class folders of .*train"),
+        ("text:empty", {"empty/train/a/readme.md": b"x"}, r"no \.txt in .*train.a"),
         ("text:odd", {"odd/a/1.txt": b"\xff\xfe\xff"}, r"1\.txt cannot be read as a text: .*store it as UTF-8"),
         (
             "imdb",
@@ -190,7 +189,9 @@ def test_tokens_that_cannot_be_read(tmp_path: Path, x: np.ndarray, message: str)
 def test_groups_are_one_an_example(tmp_path: Path) -> None:
     x = np.zeros((4, 2, 2), dtype=np.uint8)
     np.savez(tmp_path / "x.npz", x_train=x, y_train=np.zeros(4, dtype=int), group_train=np.zeros(3, dtype=int))
-    with pytest.raises(DatasetError, match=r"group_train in .*: |group_train .* groups are integers of shape \(4,\)"):
+    with pytest.raises(
+        DatasetError, match=r"group_train in .* is int64 of shape \(3,\); groups are integers of shape \(4,\)"
+    ):
         prepare(f"npz:{tmp_path / 'x.npz'}", data_dir="", cache_dir=tmp_path / "cache")
 
 
@@ -243,7 +244,7 @@ def test_exported_tokens_know_their_vocabulary(tmp_path: Path) -> None:
             {"partition": "natural", "partition_groups": 5},
             r"partition-groups is 5: 3 clients need 15 groups, .* have 12",
         ),
-        ({"strategy": "fedprophet"}, r"tokens|attack moves pixels"),
+        ({"strategy": "fedprophet"}, r"an attack moves pixels within \[0, 1\], and needs images of 8 bits"),
     ],
 )
 def test_settings_that_do_not_go_with_tokens(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -85,6 +85,12 @@ def test_mutual_objective_of_two(batch: int) -> None:
     assert mutual_objective([h1, h2], y, "authors").item() == pytest.approx(CE1 + CE2 + KL21 + KL12)
 
 
+def test_mutual_objective_of_one_logit() -> None:
+    """It says what two would whose other one is 0: log 3 and 0 against class 1, a probability of 3/4 and of 1/2."""
+    h1, h2, y = torch.tensor([[LOG3]]), torch.tensor([[0.0]]), torch.ones(1, dtype=torch.int64)
+    assert mutual_objective([h1, h2], y, "paper").item() == pytest.approx((CE1 + CE2) / 2 + KL21 + KL12)
+
+
 def test_mutual_objective_of_three() -> None:
     h1, h2, y = logits()
     h3 = h2.detach().clone()

@@ -26,7 +26,7 @@ from client_app.examples import Examples
 from client_app.memory_cap import return_free_memory
 from client_app.randomness import integer
 from client_app.task import Metrics, Task
-from client_app.training import MakeLoss, PieceModel, Trainee, channels_last, load_for_device
+from client_app.training import MakeLoss, PieceModel, Trainee, channels_last, classification_loss, load_for_device
 from device_profiles.memory import MemoryBudgetExceededError
 from models.cascade import isolated_rng
 from models.partition import (
@@ -178,7 +178,9 @@ def mutual_loss(kind: str) -> MakeLoss:
 def mutual_objective(logits: list[Tensor], y: Tensor, kind: str) -> Tensor:
     """The objective of section 4.3 on logits[M][B, classes] and labels y[B]; KL is the mean over the batch."""
     logits, M = [h.float() for h in logits], len(logits)
-    ce = torch.stack([F.cross_entropy(h, y) for h in logits]).sum() / (M if kind == "paper" else 1)
+    ce = torch.stack([classification_loss(h, y) for h in logits]).sum() / (M if kind == "paper" else 1)
+    if logits[0].shape[1] == 1:  # the probabilities of one logit are those of two, the other one 0
+        logits = [F.pad(h, (0, 1)) for h in logits]
     kl = [
         F.kl_div(h.log_softmax(1), other.detach().log_softmax(1), reduction="batchmean", log_target=True)
         for m, h in enumerate(logits)

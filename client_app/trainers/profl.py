@@ -62,16 +62,20 @@ def train(task: Task, client: Client) -> Update:
     client.blueprint = with_basic_layers(client.blueprint, orders.pieces)
     if orders.doing == "statistics":
         return measure(task, client, orders.frozen())
+    atoms = step_atoms(client.blueprint, orders.pieces, orders.step)
+    whole = fits(task.price(atoms), client.allowed)
+    if orders.doing == "map":
+        require(task, client, student_atoms(client.blueprint, orders.step), f"integrating block {orders.step}")
+    elif not whole:
+        require(task, client, OUTPUT_LAYER, "training the output layer")
     frozen = [(atom,) for atom in orders.frozen()]
     training = client.settings.frozen_mode == "training"
     # images are augmented anew in every round, features are not
     z = prefix_features(client, frozen, training=training) if frozen else client.share(0)
     if orders.doing == "map":
         return integrate(task, client, orders, z)
-    atoms = step_atoms(client.blueprint, orders.pieces, orders.step)
-    if fits(task.price(atoms), client.allowed):
+    if whole:
         return learn(task, client, atoms, z)
-    require(task, client, OUTPUT_LAYER, "training the output layer")
     return learn(task, client, OUTPUT_LAYER, behind(client, z, atoms, None, "output"))
 
 
@@ -86,7 +90,6 @@ def integrate(task: Task, client: Client, orders: Orders, z: Examples) -> Update
     """Map: the basic layer of block t learns to stand for it."""
     blocks, t = orders.pieces, orders.step
     student = student_atoms(client.blueprint, t)
-    require(task, client, student, f"integrating block {t}")
     teacher = teacher_logits(client, step_atoms(client.blueprint, blocks, t), z)
     trained = learners(student, t == len(blocks))
     return learn(task, client, student, Examples(z.read, teacher, z.device), trained, distillation(trained))
