@@ -205,7 +205,7 @@ def test_orthdrop_takes_the_top_kernels_and_all_outputs(tmp_path: Path, monkeypa
 def test_prism_with_all_output_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OrthDrop's sub-models, of kernels that are drawn."""
     made = strategies(monkeypatch)
-    run = run_local(tmp_path, **TRIO, **SMALL, fleet="unlimited", keep_ratios="0.5", output_channels="all")
+    run = run_local(tmp_path, **TRIO, **SMALL, fleet=fleet_json(rich=9.0), keep_ratios="0.5", output_channels="all")
     (strategy,) = made
     for task, _ in strategy._asked.values():
         held = strategy.indices(task)
