@@ -161,9 +161,10 @@ class PriSM(HeteroFL):
         return found | {MOMENTUM + name: found[name] for name in self.carried}
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
-        """The sub-model."""
-        whole = self.factored(arrays)
-        return ArrayRecord({n: Array(take(whole[n].numpy(), where)) for n, where in self.indices(task).items()})
+        """The sub-model; to be trained, not evaluated, with its momentum."""
+        whole, trained = self.factored(arrays), task.state_round < task.round
+        where = {n: w for n, w in self.indices(task).items() if trained or not n.startswith(MOMENTUM)}
+        return ArrayRecord({n: Array(take(whole[n].numpy(), w)) for n, w in where.items()})
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
         """Add a sub-model, entry by entry."""
