@@ -1,0 +1,92 @@
+"""How PriSM's sub-models of a trained model do on the test images, beside the model itself: clients train the former.
+
+    python -m benchmarks.prism_sub_models RUN [--images 2000] [--draws 4]
+
+RUN is the folder of a finished run; kernels and output channels are drawn as in it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from safetensors.numpy import load_file
+
+from client_app.examples import as_inputs
+from client_app.setup import blueprint_for, open_dataset
+from client_app.training import predictions
+from federated_data.datasets import ArrayDataset
+from models.cascade import Blueprint, Cascade
+from models.kernels import decompose, sample
+from models.low_rank import computed, factors, is_place, low_rank
+from piecework import load
+from server_app.records import RunDir
+from server_app.settings import Settings
+
+KEEPS = (0.2, 0.4, 0.6, 0.8)
+Arrays = Mapping[str, np.ndarray]
+
+
+def sub_model(
+    blueprint: Blueprint, arrays: Arrays, keep: float, settings: Settings, rng: np.random.Generator
+) -> Cascade:
+    """A sub-model of the model that these arrays are."""
+    channels = settings.output_channels
+    small = low_rank(blueprint, keep, narrow=channels != "all", scattered=channels == "random")
+    model, state, rows = Cascade(small), dict(arrays), {}
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    for layer in factors(small):
+        sigma, v, u = decompose(state.pop(layer.weight))
+        chosen = sample(sigma, shapes[layer.v][0], settings.kappa, rng, settings.kernel_sampling)
+        state[layer.v], state[layer.u] = v[chosen], u[:, chosen]
+        kept = shapes[layer.u][0]
+        rows[layer.weight] = (
+            np.sort(rng.choice(len(u), kept, replace=False)) if channels == "random" else np.arange(kept)
+        )
+        if layer.bias:
+            state[layer.bias[0]] = state.pop(layer.bias[1])
+    for name, made in computed(small).items():
+        if is_place(name):
+            state[name] = rows[made[0]]
+        for axis, weight in enumerate(made if not is_place(name) else ()):
+            state[name] = state[name].take(rows[weight], axis) if weight and channels != "all" else state[name]
+    model.load_state_dict({name: torch.from_numpy(np.ascontiguousarray(state[name])) for name in shapes})
+    return model
+
+
+@torch.no_grad()
+def accuracy(model: Cascade, data: ArrayDataset, images: int, batch: int) -> float:
+    """Share of the first test images that is classified rightly."""
+    model.eval()
+    rows = np.array_split(np.arange(images), max(1, images // batch))
+    right = [
+        predictions(model(as_inputs(data.test_inputs[each], data))).numpy() == data.test_labels[each] for each in rows
+    ]
+    return float(np.concatenate(right).mean())
+
+
+def main(
+    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    images: Annotated[int, typer.Option(help="test images")] = 2000,
+    draws: Annotated[int, typer.Option(help="sub-models of each ratio")] = 4,
+) -> None:
+    """Print a table."""
+    torch.set_num_threads(1)
+    settings = Settings.from_run_config(RunDir(run).settings())
+    data = open_dataset(settings.dataset, settings.data_dir)
+    blueprint, arrays, whole = blueprint_for(settings, data), load_file(run / "model.safetensors"), load(run)
+    table = Table("keep ratio", "accuracy", "lowest", "highest", box=None)
+    table.add_row("1 (the model)", f"{accuracy(whole, data, images, settings.eval_batch_size):.1%}", "", "")
+    for keep in KEEPS:
+        models = (sub_model(blueprint, arrays, keep, settings, np.random.default_rng(n)) for n in range(draws))
+        found = [accuracy(model, data, images, settings.eval_batch_size) for model in models]
+        table.add_row(f"{keep:g}", f"{np.mean(found):.1%}", f"{min(found):.1%}", f"{max(found):.1%}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
