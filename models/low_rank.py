@@ -57,16 +57,16 @@ class Pair(nn.Module):
     """
 
     def __init__(
-        self, v: nn.Module, u: nn.Module, weight: str, bias: str = "", pad: nn.Module | None = None, reads: str = ""
+        self, v: nn.Module, u: nn.Module, weight: str, bias: str = "", pad: "Padding | None" = None, reads: str = ""
     ) -> None:
         super().__init__()
-        self.v, self.u, self.pad = v, u, pad or nn.Identity()
+        self.v, self.u = v, u
         self.weight, self.bias, self.reads = weight, bias, reads
+        hold(self, pad)
 
     def forward(self, z: Tensor) -> Tensor:
         """What the layer makes, as far as it is computed."""
-        z = self.pad(self.u(self.v(z)))
-        return z
+        return padded(self, self.u(self.v(z)))
 
     def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
         """v' and u'."""
@@ -76,13 +76,11 @@ class Pair(nn.Module):
 class PaddedNorm(nn.BatchNorm2d):
     """A norm of the channels that are computed, with zeros for the others: the mask comes after the shift."""
 
-    pad: nn.Module
     follows: str  # the layer of the atom whose channels these are
 
     def forward(self, z: Tensor) -> Tensor:
-        """z[B, c, H, W] to as many channels as `pad` makes."""
-        z = self.pad(super().forward(z))
-        return z
+        """z[B, c, H, W] to all channels, where these are to be seen."""
+        return padded(self, super().forward(z))
 
 
 class LowRankLSTM(nn.Module):
@@ -158,8 +156,8 @@ def thinned(module: nn.Module, cut: Cut, live: int | None, last: bool) -> Iterat
         yield "conv", _conv(children["conv"], "conv", cut, live, reads=CHAIN if live else "")
         if "bn" in children:
             yield "bn", _norm(children["bn"], cut, "conv")
-        if last:
-            yield "pad", _pad(cut, len(children["conv"].get_parameter("weight"))) or nn.Identity()
+        if last and (pad := _padding(cut, len(children["conv"].get_parameter("weight")))):
+            yield "pad", PadChannels(pad)
 
 
 def made_real(module: nn.Module) -> nn.Module:
@@ -168,53 +166,53 @@ def made_real(module: nn.Module) -> nn.Module:
         for name, parameter in list(layer.named_parameters(recurse=False)):
             setattr(layer, name, nn.Parameter(torch.empty(parameter.shape)))
         for name, buffer in list(layer.named_buffers(recurse=False)):
-            setattr(layer, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+            empty = torch.empty(buffer.shape, dtype=buffer.dtype)
+            setattr(layer, name, torch.arange(len(buffer)) if name == "rows" else empty)
         if callable(reset := getattr(layer, "reset_parameters", None)):
             reset()
     return module
 
 
-class PadChannels(nn.Module):
-    """z[B, c, H, W] to `channels` channels, the others behind it, zero."""
+@dataclass(frozen=True)
+class Padding:
+    """What brings channels to `channels` of them: zeros behind them; or around `scattered` of them, where that is not 0."""
 
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.channels = channels
+    channels: int
+    scattered: int = 0
 
-    def forward(self, z: Tensor) -> Tensor:
-        """z[B, channels, H, W]."""
-        missing = self.channels - z.shape[1]
+
+def hold(module: nn.Module, pad: Padding | None) -> None:
+    """Let a module pad what it makes: the i-th of its channels becomes that of number `rows[i]`, where it has rows."""
+    module.channels = pad.channels if pad else 0  # type: ignore[assignment]
+    module.register_buffer("rows", torch.arange(pad.scattered) if pad and pad.scattered else None)
+
+
+def padded(module: nn.Module, z: Tensor) -> Tensor:
+    """z[B, c, H, W] with as many channels as the module is to hand on."""
+    missing, rows = max(0, module.channels - z.shape[1]), module.rows  # type: ignore[operator]
+    if rows is None:
         return nn.functional.pad(z, (0, 0) * (z.dim() - 2) + (0, missing)) if missing else z
+    shape = (len(z), module.channels, *z.shape[2:])
+    out = torch.empty(shape, dtype=z.dtype, device=z.device, memory_format=torch.channels_last).zero_()
+    out[:, rows] = z  # type: ignore[index]
+    return out
 
 
-class PlaceChannels(nn.Module):
-    """z[B, c, H, W] to `channels` channels, the i-th of z at `rows[i]`, the others zero."""
+class PadChannels(nn.Module):
+    """The last layer of a plain chain."""
 
-    rows: Tensor
-
-    def __init__(self, channels: int, kept: int) -> None:
+    def __init__(self, pad: Padding) -> None:
         super().__init__()
-        self.channels = channels
-        self.register_buffer("rows", torch.arange(kept))
-
-    def reset_parameters(self) -> None:
-        """The first channels."""
-        self.rows = torch.arange(len(self.rows))
+        hold(self, pad)
 
     def forward(self, z: Tensor) -> Tensor:
-        """z[B, channels, H, W]."""
-        out = torch.empty(
-            len(z), self.channels, *z.shape[2:], dtype=z.dtype, device=z.device, memory_format=torch.channels_last
-        ).zero_()
-        out[:, self.rows] = z
-        return out
+        """z[B, c, H, W] with all channels."""
+        return padded(self, z)
 
 
-def _pad(cut: Cut, wide: int) -> nn.Module | None:
+def _padding(cut: Cut, wide: int) -> Padding | None:
     """What brings the channels that are computed to `wide` of them; nothing where that is 0."""
-    if not wide or not cut.narrow:
-        return None
-    return PlaceChannels(wide, cut.channels(wide)) if cut.scattered else PadChannels(wide)
+    return Padding(wide, cut.channels(wide) * cut.scattered) if wide and cut.narrow else None
 
 
 def _conv(conv: nn.Module, name: str, cut: Cut, live: int | None = None, wide: int = 0, reads: str = "") -> Pair:
@@ -227,7 +225,7 @@ def _conv(conv: nn.Module, name: str, cut: Cut, live: int | None = None, wide: i
         inputs, rank, bias=False, **{name: getattr(conv, name) for name in ("kernel_size", "stride", "padding")}
     )
     u = nn.Conv2d(rank, outputs, 1, bias=conv.bias is not None)
-    return Pair(v, u, f"{name}.weight", f"{name}.bias" if conv.bias is not None else "", _pad(cut, wide), reads)
+    return Pair(v, u, f"{name}.weight", f"{name}.bias" if conv.bias is not None else "", _padding(cut, wide), reads)
 
 
 def _linear(linear: nn.Module, name: str, cut: Cut) -> Pair:
@@ -240,7 +238,8 @@ def _linear(linear: nn.Module, name: str, cut: Cut) -> Pair:
 def _norm(norm: nn.Module, cut: Cut, follows: str, wide: int = 0) -> nn.Module:
     assert isinstance(norm, nn.BatchNorm2d)
     thin_norm = PaddedNorm(cut.channels(norm.num_features), track_running_stats=norm.track_running_stats)
-    thin_norm.pad, thin_norm.follows = _pad(cut, wide) or nn.Identity(), follows
+    thin_norm.follows = follows
+    hold(thin_norm, _padding(cut, wide))
     return thin_norm
 
 
@@ -284,17 +283,17 @@ def computed(blueprint: Blueprint) -> dict[str, tuple[str, ...]]:
                 read = before if layer.reads == CHAIN else f"{unit}.{layer.reads}.weight" if layer.reads else ""
                 found |= {f"{unit}.{path}.v.weight": ("", read), f"{unit}.{path}.u.weight": (made,)}
                 found |= {f"{unit}.{path}.u.bias": (made,)} if layer.bias else {}
-                found |= {f"{unit}.{path}.pad.rows": (made,)} if isinstance(layer.pad, PlaceChannels) else {}
+                found |= {f"{unit}.{path}.rows": (made,)} if layer.rows is not None else {}
             elif isinstance(layer, PaddedNorm):
                 made = f"{unit}.{layer.follows}.weight"
                 names = [name for name in layer.state_dict() if not name.endswith("num_batches_tracked")]
                 found |= {f"{unit}.{path}.{name}": (made,) for name in names}
-            elif isinstance(layer, PlaceChannels) and path == "pad":
-                found[f"{unit}.pad.rows"] = (f"{unit}.conv.weight",)
+            elif isinstance(layer, PadChannels) and layer.rows is not None:
+                found[f"{unit}.{path}.rows"] = (f"{unit}.conv.weight",)
         before = f"{unit}.conv.weight"
     return found
 
 
 def is_place(name: str) -> bool:
     """Whether an array of a sub-model says where computed channels lie."""
-    return name.endswith("pad.rows")
+    return name.endswith(".rows")

@@ -146,7 +146,7 @@ def test_a_block_by_hand() -> None:
     assert (block.conv1.v.bias, block.conv1.u.bias) == (None, None)
     assert block.conv2.v.weight.shape == (52, 52, 3, 3)
     assert block.downsample[0].weight.shape == (128, 64, 1, 1)
-    assert (block.bn1.num_features, block.bn2.num_features, block.bn2.pad.channels) == (52, 52, 128)
+    assert (block.bn1.num_features, block.bn2.num_features, block.bn2.channels) == (52, 52, 128)
     assert thin.atoms[3].shape == (128, 16, 16)
     assert thin.build_unit("atoms.0").conv1.weight.shape == (64, 3, 3, 3)
 

@@ -137,7 +137,7 @@ def test_all_output_channels_are_trained_where_they_are_drawn(
         before = first_arrays(made[-1].settings)[norm]
         trained[channels] = set(np.flatnonzero(model_of(run)[norm] != before))
         rows = [arrays_of(m) for m in training(grid.last.sent)]
-        places = [tuple(array) for arrays in rows for name, array in arrays.items() if name.endswith("pad.rows")]
+        places = [tuple(array) for arrays in rows for name, array in arrays.items() if name.endswith(".rows")]
         assert (len(set(places)) > 3) == (channels == "random")
     count = len(before)
     assert trained["first"] == set(range(math.ceil(0.4 * count)))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks.tables.shared import COMPARED, MB, beside, commands, layers_of, rule_for, section, table
 from models.cascade import Atom, Blueprint
 from models.layers import named
-from models.low_rank import PadChannels, low_rank
+from models.low_rank import PadChannels, Padding, low_rank
 from strategies.pricing import Part, whole_model
 
 KEEP_RATIOS = (0.8, 0.6, 0.4, 0.2)
@@ -56,7 +56,7 @@ def _first(build: Callable[[], nn.Module], rank: int) -> nn.Module:
 
 
 def _padded_head(build: Callable[[], nn.Module], channels: int) -> nn.Module:
-    return named(pad=PadChannels(channels), whole=build())
+    return named(pad=PadChannels(Padding(channels)), whole=build())
 
 
 def _factorised(build: Callable[[], nn.Module], keep: float) -> nn.Module:
