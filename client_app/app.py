@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from client_app import frozen
-from client_app.accelerator import NoAcceleratorError, find_device
+from client_app.accelerator import NoAcceleratorError, find_device, without_denormals
 from client_app.client import Client
 from client_app.memory_cap import ResidentPeak, is_out_of_memory
 from client_app.prepare import memory_for_training, open_share, open_store, pack, prepare_client, unpack
@@ -123,7 +123,7 @@ def answer(message: Message, context: Context, work: Callable[[Client, Task], An
     with closing(open_store(context, task.state_dir, task.experiment_id, name)) as store:
         try:
             client = prepare_client(message.content, message_bytes, task, context, store)
-            with client.cap.task():
+            with client.cap.task(), without_denormals():
                 outcome, measured, arrays = work(client, task)
             metrics |= measured
         except MemoryBudgetExceededError as error:

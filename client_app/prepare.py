@@ -38,9 +38,6 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     """
     settings = Settings.from_run_config(context.run_config)
     torch.set_num_threads(settings.torch_threads)
-    torch.set_flush_denormal(
-        True
-    )  # an LSTM's gradients vanish over 500 steps: backward took 20 times as long with denormals
     device = find_device(settings.accelerator)
     number = int(context.node_config["partition-id"])
     clients = settings.clients or int(context.node_config["num-partitions"])

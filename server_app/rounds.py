@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
@@ -63,9 +62,6 @@ class Run:
 
     def __init__(self, grid: Grid, settings: Settings, run_dir: RunDir) -> None:
         self.grid, self.settings, self.run_dir = grid, settings, run_dir
-        torch.set_flush_denormal(
-            True
-        )  # as clients do: one that shares this thread must not change what the server computes
         fleet, strategy_class, self.data, blueprint = preflight(settings)
         checkpoint = run_dir.load_checkpoint() if settings.resume_from else None
         self.values = self._begin(checkpoint)
