@@ -51,6 +51,7 @@ class CarriedMomentum:
         """Fill the buffers with what the server sent, else with what the client has kept; others stay zero."""
         with ExitStack() as opened:
             sources = [opened.enter_context(safe_open(path, "np")) for path in self._files()]
+            # a safetensors handle is not a mapping
             known = {name: file for file in reversed(sources) for name in file.keys()}  # noqa: SIM118
             for name, buffer in buffers(pieces, optimiser):
                 found = known[name].get_tensor(name) if name in known else None

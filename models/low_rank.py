@@ -50,37 +50,67 @@ def _ceil(number: float) -> int:
     return ceil(round(number, 6))  # 0.2 * 65 must not become 14 for a rounding error
 
 
-class Pair(nn.Module):
+@dataclass(frozen=True)
+class Padding:
+    """What brings channels to `channels` of them: zeros behind them; or around `scattered` of them, where that is not 0."""
+
+    channels: int
+    scattered: int = 0
+
+
+class Padded(nn.Module):
+    """What pads what it makes: the i-th of its channels becomes that of number `rows[i]`, where it has rows."""
+
+    channels: int
+    rows: Tensor | None
+
+    def hold(self, pad: Padding | None) -> None:
+        """Be told how, once."""
+        self.channels = pad.channels if pad else 0
+        self.register_buffer("rows", torch.arange(pad.scattered) if pad and pad.scattered else None)
+
+    def padded(self, z: Tensor) -> Tensor:
+        """z[B, c, H, W] with as many channels as are to be handed on."""
+        missing = max(0, self.channels - z.shape[1])
+        if self.rows is None:
+            return nn.functional.pad(z, (0, 0) * (z.dim() - 2) + (0, missing)) if missing else z
+        shape = (len(z), self.channels, *z.shape[2:])
+        out = torch.empty(shape, dtype=z.dtype, device=z.device, memory_format=torch.channels_last).zero_()
+        out[:, self.rows] = z
+        return out
+
+
+class Pair(Padded):
     """`v`, then `u`, in place of a layer whose arrays are `weight` and `bias` of the module around it.
 
     `reads` is the layer of the atom whose channels it reads, CHAIN the one before it in a plain chain, or empty: all channels.
     """
 
     def __init__(
-        self, v: nn.Module, u: nn.Module, weight: str, bias: str = "", pad: "Padding | None" = None, reads: str = ""
+        self, v: nn.Module, u: nn.Module, weight: str, bias: str = "", pad: Padding | None = None, reads: str = ""
     ) -> None:
         super().__init__()
         self.v, self.u = v, u
         self.weight, self.bias, self.reads = weight, bias, reads
-        hold(self, pad)
+        self.hold(pad)
 
     def forward(self, z: Tensor) -> Tensor:
         """What the layer makes, as far as it is computed."""
-        return padded(self, self.u(self.v(z)))
+        return self.padded(self.u(self.v(z)))
 
     def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
         """v' and u'."""
         return self.v.get_parameter("weight"), self.u.get_parameter("weight")
 
 
-class PaddedNorm(nn.BatchNorm2d):
+class PaddedNorm(nn.BatchNorm2d, Padded):
     """A norm of the channels that are computed, with zeros for the others: the mask comes after the shift."""
 
     follows: str  # the layer of the atom whose channels these are
 
     def forward(self, z: Tensor) -> Tensor:
         """z[B, c, H, W] to all channels, where these are to be seen."""
-        return padded(self, super().forward(z))
+        return self.padded(super().forward(z))
 
 
 class LowRankLSTM(nn.Module):
@@ -173,41 +203,16 @@ def made_real(module: nn.Module) -> nn.Module:
     return module
 
 
-@dataclass(frozen=True)
-class Padding:
-    """What brings channels to `channels` of them: zeros behind them; or around `scattered` of them, where that is not 0."""
-
-    channels: int
-    scattered: int = 0
-
-
-def hold(module: nn.Module, pad: Padding | None) -> None:
-    """Let a module pad what it makes: the i-th of its channels becomes that of number `rows[i]`, where it has rows."""
-    module.channels = pad.channels if pad else 0  # type: ignore[assignment]
-    module.register_buffer("rows", torch.arange(pad.scattered) if pad and pad.scattered else None)
-
-
-def padded(module: nn.Module, z: Tensor) -> Tensor:
-    """z[B, c, H, W] with as many channels as the module is to hand on."""
-    missing, rows = max(0, module.channels - z.shape[1]), module.rows  # type: ignore[operator]
-    if rows is None:
-        return nn.functional.pad(z, (0, 0) * (z.dim() - 2) + (0, missing)) if missing else z
-    shape = (len(z), module.channels, *z.shape[2:])
-    out = torch.empty(shape, dtype=z.dtype, device=z.device, memory_format=torch.channels_last).zero_()
-    out[:, rows] = z  # type: ignore[index]
-    return out
-
-
-class PadChannels(nn.Module):
+class PadChannels(Padded):
     """The last layer of a plain chain."""
 
     def __init__(self, pad: Padding) -> None:
         super().__init__()
-        hold(self, pad)
+        self.hold(pad)
 
     def forward(self, z: Tensor) -> Tensor:
         """z[B, c, H, W] with all channels."""
-        return padded(self, z)
+        return self.padded(z)
 
 
 def _padding(cut: Cut, wide: int) -> Padding | None:
@@ -239,7 +244,7 @@ def _norm(norm: nn.Module, cut: Cut, follows: str, wide: int = 0) -> nn.Module:
     assert isinstance(norm, nn.BatchNorm2d)
     thin_norm = PaddedNorm(cut.channels(norm.num_features), track_running_stats=norm.track_running_stats)
     thin_norm.follows = follows
-    hold(thin_norm, _padding(cut, wide))
+    thin_norm.hold(_padding(cut, wide))
     return thin_norm
 
 
