@@ -17,7 +17,7 @@ from client_app import frozen
 from client_app.accelerator import NoAcceleratorError, find_device, without_denormals
 from client_app.client import Client
 from client_app.memory_cap import ResidentPeak, is_out_of_memory
-from client_app.prepare import memory_for_training, open_share, open_store, pack, prepare_client, unpack
+from client_app.prepare import memory_for_training, open_share, open_store, own_test_rows, pack, prepare_client, unpack
 from client_app.task import Metrics, Outcome, Question, Task, content_bytes, piece_key, reply
 from client_app.trainers import find_evaluator, find_survey, find_trainer
 from device_profiles.memory import MemoryBudgetExceededError
@@ -37,10 +37,14 @@ def query_device(message: Message, context: Context) -> Message:
     node = context.node_config
     settings, number = Settings.from_run_config(context.run_config), int(node["partition-id"])
     clients = settings.clients or int(node["num-partitions"])
-    rows = open_share(settings, context, number, clients)[1] if number < clients else np.arange(0)
+    rows = test_rows = np.arange(0)
+    if number < clients:
+        data, rows = open_share(settings, context, number, clients)
+        if settings.evaluation == "personal":
+            test_rows = own_test_rows(data, settings, context, number, clients)
     train, held = split(rows, settings.validation_share, settings.seed, number) if len(rows) else (rows, rows)
     metrics: Metrics = {"partition-id": number, "num-partitions": clients}
-    metrics |= {"num-examples": len(train), "num-validation": len(held)}
+    metrics |= {"num-examples": len(train), "num-validation": len(held), "num-test": len(test_rows)}
     if node.get("device") == "auto":
         folder = Path(str(node.get("state-dir", ".")))
         folder.mkdir(parents=True, exist_ok=True)

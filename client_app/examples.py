@@ -83,6 +83,11 @@ def share_examples(data: ArrayDataset, rows: np.ndarray, augmentation: Augmentat
     return Examples(read, data.labels[rows])
 
 
+def examples_of_test(data: ArrayDataset, rows: np.ndarray) -> Examples:
+    """Examples of the test split: rows is int [n]."""
+    return Examples(lambda positions: as_inputs(data.test_inputs[rows[positions]], data), data.test_labels[rows])
+
+
 def as_inputs(rows: np.ndarray, data: ArrayDataset) -> Tensor:
     """What a model reads of rows of a data set: `normalised` images, or tokens [B, length], int64."""
     return torch.from_numpy(rows.astype(np.int64)) if data.vocabulary else normalised(rows, data)

@@ -11,10 +11,10 @@ from flwr.app import Array, ArrayRecord, Context, RecordDict
 from client_app import frozen
 from client_app.accelerator import find_device, free_memory
 from client_app.client import STAGES, Client
-from client_app.examples import Augmentation, Examples, share_examples
+from client_app.examples import Augmentation, Examples, examples_of_test, share_examples
 from client_app.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
 from client_app.randomness import generator
-from client_app.setup import all_shares, blueprint_for, open_dataset, open_own, recipe_for
+from client_app.setup import all_shares, all_test_shares, blueprint_for, open_dataset, open_own, recipe_for
 from client_app.store import Store
 from client_app.task import Task
 from device_profiles.fleet import device_state, load_fleet
@@ -56,6 +56,10 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         drawn = Augmentation.draw(len(train_rows), rng) if settings.augment else None
         return share_examples(data, train_rows, drawn).on(device)
 
+    if task.personal:
+        validation = examples_of_test(data, own_test_rows(data, settings, context, number, clients))
+    else:
+        validation = share_examples(data, validation_rows)
     budget = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes, device))
     allowed = settings.allowance(budget)
     keep_heap_tight(budget, available_memory())
@@ -71,7 +75,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         cap=MemoryCap(allowed, enforced=task.enforced, device=device),
         recipe=recipe_for(settings, task.lr),
         share=share,
-        validation=share_examples(data, validation_rows).on(device),
+        validation=validation.on(device),
         old_state=old_state,
         kept_round=task.kept_round,
         device=device,
@@ -143,3 +147,10 @@ def open_share(settings: Settings, context: Context, number: int, clients: int) 
         return data, np.arange(len(data.labels))
     data = open_dataset(settings.dataset, settings.data_dir)
     return data, all_shares(settings, clients)[number]
+
+
+def own_test_rows(data: ArrayDataset, settings: Settings, context: Context, number: int, clients: int) -> np.ndarray:
+    """The rows of the test split that are this client's: all of them where the node has its own data."""
+    if context.node_config.get("data-dir"):
+        return np.arange(len(data.test_labels))
+    return all_test_shares(settings, clients)[number]

@@ -12,6 +12,7 @@ from client_app.attacks import Attack
 from client_app.training import Recipe
 from federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare, set_name
 from federated_data.partition import make_shares
+from federated_data.personal import shares_of_test
 from models.cascade import Blueprint, Shape
 from models.zoo import build_blueprint
 from server_app.settings import Scalar, Settings
@@ -33,6 +34,13 @@ def all_shares(settings: Settings, clients: int) -> list[np.ndarray]:
             "data-dir in its node-config, or emulate clients with the data set itself"
         )
     return client_shares(settings, data.labels, clients, data.groups)
+
+
+@lru_cache(maxsize=4)
+def all_test_shares(settings: Settings, clients: int) -> list[np.ndarray]:
+    """The rows of the test split that are each client's own, drawn once a process. Raises DatasetError as `all_shares` does."""
+    data = open_dataset(settings.dataset, settings.data_dir)
+    return shares_of_test(data.labels, all_shares(settings, clients), data.test_labels, settings.seed)
 
 
 def client_shares(

@@ -29,6 +29,7 @@ class Task:
 
     A server may go back to an earlier model: client states of the rounds in `void`, pairs of a first and a last one, are of a
     discarded future, and the state of `kept_round`, or the newest before it, is kept because the server may go back to it.
+    `personal`: evaluation is on the client's own part of the test split, not on its validation share.
     """
 
     experiment_id: str
@@ -44,6 +45,7 @@ class Task:
     frozen: dict[str, str] = field(default_factory=dict)
     void: list[list[int]] = field(default_factory=list)
     kept_round: int = 0
+    personal: bool = False
     own: dict[str, Any] = field(default_factory=dict)
 
     def to_record(self) -> ConfigRecord:

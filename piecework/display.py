@@ -26,7 +26,7 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
     evaluated = accuracies(rounds, final)
     rows = [
         *((key, str(summary[key])) for key in ("status", "rounds")),
-        ("accuracy", f"{evaluated[-1]:.2%} (best {max(evaluated):.2%})" if evaluated else "-"),
+        (accuracy_name(rounds), f"{evaluated[-1]:.2%} (best {max(evaluated):.2%})" if evaluated else "-"),
         *under_attack_rows(final),
         ("clients", ", ".join(f"{key} {summary.get(f'clients_{key}', 0)}" for key in COUNTS)),
         ("bytes down", format_bytes(summary.get("bytes_down", 0))),
@@ -37,6 +37,11 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
     for name, value in rows:
         table.add_row(Text(name, style="dim"), Text(value))
     return table
+
+
+def accuracy_name(rounds: Sequence[Record]) -> str:
+    """What `accuracy` is in a run's records."""
+    return "personal accuracy" if rounds and rounds[-1].get("personal") else "accuracy"
 
 
 def memory_table(rounds: Sequence[Record]) -> Table:

@@ -1,4 +1,7 @@
-"""One prepared folder a node: the rows of its client, and for the server the test split. No folder holds another's data."""
+"""One prepared folder a node: the rows of its client, of the test split too, and for the server the whole test split.
+
+No node's folder holds another's data.
+"""
 
 import os
 import re
@@ -13,6 +16,7 @@ from rich.table import Table
 from client_app.setup import client_shares, partition_settings
 from device_profiles.profile import format_bytes
 from federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare, set_name, write
+from federated_data.personal import shares_of_test
 from federated_data.sources import Source
 from server_app.settings import Settings
 
@@ -34,11 +38,11 @@ def export_data(settings: Settings, out: Path, force: bool = False) -> list[dict
     if data.export is not None:
         raise DatasetError(f"{source} is a part of an export; export the whole data set, which is elsewhere")
     shares = client_shares(settings, data.labels, settings.clients, data.groups)
-    nobody = np.arange(0)
+    own_tests = shares_of_test(data.labels, shares, data.test_labels, settings.seed)
     parts: list[tuple[str, int | None, np.ndarray, np.ndarray]] = [
-        (f"node-{client}", client, rows, nobody) for client, rows in enumerate(shares)
+        (f"node-{client}", client, *both) for client, both in enumerate(zip(shares, own_tests, strict=True))
     ]
-    parts.append((SERVER, None, nobody, np.arange(len(data.test_labels))))
+    parts.append((SERVER, None, np.arange(0), np.arange(len(data.test_labels))))
     staging = out.with_name(f".{out.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         for name, client, rows, test_rows in parts:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from piecework.display import Record, format_seconds, peak_over_budget, percent
+from piecework.display import Record, accuracy_name, format_seconds, peak_over_budget, percent
 
 RECENT = 5  # rounds whose median is the expected duration of the next: the first one also traces and starts up
 
@@ -35,7 +35,7 @@ def round_line(record: Record, total_rounds: int, seconds: float) -> str:
 def accuracy_now(record: Record) -> str:
     """On the test data, or else on the clients'; empty where neither was asked."""
     for name, clean, attacked in (
-        ("accuracy", "accuracy", "adversarial_accuracy"),
+        (accuracy_name([record]), "accuracy", "adversarial_accuracy"),
         ("accuracy on the clients", "client_accuracy", "client_adversarial_accuracy"),
     ):
         if record[clean] is not None:

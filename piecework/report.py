@@ -154,7 +154,7 @@ def curves(rounds: Sequence[Record]) -> Any:
     """Accuracy and loss side by side; rounds that were not evaluated have no point."""
     figure = panels(2, horizontal_spacing=0.12)
     lines = (
-        ("accuracy", "test accuracy", 1),
+        ("accuracy", "mean accuracy on own test data" if rounds[-1].get("personal") else "test accuracy", 1),
         ("client_accuracy", "accuracy on the clients", 1),
         ("loss", "test loss", 2),
         ("train_loss", "training loss", 2),

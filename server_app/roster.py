@@ -38,8 +38,8 @@ class TooFewNodesError(RuntimeError):
 
 @dataclass
 class Member:
-    """A node: its client number, device's name, versions, examples to train on and to validate with, and measured figures where
-    it measures itself.
+    """A node: its client number, device's name, versions, examples to train on, to validate with, and of the test split, and
+    measured figures where it measures itself.
     """
 
     node_id: int
@@ -48,6 +48,7 @@ class Member:
     versions: str
     examples: int = MIN_EXAMPLES
     validation: int = 0
+    test: int = 0
     measured: dict[str, float] = field(default_factory=dict)
 
 
@@ -134,8 +135,9 @@ class Roster:
             raise ValueError(f"partition-id {client} of a run for {self.clients or self.federation} clients")
         examples = int(metrics.pop("num-examples"))  # type: ignore[arg-type]
         validation = int(metrics.pop("num-validation"))  # type: ignore[arg-type]
+        test = int(metrics.pop("num-test", 0))  # type: ignore[arg-type]
         measured = {key: float(value) for key, value in metrics.items()}  # type: ignore[arg-type]
-        member = Member(node, client, device, versions, examples, validation, measured)
+        member = Member(node, client, device, versions, examples, validation, test, measured)
         self._check_device(member)
         self.members[client] = member
         return client

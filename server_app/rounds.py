@@ -183,21 +183,23 @@ class Run:
         self._deliver(server_round)
         answers = self.mail.exchange(server_round, questions)
         client_metrics = strategy.aggregate_evaluate(server_round, answers)
-        last = server_round == settings.num_rounds
-        due = last or (settings.evaluate_every and server_round % settings.evaluate_every == 0)
-        central = self.evaluate(self.arrays, *strategy.trained_model()) if due and strategy.measurable else None
+        due, personal = settings.evaluation_due(server_round), strategy.personal
+        central = due and strategy.measurable and not personal
+        found = self.evaluate(self.arrays, *strategy.trained_model()) if central else None
+        accuracy, loss = (metric(client_metrics, key) for key in ("val-accuracy", "val-loss"))
         reports = list(strategy.reports.values())
         record = {
             "round": server_round,
             "stage": strategy.stage,
             "init_weights": self.values.get("init-weights", "") if server_round == 1 else "",
             **strategy.details(),
-            "accuracy": central.accuracy if central else None,
-            "loss": central.loss if central else None,
-            "adversarial_accuracy": central.adversarial_accuracy if central else None,
+            "personal": personal,
+            "accuracy": found.accuracy if found else accuracy if personal else None,
+            "loss": found.loss if found else loss if personal else None,
+            "adversarial_accuracy": found.adversarial_accuracy if found else None,
             "train_loss": metric(train_metrics, "train-loss"),
             "distillation_loss": metric(train_metrics, "distillation-loss"),
-            "client_accuracy": metric(client_metrics, "val-accuracy"),
+            "client_accuracy": None if personal else accuracy,
             "client_adversarial_accuracy": metric(client_metrics, "val-adversarial-accuracy"),
             "clients_evaluated": strategy.evaluated,
             "accuracy_by_device": accuracy_by_device(reports),

@@ -32,6 +32,7 @@ CHANGEABLE = frozenset(
         "max-in-flight",
         "evaluate-every",
         "client-evaluation-every",
+        "evaluation-clients",
     }
 )
 
@@ -202,7 +203,12 @@ class Settings(BaseModel):
         0.125, description="share of the channels of a base net, SplitMix"
     )
 
-    evaluate_every: Count = Field(1, description="rounds between central evaluations; 0 = only at the end")
+    evaluate_every: Count = Field(1, description="rounds between evaluations; 0 = only at the end")
+    evaluation: Literal["central", "personal"] = Field(
+        "central",
+        description="the model by the server, or clients each on its own part of the test split: the mean over them",
+    )
+    evaluation_clients: Count = Field(0, description="clients drawn for a personal evaluation; 0 = all")
     client_evaluation_every: Count = Field(0, description="rounds between evaluations on the clients; 0 = never")
     target_accuracy: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="stop early when reached; 0 = off")
     patience: Count = Field(0, description="stop after so many evaluations without a better accuracy; 0 = off")
@@ -259,6 +265,15 @@ class Settings(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _clients_evaluate_one_thing(self) -> Self:
+        if self.evaluation == "personal" and self.client_evaluation_every:
+            raise ValueError(
+                f"client-evaluation-every = {self.client_evaluation_every}: with evaluation = 'personal' clients evaluate on "
+                "their parts of the test split, by evaluate-every; set it to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _options_are_pairs(self) -> Self:
         self.options()
         return self
@@ -283,6 +298,10 @@ class Settings(BaseModel):
         if bad := [name for name, equals, value in pairs if not (name.strip() and equals and value.strip())]:
             raise ValueError(f"model-options = {self.model_options!r}: {bad[0]!r} is not NAME=VALUE")
         return {name.strip(): value.strip() for name, _, value in pairs}
+
+    def evaluation_due(self, server_round: int) -> bool:
+        """Whether a round ends with an evaluation: every `evaluate-every`-th does, and the last one."""
+        return server_round == self.num_rounds or bool(self.evaluate_every and server_round % self.evaluate_every == 0)
 
     @property
     def enforced(self) -> bool:

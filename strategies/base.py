@@ -334,17 +334,36 @@ class PieceStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """In every `client-evaluation-every`-th round, the clients of the round evaluate the new model."""
+        """Personal evaluation; or every `client-evaluation-every`-th round the round's clients evaluate the new model."""
         return self.post.configure("evaluate", self.evaluation_tasks(server_round, arrays, grid), arrays)
 
     def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
         """Who evaluates the new model, and by which task."""
         every = self.settings.client_evaluation_every
+        if self.personal:
+            due = self.settings.evaluation_due(server_round)
+            return self.personal_tasks(server_round, arrays, grid) if due else {}
         if not every or server_round % every or not self.measurable:
             return {}
         return {
             client: self.after_training(task) for client, (task, _) in self._asked.items() if self.reachable(client)
         }
+
+    @property
+    def personal(self) -> bool:
+        """Whether clients evaluate on their own parts of the test split."""
+        return self.settings.evaluation == "personal"
+
+    def personal_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
+        """The tasks of all clients, or of `evaluation-clients` that are drawn, but for those that were silent in the round."""
+        settings = self.settings
+        chosen = sampled(self.roster.present(grid), settings.evaluation_clients, settings.seed + 1, server_round)
+        tasks = {
+            client: task for client, (task, _) in self._asked.items() if client in chosen and self.reachable(client)
+        }
+        others = [client for client in chosen if client not in self._asked]
+        tasks |= {client: task for client, (task, _) in self.ask(others, server_round, arrays).items()}
+        return {client: replace(self.after_training(task), personal=True) for client, task in sorted(tasks.items())}
 
     def reachable(self, client: int) -> bool:
         """Whether a client of the round is worth asking again in the same round."""
@@ -355,20 +374,23 @@ class PieceStrategy(Strategy):
         return replace(task, state_round=task.round)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Mean over all validation examples of the clients that answered."""
+        """Mean over all validation examples of the clients that answered; of personal models over clients, each alike."""
         self.evaluated = 0
         total, sums = 0, dict.fromkeys(self.evaluation_keys, 0.0)
         for client, metrics in self.post.answers(replies, lambda c, status: self.note_error(c, server_round, status)):
             if client in self.reports:
                 self.reports[client].evaluation_peak = self.post.ledger[client].evaluation_peak
             try:
-                examples, values = verdict(metrics, tuple(sums), self.roster.members[client].validation)
+                member = self.roster.members[client]
+                most = member.test if self.personal else member.validation
+                examples, values = verdict(metrics, tuple(sums), most)
             except (ValueError, TypeError, LookupError, ArithmeticError) as error:
                 self.post.reject(client, str(error)[:LONGEST])
                 continue
+            weight = min(examples, 1) if self.personal else examples
             for key, value in values.items():
-                sums[key] += value * examples
-            total += examples
+                sums[key] += value * weight
+            total += weight
             self.evaluated += examples > 0
         return MetricRecord({key: sums[key] / total for key in sums}) if total else None
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from client_app.setup import client_shares
 from federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare
+from federated_data.personal import shares_of_test
 from piecework.cli import app
 from piecework.export_data import export_data
 from piecework.options import settings_from
@@ -53,18 +54,20 @@ def nodes_of(exported: Path) -> list[Path]:
 def test_each_folder_has_its_clients_rows_and_no_others(exported: Path) -> None:
     data, settings = whole(), tiny_settings(**TRIO)
     shares = client_shares(settings, data.labels, 3)
+    tests = shares_of_test(data.labels, shares, data.test_labels, settings.seed)
     assert sorted(path.name for path in exported.iterdir()) == ["node-0", "node-1", "node-2", "server"]
     for client, folder in enumerate(nodes_of(exported)):
         part = load(folder, verify=True)
         assert np.array_equal(part.inputs, data.inputs[shares[client]])
         assert np.array_equal(part.labels, data.labels[shares[client]])
-        assert part.test_inputs.shape == (0, 8, 8, 1)
-        assert part.test_labels.shape == (0,)
+        assert np.array_equal(part.test_inputs, data.test_inputs[tests[client]])
+        assert np.array_equal(part.test_labels, data.test_labels[tests[client]])
         assert (part.name, part.num_classes, part.input_shape) == ("digits", 10, (1, 8, 8))
         # so that every node normalises as the simulation does, and not by its own few images
         assert (part.mean, part.std) == (data.mean, data.std)
         # nothing in the folder is as large as what it would take to hold another's rows too
-        assert sum(file.stat().st_size for file in folder.iterdir()) < len(shares[client]) * (64 + 8) + 4 * 128 + 1000
+        rows = len(shares[client]) + len(tests[client])
+        assert sum(file.stat().st_size for file in folder.iterdir()) < rows * (64 + 8) + 4 * 128 + 1000
     server = load(exported / "server", verify=True)
     assert np.array_equal(server.test_inputs, data.test_inputs)
     assert np.array_equal(server.test_labels, data.test_labels)
@@ -218,7 +221,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [tmp_path / "data" / name for name in ("node-0", "node-1", "server")]
     assert [row["folder"] for row in answer["folders"]] == [str(folder) for folder in folders]
     assert [row["examples"] for row in answer["folders"]] == [719, 719, 0]
-    assert [row["test_examples"] for row in answer["folders"]] == [0, 0, 359]
+    assert [row["test_examples"] for row in answer["folders"]] == [181, 178, 359]
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 2
     assert "replace it by --force" in again.stderr

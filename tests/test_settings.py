@@ -142,6 +142,7 @@ CHOICES = {
     "frozen-mode": "training",
     "width-shares": "1,0.5",
     "engine": "ray",
+    "evaluation": "personal",
 }
 ALL = Settings().to_run_config()
 

@@ -1,0 +1,36 @@
+"""Each client's own part of the test split, for methods that leave every client a model of its own.
+
+The shares of the classes are those that the client has of the training examples, as in SpaFL's experiments: there one draw of
+proportions splits both.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from federated_data.partition import share_class_counts
+
+Ints = NDArray[np.int64]
+
+_TEST = 21  # what the stream of random numbers is for
+
+
+def shares_of_test(labels: NDArray[Any], shares: list[Ints], test_labels: NDArray[Any], seed: int) -> list[Ints]:
+    """The rows of the test split that are each client's, sorted; no row is given twice.
+
+    Of a class's test examples a client gets the share that it has of those training examples of the class which anybody has,
+    rounded so that all are given; a class that nobody trains on is nobody's. A client with few examples may get none.
+    """
+    classes = int(max(labels.max(), test_labels.max())) + 1
+    held = share_class_counts(labels, shares, classes)
+    rng = np.random.default_rng(np.random.SeedSequence((seed, _TEST)))
+    dealt: list[list[Ints]] = [[] for _ in shares]
+    for k in range(classes):
+        rows = rng.permutation(np.flatnonzero(test_labels == k))
+        if not (total := held[:, k].sum()):
+            continue
+        cuts = np.rint(np.cumsum(held[:, k]) / total * len(rows)).astype(np.int64)
+        for own, part in zip(dealt, np.split(rows, cuts), strict=False):
+            own.append(part)
+    return [np.sort(np.concatenate(own)).astype(np.int64) if own else np.arange(0) for own in dealt]
