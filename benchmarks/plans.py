@@ -12,7 +12,7 @@ import sys
 import time
 
 from models.zoo import MODELS, is_token_model
-from strategies import PLANNED, STRATEGIES
+from strategies import STRATEGIES
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("options", nargs="*", help="passed on to piecework plan")
     asked = parser.parse_args()
     print(f"{seconds('lenet5', 'fedavg', asked.options):6.1f} s  lenet5, fedavg: importing and one trace")
-    found = [(seconds(m, s, asked.options), m, s) for m in asked.models.split(",") for s in (*STRATEGIES, *PLANNED)]
+    found = [(seconds(m, s, asked.options), m, s) for m in asked.models.split(",") for s in STRATEGIES]
     for took, model, strategy in sorted(found, reverse=True)[: asked.top]:
         print(f"{took:6.1f} s  {model}, {strategy}")
     print(

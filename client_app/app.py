@@ -40,8 +40,7 @@ def query_device(message: Message, context: Context) -> Message:
     rows = test_rows = np.arange(0)
     if number < clients:
         data, rows = open_share(settings, context, number, clients)
-        if settings.evaluation == "personal":
-            test_rows = own_test_rows(data, settings, context, number, clients)
+        test_rows = own_test_rows(data, settings, context, number, clients)
     train, held = split(rows, settings.validation_share, settings.seed, number) if len(rows) else (rows, rows)
     metrics: Metrics = {"partition-id": number, "num-partitions": clients}
     metrics |= {"num-examples": len(train), "num-validation": len(held), "num-test": len(test_rows)}

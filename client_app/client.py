@@ -51,9 +51,9 @@ class Client:
         """A generator for a purpose in this round, on this client."""
         return generator(self.settings.seed, self.round, self.number, purpose, *parts)
 
-    def new_state(self) -> Path:
-        """The folder for what this client remembers after this round."""
-        self._new_state = self._new_state or self.store.new_state(self.round, self.old_state)
+    def new_state(self, *, anew: bool = False) -> Path:
+        """The folder for what this client remembers after this round: with what it remembers now, or `anew` empty."""
+        self._new_state = self._new_state or self.store.new_state(self.round, None if anew else self.old_state)
         return self._new_state
 
     def commit(self) -> None:

@@ -1,8 +1,8 @@
-"""Momentum that outlives a round: PriSM's authors' choice (`server-momentum`).
+"""Momentum that outlives a round: PriSM's and SpaFL's authors' choice (`server-momentum`, `client-momentum`).
 
-What the server averages, of factors and of their norms, comes and goes with the model's arrays, each as `momentum_` and the
-name of its parameter, and so with a unit of its own for every atom. That of the other parameters stays with the client, in its
-state.
+What the server averages, PriSM's of factors and of their norms, comes and goes with the model's arrays, each as `momentum_` and
+the name of its parameter, and so with a unit of its own for every atom. That of the other parameters stays with the client, in
+its state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,10 +41,13 @@ def _averaged(unit: str, module: nn.Module) -> Iterator[str]:
 
 
 class CarriedMomentum:
-    """What a trainee does with its optimiser's buffers at its start and at its end, one atom's or one array at a time."""
+    """What a trainee does with its optimiser's buffers at its start and at its end, one atom's or one array at a time.
 
-    def __init__(self, client: Client) -> None:
-        self.client = client
+    `sent`: the parameters whose buffers go to the server.
+    """
+
+    def __init__(self, client: Client, sent: Sequence[str] = ()) -> None:
+        self.client, self.sent = client, set(sent)
 
     @torch.no_grad()
     def restore(self, pieces: list[PieceModel], optimiser: SGD) -> None:
@@ -60,18 +63,17 @@ class CarriedMomentum:
 
     def keep(self, pieces: list[PieceModel], optimiser: SGD) -> None:
         """Write the buffers: to the task's arrays what goes to the server, to the client's state the rest."""
-        sent = set(averaged(self.client.blueprint))
         folder = self.client.new_state() / OWN
         folder.mkdir(exist_ok=True)
         for _, held in groupby(buffers(pieces, optimiser), key=lambda pair: unit_of(pair[0])):
             arrays = {name: buffer.detach().cpu().numpy() for name, buffer in held}
-            theirs = {name: array for name, array in arrays.items() if name.removeprefix(MOMENTUM) in sent}
+            theirs = {name: array for name, array in arrays.items() if name.removeprefix(MOMENTUM) in self.sent}
             self.client.store.write_units(theirs)
             self.client.store.write_units({name: arrays[name] for name in arrays.keys() - theirs.keys()}, folder)
 
     def units(self) -> list[str]:
         """The units that go to the server."""
-        return sorted({unit_of(MOMENTUM + name) for name in averaged(self.client.blueprint)})
+        return sorted({unit_of(MOMENTUM + name) for name in self.sent})
 
     def _files(self) -> list[Path]:
         """The server's first."""

@@ -81,6 +81,9 @@ class PieceModel:
         """The parameters that weight decay leaves alone."""
         return []
 
+    def settle(self) -> None:
+        """What is done to the parameters after each step: nothing."""
+
 
 class SGD:
     """SGD with momentum and weight decay, as torch.optim.SGD; constructing any torch optimiser imports torch's compiler.
@@ -89,9 +92,13 @@ class SGD:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], recipe: Recipe, undecayed: Iterable[nn.Parameter] = ()
+        self,
+        parameters: Sequence[nn.Parameter],
+        recipe: Recipe,
+        undecayed: Iterable[nn.Parameter] = (),
+        settle: Sequence[Callable[[], None]] = (),
     ) -> None:
-        self.parameters = list(parameters)
+        self.parameters, self._settle = list(parameters), settle
         self.recipe = recipe
         self.buffers = [torch.zeros_like(p) for p in self.parameters] if recipe.momentum else []
         self._undecayed = {id(p) for p in undecayed}
@@ -108,6 +115,8 @@ class SGD:
             self._move([i for i in with_grad if id(self.parameters[i]) in self._undecayed], 0.0)
         for parameter in self.parameters:
             parameter.grad = None
+        for settle in self._settle:
+            settle()
 
     def _move(self, which: Sequence[int], weight_decay: float) -> None:
         torch._fused_sgd_(
@@ -200,20 +209,23 @@ class Trainee:
         left = self.recipe.iterations - self.batches if self.recipe.iterations else None
         with isolated_rng(_dropout_seed(rng)):
             for positions in islice(batches(len(examples), self.recipe.batch_size, rng, drop_single=True), left):
-                with cap.first(phase, len(positions)):
+                with cap.first(phase, *self._form(), len(positions)):
                     if not self.pieces:
                         self._begin()
-                    value = train_step(
-                        self._loss,
-                        self.optimiser,
-                        examples.read(positions),
-                        examples.targets(positions),
-                        self._perturb(rng),
-                    )
+                    value = self._step(examples.read(positions), examples.targets(positions), rng)
                 total += value * len(positions)
+                del value  # or the next step, if it is counted, holds it too
                 self.seen += len(positions)
                 self.batches += 1
         self.total_loss += float(total)
+
+    def _form(self) -> Sequence[int]:
+        """What tells steps apart that take different memory."""
+        return ()
+
+    def _step(self, z: Tensor, y: Tensor, rng: np.random.Generator) -> Tensor:
+        """Train on a batch. Returns the detached loss."""
+        return train_step(self._loss, self.optimiser, z, y, self._perturb(rng))
 
     def _begin(self) -> None:
         self.pieces = self._make()
@@ -295,6 +307,7 @@ def start(pieces: list[PieceModel], recipe: Recipe, make_loss: MakeLoss) -> tupl
             [p for piece in pieces for p in piece.parameters() if p.requires_grad],
             recipe,
             [p for piece in pieces for p in piece.undecayed()],
+            [piece.settle for piece in pieces],
         ),
     )
 

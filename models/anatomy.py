@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from models.cascade import Blueprint, Shape
+from models.masked import Masked
 
 EXAMPLES = 2  # batch norm over one example of one pixel has no variance
 
@@ -22,7 +22,7 @@ EXAMPLES = 2  # batch norm over one example of one pixel has no variance
 class Layer:
     """A layer without layers inside. `inputs`, `outputs`: elements of one example; `weight`: its weight's shape, if any.
 
-    `parametrized`: its weight is computed from others, as by a mask of SpaFL; these count as the layer's own parameters.
+    `thresholds`: how many SpaFL's has.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Layer:
     outputs: int
     parameters: int
     weight: Shape
-    parametrized: bool
+    thresholds: int
 
     @property
     def macs(self) -> int:
@@ -111,14 +111,15 @@ def _examine(blueprint: Blueprint, unit: str) -> Anatomy:
         shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()
         parameters = sum(p.numel() for p in layer.parameters())
         sizes = inputs[0].numel() // EXAMPLES, first.numel() // EXAMPLES
-        kind = parametrize.type_before_parametrizations(layer).__name__
-        layers.append(Layer(kind, path, *sizes, parameters, shape, parametrize.is_parametrized(layer)))
+        own = len(layer.tau) if isinstance(layer, Masked) else 0
+        kind = type(layer).__name__.removeprefix("Masked").replace("SilentNorm", "BatchNorm2d")
+        layers.append(Layer(kind, path, *sizes, parameters, shape, own))
 
     shape = input_of(blueprint, unit)
     with torch.random.fork_rng(devices=[]), FakeTensorMode(), torch.no_grad():
         module = blueprint.build_unit(unit)
         for path, layer in module.named_modules():
-            if "parametrizations" not in path and all(name == "parametrizations" for name, _ in layer.named_children()):
+            if not any(layer.children()):
                 layer.register_forward_hook(partial(note, path))
         tokens = unit == "atoms.0" and blueprint.vocabulary > 0
         example = torch.zeros(EXAMPLES, *shape, dtype=torch.int64 if tokens else torch.float32)

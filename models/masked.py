@@ -1,49 +1,251 @@
 """SpaFL's model: every filter has a threshold, below which it is masked (section 3).
 
-tau_i: the threshold of filter (convolution) or neuron (linear) i; it is masked where mean|w_i| <= tau_i over its fan-in.
-The gradient passes the step function as if it were the identity (Eq. 9). Linear layers with a bias stay as they are: the
-authors mask all layers of LeNet-5 and Conv4, none of which has a bias, and not the classifier of ResNet-18, which has one.
+tau_i: the threshold of filter (convolution) or neuron (linear) i; p_i = 1 where mu_i = mean|w_i| over its fan-in is above
+tau_i, else 0 (Eq. 1). The pruned weights are p w. The gradient passes the step function as if it were the identity (Eq. 9),
+so that tau_i gets -sum_j g_ij w_ij, where g is the gradient by the pruned weights; the weights get p g (Eq. 3).
+
+A pruned filter is silent: its bias and what its own batch norm makes of it are masked too, so that it can be left out
+(`models.compact`). Linear layers with a bias stay as they are: the authors mask all layers of LeNet-5 and Conv4, none of which
+has a bias, and not the classifier of ResNet-18, which has one.
+
+The authors' choices are options. `flowing`: the gradient goes through mu into the weights too; `clipped`: besides, it passes
+the step function only where |mu - tau| > 1. `silent = false`: batch norms of pruned filters stay on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn import functional as F
 
-from models.cascade import Atom, Blueprint
+from models.cascade import Atom, Blueprint, Shape
 
-
-def masked(blueprint: Blueprint) -> Blueprint:
-    """The same model with thresholds, which start at 0; they are called `...parametrizations.weight.0.tau`."""
-    atoms = tuple(Atom(atom.name, partial(_masked, atom.build), atom.shape) for atom in blueprint.atoms)
-    return replace(blueprint, atoms=atoms, build_head=partial(_masked, blueprint.build_head), width=1.0)
+StraightThrough = Literal["paper", "flowing", "clipped"]
+LEAST_DENSITY = 0.01  # of a layer: at this its thresholds begin at 0 again (appendix A.1)
 
 
-class FilterMask(nn.Module):
-    """Masks filters of a weight[N, ...] by thresholds tau[N]."""
+class StraightThroughMask(torch.autograd.Function):
+    """p w of weights w[N, ...]; with g the gradient by it, tau gets -sum_j g_ij w_ij where it is `passed` (None = everywhere).
 
-    def __init__(self, filters: int) -> None:
-        super().__init__()
-        self.tau = nn.Parameter(torch.zeros(filters))
+    w gets p g, and with `spread` > 0 that of mu besides: -spread sign(w) times what tau gets. Nothing as large as w is held on
+    the way back.
+    """
 
-    def forward(self, weight: Tensor) -> Tensor:
-        """weight where mean|w_i| > tau_i, else 0."""
-        above = weight.abs().flatten(1).mean(1) - self.tau
-        step = (above > 0).to(weight.dtype) + above - above.detach()
-        return weight * step.view(-1, *(1,) * (weight.dim() - 1))
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tau: Tensor, mask: Tensor, passed: Tensor | None, spread: float) -> Tensor:
+        """tau, mask and passed are [N]."""
+        ctx.save_for_backward(weight, mask, passed)
+        ctx.spread = spread
+        masked: Tensor = weight * per_filter(mask, weight)
+        return masked
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        """Of weight and tau; `grads` is g alone, which becomes the gradient of the weight in place."""
+        (g,), (weight, mask, passed) = grads, ctx.saved_tensors
+        by_tau = -torch.bmm(as_rows(g)[:, None], as_rows(weight)[:, :, None]).flatten()
+        if passed is not None:
+            by_tau = by_tau * passed
+        by_weight = g.mul_(per_filter(mask, weight))
+        if ctx.spread:
+            by_weight.addcmul_(weight.sign(), per_filter(by_tau, weight), value=-ctx.spread)
+        return by_weight, by_tau, None, None, None
 
 
-def _masked(build: Callable[[], nn.Module]) -> nn.Module:
+def per_filter(values: Tensor, weight: Tensor) -> Tensor:
+    """values[N] in the shape of weight[N, ...] to multiply it by."""
+    return values.view(-1, *(1,) * (weight.dim() - 1))
+
+
+def as_rows(weight: Tensor) -> Tensor:
+    """weight[N, ...] as [N, n_in], a view where it is contiguous in either memory format."""
+    return (weight.permute(0, 2, 3, 1) if weight.dim() == 4 else weight).flatten(1)
+
+
+class Masked(nn.Module):
+    """A layer with thresholds `tau`[N], of N filters `weight`[N, ...].
+
+    In a compact form `rows` are those of the N filters that are there, and `absent` is what their weights on inputs that are
+    not there add to sum|w_i|; where `spread`, zeros are put in the places of the other filters. `open` is the mask p of the
+    filters that it makes, as of the last forward pass; `macs` the multiply-accumulates of all forward passes in training.
+    """
+
+    weight: Tensor
+    tau: nn.Parameter
+    straight_through: StraightThrough
+    fan_in: int
+    rows: Tensor | None
+    absent: Tensor | None
+    spread: bool
+    open: Tensor
+    macs: int
+
+    def begin(self, straight_through: StraightThrough) -> None:
+        """Be masked from now on, with thresholds of 0."""
+        self.straight_through, self.fan_in = straight_through, self.weight[0].numel()
+        self.rows = self.absent = None
+        self.spread, self.macs = False, 0
+        self.tau = nn.Parameter(torch.zeros(len(self.weight), device=self.weight.device))
+
+    def above(self) -> Tensor:
+        """mu - tau of the filters that are there."""
+        total: Tensor = torch.linalg.vector_norm(self.weight.detach(), 1, dim=tuple(range(1, self.weight.dim())))
+        if self.absent is not None:
+            total += self.absent
+        return total / self.fan_in - self.own(self.tau.detach())
+
+    def own(self, tau: Tensor) -> Tensor:
+        """The thresholds of the filters that are there."""
+        return tau if self.rows is None else tau[self.rows]
+
+    def masked_weight(self) -> Tensor:
+        """p w, with the gradient of the straight-through estimator."""
+        above = self.above()
+        self.open = (above > 0).to(self.weight.dtype)
+        passed = (above.abs() > 1).to(self.weight.dtype) if self.straight_through == "clipped" else None
+        spread = 0.0 if self.straight_through == "paper" else 1 / self.fan_in
+        masked: Tensor = StraightThroughMask.apply(self.weight, self.own(self.tau), self.open, passed, spread)
+        return masked
+
+    def made(self, out: Tensor) -> Tensor:
+        """out[B, n, ...] with zeros for the filters that are not there, where these are to be seen."""
+        if self.training:
+            self.macs += out.numel() * self.weight[0].numel()
+        if self.rows is None or not self.spread:
+            return out
+        place = (slice(None), self.rows)
+        wide = out.new_zeros((len(out), len(self.tau), *out.shape[2:]))
+        if out.dim() == 4:
+            wide = wide.contiguous(memory_format=torch.channels_last)
+        wide[place] = out
+        self.open = torch.zeros_like(self.tau).index_copy_(0, self.rows, self.open)
+        return wide
+
+    @torch.no_grad()
+    def mask(self) -> Tensor:
+        """p, bool, of the filters that are there, now."""
+        return self.above() > 0
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """After a step: weights in [-1, 1], thresholds in [0, 1]; at a density of 1 % the thresholds begin at 0 again."""
+        self.weight.clamp_(-1, 1)
+        self.tau.clamp_(0, 1)
+        self.tau.mul_(self.mask().sum() > LEAST_DENSITY * len(self.tau))
+
+
+class MaskedConv2d(nn.Conv2d, Masked):
+    """A convolution whose pruned filters make zeros."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Of z[B, C, H, W]."""
+        weight = self.masked_weight()
+        return self.made(self._conv_forward(z, weight, None if self.bias is None else self.bias * self.open))
+
+
+class MaskedLinear(nn.Linear, Masked):
+    """A linear layer whose pruned neurons make zeros."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Of z[B, F]."""
+        return self.made(F.linear(z, self.masked_weight()))
+
+
+class SilentNorm(nn.BatchNorm2d):
+    """A batch norm that is masked with the convolution before it."""
+
+    of: tuple[MaskedConv2d]  # in a tuple, so that it is not a part of this module
+
+    def forward(self, z: Tensor) -> Tensor:
+        """z[B, C, H, W]; zeros, not shifts, for pruned filters."""
+        return super().forward(z).mul_(self.of[0].open.view(1, -1, 1, 1))
+
+
+def masked(blueprint: Blueprint, straight_through: StraightThrough = "paper", *, silent: bool = True) -> Blueprint:
+    """The same model with thresholds `tau`, which start at 0. Its other arrays and their initial values are the same.
+
+    Raises ValueError where there is nothing to mask.
+    """
+    atoms = []
+    for index, atom in enumerate(blueprint.atoms):
+        norms = norms_behind(atom.build, blueprint.shape_before(index)) if silent else ()
+        build = partial(with_masks, atom.build, straight_through, norms)
+        atoms.append(Atom(atom.name, build, atom.shape, atom.before))
+    head = partial(with_masks, blueprint.build_head, straight_through, ())
+    model = replace(blueprint, atoms=tuple(atoms), build_head=head, width=1.0)
+    if not thresholds(model):
+        raise ValueError(f"{blueprint.name} has neither convolutions nor linear layers without bias to mask")
+    return model
+
+
+def with_masks(
+    build: Callable[[], nn.Module], straight_through: StraightThrough, norms: tuple[tuple[str, str], ...]
+) -> nn.Module:
+    """A module with thresholds; `norms` are pairs of a batch norm and the convolution that it is masked with, by path."""
     module = build()
     for layer in list(module.modules()):
-        if isinstance(layer, nn.Conv2d) or (isinstance(layer, nn.Linear) and layer.bias is None):
-            parametrize.register_parametrization(layer, "weight", FilterMask(layer.weight.shape[0]))
+        if type(layer) is nn.Conv2d:
+            layer.__class__ = MaskedConv2d
+        elif type(layer) is nn.Linear and layer.bias is None:
+            layer.__class__ = MaskedLinear
+        if isinstance(layer, Masked):
+            layer.begin(straight_through)
+    for path, before in norms:
+        norm, conv = module.get_submodule(path), module.get_submodule(before)
+        assert isinstance(conv, MaskedConv2d)
+        norm.__class__ = SilentNorm
+        assert isinstance(norm, SilentNorm)
+        norm.of = (conv,)
     return module
 
 
-def is_threshold(name: str) -> bool:
-    """Whether a parameter of a masked model is a threshold."""
-    return name.endswith(".tau")
+def norms_behind(build: Callable[[], nn.Module], shape: Shape) -> tuple[tuple[str, str], ...]:
+    """The batch norms that read what a convolution makes, and nothing else, each with that convolution, by path."""
+    found, made = [], dict[int, tuple[str, Tensor]]()
+    with torch.device("meta"):
+        module = build().eval()
+        example = torch.zeros(2, *shape)
+    if not any(isinstance(layer, nn.BatchNorm2d) for layer in module.modules()):
+        return ()
+
+    def after(path: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if isinstance(layer, nn.Conv2d):
+            made[id(output)] = path, output
+        elif id(inputs[0]) in made:
+            found.append((path, made[id(inputs[0])][0]))
+
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.Conv2d | nn.BatchNorm2d):
+            layer.register_forward_hook(partial(after, path))
+    with torch.no_grad():
+        module(example)
+    return tuple(found)
+
+
+def masked_layers(module: nn.Module) -> Iterator[tuple[str, Masked]]:
+    """The layers with thresholds of a module, by path, in order."""
+    yield from ((path, layer) for path, layer in module.named_modules() if isinstance(layer, Masked))
+
+
+def thresholds(blueprint: Blueprint) -> dict[str, int]:
+    """How many thresholds each layer of a masked model has, by the global name of its weight, in order."""
+    found = dict[str, int]()
+    for unit in blueprint.units():
+        with torch.device("meta"):
+            module = blueprint.build_unit(unit)
+        found |= {f"{unit}.{path}.weight": len(layer.tau) for path, layer in masked_layers(module)}
+    return found
+
+
+def update_from_importance(layer: Masked, change: Tensor, divisor: int) -> None:
+    """w_ij -= sign(sum_j w_ij) change_i / divisor (Eq. 13); `change`[N] is that of the global thresholds.
+
+    The XOR there is read as: a filter whose weights sum up to more than 0 is moved against the change, one below 0 along with
+    it. So |w| shrinks where the threshold rose, which says that the filter matters less.
+    """
+    with torch.no_grad():
+        sign = layer.weight.flatten(1).sum(1).sign()
+        layer.weight.sub_(per_filter(sign * change / divisor, layer.weight))

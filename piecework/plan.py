@@ -17,7 +17,7 @@ from models.partition import AtomTooLargeError
 from piecework.question import Question, budget_bytes
 from server_app.roster import sampled
 from server_app.settings import Settings
-from strategies import PLANNED, STRATEGIES, find_macs, find_rule
+from strategies import STRATEGIES, find_macs, find_rule
 from strategies.pricing import Part, pricing_for, whole_model
 from strategies.rules import Rule, label
 
@@ -276,7 +276,7 @@ def suggest(settings: Settings, question: Question) -> list[dict[str, Any]]:
     with the reason.
     """
     rows = []
-    for name in [*STRATEGIES, *PLANNED]:
+    for name in STRATEGIES:
         if not find_rule(name).suggested:
             continue
         try:

@@ -16,7 +16,7 @@ from client_app.setup import blueprint_for, check_augmentation, check_shares, im
 from device_profiles.clock import round_seconds
 from device_profiles.fleet import Fleet, load_fleet
 from federated_data.datasets import ArrayDataset, default_cache, load, prepare
-from models.cascade import Blueprint, initial_state
+from models.cascade import Blueprint
 from models.init_weights import account, pretrained
 from server_app.autoattack import require_autoattack
 from server_app.evaluation import Evaluator, final_evaluation
@@ -135,8 +135,7 @@ class Run:
             self.arrays = self._initial_arrays()
 
     def _initial_arrays(self) -> ArrayRecord:
-        state = initial_state(self.strategy.blueprint, self.settings.seed, units=self.strategy.units())
-        arrays = {name: value.numpy() for name, value in state}
+        arrays = self.strategy.initial()
         if self.settings.init_weights:
             path = Path(self.settings.init_weights)
             taken, left_out = pretrained(path, self.strategy.blueprint)

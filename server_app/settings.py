@@ -203,10 +203,32 @@ class Settings(BaseModel):
         0.125, description="share of the channels of a base net, SplitMix"
     )
 
+    sparsity: NonNegative = Field(0.002, description="SpaFL's alpha, the weight of R = sum exp(-threshold)")
+    sparsity_ramp: bool = Field(
+        False, description="alpha times 1 / (1 + exp(5 - 10 t)) in round t = 0, 1, ..: its authors' code"
+    )
+    target_density: Fraction = Field(
+        0.0, description="alpha falls to 0 while the clients' mean density falls from 0.1 above this to it; 0 = off"
+    )
+    straight_through: Literal["paper", "flowing", "clipped"] = Field(
+        "paper", description="SpaFL's gradient through masks; flowing, clipped: its authors' for FMNIST, for CIFAR"
+    )
+    importance_update: Literal["paper", "authors", "off"] = Field(
+        "paper",
+        description="Eq. 13: the change of thresholds divided by inputs, or by the kernel's size, moves weights",
+    )
+    silent_norms: bool = Field(True, description="the batch norm of a pruned filter is masked too")
+    client_momentum: bool = Field(False, description="SpaFL's clients keep their momentum between rounds")
+    masked_every: Count = Field(
+        1,
+        description="every so manieth step of SpaFL is in the masked form, the others without what is pruned; 0 = none",
+    )
+
     evaluate_every: Count = Field(1, description="rounds between evaluations; 0 = only at the end")
-    evaluation: Literal["central", "personal"] = Field(
-        "central",
-        description="the model by the server, or clients each on its own part of the test split: the mean over them",
+    evaluation: Literal["auto", "central", "personal"] = Field(
+        "auto",
+        description="central: the model by the server; personal: clients each on its own part of the test split, the mean over "
+        "them; auto = central where there is a model",
     )
     evaluation_clients: Count = Field(0, description="clients drawn for a personal evaluation; 0 = all")
     client_evaluation_every: Count = Field(0, description="rounds between evaluations on the clients; 0 = never")

@@ -20,16 +20,14 @@ STRATEGIES = {
     "fedrolex": ("strategies.fedrolex", "FedRolex"),
     "heterofl": ("strategies.heterofl", "HeteroFL"),
     "jfat": ("strategies.jfat", "JFAT"),
+    "local": ("strategies.spafl", "Local"),
     "m-fedepth": ("strategies.fedepth", "MFeDepth"),
     "origdrop": ("strategies.origdrop", "OrigDrop"),
     "orthdrop": ("strategies.orthdrop", "OrthDrop"),
     "prism": ("strategies.prism", "PriSM"),
     "profl": ("strategies.profl", "ProFL"),
+    "spafl": ("strategies.spafl", "SpaFL"),
     "splitmix": ("strategies.splitmix", "SplitMix"),
-}
-# Systems whose rule is here and whose training is not yet.
-PLANNED = {
-    "spafl": ("strategies.spafl", "SpaFLRule"),
 }
 MEMORY_MODELS = {
     "fedepth": ("strategies.fedepth", "memory_bytes"),
@@ -43,20 +41,15 @@ MACS = {"fedprophet": ("strategies.fedprophet_modules", "macs")}
 
 def find_strategy(name: str) -> "type[PieceStrategy]":
     """The strategy of this name. Raises ValueError, listing the known ones."""
-    if name in PLANNED:
-        raise ValueError(
-            f"strategy {name!r} can be planned (piecework plan), not trained yet; these train: {', '.join(STRATEGIES)}"
-        )
     if name not in STRATEGIES:
-        raise ValueError(f"unknown strategy {name!r}: known are {', '.join([*STRATEGIES, *PLANNED])}")
+        raise ValueError(f"unknown strategy {name!r}: known are {', '.join(STRATEGIES)}")
     found: type[PieceStrategy] = _load(STRATEGIES[name])
     return found
 
 
 def find_rule(name: str) -> "type[Rule]":
     """How the system of this name cuts a model. Raises ValueError, listing the known ones."""
-    found: type[Rule] = _load(PLANNED[name]) if name in PLANNED else find_strategy(name).rule_class
-    return found
+    return find_strategy(name).rule_class
 
 
 def find_memory_model(name: str) -> "MemoryModel | None":

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
@@ -20,7 +21,7 @@ from client_app.training import PieceModel
 from device_profiles.clock import simulated_seconds
 from device_profiles.profile import DeviceState
 from models.anatomy import anatomy
-from models.cascade import unit_of
+from models.cascade import initial_state, unit_of
 from models.partition import Piece
 from server_app.roster import sampled
 from server_app.settings import learning_rate
@@ -79,6 +80,11 @@ class PieceStrategy(Strategy):
         self._asked: dict[int, tuple[Task, DeviceState]] = {}
         self.delivery = Delivery(self.settings, self.roster, experiment.experiment_id, experiment.state_dir)
         self.post = Post(self.roster, self.delivery, self.settings.round_timeout, self.travelling)
+
+    def initial(self) -> dict[str, np.ndarray]:
+        """The arrays of the global model before the first round."""
+        state = initial_state(self.blueprint, self.settings.seed, units=self.units())
+        return {name: value.numpy() for name, value in state}
 
     def begin(self) -> None:
         """Called when the clients are known, before the first round and after each resume. Raises ValueError."""
@@ -287,12 +293,7 @@ class PieceStrategy(Strategy):
                 self.delivery.forget(report.client, outcome.lacking)
                 return None
             arrays = message.content.array_records["arrays"]
-            task = self._asked[report.client][0]
-            previous = self.untrained(task)
-            update = check_update(arrays, metrics.get("num-examples"), previous, spec_of(previous), limits, most)
-            sent = self.sent_units(task)
-            if sent is not None and (strange := [name for name in update.arrays if unit_of(name) not in sent]):
-                raise UpdateRejectedError(f"array {strange[0]!r} was not sent to be trained")
+            update = self.check(arrays, metrics, self._asked[report.client][0], limits, most)
             if report.examples > (known := self.roster.members[report.client].examples):
                 raise UpdateRejectedError(f"num-examples is {report.examples}: the client has {known}")
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:
@@ -302,6 +303,17 @@ class PieceStrategy(Strategy):
             return None
         report.status, report.reason = "ok", ""
         self.state.setbacks.answered(report.client)
+        return update
+
+    def check(
+        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, most: Callable[[], float]
+    ) -> CheckedUpdate:
+        """An update, if it may enter the model. Raises UpdateRejectedError."""
+        previous = self.untrained(task)
+        update = check_update(arrays, metrics.get("num-examples"), previous, spec_of(previous), limits, most)
+        sent = self.sent_units(task)
+        if sent is not None and (strange := [name for name in update.arrays if unit_of(name) not in sent]):
+            raise UpdateRejectedError(f"array {strange[0]!r} was not sent to be trained")
         return update
 
     def _fail(self, message: Message, report: ClientReport) -> None:

@@ -1,41 +1,278 @@
-"""SpaFL ("Communication-Efficient Federated Learning with Sparse Models and Low Computational Overhead"), the server's side:
-what a client holds and what travels.
+"""SpaFL ("Communication-Efficient Federated Learning with Sparse Models and Low Computational Overhead", NeurIPS 2024), the
+server's side, and `local`, its rival without communication.
 
-Every client trains its own whole model with a threshold a filter; thresholds alone are sent, there and back (Algorithm 1).
-Masked weights are not removed while training: a client holds all of them.
+tau(t): the thresholds, a float32 array, all the server has: every client keeps a model of its own. Each round tau(t + 1) is the
+mean of the clients' thresholds, each alike (Eq. 7); alpha weighs the sparsity regulariser. How good clients' models are is told
+by them: evaluation is personal.
+
+Ours: thresholds are sent with their last change, which a client that was not asked before cannot know. What pruned filters
+would shift behind their batch norms is masked with them (the authors' code: `silent-norms = false`). With `target-density`
+alpha adapts (the paper cannot control sparsity).
 """
 
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, ClassVar
 
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
+
+from client_app.sparse import SparseModel, sparse_loss
+from client_app.task import Outcome, Task
+from client_app.trainers.spafl import CHANGE, THRESHOLDS, Orders, from_words, initial_model, masked_model
 from device_profiles.profile import DeviceState
 from models.anatomy import anatomy
-from models.masked import masked
-from strategies.pricing import Part, whole_model
+from models.masked import thresholds
+from models.partition import Piece
+from strategies.aggregation import CheckedUpdate, Norms, UpdateRejectedError
+from strategies.base import PieceStrategy
+from strategies.pricing import Part
+from strategies.reports import ClientReport, finite
 from strategies.rules import Rule, Stage
+from strategies.state import Experiment, StrategyState
+
+BAND = 0.1  # of density, above `target-density`, in which alpha falls
 
 
 class SpaFLRule(Rule):
     """One stage; the whole model with thresholds."""
 
     @cached_property
-    def stages(self) -> list[Stage]:
+    def whole(self) -> Part:
         """The masked model. Raises ValueError where there is nothing to mask."""
-        part = whole_model(masked(self.blueprint), "the whole model, masked")
-        if not thresholds(part):
-            raise ValueError(f"{self.blueprint.name} has neither convolutions nor linear layers without bias to mask")
-        return [Stage("training", (part,))]
+        model = masked_model(self.settings, self.blueprint)
+        name = "the whole model, masked"
+        atoms = tuple(range(len(model.atoms)))
+        return Part(model, atoms, make_loss=sparse_loss(1.0), name=name, piece_class=SparseModel)
+
+    def part(self, piece: Piece) -> Part:
+        """All atoms: there is no other piece."""
+        return self.whole
+
+    def least(self) -> int:
+        """The masked model's price."""
+        return self.bytes(self.whole.atoms)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The masked model."""
+        return [Stage("training", (self.whole,))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The masked model. Raises MemoryBudgetExceededError."""
-        return [self.within(part, state) for part in self.stages[stage].parts]
+        return [self.within(self.whole, state)]
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
-        """Four bytes a threshold, down and up."""
-        size = 4 * sum(thresholds(part) for part in parts)
+        """Four bytes a threshold, down and up, as the paper counts; on the way down their change comes with them."""
+        size = 4 * sum(sum(thresholds(part.blueprint).values()) for part in parts)
         return size, size
 
 
-def thresholds(part: Part) -> int:
-    """The number of thresholds of a masked part."""
-    layers = [layer for unit in part.units for layer in anatomy(part.blueprint, unit).layers]
-    return sum(layer.weight[0] for layer in layers if layer.parametrized)
+@dataclass
+class SpaFLState(StrategyState):
+    """`trained`: the clients that have a model; `density`: the mean over the layers and clients of the last round."""
+
+    trained: list[int] = field(default_factory=list)
+    density: float = 1.0
+
+
+class SpaFL(PieceStrategy):
+    """Personal sparse models; thresholds are averaged."""
+
+    name = "spafl"
+    rule_class = SpaFLRule
+    rule: SpaFLRule
+    state_class = SpaFLState
+    state: SpaFLState
+    piece_class = SparseModel
+    evaluation_keys = ("val-loss", "val-accuracy", "density")
+    shared: ClassVar[bool] = True
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        settings = self.settings
+        for key, value, bad, why in (
+            (
+                "evaluation",
+                settings.evaluation,
+                "central",
+                "there is no model but those of the clients: set it to personal",
+            ),
+            (
+                "init-weights",
+                settings.init_weights,
+                settings.init_weights or None,
+                "clients build their models from the seed",
+            ),
+            ("batch-norm", settings.batch_norm, "local", "norms are with the clients anyhow: set it to running"),
+        ):
+            if value == bad:
+                raise ValueError(f"{key} = {value!r}: with {self.name} {why}")
+        if settings.masked_every != 1 and not settings.silent_norms:
+            raise ValueError(
+                f"masked-every = {settings.masked_every}: with silent-norms = false pruned filters shift what is behind their "
+                "norms, so nothing can be left out; set it to 1"
+            )
+        self.layers = thresholds(self.rule.whole.blueprint)
+        self.masks: dict[int, np.ndarray] = {}
+        self.restarted: list[int] = []
+        self.density: float | None = None
+        self.tau = self.initial()[THRESHOLDS]
+
+    @property
+    def personal(self) -> bool:
+        """Always."""
+        return True
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the initial model, of which one unit at a time is held here, once."""
+        return initial_model(self.rule.whole.blueprint, self.settings.seed)
+
+    @cached_property
+    def macs(self) -> dict[str, int]:
+        """Multiply-accumulates of one example, of the layers with thresholds."""
+        model = self.rule.whole.blueprint
+        layers = [layer for unit in model.units() for layer in anatomy(model, unit).layers if layer.thresholds]
+        return {name: layer.macs for name, layer in zip(self.layers, layers, strict=True)}
+
+    def initial(self) -> dict[str, np.ndarray]:
+        """Thresholds of 0."""
+        return {THRESHOLDS: np.zeros(sum(self.layers.values()), dtype=np.float32)}
+
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        """The masked model's."""
+        return {self.rule.whole.atoms: self.price(self.rule.whole.atoms)}
+
+    def alpha(self, server_round: int) -> float:
+        """The regulariser's weight."""
+        settings, alpha = self.settings, self.settings.sparsity
+        if settings.sparsity_ramp:
+            alpha /= 1 + math.exp(min(700, 5 - 10 * (server_round - 1)))
+        if settings.target_density:
+            alpha *= min(1.0, max(0.0, (self.state.density - settings.target_density) / BAND))
+        return alpha
+
+    def task(self, server_round: int, state: DeviceState) -> Task:
+        """With the regulariser's weight, and what the initial model is."""
+        orders = Orders(self.alpha(server_round), self.digest, self.shared)
+        return replace(super().task(server_round, state), own=orders.to_own())
+
+    def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
+        """Thresholds and their change, to be trained; to be evaluated nothing."""
+        if task.personal or not self.shared:
+            return ArrayRecord()
+        now = arrays[THRESHOLDS]
+        if THRESHOLDS not in self.kept:
+            return ArrayRecord({THRESHOLDS: now})
+        return ArrayRecord({THRESHOLDS: now, CHANGE: Array(now.numpy() - self.kept[THRESHOLDS].numpy())})
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """As usual; keeps the thresholds that the change of the next round is from."""
+        self.masks, self.restarted, self.density = {}, [], None
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        self.kept = ArrayRecord({THRESHOLDS: self.post.arrays[THRESHOLDS]})
+        self.tau = (arrays or self.post.arrays)[THRESHOLDS].numpy()
+        if self.masks:
+            self.state.density = float(np.mean([np.mean(each) for each in self.densities().values()]))
+        return arrays, metrics
+
+    def check(
+        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, most: Callable[[], float]
+    ) -> CheckedUpdate:
+        """Thresholds are from 0 to 1, which bounds how far they can be moved: norms need no limits."""
+        update = super().check(arrays, metrics, task, {}, lambda: math.inf)
+        found = update.arrays[THRESHOLDS]
+        if found.min() < 0 or found.max() > 1:
+            raise UpdateRejectedError(f"thresholds from {found.min():.4g} to {found.max():.4g}: they are 0 to 1")
+        return replace(update, norms={})
+
+    def combine(self, client: int, update: CheckedUpdate) -> None:
+        """Add thresholds; each client counts alike."""
+        self.mean.add(update.arrays, 1)
+
+    def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
+        super()._note(report, outcome, metrics)
+        if outcome.status != "ok":
+            return
+        try:
+            mask = from_words(metrics["mask"], sum(self.layers.values()))
+        except (ValueError, OverflowError) as error:
+            raise UpdateRejectedError(f"mask: {error}") from error
+        seen, dense = sum(int(n) for n in metrics["seen"]), sum(self.macs.values())
+        executed = finite(metrics, "macs") or 0.0
+        if not 0 < executed <= 1.001 * dense * seen:
+            raise UpdateRejectedError(f"macs is {executed!r}: of {seen} examples they are at most {dense * seen}")
+        report.flops *= executed / (dense * seen)
+        self.masks[report.client] = mask
+        if metrics.get("fresh") and report.client in self.state.trained:
+            report.add_note("its store has no model of its own any more: it began again with the initial one")
+            self.restarted.append(report.client)
+        self.state.trained = sorted({*self.state.trained, report.client})
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """As usual; keeps the mean density of the clients' models."""
+        found = super().aggregate_evaluate(server_round, replies)
+        self.density = float(found["density"]) if found is not None else None  # type: ignore[arg-type]
+        return found
+
+    def densities(self) -> dict[str, list[float]]:
+        """Of every layer the share of filters that are not pruned, of each client of the round."""
+        ends = np.cumsum([*self.layers.values()])[:-1]
+        parts = [np.split(mask, ends) for mask in self.masks.values()]
+        return {name: [float(own[i].mean()) for own in parts] for i, name in enumerate(self.layers)}
+
+    def details(self) -> dict[str, Any]:
+        """Alpha; the mean density of all clients' models, where they were evaluated; of every layer the mean density and
+        threshold, and for each filter the share of the round's clients, in per cent, that do not prune it.
+        """
+        ends = np.cumsum([*self.layers.values()])
+        open_share = np.mean([*self.masks.values()], axis=0) if self.masks else np.zeros(ends[-1])
+        densities, layers = self.densities(), {}
+        for name, end in zip(self.layers, ends, strict=True):
+            part = slice(end - self.layers[name], end)
+            layers[name] = {
+                "density": float(np.mean(densities[name])) if self.masks else None,
+                "threshold": float(self.tau[part].mean()),
+                "open": [round(100 * float(share)) for share in open_share[part]],
+            }
+        alphas = {Orders.of(task).alpha for task, _ in self._asked.values()}
+        return {
+            "alpha": max(alphas, default=None),
+            "density": self.density,
+            "restarted": self.restarted,
+            "filters": layers,
+        }
+
+
+class LocalRule(SpaFLRule):
+    """Nothing travels."""
+
+    suggested = False
+
+    def wire(self, parts: list[Part]) -> tuple[int, int]:
+        """No bytes of arrays."""
+        return 0, 0
+
+
+class Local(SpaFL):
+    """SpaFL without communication: every client trains its weights and thresholds for itself."""
+
+    name = "local"
+    rule_class = LocalRule
+    shared = False
+
+    def check(
+        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, most: Callable[[], float]
+    ) -> CheckedUpdate:
+        """There is nothing to check but the count, and that there are no arrays."""
+        examples = metrics.get("num-examples")
+        if arrays or not isinstance(examples, int) or examples <= 0:
+            raise UpdateRejectedError(
+                f"{len(arrays)} arrays of {examples!r} examples: a local model's stay with the client"
+            )
+        return CheckedUpdate({}, examples, {})

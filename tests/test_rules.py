@@ -21,7 +21,6 @@ from models.partition import Piece
 from models.zoo import MODELS, build_blueprint, usual_input
 from server_app.settings import Settings
 from strategies import (
-    PLANNED,
     STRATEGIES,
     fedepth,
     fedprophet_modules,
@@ -127,7 +126,7 @@ def test_one_logit_is_a_binary_classifier() -> None:
     assert predictions(torch.tensor([[0.0, 1.0], [3.0, 1.0]])).tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *PLANNED])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_system_cuts_every_model_or_says_why_not(strategy, name) -> None:
     try:
@@ -317,11 +316,10 @@ def test_factories_with_lists_are_told_apart_by_themselves() -> None:
     assert anatomy(blueprint, "atoms.1").parameters == 2 * 72
 
 
-def test_what_can_only_be_planned_says_so() -> None:
-    with pytest.raises(ValueError, match=r"'spafl' can be planned .* not trained yet; these train: allsmall, depthfl"):
-        find_strategy("spafl")
-    with pytest.raises(ValueError, match=r"unknown strategy 'guess': known are allsmall, .*spafl"):
-        find_rule("guess")
+def test_an_unknown_system_is_told_the_known_ones() -> None:
+    for find in (find_strategy, find_rule):
+        with pytest.raises(ValueError, match=r"unknown strategy 'guess': known are allsmall, .*spafl"):
+            find("guess")
 
 
 # ---- memory-models on other systems' models
@@ -330,7 +328,7 @@ def test_what_can_only_be_planned_says_so() -> None:
 def test_a_mask_does_not_hide_its_convolution() -> None:
     plain, part = whole_model(blueprint_of("conv4")), whole_model(masked(blueprint_of("conv4")))
     first, masked_first = (anatomy(p.blueprint, "atoms.0").layers[0] for p in (plain, part))
-    assert (masked_first.kind, masked_first.parametrized, first.parametrized) == ("Conv2d", True, False)
+    assert (masked_first.kind, masked_first.thresholds, first.thresholds) == ("Conv2d", 64, 0)
     assert (masked_first.inputs, masked_first.outputs, masked_first.weight) == (
         first.inputs,
         first.outputs,

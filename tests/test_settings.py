@@ -140,6 +140,8 @@ CHOICES = {
     "blocks": "budget",
     "freezing": "parameters",
     "frozen-mode": "training",
+    "straight-through": "flowing",
+    "importance-update": "off",
     "width-shares": "1,0.5",
     "engine": "ray",
     "evaluation": "personal",

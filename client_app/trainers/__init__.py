@@ -20,11 +20,13 @@ TRAINERS = {
     "fedrolex": "client_app.trainers.heterofl",
     "heterofl": "client_app.trainers.heterofl",
     "jfat": "client_app.trainers.fedprophet",  # one module, the whole model
+    "local": "client_app.trainers.spafl",  # without communication
     "m-fedepth": "client_app.trainers.m_fedepth",
     "origdrop": "client_app.trainers.heterofl",
     "orthdrop": "client_app.trainers.prism",
     "prism": "client_app.trainers.prism",
     "profl": "client_app.trainers.profl",
+    "spafl": "client_app.trainers.spafl",
     "splitmix": "client_app.trainers.splitmix",
 }
 

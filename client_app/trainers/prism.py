@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from client_app.attacks import Loss
 from client_app.client import Client, Update
-from client_app.momentum import CarriedMomentum
+from client_app.momentum import CarriedMomentum, averaged
 from client_app.task import Metrics, OwnFields, Task
 from client_app.trainers.fedavg import train_whole
 from client_app.trainers.heterofl import WIDTH
@@ -84,7 +84,7 @@ def train(task: Task, client: Client) -> Update:
     """Train the sub-model. Raises MemoryBudgetExceededError."""
     orders = Orders.of(task)
     client.blueprint = orders.model(client.blueprint)
-    carried = CarriedMomentum(client) if client.settings.server_momentum else None
+    carried = CarriedMomentum(client, averaged(client.blueprint)) if client.settings.server_momentum else None
     make_loss = low_rank_loss(client.recipe.weight_decay)
     update = train_whole(task, client, (WIDTH, orders.level), make_loss, LowRankModel, carried)
     return replace(update, units=[*update.units, *carried.units()]) if carried else update

@@ -1,0 +1,156 @@
+"""A masked model without what is masked (SpaFL): rows of pruned filters, and the inputs that nothing comes from any more.
+
+A channel is left out where a single masked layer makes it and only its silent norm, ReLUs and poolings lie before what reads
+it: then it is zero. Where several layers make the same channels, as on the way of shortcuts, and where they are logits, each
+layer leaves out its own pruned filters, and puts zeros in their places.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from models.cascade import Blueprint
+from models.channels import Axes, Axis, channel_axes
+from models.masked import Masked, SilentNorm, masked_layers
+
+Units = Mapping[str, nn.Module]
+Places = tuple[Tensor | None, ...]  # of each dimension of an array: which entries are there; None = all
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of a masked model: the axes of its arrays; the groups of channels that one masked layer makes and may leave out."""
+
+    axes: Mapping[str, Axes]
+    alone: frozenset[int]
+
+
+@dataclass
+class Compact:
+    """The `units` of a compact form, and by name which part of an array of the masked model each of its arrays is."""
+
+    units: dict[str, nn.Module]
+    places: dict[str, Places] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def write_back(self, units: Units) -> None:
+        """Put what was learned into the `units` of the masked model."""
+        for unit, module in self.units.items():
+            whole = units[unit].state_dict()
+            for name, part in module.state_dict().items():
+                put(whole[name], part, self.places[_join(unit, name)])
+
+
+def layout(blueprint: Blueprint, masked_blueprint: Blueprint) -> Layout:
+    """Of a model, as it was and masked. Raises ValueError where its channels cannot be followed."""
+    axes, makers, logits = channel_axes(blueprint), dict[int, int](), 0
+    for unit in masked_blueprint.units():
+        with torch.device("meta"):
+            module = masked_blueprint.build_unit(unit)
+        for path, layer in module.named_modules():
+            if isinstance(layer, SilentNorm):
+                continue
+            for name, value in layer.named_parameters(recurse=False):
+                axis = axes[_join(unit, path, name)][0] if name != "tau" else None
+                if axis is not None and value.dim() and not (isinstance(layer, Masked) and name == "bias"):
+                    once = isinstance(layer, Masked) and axis == Axis(axis.group)
+                    makers[axis.group] = makers.get(axis.group, 0) + (1 if once else 2)
+                    logits = axis.group  # in the end: the head's last layer comes last
+    return Layout(axes, frozenset(group for group, count in makers.items() if count == 1 and group != logits))
+
+
+@torch.no_grad()
+def compacted(units: Units, plan: Layout, empty: Units) -> Compact:
+    """The compact form of a masked model's `units`, in the modules `empty`, which are built like them and have no values.
+
+    Thresholds, and arrays of which everything is there, are the very same. At least one filter of a layer is there.
+    """
+    compact, kept = Compact(dict(empty)), dict[int, Tensor]()
+    for unit, module in units.items():
+        for path, layer in masked_layers(module):
+            axis = plan.axes[_join(unit, path, "weight")][0]
+            if axis is not None and axis.group in plan.alone and (rows := open_rows(layer)) is not None:
+                kept[axis.group] = rows
+    for unit, small in empty.items():
+        for (path, layer), (_, source) in zip(small.named_modules(), units[unit].named_modules(), strict=True):
+            for name, whole in _arrays(source):
+                places = _places(plan.axes.get(_join(unit, path, name), ()), kept, source, whole)
+                compact.places[_join(unit, path, name)] = places
+                part = whole
+                if places:
+                    part = nn.Parameter(take(whole, places)) if isinstance(whole, nn.Parameter) else take(whole, places)
+                setattr(layer, name, part)
+            if isinstance(layer, Masked) and isinstance(source, Masked):
+                axes = plan.axes[_join(unit, path, "weight")]
+                rows, inputs = (*_places(axes, kept, source, source.weight), None, None)[:2]
+                layer.rows, layer.spread = rows, axes[0] is None or axes[0].group not in plan.alone
+                if inputs is not None:
+                    there = torch.zeros(source.weight.shape[1], dtype=torch.bool, device=inputs.device)
+                    there[inputs] = True
+                    lost = take(source.weight, (rows, (~there).nonzero()[:, 0]))
+                    layer.absent = lost.abs().flatten(1).sum(1)
+    return compact
+
+
+def open_rows(layer: Masked) -> Tensor | None:
+    """The numbers of the filters that are not pruned, at least one; None where all are."""
+    mask = layer.mask()
+    if mask.all():
+        return None
+    rows = mask.nonzero()[:, 0]
+    return rows if len(rows) else torch.zeros(1, dtype=torch.int64, device=mask.device)
+
+
+def take(whole: Tensor, places: Places) -> Tensor:
+    """A part of an array, in the memory format of convolutions; () = the array itself."""
+    part = whole.detach()
+    if not places:
+        return part
+    for dim, place in enumerate(places):
+        if place is not None:
+            part = part.index_select(dim, place)
+    return part.contiguous(memory_format=torch.channels_last) if part.dim() == 4 else part
+
+
+def put(whole: Tensor, part: Tensor, places: Places) -> None:
+    """The reverse: write a part into its places."""
+    rows, inputs = (*places, None, None)[:2]
+    if rows is None and inputs is None:
+        whole.copy_(part)
+    elif rows is None:
+        whole[:, inputs] = part
+    elif inputs is None:
+        whole[rows] = part
+    else:
+        whole[rows[:, None], inputs] = part
+
+
+def _places(axes: Axes, kept: Mapping[int, Tensor], source: nn.Module, whole: Tensor) -> Places:
+    """Which part of an array of a layer `source` is there; () = all."""
+    found: list[Tensor | None] = []
+    for dim, axis in enumerate(axes):
+        if axis is not None and axis.group in kept:
+            found.append(_along(axis, kept[axis.group], whole.shape[dim]))
+        elif axis is not None and not dim and isinstance(source, Masked):
+            found.append(open_rows(source))
+        else:
+            found.append(None)
+    return tuple(found) if any(place is not None for place in found) else ()
+
+
+def _along(axis: Axis, channels: Tensor, size: int) -> Tensor:
+    """The places of channels along an axis of `size` entries."""
+    count = size // (axis.outer * axis.inner)
+    outer, inner = (torch.arange(n, device=channels.device) for n in (axis.outer, axis.inner))
+    return ((outer[:, None, None] * count + channels[:, None]) * axis.inner + inner).flatten()
+
+
+def _arrays(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from layer.named_parameters(recurse=False)
+    yield from layer.named_buffers(recurse=False)
+
+
+def _join(*parts: str) -> str:
+    return ".".join(filter(None, parts))
