@@ -150,8 +150,8 @@ class SparseTrainee(Trainee):
         self._take_up(model)
         if learned:
             self.optimiser.load(self._momentum)
-        for whole, part, name in zip(self.optimiser.buffers, learned, parameter_names(model), strict=True):
-            put(whole, part.to(whole.device), self._compact.places[name])
+            for whole, part, name in zip(self.optimiser.buffers, learned, parameter_names(model), strict=True):
+                put(whole, part, self._compact.places[name])
         self._compact = None
 
     def _take_up(self, model: SparseModel) -> None:
