@@ -24,6 +24,7 @@ from piecework.page import (
 from piecework.prism_report import has_kernels, kernel_section
 from piecework.profl_report import is_progressive, movement_section
 from piecework.robust_report import cascade_sections, final_section, is_adversarial, is_cascade, robust_curves
+from piecework.spafl_report import density_section, has_thresholds, pattern_section
 from server_app.records import RunDir, write_atomically
 
 
@@ -83,7 +84,8 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
     if robust:
         found += robust_curves(rounds, settings)
     else:
-        caption = "On the central test data; training loss: mean of the clients."
+        where = "the clients' own parts of the test data" if rounds[-1].get("personal") else "the central test data"
+        caption = f"On {where}; training loss: mean of the clients."
         found.append(Section("Accuracy and loss", caption, curves(rounds)))
     if is_cascade(rounds):
         found += cascade_sections(rounds, settings)
@@ -91,6 +93,8 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
         found.append(movement_section(rounds, settings))
     if has_kernels(rounds):
         found.append(kernel_section(rounds))
+    if has_thresholds(rounds):
+        found += [density_section(rounds), pattern_section(rounds)]
     by_device = device_figure(rounds)
     if by_device or not robust:  # adversarial training validates after averaging
         found.append(device_section(by_device))

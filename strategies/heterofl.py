@@ -29,6 +29,7 @@ from models.partition import Piece
 from models.width import CoverageMean, Indices, Select, ordered, sub_indices, take
 from strategies.aggregation import CheckedUpdate, UpdateRejectedError, updated
 from strategies.base import PieceStrategy
+from strategies.counts import entries
 from strategies.pricing import Part
 from strategies.reports import ClientReport
 from strategies.rules import Rule, Stage
@@ -109,6 +110,12 @@ class HeteroFLRule(Rule):
     def stages(self) -> list[Stage]:
         """The model of the poorest device."""
         return [Stage("training", (self.part((WIDTH, self.level(self.smallest))),))]
+
+    def values(self, parts: list[Part]) -> tuple[float, float]:
+        """The share of the channels of what the full model has, and not its square: the paper's count."""
+        full = sum(entries(self.blueprint, unit) for unit in self.blueprint.units())
+        found = sum(part.blueprint.width / self.blueprint.width for part in parts) * full
+        return found, found
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The device's sub-model. Raises MemoryBudgetExceededError."""

@@ -34,6 +34,7 @@ from models.width import Indices, take
 from strategies.aggregation import CheckedUpdate, updated
 from strategies.heterofl import HeteroFL, HeteroFLRule, shapes
 from strategies.pricing import Part
+from strategies.rules import Rule
 from strategies.state import Experiment
 
 
@@ -61,6 +62,10 @@ class PriSMRule(HeteroFLRule):
     def scattered(self) -> bool:
         """Whether any output channels are computed, and not the first ones."""
         return self.narrow and self.settings.output_channels == "random"
+
+    def values(self, parts: list[Part]) -> tuple[float, float]:
+        """What the sub-model has."""
+        return Rule.values(self, parts)
 
     def part(self, piece: Piece) -> Part:
         """(WIDTH, n): the sub-model of the n-th keep ratio."""

@@ -9,6 +9,7 @@ from client_app.task import Task, piece_of
 from device_profiles.clock import simulated_seconds, task_seconds
 from device_profiles.profile import DeviceState
 from strategies.aggregation import UpdateRejectedError
+from strategies.counts import bits, dense_flops
 from strategies.pricing import Pricing
 from strategies.rules import Rule
 
@@ -22,7 +23,7 @@ class ClientReport:
 
     `status`: ok; memory (refused, or stopped at its budget); failed (it raised an exception); crashed (its process died); gone
     (its node left); timeout (no answer within round-timeout); rejected (an update that may not enter the model). `note` is what
-    else there is to say, also of an ok.
+    else there is to say, also of an ok. `counted_bits` and `counted_flops` are by the rules of SpaFL's Table 2.
     """
 
     client: int
@@ -48,6 +49,8 @@ class ClientReport:
     val_accuracy: float | None = None
     val_examples: int = 0
     flops: float = 0.0
+    counted_bits: float = 0.0
+    counted_flops: float = 0.0
     seconds: float = 0.0
     simulated_seconds: float = 0.0
 
@@ -68,6 +71,8 @@ class ClientReport:
         self.pieces, size = keys, rule.settings.batch_size
         parts = [rule.part(piece_of(key)) for key in pieces]
         self.flops = sum(pricing.traced(p).flops * n / size for p, n in zip(parts, seen, strict=True))
+        self.counted_bits = bits(*rule.values(parts))
+        self.counted_flops = sum(dense_flops(p.forward_flops / 2, n) for p, n in zip(parts, seen, strict=True))
         wire = self.bytes_down, self.bytes_up
         if rule.swaps:
             steps = rule.settings.local_iterations or math.ceil(seen[0] / size)  # of the mean size

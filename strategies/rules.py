@@ -14,6 +14,7 @@ from models.anatomy import anatomy
 from models.cascade import Blueprint
 from models.partition import Piece
 from server_app.settings import Settings
+from strategies.counts import entries
 from strategies.pricing import Part, Pricing
 
 
@@ -103,6 +104,12 @@ class Rule(ABC):
         units = {unit: part.blueprint for part in parts for unit in part.units}
         size = sum(anatomy(blueprint, unit).state_bytes for unit, blueprint in units.items())
         return size, size
+
+    def values(self, parts: list[Part]) -> tuple[float, float]:
+        """Values down and up in a round for a client that trains `parts`, as SpaFL's Table 2 counts (`strategies.counts`)."""
+        units = {unit: part.blueprint for part in parts for unit in part.units}
+        count = sum(entries(blueprint, unit) for unit, blueprint in units.items())
+        return count, count
 
     def left_out(self, parts: list[Part]) -> list[str]:
         """The atoms that a client should train and cannot: none, unless a system goes on without them."""

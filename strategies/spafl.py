@@ -28,6 +28,7 @@ from models.masked import thresholds
 from models.partition import Piece
 from strategies.aggregation import CheckedUpdate, Norms, UpdateRejectedError
 from strategies.base import PieceStrategy
+from strategies.counts import sparse_flops
 from strategies.pricing import Part
 from strategies.reports import ClientReport, finite
 from strategies.rules import Rule, Stage
@@ -64,10 +65,15 @@ class SpaFLRule(Rule):
         """The masked model. Raises MemoryBudgetExceededError."""
         return [self.within(self.whole, state)]
 
+    def values(self, parts: list[Part]) -> tuple[float, float]:
+        """Thresholds, down and up."""
+        count = sum(sum(thresholds(part.blueprint).values()) for part in parts)
+        return count, count
+
     def wire(self, parts: list[Part]) -> tuple[int, int]:
-        """Four bytes a threshold, down and up, as the paper counts; on the way down their change comes with them."""
-        size = 4 * sum(sum(thresholds(part.blueprint).values()) for part in parts)
-        return size, size
+        """Four bytes a threshold; on the way down their change comes with them."""
+        count = int(self.values(parts)[0])
+        return 8 * count, 4 * count
 
 
 @dataclass
@@ -137,6 +143,13 @@ class SpaFL(PieceStrategy):
         model = self.rule.whole.blueprint
         layers = [layer for unit in model.units() for layer in anatomy(model, unit).layers if layer.thresholds]
         return {name: layer.macs for name, layer in zip(self.layers, layers, strict=True)}
+
+    @cached_property
+    def weights(self) -> int:
+        """How many weights have thresholds."""
+        model = self.rule.whole.blueprint
+        layers = [layer for unit in model.units() for layer in anatomy(model, unit).layers if layer.thresholds]
+        return sum(math.prod(layer.weight) for layer in layers)
 
     def initial(self) -> dict[str, np.ndarray]:
         """Thresholds of 0."""
@@ -208,6 +221,10 @@ class SpaFL(PieceStrategy):
         if not 0 < executed <= 1.001 * dense * seen:
             raise UpdateRejectedError(f"macs is {executed!r}: of {seen} examples they are at most {dense * seen}")
         report.flops *= executed / (dense * seen)
+        parts, ends = [*self.layers], np.cumsum([*self.layers.values()])[:-1]
+        density = {name: float(part.mean()) for name, part in zip(parts, np.split(mask, ends), strict=True)}
+        batches = math.ceil(seen / self.settings.batch_size)
+        report.counted_flops = sparse_flops(self.macs, density, seen, batches, len(mask), self.weights)
         self.masks[report.client] = mask
         if metrics.get("fresh") and report.client in self.state.trained:
             report.add_note("its store has no model of its own any more: it began again with the initial one")
@@ -253,6 +270,10 @@ class LocalRule(SpaFLRule):
     """Nothing travels."""
 
     suggested = False
+
+    def values(self, parts: list[Part]) -> tuple[float, float]:
+        """None."""
+        return 0, 0
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
         """No bytes of arrays."""
