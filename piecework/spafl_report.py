@@ -27,7 +27,9 @@ def density_section(rounds: Sequence[Record]) -> Section:
     figure.update_yaxes(title="share of filters", range=[0, 1.02], col=1)
     figure.update_yaxes(title="mean threshold", rangemode="tozero", col=2)
     told = [r["density"] for r in rounds if r["density"] is not None]
-    caption = "Left: filters that the clients of the round keep after training, the mean. Right: the server's thresholds."
+    caption = (
+        "Left: filters that the clients of the round keep after training, the mean. Right: the server's thresholds."
+    )
     if told:
         caption += f" Of all clients' models that were evaluated last, the mean density over layers is {told[-1]:.1%}."
     return Section(
