@@ -186,6 +186,12 @@ class Settings(BaseModel):
     scaler: bool = Field(True, description="their layers' outputs are divided by the share of channels kept")
     masked_loss: bool = Field(True, description="logits of classes that a client lacks are 0, HeteroFL and FedRolex")
 
+    fjord_sampling: Literal["batch", "round"] = Field(
+        "batch",
+        description="when FjORD draws a share of the channels; round = for each client, as SpaFL compares with it",
+    )
+    fjord_distillation: bool = Field(False, description="a FjORD client's widest net teaches those within it")
+
     keep_ratios: str = Field("0.8,0.6,0.4,0.2", description="shares of the kernels that PriSM's sub-models may have")
     kernel_sampling: Literal["importance", "uniform", "softmax"] = Field(
         "importance", description="how PriSM draws kernels: by a power of their singular values, or its Table 5's"

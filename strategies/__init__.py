@@ -18,6 +18,7 @@ STRATEGIES = {
     "fedepth": ("strategies.fedepth", "FeDepth"),
     "fedprophet": ("strategies.fedprophet", "FedProphet"),
     "fedrolex": ("strategies.fedrolex", "FedRolex"),
+    "fjord": ("strategies.fjord", "FjORD"),
     "heterofl": ("strategies.heterofl", "HeteroFL"),
     "jfat": ("strategies.jfat", "JFAT"),
     "local": ("strategies.spafl", "Local"),

@@ -128,6 +128,7 @@ class HeteroFL(PieceStrategy):
     name = "heterofl"
     rule_class = HeteroFLRule
     rule: HeteroFLRule
+    orders_class: ClassVar[Any] = Orders
     by_examples: ClassVar[bool] = False
 
     def __init__(self, experiment: Experiment) -> None:
@@ -187,7 +188,7 @@ class HeteroFL(PieceStrategy):
 
     def indices(self, task: Task) -> dict[str, Indices]:
         """Where the arrays of a task's sub-model lie in the full ones."""
-        return sub_indices(self.axes, self.full, self.rule.shapes[Orders.of(task).level], self.select(task))
+        return sub_indices(self.axes, self.full, self.rule.shapes[self.orders_class.of(task).level], self.select(task))
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
         """The sub-model."""
@@ -224,7 +225,7 @@ class HeteroFL(PieceStrategy):
 
     def details(self) -> dict[str, Any]:
         """The share of the channels that each client has."""
-        return {"shares": {str(client): Orders.of(task).share for client, (task, _) in self._asked.items()}}
+        return {"shares": {str(client): self.orders_class.of(task).share for client, (task, _) in self._asked.items()}}
 
 
 def shapes(blueprint: Blueprint) -> dict[str, Shape]:

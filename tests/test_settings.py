@@ -140,6 +140,7 @@ CHOICES = {
     "blocks": "budget",
     "freezing": "parameters",
     "frozen-mode": "training",
+    "fjord-sampling": "round",
     "straight-through": "flowing",
     "importance-update": "off",
     "width-shares": "1,0.5",

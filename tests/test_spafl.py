@@ -144,11 +144,6 @@ def test_resume_is_bit_identical_with_the_clients_own_states(tmp_path: Path) -> 
     assert last == [{k: r[k] for k in ("accuracy", "alpha", "density", "filters")} for r in resumed.rounds()[2:]]
 
 
-def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
-    one, two = (run_local(tmp_path / str(n), workers=n, **SPAFL | {"num_rounds": 2}) for n in (1, 2))
-    assert same(model_of(one), model_of(two))
-
-
 def test_a_client_that_lost_its_store_starts_from_the_initial_model(tmp_path: Path) -> None:
     part = run_local(tmp_path, **SPAFL | {"num_rounds": 2, "lr_rounds": 3})
     shutil.rmtree(stores(part) / "1")

@@ -18,6 +18,7 @@ TRAINERS = {
     "fedepth": "client_app.trainers.fedepth",
     "fedprophet": "client_app.trainers.fedprophet",
     "fedrolex": "client_app.trainers.heterofl",
+    "fjord": "client_app.trainers.fjord",
     "heterofl": "client_app.trainers.heterofl",
     "jfat": "client_app.trainers.fedprophet",  # one module, the whole model
     "local": "client_app.trainers.spafl",  # without communication

@@ -5,6 +5,7 @@ adversarial training (Zizzo et al., "FAT: Federated Adversarial Training", 2020)
 rounds.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from client_app.attacks import Attack
@@ -28,6 +29,7 @@ def train_whole(
     make_loss: MakeLoss = single_loss,
     piece_class: type[PieceModel] = PieceModel,
     carried: Carried | None = None,
+    make_trainee: Callable[..., Trainee] = Trainee,
 ) -> Update:
     """The same for a model that price lists call `piece`."""
     needed = task.price(piece)
@@ -35,7 +37,11 @@ def train_whole(
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
     atoms = tuple(range(len(client.blueprint.atoms)))
     recipe = replace(client.recipe, attack=attack_of_round(client))
-    trainee = Trainee(lambda: [piece_class(client.blueprint, atoms, "head", client.load())], recipe, make_loss, carried)
+
+    def make() -> list[PieceModel]:
+        return [piece_class(client.blueprint, atoms, "head", client.load())]
+
+    trainee = make_trainee(make, recipe, make_loss, carried)
     for epoch in trainee.epochs():
         examples = client.share(0 if client.settings.feature_cache else epoch)
         trainee.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train the whole model")
