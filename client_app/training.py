@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -47,7 +47,12 @@ class Recipe:
 
 
 class PieceModel:
-    """Atoms and a head that a device holds at once. `head` is a unit: `head`, `exits.<i>` for a piece's own, or None."""
+    """Atoms and a head that a device holds at once. `head` is a unit: `head`, `exits.<i>` for a piece's own, or None.
+
+    `optimiser`: what moves it, where that is not SGD.
+    """
+
+    optimiser: ClassVar["type[SGD] | None"] = None
 
     def __init__(self, blueprint: Blueprint, atoms: Sequence[int], head: str | None, load: Load) -> None:
         self.blueprint, self.atoms, self.head_unit = blueprint, tuple(atoms), head
@@ -303,7 +308,7 @@ def start(pieces: list[PieceModel], recipe: Recipe, make_loss: MakeLoss) -> tupl
     loss = make_loss(pieces)
     return (
         in_bfloat16(loss) if recipe.precision == "bfloat16" else loss,
-        SGD(
+        (pieces[0].optimiser or SGD)(
             [p for piece in pieces for p in piece.parameters() if p.requires_grad],
             recipe,
             [p for piece in pieces for p in piece.undecayed()],

@@ -17,6 +17,7 @@ from models.basic_layers import with_basic_layers
 from models.cascade import Cascade, isolated_rng
 from models.depth_exits import ExitCascade, with_exits
 from models.mix import mixed
+from models.supermask import supermask
 from server_app.records import CheckpointError
 from server_app.settings import Settings, SettingsError
 
@@ -36,6 +37,8 @@ def load_model(run_dir: Path) -> Cascade:
             whole = narrowed(settings, data.input_shape, data.num_classes, share)
         if mix := described.get("mix_share"):
             whole = mixed(narrowed(settings, data.input_shape, data.num_classes, mix), range(max(1, round(1 / mix))))
+        if "supermask" in described:
+            whole = supermask(whole, described["supermask"]["seed"])
         if exits := described.get("exits"):
             whole = with_exits(whole, [tuple(block) for block in exits])
         if blocks := described.get("blocks"):

@@ -16,6 +16,7 @@ STRATEGIES = {
     "fedavg": ("strategies.fedavg", "FedAvg"),
     "feddrop": ("strategies.feddrop", "FedDrop"),
     "fedepth": ("strategies.fedepth", "FeDepth"),
+    "fedpm": ("strategies.fedpm", "FedPM"),
     "fedprophet": ("strategies.fedprophet", "FedProphet"),
     "fedrolex": ("strategies.fedrolex", "FedRolex"),
     "fjord": ("strategies.fjord", "FjORD"),

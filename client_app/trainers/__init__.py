@@ -16,6 +16,7 @@ TRAINERS = {
     "fedavg": "client_app.trainers.fedavg",
     "feddrop": "client_app.trainers.heterofl",  # the server chooses other channels
     "fedepth": "client_app.trainers.fedepth",
+    "fedpm": "client_app.trainers.fedpm",
     "fedprophet": "client_app.trainers.fedprophet",
     "fedrolex": "client_app.trainers.heterofl",
     "fjord": "client_app.trainers.fjord",

@@ -1,0 +1,55 @@
+"""FedPM (Isik et al., "Sparse Random Networks for Communication-Efficient Federated Learning", ICLR 2023), the client's side.
+
+theta: the server's probabilities, which come as scores s = logit(theta). The client trains the scores with Adam, masks drawn
+anew in every step and passed by straight-through gradients, and sends back one mask drawn by them, a bit a weight. Frozen
+weights are drawn from the run's seed on both sides.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from client_app.adam import Adam
+from client_app.client import Client, Update
+from client_app.task import Metrics, Task
+from client_app.trainers.fedavg import train_whole
+from client_app.training import PieceModel
+from client_app.validation import evaluate_whole
+from models.cascade import Blueprint
+from models.supermask import supermask
+from server_app.settings import Settings
+
+MASK = "mask"  # uint8 [scores / 8]: of all scores in order, the first in the lowest bit
+
+
+class ScoredModel(PieceModel):
+    """A model of scores, which Adam moves."""
+
+    optimiser = Adam
+
+
+def scored_model(settings: Settings, blueprint: Blueprint) -> Blueprint:
+    """The run's model with scores."""
+    return supermask(blueprint, settings.seed, by_authors=settings.straight_through != "paper")
+
+
+def train(task: Task, client: Client) -> Update:
+    """Train the scores, and draw a mask. Raises MemoryBudgetExceededError."""
+    client.blueprint = scored_model(client.settings, client.blueprint)
+    whole = tuple(range(len(client.blueprint.atoms)))
+    update = train_whole(task, client, whole, piece_class=ScoredModel)
+    rng = client.rng("mask")
+
+    def bits() -> Iterator[np.ndarray]:
+        for _, scores in client.store.read(update.units):
+            yield rng.random(scores.size) < 1 / (1 + np.exp(-scores.reshape(-1).astype(np.float64)))
+
+    client.store.write_units({MASK: np.packbits(np.concatenate([*bits()]), bitorder="little")})
+    return replace(update, units=[MASK])
+
+
+def evaluate(task: Task, client: Client) -> Metrics:
+    """Loss and accuracy with a mask drawn by the server's probabilities, one atom in memory at a time."""
+    client.blueprint = scored_model(client.settings, client.blueprint)
+    return evaluate_whole(task, client)

@@ -1,0 +1,119 @@
+"""A model of frozen random weights of which masks are learned (FedPM).
+
+Every weight and bias is +c or -c, c = e / sqrt(fan_in), its sign drawn from a seed and never changed; what is learned of each
+is a score s: it is there with probability theta = sigmoid(s). The arrays of such a model are its scores, under the names that
+weights have otherwise. In training each forward pass draws masks anew; in evaluation always the same, by the seed. Norms
+have neither scale nor shift.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from models.cascade import Atom, Blueprint, isolated_rng
+
+
+class DrawnMask(torch.autograd.Function):
+    """A mask drawn by probabilities sigmoid(s). Its gradient passes the draw as if it were the identity; `by_authors` it is
+    multiplied by theta there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, generator: torch.Generator | None, by_authors: bool) -> Tensor:
+        """Zeros and ones in the shape of the scores."""
+        theta = scores.sigmoid()
+        ctx.save_for_backward(theta)
+        ctx.by_authors = by_authors
+        return torch.bernoulli(theta, generator=generator)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Of the scores."""
+        (gradient,), (theta,) = grads, ctx.saved_tensors
+        slope = theta * (1 - theta)
+        return gradient * (slope * theta if ctx.by_authors else slope), None, None
+
+
+class Scored(nn.Module):
+    """A layer whose parameters are scores; `seed` is that of its masks in evaluation."""
+
+    seed: int
+    by_authors: bool
+
+    def begin(self, seed: int, by_authors: bool) -> None:
+        """Freeze random weights, drawn by the seed, and draw first scores from N(0, 1)."""
+        scale = math.e / math.sqrt(self.get_parameter("weight")[0].numel())
+        with isolated_rng(seed):
+            for name, parameter in list(self.named_parameters(recurse=False)):
+                signs = torch.empty_like(parameter, requires_grad=False).bernoulli_(0.5).mul_(2).sub_(1)
+                self.register_buffer(f"frozen_{name}", signs.mul_(scale), persistent=False)
+        for parameter in self.parameters(recurse=False):
+            nn.init.normal_(parameter)
+        self.seed, self.by_authors = seed, by_authors
+
+    def drawn(self) -> dict[str, Tensor]:
+        """Masked weights, and bias."""
+        generator = None
+        if not self.training:
+            generator = torch.Generator(self.get_parameter("weight").device).manual_seed(self.seed)
+        return {
+            name: self.get_buffer(f"frozen_{name}") * DrawnMask.apply(scores, generator, self.by_authors)
+            for name, scores in self.named_parameters(recurse=False)
+        }
+
+
+class ScoredConv2d(nn.Conv2d, Scored):
+    """A convolution of masked weights."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Of z[B, C, H, W]."""
+        drawn = self.drawn()
+        out: Tensor = self._conv_forward(z, drawn["weight"], drawn.get("bias"))
+        return out
+
+
+class ScoredLinear(nn.Linear, Scored):
+    """A linear layer of masked weights."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Of z[..., F]."""
+        drawn = self.drawn()
+        return nn.functional.linear(z, drawn["weight"], drawn.get("bias"))
+
+
+def supermask(blueprint: Blueprint, seed: int, *, by_authors: bool = False) -> Blueprint:
+    """The same model with scores. Raises ValueError where layers are neither convolutions, linear, nor batch norms."""
+    atoms = tuple(
+        Atom(atom.name, partial(scored, atom.build, seed, number, by_authors), atom.shape, atom.before)
+        for number, atom in enumerate(blueprint.atoms)
+    )
+    head = partial(scored, blueprint.build_head, seed, len(atoms), by_authors)
+    model = replace(blueprint, atoms=atoms, build_head=head, width=1.0)
+    for unit in model.units():
+        with torch.device("meta"):
+            layers = [layer for layer in model.build_unit(unit).modules() if not isinstance(layer, Scored)]
+        if strange := [type(layer).__name__ for layer in layers if [*layer.parameters(recurse=False)]]:
+            raise ValueError(f"{blueprint.name} has a {strange[0]}: masks are for convolutions and linear layers")
+    return model
+
+
+def scored(build: Callable[[], nn.Module], seed: int, number: int, by_authors: bool) -> nn.Module:
+    """A module with scores; its frozen weights are a function of the seed and the unit's number."""
+    module = build()
+    for place, layer in enumerate(list(module.modules())):
+        if type(layer) is nn.Conv2d:
+            layer.__class__ = ScoredConv2d
+        elif type(layer) is nn.Linear:
+            layer.__class__ = ScoredLinear
+        elif isinstance(layer, nn.BatchNorm2d):
+            layer.register_parameter("weight", None)
+            layer.register_parameter("bias", None)
+        if isinstance(layer, Scored):
+            layer.begin(int(np.random.SeedSequence([seed, number, place]).generate_state(1)[0]), by_authors)
+    return module
