@@ -67,8 +67,8 @@ class FedPM(FedAvg):
         self.coded: dict[int, float] = {}
 
     def sizes(self, arrays: ArrayRecord) -> list[int]:
-        """How many scores each array has, in order."""
-        return [prod(array.shape) for array in arrays.values()]
+        """How many scores each array has, by name: stored models have an order of their own."""
+        return [prod(arrays[name].shape) for name in sorted(arrays)]
 
     def untrained(self, task: Task) -> ArrayRecord:
         """A mask, for its name and shape."""
@@ -104,8 +104,8 @@ class FedPM(FedAvg):
         theta = LEAST + (1 - 2 * LEAST) * self.counts / self.votes
         scores = np.log(theta / (1 - theta)).astype(np.float32)
         parts = np.split(scores, np.cumsum(self.sizes(self.post.arrays))[:-1])
-        named = zip(self.post.arrays.items(), parts, strict=True)
-        return ArrayRecord({name: Array(part.reshape(array.shape)) for (name, array), part in named})
+        new = dict(zip(sorted(self.post.arrays), parts, strict=True))
+        return ArrayRecord({n: Array(new[n].reshape(array.shape)) for n, array in self.post.arrays.items()})
 
     def details(self) -> dict[str, Any]:
         """The share of weights that the clients' masks keep; bits of each client's mask, coded."""

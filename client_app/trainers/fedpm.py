@@ -5,7 +5,6 @@ anew in every step and passed by straight-through gradients, and sends back one 
 weights are drawn from the run's seed on both sides.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +19,7 @@ from models.cascade import Blueprint
 from models.supermask import supermask
 from server_app.settings import Settings
 
-MASK = "mask"  # uint8 [scores / 8]: of all scores in order, the first in the lowest bit
+MASK = "mask"  # uint8 [scores / 8]: of all scores, arrays by their names, the first in the lowest bit
 
 
 class ScoredModel(PieceModel):
@@ -39,13 +38,11 @@ def train(task: Task, client: Client) -> Update:
     client.blueprint = scored_model(client.settings, client.blueprint)
     whole = tuple(range(len(client.blueprint.atoms)))
     update = train_whole(task, client, whole, piece_class=ScoredModel)
-    rng = client.rng("mask")
-
-    def bits() -> Iterator[np.ndarray]:
-        for _, scores in client.store.read(update.units):
-            yield rng.random(scores.size) < 1 / (1 + np.exp(-scores.reshape(-1).astype(np.float64)))
-
-    client.store.write_units({MASK: np.packbits(np.concatenate([*bits()]), bitorder="little")})
+    rng, drawn = client.rng("mask"), dict[str, np.ndarray]()
+    for name, scores in client.store.read(sorted(update.units)):
+        drawn[name] = rng.random(scores.size) < 1 / (1 + np.exp(-scores.reshape(-1).astype(np.float64)))
+    mask = np.concatenate([drawn[name] for name in sorted(drawn)])
+    client.store.write_units({MASK: np.packbits(mask, bitorder="little")})
     return replace(update, units=[MASK])
 
 
