@@ -1,10 +1,11 @@
 """Training a model whose filters are masked by thresholds (SpaFL), in its masked form or without what is masked.
 
-The masked form is the definition. In the compact form, which makes the same outputs, pruned filters are neither computed nor
-moved: their straight-through gradients are left out, which filters before a ReLU do not have anyhow, and their momentum rests.
+The masked form is the definition. In the compact form, which makes the same outputs, pruned filters, and weights on inputs that
+come from them, are neither computed nor moved: straight-through gradients of pruned filters are left out, which those before a
+ReLU do not have anyhow, momentum rests, and so do weight decay and the options by which gradients flow through masks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -17,8 +18,10 @@ from client_app.client import Client
 from client_app.examples import Examples
 from client_app.memory_cap import MemoryCap
 from client_app.training import Carried, MakeLoss, PieceModel, Trainee, classification_loss, start
-from models.compact import Compact, Layout, compacted, put, take
+from models.compact import Compact, Layout, Places, compacted, kept_parts, kept_share, put, take_into
 from models.masked import Masked, masked_layers
+
+WORTH = 0.75  # of the parameters: a compact form that keeps more saves next to nothing
 
 
 class SparseModel(PieceModel):
@@ -51,11 +54,11 @@ class SparseModel(PieceModel):
         """All thresholds, in order: float32 [thresholds]."""
         return torch.cat([layer.tau.detach() for layer in self.layers()]).cpu().numpy()
 
-    def compacted(self, layout: Layout) -> tuple["SparseModel", Compact]:
-        """The compact form at the mask that there is."""
+    def compacted(self, layout: Layout, parts: Mapping[str, Places] | None = None) -> tuple["SparseModel", Compact]:
+        """The compact form at the mask that there is, whose `parts` of the arrays may be known already."""
         with torch.device("meta"):
             empty = {unit: self.blueprint.build_unit(unit) for unit in self.units()}
-        compact = compacted(self.units(), layout, empty)
+        compact = compacted(self.units(), layout, empty, kept_parts(self.units(), layout) if parts is None else parts)
         return SparseModel(self.blueprint, self.atoms, self.head_unit, compact.units.__getitem__), compact
 
 
@@ -81,8 +84,9 @@ class SparseTrainee(Trainee):
     """Trains a `SparseModel`. Every `masked_every`-th step is in the masked form, none where that is 0, all where it is 1, as
     published; the others are in the compact form of the mask that there was then, or with 0 at the beginning of the epoch.
 
-    While the compact form is trained, the masked one and its momentum lie in the client's store. `macs`: multiply-accumulates
-    of masked layers in forward passes so far; of what is in training, the layers have them.
+    While the compact form is trained, the masked one and its momentum lie in the client's store. Where it would keep more than
+    WORTH of the parameters, the masked form goes on: it is not slower then, and takes no more. `macs`: multiply-accumulates of
+    masked layers in forward passes so far; of what is in training, the layers have them.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class SparseTrainee(Trainee):
         super().__init__(make, client.recipe, make_loss, carried)
         self.client, self.layout, self.macs = client, layout, 0
         self._compact: Compact | None = None
+        self._stays = False
         self._momentum = client.store.task / "momentum.safetensors"
 
     def epoch(self, examples: Examples, rng: np.random.Generator, cap: MemoryCap, phase: str) -> None:
@@ -105,7 +110,9 @@ class SparseTrainee(Trainee):
 
     def _form(self) -> Sequence[int]:
         """Making the compact form is a step of its own kind."""
-        return (0,) if self._is_masked() else (1, int(self._compact is None))
+        if self._compact is not None and self._is_masked():
+            self._expand()
+        return (0,) if self._stays or self._is_masked() else (1, int(self._compact is None))
 
     def _is_masked(self) -> bool:
         every = self.client.settings.masked_every
@@ -113,46 +120,53 @@ class SparseTrainee(Trainee):
 
     def _step(self, z: Tensor, y: Tensor, rng: np.random.Generator) -> Tensor:
         if self._is_masked():
-            self._expand()
-        elif self._compact is None:
+            self._stays = False
+        elif self._compact is None and not self._stays:
             self._compress()
         return super()._step(z, y, rng)
 
     @torch.no_grad()
     def _compress(self) -> None:
-        """Put the masked form into the store, and go on in the compact one."""
+        """Put the masked form into the store, and go on in the compact one, if that is worth it."""
         (model,) = self.pieces
         assert isinstance(model, SparseModel)
         assert self.layout is not None
+        parts = kept_parts(model.units(), self.layout)
+        self._stays = kept_share(model.units(), parts) > WORTH
+        if self._stays:
+            return
         self.client.save(model)
         self.optimiser.save(self._momentum)
         self.macs += executed_macs(self.pieces)
         self.pieces = []
         del self.optimiser, self._loss
-        small, self._compact = model.compacted(self.layout)
+        small, self._compact = model.compacted(self.layout, parts)
         names = parameter_names(model)
         del model
         self._take_up(small)
         with safe_open(self._momentum, framework="pt") as file:
             for i, buffer in enumerate(self.optimiser.buffers):
-                buffer.copy_(take(file.get_tensor(str(i)), self._compact.places[names[i]]))
+                take_into(buffer, file.get_tensor(str(i)).to(buffer.device), parts[names[i]])
 
     @torch.no_grad()
     def _expand(self) -> None:
         """Go back to the masked form, with what was learned in the compact one."""
+        self._stays = False
         if self._compact is None:
             return
-        self.macs += executed_macs(self.pieces)
-        learned, blueprint = self.optimiser.buffers, self.client.blueprint
-        self.pieces = []
-        model = SparseModel(blueprint, range(len(blueprint.atoms)), "head", self.client.load())
-        self._compact.write_back(model.units())
-        self._take_up(model)
-        if learned:
-            self.optimiser.load(self._momentum)
-            for whole, part, name in zip(self.optimiser.buffers, learned, parameter_names(model), strict=True):
-                put(whole, part, self._compact.places[name])
-        self._compact = None
+        with self.client.cap.first("go back to the masked form"):
+            self.macs += executed_macs(self.pieces)
+            learned, blueprint, parts = self.optimiser.buffers, self.client.blueprint, self._compact.places
+            self.pieces = []
+            del self.optimiser, self._loss
+            model = SparseModel(blueprint, range(len(blueprint.atoms)), "head", self.client.load())
+            self._compact.write_back(model.units())
+            self._compact = None  # its weights go before momentum is read
+            self._take_up(model)
+            if learned:
+                self.optimiser.load(self._momentum)
+                for whole, part, name in zip(self.optimiser.buffers, learned, parameter_names(model), strict=True):
+                    put(whole, part, parts[name])
 
     def _take_up(self, model: SparseModel) -> None:
         self.pieces = [model]

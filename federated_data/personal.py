@@ -22,7 +22,7 @@ def shares_of_test(labels: NDArray[Any], shares: list[Ints], test_labels: NDArra
     Of a class's test examples a client gets the share that it has of those training examples of the class which anybody has,
     rounded so that all are given; a class that nobody trains on is nobody's. A client with few examples may get none.
     """
-    classes = int(max(labels.max(), test_labels.max())) + 1
+    classes = int(labels.max(initial=-1)) + 1
     held = share_class_counts(labels, shares, classes)
     rng = np.random.default_rng(np.random.SeedSequence((seed, _TEST)))
     dealt: list[list[Ints]] = [[] for _ in shares]

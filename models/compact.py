@@ -6,7 +6,8 @@ layer leaves out its own pruned filters, and puts zeros in their places.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ class Compact:
     """The `units` of a compact form, and by name which part of an array of the masked model each of its arrays is."""
 
     units: dict[str, nn.Module]
-    places: dict[str, Places] = field(default_factory=dict)
+    places: dict[str, Places]
 
     @torch.no_grad()
     def write_back(self, units: Units) -> None:
@@ -62,40 +63,63 @@ def layout(blueprint: Blueprint, masked_blueprint: Blueprint) -> Layout:
 
 
 @torch.no_grad()
-def compacted(units: Units, plan: Layout, empty: Units) -> Compact:
-    """The compact form of a masked model's `units`, in the modules `empty`, which are built like them and have no values.
-
-    Thresholds, and arrays of which everything is there, are the very same. At least one filter of a layer is there.
-    """
-    compact, kept = Compact(dict(empty)), dict[int, Tensor]()
+def kept_parts(units: Units, plan: Layout) -> dict[str, Places]:
+    """By name, which part of each array of a masked model's `units` is kept at the mask that there is."""
+    kept, found = dict[int, Tensor](), dict[str, Places]()
     for unit, module in units.items():
         for path, layer in masked_layers(module):
             axis = plan.axes[_join(unit, path, "weight")][0]
             if axis is not None and axis.group in plan.alone and (rows := open_rows(layer)) is not None:
                 kept[axis.group] = rows
+    for unit, module in units.items():
+        for path, layer in module.named_modules():
+            for name, whole in _arrays(layer):
+                full = _join(unit, path, name)
+                found[full] = _places(plan.axes.get(full, ()), kept, layer, whole)
+    return found
+
+
+def kept_share(units: Units, parts: Mapping[str, Places]) -> float:
+    """Of a model's parameters, how many are in these parts."""
+    kept = total = 0
+    for unit, module in units.items():
+        for name, whole in module.named_parameters():
+            sizes = [
+                len(place) if place is not None else size
+                for place, size in zip(parts[_join(unit, name)], whole.shape, strict=False)
+            ]
+            kept += prod(sizes) * prod(whole.shape[len(sizes) :])
+            total += whole.numel()
+    return kept / total
+
+
+@torch.no_grad()
+def compacted(units: Units, plan: Layout, empty: Units, parts: Mapping[str, Places]) -> Compact:
+    """The compact form of a masked model's `units`, in the modules `empty`, which are built like them and have no values.
+
+    Thresholds, and arrays of which everything is there, are the very same.
+    """
     for unit, small in empty.items():
         for (path, layer), (_, source) in zip(small.named_modules(), units[unit].named_modules(), strict=True):
             for name, whole in _arrays(source):
-                places = _places(plan.axes.get(_join(unit, path, name), ()), kept, source, whole)
-                compact.places[_join(unit, path, name)] = places
-                part = whole
+                part, places = whole, parts[_join(unit, path, name)]
                 if places:
                     part = nn.Parameter(take(whole, places)) if isinstance(whole, nn.Parameter) else take(whole, places)
                 setattr(layer, name, part)
             if isinstance(layer, Masked) and isinstance(source, Masked):
-                axes = plan.axes[_join(unit, path, "weight")]
-                rows, inputs = (*_places(axes, kept, source, source.weight), None, None)[:2]
-                layer.rows, layer.spread = rows, axes[0] is None or axes[0].group not in plan.alone
+                weight = _join(unit, path, "weight")
+                axis, (rows, inputs) = plan.axes[weight][0], (*parts[weight], None, None)[:2]
+                layer.rows, layer.spread = rows, axis is None or axis.group not in plan.alone
                 if inputs is not None:
                     there = torch.zeros(source.weight.shape[1], dtype=torch.bool, device=inputs.device)
                     there[inputs] = True
                     lost = take(source.weight, (rows, (~there).nonzero()[:, 0]))
                     layer.absent = lost.abs().flatten(1).sum(1)
-    return compact
+    return Compact(dict(empty), dict(parts))
 
 
 def open_rows(layer: Masked) -> Tensor | None:
-    """The numbers of the filters that are not pruned, at least one; None where all are."""
+    """The numbers of the filters that are not pruned, or of one where all are; None where none is."""
     mask = layer.mask()
     if mask.all():
         return None
@@ -112,6 +136,17 @@ def take(whole: Tensor, places: Places) -> Tensor:
         if place is not None:
             part = part.index_select(dim, place)
     return part.contiguous(memory_format=torch.channels_last) if part.dim() == 4 else part
+
+
+def take_into(part: Tensor, whole: Tensor, places: Places) -> None:
+    """The same, into memory that is there."""
+    chosen = [(dim, place) for dim, place in enumerate(places) if place is not None]
+    if not chosen:
+        part.copy_(whole)
+        return
+    for dim, place in chosen[:-1]:
+        whole = whole.index_select(dim, place)
+    part.copy_(whole.index_select(*chosen[-1]))
 
 
 def put(whole: Tensor, part: Tensor, places: Places) -> None:

@@ -31,6 +31,10 @@ def load_model(run_dir: Path) -> Cascade:
     described = description(path)
     try:
         settings = Settings.from_run_config(described["settings"])
+        if "personal" in described:
+            raise CheckpointError(
+                f"{path} holds thresholds alone: every client has a model of its own, in its store (state-dir)"
+            )
         data = load(prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache()))
         whole = blueprint_for(settings, data)
         if share := described.get("share"):

@@ -129,6 +129,11 @@ class Run:
     def gather(self) -> None:
         """Wait for the clients; a new run's model depends on who they are. Raises TooFewNodesError."""
         self.roster.gather(self.grid, self.settings.node_timeout, self.settings.min_clients)
+        if self.strategy.personal and not any(member.test for member in self.roster.members.values()):
+            raise ValueError(
+                "evaluation is personal, and no client has a part of the test split: give the nodes some, as `piecework "
+                "export-data` does"
+            )
         self.strategy.begin()
         self.evaluate.blueprint, self.evaluate.piece_class = self.strategy.blueprint, self.strategy.piece_class
         if not self.arrays:

@@ -334,9 +334,8 @@ class PieceStrategy(Strategy):
         task, state = self._asked[report.client]
         report.simulated_seconds = simulated_seconds(state, 0, report.bytes_down, report.bytes_up)
         if outcome.status == "ok":
-            report.account(
-                outcome.reason, [int(n) for n in metrics["seen"]], task, state, self.rule, self.pricing_of(task)
-            )
+            seen, executed = [int(n) for n in metrics["seen"]], self.executed(task, metrics)
+            report.account(outcome.reason, seen, task, state, self.rule, self.pricing_of(task), executed)
 
     def _train_metrics(self) -> MetricRecord:
         trained = [r for r in self.reports.values() if r.status == "ok"]
@@ -373,8 +372,8 @@ class PieceStrategy(Strategy):
         tasks = {
             client: task for client, (task, _) in self._asked.items() if client in chosen and self.reachable(client)
         }
-        others = [client for client in chosen if client not in self._asked]
-        tasks |= {client: task for client, (task, _) in self.ask(others, server_round, arrays).items()}
+        if others := [client for client in chosen if client not in self._asked]:
+            tasks |= {client: task for client, (task, _) in self.ask(others, server_round, arrays).items()}
         return {client: replace(self.after_training(task), personal=True) for client, task in sorted(tasks.items())}
 
     def reachable(self, client: int) -> bool:
@@ -399,12 +398,20 @@ class PieceStrategy(Strategy):
             except (ValueError, TypeError, LookupError, ArithmeticError) as error:
                 self.post.reject(client, str(error)[:LONGEST])
                 continue
+            self.note_answer(client, metrics)
             weight = min(examples, 1) if self.personal else examples
             for key, value in values.items():
                 sums[key] += value * weight
             total += weight
             self.evaluated += examples > 0
         return MetricRecord({key: sums[key] / total for key in sums}) if total else None
+
+    def note_answer(self, client: int, metrics: dict[str, Any]) -> None:
+        """What else a client says that evaluated."""
+
+    def executed(self, task: Task, metrics: dict[str, Any]) -> float:
+        """The share of its pieces' FLOPs that a client executed. Raises UpdateRejectedError."""
+        return 1.0
 
     def configure_survey(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:
         """Questions to clients that have to be answered before the round; None = there are none."""

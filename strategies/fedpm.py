@@ -18,7 +18,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
 from client_app.task import Task
 from client_app.trainers.fedpm import MASK, ScoredModel, scored_model
-from models.cascade import Blueprint
+from models.cascade import Blueprint, has_statistics
 from models.partition import Piece
 from strategies.aggregation import CheckedUpdate, Norms, UpdateRejectedError
 from strategies.counts import bits
@@ -62,6 +62,10 @@ class FedPM(FedAvg):
         super().__init__(experiment)
         if self.settings.init_weights:
             raise ValueError(f"init-weights = {self.settings.init_weights!r}: fedpm's weights are random and stay so")
+        if any(has_statistics(self.blueprint, unit) for unit in self.blueprint.units()):
+            raise ValueError(
+                f"batch-norm = {self.settings.batch_norm!r}: fedpm sends masks, and statistics are none; use batch"
+            )
         self.blueprint = self.rule.scored
         self.counts, self.votes = np.zeros(0), 0
         self.coded: dict[int, float] = {}

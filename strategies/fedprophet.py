@@ -53,6 +53,10 @@ class FedProphet(PieceStrategy):
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
+        if self.personal:
+            raise ValueError(
+                f"evaluation = 'personal': clients of {self.name} tell by their validation shares how to go on; use central"
+            )
         if self.blueprint.vocabulary:
             raise ValueError(
                 f"{self.settings.model} reads tokens, which gradients cannot attack: {self.name} needs a model of images"

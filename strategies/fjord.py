@@ -11,7 +11,7 @@ trained. There is no Scaler. Self-distillation: `fjord-distillation`.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord
 
@@ -20,7 +20,9 @@ from client_app.task import OwnFields, Task, piece_key
 from client_app.trainers.fjord import Orders, nested_loss
 from client_app.trainers.heterofl import WIDTH
 from device_profiles.profile import DeviceState
+from models.cascade import has_statistics
 from models.partition import Piece
+from strategies.aggregation import UpdateRejectedError
 from strategies.heterofl import HeteroFL, HeteroFLRule
 from strategies.pricing import Part
 from strategies.state import Experiment
@@ -43,9 +45,22 @@ class FjORDRule(HeteroFLRule):
         return len(self.shares) - level - 1 if self.settings.fjord_sampling == "batch" else 0
 
     def part(self, piece: Piece) -> Part:
-        """(WIDTH, n): the model with the n-th share, and with self-distillation the widest net within it too."""
-        widths = tuple(self.models[piece[1] + 1 :][: self.nested(piece[1])])
-        return replace(super().part(piece), make_loss=nested_loss(widths, self.distils))
+        """(WIDTH, n): the model with the n-th share, which trains all of it."""
+        return self.step(piece[1], 0)
+
+    def step(self, level: int, drawn: int) -> Part:
+        """The model with a share when the net of number `drawn` is trained in it: 0 is all of it, the next ones narrower."""
+        widths = tuple(self.models[level + 1 :][: self.nested(level)])
+        loss = nested_loss(widths, self.distils, drawn)
+        return replace(super().part((WIDTH, level)), make_loss=loss)
+
+    def bytes(self, piece: Piece) -> int:
+        """Of the step that takes most: a narrow net needs less for itself, and copies of parts of the model's arrays."""
+        level = piece[1]
+        if piece not in self._bytes:
+            steps = range(1 + self.nested(level))
+            self._bytes[piece] = max(self.pricing.bytes(self.step(level, drawn)) for drawn in steps)
+        return self._bytes[piece]
 
 
 class FjORD(HeteroFL):
@@ -59,8 +74,7 @@ class FjORD(HeteroFL):
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
-        has_norms = any("bn" in name or "norm" in name for name in self.rule.shapes[0])
-        if self.settings.batch_norm != "batch" and has_norms:
+        if any(has_statistics(self.blueprint, unit) for unit in self.blueprint.units()):
             raise ValueError(
                 f"batch-norm = {self.settings.batch_norm!r}: fjord's nets have different statistics, use batch"
             )
@@ -70,6 +84,15 @@ class FjORD(HeteroFL):
         shares = self.rule.shares
         nested = shares[level + 1 :][: self.rule.nested(level)]
         return Orders(level, shares[level], nested, self.rule.distils)
+
+    def executed(self, task: Task, metrics: dict[str, Any]) -> float:
+        """By the nets that were drawn, of which the client says on how many examples each was trained."""
+        orders, seen = Orders.of(task), sum(int(n) for n in metrics["seen"])
+        told = metrics.get("widths")
+        if not isinstance(told, list) or len(told) != 1 + len(orders.nested) or sum(told) != seen or min(told) < 0:
+            raise UpdateRejectedError(f"widths is {told!r:.100}: {seen} examples of {1 + len(orders.nested)} nets")
+        flops = [self.rule.pricing.traced(self.rule.step(orders.level, n)).flops for n in range(len(told))]
+        return float(sum(a * b for a, b in zip(flops, told, strict=True)) / (flops[0] * seen))
 
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord

@@ -136,7 +136,8 @@ class PriSM(HeteroFL):
         """The tasks; for each, I_c of every layer is a function of (seed, round, client, layer) and of the model."""
         asked, settings = super().ask(clients, server_round, arrays), self.settings
         sampling = self.sampling or settings.kernel_sampling
-        self.drawn, self.rows = {client: {} for client in asked}, {client: {} for client in asked}
+        self.drawn |= {client: {} for client in asked}
+        self.rows |= {client: {} for client in asked}
         for client, (task, _) in asked.items():
             small = self.rule.shapes[Orders.of(task).level]
             for layer in self.factors:
@@ -200,8 +201,8 @@ class PriSM(HeteroFL):
         """
         keeps = {str(client): Orders.of(task).keep for client, (task, _) in self._asked.items()}
         counts = {layer.weight: np.zeros(self.full[layer.v][0]) for layer in self.factors}
-        for chosen in self.drawn.values():
-            for name, kernels in chosen.items():
+        for client in self._asked:
+            for name, kernels in self.drawn[client].items():
                 counts[name][kernels] += 1
         layers = {
             name: {

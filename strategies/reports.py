@@ -58,8 +58,18 @@ class ClientReport:
         """Add what a client says, which may be of any length, to what there is."""
         self.note = "; ".join(filter(None, (self.note, note[:LONGEST])))
 
-    def account(self, keys: str, seen: list[int], task: Task, state: DeviceState, rule: Rule, pricing: Pricing) -> None:
-        """FLOPs and simulated seconds of the pieces that a client trained (`keys`), each on so many examples (`seen`).
+    def account(
+        self,
+        keys: str,
+        seen: list[int],
+        task: Task,
+        state: DeviceState,
+        rule: Rule,
+        pricing: Pricing,
+        executed: float = 1.0,
+    ) -> None:
+        """FLOPs and simulated seconds of the pieces that a client trained (`keys`), each on so many examples (`seen`), where it
+        executed that share of their FLOPs.
 
         Raises UpdateRejectedError for pieces that it was not asked to train.
         """
@@ -70,9 +80,10 @@ class ClientReport:
             raise UpdateRejectedError(f"{len(pieces)} pieces, {len(task.prices)} are in the task's price list")
         self.pieces, size = keys, rule.settings.batch_size
         parts = [rule.part(piece_of(key)) for key in pieces]
-        self.flops = sum(pricing.traced(p).flops * n / size for p, n in zip(parts, seen, strict=True))
+        self.flops = executed * sum(pricing.traced(p).flops * n / size for p, n in zip(parts, seen, strict=True))
         self.counted_bits = bits(*rule.values(parts))
-        self.counted_flops = sum(dense_flops(p.forward_flops / 2, n) for p, n in zip(parts, seen, strict=True))
+        dense = sum(dense_flops(p.forward_flops / 2, n) for p, n in zip(parts, seen, strict=True))
+        self.counted_flops = executed * dense
         wire = self.bytes_down, self.bytes_up
         if rule.swaps:
             steps = rule.settings.local_iterations or math.ceil(seen[0] / size)  # of the mean size
@@ -107,8 +118,8 @@ def verdict(metrics: Mapping[str, Any], keys: tuple[str, ...], most: int) -> tup
     found = {}
     for key in keys:
         value = finite(metrics, key)
-        if value is None or value < 0 or (value > 1 and key.endswith("accuracy")):
-            raise UpdateRejectedError(f"{key} is {value!r}: it must be a loss of 0 or more, or an accuracy from 0 to 1")
+        if value is None or value < 0 or (value > 1 and not key.endswith("loss")):
+            raise UpdateRejectedError(f"{key} is {value!r}: a loss is 0 or more, an accuracy or a density from 0 to 1")
         found[key] = value
     return examples, found
 

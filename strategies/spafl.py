@@ -24,6 +24,7 @@ from client_app.task import Outcome, Task
 from client_app.trainers.spafl import CHANGE, THRESHOLDS, Orders, from_words, initial_model, masked_model
 from device_profiles.profile import DeviceState
 from models.anatomy import anatomy
+from models.compact import layout
 from models.masked import thresholds
 from models.partition import Piece
 from strategies.aggregation import CheckedUpdate, Norms, UpdateRejectedError
@@ -99,31 +100,42 @@ class SpaFL(PieceStrategy):
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
         settings = self.settings
-        for key, value, bad, why in (
-            (
-                "evaluation",
-                settings.evaluation,
-                "central",
-                "there is no model but those of the clients: set it to personal",
-            ),
-            (
-                "init-weights",
-                settings.init_weights,
-                settings.init_weights or None,
-                "clients build their models from the seed",
-            ),
-            ("batch-norm", settings.batch_norm, "local", "norms are with the clients anyhow: set it to running"),
-        ):
-            if value == bad:
-                raise ValueError(f"{key} = {value!r}: with {self.name} {why}")
+        if settings.evaluation == "central":
+            raise ValueError(
+                f"evaluation = 'central': {self.name} has no model but those of the clients, set it to personal"
+            )
+        if settings.client_evaluation_every or settings.autoattack_examples:
+            raise ValueError(
+                f"client-evaluation-every = {settings.client_evaluation_every}, autoattack-examples = "
+                f"{settings.autoattack_examples}: {self.name} has no model to evaluate but those of the clients, which "
+                "evaluate by evaluate-every; set both to 0"
+            )
+        if settings.init_weights:
+            raise ValueError(
+                f"init-weights = {settings.init_weights!r}: {self.name}'s clients build their models from the seed"
+            )
+        if settings.batch_norm == "local":
+            raise ValueError(
+                f"batch-norm = 'local': {self.name} leaves norms with the clients anyhow, set it to running"
+            )
+        if settings.client_momentum and not settings.momentum:
+            raise ValueError(
+                "client-momentum = true keeps the clients' momentum, and momentum is 0.0: set it, or leave it off"
+            )
         if settings.masked_every != 1 and not settings.silent_norms:
             raise ValueError(
                 f"masked-every = {settings.masked_every}: with silent-norms = false pruned filters shift what is behind their "
                 "norms, so nothing can be left out; set it to 1"
             )
+        if settings.masked_every != 1:
+            layout(
+                self.blueprint, self.rule.whole.blueprint
+            )  # a model whose channels cannot be followed is refused here
         self.layers = thresholds(self.rule.whole.blueprint)
         self.masks: dict[int, np.ndarray] = {}
         self.restarted: list[int] = []
+        self.lost: list[int] = []
+        self._told: dict[int, np.ndarray] = {}
         self.density: float | None = None
         self.tau = self.initial()[THRESHOLDS]
 
@@ -186,7 +198,7 @@ class SpaFL(PieceStrategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """As usual; keeps the thresholds that the change of the next round is from."""
-        self.masks, self.restarted, self.density = {}, [], None
+        self.masks, self.restarted, self.lost, self.density = {}, [], [], None
         arrays, metrics = super().aggregate_train(server_round, replies)
         self.kept = ArrayRecord({THRESHOLDS: self.post.arrays[THRESHOLDS]})
         self.tau = (arrays or self.post.arrays)[THRESHOLDS].numpy()
@@ -207,6 +219,20 @@ class SpaFL(PieceStrategy):
     def combine(self, client: int, update: CheckedUpdate) -> None:
         """Add thresholds; each client counts alike."""
         self.mean.add(update.arrays, 1)
+        self.masks[client] = self._told[client]
+
+    def executed(self, task: Task, metrics: dict[str, Any]) -> float:
+        """By what the masked layers' forward passes took."""
+        macs = finite(metrics, "macs") or 0.0
+        dense = sum(self.macs.values()) * sum(int(n) for n in metrics["seen"])
+        if not 0 < macs <= 1.001 * dense:
+            raise UpdateRejectedError(f"macs is {macs!r}: they are at most {dense}")
+        return macs / dense
+
+    def note_answer(self, client: int, metrics: dict[str, Any]) -> None:
+        """Who has no model any more evaluated the initial one."""
+        if metrics.get("fresh") and client in self.state.trained:
+            self.lost.append(client)
 
     def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
         super()._note(report, outcome, metrics)
@@ -216,16 +242,13 @@ class SpaFL(PieceStrategy):
             mask = from_words(metrics["mask"], sum(self.layers.values()))
         except (ValueError, OverflowError) as error:
             raise UpdateRejectedError(f"mask: {error}") from error
-        seen, dense = sum(int(n) for n in metrics["seen"]), sum(self.macs.values())
-        executed = finite(metrics, "macs") or 0.0
-        if not 0 < executed <= 1.001 * dense * seen:
-            raise UpdateRejectedError(f"macs is {executed!r}: of {seen} examples they are at most {dense * seen}")
-        report.flops *= executed / (dense * seen)
+        self._told[report.client] = mask
+        epochs = round(sum(int(n) for n in metrics["seen"]) / max(1, report.examples))
+        batches = max(1, epochs) * math.ceil(report.examples / self.settings.batch_size)
         parts, ends = [*self.layers], np.cumsum([*self.layers.values()])[:-1]
         density = {name: float(part.mean()) for name, part in zip(parts, np.split(mask, ends), strict=True)}
-        batches = math.ceil(seen / self.settings.batch_size)
+        seen = sum(int(n) for n in metrics["seen"])
         report.counted_flops = sparse_flops(self.macs, density, seen, batches, len(mask), self.weights)
-        self.masks[report.client] = mask
         if metrics.get("fresh") and report.client in self.state.trained:
             report.add_note("its store has no model of its own any more: it began again with the initial one")
             self.restarted.append(report.client)
@@ -262,8 +285,13 @@ class SpaFL(PieceStrategy):
             "alpha": max(alphas, default=None),
             "density": self.density,
             "restarted": self.restarted,
+            "lost": self.lost,
             "filters": layers,
         }
+
+    def model_details(self) -> dict[str, Any]:
+        """That this is none."""
+        return {"personal": True}
 
 
 class LocalRule(SpaFLRule):

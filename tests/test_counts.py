@@ -10,7 +10,10 @@ from client_app.setup import blueprint_for, open_dataset
 from client_app.trainers.spafl import masked_model
 from models.anatomy import anatomy
 from models.zoo import build_blueprint
+from server_app.settings import Settings
+from strategies import find_rule
 from strategies.counts import bits, dense_flops, entries, sparse_flops
+from strategies.pricing import pricing_for
 
 
 @pytest.mark.parametrize(
@@ -67,3 +70,20 @@ def test_spafls_records_count_thresholds_and_densities(tmp_path: Path) -> None:
     assert client["counted_bits"] == 64 * 160
     expected = 3 * kept * client["examples"] + 160 * batches + weights
     assert client["counted_flops"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "sparse", "dense"),
+    [
+        ("lenet5", (1, 28, 28), 580, 430_500),
+        ("conv4", (3, 32, 32), 650, 807_366),  # the paper counts 1,418 thresholds
+        ("resnet18-preact", (3, 32, 32), 4800, 11_224_373),  # the paper counts weights of convolutions: 11,159,232
+    ],
+)
+def test_rules_count_as_real_runs_do(model: str, shape: tuple[int, ...], sparse: int, dense: int) -> None:
+    settings = Settings(model=model, width_shares="0.5", batch_norm="running")
+    classes = 100 if model == "resnet18-preact" else 10
+    blueprint = build_blueprint(model, num_classes=classes, input_shape=shape, batch_norm="running")
+    for strategy, values in (("spafl", sparse), ("fedavg", dense), ("heterofl", dense / 2)):
+        rule = find_rule(strategy)(blueprint, pricing_for(settings, blueprint), settings)
+        assert rule.values(list(rule.stages[0].parts)) == (values, values)

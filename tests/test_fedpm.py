@@ -138,3 +138,11 @@ def test_bits_behind_the_end_are_rejected(tmp_path: Path, monkeypatch: pytest.Mo
 def test_layers_without_masks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"deit-tiny has a [A-Za-z]+: masks are for convolutions and linear layers"):
         supermask(build_blueprint("deit-tiny", num_classes=10, input_shape=(3, 32, 32)), 1)
+
+
+@pytest.mark.parametrize("batch_norm", ["running", "local"])
+def test_statistics_are_refused(tmp_path: Path, batch_norm: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"batch-norm = '{batch_norm}': fedpm sends masks, and statistics are none; use"
+    ):
+        run_local(tmp_path, **FEDPM | {"batch_norm": batch_norm})

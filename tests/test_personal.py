@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import FEW, TRIO, few_digits, run_local, tiny_settings
+from helpers import FEW, TRIO, few_digits, fleet_json, run_local, tiny_settings
 
 import piecework
 from client_app.examples import normalised
@@ -14,6 +14,7 @@ from client_app.training import predictions
 from federated_data.partition import make_shares
 from federated_data.personal import shares_of_test
 from server_app.settings import SettingsError
+from strategies import STRATEGIES
 
 SKEWED = {
     "partition": "dirichlet",
@@ -78,3 +79,20 @@ def test_some_clients_are_drawn(tmp_path: Path) -> None:
 def test_it_leaves_the_clients_validation_alone() -> None:
     with pytest.raises(SettingsError, match="client-evaluation-every = 2: with evaluation = 'personal'"):
         tiny_settings(dataset=FEW, evaluation="personal", client_evaluation_every=2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_evaluates_personally_or_refuses(tmp_path: Path, strategy: str) -> None:
+    """Also clients that were not in the round; every one counts alike."""
+    changes = TRIO | {"clients_per_round": 2, "strategy": strategy, "momentum": 0.0}
+    changes |= {"attack_steps": 1, "local_iterations": 1, "distil_rounds": 0, "fleet": fleet_json(rich=4.0)}
+    if strategy in ("fedprophet", "jfat"):
+        with pytest.raises(ValueError, match=r"evaluation = 'personal': clients of .* tell by their validation shares"):
+            run_local(tmp_path, evaluation="personal", **changes)
+        return
+    if strategy == "profl":
+        changes |= {"num_rounds": 5, "evaluate_every": 0}
+    record = run_local(tmp_path, evaluation="personal", **changes).rounds()[-1]
+    assert record["accuracy"] is not None
+    assert record["clients_evaluated"] == 3
+    assert record["evaluation"]["others"] == []

@@ -9,20 +9,36 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord
-from helpers import TRIO, arrays_of, few_digits, model_of, run_local, same, tiny_settings, training
+from helpers import (
+    TRIO,
+    a_client,
+    arrays_of,
+    few_digits,
+    model_of,
+    random_examples,
+    run_local,
+    same,
+    tiny_settings,
+    training,
+)
 from safetensors.numpy import load_file
 
-from client_app.setup import blueprint_for, open_dataset
-from client_app.sparse import SparseModel
+import piecework
+from client_app.prices import piece_price
+from client_app.setup import blueprint_for, open_dataset, recipe_for
+from client_app.sparse import SparseModel, SparseTrainee, sparse_loss
 from client_app.trainers.spafl import CHANGE, THRESHOLDS, from_words, initial_model, masked_model, to_words
-from client_app.training import load_for_device
+from client_app.training import PieceModel, load_for_device
 from models.cascade import initial_state
+from models.compact import layout
+from models.zoo import build_blueprint
 from server_app.local_grid import LocalGrid
-from server_app.records import RunDir
+from server_app.records import CheckpointError, RunDir
 from server_app.rounds import Run
 from strategies.spafl import SpaFL
 
 SPAFL = TRIO | {"strategy": "spafl", "fleet": "spafl", "weight_decay": 0.0, "sparsity": 0.05, "local_epochs": 2}
+LOSS = sparse_loss(0.01)
 
 
 def stores(run_dir: RunDir) -> Path:
@@ -190,7 +206,7 @@ def test_initial_models_have_a_digest_of_their_own() -> None:
 
 @pytest.mark.parametrize("every", [0, 1, 3])
 def test_forms_predict_what_they_take_and_count_what_they_execute(tmp_path: Path, every: int) -> None:
-    changes = SPAFL | {"masked_every": every, "num_rounds": 4, "lr": 0.1, "sparsity": 0.5, "batch_size": 8}
+    changes = SPAFL | {"masked_every": every, "num_rounds": 5, "lr": 0.05, "sparsity": 0.05, "batch_size": 8}
     records = run_local(tmp_path, **changes).rounds()
     for client in (c for record in records for c in record["clients"]):
         assert client["status"] == "ok"
@@ -199,8 +215,38 @@ def test_forms_predict_what_they_take_and_count_what_they_execute(tmp_path: Path
     pruned = np.mean([layer["density"] for layer in records[-1]["filters"].values()])
     assert pruned < 0.9
     assert (flops[-1] < 0.95 * flops[0]) == (every != 1)
-    if every == 0:
-        assert max(c["measured_peak"] for c in records[-1]["clients"]) < records[0]["clients"][0]["measured_peak"]
+
+
+@pytest.mark.parametrize("batch_size", [2, 16])
+def test_going_from_form_to_form_takes_no_more_than_a_masked_step(tmp_path: Path, batch_size: int) -> None:
+    """Where weights are nearly all that a step takes."""
+    settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}", "model": "lenet5", "batch_size": batch_size})
+    plain = build_blueprint("lenet5", num_classes=10, input_shape=(1, 32, 32))
+    whole = masked_model(settings, plain)
+    price = piece_price(whole, (0, 1), "head", recipe_for(settings, 0.1), make_loss=LOSS, piece_class=SparseModel)
+
+    def make(kept: float) -> Callable[[], list[PieceModel]]:
+        def made() -> list[PieceModel]:
+            model = SparseModel(whole, (0, 1), "head", load_for_device(whole, lambda unit, module: None))
+            with torch.no_grad():
+                for layer in model.layers()[:-1]:
+                    layer.tau[int(kept * len(layer.tau)) :] = 1.0
+            return [model]
+
+        return made
+
+    examples, forms = random_examples(4 * batch_size, (1, 32, 32)), []
+    for kept in (0.98, 0.85, 0.5, 0.2):
+        client = a_client(tmp_path / str(kept), settings.model_copy(update={"masked_every": 0}), blueprint=whole)
+        trainee = SparseTrainee(client, make(kept), LOSS, None, layout(plain, whole))
+        for _ in range(2):
+            trainee.epoch(examples, client.rng("batches"), client.cap, "train")
+        trainee.finish()
+        assert 0 < client.cap.peak_bytes <= price.peak_bytes
+        forms.append(trainee.macs)
+    assert forms == sorted(forms, reverse=True)
+    assert forms[-1] < 0.2 * forms[0]
+    assert client.cap.peak_bytes < 0.8 * price.peak_bytes
 
 
 def test_the_forms_learn_alike(tmp_path: Path) -> None:
@@ -282,6 +328,42 @@ def test_alpha_follows_the_density_that_was_told(tmp_path: Path) -> None:
         assert record["alpha"] == pytest.approx(0.05 * min(1, max(0, (density - 0.4) / 0.1)))
 
 
+def test_what_a_rejected_client_says_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thresholds of 7 and a mask of nothing: neither reaches the density that alpha follows."""
+    original = SparseModel.thresholds
+
+    def spoilt(self: SparseModel) -> np.ndarray:
+        found = original(self)
+        if not calls:
+            found[:] = 7.0
+        calls.append(1)
+        return found
+
+    calls: list[int] = []
+    monkeypatch.setattr(SparseModel, "thresholds", spoilt)
+    monkeypatch.setattr(SparseModel, "mask", lambda self: np.full(160, bool(calls)))  # told before thresholds are
+    (record,) = run_local(tmp_path, **SPAFL).rounds()
+    assert [c["status"] for c in record["clients"]] == ["rejected", "ok", "ok"]
+    assert [layer["density"] for layer in record["filters"].values()] == [1.0] * 5
+
+
+def test_who_lost_a_model_says_so_in_evaluation_too(tmp_path: Path) -> None:
+    part = run_local(tmp_path, **SPAFL | {"num_rounds": 2, "lr_rounds": 3, "clients_per_round": 2})
+    trained = [c["client"] for c in part.rounds()[-1]["clients"]]
+    shutil.rmtree(stores(part) / str(trained[0]))
+    changes = SPAFL | {"num_rounds": 3, "lr_rounds": 3, "clients_per_round": 2, "resume_from": str(part.path)}
+    last = run_local(tmp_path, **changes).rounds()[-1]
+    assert last["restarted"] + last["lost"] == [trained[0]]
+
+
+def test_there_is_no_global_model_to_load(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SPAFL)
+    with pytest.raises(
+        CheckpointError, match="holds thresholds alone: every client has a model of its own, in its store"
+    ):
+        piecework.load(run_dir.path)
+
+
 @pytest.mark.parametrize("value", [-0.1, 1.1, np.nan])
 def test_thresholds_out_of_bounds_are_rejected(value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(self: SparseModel) -> np.ndarray:
@@ -297,8 +379,13 @@ def test_thresholds_out_of_bounds_are_rejected(value: float, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"evaluation": "central"}, "evaluation = 'central': with spafl there is no model but those of the clients"),
-        ({"batch_norm": "local"}, "batch-norm = 'local': with spafl norms are with the clients anyhow"),
+        ({"evaluation": "central"}, "evaluation = 'central': spafl has no model but those of the clients"),
+        ({"batch_norm": "local"}, "batch-norm = 'local': spafl leaves norms with the clients anyhow"),
+        (
+            {"client_momentum": True, "momentum": 0.0},
+            "client-momentum = true keeps the clients' momentum, and momentum is",
+        ),
+        ({"client_evaluation_every": 2}, "client-evaluation-every = 2, autoattack-examples = 0: spafl has no model"),
         ({"masked_every": 2, "silent_norms": False}, "masked-every = 2: with silent-norms = false"),
     ],
 )

@@ -11,7 +11,7 @@ Ours: batch norms take the statistics of the batch, which are each net's own; th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -53,9 +53,8 @@ class NestedLoss:
     With `distil` that of net 0, and of what the other one makes of the batch against net 0's predictions.
     """
 
-    def __init__(self, piece: PieceModel, widths: Sequence[Blueprint], *, distil: bool) -> None:
-        self.piece, self.distil = piece, distil
-        self.level = 1 if distil and widths else 0  # what takes most, for prices
+    def __init__(self, piece: PieceModel, widths: Sequence[Blueprint], *, distil: bool, level: int = 0) -> None:
+        self.piece, self.distil, self.level = piece, distil, level
         axes = channel_axes(piece.blueprint) if widths else {}
         full = shapes(piece.blueprint)
         self.nets = [(w, sub_indices(axes, full, shapes(w), ordered)) for w in widths]
@@ -101,12 +100,12 @@ def shapes(blueprint: Blueprint) -> dict[str, tuple[int, ...]]:
 
 
 @cache
-def nested_loss(widths: tuple[Blueprint, ...], distil: bool) -> MakeLoss:
-    """The loss of a piece and the nets within it."""
+def nested_loss(widths: tuple[Blueprint, ...], distil: bool, level: int = 0) -> MakeLoss:
+    """The loss of a piece and the nets within it, of which one is drawn to begin with."""
 
     def make(pieces: list[PieceModel]) -> Loss:
         (piece,) = pieces
-        return NestedLoss(piece, widths, distil=distil)
+        return NestedLoss(piece, widths, distil=distil, level=level)
 
     return make
 
@@ -117,6 +116,7 @@ class NestedTrainee(Trainee):
     def __init__(self, rng: np.random.Generator, count: int, *rest: Any) -> None:
         super().__init__(*rest)
         self._rng, self._count, self._level = rng, count, 0
+        self.trained = [0] * count  # examples, by net
         self._make_nested, self._make_loss = self._make_loss, self._kept
 
     def _kept(self, pieces: list[PieceModel]) -> Loss:
@@ -132,6 +132,7 @@ class NestedTrainee(Trainee):
     def _step(self, z: Tensor, y: Tensor, rng: np.random.Generator) -> Tensor:
         assert isinstance(self._nested, NestedLoss)
         self._nested.level = self._level
+        self.trained[self._level] += len(y)
         return super()._step(z, y, rng)
 
 
@@ -140,9 +141,16 @@ def train(task: Task, client: Client) -> Update:
     orders = Orders.of(task)
     widths = tuple(sub_model(client, share) for share in orders.nested)
     client.blueprint = sub_model(client, orders.share)
-    make_trainee = partial(NestedTrainee, client.rng("widths"), 1 + len(widths))
+    trained: list[NestedTrainee] = []
+
+    def make_trainee(*rest: Any) -> NestedTrainee:
+        trained.append(NestedTrainee(client.rng("widths"), 1 + len(widths), *rest))
+        return trained[0]
+
     loss = nested_loss(widths, orders.distil)
-    return train_whole(task, client, (WIDTH, orders.level), loss, make_trainee=make_trainee)
+    update = train_whole(task, client, (WIDTH, orders.level), loss, make_trainee=make_trainee)
+    update.metrics["widths"] = trained[0].trained
+    return update
 
 
 def sub_model(client: Client, share: float) -> Blueprint:

@@ -59,7 +59,8 @@ def initial_model(
     for _, unit in arrays:
         held = {name: value.numpy() for name, value in unit}
         for name, array in held.items():
-            found.update(name.encode() + np.ascontiguousarray(array).tobytes())
+            found.update(name.encode())
+            found.update(np.ascontiguousarray(array).data)
         keep(held)
     return found.hexdigest()[:16]
 
@@ -110,13 +111,14 @@ def evaluate(task: Task, client: Client) -> Metrics:
     needed = task.price(tuple(range(len(client.blueprint.atoms))))
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "evaluating the whole model")
-    model = load(client, own_model(client, orders))
+    source = own_model(client, orders)
+    model = load(client, source)
     density = float(np.mean([layer.mask().float().mean() for layer in model.layers()]))
     if layout is not None:
         model = model.compacted(layout)[0]
     model.train(False)
     metrics = client.evaluate(model.logits, client.validation)
-    return metrics | {"density": density} if metrics else metrics
+    return metrics | {"density": density, "fresh": int(source == client.store.model)} if metrics else metrics
 
 
 def own_layout(client: Client) -> Layout | None:
