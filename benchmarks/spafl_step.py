@@ -1,6 +1,6 @@
 """What SpaFL's compact form saves: seconds and peak memory of a local step, beside the dense model's and the masked form's.
 
-    python -m benchmarks.spafl_step [--model lenet5] [--batch-size 64] [--densities 0.75,0.5,0.35,0.25] [--steps 30] [--json]
+    python -m benchmarks.spafl_step [--model lenet5] [--batch-size 64] [--densities 0.75,0.5,0.35,0.25] [--steps 60] [--json]
 
 A step is forward, backward and update as a client does it, on one thread, the median of `--steps`. The share of filters that
 is kept is the same in every layer but the last, of which all are; `--densities layers=1,0.6,0.1,1` gives one for each layer
@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 
+from client_app.accelerator import without_denormals
+from client_app.memory_cap import keep_heap_tight
 from client_app.sparse import SparseModel, sparse_loss
 from client_app.training import MakeLoss, PieceModel, Recipe, channels_last, single_loss, start, train_step
 from device_profiles.memory import PeakMemory
+from device_profiles.profile import available_memory
 from models.cascade import Blueprint
 from models.compact import layout
 from models.masked import masked
@@ -49,10 +52,11 @@ def measured(model: PieceModel, make_loss: MakeLoss, recipe: Recipe, steps: int)
         y = torch.randint(model.blueprint.num_classes, (recipe.batch_size,))
         train_step(loss, optimiser, z, y)
     taken = []
-    for _ in range(steps + 2):
-        started = time.perf_counter()
-        train_step(loss, optimiser, z, y)
-        taken.append(time.perf_counter() - started)
+    with without_denormals():  # as in a client's task
+        for _ in range(steps + 2):
+            started = time.perf_counter()
+            train_step(loss, optimiser, z, y)
+            taken.append(time.perf_counter() - started)
     return median(taken[2:]), meter.peak
 
 
@@ -62,7 +66,8 @@ def main() -> None:
     parser.add_argument("--model", default="lenet5")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--densities", default="0.75,0.5,0.35,0.25")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--budget", type=int, default=24_000_000, help="bytes")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     shape, classes = usual_input(given.model)
@@ -74,6 +79,7 @@ def main() -> None:
     else:
         choices = [[float(each)] * (layers - 1) + [1.0] for each in given.densities.split(",")]
     torch.set_num_threads(1)
+    keep_heap_tight(given.budget, available_memory())  # as a client's task does: it decides what allocating costs
     recipe = Recipe(lr=1e-3, momentum=0.9, weight_decay=0.0, batch_size=given.batch_size, epochs=1)
     dense = PieceModel(plain, range(len(plain.atoms)), "head", lambda unit: channels_last(plain.build_unit(unit)))
     base = measured(dense, single_loss, recipe, given.steps)
