@@ -48,7 +48,10 @@ def measured(model: PieceModel, make_loss: MakeLoss, recipe: Recipe, steps: int)
             for tensor in [*module.parameters(), *module.buffers()]:
                 tensor.data = tensor.data.clone()
         loss, optimiser = start([model], recipe, make_loss)
-        z = torch.rand(recipe.batch_size, *model.blueprint.input_shape).contiguous(memory_format=torch.channels_last)
+        channels, height, width = model.blueprint.input_shape
+        z = torch.rand(recipe.batch_size, height, width, channels).permute(
+            0, 3, 1, 2
+        )  # as `Examples` hands batches out
         y = torch.randint(model.blueprint.num_classes, (recipe.batch_size,))
         train_step(loss, optimiser, z, y)
     taken = []

@@ -65,6 +65,16 @@ def test_the_authors_gradient_flows_through_the_mean_too(straight_through: str, 
     torch.testing.assert_close(layer.tau.grad, threshold.grad)
 
 
+def test_a_weight_with_a_threshold_of_its_own() -> None:
+    """Eq. 11 and 12, the paper's case of one parameter a threshold: h = -g w; where it is pruned, the weight gets g |w|."""
+    layer = linear([[0.4], [-0.3]], [0.5, 0.5], "flowing")
+    layer(torch.tensor([[2.0]])).backward(torch.tensor([[3.0, 5.0]]))  # g = 6, 10
+    assert layer.weight.grad is not None
+    assert layer.tau.grad is not None
+    assert layer.weight.grad.flatten().tolist() == pytest.approx([6 * 0.4, 10 * 0.3])
+    assert layer.tau.grad.tolist() == pytest.approx([-6 * 0.4, 10 * 0.3])
+
+
 def test_convolutions_get_the_same_gradients_in_both_memory_formats() -> None:
     blueprint = masked(build_blueprint("lenet5", num_classes=10, input_shape=(1, 28, 28)))
     found = []
