@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models.cascade import Blueprint
 from models.channels import Axes, Axis, channel_axes
-from models.masked import Masked, SilentNorm, masked_layers
+from models.masked import Masked, Silent, masked_layers
 
 Units = Mapping[str, nn.Module]
 Places = tuple[Tensor | None, ...]  # of each dimension of an array: which entries are there; None = all
@@ -51,7 +51,7 @@ def layout(blueprint: Blueprint, masked_blueprint: Blueprint) -> Layout:
         with torch.device("meta"):
             module = masked_blueprint.build_unit(unit)
         for path, layer in module.named_modules():
-            if isinstance(layer, SilentNorm):
+            if isinstance(layer, Silent):
                 continue
             for name, value in layer.named_parameters(recurse=False):
                 axis = axes[_join(unit, path, name)][0] if name != "tau" else None

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from models.cascade import Atom, Blueprint, Shape
 
 StraightThrough = Literal["paper", "flowing", "clipped"]
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 LEAST_DENSITY = 0.01  # of a layer: at this its thresholds begin at 0 again (appendix A.1)
 
 
@@ -154,14 +155,30 @@ class MaskedLinear(nn.Linear, Masked):
         return self.made(F.linear(z, self.masked_weight()))
 
 
-class SilentNorm(nn.BatchNorm2d):
-    """A batch norm that is masked with the convolution before it."""
+class Silent(nn.Module):
+    """A batch norm that is masked with the layer before it."""
 
-    of: tuple[MaskedConv2d]  # in a tuple, so that it is not a part of this module
+    of: tuple[Masked]  # in a tuple, so that it is not a part of this module
+
+    def silenced(self, z: Tensor) -> Tensor:
+        """z[B, C, ...] with zeros, not shifts, for pruned filters, in place."""
+        return z.mul_(self.of[0].open.view(1, -1, *(1,) * (z.dim() - 2)))
+
+
+class SilentNorm2d(nn.BatchNorm2d, Silent):
+    """Behind a convolution."""
 
     def forward(self, z: Tensor) -> Tensor:
-        """z[B, C, H, W]; zeros, not shifts, for pruned filters."""
-        return super().forward(z).mul_(self.of[0].open.view(1, -1, 1, 1))
+        """Of z[B, C, H, W]."""
+        return self.silenced(super().forward(z))
+
+
+class SilentNorm1d(nn.BatchNorm1d, Silent):
+    """Behind a linear layer."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Of z[B, F]."""
+        return self.silenced(super().forward(z))
 
 
 def masked(blueprint: Blueprint, straight_through: StraightThrough = "paper", *, silent: bool = True) -> Blueprint:
@@ -174,7 +191,8 @@ def masked(blueprint: Blueprint, straight_through: StraightThrough = "paper", *,
         norms = norms_behind(atom.build, blueprint.shape_before(index)) if silent else ()
         build = partial(with_masks, atom.build, straight_through, norms)
         atoms.append(Atom(atom.name, build, atom.shape, atom.before))
-    head = partial(with_masks, blueprint.build_head, straight_through, ())
+    norms = norms_behind(blueprint.build_head, blueprint.feature_shape) if silent else ()
+    head = partial(with_masks, blueprint.build_head, straight_through, norms)
     model = replace(blueprint, atoms=tuple(atoms), build_head=head, width=1.0)
     if not thresholds(model):
         raise ValueError(f"{blueprint.name} has neither convolutions nor linear layers without bias to mask")
@@ -184,45 +202,48 @@ def masked(blueprint: Blueprint, straight_through: StraightThrough = "paper", *,
 def with_masks(
     build: Callable[[], nn.Module], straight_through: StraightThrough, norms: tuple[tuple[str, str], ...]
 ) -> nn.Module:
-    """A module with thresholds; `norms` are pairs of a batch norm and the convolution that it is masked with, by path."""
+    """A module with thresholds; `norms` are pairs of a batch norm and the layer that it is masked with, by path."""
     module = build()
     for layer in list(module.modules()):
-        if type(layer) is nn.Conv2d:
-            layer.__class__ = MaskedConv2d
-        elif type(layer) is nn.Linear and layer.bias is None:
-            layer.__class__ = MaskedLinear
-        if isinstance(layer, Masked):
+        if is_maskable(layer):
+            layer.__class__ = MaskedConv2d if isinstance(layer, nn.Conv2d) else MaskedLinear
+            assert isinstance(layer, Masked)
             layer.begin(straight_through)
     for path, before in norms:
-        norm, conv = module.get_submodule(path), module.get_submodule(before)
-        assert isinstance(conv, MaskedConv2d)
-        norm.__class__ = SilentNorm
-        assert isinstance(norm, SilentNorm)
-        norm.of = (conv,)
+        norm, layer = module.get_submodule(path), module.get_submodule(before)
+        assert isinstance(layer, Masked)
+        norm.__class__ = SilentNorm1d if isinstance(norm, nn.BatchNorm1d) else SilentNorm2d
+        assert isinstance(norm, Silent)
+        norm.of = (layer,)
     return module
 
 
 def norms_behind(build: Callable[[], nn.Module], shape: Shape) -> tuple[tuple[str, str], ...]:
-    """The batch norms that read what a convolution makes, and nothing else, each with that convolution, by path."""
+    """The batch norms that read what a layer with thresholds makes, and nothing else, each with that layer, by path."""
     found, made = [], dict[int, tuple[str, Tensor]]()
     with torch.device("meta"):
         module = build().eval()
         example = torch.zeros(2, *shape)
-    if not any(isinstance(layer, nn.BatchNorm2d) for layer in module.modules()):
+    if not any(isinstance(layer, NORMS) for layer in module.modules()):
         return ()
 
     def after(path: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if isinstance(layer, nn.Conv2d):
+        if is_maskable(layer):
             made[id(output)] = path, output
         elif id(inputs[0]) in made:
             found.append((path, made[id(inputs[0])][0]))
 
     for path, layer in module.named_modules():
-        if isinstance(layer, nn.Conv2d | nn.BatchNorm2d):
+        if is_maskable(layer) or isinstance(layer, NORMS):
             layer.register_forward_hook(partial(after, path))
     with torch.no_grad():
         module(example)
     return tuple(found)
+
+
+def is_maskable(layer: nn.Module) -> bool:
+    """Whether a layer gets thresholds: a convolution, or a linear layer without bias."""
+    return isinstance(layer, nn.Conv2d) or (isinstance(layer, nn.Linear) and layer.bias is None)
 
 
 def masked_layers(module: nn.Module) -> Iterator[tuple[str, Masked]]:

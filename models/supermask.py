@@ -111,7 +111,7 @@ def scored(build: Callable[[], nn.Module], seed: int, number: int, by_authors: b
             layer.__class__ = ScoredConv2d
         elif type(layer) is nn.Linear:
             layer.__class__ = ScoredLinear
-        elif isinstance(layer, nn.BatchNorm2d):
+        elif isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
             layer.register_parameter("weight", None)
             layer.register_parameter("bias", None)
         if isinstance(layer, Scored):

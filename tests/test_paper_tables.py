@@ -180,7 +180,7 @@ def test_spafl_thresholds() -> None:
     assert spafl.thresholds() == [580, 650, 4800, 2400]
     for (flags, *_), found in zip(spafl.TAU, spafl.thresholds(), strict=True):
         rule = rule_for(flags)
-        assert rule.wire(list(rule.stages[0].parts)) == (4 * found, 4 * found)
+        assert rule.wire(list(rule.stages[0].parts)) == (8 * found, 4 * found)
 
 
 def test_spafl_communication() -> None:

@@ -132,8 +132,8 @@ def test_every_system_cuts_every_model_or_says_why_not(strategy, name) -> None:
         rule = rule_of(strategy, name, "fedprophet", 1e12)
         stages = rule.stages
     except ValueError as error:
-        assert strategy in ("local", "prism", "spafl"), error
-        assert name == "lstm-imdb", error
+        assert strategy in ("fedpm", "local", "prism", "spafl"), error
+        assert name == "lstm-imdb" or (strategy == "fedpm" and name in ("deit-tiny", "vit")), error
         return
     for number in range(len(stages)):
         parts = rule.work(number, state(1e12), slowest=1e9)
