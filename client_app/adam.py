@@ -1,12 +1,10 @@
 """Adam (Kingma and Ba, ICLR 2015), with torch's kernels and without torch's optimisers: these import its compiler."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
-from client_app.training import SGD, Recipe
+from client_app.training import SGD
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 
@@ -14,14 +12,7 @@ BETAS, EPSILON = (0.9, 0.999), 1e-8
 class Adam(SGD):
     """Adam with the usual constants; the recipe's momentum does not concern it."""
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        recipe: Recipe,
-        undecayed: Iterable[nn.Parameter] = (),
-        settle: Sequence[Callable[[], None]] = (),
-    ) -> None:
-        super().__init__(parameters, replace(recipe, momentum=0.0), undecayed, settle)
+    def _allocate(self) -> None:
         self.averages, self.squares = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
         self.steps = [torch.zeros((), device=p.device) for p in self.parameters]
 

@@ -105,8 +105,14 @@ class SGD:
     ) -> None:
         self.parameters, self._settle = list(parameters), settle
         self.recipe = recipe
-        self.buffers = [torch.zeros_like(p) for p in self.parameters] if recipe.momentum else []
         self._undecayed = {id(p) for p in undecayed}
+        self.buffers: list[Tensor] = []
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Make what is remembered between steps."""
+        if self.recipe.momentum:
+            self.buffers = [torch.zeros_like(p) for p in self.parameters]
 
     @torch.no_grad()
     def step(self) -> None:

@@ -8,8 +8,9 @@ that are drawn anew for every client and round (`drawn`). Channels that a residu
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
+import torch
 
-from models.cascade import Shape
+from models.cascade import Blueprint, Shape
 from models.channels import Axes
 
 Select = Callable[[int, int], np.ndarray]  # (C, c) -> c channels of C, ascending or not
@@ -63,6 +64,17 @@ def _along(
         yield np.add.outer(
             np.add.outer(np.arange(axis.outer) * channels, picked) * axis.inner, np.arange(axis.inner)
         ).reshape(-1)
+
+
+def shapes(blueprint: Blueprint) -> dict[str, Shape]:
+    """Of a model's arrays, by name."""
+    with torch.device("meta"):
+        modules = {unit: blueprint.build_unit(unit) for unit in blueprint.units()}
+    return {
+        f"{unit}.{name}": tuple(value.shape)
+        for unit, module in modules.items()
+        for name, value in module.state_dict().items()
+    }
 
 
 def take(array: np.ndarray, indices: Indices) -> np.ndarray:

@@ -56,7 +56,6 @@ class FedPM(FedAvg):
     name = "fedpm"
     rule_class = FedPMRule
     rule: FedPMRule
-    piece_class = ScoredModel
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)

@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
 from client_app.setup import narrowed
@@ -26,7 +25,7 @@ from device_profiles.profile import DeviceState
 from models.cascade import Blueprint, Shape
 from models.channels import Axes, channel_axes
 from models.partition import Piece
-from models.width import CoverageMean, Indices, Select, ordered, sub_indices, take
+from models.width import CoverageMean, Indices, Select, ordered, shapes, sub_indices, take
 from strategies.aggregation import CheckedUpdate, UpdateRejectedError, updated
 from strategies.base import PieceStrategy
 from strategies.counts import entries
@@ -226,17 +225,6 @@ class HeteroFL(PieceStrategy):
     def details(self) -> dict[str, Any]:
         """The share of the channels that each client has."""
         return {"shares": {str(client): self.orders_class.of(task).share for client, (task, _) in self._asked.items()}}
-
-
-def shapes(blueprint: Blueprint) -> dict[str, Shape]:
-    """Of a model's arrays, by name."""
-    with torch.device("meta"):
-        modules = {unit: blueprint.build_unit(unit) for unit in blueprint.units()}
-    return {
-        f"{unit}.{name}": tuple(value.shape)
-        for unit, module in modules.items()
-        for name, value in module.state_dict().items()
-    }
 
 
 def classes(told: Any, count: int) -> list[int]:

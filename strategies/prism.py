@@ -30,9 +30,9 @@ from models.cascade import Blueprint
 from models.kernels import Sampling, compose, decompose, effective_rank, sample
 from models.low_rank import Factors, computed, factors, is_place, low_rank
 from models.partition import Piece
-from models.width import Indices, take
+from models.width import Indices, shapes, take
 from strategies.aggregation import CheckedUpdate, updated
-from strategies.heterofl import HeteroFL, HeteroFLRule, shapes
+from strategies.heterofl import HeteroFL, HeteroFLRule
 from strategies.pricing import Part
 from strategies.rules import Rule
 from strategies.state import Experiment

@@ -23,7 +23,7 @@ from client_app.sparse import SparseModel, sparse_loss
 from client_app.task import Outcome, Task
 from client_app.trainers.spafl import CHANGE, THRESHOLDS, Orders, from_words, initial_model, masked_model
 from device_profiles.profile import DeviceState
-from models.anatomy import anatomy
+from models.anatomy import Layer, anatomy
 from models.compact import layout
 from models.masked import thresholds
 from models.partition import Piece
@@ -93,7 +93,6 @@ class SpaFL(PieceStrategy):
     rule: SpaFLRule
     state_class = SpaFLState
     state: SpaFLState
-    piece_class = SparseModel
     evaluation_keys = ("val-loss", "val-accuracy", "density")
     shared: ClassVar[bool] = True
 
@@ -150,18 +149,21 @@ class SpaFL(PieceStrategy):
         return initial_model(self.rule.whole.blueprint, self.settings.seed)
 
     @cached_property
-    def macs(self) -> dict[str, int]:
-        """Multiply-accumulates of one example, of the layers with thresholds."""
+    def anatomy(self) -> dict[str, Layer]:
+        """Of the layers with thresholds."""
         model = self.rule.whole.blueprint
         layers = [layer for unit in model.units() for layer in anatomy(model, unit).layers if layer.thresholds]
-        return {name: layer.macs for name, layer in zip(self.layers, layers, strict=True)}
+        return dict(zip(self.layers, layers, strict=True))
 
     @cached_property
-    def weights(self) -> int:
-        """How many weights have thresholds."""
-        model = self.rule.whole.blueprint
-        layers = [layer for unit in model.units() for layer in anatomy(model, unit).layers if layer.thresholds]
-        return sum(math.prod(layer.weight) for layer in layers)
+    def macs(self) -> dict[str, int]:
+        """Multiply-accumulates of one example."""
+        return {name: layer.macs for name, layer in self.anatomy.items()}
+
+    def by_layer(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        """What there is one of for each threshold, layer by layer."""
+        parts = np.split(values, np.cumsum([*self.layers.values()])[:-1])
+        return dict(zip(self.layers, parts, strict=True))
 
     def initial(self) -> dict[str, np.ndarray]:
         """Thresholds of 0."""
@@ -203,7 +205,7 @@ class SpaFL(PieceStrategy):
         self.kept = ArrayRecord({THRESHOLDS: self.post.arrays[THRESHOLDS]})
         self.tau = (arrays or self.post.arrays)[THRESHOLDS].numpy()
         if self.masks:
-            self.state.density = float(np.mean([np.mean(each) for each in self.densities().values()]))
+            self.state.density = float(np.mean([*self.densities().values()]))
         return arrays, metrics
 
     def check(
@@ -245,10 +247,9 @@ class SpaFL(PieceStrategy):
         self._told[report.client] = mask
         epochs = round(sum(int(n) for n in metrics["seen"]) / max(1, report.examples))
         batches = max(1, epochs) * math.ceil(report.examples / self.settings.batch_size)
-        parts, ends = [*self.layers], np.cumsum([*self.layers.values()])[:-1]
-        density = {name: float(part.mean()) for name, part in zip(parts, np.split(mask, ends), strict=True)}
-        seen = sum(int(n) for n in metrics["seen"])
-        report.counted_flops = sparse_flops(self.macs, density, seen, batches, len(mask), self.weights)
+        density = {name: float(part.mean()) for name, part in self.by_layer(mask).items()}
+        seen, weights = sum(int(n) for n in metrics["seen"]), sum(math.prod(x.weight) for x in self.anatomy.values())
+        report.counted_flops = sparse_flops(self.macs, density, seen, batches, len(mask), weights)
         if metrics.get("fresh") and report.client in self.state.trained:
             report.add_note("its store has no model of its own any more: it began again with the initial one")
             self.restarted.append(report.client)
@@ -260,26 +261,26 @@ class SpaFL(PieceStrategy):
         self.density = float(found["density"]) if found is not None else None  # type: ignore[arg-type]
         return found
 
-    def densities(self) -> dict[str, list[float]]:
-        """Of every layer the share of filters that are not pruned, of each client of the round."""
-        ends = np.cumsum([*self.layers.values()])[:-1]
-        parts = [np.split(mask, ends) for mask in self.masks.values()]
-        return {name: [float(own[i].mean()) for own in parts] for i, name in enumerate(self.layers)}
+    def densities(self) -> dict[str, float]:
+        """Of every layer the share of filters that are not pruned, the mean over the clients of the round."""
+        return {
+            name: float(part.mean()) for name, part in self.by_layer(np.mean([*self.masks.values()], axis=0)).items()
+        }
 
     def details(self) -> dict[str, Any]:
         """Alpha; the mean density of all clients' models, where they were evaluated; of every layer the mean density and
         threshold, and for each filter the share of the round's clients, in per cent, that do not prune it.
         """
-        ends = np.cumsum([*self.layers.values()])
-        open_share = np.mean([*self.masks.values()], axis=0) if self.masks else np.zeros(ends[-1])
-        densities, layers = self.densities(), {}
-        for name, end in zip(self.layers, ends, strict=True):
-            part = slice(end - self.layers[name], end)
-            layers[name] = {
-                "density": float(np.mean(densities[name])) if self.masks else None,
-                "threshold": float(self.tau[part].mean()),
-                "open": [round(100 * float(share)) for share in open_share[part]],
+        kept = np.mean([*self.masks.values()], axis=0) if self.masks else np.zeros(sum(self.layers.values()))
+        densities, taus = self.densities() if self.masks else {}, self.by_layer(self.tau)
+        layers = {
+            name: {
+                "density": densities.get(name),
+                "threshold": float(taus[name].mean()),
+                "open": [round(100 * float(share)) for share in part],
             }
+            for name, part in self.by_layer(kept).items()
+        }
         alphas = {Orders.of(task).alpha for task, _ in self._asked.values()}
         return {
             "alpha": max(alphas, default=None),

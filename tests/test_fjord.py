@@ -7,16 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import TRIO, arrays_of, fleet_json, model_of, run_local, tiny_settings, training
+from helpers import TRIO, arrays_of, fleet_json, model_of, run_local, training
 from torch.nn import functional as F
 
-from client_app.trainers.fjord import NestedLoss, Orders
+from client_app.trainers.fjord import NestedLoss
 from client_app.training import PieceModel
 from models.cascade import isolated_rng
 from models.channels import channel_axes
-from models.width import ordered, sub_indices, take
+from models.width import ordered, shapes, sub_indices, take
 from models.zoo import build_blueprint
-from strategies.heterofl import shapes
 
 FJORD = TRIO | {"strategy": "fjord", "width_shares": "1,0.5,0.25", "fleet": "spafl"}
 
@@ -131,5 +130,3 @@ def test_prices_are_what_the_step_takes_that_takes_most(tmp_path: Path, model: s
 def test_running_statistics_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="batch-norm = 'running': fjord's nets have different statistics, use batch"):
         run_local(tmp_path, **FJORD | {"batch_norm": "running"})
-    assert tiny_settings(**FJORD).fjord_sampling == "batch"
-    assert Orders(0, 1.0, [0.5]).distil is False

@@ -30,7 +30,7 @@ from client_app.trainers.heterofl import WIDTH
 from client_app.training import MakeLoss, PieceModel, Trainee, classification_loss
 from models.cascade import Blueprint
 from models.channels import channel_axes
-from models.width import Indices, ordered, sub_indices
+from models.width import Indices, ordered, shapes, sub_indices
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,6 @@ def part(whole: Tensor, indices: Indices) -> Tensor:
             first = np.array_equal(places, np.arange(len(places)))
             whole = whole.narrow(dim, 0, len(places)) if first else whole.index_select(dim, torch.from_numpy(places))
     return whole
-
-
-def shapes(blueprint: Blueprint) -> dict[str, tuple[int, ...]]:
-    """Of a model's parameters, by name."""
-    with torch.device("meta"):
-        modules = {unit: blueprint.build_unit(unit) for unit in blueprint.units()}
-    return {
-        f"{u}.{name}": tuple(value.shape) for u, module in modules.items() for name, value in module.named_parameters()
-    }
 
 
 @cache
