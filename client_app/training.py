@@ -92,7 +92,7 @@ class PieceModel:
     def expect(self, attacked: bool) -> None:
         """Get ready for examples that were attacked, or for clean ones: there is no difference."""
 
-    def before_attack(self, z: Tensor, y: Tensor) -> None:
+    def before_attack(self, loss: Loss, z: Tensor, y: Tensor) -> None:
         """What is done with clean examples in training, before they are attacked: nothing."""
 
 
@@ -358,7 +358,7 @@ def adversary(
 
     def perturb(z: Tensor, y: Tensor) -> Tensor:
         for piece in pieces:
-            piece.before_attack(z, y)
+            piece.before_attack(loss, z, y)
             piece.train(False)
         adversarial = pgd(gradient(loss), z, y, attack, torch.Generator().manual_seed(seed))
         for piece in pieces:

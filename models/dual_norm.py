@@ -74,16 +74,10 @@ def begin_adversarial(modules: Iterable[nn.Module]) -> None:
     """Where the second set was never used, it begins as the first."""
     for layer in dual_norms(modules):
         if not int(layer.adversarial_num_batches_tracked):
-            layer.adversarial_running_mean.copy_(layer.running_mean)  # type: ignore[arg-type]
-            layer.adversarial_running_var.copy_(layer.running_var)  # type: ignore[arg-type]
+            for name in ("running_mean", "running_var"):
+                getattr(layer, PREFIX + name).copy_(getattr(layer, name))
 
 
 def is_adversarial(name: str) -> bool:
     """Whether an array is of the second set."""
     return name.rpartition(".")[2].startswith(PREFIX)
-
-
-def clean_name(name: str) -> str:
-    """What an array of the second set is called in the first."""
-    owner, _, last = name.rpartition(".")
-    return f"{owner}.{last.removeprefix(PREFIX)}"

@@ -16,6 +16,7 @@ from federated_data.datasets import default_cache, load, prepare
 from models.basic_layers import with_basic_layers
 from models.cascade import Cascade, isolated_rng
 from models.depth_exits import ExitCascade, with_exits
+from models.dual_norm import use
 from models.mix import mixed
 from models.supermask import supermask
 from server_app.records import CheckpointError
@@ -69,6 +70,8 @@ def load_model(run_dir: Path) -> Cascade:
     except (SafetensorError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     channels_last(model)
+    if described.get("evaluation_branch") == "adversarial":
+        use([model], adversarial=True)
     return model.eval()
 
 

@@ -61,7 +61,7 @@ class PieceStrategy(Strategy):
     name: ClassVar[str]
     rule_class: ClassVar[type[Rule]]
     state_class: ClassVar[type[StrategyState]] = StrategyState
-    piece_class: ClassVar[type[PieceModel]] = PieceModel
+    piece_class: type[PieceModel] = PieceModel
     evaluation_keys: ClassVar[tuple[str, ...]] = ("val-loss", "val-accuracy")
 
     def __init__(self, experiment: Experiment) -> None:
@@ -465,10 +465,8 @@ class PieceStrategy(Strategy):
         """What the records say of how the model is evaluated, as JSON values."""
         return {}
 
-    @property
-    def prepare(self) -> Callable[[PieceModel], None]:
+    def prepare(self, piece: PieceModel) -> None:
         """What is done with a model that has new weights, before it is evaluated: nothing."""
-        return lambda _: None
 
     def model_details(self) -> dict[str, Any]:
         """What a trained model's file says of it besides its atoms and head, as JSON values."""

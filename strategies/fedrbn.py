@@ -19,7 +19,7 @@ detector; ours (`detector`) is a support vector machine with an RBF kernel on th
 attacks on them, anew for each evaluation.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -33,7 +33,7 @@ from client_app.task import Task, piece_key
 from client_app.trainers.fedrbn import DUAL, DualPiece, Orders, adversarial_loss, learner
 from client_app.training import PieceModel
 from device_profiles.profile import DeviceState
-from models.cascade import has_statistics
+from models.cascade import Blueprint, has_statistics
 from models.dual_norm import begin_adversarial, is_adversarial
 from models.partition import Piece
 from server_app.public_data import public_examples
@@ -41,7 +41,7 @@ from strategies.aggregation import CheckedUpdate, WeightedMean, require_all, upd
 from strategies.base import PieceStrategy
 from strategies.detector import branch_of, fit_detector
 from strategies.pricing import Part
-from strategies.rules import Rule, Stage
+from strategies.rules import Stage, Swapping
 from strategies.state import Experiment
 
 Statistics = Mapping[str, np.ndarray]  # by array name
@@ -49,21 +49,10 @@ TEMPERATURE = 0.01
 FLOATING = ("running_mean", "running_var")
 
 
-class FedRBNRule(Rule):
+class FedRBNRule(Swapping):
     """One stage: the whole model, adversarially where there is memory for that, else plainly, whatever memory there is."""
 
     adversarial = "always"
-    suggested = False  # no device swaps as it pretends to
-
-    @property
-    def swaps(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def enforced(self) -> bool:
-        """Never: what does not fit is swapped."""
-        return False
 
     def part(self, piece: Piece) -> Part:
         """(DUAL, 1): the whole model on adversarial examples, (DUAL, 0) on clean ones."""
@@ -75,7 +64,7 @@ class FedRBNRule(Rule):
         return Part(model, atoms, name="the whole model, clean", piece_class=DualPiece, clean=True)
 
     @cached_property
-    def dual(self) -> Any:
+    def dual(self) -> Blueprint:
         """The model with two sets of statistics."""
         return with_dual_norms(self.settings, self.blueprint.input_shape, self.blueprint.num_classes)
 
@@ -119,7 +108,7 @@ class FedRBN(PieceStrategy):
                 "evaluation-branch = 'detector': it learns from the server's public data, and clients evaluate"
             )
         self.public: Examples | None = public_examples(settings) if branch == "detector" else None
-        self.evaluated_as = branch_of(branch)
+        self.piece_class = branch_of(branch)
         self._mean, self._found = WeightedMean(), dict[int, tuple[Statistics, int]]()
 
     def begin(self) -> None:
@@ -171,11 +160,13 @@ class FedRBN(PieceStrategy):
         """The new model, with what has propagated."""
         robust = {client for client, (task, _) in self._asked.items() if Orders.of(task).adversarial}
         sources = [sets for client, (sets, _) in self._found.items() if client in robust]
+        kept = dict(self.kept)
         for client, (sets, examples) in self._found.items() if sources else ():
             own = adversarial(sets) if client in robust else propagated(sets, sources)
             self._mean.add(own, examples)
-            if self.settings.batch_norm == "local":
-                self.kept = ArrayRecord({**self.kept, **{f"{client}/{n}": Array(a) for n, a in own.items()}})
+            kept |= {f"{client}/{name}": Array(array) for name, array in own.items()}
+        if self.settings.batch_norm == "local":
+            self.kept = ArrayRecord(kept)
         return updated(self.post.arrays, self._mean)
 
     def details(self) -> dict[str, Any]:
@@ -190,22 +181,12 @@ class FedRBN(PieceStrategy):
         """That batch norms have two sets of statistics."""
         return {"norms": "dual", **self.evaluation_details()}
 
-    @property
-    def piece_class(self) -> type[PieceModel]:  # type: ignore[override]
-        """How the model is run in an evaluation."""
-        return self.evaluated_as
-
-    @property
-    def prepare(self) -> Callable[[PieceModel], None]:
+    def prepare(self, piece: PieceModel) -> None:
         """Choose a model's statistics; let it learn what attacks look like, where that is asked for."""
-
-        def prepare(piece: PieceModel) -> None:
-            begin_adversarial(piece.units().values())
-            piece.expect(False)
-            if self.public is not None:
-                fit_detector(piece, self.public, self.settings)
-
-        return prepare
+        begin_adversarial(piece.units().values())
+        piece.expect(False)
+        if self.public is not None:
+            fit_detector(piece, self.public, self.settings)
 
 
 def adversarial(sets: Statistics) -> dict[str, np.ndarray]:

@@ -16,28 +16,13 @@ from models.partition import Piece
 from strategies.fedprophet import FedProphet
 from strategies.fedprophet_modules import FedProphetRule
 from strategies.pricing import Part
-from strategies.rules import Stage
+from strategies.rules import Stage, Swapping
 
 
-class JFATRule(FedProphetRule):
+class JFATRule(Swapping, FedProphetRule):
     """One stage, the whole model, whatever memory there is."""
 
     cuts = False
-    suggested = False  # no device swaps as it pretends to
-
-    @property
-    def swaps(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def enforced(self) -> bool:
-        """Never: what does not fit is swapped."""
-        return False
-
-    def least(self) -> int:
-        """Nothing: it swaps."""
-        return 0
 
     @cached_property
     def stages(self) -> list[Stage]:

@@ -123,6 +123,26 @@ class Rule(ABC):
         return part
 
 
+class Swapping(Rule):
+    """By which every device trains the whole model, and swaps, in pretence, what does not fit: budgets are not enforced."""
+
+    suggested = False  # no device swaps as it pretends to
+
+    @property
+    def swaps(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def enforced(self) -> bool:
+        """Never: what does not fit is swapped."""
+        return False
+
+    def least(self) -> int:
+        """Nothing: it swaps."""
+        return 0
+
+
 def label(part: Part) -> str:
     """A part for people: the names of its first and last atom."""
     if part.name:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -177,14 +177,16 @@ def a_client(
 
 
 class RecordingGrid(LocalGrid):
-    """Keeps the messages that were sent and the replies, in order."""
+    """Keeps the messages that were sent and the replies, in order; `last` is the one made last."""
 
+    last: ClassVar["RecordingGrid"]
     sent: list[Message]
     received: list[Message]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sent, self.received = [], []
+        RecordingGrid.last = self
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         messages = list(messages)

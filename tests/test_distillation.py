@@ -14,6 +14,7 @@ from helpers import (
     arrays_of,
     average,
     clients_of,
+    examples_of,
     fleet_json,
     model_of,
     numpy_of,
@@ -23,10 +24,10 @@ from helpers import (
     tiny_settings,
     training,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from client_app.memory_cap import MemoryCap
-from client_app.training import Recipe
+from client_app.training import PieceModel, Recipe
 from device_profiles.memory import PeakMemory
 from models.cascade import initial_state
 from models.zoo import build_blueprint
@@ -106,8 +107,11 @@ def test_the_divergence_of_two_answers() -> None:
     assert found.item() == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5), abs=1e-6)
 
 
-class Said:
-    """Stands for a piece whose logits are its input."""
+class Said(PieceModel):
+    """A piece without atoms or head: its logits are its input."""
+
+    def __init__(self) -> None:
+        super().__init__(a_model()[0], (), None, lambda unit: nn.Identity())
 
     def logits(self, z: Tensor) -> Tensor:
         return z
@@ -116,19 +120,19 @@ class Said:
 def test_the_losses_by_hand() -> None:
     said = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])
     targets = torch.tensor([[math.log(3), 0.0, 0.0, 1.0], [1.0, 0.0, math.nan, math.nan]])
-    likeness = likeness_loss([Said()])(said, targets[:, :2])  # type: ignore[list-item]
+    likeness = likeness_loss([Said()])(said, targets[:, :2])
     second = float(divergence(said[1:], targets[1:, :2]))
     assert likeness.item() == pytest.approx((0.75 * math.log(1.5) + 0.25 * math.log(0.5) + second) / 2, abs=1e-6)
     # Labels 0 and 0: -log(1/2), -log(3/4). Only the first example has diversity logits; the mean is over both.
     apart = float(divergence(said[:1], targets[:1, 2:]))
     expected = (math.log(2) - math.log(0.75)) / 2 + 0.05 * apart / 2
-    assert consensus_loss(0.05)([Said()])(said, targets).item() == pytest.approx(expected, abs=1e-6)  # type: ignore[list-item]
+    assert consensus_loss(0.05)([Said()])(said, targets).item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_an_agreed_batch_has_a_gradient_without_holes() -> None:
     said = torch.zeros(2, 2, requires_grad=True)
     targets = torch.tensor([[1.0, 0.0, math.nan, math.nan]] * 2)
-    consensus_loss(0.05)([Said()])(said, targets).backward()  # type: ignore[list-item, no-untyped-call]
+    consensus_loss(0.05)([Said()])(said, targets).backward()  # type: ignore[no-untyped-call]
     assert said.grad is not None
     torch.testing.assert_close(said.grad, torch.tensor([[-0.25, 0.25]] * 2))
 
@@ -177,17 +181,11 @@ def test_a_model_learns_what_it_is_told(piece_class: Any) -> None:
     assert list(new) == list(arrays)
     assert [(a.shape, a.dtype) for a in new.values()] == [(a.shape, a.dtype) for a in arrays.values()]
     assert int(new["atoms.0.bn.num_batches_tracked"].numpy()) == 90
-    again, _ = distilled(
-        blueprint, arrays, examples, targets, likeness_loss, recipe, np.random.default_rng(0), cap, **further
+    one, other = (
+        distilled(blueprint, arrays, examples, targets, likeness_loss, recipe, np.random.default_rng(0), cap, **further)
+        for _ in range(2)
     )
-    assert same(
-        numpy_of(again),
-        numpy_of(
-            distilled(
-                blueprint, arrays, examples, targets, likeness_loss, recipe, np.random.default_rng(0), cap, **further
-            )[0]
-        ),
-    )
+    assert same(numpy_of(one[0]), numpy_of(other[0]))
 
 
 def test_logits_are_of_all_examples_in_order() -> None:
@@ -199,7 +197,8 @@ def test_logits_are_of_all_examples_in_order() -> None:
     torch.testing.assert_close(found, one)
     assert cap.peak_bytes > 0
     # Batch statistics need two examples or more in a batch, whatever is left over.
-    assert logits_of(*a_model("batch"), examples, 2, cap).isfinite().all()  # type: ignore[arg-type]
+    blueprint, arrays = a_model("batch")
+    assert logits_of(blueprint, arrays, examples, 2, cap).isfinite().all()
 
 
 # ---- on the grid
@@ -228,15 +227,8 @@ def prototypes(run_dir: Any) -> dict[str, np.ndarray]:
 def test_prototypes_are_means_of_their_own_clients(tmp_path: Path) -> None:
     """With a rate that moves nothing; what nobody trained stays as it was."""
     still = SMALL | {"server_lr": STILL, "batch_norm": "batch"}
-    grids: list[RecordingGrid] = []
-
-    class Grid(RecordingGrid):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            grids.append(self)
-
-    run_dir = run_local(tmp_path / "a", Grid, **still)
-    replies = training(grids[0].received)
+    run_dir = run_local(tmp_path / "a", RecordingGrid, **still)
+    replies = training(RecordingGrid.last.received)
     rich, poor = [replies[0], replies[2]], [replies[1]]
     model, kept = model_of(run_dir), prototypes(run_dir)
     for name in arrays_of(rich[0]):
@@ -264,20 +256,13 @@ def test_architectures_that_nobody_trained_learn_too(tmp_path: Path) -> None:
 
 def test_fedet_shares_the_last_layer_and_nothing_else(tmp_path: Path) -> None:
     changes = SMALL | {"strategy": "fedet", "batch_norm": "batch", "server_lr": STILL}
-    grids: list[RecordingGrid] = []
-
-    class Grid(RecordingGrid):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            grids.append(self)
-
-    run_dir = run_local(tmp_path, Grid, **changes)
-    replies = training(grids[0].received)
-    sent = [(arrays_of(m), m.content.metric_records["metrics"]["num-examples"]) for m in replies]
+    run_dir = run_local(tmp_path, RecordingGrid, **changes)
+    replies = training(RecordingGrid.last.received)
+    sent = [(arrays_of(m), examples_of(m)) for m in replies]
     model, kept = model_of(run_dir), prototypes(run_dir)
     names = ["head.fc.weight", "head.fc1.weight", "head.fc.weight"]
-    total = sum(n for _, n in sent)  # type: ignore[misc]
-    head = sum(a[name].astype(np.float64) * n / total for (a, n), name in zip(sent, names, strict=True))  # type: ignore[operator]
+    total = sum(n for _, n in sent)
+    head = sum(a[name].astype(np.float64) * n / total for (a, n), name in zip(sent, names, strict=True))
     np.testing.assert_allclose(model["head.fc.weight"], head, rtol=1e-6)
     assert np.array_equal(kept["resnet10/head.fc.weight"], model["head.fc.weight"])
     assert np.array_equal(kept["cnn3/head.fc1.weight"], model["head.fc.weight"])

@@ -133,11 +133,7 @@ def train_network(task: Task, client: Client, pieces: list[Piece]) -> Update:
     whole = tuple(range(len(client.blueprint.atoms)))
     loss, seen, units = 0.0, list[int](), dict[str, None]()
     for j, atoms in enumerate(pieces):
-        piece_class = network_piece(atoms)
-        trainee = Trainee(
-            lambda make=piece_class: [make(client.blueprint, whole, "head", client.load())],  # type: ignore[misc]
-            client.recipe,
-        )
+        trainee = Trainee(partial(_load_piece, client, whole, "head", network_piece(atoms)), client.recipe)
         for epoch in trainee.epochs():
             examples = client.share(0 if client.settings.feature_cache else epoch)
             trainee.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(atoms)}")
@@ -152,8 +148,10 @@ def train_network(task: Task, client: Client, pieces: list[Piece]) -> Update:
     return Update([*units], metrics, pieces, seen)
 
 
-def _load_piece(client: Client, atoms: Piece, head: str) -> list[PieceModel]:
-    return [PieceModel(client.blueprint, atoms, head, client.load())]
+def _load_piece(
+    client: Client, atoms: Piece, head: str, piece_class: type[PieceModel] = PieceModel
+) -> list[PieceModel]:
+    return [piece_class(client.blueprint, atoms, head, client.load())]
 
 
 def _stream_anew(client: Client, trainee: Trainee, pieces: list[Piece], fill: int) -> Examples:

@@ -12,6 +12,7 @@ their activations are never held together.
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from client_app.client import Client, Update
 from client_app.setup import image_attack, with_dual_norms
 from client_app.task import Metrics, OwnFields, Task
 from client_app.trainers.fedavg import train_whole
-from client_app.training import MakeLoss, PieceModel, Trainee, classification_loss, single_loss
+from client_app.training import MakeLoss, PieceModel, Trainee, single_loss
 from client_app.validation import validate
 from models.dual_norm import begin_adversarial, use
 
@@ -66,17 +67,17 @@ def learner(clean_weight: float) -> type[DualPiece]:
     """A piece in adversarial training, whose clean examples weigh so much."""
 
     class Learner(DualPiece):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args)  # type: ignore[arg-type]
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
             use(self.units().values(), adversarial=True)
 
-        def before_attack(self, z: Tensor, y: Tensor) -> None:
-            """The clean set takes note of a batch; its gradient waits for the adversarial one's."""
+        def before_attack(self, loss: Loss, z: Tensor, y: Tensor) -> None:
+            """The clean set takes note of a batch; its gradient waits for the adversarial one's, whose weight `loss` has."""
             use(self.units().values(), adversarial=False)
             with torch.set_grad_enabled(clean_weight > 0):
-                loss = clean_weight * classification_loss(self.logits(z), y)
+                value = clean_weight / (1 - clean_weight) * loss(z, y)
             if clean_weight:
-                loss.backward()  # type: ignore[no-untyped-call]
+                value.backward()  # type: ignore[no-untyped-call]
             use(self.units().values(), adversarial=True)
 
     return Learner
