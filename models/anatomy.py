@@ -112,7 +112,7 @@ def _examine(blueprint: Blueprint, unit: str) -> Anatomy:
         parameters = sum(p.numel() for p in layer.parameters())
         sizes = inputs[0].numel() // EXAMPLES, first.numel() // EXAMPLES
         own = len(layer.tau) if isinstance(layer, Masked) else 0
-        kind = type(layer).__name__.removeprefix("Masked").replace("SilentNorm", "BatchNorm")
+        kind = type(layer).__name__.removeprefix("Masked").removeprefix("Dual").replace("SilentNorm", "BatchNorm")
         layers.append(Layer(kind, path, *sizes, parameters, shape, own))
 
     shape = input_of(blueprint, unit)

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 PREFIX = "adversarial_"
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+STATISTICS = ("running_mean", "running_var")
+COUNT = "num_batches_tracked"
 
 
 class _Dual(_BatchNorm):
@@ -26,7 +27,7 @@ class _Dual(_BatchNorm):
     def __init__(self, features: int) -> None:
         super().__init__(features)
         self.adversarial = False
-        for name in STATISTICS:
+        for name in (*STATISTICS, COUNT):
             self.register_buffer(PREFIX + name, getattr(self, name).clone())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ def begin_adversarial(modules: Iterable[nn.Module]) -> None:
     """Where the second set was never used, it begins as the first."""
     for layer in dual_norms(modules):
         if not int(layer.adversarial_num_batches_tracked):
-            for name in ("running_mean", "running_var"):
+            for name in STATISTICS:
                 getattr(layer, PREFIX + name).copy_(getattr(layer, name))
 
 

@@ -16,7 +16,7 @@ from federated_data.datasets import default_cache, load, prepare
 from models.basic_layers import with_basic_layers
 from models.cascade import Cascade, isolated_rng
 from models.depth_exits import ExitCascade, with_exits
-from models.dual_norm import use
+from models.dual_norm import begin_adversarial, use
 from models.mix import mixed
 from models.supermask import supermask
 from server_app.records import CheckpointError
@@ -25,7 +25,8 @@ from server_app.settings import Settings, SettingsError
 
 def load_model(run_dir: Path) -> Cascade:
     """The trained model of a finished run, in evaluation mode: of one that ended in the middle of a cascade, the atoms that
-    were trained with the head behind them; with exits, it predicts by the mean of theirs. Raises CheckpointError where there is
+    were trained with the head behind them; with exits, it predicts by the mean of theirs; of FedRBN, with the statistics
+    of its `evaluation-branch`, or the clean ones where that chooses by image. Raises CheckpointError where there is
     none.
     """
     path = model_file(run_dir)
@@ -70,8 +71,8 @@ def load_model(run_dir: Path) -> Cascade:
     except (SafetensorError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     channels_last(model)
-    if described.get("evaluation_branch") == "adversarial":
-        use([model], adversarial=True)
+    begin_adversarial([model])
+    use([model], adversarial=described.get("evaluation_branch") == "adversarial")
     return model.eval()
 
 

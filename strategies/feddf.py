@@ -182,7 +182,8 @@ class FedDF(PieceStrategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """As usual; beside each mean, the logits that a client's model gives the public examples."""
-        self.means, self.ensemble, self.members, self.round = {}, Ensemble(), [], server_round
+        self.means, self.ensemble, self.round, self.loss = {}, Ensemble(), server_round, math.nan
+        self.members, self.distrusted = [], []
         self.cap = MemoryCap(0, enforced=False)
         arrays, metrics = super().aggregate_train(server_round, replies)
         if metrics is not None and math.isfinite(self.loss):

@@ -34,7 +34,7 @@ from client_app.trainers.fedrbn import DUAL, DualPiece, Orders, adversarial_loss
 from client_app.training import PieceModel
 from device_profiles.profile import DeviceState
 from models.cascade import Blueprint, has_statistics
-from models.dual_norm import begin_adversarial, is_adversarial
+from models.dual_norm import COUNT, PREFIX, STATISTICS, begin_adversarial, is_adversarial
 from models.partition import Piece
 from server_app.public_data import public_examples
 from strategies.aggregation import CheckedUpdate, WeightedMean, require_all, updated
@@ -46,7 +46,6 @@ from strategies.state import Experiment
 
 Statistics = Mapping[str, np.ndarray]  # by array name
 TEMPERATURE = 0.01
-FLOATING = ("running_mean", "running_var")
 
 
 class FedRBNRule(Swapping):
@@ -139,8 +138,9 @@ class FedRBN(PieceStrategy):
         return ArrayRecord({name: self.kept.get(prefix + name, array) for name, array in arrays.items()})
 
     def untrained(self, task: Task) -> ArrayRecord:
-        """The model, as it was sent."""
-        return self.travelling(task, self.post.arrays)
+        """The model, as the client begins with it: for who trains adversarially, a second set never used is the clean one."""
+        sent = self.travelling(task, self.post.arrays)
+        return begun(sent) if Orders.of(task).adversarial else sent
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -153,7 +153,7 @@ class FedRBN(PieceStrategy):
         """Add an update; its adversarial statistics wait. Raises UpdateRejectedError where it lacks some."""
         require_all(update, self.post.arrays)
         self._mean.add({n: a for n, a in update.arrays.items() if not is_adversarial(n)}, update.examples)
-        sets = {n: a for n, a in update.arrays.items() if is_adversarial(n) or n.endswith(FLOATING)}
+        sets = {n: a for n, a in update.arrays.items() if is_adversarial(n) or n.endswith(STATISTICS)}
         self._found[client] = sets, update.examples
 
     def finish(self) -> ArrayRecord:
@@ -189,6 +189,14 @@ class FedRBN(PieceStrategy):
             fit_detector(piece, self.public, self.settings)
 
 
+def begun(arrays: ArrayRecord) -> ArrayRecord:
+    """The arrays of a model whose adversarial set begins as the clean one, where it was never used."""
+    found, count = dict(arrays), PREFIX + COUNT
+    for layer in (name.removesuffix(count) for name in arrays if name.endswith(count) and not arrays[name].numpy()):
+        found |= {layer + PREFIX + name: arrays[layer + name] for name in STATISTICS}
+    return ArrayRecord(found)
+
+
 def adversarial(sets: Statistics) -> dict[str, np.ndarray]:
     """The second set of a model's statistics."""
     return {name: array for name, array in sets.items() if is_adversarial(name)}
@@ -196,7 +204,7 @@ def adversarial(sets: Statistics) -> dict[str, np.ndarray]:
 
 def similarity(one: Statistics, other: Statistics) -> float:
     """c_ts of two models' clean statistics: the mean over layers of the cosines of means and of variances."""
-    clean = [name for name in one if name.endswith(FLOATING) and not is_adversarial(name)]
+    clean = [name for name in one if name.endswith(STATISTICS) and not is_adversarial(name)]
     return float(np.mean([cosine(one[name], other[name]) for name in clean]))
 
 

@@ -30,16 +30,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
-def grids(monkeypatch: pytest.MonkeyPatch) -> Callable[..., type[Any]]:
-    """A recording grid whose class keeps its last instance."""
+def grids() -> Callable[..., type[Any]]:
+    """Makes a recording grid with other attributes."""
     from helpers import RecordingGrid
 
     def make(base: type[Any] = RecordingGrid, **attributes: Any) -> Any:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            base.__init__(self, *args, **kwargs)
-            kept.last = self
-
-        kept: Any = type("Kept", (base,), {"__init__": init, **attributes})
-        return kept
+        return type("Kept", (base,), attributes)
 
     return make

@@ -179,6 +179,14 @@ def test_what_a_gpu_says_when_it_has_no_memory() -> None:
 
 # ---- bfloat16
 
+FEDRBN: dict[str, Any] = {
+    "strategy": "fedrbn",
+    "batch_norm": "running",
+    "attack_steps": 2,
+    "evaluation_attack_examples": 0,
+    "fleet": fleet_json(one=2.2),
+}
+
 
 @pytest.mark.parametrize(
     "case",
@@ -195,8 +203,10 @@ def test_what_a_gpu_says_when_it_has_no_memory() -> None:
             "evaluation_attack_steps": 2,
             "evaluation_attack_examples": 0,
         },
+        FEDRBN,
+        FEDRBN | {"clean_weight": 0.5},
     ],
-    ids=["fedavg", "fedepth", "mutual", "fedprophet"],
+    ids=["fedavg", "fedepth", "mutual", "fedprophet", "fedrbn", "fedrbn-both"],
 )
 def test_a_round_in_bfloat16_takes_what_was_predicted(tmp_path: Path, case: dict[str, Any]) -> None:
     exact, half = (

@@ -288,7 +288,7 @@ def test_a_huge_update_in_a_later_round(tmp_path: Path, grids: Any, limit: float
         assert np.abs(model_of(run)[W]).max() < 10
 
 
-def test_an_error_reply_is_counted_with_its_reason(tmp_path: Path, grids: Any) -> None:
+def test_an_error_reply_is_counted_with_its_reason(tmp_path: Path) -> None:
     class Spoils(RecordingGrid):
         """Client 1's task lacks a field, so the client itself fails."""
 
@@ -299,7 +299,7 @@ def test_an_error_reply_is_counted_with_its_reason(tmp_path: Path, grids: Any) -
                     del message.content.config_records["task"]["lr"]
             return super().push_messages(messages)
 
-    grid = grids(Spoils)
+    grid = Spoils
     run = run_local(tmp_path, grid, strategy="fedavg", **TRIO)
     (record,) = run.rounds()
     assert [c["status"] for c in record["clients"]] == ["ok", "failed", "ok"]
@@ -337,7 +337,7 @@ class Clock:
         assert self.naps < 100_000, "the loop waits for ever"
 
 
-def test_a_client_that_never_answers_is_counted(tmp_path: Path, grids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_never_answers_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Loses(RecordingGrid):
         """The answer of client 1 in round 1 is lost on the way."""
 
@@ -349,7 +349,7 @@ def test_a_client_that_never_answers_is_counted(tmp_path: Path, grids: Any, monk
             ]
 
     clock = Clock(monkeypatch)
-    run = run_local(tmp_path, grids(Loses), strategy="fedavg", num_rounds=2, round_timeout=50.0, **TRIO)
+    run = run_local(tmp_path, Loses, strategy="fedavg", num_rounds=2, round_timeout=50.0, **TRIO)
     assert [c["status"] for c in clients_of(run, 1)] == ["ok", "timeout", "ok"]
     assert clients_of(run, 1)[1]["reason"] == "no answer within round-timeout"
     assert [c["client"] for c in clients_of(run, 2)] == [0, 2]  # client 1 may still be at its task
@@ -357,7 +357,7 @@ def test_a_client_that_never_answers_is_counted(tmp_path: Path, grids: Any, monk
     assert 50 <= clock.now < 60
 
 
-def test_after_a_timeout_the_next_round_goes_on(tmp_path: Path, grids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_timeout_the_next_round_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
 
     class Slow(RecordingGrid):
@@ -369,7 +369,7 @@ def test_after_a_timeout_the_next_round_goes_on(tmp_path: Path, grids: Any, monk
                 clock.now += 1e6
             return replies
 
-    run = run_local(tmp_path, grids(Slow), strategy="fedavg", num_rounds=2, **TRIO)
+    run = run_local(tmp_path, Slow, strategy="fedavg", num_rounds=2, **TRIO)
     assert [c["status"] for c in clients_of(run, 1)] == ["ok", "timeout", "timeout"]
     assert [c["status"] for c in clients_of(run, 2)] == ["ok"] * 3
     assert run.rounds()[1]["late_replies"] == [{"client": c, "round": 1, "status": "ok"} for c in (1, 2)]

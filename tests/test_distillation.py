@@ -359,22 +359,29 @@ def test_distillation_that_diverges_is_left_out(tmp_path: Path, caplog: pytest.L
 
 
 def test_variances_of_nothing_do_not_make_the_others_learn(tmp_path: Path) -> None:
-    """An update within all limits, whose batch norms divide by nothing: its logits do not enter the mean."""
+    """An update within all limits, whose batch norms divide by nothing: its logits do not enter the mean.
+
+    The next round, in which no update is whole, has nothing to say of it.
+    """
 
     class Grid(RecordingGrid):
         def pull_messages(self, message_ids: Any) -> Any:
             replies = list(super().pull_messages(message_ids))
             for reply in training(replies):
-                if reply.metadata.src_node_id == max(self.get_node_ids()):
-                    arrays = reply.content.array_records["arrays"]
+                arrays = reply.content.array_records["arrays"]
+                if len(training(self.sent)) > 3:
+                    del arrays[next(iter(arrays))]
+                elif reply.metadata.src_node_id == max(self.get_node_ids()):
                     for name in [name for name in arrays if name.endswith("running_var")]:
                         arrays[name] = Array(np.zeros_like(arrays[name].numpy()))
             return replies
 
-    run_dir = run_local(tmp_path, Grid, **SMALL | {"batch_norm": "running"})
-    (record,) = run_dir.rounds()
-    assert [client["status"] for client in record["clients"]] == ["ok"] * 3
-    assert len(record["distrusted"]) == 1
+    changes = {"batch_norm": "running", "num_rounds": 2, "max_empty_rounds": 2}
+    first, second = run_local(tmp_path, Grid, **SMALL | changes).rounds()
+    assert [client["status"] for client in first["clients"]] == ["ok"] * 3
+    assert len(first["distrusted"]) == 1
+    assert not second["aggregated"]
+    assert (second["distrusted"], second["server_peak"]) == ([], 0)
 
 
 def test_a_model_that_is_not_whole_does_not_enter(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """FedPM: frozen weights, masks and their gradient, the posterior's mode, packed bits."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord
-from helpers import TRIO, a_recipe, arrays_of, model_of, run_local, same, training
+from helpers import TRIO, RecordingGrid, a_recipe, arrays_of, model_of, run_local, same, training
 from torch import nn
 
 import piecework
@@ -80,9 +79,9 @@ def test_adam_moves_as_torchs_does() -> None:
     torch.testing.assert_close(mine.detach(), theirs.detach())
 
 
-def test_scores_are_of_the_posteriors_mode(tmp_path: Path, grids: Callable[..., Any]) -> None:
+def test_scores_are_of_the_posteriors_mode(tmp_path: Path) -> None:
     """logit(0.01 + 0.98 sum m / 3), each client alike; up go bits, 32 times fewer bytes."""
-    grid = grids()
+    grid = RecordingGrid
     run_dir = run_local(tmp_path, grid, **FEDPM | {"num_rounds": 2})
     up, down = training(grid.last.received), training(grid.last.sent)
     masks = [np.unpackbits(arrays_of(m)[MASK], bitorder="little") for m in up[3:]]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import Array, ArrayRecord
 from helpers import (
     TRIO,
     RecordingGrid,
@@ -25,14 +26,20 @@ from helpers import (
 )
 from torch.nn import functional as F
 
+from client_app.attacks import by_backward, pgd
+from client_app.setup import image_attack, open_dataset
 from client_app.trainers.fedrbn import adversarial_loss, learner
 from client_app.training import SGD, Recipe, start, train_step
+from federated_data.datasets import default_cache, prepare
 from models.dual_norm import DualBatchNorm1d, DualBatchNorm2d, begin_adversarial, is_adversarial, use
 from models.zoo import build_blueprint
 from piecework import load
 from piecework.plan import make_plan
 from piecework.question import ask
-from strategies.fedrbn import propagated, similarity
+from server_app.public_data import public_examples
+from strategies.detector import DetectingPiece, fit_detector
+from strategies.fedrbn import begun, propagated, similarity
+from strategies.pricing import Part, pricing_for
 
 # The first and the third client have memory for an adversarial step, the second has not; all train.
 SMALL: dict[str, Any] = TRIO | {
@@ -231,6 +238,48 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     assert same(model_of(through), model_of(halved))
 
 
+def test_the_first_adversarial_round_is_measured_from_the_clean_set(tmp_path: Path) -> None:
+    """After a warm-up the server's second set is still (0, 1), far from where clients begin theirs."""
+    sent = ArrayRecord(
+        {
+            "a.running_mean": Array(np.array([3.0], np.float32)),
+            "a.running_var": Array(np.array([5.0], np.float32)),
+            "a.adversarial_running_mean": Array(np.zeros(1, np.float32)),
+            "a.adversarial_running_var": Array(np.ones(1, np.float32)),
+            "a.adversarial_num_batches_tracked": Array(np.array(0)),
+        }
+    )
+    first = begun(sent)
+    assert [float(first[f"a.adversarial_running_{name}"].numpy()[0]) for name in ("mean", "var")] == [3.0, 5.0]
+    used = begun(ArrayRecord({**sent, "a.adversarial_num_batches_tracked": Array(np.array(4))}))
+    assert [float(used[f"a.adversarial_running_{name}"].numpy()[0]) for name in ("mean", "var")] == [0.0, 1.0]
+
+    changes = {"attack_warmup": 20, "num_rounds": 21, "local_iterations": 5, "lr": 0.05, "evaluate_every": 0}
+    run_dir = run_local(tmp_path, **SMALL | changes)
+    assert [client["status"] for client in clients_of(run_dir, 21)] == ["ok"] * 3
+
+
+def test_losses_of_clients_are_of_both_parts(tmp_path: Path) -> None:
+    """At the same weights (1 - q) CE(clean) + q CE(adversarial) is below CE(adversarial), and above half of it."""
+    losses = {}
+    for weight in (0.0, 0.5):
+        run_dir = run_local(tmp_path / str(weight), **SMALL | {"clean_weight": weight, "local_iterations": 1})
+        losses[weight] = [client["train_loss"] for client in clients_of(run_dir)]
+    assert losses[0.0][1] == losses[0.5][1]
+    for attacked, both in (pair for n, pair in enumerate(zip(*losses.values(), strict=True)) if n != 1):
+        assert 0.8 * attacked < both < attacked
+
+
+@pytest.mark.parametrize("memory_model", ["fedepth", "prism", "profl", "fedprophet"])
+def test_papers_count_both_sets_as_one_batch_norm(memory_model: str) -> None:
+    prices = []
+    for norms in ("running", "dual"):
+        settings = tiny_settings(**SMALL | {"memory_model": memory_model, "batch_size": 4})
+        blueprint = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm=norms)
+        prices.append(pricing_for(settings, blueprint).bytes(Part(blueprint, tuple(range(len(blueprint.atoms))))))
+    assert prices[0] == prices[1]
+
+
 # ---- evaluation
 
 
@@ -274,8 +323,6 @@ def test_plain_clients_stay_plain_whatever_settings_say(tmp_path: Path) -> None:
 
 
 def test_a_detector_chooses_image_by_image() -> None:
-    from strategies.detector import DetectingPiece
-
     blueprint = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="dual")
     torch.manual_seed(0)
     piece = DetectingPiece(blueprint, range(len(blueprint.atoms)), "head", blueprint.build_unit)
@@ -289,10 +336,37 @@ def test_a_detector_chooses_image_by_image() -> None:
     assert not torch.allclose(clean, robust)
 
 
+def test_a_detector_learns_what_attacks_look_like() -> None:
+    pytest.importorskip("sklearn")
+    settings = tiny_settings(
+        **SMALL | {"dataset": "digits", "public_share": 0.1, "attack_epsilon": 0.5, "attack_steps": 5}
+    )
+    prepare("digits", data_dir="", cache_dir=default_cache())
+    public = public_examples(settings)
+    blueprint = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="dual")
+    torch.manual_seed(0)
+    piece = DetectingPiece(blueprint, range(len(blueprint.atoms)), "head", blueprint.build_unit)
+    piece.train(False)
+    fit_detector(piece, public, settings)
+    z = public.read(np.arange(50))
+    clean = piece.logits_by(z, adversarial=False)
+    gradient = by_backward(lambda x, y: F.cross_entropy(piece.logits_by(x, adversarial=True), y))
+    attack = image_attack(settings, open_dataset("digits", ""), 5)
+    attacked = piece.logits_by(pgd(gradient, z, clean.argmax(1), attack, torch.Generator()), adversarial=False)
+    assert piece.detector is not None
+    verdicts = [piece.detector(logits.detach().numpy()).mean() for logits in (clean, attacked)]
+    assert verdicts[0] < 0.2 < 0.8 < verdicts[1]
+
+
 def test_clients_evaluate_each_example_by_its_own_set(tmp_path: Path) -> None:
-    (record,) = run_local(tmp_path, **SMALL | {"client_evaluation_every": 1, "validation_share": 0.2}).rounds()
-    assert record["clients_evaluated"] == 3
-    assert 0 <= record["client_adversarial_accuracy"] <= 1
+    found = {}
+    for branch in ("oracle", "clean", "adversarial"):
+        changes = {"client_evaluation_every": 1, "validation_share": 0.4, "num_rounds": 3, "evaluation_branch": branch}
+        found[branch] = run_local(tmp_path / branch, **SMALL | changes).rounds()
+    keys = "client_accuracy", "client_adversarial_accuracy"
+    oracle, clean, robust = ([[r[key] for key in keys] for r in rounds] for rounds in found.values())
+    assert [own for own, _ in oracle] == [own for own, _ in clean] != [own for own, _ in robust]
+    assert [attacked for _, attacked in oracle] == [attacked for _, attacked in robust]
 
 
 def test_the_model_can_be_loaded(tmp_path: Path) -> None:
@@ -304,6 +378,12 @@ def test_the_model_can_be_loaded(tmp_path: Path) -> None:
     assert not torch.allclose(model(x), clean)
     other = load(run_local(tmp_path / "adversarial", **SMALL | {"evaluation_branch": "adversarial"}).path)
     torch.testing.assert_close(other(x), model(x))
+    # nobody trains adversarially: the clean set stands in, as it did in the run's evaluation
+    changes = {"evaluation_branch": "adversarial", "fleet": fleet_json(poor=0.3)}
+    never = load(run_local(tmp_path / "never", **SMALL | changes).path)
+    before = never(x)
+    use([never], adversarial=False)
+    torch.testing.assert_close(never(x), before)
 
 
 def test_a_plan_agrees_with_a_run(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,8 +42,8 @@ def test_with_full_budgets_fedepth_is_fedavg(tmp_path: Path) -> None:
     assert [c["pieces"] for c in clients_of(fedepth)] == ["0,1,2,3,4"] * 3
 
 
-def test_a_round_is_the_weighted_mean_of_its_replies(tmp_path: Path, grids: Any) -> None:
-    grid = grids()
+def test_a_round_is_the_weighted_mean_of_its_replies(tmp_path: Path) -> None:
+    grid = RecordingGrid
     run = run_local(
         tmp_path, grid, fleet=fleet_json(a=0.5, b=0.75, c=1.0), partition="dirichlet", partition_balanced=False
     )
@@ -56,8 +55,8 @@ def test_a_round_is_the_weighted_mean_of_its_replies(tmp_path: Path, grids: Any)
         np.testing.assert_array_equal(array, average(replies, name))
 
 
-def test_one_client_gives_its_own_weights(tmp_path: Path, grids: Any) -> None:
-    grid = grids()
+def test_one_client_gives_its_own_weights(tmp_path: Path) -> None:
+    grid = RecordingGrid
     run = run_local(tmp_path, grid, clients_per_round=1, batch_norm="running")
     (reply,) = training(grid.last.received)
     model = model_of(run)
@@ -71,8 +70,8 @@ def test_one_client_gives_its_own_weights(tmp_path: Path, grids: Any) -> None:
 PARTIAL = TRIO | {"batch_size": 64, "mutual_models": 1}
 
 
-def test_what_nobody_trained_stays_as_it_was(tmp_path: Path, grids: Any) -> None:
-    grid = grids()
+def test_what_nobody_trained_stays_as_it_was(tmp_path: Path) -> None:
+    grid = RecordingGrid
     run = run_local(tmp_path, grid, fleet=fleet_json(small=1_500_000), **PARTIAL)
     assert [c["pieces"] for c in clients_of(run)] == ["0|2|3|4"] * 3
     assert all("atoms.1.conv.weight" not in arrays_of(m) for m in training(grid.last.received))
@@ -84,11 +83,11 @@ def test_what_nobody_trained_stays_as_it_was(tmp_path: Path, grids: Any) -> None
     assert changed == set(after) - set(conv2)
 
 
-def test_partial_training_leaves_out_or_dilutes(tmp_path: Path, grids: Any) -> None:
+def test_partial_training_leaves_out_or_dilutes(tmp_path: Path) -> None:
     fleet = fleet_json(rich=10_000_000, small=1_500_000, medium=1_700_000)
     models = {}
     for how in ("leave-out", "dilute"):
-        grid = grids()
+        grid = RecordingGrid
         run = run_local(tmp_path / how, grid, fleet=fleet, partial_training=how, **PARTIAL)
         assert [c["pieces"] for c in clients_of(run)] == ["0,1,2,3,4", "0|2|3|4", "0|1|2|3|4"]
         replies, models[how] = training(grid.last.received), model_of(run)
@@ -113,8 +112,8 @@ def test_number_of_workers_does_not_matter(tmp_path: Path) -> None:
 # ---- what is recorded
 
 
-def test_bytes_and_clients_are_as_on_the_messages(tmp_path: Path, grids: Any) -> None:
-    grid = grids()
+def test_bytes_and_clients_are_as_on_the_messages(tmp_path: Path) -> None:
+    grid = RecordingGrid
     run = run_local(tmp_path, grid, fleet="demo", num_rounds=2)
     sent, received = training(grid.last.sent), training(grid.last.received)
     for server_round in (1, 2):
@@ -180,8 +179,8 @@ def checkpoint_state(run: RunDir) -> str:
     return (run.path / "checkpoint" / "round-00002" / "state.json").read_text()
 
 
-def test_clients_evaluate_in_every_nth_round(tmp_path: Path, grids: Any) -> None:
-    grid = grids()
+def test_clients_evaluate_in_every_nth_round(tmp_path: Path) -> None:
+    grid = RecordingGrid
     run = run_local(tmp_path, grid, num_rounds=4, client_evaluation_every=2, fleet="demo")
     asked = [m for m in grid.last.sent if m.metadata.message_type == "evaluate"]
     answers = [m for m in grid.last.received if m.metadata.message_type == "evaluate"]
@@ -247,7 +246,7 @@ def test_exchange_keeps_to_in_flight_and_makes_messages_late(in_flight: int, mos
     assert (answered, grid.most) == (9, most)
 
 
-def test_a_run_keeps_to_max_in_flight(tmp_path: Path, grids: Any) -> None:
+def test_a_run_keeps_to_max_in_flight(tmp_path: Path) -> None:
     class Counts(RecordingGrid):
         most: dict[str, int]
 
@@ -261,7 +260,7 @@ def test_a_run_keeps_to_max_in_flight(tmp_path: Path, grids: Any) -> None:
             self.most[kind] = max(self.most.get(kind, 0), out)
             return identifiers
 
-    grid = grids(Counts)
+    grid = Counts
     run_local(tmp_path, grid, clients_per_round=5, max_in_flight=2, client_evaluation_every=1, strategy="fedavg")
     assert grid.last.most["train"] == grid.last.most["evaluate"] == 2
 
@@ -297,7 +296,7 @@ def test_max_empty_rounds(tmp_path: Path) -> None:
     assert len(RunDir(tmp_path / "run").rounds()) == 3
 
 
-def test_one_useful_reply_resets_the_empty_rounds(tmp_path: Path, grids: Any) -> None:
+def test_one_useful_reply_resets_the_empty_rounds(tmp_path: Path) -> None:
     class EveryOther(RecordingGrid):
         """All answers of rounds 1, 3 and 4 are errors."""
 
@@ -312,7 +311,7 @@ def test_one_useful_reply_resets_the_empty_rounds(tmp_path: Path, grids: Any) ->
     with pytest.raises(
         RunAbortedError, match="no client trained in round 4: 3 asked, 0 refused for memory\nclient 0: error 8"
     ):
-        run_local(tmp_path, grids(EveryOther), strategy="fedavg", num_rounds=9, max_empty_rounds=2, **TRIO)
+        run_local(tmp_path, EveryOther, strategy="fedavg", num_rounds=9, max_empty_rounds=2, **TRIO)
     assert [r["answered"] for r in RunDir(tmp_path / "run").rounds()] == [0, 3, 0, 0]
 
 

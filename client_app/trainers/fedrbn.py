@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +39,12 @@ class Orders(OwnFields):
 
 
 class DualPiece(PieceModel):
-    """A piece that takes clean examples with one set of statistics and attacked ones with the other (FedProphet's test)."""
+    """A piece that takes clean examples with one set of statistics and attacked ones with the other (FedProphet's test).
+
+    `clean_loss`: where it learns of both, a batch's clean part of the loss.
+    """
+
+    clean_loss: Tensor
 
     def expect(self, attacked: bool) -> None:
         """Use the set that is for them; where no adversarial example was ever met, that is the clean one."""
@@ -78,6 +84,7 @@ def learner(clean_weight: float) -> type[DualPiece]:
                 value = clean_weight / (1 - clean_weight) * loss(z, y)
             if clean_weight:
                 value.backward()  # type: ignore[no-untyped-call]
+            self.clean_loss = value.detach()
             use(self.units().values(), adversarial=True)
 
     return Learner
@@ -103,6 +110,13 @@ class AdversarialTrainee(Trainee):
         super()._begin()
         for piece in self.pieces:
             begin_adversarial(piece.units().values())
+
+    def _step(self, z: Tensor, y: Tensor, rng: np.random.Generator) -> Tensor:
+        """Train on a batch. Returns the detached loss, with its clean part."""
+        value = super()._step(z, y, rng)
+        (piece,) = self.pieces
+        assert isinstance(piece, DualPiece)
+        return value + piece.clean_loss
 
     def finish(self) -> list[PieceModel]:
         """As usual; what is asked of the pieces from now on is clean."""
