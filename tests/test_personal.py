@@ -85,7 +85,13 @@ def test_it_leaves_the_clients_validation_alone() -> None:
 def test_every_strategy_evaluates_personally_or_refuses(tmp_path: Path, strategy: str) -> None:
     """Also clients that were not in the round; every one counts alike."""
     changes = TRIO | {"clients_per_round": 2, "strategy": strategy, "momentum": 0.0}
-    changes |= {"attack_steps": 1, "local_iterations": 1, "distil_rounds": 0, "fleet": fleet_json(rich=4.0)}
+    changes |= {
+        "attack_steps": 1,
+        "evaluation_attack_steps": 1,
+        "local_iterations": 1,
+        "distil_rounds": 0,
+        "fleet": fleet_json(rich=4.0),
+    }
     changes |= {"family": "convnet", "public_share": 0.1, "server_iterations": 1}
     if strategy == "fedrbn":
         changes |= {"batch_norm": "running"}
