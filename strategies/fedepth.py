@@ -110,7 +110,7 @@ class FeDepth(PieceStrategy):
 
         with suppress(AtomTooLargeError):  # the client will refuse, with the price of the atom that does not fit
             self.rule.pieces(budget, look_up)
-        if any(member.device == "auto" for member in self.roster.members.values()):
+        if self.roster.auto:
             self._price_all(look_up, budget)
         return asked
 

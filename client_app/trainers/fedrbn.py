@@ -122,7 +122,7 @@ class AdversarialTrainee(Trainee):
         """As usual; what is asked of the pieces from now on is clean."""
         pieces = super().finish()
         for piece in pieces:
-            use(piece.units().values(), adversarial=False)
+            piece.expect(False)
         return pieces
 
 
