@@ -1,4 +1,6 @@
-"""The public examples that a server distils with: some of the training split that no client has, or data of the user's own."""
+"""The public examples with which a server distils, or learns what attacks look like: some of the training split that no client
+has, or data of the user's own.
+"""
 
 from dataclasses import replace
 
@@ -21,8 +23,8 @@ def public_examples(settings: Settings) -> Examples:
     rows = np.arange(len(data.labels)) if data.export is not None else public_rows(settings, len(data.labels))
     if len(rows) < 2:
         raise ValueError(
-            f"public-share = {settings.public_share}: {settings.strategy} distils on the server, with {len(rows)} public "
-            "examples; set public-share = 0.1, of the training examples, or public-data to a folder of yours"
+            f"public-share = {settings.public_share}: {settings.strategy} needs public examples on the server, and has "
+            f"{len(rows)}; set public-share = 0.1, of the training examples, or public-data to a folder of yours"
         )
     return share_examples(data, rows)
 

@@ -21,6 +21,7 @@ STATISTICS = (
     ":statistics"  # behind a unit: running means and variances of its batch norms, which go with squares of features
 )
 ALONE = "head:alone"  # the head of an update that holds nothing else
+MOST_BATCHES = 2**31  # of a client in a round
 HELD = 3  # updates of units without a history that are held until their norms can be compared
 
 
@@ -101,7 +102,7 @@ def check_update(
     limits: Mapping[str, float] | None = None,
     most: Callable[[], float] = lambda: math.inf,
 ) -> CheckedUpdate:
-    """Known names, exact shapes and dtypes, finite values, a positive count, every unit's norm within its limit.
+    """Known names, exact shapes and dtypes, finite values, positive counts, every unit's norm within its limit.
 
     Where a unit has no limit, the Euclidean norm of all is at most `most()`. Raises UpdateRejectedError with the reason.
     """
@@ -129,6 +130,8 @@ def check_update(
             square = float(np.square(np.subtract(array, previous[name].numpy(), dtype=np.float64)).sum())
             unit = unit_of(name) + (STATISTICS if name.endswith(("running_mean", "running_var")) else "")
             squares[unit], counts[unit] = squares.get(unit, 0.0) + square, counts.get(unit, 0) + array.size
+        else:
+            _require_counts(name, array, previous[name].numpy())
         checked[name] = array
     if set(squares) == {"head"}:  # trained by itself it moves differently from one behind layers that learn too
         squares, counts = {ALONE: squares["head"]}, {ALONE: counts["head"]}
@@ -138,6 +141,15 @@ def check_update(
     if any(unit not in (limits or {}) for unit in norms) and total > most():
         raise UpdateRejectedError(f"the update's norm {total:.4g} is past the limit {most():.4g} (update-norm-limit)")
     return CheckedUpdate(checked, examples, norms)
+
+
+def _require_counts(name: str, array: np.ndarray, previous: np.ndarray) -> None:
+    """Raises UpdateRejectedError for counts of batches that no training makes: the largest stays in the model."""
+    if (array < 0).any() or (array > previous + MOST_BATCHES).any():
+        raise UpdateRejectedError(
+            f"array {name!r} counts {array.min()} to {array.max()} batches: it must be at least 0, and at most "
+            f"{MOST_BATCHES:,} more than what was sent"
+        )
 
 
 def require_all(update: CheckedUpdate, names: Iterable[str]) -> None:

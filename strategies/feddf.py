@@ -82,7 +82,12 @@ class FamilyRule(Rule):
             rest = [of_architecture(self.settings, name, shape, classes) for name in self.names[1:]]
         except ValueError as error:
             raise ValueError(f"family = {','.join(self.names[1:])!r}: {error}; name other models") from error
-        return [self.blueprint, *rest]
+        models = [self.blueprint, *rest]
+        self.require_alike(models)
+        return models
+
+    def require_alike(self, models: list[Blueprint]) -> None:
+        """Raises ValueError for models that cannot learn from each other: all can."""
 
     def part(self, piece: Piece) -> Part:
         """(FAMILY, n): the n-th model of the family."""
@@ -124,6 +129,7 @@ class FedDF(PieceStrategy):
             raise ValueError(f"batch-norm = 'local': clients of {self.name} change architectures, use running or batch")
         if num_logits(self.blueprint) < 2:
             raise ValueError(f"model {self.settings.model!r} has one logit: {self.name} distils two or more")
+        self.models = self.rule.models
         self.public = public_examples(self.settings)
         self.means: dict[int, WeightedMean] = {}
         self.ensemble, self.cap = Ensemble(), MemoryCap(0, enforced=False)
@@ -132,7 +138,7 @@ class FedDF(PieceStrategy):
 
     def begin(self) -> None:
         """Make the prototypes of a new run. Raises ValueError."""
-        for level, (name, model) in enumerate(zip(self.rule.names, self.rule.models, strict=True)):
+        for level, (name, model) in enumerate(zip(self.rule.names, self.models, strict=True)):
             if level and not any(key.startswith(f"{name}/") for key in self.kept):
                 first = initial_state(model, self.settings.seed)
                 self.keep(level, ArrayRecord({key: Array(value.numpy()) for key, value in first}))
@@ -196,7 +202,7 @@ class FedDF(PieceStrategy):
         level = Orders.of(task).level
         require_all(update, self.untrained(task))
         arrays = {name: Array(array) for name, array in update.arrays.items()}
-        model, settings = self.rule.models[level], self.settings
+        model, settings = self.models[level], self.settings
         logits = logits_of(model, arrays, self.public, settings.eval_batch_size, self.cap, settings.torch_threads)
         if not logits.isfinite().all():
             raise UpdateRejectedError("the model's logits of the public examples are not finite")
@@ -232,7 +238,7 @@ class FedDF(PieceStrategy):
         )
         rng = generator(settings.seed, self.round, "distil", level)
         piece_class = AdamPiece if settings.server_optimiser == "adam" else PieceModel
-        model, threads = self.rule.models[level], settings.torch_threads
+        model, threads = self.models[level], settings.torch_threads
         new, loss = distilled(
             model, arrays, self.public, targets, make_loss, recipe, rng, self.cap, piece_class, threads
         )

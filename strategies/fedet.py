@@ -17,40 +17,44 @@ from functools import cached_property
 
 from flwr.app import Array, ArrayRecord
 
+from models.cascade import Blueprint, Shape
 from models.width import shapes
 from strategies.aggregation import WeightedMean
 from strategies.distillation import consensus, consensus_loss
-from strategies.feddf import FedDF
-from strategies.state import Experiment
+from strategies.feddf import FamilyRule, FedDF
+
+
+class SharedLastRule(FamilyRule):
+    """A family whose models have their last linear layer in common."""
+
+    def require_alike(self, models: list[Blueprint]) -> None:
+        """Raises ValueError where last layers have other shapes."""
+        first, *rest = map(last_layer, models)
+        for name, last in zip(self.names[1:], rest, strict=True):
+            if list(last.values()) != list(first.values()):
+                raise ValueError(
+                    f"family: the last layers of {self.names[0]} and {name} have the shapes {list(first.values())} and "
+                    f"{list(last.values())}, and fedet shares it: use models with as many features before it"
+                )
+
+
+def last_layer(model: Blueprint) -> dict[str, Shape]:
+    """The arrays of a model's last linear layer."""
+    found = shapes(model)
+    layer = list(found)[-1].rpartition(".")[0]
+    return {name: shape for name, shape in found.items() if name.rpartition(".")[0] == layer}
 
 
 class FedET(FedDF):
     """A model that learns from an ensemble of smaller ones, with a last layer that all share."""
 
     name = "fedet"
-
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(experiment)
-        found = [self.last_shapes(level) for level in range(len(self.rule.names))]
-        if other := [level for level, last in enumerate(found) if last != found[0]]:
-            raise ValueError(
-                f"family: the last layers of {self.rule.names[0]} and {self.rule.names[other[0]]} have the shapes {found[0]} "
-                f"and {found[other[0]]}, and fedet shares it: use models with as many features before it"
-            )
+    rule_class = SharedLastRule
 
     @cached_property
     def last(self) -> list[list[str]]:
         """The names of the last linear layer's arrays, of each architecture: they correspond."""
-        found = []
-        for model in self.rule.models:
-            names = list(shapes(model))
-            found.append([name for name in names if name.rpartition(".")[0] == names[-1].rpartition(".")[0]])
-        return found
-
-    def last_shapes(self, level: int) -> list[tuple[int, ...]]:
-        """The shapes of the last linear layer's arrays."""
-        known = shapes(self.rule.models[level])
-        return [known[name] for name in self.last[level]]
+        return [list(last_layer(model)) for model in self.models]
 
     def finish(self) -> ArrayRecord:
         """The server's model has learnt from the ensemble; the prototypes are means of their clients, with its last layer."""

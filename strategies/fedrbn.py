@@ -64,7 +64,13 @@ class FedRBNRule(Swapping):
 
     @cached_property
     def dual(self) -> Blueprint:
-        """The model with two sets of statistics."""
+        """The model with two sets of statistics. Raises ValueError where it has none."""
+        if self.settings.batch_norm == "batch":
+            raise ValueError("batch-norm = 'batch': fedrbn propagates running statistics, use running or local")
+        if not any(has_statistics(self.blueprint, unit) for unit in self.blueprint.units()):
+            raise ValueError(
+                f"model {self.settings.model!r} has no batch norm, whose statistics fedrbn would propagate"
+            )
         return with_dual_norms(self.settings, self.blueprint.input_shape, self.blueprint.num_classes)
 
     def robust(self, state: DeviceState) -> bool:
@@ -92,10 +98,6 @@ class FedRBN(PieceStrategy):
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
         settings = self.settings
-        if settings.batch_norm == "batch":
-            raise ValueError("batch-norm = 'batch': fedrbn propagates running statistics, use running or local")
-        if not any(has_statistics(self.blueprint, unit) for unit in self.blueprint.units()):
-            raise ValueError(f"model {settings.model!r} has no batch norm, whose statistics fedrbn would propagate")
         if settings.attack_warmup >= settings.num_rounds:
             raise ValueError(
                 f"attack-warmup = {settings.attack_warmup} leaves no adversarial round of num-rounds = {settings.num_rounds}"

@@ -271,6 +271,15 @@ def test_variances_are_not_negative() -> None:
         check_update(record({"atoms.0.bn.running_var": floats(1, -0.5)}), 1, model, spec_of(model))
 
 
+def test_counts_of_batches_are_counts() -> None:
+    name = "atoms.0.bn.num_batches_tracked"
+    model = record({name: np.array(5)})
+    assert check_update(record({name: np.array(5 + 2**31)}), 1, model, spec_of(model)).arrays[name] == 5 + 2**31
+    for count in (-1, 6 + 2**31, 2**63 - 1, -(2**63)):  # the last is what casting NaN makes
+        with pytest.raises(UpdateRejectedError, match=rf"num_batches_tracked' counts {count} to {count} batches"):
+            check_update(record({name: np.array(count)}), 1, model, spec_of(model))
+
+
 def test_norms_are_of_units_over_their_arrays() -> None:
     model = record(
         {"atoms.0.w": floats(1, 1, 1), "atoms.0.b": floats(0), "atoms.0.n": np.array(1), "head.b": floats(2)}

@@ -224,6 +224,29 @@ def prototypes(run_dir: Any) -> dict[str, np.ndarray]:
     return numpy_of(checkpoint.kept)
 
 
+def test_prototypes_by_hand(tmp_path: Path) -> None:
+    """Two clients' ResNets of nothing but 1 and 4, of one and of two examples, are one of 3; the small network's is its 7."""
+
+    class Grid(RecordingGrid):
+        def pull_messages(self, message_ids: Any) -> Any:
+            replies = list(super().pull_messages(message_ids))
+            nodes = sorted(self.get_node_ids())
+            for reply in training(replies):
+                value, examples = [(1, 1), (7, 5), (4, 2)][nodes.index(reply.metadata.src_node_id)]
+                arrays = reply.content.array_records["arrays"]
+                for name in list(arrays):
+                    arrays[name] = Array(np.full_like(arrays[name].numpy(), value))
+                reply.content.metric_records["metrics"]["num-examples"] = examples
+            return replies
+
+    changes = {"server_lr": STILL, "batch_norm": "batch", "update_norm_limit": 0.0}
+    run_dir = run_local(tmp_path, Grid, **SMALL | changes)
+    assert [client["status"] for client in clients_of(run_dir)] == ["ok"] * 3
+    assert run_dir.rounds()[0]["architectures"] == {"0": "resnet10", "1": "cnn3", "2": "resnet10"}
+    assert {float(value) for array in model_of(run_dir).values() for value in array.flat} == {3.0}
+    assert {float(value) for array in prototypes(run_dir).values() for value in array.flat} == {7.0}
+
+
 def test_prototypes_are_means_of_their_own_clients(tmp_path: Path) -> None:
     """With a rate that moves nothing; what nobody trained stays as it was."""
     still = SMALL | {"server_lr": STILL, "batch_norm": "batch"}
@@ -313,7 +336,7 @@ def test_who_cannot_train_the_smallest_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"public_share": 0.0}, r"public-share = 0.0: feddf distils on the server, with 0 public examples"),
+        ({"public_share": 0.0}, r"public-share = 0.0: feddf needs public examples on the server, and has 0"),
         ({"family": ""}, r"family is empty: name the smaller models beside resnet10, as family=cnn3; only vgg16 and"),
         ({"family": "cnn5"}, r"family = 'cnn5': model = 'cnn5' is not known"),
         ({"family": "cnn4"}, r"family = 'cnn4': cnn4 needs images of at least 51x51 pixels"),
@@ -324,6 +347,12 @@ def test_who_cannot_train_the_smallest_says_so(tmp_path: Path) -> None:
 def test_settings_that_make_no_sense(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         run_local(tmp_path, **SMALL | {"batch_norm": "running"} | changes)
+
+
+def test_a_plan_refuses_what_a_run_refuses() -> None:
+    settings = tiny_settings(**SMALL | {"dataset": "digits", "strategy": "fedet", "family": "convnet"})
+    with pytest.raises(ValueError, match="the last layers of resnet10 and convnet have the shapes"):
+        make_plan(settings, ask(settings))
 
 
 def test_a_model_whose_logits_overflow_does_not_enter(tmp_path: Path) -> None:

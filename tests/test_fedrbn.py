@@ -190,6 +190,27 @@ def test_nothing_propagates_where_nobody_trained_adversarially(tmp_path: Path) -
             assert np.array_equal(array, np.ones_like(array) if name.endswith("var") else np.zeros_like(array)), name
 
 
+@pytest.mark.parametrize("batch_norm", ["running", "local"])
+def test_nothing_propagates_where_no_adversarial_update_enters(tmp_path: Path, batch_norm: str) -> None:
+    class Grid(RecordingGrid):
+        def pull_messages(self, message_ids: Any) -> Any:
+            replies = list(super().pull_messages(message_ids))
+            poor = sorted(self.get_node_ids())[1]
+            for reply in training(replies):
+                if reply.metadata.src_node_id != poor:
+                    reply.content.array_records["arrays"]["head.fc.bias"] = Array(np.full(10, np.nan, np.float32))
+            return replies
+
+    run_dir = run_local(tmp_path, Grid, **SMALL | {"batch_norm": batch_norm})
+    assert [client["status"] for client in clients_of(run_dir)] == ["rejected", "ok", "rejected"]
+    assert run_dir.rounds()[0]["adversarial_clients"] == [0, 2]
+    for name, array in model_of(run_dir).items():
+        if is_adversarial(name):
+            assert np.array_equal(array, np.ones_like(array) if name.endswith("var") else np.zeros_like(array)), name
+    checkpoint = run_dir.load_checkpoint()
+    assert checkpoint is not None and not checkpoint.kept
+
+
 def test_local_statistics_stay_and_adversarial_ones_come_from_the_server(tmp_path: Path) -> None:
     run_dir = run_local(tmp_path, RecordingGrid, **SMALL | {"batch_norm": "local", "num_rounds": 2})
     tasks, replies = training(RecordingGrid.last.sent), training(RecordingGrid.last.received)
@@ -406,6 +427,19 @@ def test_a_plan_agrees_with_a_run(tmp_path: Path) -> None:
 def test_settings_that_make_no_sense(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         run_local(tmp_path, **SMALL | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"batch_norm": "batch"}, "batch-norm = 'batch': fedrbn propagates running statistics"),
+        ({"model": "cnn-femnist"}, "model 'cnn-femnist' has no batch norm"),
+    ],
+)
+def test_a_plan_refuses_what_a_run_refuses(changes: dict[str, Any], told: str) -> None:
+    settings = tiny_settings(**SMALL | {"dataset": "digits"} | changes)
+    with pytest.raises(ValueError, match=told):
+        make_plan(settings, ask(settings))
 
 
 def test_other_models_have_one_set() -> None:

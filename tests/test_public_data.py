@@ -93,7 +93,10 @@ def test_own_public_data_go_with_exported_ones(tmp_path: Path) -> None:
 
 
 def test_too_few_public_examples_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"public-share = 0.0: .* with 0 public examples; set public-share = 0.1"):
+    with pytest.raises(
+        ValueError,
+        match=r"public-share = 0.0: .* needs public examples on the server, and has 0; set public-share = 0.1",
+    ):
         public_examples(tiny_settings(**DIGITS | {"public_share": 0.0}))
 
 
