@@ -98,9 +98,10 @@ def robust_curves(rounds: Sequence[Record], settings: Record) -> list[Section]:
         if is_cascade(rounds)
         else ""
     )
-    trained = (
-        "Test loss: clean. Training loss: mean of the clients, of adversarial examples (clean ones in warm-up rounds)"
-    )
+    clean = "in warm-up rounds"
+    if any("adversarial_clients" in record for record in rounds):
+        clean += ", and of clients without memory for an attack"
+    trained = f"Test loss: clean. Training loss: mean of the clients, of adversarial examples (clean ones {clean})"
     return [
         Section(
             "Accuracy, clean and under attack",

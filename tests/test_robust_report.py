@@ -112,6 +112,12 @@ def test_curves_clean_and_under_attack() -> None:
     # a dashed line in either panel, between rounds 2 and 3
     assert [(shape.x0, shape.line.dash) for shape in accuracy.figure.layout.shapes] == [(2.5, "dash")] * 2
     assert [(shape.x0, shape.line.dash) for shape in loss.figure.layout.shapes] == [(2.5, "dash")]
+    assert "of adversarial examples (clean ones in warm-up rounds)." in loss.caption
+
+
+def test_losses_of_plain_clients_are_said_to_be_clean() -> None:
+    _, loss = robust_curves([record | {"adversarial_clients": [0]} for record in cascade_rounds()], SETTINGS)
+    assert "(clean ones in warm-up rounds, and of clients without memory for an attack)." in loss.caption
 
 
 def test_the_perturbation_is_shown_where_there_was_an_attack() -> None:
