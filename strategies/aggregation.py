@@ -130,7 +130,7 @@ def check_update(
             square = float(np.square(np.subtract(array, previous[name].numpy(), dtype=np.float64)).sum())
             unit = unit_of(name) + (STATISTICS if name.endswith(("running_mean", "running_var")) else "")
             squares[unit], counts[unit] = squares.get(unit, 0.0) + square, counts.get(unit, 0) + array.size
-        else:
+        elif name.endswith("num_batches_tracked"):
             _require_counts(name, array, previous[name].numpy())
         checked[name] = array
     if set(squares) == {"head"}:  # trained by itself it moves differently from one behind layers that learn too
