@@ -77,6 +77,13 @@ def shapes(blueprint: Blueprint) -> dict[str, Shape]:
     }
 
 
+def last_layer(model: Blueprint) -> dict[str, Shape]:
+    """Of the arrays of a model's last linear layer, by name."""
+    found = shapes(model)
+    layer = list(found)[-1].rpartition(".")[0]
+    return {name: shape for name, shape in found.items() if name.rpartition(".")[0] == layer}
+
+
 def take(array: np.ndarray, indices: Indices) -> np.ndarray:
     """The small model's array."""
     return np.ascontiguousarray(array[np.ix_(*indices)]) if indices else array

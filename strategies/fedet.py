@@ -17,8 +17,8 @@ from functools import cached_property
 
 from flwr.app import Array, ArrayRecord
 
-from models.cascade import Blueprint, Shape
-from models.width import shapes
+from models.cascade import Blueprint
+from models.width import last_layer
 from strategies.aggregation import WeightedMean
 from strategies.distillation import consensus, consensus_loss
 from strategies.feddf import FamilyRule, FedDF
@@ -36,13 +36,6 @@ class SharedLastRule(FamilyRule):
                     f"family: the last layers of {self.names[0]} and {name} have the shapes {list(first.values())} and "
                     f"{list(last.values())}, and fedet shares it: use models with as many features before it"
                 )
-
-
-def last_layer(model: Blueprint) -> dict[str, Shape]:
-    """The arrays of a model's last linear layer."""
-    found = shapes(model)
-    layer = list(found)[-1].rpartition(".")[0]
-    return {name: shape for name, shape in found.items() if name.rpartition(".")[0] == layer}
 
 
 class FedET(FedDF):

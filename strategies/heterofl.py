@@ -25,7 +25,7 @@ from device_profiles.profile import DeviceState
 from models.cascade import Blueprint, Shape
 from models.channels import Axes, channel_axes
 from models.partition import Piece
-from models.width import CoverageMean, Indices, Select, ordered, shapes, sub_indices, take
+from models.width import CoverageMean, Indices, Select, last_layer, ordered, shapes, sub_indices, take
 from strategies.aggregation import CheckedUpdate, UpdateRejectedError, updated
 from strategies.base import PieceStrategy
 from strategies.counts import entries
@@ -59,12 +59,11 @@ class HeteroFLRule(Rule):
         """Of the arrays of each."""
         return [shapes(model) for model in self.models]
 
-    @property
+    @cached_property
     def last_layer(self) -> list[str]:
         """The arrays with a row for every class."""
-        shapes = self.shapes[0]
-        last, classes = list(shapes)[-1].rpartition(".")[0], self.blueprint.num_classes
-        return [name for name, shape in shapes.items() if name.rpartition(".")[0] == last and shape[0] == classes]
+        last = last_layer(self.models[0])
+        return [name for name, shape in last.items() if shape[0] == self.blueprint.num_classes]
 
     @property
     def masked(self) -> bool:
