@@ -104,7 +104,8 @@ def check_update(
 ) -> CheckedUpdate:
     """Known names, exact shapes and dtypes, finite values, positive counts, every unit's norm within its limit.
 
-    Where a unit has no limit, the Euclidean norm of all is at most `most()`. Raises UpdateRejectedError with the reason.
+    Where a unit has no limit, the Euclidean norm of all weights is at most `most()`: what batch norms have seen has no scale
+    that could be known before. Raises UpdateRejectedError with the reason.
     """
     if not isinstance(examples, int) or isinstance(examples, bool) or examples <= 0:
         raise UpdateRejectedError(f"num-examples is {examples!r}: it must be a positive integer")
@@ -137,8 +138,9 @@ def check_update(
         squares, counts = {ALONE: squares["head"]}, {ALONE: counts["head"]}
     norms = {unit: math.sqrt(square / max(1, counts[unit])) for unit, square in squares.items()}
     require_within(norms, limits or {})
-    total = math.sqrt(sum(squares.values()))
-    if any(unit not in (limits or {}) for unit in norms) and total > most():
+    weights = [unit for unit in norms if not unit.endswith(STATISTICS)]
+    total = math.sqrt(sum(squares[unit] for unit in weights))
+    if any(unit not in (limits or {}) for unit in weights) and total > most():
         raise UpdateRejectedError(f"the update's norm {total:.4g} is past the limit {most():.4g} (update-norm-limit)")
     return CheckedUpdate(checked, examples, norms)
 
