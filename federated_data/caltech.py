@@ -1,6 +1,7 @@
 """Caltech-256 (Griffin, Holub and Perona, 2007) from where torchvision puts it, as FedProphet uses it: 224 x 224 pixels."""
 
 import http.client
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def caltech256(source: Path, download: bool) -> Source:
             f"{base} holds {found} images of {len(classes)} classes besides clutter, the published set {IMAGES} of {CLASSES}; "
             "fetch it again, or take your own images by folder:<dir>"
         )
-    return held_out_squares(classes, _TEST_IMAGES, _SHORT_EDGE, _EDGE)
+    names = tuple(folder.name.partition(".")[2] for folder in folders)
+    return replace(held_out_squares(classes, _TEST_IMAGES, _SHORT_EDGE, _EDGE), class_names=names)
 
 
 def held_out_squares(classes: list[list[Path]], test_images: int, short_edge: int, edge: int) -> Source:

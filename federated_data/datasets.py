@@ -47,7 +47,9 @@ DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
 }
 
 _SCHEMA = 1
-READERS = {"npz": ("groups",)}  # of a reader that has learnt to find more: what was converted before has to be again
+_NAMED = ("fashion-mnist", "cifar10", "cifar100", "caltech256", "imdb", "folder", "text")
+# What readers have learnt to find: data that were converted before are converted again.
+READERS = {"npz": ("groups",)} | dict.fromkeys(_NAMED, ("class names",))
 _OWN = ("npz", "folder", "text")
 _EMBEDDED = ("digits", "digits32")  # they come with scikit-learn, not from data-dir
 _FILES = ("train-images.npy", "train-labels.npy", "test-images.npy", "test-labels.npy")
@@ -62,7 +64,8 @@ class ArrayDataset:
     `inputs` and `test_inputs` are images (N, H, W, C), uint8 or float32, or tokens (N, length), uint16 below `vocabulary`,
     which is 0 for images; `labels` and `test_labels` are (N,) int64 in 0..num_classes-1. `mean` and `std`, one a channel, are
     of the training pixels: of pixel / 255 where they are uint8, of the values as they are where float32; tokens have none.
-    `groups`, (N,) int64 or None, say whose each training example is.
+    `groups`, (N,) int64 or None, say whose each training example is. `class_names`, by label, are
+    empty where they are not known.
 
     `export` is None, or how `piecework export-data` made this part of a set: `client` (None = the server's part),
     `clients`, `examples` (of the whole training set, which `mean` and `std` are of too), `settings` of the partition.
@@ -79,6 +82,7 @@ class ArrayDataset:
     export: Mapping[str, Any] | None = None
     groups: NDArray[np.int64] | None = None
     vocabulary: int = 0
+    class_names: tuple[str, ...] = ()
 
     @property
     def examples(self) -> int:
@@ -181,6 +185,7 @@ def load(directory: Path, verify: bool = False) -> ArrayDataset:
         export=meta.get("export"),
         groups=groups[0] if groups else None,
         vocabulary=meta.get("vocabulary", 0),
+        class_names=tuple(meta.get("class_names", ())),
     )
 
 
@@ -236,6 +241,8 @@ def write(staging: Path, name: str, source: Source, export: Mapping[str, Any] | 
     if tokens:
         found = max(int(part.max(initial=0)) for part in (source.inputs, source.test_inputs)) + 1
         meta["vocabulary"] = source.vocabulary or found
+    if source.class_names:
+        meta["class_names"] = source.class_names
     if export is not None:
         meta["export"] = dict(export)
     with (staging / "meta.json").open("w", encoding="utf-8") as text:

@@ -68,8 +68,10 @@ def folder(source: Path, download: bool) -> Source:
     test_files, test_labels = _list_images(test, classes) if test else ([], np.zeros(0, dtype=np.int64))
     images = _read_images(files + test_files)
     if not test:
-        return held_out(images, labels, len(classes))
-    return Source(images[: len(files)], labels, images[len(files) :], test_labels, len(classes))
+        return held_out(images, labels, len(classes), class_names=tuple(classes))
+    return Source(
+        images[: len(files)], labels, images[len(files) :], test_labels, len(classes), class_names=tuple(classes)
+    )
 
 
 def image_files(root: Path) -> list[Path]:

@@ -27,6 +27,18 @@ _FASHION_MNIST = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
+_FASHION_MNIST_CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
 _LAYOUTS = {
     "fashion-mnist": "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte (or .gz)",
     "cifar10": "cifar-10-batches-py/{data_batch_1..5,test_batch}",
@@ -43,7 +55,8 @@ class Source:
     """Images (N, H, W, C), uint8 or float32, or tokens (N, length), uint16; labels (N,) int64.
 
     `mean` and `std` of images are one a channel, None = to be computed. `groups` (N,) int64, where they are known: whose an
-    example is, such as its writer's. `vocabulary` of tokens, 0 = to be found: they are below it.
+    example is, such as its writer's. `vocabulary` of tokens, 0 = to be found: they are below it. `class_names`, in the order of
+    labels, where they are known.
     """
 
     inputs: NDArray[Any]
@@ -55,6 +68,7 @@ class Source:
     std: tuple[float, ...] | None = None
     groups: Ints | None = None
     vocabulary: int = 0
+    class_names: tuple[str, ...] = ()
 
 
 def digits(source: Path, download: bool) -> Source:
@@ -91,26 +105,34 @@ def fashion_mnist(source: Path, download: bool) -> Source:
                 f"{raw}/{part}-* do not match: {len(x)} images of {x.shape[1:]}, {len(y)} labels up to {y.max()}"
             )
     sets = (images[..., None], labels.astype(np.int64), test_images[..., None], test_labels.astype(np.int64))
-    return Source(*sets, num_classes=10, mean=(0.2860,), std=(0.3530,))
+    return Source(*sets, num_classes=10, mean=(0.2860,), std=(0.3530,), class_names=_FASHION_MNIST_CLASSES)
 
 
 def cifar10(source: Path, download: bool) -> Source:
     """CIFAR-10's python batches in torchvision's layout."""
-    sets = _cifar("cifar10", "CIFAR10", "labels", source, download)
-    return Source(*sets, num_classes=10, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+    sets, names = _cifar("cifar10", "CIFAR10", "labels", source, download)
+    return Source(*sets, num_classes=10, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), class_names=names)
 
 
 def cifar100(source: Path, download: bool) -> Source:
     """CIFAR-100's python batches in torchvision's layout; the 100 fine labels."""
-    sets = _cifar("cifar100", "CIFAR100", "fine_labels", source, download)
-    return Source(*sets, num_classes=100, mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762))
+    sets, names = _cifar("cifar100", "CIFAR100", "fine_labels", source, download)
+    return Source(
+        *sets, num_classes=100, mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762), class_names=names
+    )
 
 
-def held_out(inputs: NDArray[Any], labels: Ints, num_classes: int, groups: Ints | None = None) -> Source:
+def held_out(
+    inputs: NDArray[Any],
+    labels: Ints,
+    num_classes: int,
+    groups: Ints | None = None,
+    class_names: tuple[str, ...] = (),
+) -> Source:
     """A fifth of each class becomes the test set, the same fifth every time."""
     train, test = held_out_rows(labels)
     sets = (inputs[train], labels[train], inputs[test], labels[test])
-    return Source(*sets, num_classes, groups=None if groups is None else groups[train])
+    return Source(*sets, num_classes, groups=None if groups is None else groups[train], class_names=class_names)
 
 
 def held_out_rows(labels: Ints) -> tuple[Ints, Ints]:
@@ -135,7 +157,8 @@ def extra(module: str) -> Any:
 
 def _cifar(
     name: str, class_name: str, label_key: str, source: Path, download: bool
-) -> tuple[NDArray[np.uint8], Ints, NDArray[np.uint8], Ints]:
+) -> tuple[tuple[NDArray[np.uint8], Ints, NDArray[np.uint8], Ints], tuple[str, ...]]:
+    """Images and labels, to train and to test with, and the names of the classes where their file is there."""
     lists = getattr(extra("torchvision.datasets"), class_name)  # for file names and md5 sums; it reads nothing
     base = source / lists.base_folder
     if download and not all((base / file).is_file() for file, _ in lists.train_list + lists.test_list):
@@ -145,15 +168,23 @@ def _cifar(
         path = base / file
         if not path.is_file():
             raise _missing(name, source, path)
-        data = path.read_bytes()
-        if hashlib.md5(data, usedforsecurity=False).hexdigest() != md5:
-            raise DatasetError(f"{path} is damaged: its md5 is not {md5}; delete it and fetch {name} again")
-        batch = read_pickle(data)
+        batch = _checked_pickle(path, md5, name)
         pixels = batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         batches.append((pixels, np.array(batch[label_key], dtype=np.int64)))
     images, labels = zip(*batches[: len(lists.train_list)], strict=True)
     test_images, test_labels = batches[-1]
-    return np.concatenate(images), np.concatenate(labels), np.ascontiguousarray(test_images), test_labels
+    meta = base / lists.meta["filename"]
+    names = _checked_pickle(meta, lists.meta["md5"], name)[lists.meta["key"]] if meta.is_file() else ()
+    sets = np.concatenate(images), np.concatenate(labels), np.ascontiguousarray(test_images), test_labels
+    return sets, tuple(names)
+
+
+def _checked_pickle(path: Path, md5: str, name: str) -> Any:
+    """A file of CIFAR's, if it is the published one. DatasetError otherwise."""
+    data = path.read_bytes()
+    if hashlib.md5(data, usedforsecurity=False).hexdigest() != md5:
+        raise DatasetError(f"{path} is damaged: its md5 is not {md5}; delete it and fetch {name} again")
+    return read_pickle(data)
 
 
 def read_pickle(data: bytes) -> Any:

@@ -49,7 +49,15 @@ def imdb(source: Path, download: bool) -> Source:
             _read_folder(folder / part, IMDB_CLASSES) for part in ("train", "test")
         )
     tokens, test_tokens = tokenised(*([re.sub(r"<[^>]*>", " ", text) for text in part] for part in (texts, test_texts)))
-    return Source(tokens, labels, test_tokens, test_labels, len(IMDB_CLASSES), vocabulary=WORDS + 1)
+    return Source(
+        tokens,
+        labels,
+        test_tokens,
+        test_labels,
+        len(IMDB_CLASSES),
+        vocabulary=WORDS + 1,
+        class_names=IMDB_CLASSES,
+    )
 
 
 def text(source: Path, download: bool) -> Source:
@@ -73,7 +81,9 @@ def text(source: Path, download: bool) -> Source:
         test_texts, test_labels = [texts[row] for row in test_rows], labels[test_rows]
         texts, labels = [texts[row] for row in rows], labels[rows]
     tokens, test_tokens = tokenised(texts, test_texts)
-    return Source(tokens, labels, test_tokens, test_labels, len(classes), vocabulary=WORDS + 1)
+    return Source(
+        tokens, labels, test_tokens, test_labels, len(classes), vocabulary=WORDS + 1, class_names=tuple(classes)
+    )
 
 
 def tokenised(train: Sequence[str], test: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:

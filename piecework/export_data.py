@@ -77,6 +77,7 @@ def _part(data: ArrayDataset, rows: np.ndarray, test_rows: np.ndarray) -> Source
         mean=data.mean,
         std=data.std,
         vocabulary=data.vocabulary,
+        class_names=data.class_names,
     )
 
 
