@@ -15,15 +15,26 @@ from flwr.clientapp import ClientApp
 
 from client_app import frozen
 from client_app.accelerator import NoAcceleratorError, find_device, without_denormals
-from client_app.client import Client
+from client_app.client import STAGES, Client
 from client_app.memory_cap import ResidentPeak, is_out_of_memory
-from client_app.prepare import memory_for_training, open_share, open_store, own_test_rows, pack, prepare_client, unpack
+from client_app.prepare import (
+    encode,
+    memory_for_training,
+    open_share,
+    open_store,
+    own_test_rows,
+    pack,
+    prepare_client,
+    unpack,
+)
+from client_app.served import SERVED, measure_served
 from client_app.task import Metrics, Outcome, Question, Task, content_bytes, piece_key, reply
 from client_app.trainers import find_evaluator, find_survey, find_trainer
 from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import measure_device
 from federated_data.partition import split
 from models.cascade import batch_norm_names, isolated_rng
+from models.static_norms import is_statistic
 from server_app.settings import Settings
 
 app = ClientApp()
@@ -102,6 +113,20 @@ def evaluate(message: Message, context: Context) -> Message:
 
     def work(client: Client, task: Task) -> Answer:
         return Outcome("ok"), find_evaluator(task.strategy)(task, client), None
+
+    return answer(message, context, work)
+
+
+@app.query("statistics")
+def statistics(message: Message, context: Context) -> Message:
+    """Measure the batch norms of the model that is served, on this client's training data."""
+
+    def work(client: Client, task: Task) -> Answer:
+        units = measure_served(task, client)
+        found = [(name, array) for name, array in client.store.read(units) if is_statistic(name)]
+        arrays = ArrayRecord({name: encode(array) for name, array in found})
+        counted: Metrics = {"num-examples": len(client.share(STAGES)), "predicted-peak": task.price(SERVED) or 0}
+        return Outcome("ok"), counted, arrays
 
     return answer(message, context, work)
 

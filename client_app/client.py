@@ -85,7 +85,7 @@ class Client:
 
         The order is drawn anew, so that batch statistics come from mixed batches; a last batch of one has none.
         """
-        single = self.settings.batch_norm == "batch" and len(examples) % self.recipe.batch_size == 1
+        single = self.settings.batch_statistics and len(examples) % self.recipe.batch_size == 1
         labels, writer, forward = [], None, in_precision(piece.features, self.recipe)
         shape = self.blueprint.feature_shape if to is None else self.blueprint.shape_before(to)
         for positions in batches(len(examples), self.recipe.batch_size, self.rng(f"stream {part}"), drop_single=single):

@@ -7,13 +7,12 @@ a client that missed a stage, or lost its file, finds that out and computes it a
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from client_app.client import STAGES, Client
 from client_app.examples import Examples, feature_examples
@@ -24,6 +23,7 @@ from client_app.store import FeatureWriter
 from client_app.training import PieceModel, in_precision
 from models.cascade import isolated_rng
 from models.partition import Piece, runs
+from models.static_norms import forget_statistics, measure_norms
 
 
 def prefix_features(client: Client, modules: Sequence[Piece], *, training: bool = False) -> Examples:
@@ -82,15 +82,17 @@ def _opened(client: Client, path: Path, module: Piece) -> np.ndarray | None:
     return features if features.shape == expected and features.dtype == np.float32 else None
 
 
-def measure_statistics(client: Client, atoms: Piece) -> None:
-    """Give the batch norms of atoms, in the store, the mean statistics of mixed batches of the training share.
+def measure_statistics(client: Client, atoms: Piece, head: str | None = None) -> None:
+    """Give the batch norms of atoms, in the store, the mean statistics of mixed batches of the training data.
 
-    One atom is in memory at a time, in training mode; what it makes of the share is gone when the next one has read it.
+    One atom is in memory at a time; its features are gone when the next one has read them. A `head` is measured with the
+    last atom.
     """
     examples = client.share(STAGES)
     for atom in atoms:
         path = client.store.feature_path(f"statistics-{atom}")
-        features = _stream(client, (atom,), examples, path, training=True, measured=True)
+        behind = head if atom == atoms[-1] else None
+        features = _stream(client, (atom,), examples, path, behind, training=True, measured=True)
         path.unlink()  # it stays readable
         examples = feature_examples(features, examples.labels).on(client.device)
 
@@ -122,6 +124,7 @@ def _stream(
     piece = PieceModel(client.blueprint, module, head, client.load())
     piece.train(training)
     if measured:
+        measure_norms(piece.units().values())
         forget_statistics(piece.units().values())
     forward = in_precision(piece.logits if head is not None else piece.features, client.recipe)
     draft, writer = client.store.task / path.name, None
@@ -142,14 +145,6 @@ def _stream(
     del piece, forward
     return_free_memory()
     return features
-
-
-def forget_statistics(units: Iterable[nn.Module]) -> None:
-    """Let batch norms begin anew, and weigh all batches alike."""
-    for layer in (layer for unit in units for layer in unit.modules()):
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            layer.reset_running_stats()
-            layer.momentum = None
 
 
 def _dropout(client: Client, module: Piece, positions: np.ndarray, training: bool) -> AbstractContextManager[None]:

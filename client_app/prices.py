@@ -22,6 +22,7 @@ from client_app.training import (
 )
 from device_profiles.memory import FlopCount, StepPrice, trace
 from models.cascade import Blueprint, outputs
+from models.static_norms import measure_norms
 
 
 def fake_load(blueprint: Blueprint) -> Load:
@@ -65,14 +66,25 @@ def piece_price(
 
 
 def stream_price(
-    blueprint: Blueprint, atom: int, recipe: Recipe, *, training: bool = False, head: str | None = None
+    blueprint: Blueprint,
+    atom: int,
+    recipe: Recipe,
+    *,
+    training: bool = False,
+    measured: bool = False,
+    head: str | None = None,
 ) -> int:
-    """Bytes of a frozen atom that makes features of a batch, or with a head logits, from fake tensors."""
+    """Bytes of a frozen atom that makes features of a batch, or with a head logits, from fake tensors.
+
+    `measured`: while its batch norms take statistics.
+    """
 
     @torch.no_grad()
     def work() -> None:
         piece = PieceModel(blueprint, [atom], head, fake_load(blueprint))
         piece.train(training)
+        if measured:
+            measure_norms(piece.units().values())
         forward = piece.features if head is None else piece.logits
         in_precision(forward, recipe)(fake_batch(blueprint, atom, recipe.batch_size))
 

@@ -136,13 +136,13 @@ def blueprint_for(settings: Settings, data: ArrayDataset) -> Blueprint:
 
 
 def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int) -> Blueprint:
-    """The model of a run for examples of this shape."""
+    """The model of a run, as it is trained, for examples of this shape."""
     return build_blueprint(
         settings.model,
         num_classes=num_classes,
         input_shape=input_shape,
         width=settings.model_width,
-        batch_norm=settings.batch_norm,
+        batch_norm="batch" if settings.norms == "measured" else settings.norms,
         **settings.options(),
     )
 

@@ -146,7 +146,7 @@ def validate(
     cascade = StreamedCascade(client, pieces, head, held=held, piece_class=piece_class)
     examples, rng = client.validation, client.rng("validate")
     loss, correct, robust, seen = 0.0, 0, 0, 0
-    alone = client.settings.batch_norm == "batch"  # an example alone has no statistics
+    alone = client.settings.batch_statistics  # an example alone has no statistics
     for positions in batches(len(examples), client.recipe.batch_size, rng, drop_single=alone):
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
         with client.cap.first("validate", len(positions)):

@@ -17,6 +17,12 @@ from device_profiles.profile import format_bytes
 from server_app.records import RunDir
 
 Record = dict[str, Any]
+BATCH_NORMS = {
+    "running": "running statistics, averaged with their layers",
+    "measured": "statistics that clients measured after training",
+    "batch": "statistics of each batch: what the model says of an example depends on the others",
+    "local": "kept by the clients; the server's average is evaluated",
+}
 MOST_REASONS = 20
 
 
@@ -28,6 +34,7 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
         *((key, str(summary[key])) for key in ("status", "rounds")),
         (accuracy_name(rounds), f"{evaluated[-1]:.2%} (best {max(evaluated):.2%})" if evaluated else "-"),
         *under_attack_rows(final),
+        *batch_norm_rows(rounds, ("batch",)),
         ("clients", ", ".join(f"{key} {summary.get(f'clients_{key}', 0)}" for key in COUNTS)),
         ("bytes down", format_bytes(summary.get("bytes_down", 0))),
         ("bytes up", format_bytes(summary.get("bytes_up", 0))),
@@ -37,6 +44,12 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
     for name, value in rows:
         table.add_row(Text(name, style="dim"), Text(value))
     return table
+
+
+def batch_norm_rows(rounds: Sequence[Record], shown: Iterable[str] = BATCH_NORMS) -> list[tuple[str, str]]:
+    """By which statistics the model was evaluated, where that is one of `shown`."""
+    norms = rounds[-1].get("batch_norm", "none") if rounds else "none"
+    return [("batch norm", BATCH_NORMS[norms])] if norms in BATCH_NORMS and norms in shown else []
 
 
 def accuracy_name(rounds: Sequence[Record]) -> str:

@@ -65,6 +65,7 @@ def overview(settings: Record, rounds: Sequence[Record], final: Record | None, s
             else "-",
         ),
         *((name[0].upper() + name[1:], value) for name, value in display.under_attack_rows(final)),
+        *((name[0].upper() + name[1:], value) for name, value in display.batch_norm_rows(rounds)),
         ("Requests", f"{total['asked']} clients asked, {total['answered']} answered, {total['failed']} failed"),
         ("Bytes down / up", f"{format_bytes(total['bytes_down'])} / {format_bytes(total['bytes_up'])}"),
         ("Bytes for evaluation", format_bytes(total["bytes_evaluation"])),

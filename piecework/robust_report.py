@@ -9,9 +9,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from models.trained_model import description
 from piecework.display import Record, percent
 from piecework.page import COLOURS, Section, graph_objects, line, mark_stages, over_rounds, panels, table
-from piecework.runs import description
 
 ATTACKS = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square"}
 NORMS = {"l2": "L2", "linf": "L-infinity"}

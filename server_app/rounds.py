@@ -15,9 +15,11 @@ from flwr.serverapp import Grid
 from client_app.setup import blueprint_for, check_augmentation, check_shares, image_attack, open_dataset
 from device_profiles.clock import round_seconds
 from device_profiles.fleet import Fleet, load_fleet
-from federated_data.datasets import ArrayDataset, default_cache, load, prepare
+from federated_data.datasets import ArrayDataset, default_cache, load, prepare, set_name
 from models.cascade import Blueprint
 from models.init_weights import account, pretrained
+from models.partition import Piece
+from models.trained_model import FORMAT
 from server_app.autoattack import require_autoattack
 from server_app.evaluation import Evaluator, final_evaluation
 from server_app.mail import Mail
@@ -28,6 +30,7 @@ from server_app.summary import accuracy_by_device, summarise, why_empty
 from strategies import find_strategy
 from strategies.base import PieceStrategy
 from strategies.faults import status_of
+from strategies.served import ServedModel
 from strategies.state import Experiment
 
 LOG = logging.getLogger("piecework")
@@ -36,6 +39,30 @@ OnRound = Callable[[dict[str, Any]], None]
 
 class RunAbortedError(RuntimeError):
     """The run cannot go on; the message says why."""
+
+
+def described(settings: Settings, data: ArrayDataset) -> dict[str, Any]:
+    """What the file of a trained model says of the network and of its inputs, as JSON values."""
+    return {
+        "format": FORMAT,
+        "model": {
+            "name": settings.model,
+            "width": settings.model_width,
+            "options": settings.options(),
+            "batch_norm": settings.norms,
+            "input_shape": list(data.input_shape),
+            "num_classes": data.num_classes,
+        },
+        "inputs": {
+            "dataset": set_name(settings.dataset),
+            "dtype": str(data.inputs.dtype),
+            "mean": list(data.mean),
+            "std": list(data.std),
+            "vocabulary": data.vocabulary,
+            "class_names": list(data.class_names),
+        },
+        "settings": settings.to_run_config(),
+    }
 
 
 def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayDataset, Blueprint]:
@@ -75,8 +102,10 @@ class Run:
         self.strategy: PieceStrategy = strategy_class(experiment)
         if checkpoint is not None:
             self.strategy.state = type(self.strategy.state).from_values(self.values["strategy-state"])
-            self.strategy.kept = checkpoint.kept
         self.arrays = checkpoint.arrays if checkpoint is not None else ArrayRecord()
+        self.served = ServedModel(self.strategy)
+        if checkpoint is not None:
+            self.strategy.kept = self.served.restore(checkpoint.kept)
         attack, attacked = None, settings.evaluation_attack_examples
         if self.strategy.rule.attacks(settings):
             attack = image_attack(settings, self.data, settings.evaluation_attack_steps)
@@ -135,7 +164,9 @@ class Run:
                 "export-data` does"
             )
         self.strategy.begin()
-        self.evaluate.blueprint, self.evaluate.piece_class = self.strategy.blueprint, self.strategy.piece_class
+        self.served.require_somebody()
+        self.served.resume(self.arrays)
+        self.evaluate.blueprint, self.evaluate.piece_class = self.served.blueprint, self.strategy.piece_class
         self.evaluate.prepare = self.strategy.prepare
         if not self.arrays:
             self.arrays = self._initial_arrays()
@@ -152,12 +183,18 @@ class Run:
     def _leave(self) -> None:
         """Write the trained model; how it does, where attacks are of interest; and free what emulated clients cached."""
         settings, strategy = self.settings, self.strategy
-        arrays = strategy.final(self.arrays)
-        atoms, head = strategy.final_model()
+        arrays, (atoms, head) = strategy.final(self.arrays), strategy.final_model()
+        self._measure(self.values["round"], arrays, (atoms, head))
+        if not self.served.is_of(arrays, atoms, head):
+            raise RunAbortedError(
+                "no client could measure the batch norms of the trained model (batch-norm = measured): "
+                f"{strategy.post.silence()}"
+            )
+        arrays = self.served.complete(arrays)
         self.run_dir.save_model(
             arrays,
             {
-                "settings": settings.to_run_config(),
+                **described(settings, self.data),
                 "experiment-id": self.values["experiment-id"],
                 "atoms": list(atoms),
                 "head": head,
@@ -185,13 +222,15 @@ class Run:
         arrays, train_metrics = strategy.aggregate_train(server_round, replies)
         trained = time.perf_counter()
         self.arrays = arrays if arrays is not None else self.arrays
+        due, personal, model = settings.evaluation_due(server_round), strategy.personal, strategy.trained_model()
+        central = due and strategy.measurable and not personal
+        measured, measured_bytes = self._measure(server_round, self.arrays, model) if central else (None, 0)
         questions = strategy.configure_evaluate(server_round, self.arrays, config, self.grid)
         self._deliver(server_round)
         answers = self.mail.exchange(server_round, questions)
         client_metrics = strategy.aggregate_evaluate(server_round, answers)
-        due, personal = settings.evaluation_due(server_round), strategy.personal
-        central = due and strategy.measurable and not personal
-        found = self.evaluate(self.arrays, *strategy.trained_model()) if central else None
+        known = central and self.served.is_of(self.arrays, *model)
+        found = self.evaluate(self.served.complete(self.arrays), *model) if known else None
         accuracy, loss = (metric(client_metrics, key) for key in ("val-accuracy", "val-loss"))
         reports = list(strategy.reports.values())
         record = {
@@ -220,8 +259,10 @@ class Run:
             "left_out": [{"client": c, "crashes": n} for c, n in sorted(strategy.left_out.items())],
             "bytes_down": sum(report.bytes_down for report in reports),
             "bytes_up": sum(report.bytes_up for report in reports) + self.roster.take_query_bytes(),
-            "bytes_evaluation": strategy.post.bytes(),
+            "bytes_evaluation": measured_bytes + strategy.post.bytes(),
             "bytes_survey": survey_bytes,
+            "batch_norm": self.served.norms,
+            "statistics": measured,
             "evaluation": strategy.post.account() if strategy.post.ledger else None,
             "survey": survey,
             "enforced": strategy.rule.enforced,
@@ -249,6 +290,21 @@ class Run:
             )
         return self.strategy.post.account(), self.strategy.post.bytes()
 
+    def _measure(
+        self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str]
+    ) -> tuple[dict[str, Any] | None, int]:
+        """Have clients measure the batch norms of the model to be evaluated: who did, and bytes."""
+        if self.served.is_of(arrays, *model):
+            return None, 0
+        messages = self.served.configure(server_round, arrays, model, self.grid)
+        if not self.served.aggregate(server_round, self.mail.exchange(server_round, messages)):
+            LOG.warning(
+                "round %s: no client measured the batch norms of the model, which is not evaluated: %s",
+                server_round,
+                self.strategy.post.silence(),
+            )
+        return self.strategy.post.account(), self.strategy.post.bytes()
+
     def _assemble(self) -> list[dict[str, Any]]:
         """Take note of replies that came late, and wait, at most node-timeout, for clients that are free; the late replies."""
         late, deadline = [], time.monotonic() + self.settings.node_timeout
@@ -272,7 +328,8 @@ class Run:
             "settings": self.settings.to_run_config(),
             "strategy-state": self.strategy.state.to_values(),
         }
-        self.run_dir.save_checkpoint(self.arrays, self.values, self.strategy.kept)
+        kept = ArrayRecord({**self.strategy.kept, **self.served.kept(self.arrays)})
+        self.run_dir.save_checkpoint(self.arrays, self.values, kept)
 
     def _note(self, record: dict[str, Any]) -> None:
         """What decides when to stop is part of the checkpoint."""

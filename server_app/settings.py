@@ -38,6 +38,10 @@ CHANGEABLE = frozenset(
 )
 
 
+# Systems whose clients train narrower, low-rank or masked networks: their statistics are not those of the whole model.
+MEASURED = frozenset({"heterofl", "fedrolex", "feddrop", "fjord", "prism", "orthdrop", "origdrop", "fedpm"})
+
+
 class SettingsError(ValueError):
     """A setting is unknown, of the wrong type or out of range."""
 
@@ -61,7 +65,13 @@ class Settings(BaseModel):
 
     model: str = "convnet"
     model_width: Annotated[float, Field(gt=0, le=4)] = 1.0
-    batch_norm: Literal["running", "batch", "local"] = "batch"
+    batch_norm: Literal["auto", "running", "measured", "batch", "local"] = Field(
+        "auto",
+        description="statistics that batch norms are served with. running: kept in training, averaged with their layer; "
+        "measured: training takes those of a batch, clients measure the served ones after the round; batch: those of the "
+        "batch always, so that predictions depend on it; local: norms stay with the clients (FedBN); auto = measured where "
+        "sub-models differ in their statistics, else running",
+    )
     init_weights: str = Field("", description="a .safetensors file to start from, by our names or torchvision's")
     model_options: str = Field("", description="options that only this model has: stem=cifar,classifier=profl")
 
@@ -365,6 +375,18 @@ class Settings(BaseModel):
     def evaluation_due(self, server_round: int) -> bool:
         """Whether a round ends with an evaluation: every `evaluate-every`-th does, and the last one."""
         return server_round == self.num_rounds or bool(self.evaluate_every and server_round % self.evaluate_every == 0)
+
+    @property
+    def norms(self) -> str:
+        """`batch-norm`, decided for the strategy where it is `auto`."""
+        if self.batch_norm != "auto":
+            return self.batch_norm
+        return "measured" if self.strategy in MEASURED else "running"
+
+    @property
+    def batch_statistics(self) -> bool:
+        """Whether batch norms take the statistics of a batch wherever clients run them."""
+        return self.norms in ("batch", "measured")
 
     @property
     def enforced(self) -> bool:

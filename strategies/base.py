@@ -56,12 +56,14 @@ class PieceStrategy(Strategy):
     """Base of all strategies here. `rule_class` says how the method cuts a model.
 
     `state` and the arrays of `kept` are what a checkpoint holds besides the model; `piece_class` is how the model is run.
+    `measures` tells whether clients can build the model that is served, to measure its batch norms.
     """
 
     name: ClassVar[str]
     rule_class: ClassVar[type[Rule]]
     state_class: ClassVar[type[StrategyState]] = StrategyState
     piece_class: type[PieceModel] = PieceModel
+    measures: ClassVar[bool] = True
     evaluation_keys: ClassVar[tuple[str, ...]] = ("val-loss", "val-accuracy")
 
     def __init__(self, experiment: Experiment) -> None:

@@ -97,6 +97,7 @@ class DepthFL(PieceStrategy):
     name = "depthfl"
     rule_class = DepthFLRule
     rule: DepthFLRule
+    measures = False
     state_class = DepthFLState
     state: DepthFLState
     piece_class = ExitsModel

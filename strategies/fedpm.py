@@ -63,7 +63,7 @@ class FedPM(FedAvg):
             raise ValueError(f"init-weights = {self.settings.init_weights!r}: fedpm's weights are random and stay so")
         if any(has_statistics(self.blueprint, unit) for unit in self.blueprint.units()):
             raise ValueError(
-                f"batch-norm = {self.settings.batch_norm!r}: fedpm sends masks, and statistics are none; use batch"
+                f"batch-norm = {self.settings.batch_norm!r}: fedpm sends masks, and statistics are none; use measured or batch"
             )
         self.blueprint = self.rule.scored
         self.counts, self.votes = np.zeros(0), 0

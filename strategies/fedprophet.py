@@ -77,7 +77,7 @@ class FedProphet(PieceStrategy):
     def begin(self) -> None:
         """Cut the model: R_min is found once a run. Raises ValueError where settings, clients and cut do not go together."""
         state, settings = self.state, self.settings
-        if settings.batch_norm == "batch" and settings.batch_size < 3:
+        if settings.batch_statistics and settings.batch_size < 3:
             raise ValueError(
                 f"batch-size = {settings.batch_size}: {self.name} looks at features in halves of a batch, which have no "
                 "statistics then; use 3 or more, or batch-norm = running"

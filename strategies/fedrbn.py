@@ -65,8 +65,10 @@ class FedRBNRule(Swapping):
     @cached_property
     def dual(self) -> Blueprint:
         """The model with two sets of statistics. Raises ValueError where it has none."""
-        if self.settings.batch_norm == "batch":
-            raise ValueError("batch-norm = 'batch': fedrbn propagates running statistics, use running or local")
+        if self.settings.batch_statistics:
+            raise ValueError(
+                f"batch-norm = {self.settings.batch_norm!r}: fedrbn propagates running statistics, use running or local"
+            )
         if not any(has_statistics(self.blueprint, unit) for unit in self.blueprint.units()):
             raise ValueError(
                 f"model {self.settings.model!r} has no batch norm, whose statistics fedrbn would propagate"
@@ -93,6 +95,7 @@ class FedRBN(PieceStrategy):
     name = "fedrbn"
     rule_class = FedRBNRule
     rule: FedRBNRule
+    measures = False
     evaluation_keys = ("val-loss", "val-accuracy", "val-adversarial-accuracy")
 
     def __init__(self, experiment: Experiment) -> None:

@@ -76,7 +76,7 @@ class FjORD(HeteroFL):
         super().__init__(experiment)
         if any(has_statistics(self.blueprint, unit) for unit in self.blueprint.units()):
             raise ValueError(
-                f"batch-norm = {self.settings.batch_norm!r}: fjord's nets have different statistics, use batch"
+                f"batch-norm = {self.settings.batch_norm!r}: fjord's nets have different statistics, use measured or batch"
             )
 
     def orders(self, level: int) -> OwnFields:

@@ -6,8 +6,9 @@ its budget. A client trains the first r C of every layer's C channels (inputs an
 W_l is the mean over the clients that had it, each counting the same; what nobody had stays as it was. Of the last layer only
 the rows of classes that a client has enter (masked cross-entropy; `masked-loss`).
 
-Where the paper differs: its batch norms keep no statistics, and take those of all clients' data at the end; here that is
-`batch-norm = batch`, whose evaluation takes those of the test batches.
+Its static batch norm is `batch-norm = measured`, the default here: norms keep no statistics in training, and those of the full
+model are measured by clients (strategies/served.py; the paper asks all of them once, at the end). Running statistics averaged
+over sub-models of different widths are not those of the full model: 9.7 % on the digits, where measured ones give 94.2 %.
 """
 
 from collections.abc import Iterable
@@ -132,7 +133,9 @@ class HeteroFL(PieceStrategy):
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
         if self.settings.batch_norm == "local":
-            raise ValueError(f"batch-norm = 'local': channels of {self.name}'s sub-models change, use running or batch")
+            raise ValueError(
+                f"batch-norm = 'local': channels of {self.name}'s sub-models change, use measured, running or batch"
+            )
         self.coverage = CoverageMean()
         self._classes: dict[int, list[int]] = {}
 

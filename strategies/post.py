@@ -35,17 +35,21 @@ class Post:
         tasks: Mapping[int, Task],
         arrays: ArrayRecord,
         reports: Mapping[int, ClientReport] | None = None,
+        travelling: Travelling | None = None,
     ) -> Iterator[Message]:
-        """A message a client, made when it is sent; clients whose frozen units did not arrive get none."""
+        """A message a client, made when it is sent; clients whose frozen units did not arrive get none.
+
+        `travelling`: which arrays go with a task, where that differs.
+        """
         self.tasks, self.arrays = dict(tasks), arrays
         self.ledger = {client: ClientReport(client, "", 0) for client in tasks} if reports is None else dict(reports)
-        return self._messages(kind)
+        return self._messages(kind, travelling or self.travelling)
 
-    def _messages(self, kind: str) -> Iterator[Message]:
+    def _messages(self, kind: str, travelling: Travelling) -> Iterator[Message]:
         for client, task in self.tasks.items():
             if client in self.delivery.unreached:
                 continue
-            content = RecordDict({"task": task.to_record(), "arrays": self.travelling(task, self.arrays)})
+            content = RecordDict({"task": task.to_record(), "arrays": travelling(task, self.arrays)})
             self.ledger[client].bytes_down += content_bytes(content)
             self.ledger[client].reason = "no answer within round-timeout"
             node = self.roster.members[client].node_id
@@ -58,6 +62,12 @@ class Post:
 
     def answers(self, replies: Iterable[Message], on_error: OnError) -> Iterator[tuple[int, dict[str, Any]]]:
         """The metrics of clients that did what they were asked besides training; what makes no sense does not count."""
+        return ((client, metrics) for client, metrics, _ in self.contents(replies, on_error))
+
+    def contents(
+        self, replies: Iterable[Message], on_error: OnError
+    ) -> Iterator[tuple[int, dict[str, Any], ArrayRecord]]:
+        """The same, with the arrays that came along."""
         for message in replies:
             client = self.roster.client_of(message.metadata.src_node_id)
             if client is None or client not in self.ledger:
@@ -75,7 +85,7 @@ class Post:
                 report.evaluation_peak = count(metrics, "measured-peak")
                 if outcome.status == "ok":
                     report.status, report.reason = "ok", ""
-                    yield client, metrics
+                    yield client, metrics, message.content.array_records["arrays"]
                 else:
                     report.status, report.reason = outcome.status, outcome.reason[:LONGEST]
                     self.delivery.forget(client, outcome.lacking)

@@ -167,10 +167,12 @@ class Pricing:
         """
         if self.memory_model is not None:
             return 0
-        training = measured or (self.frozen_training and head is None)  # a teacher is always evaluated
-        key = unit_signature(blueprint, f"atoms.{atom}"), head and unit_signature(blueprint, head), training
+        training = self.frozen_training and head is None and not measured  # a teacher is always evaluated
+        key = unit_signature(blueprint, f"atoms.{atom}"), head and unit_signature(blueprint, head), training, measured
         if key not in self._streamed:
-            self._streamed[key] = stream_price(blueprint, atom, self.recipe, training=training, head=head)
+            self._streamed[key] = stream_price(
+                blueprint, atom, self.recipe, training=training, measured=measured, head=head
+            )
         return self._streamed[key]
 
     def _recipe_of(self, part: Part) -> Recipe:

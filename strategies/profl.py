@@ -106,6 +106,7 @@ class ProFL(PieceStrategy):
     name = "profl"
     rule_class = ProFLRule
     rule: ProFLRule
+    measures = False
     state_class = ProFLState
     state: ProFLState
 

@@ -91,6 +91,7 @@ class SpaFL(PieceStrategy):
     name = "spafl"
     rule_class = SpaFLRule
     rule: SpaFLRule
+    measures = False
     state_class = SpaFLState
     state: SpaFLState
     evaluation_keys = ("val-loss", "val-accuracy", "density")

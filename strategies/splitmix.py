@@ -86,6 +86,7 @@ class SplitMix(PieceStrategy):
     name = "splitmix"
     rule_class = SplitMixRule
     rule: SplitMixRule
+    measures = False
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)

@@ -36,6 +36,7 @@ from client_app.training import (
     start,
 )
 from device_profiles.memory import PeakMemory
+from models.static_norms import is_statistic
 from piecework.cli import app
 from piecework.launch import gpu_share
 from server_app.records import RunDir
@@ -221,7 +222,8 @@ def test_a_round_in_bfloat16_takes_what_was_predicted(tmp_path: Path, case: dict
             assert 0 < client["evaluation_peak"] <= client["budget"] or "client_evaluation_every" not in case
     assert all(array.dtype != np.float16 for array in model_of(half).values())
     assert not same(model_of(exact), model_of(half))
-    for name, array in model_of(exact).items():
+    # cut otherwise, blocks read features of blocks whose running statistics have begun to settle, or not yet
+    for name, array in ((n, a) for n, a in model_of(exact).items() if not is_statistic(n)):
         np.testing.assert_allclose(model_of(half)[name], array, atol=0.05)
 
 

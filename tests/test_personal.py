@@ -100,7 +100,7 @@ def test_every_strategy_evaluates_personally_or_refuses(tmp_path: Path, strategy
             run_local(tmp_path, evaluation="personal", **changes)
         return
     if strategy == "profl":
-        changes |= {"num_rounds": 5, "evaluate_every": 0}
+        changes |= {"num_rounds": 6, "evaluate_every": 0}
     record = run_local(tmp_path, evaluation="personal", **changes).rounds()[-1]
     assert record["accuracy"] is not None
     assert record["clients_evaluated"] == 3

@@ -33,9 +33,14 @@ def scored_model(settings: Settings, blueprint: Blueprint) -> Blueprint:
     return supermask(blueprint, settings.seed, by_authors=settings.straight_through != "paper")
 
 
+def network(_: Task, client: Client) -> Blueprint:
+    """The run's model with scores."""
+    return scored_model(client.settings, client.blueprint)
+
+
 def train(task: Task, client: Client) -> Update:
     """Train the scores, and draw a mask. Raises MemoryBudgetExceededError."""
-    client.blueprint = scored_model(client.settings, client.blueprint)
+    client.blueprint = network(task, client)
     whole = tuple(range(len(client.blueprint.atoms)))
     update = train_whole(task, client, whole, piece_class=ScoredModel)
     rng, drawn = client.rng("mask"), dict[str, np.ndarray]()
@@ -48,5 +53,5 @@ def train(task: Task, client: Client) -> Update:
 
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss and accuracy with a mask drawn by the server's probabilities, one atom in memory at a time."""
-    client.blueprint = scored_model(client.settings, client.blueprint)
+    client.blueprint = network(task, client)
     return evaluate_whole(task, client)

@@ -167,7 +167,7 @@ def survey(task: Task, client: Client) -> Metrics:
     atoms, attack = orders.atoms(orders.stage), stage_attack(client, orders)
     piece: PieceModel | None = None
     total, seen, least, rng = 0.0, 0, math.inf, client.rng("perturbation")
-    alone = client.settings.batch_norm == "batch"  # an example alone has no statistics
+    alone = client.settings.batch_statistics  # an example alone has no statistics
     # Halves of a batch: what is kept of the clean features comes on top of what training holds.
     size = max(1 + alone, client.recipe.batch_size // 2)
     for positions in batches(len(examples), size, rng, drop_single=alone):

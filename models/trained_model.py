@@ -1,0 +1,219 @@
+"""A trained model as a file that needs nothing beside it, and as a module that takes pixels as they come.
+
+`model.safetensors` holds the arrays; its metadata, one JSON object, say how to build the network and how its inputs are scaled.
+This module imports neither Flower nor the data sets.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from models.basic_layers import with_basic_layers
+from models.cascade import Blueprint, Cascade, isolated_rng
+from models.depth_exits import ExitCascade, with_exits
+from models.dual_norm import begin_adversarial, use
+from models.mix import mixed
+from models.static_norms import with_statistics
+from models.supermask import supermask
+from models.zoo import build_blueprint
+
+FORMAT = 2  # 1 did not say how inputs are scaled
+OUTSIDE = 1e-3  # by how much a pixel of [0, 1] may miss its range, from rounding
+
+
+class ModelFileError(ValueError):
+    """The file of a trained model is missing, damaged or of another version; the message says which file."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """`classes[B]`, int64; `probabilities[B, num_classes]`; `names`, the classes' names, one an example."""
+
+    classes: Tensor
+    probabilities: Tensor
+    names: list[str]
+
+
+class TrainedModel(nn.Module):
+    """The network of a finished run, in evaluation mode, with the scaling of its inputs.
+
+    It takes images [B, C, H, W] as they come: uint8, 0 to 255, or floats, which are pixels / 255 in [0, 1], as torchvision's
+    `ToTensor` makes them. A model that was trained on floats takes these, at their own scale; one of texts takes tokens
+    [B, length]. With `normalise` off, images are taken as the network itself does: mean and deviation were applied before.
+
+    `network` is the model alone, `class_names` the names of its classes. `depends_on_batch` tells whether what it says of an
+    example depends on the others of its batch (`batch-norm = batch`).
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: Cascade, description: Mapping[str, Any], *, normalise: bool = True) -> None:
+        super().__init__()
+        self.network, self.normalise = network, normalise
+        inputs, model = description["inputs"], description["model"]
+        self.input_shape, self.num_classes = tuple(model["input_shape"]), int(model["num_classes"])
+        self.pixels = str(inputs["dtype"])
+        self.vocabulary = int(inputs["vocabulary"])
+        self.class_names = tuple(inputs["class_names"]) or tuple(map(str, range(self.num_classes)))
+        self.depends_on_batch = model["batch_norm"] == "batch" and any(
+            isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in network.modules()
+        )
+        for name in ("mean", "std"):
+            values = torch.tensor(inputs[name], dtype=torch.float32)
+            self.register_buffer(name, values.reshape(1, len(values), 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits[B, classes] of images[B, C, H, W], or of tokens [B, length]; of two classes there may be one logit, [B, 1].
+
+        Raises ValueError for another shape, or for floats that are no pixels of [0, 1].
+        """
+        if tuple(images.shape[1:]) != self.input_shape:
+            raise ValueError(
+                f"images have shape {tuple(images.shape)}: this model takes [B, {', '.join(map(str, self.input_shape))}]"
+            )
+        logits: Tensor = self.network(self._scaled(images) if self.normalise else images)
+        return logits
+
+    def _scaled(self, images: Tensor) -> Tensor:
+        if self.vocabulary:
+            return images.long()
+        if images.dtype == torch.uint8:
+            if self.pixels != "uint8":
+                raise ValueError(f"images are uint8: this model was trained on {self.pixels} values at their own scale")
+            x = images.float().div_(255)
+        elif self.pixels == "uint8" and (images.min() < -OUTSIDE or images.max() > 1 + OUTSIDE):
+            raise ValueError(
+                f"images are {images.dtype} from {images.min():.4g} to {images.max():.4g}: floats are pixels / 255, in [0, 1]. "
+                "Give uint8, divide by 255, or load the model with normalise=False where they are standardised already"
+            )
+        else:
+            x = images.float().clone()
+        x = x.contiguous(memory_format=torch.channels_last)
+        return x.sub_(self.mean).div_(self.std)
+
+    @torch.no_grad()
+    def predict(self, images: Tensor | np.ndarray) -> Prediction:
+        """Classes and probabilities of a batch, or of one image.
+
+        A numpy array is [B, H, W, C] or [B, H, W], as pictures are read from files; a tensor [B, C, H, W].
+        """
+        x = self._batch(images)
+        logits = self(x.to(self.mean.device)).float()
+        if logits.shape[1] == 1:
+            one = logits.sigmoid()
+            probabilities = torch.cat([1 - one, one], dim=1)
+        else:
+            probabilities = logits.softmax(1)
+        classes = probabilities.argmax(1)
+        return Prediction(classes, probabilities, [self.class_names[n] for n in classes.tolist()])
+
+    def _batch(self, images: Tensor | np.ndarray) -> Tensor:
+        """Images as [B, C, H, W]."""
+        if isinstance(images, np.ndarray):
+            x = torch.tensor(images)
+            if len(self.input_shape) == 3:
+                channels, height, width = self.input_shape
+                if tuple(x.shape[-2:]) == (height, width) and channels == 1:
+                    x = x.unsqueeze(-1)
+                x = x.movedim(-1, -3) if x.dim() >= 3 else x
+        else:
+            x = images
+        return x.unsqueeze(0) if x.dim() == len(self.input_shape) else x
+
+
+def network_of(description: Mapping[str, Any]) -> Blueprint:
+    """How to build what was trained, whole: the model and what its system made of it."""
+    model = description["model"]
+    share = description.get("share") or description.get("mix_share") or 1.0
+    dual, measured = description.get("norms") == "dual", model["batch_norm"] == "measured"
+    whole = build_blueprint(
+        model["name"],
+        num_classes=model["num_classes"],
+        input_shape=tuple(model["input_shape"]),
+        width=model["width"] * share,
+        batch_norm="dual" if dual else "batch" if measured else model["batch_norm"],
+        **model["options"],
+    )
+    if mix := description.get("mix_share"):
+        whole = mixed(whole, range(max(1, round(1 / mix))))
+    if "supermask" in description:
+        whole = supermask(whole, description["supermask"]["seed"])
+    if exits := description.get("exits"):
+        whole = with_exits(whole, [tuple(block) for block in exits])
+    if blocks := description.get("blocks"):
+        whole = with_basic_layers(whole, [tuple(block) for block in blocks])
+    return with_statistics(whole) if measured else whole
+
+
+def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
+    """The model in a file, or in a run's folder. Raises ModelFileError."""
+    file = model_file(path)
+    described = description(file)
+    if described.get("format") != FORMAT:
+        raise ModelFileError(
+            f"{file} was written by another version of Piecework (format {described.get('format', 1)}, this is {FORMAT}): "
+            "resume the finished run with this version, which writes the file again"
+        )
+    if "personal" in described:
+        raise ModelFileError(
+            f"{file} holds thresholds alone: every client has a model of its own, in its store (state-dir)"
+        )
+    try:
+        whole = network_of(described)
+        atoms: Sequence[int] = described["atoms"]
+        head, exits = described["head"], described.get("exits")
+        part = replace(
+            whole,
+            atoms=tuple(whole.atoms[i] for i in atoms),
+            build_head=lambda: whole.build_unit(head),
+            spare=sum(i >= len(whole.atoms) - whole.spare for i in atoms) if exits else 0,
+        )
+        with isolated_rng(0):
+            network = ExitCascade(part) if exits else Cascade(part)
+        units = {f"atoms.{i}": module for i, module in zip(atoms, network.atoms, strict=True)} | {head: network.head}
+        with safe_open(file, framework="pt") as arrays, torch.no_grad():
+            for unit, module in units.items():
+                for name, target in module.state_dict().items():
+                    target.copy_(arrays.get_tensor(f"{unit}.{name}"))
+        model = TrainedModel(network, described, normalise=normalise)
+    except (SafetensorError, KeyError, TypeError, IndexError, ValueError, RuntimeError) as error:
+        raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    for parameter in network.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    begin_adversarial([network])
+    use([network], adversarial=described.get("evaluation_branch") == "adversarial")
+    if model.depends_on_batch:
+        warnings.warn(
+            f"{file} was trained with batch-norm = batch: what it says of an example depends on the others of its batch. Give "
+            "it large, mixed batches, or train with batch-norm = running or measured",
+            stacklevel=3,
+        )
+    return model.eval()
+
+
+def model_file(path: Path) -> Path:
+    """The file of a trained model: itself, or in the folder of a run. Raises ModelFileError where there is none."""
+    file = path / "model.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        raise ModelFileError(f"{path} holds no model.safetensors: has the run completed?")
+    return file
+
+
+def description(file: Path) -> dict[str, Any]:
+    """What a trained model's file says of it besides the arrays. Raises ModelFileError."""
+    try:
+        with safe_open(file, framework="np") as arrays:
+            described: dict[str, Any] = json.loads(arrays.metadata()["piecework"])
+    except (OSError, SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    return described
