@@ -39,6 +39,10 @@ def run(
     ] = "",
     root_certificates: Annotated[Path | None, typer.Option(help="the CA of that SuperLink's certificate")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="that SuperLink has no TLS")] = False,
+    fail_on_excluded_class: Annotated[
+        bool,
+        typer.Option("--fail-on-excluded-class", help="exit code 1 where no client of a device class ever trained"),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train. Without options: FeDepth on handwritten digits over 20 emulated boards."""
@@ -60,7 +64,10 @@ def run(
         summaries = [run_one(settings, seed, len(numbers) > 1, restarts, as_json, connection) for seed in numbers]
         if as_json and len(summaries) > 1:
             print(json.dumps(over_seeds(summaries)))
-        if any(summary["status"] != "completed" for summary in summaries):
+        excluded = [text for summary in summaries for text in summary.get("excluded_classes", {}).values()]
+        if fail_on_excluded_class and excluded:
+            err.print(f"--fail-on-excluded-class: {'; '.join(dict.fromkeys(excluded))}", markup=False, soft_wrap=True)
+        if (fail_on_excluded_class and excluded) or any(s["status"] != "completed" for s in summaries):
             raise typer.Exit(FAILED)
 
 

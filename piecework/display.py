@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from device_profiles.profile import format_bytes
+from server_app.failures import excluded_classes, failure_text, failures
 from server_app.records import RunDir
 
 Record = dict[str, Any]
@@ -36,6 +37,7 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
         *under_attack_rows(final),
         *batch_norm_rows(rounds, ("batch",)),
         ("clients", ", ".join(f"{key} {summary.get(f'clients_{key}', 0)}" for key in COUNTS)),
+        *(("failed", failure_text(row)) for row in failures(rounds)),
         ("bytes down", format_bytes(summary.get("bytes_down", 0))),
         ("bytes up", format_bytes(summary.get("bytes_up", 0))),
         ("time", format_seconds(summary["seconds"]) if "seconds" in summary else "-"),
@@ -43,6 +45,8 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
     ]
     for name, value in rows:
         table.add_row(Text(name, style="dim"), Text(value))
+    for text in excluded_classes(rounds).values():
+        table.add_row(Text("excluded", style="dim"), Text(text, style="bold"))
     return table
 
 

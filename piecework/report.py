@@ -25,6 +25,7 @@ from piecework.prism_report import has_kernels, kernel_section
 from piecework.profl_report import is_progressive, movement_section
 from piecework.robust_report import cascade_sections, final_section, is_adversarial, is_cascade, robust_curves
 from piecework.spafl_report import density_section, has_thresholds, pattern_section
+from server_app.failures import excluded_classes, failures
 from server_app.records import RunDir, write_atomically
 
 
@@ -139,11 +140,20 @@ def survey_bytes(rounds: Sequence[Record]) -> int:
 
 def failure_section(rounds: Sequence[Record]) -> Section:
     """Who did not answer, and why."""
+    excluded = "".join(f"<p><strong>{escape(text)}</strong></p>" for text in excluded_classes(rounds).values())
     if not any(c["status"] != "ok" for r in rounds for c in r["clients"]):
-        return Section("Failures", "No client failed.")
+        return Section("Failures", "No client failed.", below=excluded)
     caption = "Clients that were asked and whose answer did not enter the model."
-    below = table(display.reasons(rounds), ("status", "count", "reason (the first of its kind)"))
-    return Section("Failures", caption, failure_figure(rounds), below)
+    by_device = table(
+        (
+            (row["device"], f"{row['failed']} of {row['asked']}", f"{r['status']} {r['count']}: {r['reason']}")
+            for row in failures(rounds)
+            for r in row["reasons"]
+        ),
+        ("device", "failed", "reason"),
+    )
+    below = by_device + table(display.reasons(rounds), ("status", "count", "reason (the first of its kind)"))
+    return Section("Failures", caption, failure_figure(rounds), excluded + below)
 
 
 def time_section(rounds: Sequence[Record]) -> Section:

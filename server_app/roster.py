@@ -5,6 +5,7 @@ A client is known by the `partition-id` of its node-config: Flower's node id cha
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from flwr.serverapp import Grid
 
 from client_app.randomness import generator
 from client_app.task import Outcome, content_bytes
-from device_profiles.fleet import Fleet, device_state
+from device_profiles.fleet import Fleet, device_of, device_state
 from device_profiles.profile import DeviceState
 
 QUERY = "query.device"
@@ -166,6 +167,14 @@ class Roster:
         """The clients whose nodes are connected now and not busy, and who have something to learn from, in order."""
         nodes = set(grid.get_node_ids()) - self.busy
         return sorted(c for c, m in self.members.items() if m.node_id in nodes and m.examples >= MIN_EXAMPLES)
+
+    def devices(self) -> dict[str, int]:
+        """The device classes of the members, and how many clients each has."""
+        names = (
+            member.device or device_of(self.fleet, member.client, self.clients or self.federation, self.seed).name
+            for member in self.members.values()
+        )
+        return dict(sorted(Counter(names).items()))
 
     def client_of(self, node_id: int) -> int | None:
         """The client behind a node, also behind one that it had before."""

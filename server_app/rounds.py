@@ -255,6 +255,7 @@ class Run:
             "failed": sum(report.status != "ok" for report in reports),
             "late_replies": late,
             "busy": busy,
+            "devices": self.roster.devices(),
             "unusable_nodes": self.roster.unusable(),
             "left_out": [{"client": c, "crashes": n} for c, n in sorted(strategy.left_out.items())],
             "bytes_down": sum(report.bytes_down for report in reports),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from server_app.failures import excluded_classes, failures
 from server_app.records import RunDir
 from server_app.settings import Settings
 from strategies.reports import ClientReport
@@ -71,6 +72,8 @@ def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict
         "clients_asked": sum(record["asked"] for record in rounds),
         "clients_answered": sum(record["answered"] for record in rounds),
         "clients_failed": sum(record["failed"] for record in rounds),
+        "failures": failures(rounds),
+        "excluded_classes": excluded_classes(rounds),
         "bytes_down": sum(record["bytes_down"] for record in rounds),
         "bytes_up": sum(record["bytes_up"] for record in rounds),
         "max_peak_over_budget": (

@@ -300,7 +300,8 @@ class PieceStrategy(Strategy):
             metrics = dict(message.content.metric_records["metrics"])
             self._note(report, outcome, metrics)
             if outcome.status != "ok":
-                report.status, report.reason, report.needed = outcome.status, outcome.reason[:LONGEST], outcome.needed
+                report.status, report.reason = outcome.status, outcome.reason[:LONGEST]
+                report.needed, report.allowed = outcome.needed, outcome.allowed
                 self.delivery.forget(report.client, outcome.lacking)
                 return None
             arrays = message.content.array_records["arrays"]

@@ -21,9 +21,10 @@ class ClientReport:
     """One client in one round, as it goes into the records. Bytes, seconds, FLOPs; peaks are of training memory, and
     `gpu_peak` of what torch's allocator gave out of a GPU.
 
-    `status`: ok; memory (refused, or stopped at its budget); failed (it raised an exception); crashed (its process died); gone
-    (its node left); timeout (no answer within round-timeout); rejected (an update that may not enter the model). `note` is what
-    else there is to say, also of an ok. `counted_bits` and `counted_flops` are by the rules of SpaFL's Table 2.
+    `status`: ok; memory (refused, or stopped at its budget: `needed` and `allowed` tell); failed (it raised an exception);
+    crashed (its process died); gone (its node left); timeout (no answer within round-timeout); rejected (an update that may not
+    enter the model). `note` is what else there is to say, also of an ok. `counted_bits` and `counted_flops` are by the rules of
+    SpaFL's Table 2.
     """
 
     client: int
@@ -37,6 +38,7 @@ class ClientReport:
     client_budget: int = 0
     message_bytes: int = 0
     needed: int = 0
+    allowed: int = 0
     predicted_peak: int = 0
     measured_peak: int = 0
     evaluation_peak: int = 0

@@ -1,0 +1,69 @@
+"""Which device classes failed, how often and why, and of which no client ever trained: from round records alone."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+Record = dict[str, Any]
+LONGEST = 120  # characters of a reason
+
+
+def failures(rounds: Sequence[Record]) -> list[Record]:
+    """By device class, the one with the most failures first: `device`, requests `asked` and `failed`, and `reasons`, each with
+    its `status`, `count` and a `reason` in words.
+    """
+    asked: dict[str, int] = defaultdict(int)
+    failed: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for client in (client for record in rounds for client in record["clients"]):
+        asked[client["device"]] += 1
+        if client["status"] != "ok":
+            failed[client["device"]][client["status"]].append(client)
+    rows = [
+        {
+            "device": device,
+            "asked": asked[device],
+            "failed": sum(map(len, by_status.values())),
+            "reasons": [
+                {"status": status, "count": len(clients), "reason": in_words(clients)}
+                for status, clients in sorted(by_status.items(), key=lambda item: -len(item[1]))
+            ],
+        }
+        for device, by_status in failed.items()
+    ]
+    return sorted(rows, key=lambda row: (-row["failed"], row["device"]))
+
+
+def in_words(clients: Sequence[Record]) -> str:
+    """Why these clients, all of one status, failed. Of memory, in exact bytes, the one that came nearest to fitting."""
+    counted = [client for client in clients if client["needed"]]  # not where a device itself ran out of memory
+    if not counted:
+        return str(clients[0]["reason"])[:LONGEST]
+    lacking = {(c["needed"], c.get("allowed") or c["budget"]) for c in counted}
+    needed, allowed = min(lacking, key=lambda pair: pair[0] - pair[1])
+    return f"needed {needed:,}, allowed {allowed:,}" + (" where it was nearest to fitting" if len(lacking) > 1 else "")
+
+
+def failure_text(row: Record) -> str:
+    """A row of `failures` in one line: `pi-zero 14 of 14 (memory: needed 9,014,480, allowed 9,000,000)`."""
+    several = len(row["reasons"]) > 1
+    why = [r["status"] + (f" {r['count']}" if several else "") + f": {r['reason']}" for r in row["reasons"]]
+    return f"{row['device']} {row['failed']} of {row['asked']} ({'; '.join(why)})"
+
+
+def excluded_classes(rounds: Sequence[Record]) -> dict[str, str]:
+    """The device classes of which no client ever trained, with what happened instead. None where there was no round."""
+    asked: dict[str, int] = defaultdict(int)
+    trained = set()
+    for record in rounds:
+        for device in record.get("devices", {}):  # an older record does not say who was connected
+            asked[device] += 0
+        for client in record["clients"]:
+            asked[client["device"]] += 1
+            if client["status"] == "ok":
+                trained.add(client["device"])
+    return {
+        device: f"no client of {device} ever trained: "
+        + (f"all {count} requests failed" if count else "none was asked to")
+        for device, count in sorted(asked.items())
+        if device not in trained
+    }
