@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from piecework.processes import (
     flower_home,
     free_ports,
     process,
+    stop,
     superlink,
     wait_until_healthy,
 )
@@ -32,12 +33,16 @@ from server_app.local_grid import LocalGrid
 from server_app.records import RunDir
 from server_app.roster import TooFewNodesError
 from server_app.rounds import RunAbortedError, preflight, run_experiment
+from server_app.run_lock import RunLockedError, require_free, run_lock
 from server_app.settings import Settings
+from server_app.summary import STOPPED, stop_reason, summarise
 
 OnRound = Callable[[dict[str, Any]], None]
+Engine = Callable[[Settings, RunDir, OnRound], None]
 STATUS_SECONDS = 15.0
 PATIENCE_SECONDS = 180.0
 PAUSE_SECONDS = 5.0
+ENDING_SECONDS = 60.0
 LOG = logging.getLogger("piecework")
 
 
@@ -50,13 +55,29 @@ def launch(
 ) -> dict[str, Any]:
     """Run to the end; after a crash go on from the last checkpoint, at most `restarts` times.
 
-    With a `connection` the run is submitted to the SuperLink there. Returns the summary; raises what cannot be mended.
+    With a `connection` the run is submitted to the SuperLink there. Returns the summary; raises what cannot be mended, and
+    RunLockedError where another process writes this run.
     """
     preflight(settings)
+    require_free(run_dir.path)  # before anything is started: what writes will take the lock itself
     if not connection and "RAY_ADDRESS" not in os.environ:
         find_device(settings.accelerator)  # the clients will run on this machine
-    engines = {"local": run_local, "ray": run_ray, "deployment": run_deployment}
+    engines: dict[str, Engine] = {"local": run_local, "ray": run_ray, "deployment": run_deployment}
     engine = partial(run_there, connection=connection) if connection else engines[settings.engine]
+    started = time.monotonic()
+    try:
+        attempts(engine, settings, run_dir, on_round, restarts)
+    except (KeyboardInterrupt, SystemExit):
+        note_stop(run_dir, time.monotonic() - started)
+        raise
+    summary = run_dir.summary()
+    if summary is None:
+        raise EngineError(f"the run ended without a summary in {run_dir.path}")
+    return summary
+
+
+def attempts(engine: Engine, settings: Settings, run_dir: RunDir, on_round: OnRound, restarts: int) -> None:
+    """One, and so many more where it fails."""
     for attempt in range(restarts + 1):
         try:
             engine(settings, run_dir, on_round)
@@ -66,19 +87,25 @@ def launch(
                 raise
             LOG.warning("the run ended (%s): restart %d of %d", str(error).splitlines()[0], attempt + 1, restarts)
             time.sleep(min(60, PAUSE_SECONDS * attempt))  # what is broken may need a while
+            require_free(run_dir.path, ENDING_SECONDS)  # a ServerApp that lost us may still be writing
             settings = resumed(settings, run_dir)
-    summary = run_dir.summary()
-    if summary is None:
-        raise EngineError(f"the run ended without a summary in {run_dir.path}")
-    return summary
 
 
 def resumed(settings: Settings, run_dir: RunDir) -> Settings:
     """The settings that go on with a run: from its last checkpoint, or from the start where it has none."""
-    if run_dir.load_checkpoint() is not None:
-        return settings.model_copy(update={"resume_from": str(run_dir.path)})
-    (run_dir.path / "settings.toml").unlink(missing_ok=True)  # a folder with settings is a run, and not begun anew
-    return settings
+    begun = (run_dir.path / "settings.toml").is_file()
+    return settings.model_copy(update={"resume_from": str(run_dir.path)}) if begun else settings
+
+
+def note_stop(run_dir: RunDir, seconds: float) -> None:
+    """Write the summary of a run that was told to end after so long, where its writer had no time to: Ray's ServerApp dies
+    with its process.
+
+    A ServerApp that still holds the lock will write its own.
+    """
+    if (run_dir.path / "settings.toml").is_file() and run_dir.summary_version() is None:
+        with suppress(RunLockedError), run_lock(run_dir.path):
+            run_dir.write_summary(summarise(run_dir, STOPPED, stop_reason(run_dir), seconds))
 
 
 def run_local(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
@@ -144,20 +171,16 @@ def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRo
     config = home.path / "run-config.toml"
     values = settings.to_run_config() | {"output-dir": str(run_dir.path.parent), "run-name": run_dir.path.name}
     config.write_text(tomli_w.dumps(values), encoding="utf-8")
-    seen = len(run_dir.rounds()) if settings.resume_from else 0
-    (run_dir.path / "summary.json").unlink(missing_ok=True)
+    seen = len(run_dir.readable_rounds()[0]) if settings.resume_from else 0
+    before = run_dir.summary_version()
     submitted = home.command("run", str(APP), "piecework", "--run-config", str(config), *arguments)
     run_id = str(submitted["run-id"])
     try:
-        status = watch(home, run_id, run_dir, seen, on_round)
+        status = watch(home, run_id, run_dir, seen, before, on_round)
     except (KeyboardInterrupt, SystemExit):
-        if not home.processes:
-            try:
-                home.command("stop", run_id, "piecework")
-            except EngineError as error:
-                LOG.warning("run %s on %s could not be stopped: %s", run_id, home.connection.address, error)
+        halt(home, run_id)
         raise
-    summary = run_dir.summary()
+    summary = run_dir.summary() if run_dir.summary_version() != before else None
     if summary is None and status == "finished:completed":
         raise EngineError(
             f"the run completed, but {run_dir.path} is not where its ServerApp wrote: share the folder, or look there"
@@ -168,14 +191,28 @@ def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRo
         raise RunAbortedError(summary["reason"])
 
 
-def watch(home: FlowerHome, run_id: str, run_dir: RunDir, seen: int, on_round: OnRound) -> str:
-    """Report the rounds after the first `seen` until the run has a summary, or Flower says that it ended; what Flower said.
+def halt(home: FlowerHome, run_id: str) -> None:
+    """End the ServerApp of a run before anything else: it would take the end of its clients for a failure of theirs."""
+    for name in ("superexec", "superlink"):
+        if name in home.processes:
+            return stop(home.processes[name][1])
+    try:
+        home.command("stop", run_id, "piecework")
+    except EngineError as error:
+        LOG.warning("run %s on %s could not be stopped: %s", run_id, home.connection.address, error)
+
+
+def watch(
+    home: FlowerHome, run_id: str, run_dir: RunDir, seen: int, before: tuple[int, int] | None, on_round: OnRound
+) -> str:
+    """Report the rounds after the first `seen` until the run has a summary besides that of `before`, or Flower says that it
+    ended; what Flower said.
 
     A SuperLink may be away for PATIENCE_SECONDS: its ServerApp goes on when it is back. Raises SuperLinkLostError.
     """
     status, now = "", time.monotonic()
     heard, next_check = now, now + STATUS_SECONDS
-    while not status.startswith("finished") and run_dir.summary() is None:
+    while not status.startswith("finished") and run_dir.summary_version() in (None, before):
         home.revive()
         if time.monotonic() > next_check:  # seldom: every call of `flwr` takes seconds of a core
             try:
@@ -195,8 +232,8 @@ def watch(home: FlowerHome, run_id: str, run_dir: RunDir, seen: int, on_round: O
 
 
 def report_from(run_dir: RunDir, seen: int, on_round: OnRound) -> int:
-    """Report the rounds after the first `seen`; how many there are."""
-    rounds = run_dir.rounds()
+    """Report the rounds after the first `seen`; how many there are, which is fewer once the run went back to a checkpoint."""
+    rounds = run_dir.readable_rounds()[0]
     for record in rounds[seen:]:
         on_round(record)
-    return max(seen, len(rounds))
+    return len(rounds)

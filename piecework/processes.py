@@ -123,6 +123,8 @@ def process(home: FlowerHome, name: str, *command: str) -> Iterator[None]:
 
 def stop(child: "subprocess.Popen[bytes]") -> None:
     """End a process we started and its descendants: first asked, then, after ten seconds, killed."""
+    if child.poll() is not None:
+        return
     try:
         family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
     except psutil.NoSuchProcess:

@@ -64,17 +64,29 @@ class RunDir:
             raise CheckpointError(f"{self.path} is not the folder of a run: {error}") from error
 
     def append_round(self, record: Mapping[str, object]) -> None:
-        """Add a round's record; readers see whole lines only."""
+        """Add a round's record, which is on the disk before its checkpoint is; readers see whole lines only."""
         with self.rounds_file.open("ab") as file:
             file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
             file.flush()
+            os.fsync(file.fileno())
 
     def rounds(self) -> list[dict[str, Any]]:
-        """All round records; a half-written last line is not one."""
-        if not self.rounds_file.is_file():
-            return []
-        lines = self.rounds_file.read_bytes().split(b"\n")[:-1]
-        return [json.loads(line) for line in lines]
+        """All round records; a half-written last line is not one. Raises CheckpointError, naming the file and the line."""
+        records, damage = self.readable_rounds()
+        if damage:
+            raise CheckpointError(f"{damage}. Resuming the run recovers what stands before that line")
+        return records
+
+    def readable_rounds(self) -> tuple[list[dict[str, Any]], str]:
+        """The round records before the first damaged line, and what is wrong with that line; empty where none is damaged."""
+        records: list[dict[str, Any]] = []
+        content = self.rounds_file.read_bytes() if self.rounds_file.is_file() else b""
+        for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+            try:
+                records.append(_round_record(line, records[-1]["round"] if records else 0))
+            except ValueError as error:
+                return records, f"{self.rounds_file}, line {number}, is damaged: {error}"
+        return records, ""
 
     def forget(self) -> None:
         """Drop the records and checkpoints of an earlier run of this name."""
@@ -82,8 +94,8 @@ class RunDir:
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
     def forget_after(self, server_round: int) -> None:
-        """Drop the records of rounds that a resumed run will do again."""
-        kept = [r for r in self.rounds() if r["round"] <= server_round]
+        """Drop the records of rounds that a resumed run will do again, and all from the first damaged line on."""
+        kept = [r for r in self.readable_rounds()[0] if r["round"] <= server_round]
         write_atomically(
             self.rounds_file, b"".join(json.dumps(r, separators=(",", ":")).encode() + b"\n" for r in kept)
         )
@@ -106,16 +118,22 @@ class RunDir:
         shutil.rmtree(final, ignore_errors=True)
         temporary.replace(final)
         sync(self.checkpoints)
-        for path in self._checkpoint_paths()[1:-KEPT]:
+        for path in self.checkpoint_paths()[1:-KEPT]:
             shutil.rmtree(path)
 
-    def _checkpoint_paths(self) -> list[Path]:
-        return sorted(path for path in self.checkpoints.glob("round-*") if path.suffix != ".tmp")
+    def checkpoint_paths(self) -> list[Path]:
+        """The folders of the checkpoints, oldest first, damaged or not."""
+        found = self.checkpoints.glob("round-*")
+        return sorted(path for path in found if path.name.removeprefix("round-").isdecimal())
 
     def load_checkpoint(self) -> Checkpoint | None:
         """The newest checkpoint, or None where there is none. Raises CheckpointError where it is damaged."""
-        paths = self._checkpoint_paths()
+        paths = self.checkpoint_paths()
         return read_checkpoint(paths[-1]) if paths else None
+
+    def last_complete_round(self) -> int:
+        """The round of the newest checkpoint, from which the run can go on; 0 where there is none."""
+        return max(map(round_of, self.checkpoint_paths()), default=0)
 
     def save_model(self, arrays: ArrayRecord, description: Mapping[str, object]) -> None:
         """Write `model.safetensors` with what is needed to build the model again in its metadata."""
@@ -135,8 +153,7 @@ class RunDir:
 
     def final(self) -> dict[str, Any] | None:
         """How the trained model does, or None where that was not asked."""
-        path = self.path / "final.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return _read_object(self.path / "final.json")
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write `summary.json`: how the run ended."""
@@ -144,33 +161,69 @@ class RunDir:
 
     def summary(self) -> dict[str, Any] | None:
         """How the run ended, or None where it has not."""
-        path = self.path / "summary.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return _read_object(self.path / "summary.json")
+
+    def summary_version(self) -> tuple[int, int] | None:
+        """Tells a summary from the one that a later part of the run wrote in its place; None where there is none."""
+        try:
+            found = (self.path / "summary.json").stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+
+def round_of(checkpoint: Path) -> int:
+    """The round of a checkpoint's folder, from its name."""
+    return int(checkpoint.name.removeprefix("round-"))
+
+
+def _round_record(line: bytes, before: int) -> dict[str, Any]:
+    """A line of rounds.jsonl that follows round `before`. Raises ValueError."""
+    record = json.loads(line)
+    if not isinstance(record, dict) or not isinstance(record.get("round"), int):
+        raise ValueError(f"no record of a round: {line[:60]!r}")
+    if record["round"] <= before:
+        raise ValueError(f"round {record['round']} stands after round {before}")
+    return record
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """A JSON file, or None where there is none. Raises CheckpointError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged: no JSON object")
+    return found
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and verify one checkpoint folder. Raises CheckpointError, naming the file and what to do."""
-    advice = f"delete {path} to go on from the checkpoint before it"
+    """Read and verify one checkpoint folder. Raises CheckpointError, naming the file."""
+    file = path / "state.json"
     try:
-        values = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
         if values.pop("schema") != SCHEMA:
-            raise CheckpointError(
-                f"{path} was written by another version of Piecework (schema is not {SCHEMA}): {advice}"
-            )
-        arrays = _verified(path / "arrays.safetensors", values.pop("arrays-sha256"), advice)
-        kept = (
-            _verified(path / "kept.safetensors", values.pop("kept-sha256"), advice) if "kept-sha256" in values else None
-        )
-        return Checkpoint(arrays, values, kept or ArrayRecord())
+            raise CheckpointError(f"{path} was written by another version of Piecework (schema is not {SCHEMA})")
+        digests = {name: values.pop(f"{name}-sha256") for name in ("arrays", "kept") if f"{name}-sha256" in values}
+        found = {"arrays": ArrayRecord(), "kept": ArrayRecord()}
+        if "arrays" not in digests:
+            raise KeyError("arrays-sha256")
+        for name, digest in digests.items():
+            file = path / f"{name}.safetensors"
+            found[name] = _verified(file, digest)
     except CheckpointError:
         raise
-    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}): {advice}") from error
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error})") from error
+    return Checkpoint(found["arrays"], values, found["kept"])
 
 
-def _verified(path: Path, digest: str, advice: str) -> ArrayRecord:
+def _verified(path: Path, digest: str) -> ArrayRecord:
     if sha256(path) != digest:
-        raise CheckpointError(f"{path} does not match its checksum: {advice}")
+        raise CheckpointError(f"{path} is damaged: it does not match its checksum")
     return read_arrays(path)
 
 

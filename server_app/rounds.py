@@ -5,6 +5,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from server_app.autoattack import require_autoattack
 from server_app.evaluation import Evaluator, final_evaluation
 from server_app.mail import Mail
 from server_app.records import Checkpoint, RunDir, newest_run
+from server_app.recovery import Recovery, find_recovery, put_aside
 from server_app.roster import Roster
+from server_app.run_lock import run_lock
 from server_app.settings import Settings, check_resume
-from server_app.summary import accuracy_by_device, summarise, why_empty
+from server_app.summary import STOPPED, accuracy_by_device, stop_reason, summarise, why_empty
 from strategies import find_strategy
 from strategies.base import PieceStrategy
 from strategies.faults import status_of
@@ -90,8 +93,9 @@ class Run:
     def __init__(self, grid: Grid, settings: Settings, run_dir: RunDir) -> None:
         self.grid, self.settings, self.run_dir = grid, settings, run_dir
         fleet, strategy_class, self.data, blueprint = preflight(settings)
-        checkpoint = run_dir.load_checkpoint() if settings.resume_from else None
-        self.values = self._begin(checkpoint)
+        self.recovery = find_recovery(run_dir) if settings.resume_from else Recovery(None)
+        checkpoint = self.recovery.checkpoint
+        self.values = self._first_values() if checkpoint is None else resumed_values(checkpoint, settings)
         self.roster = Roster(fleet, settings.seed, settings.clients, settings.reserve)
         self.mail = Mail(grid, settings.max_in_flight or default_in_flight(settings), settings.round_timeout)
         state_dir = settings.state_dir or str(run_dir.path / "clients")
@@ -111,20 +115,25 @@ class Run:
             attack = image_attack(settings, self.data, settings.evaluation_attack_steps)
         self.evaluate = Evaluator(blueprint, self.data, settings.eval_batch_size, attack, attacked, settings.seed)
 
-    def _begin(self, checkpoint: Checkpoint | None) -> dict[str, Any]:
-        if checkpoint is None:
+    def _first_values(self) -> dict[str, Any]:
+        return {
+            "experiment-id": uuid.uuid4().hex,
+            "round": 0,
+            "empty-rounds": 0,
+            "best": None,
+            "since-best": 0,
+            "lr-rounds": self.settings.lr_rounds or self.settings.num_rounds,
+        }
+
+    def take_over(self) -> None:
+        """The first change of the run's folder: what an earlier run, or rounds to be done again, left there goes."""
+        put_aside(self.run_dir, self.recovery)
+        if self.recovery.checkpoint is None:
             self.run_dir.forget()
-            return {
-                "experiment-id": uuid.uuid4().hex,
-                "round": 0,
-                "empty-rounds": 0,
-                "best": None,
-                "since-best": 0,
-                "lr-rounds": self.settings.lr_rounds or self.settings.num_rounds,
-            }
-        check_resume(checkpoint.values["settings"], self.settings)
-        self.run_dir.forget_after(checkpoint.values["round"])
-        return checkpoint.values
+        else:
+            self.run_dir.forget_after(self.values["round"])
+        self.run_dir.create(self.settings)
+        self.run_dir.withdraw_results()
 
     def run(self, on_round: OnRound) -> str:
         """All rounds that are left. Returns `completed`; raises RunAbortedError or TooFewNodesError."""
@@ -384,18 +393,32 @@ def safe_name(text: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in text)
 
 
+def resumed_values(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:
+    """What a checkpoint remembers, for a run with these settings. Raises SettingsError where they do not go together."""
+    check_resume(checkpoint.values["settings"], settings)
+    return checkpoint.values | ({"lr-rounds": settings.lr_rounds} if settings.lr_rounds else {})
+
+
 def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: OnRound = lambda _: None) -> None:
-    """Run, and leave `summary.json` behind however it ends. Raises what went wrong."""
+    """Run, and leave `summary.json` behind however it ends. Raises what went wrong, RunLockedError where another process
+    writes this run.
+    """
     started = time.perf_counter()
-    run = Run(grid, settings, run_dir)  # refuses settings before anything is written
-    run_dir.create(settings)
-    run_dir.withdraw_results()
-    status, reason = "failed", ""
-    try:
-        status = run.run(on_round)
-    except BaseException as error:
-        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-        reason = "stopped by a signal" if stopped else str(error) or type(error).__name__
-        raise
-    finally:
-        run_dir.write_summary(summarise(run_dir, status, reason, time.perf_counter() - started))
+    with ExitStack() as held:
+        if settings.resume_from:
+            held.enter_context(run_lock(run_dir.path))  # nobody may change what is read now
+        run = Run(grid, settings, run_dir)  # refuses settings before anything is written
+        if not settings.resume_from:
+            held.enter_context(run_lock(run_dir.path))
+        run.take_over()
+        status, reason = "failed", ""
+        try:
+            status = run.run(on_round)
+        except (KeyboardInterrupt, SystemExit):
+            status, reason = STOPPED, stop_reason(run_dir)
+            raise
+        except BaseException as error:
+            reason = str(error) or type(error).__name__
+            raise
+        finally:
+            run_dir.write_summary(summarise(run_dir, status, reason, time.perf_counter() - started))

@@ -7,6 +7,8 @@ from server_app.records import RunDir
 from server_app.settings import Settings
 from strategies.reports import ClientReport
 
+STOPPED = "stopped"  # status of a run that was told to end, by Ctrl-C or SIGTERM
+
 
 def accuracy_by_device(reports: list[ClientReport]) -> dict[str, float]:
     """Validation accuracy after local training, over all validation examples of a device class's clients."""
@@ -46,6 +48,12 @@ def why_empty(record: dict[str, Any], settings: Settings) -> str:
     return "\n".join(lines)
 
 
+def stop_reason(run_dir: RunDir) -> str:
+    """How far a run that was told to end had come."""
+    last = run_dir.last_complete_round()
+    return f"stopped by a signal, {f'after round {last}' if last else 'before its first round was complete'}"
+
+
 def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict[str, Any]:
     """The run in one object, from its round records."""
     rounds = run_dir.rounds()
@@ -67,6 +75,7 @@ def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict
         "status": status,
         "reason": reason,
         "rounds": len(rounds),
+        "last_complete_round": run_dir.last_complete_round(),
         "accuracy": final.get("accuracy", evaluated[-1] if evaluated else None),
         **robust,
         "clients_asked": sum(record["asked"] for record in rounds),
