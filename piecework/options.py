@@ -24,8 +24,9 @@ def settings_from(
 ) -> Settings:
     """Defaults, then the preset, then --set, then the other options. Paths become absolute: engines run elsewhere.
 
-    Without a number of clients it is the one that the fleet lists, or 20; 4 where real processes are started; and as many as
-    there are where the nodes are `there` already.
+    A run that is named in `resume-from` takes the place of the defaults: what is not given stays as it was. Else, without a
+    number of clients, it is the one that the fleet lists, or 20; 4 where real processes are started; and as many as there are
+    where the nodes are `there` already.
     """
     from server_app.local_grid import default_workers
 
@@ -35,13 +36,22 @@ def settings_from(
         values["engine"] = engine
     if nodes:
         values["clients"] = nodes
+    if output_dir:
+        values["output-dir"] = output_dir
+    given, resumed = {key.replace("-", "_") for key in values}, str(values.get("resume-from", ""))
+    if resumed not in ("", "auto"):
+        values = settings_of_run(resumed) | values
+        given |= {"workers"}  # as many as this machine has cores
+        if not (values["clients"] or there):
+            raise SettingsError(
+                f"resume-from = {resumed!r}: that run had the clients of a SuperLink (clients = 0). Give "
+                "--superlink HOST:PORT to go on with them"
+            )
     elif not values.get("clients"):
         fleet = load_fleet(str(values.get("fleet", Settings.model_fields["fleet"].default)))
         values["clients"] = fleet.prescribed_clients or (
             0 if there else 4 if values.get("engine") == "deployment" else 20
         )
-    if output_dir:
-        values["output-dir"] = output_dir
     if os.environ.get("PIECEWORK_DATA"):
         values.setdefault("data-dir", os.environ["PIECEWORK_DATA"])
     settings = Settings.from_run_config(values)
@@ -53,7 +63,21 @@ def settings_from(
         if (value := getattr(settings, key)) and value != "auto"
     }
     resolved = paths | {"fleet": load_fleet(settings.fleet).to_json(), "workers": default_workers(settings.workers)}
-    return settings.model_copy(update=resolved)
+    of_run = resolved.keys() - given if resumed not in ("", "auto") else set()  # as the run has them
+    return settings.model_copy(update={key: value for key, value in resolved.items() if key not in of_run})
+
+
+def settings_of_run(folder: str) -> Scalars:
+    """All settings of the run in a folder, as it was last started. Raises SettingsError."""
+    from server_app.records import RunDir
+
+    run_dir = RunDir(Path(folder))
+    if not (run_dir.path / "settings.toml").is_file():
+        raise SettingsError(f"resume-from = {folder!r}: not the folder of a run")
+    try:
+        return Settings.from_run_config(run_dir.settings()).to_run_config()
+    except SettingsError as error:
+        raise SettingsError(f"resume-from = {folder!r} was written by another version of Piecework: {error}") from error
 
 
 def read_preset(preset: str) -> dict[str, Scalar]:

@@ -1,7 +1,9 @@
 """A run whose files were damaged goes on from the checkpoint before; nothing is thrown away, and errors name file and line."""
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import TRIO, model_of, run_local, same
@@ -141,3 +143,51 @@ def test_readers_name_a_damaged_document(run: RunDir, name: str) -> None:
     done = CliRunner().invoke(app, ["report", str(run.path)])
     assert done.exit_code == 2
     assert f"{run.path / name} is damaged" in done.stderr
+
+
+# ---- a run's own settings
+
+
+@pytest.fixture(scope="module")
+def thirty(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run for 30 clients with a preset's worth of settings that are not the defaults."""
+    changes: dict[str, Any] = {"clients": 30, "strategy": "fedavg", "lr": 0.03, "run_name": "thirty"}
+    return run_local(tmp_path_factory.mktemp("thirty"), **changes)
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["run", "--json", *arguments])
+
+
+def test_resume_from_alone_takes_all_settings_from_the_run(thirty: RunDir, tmp_path: Path) -> None:
+    run = RunDir(Path(shutil.copytree(thirty.path, tmp_path / "run")))
+    done = invoke("--set", f"resume-from={run.path}", "--set", "num-rounds=2")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["rounds"] == 2
+    changed = {key: value for key, value in run.settings().items() if thirty.settings()[key] != value}
+    assert changed.keys() == {"resume-from", "num-rounds"}
+
+
+def test_only_what_is_given_is_compared(thirty: RunDir) -> None:
+    done = invoke("--set", f"resume-from={thirty.path}", "--set", "lr=0.5", "--nodes", "20")
+    assert done.exit_code == 2
+    assert "setting clients = 20 differs from 30 of the run to resume" in done.stderr
+    done = invoke("--set", f"resume-from={thirty.path}", "--set", "lr=0.5")
+    assert "setting lr = 0.5 differs from 0.03 of the run to resume" in done.stderr
+
+
+def test_a_run_of_another_version_is_named(thirty: RunDir, tmp_path: Path) -> None:
+    run = RunDir(Path(shutil.copytree(thirty.path, tmp_path / "run")))
+    with (run.path / "settings.toml").open("a") as file:
+        file.write("xyzzy = 1\n")
+    done = invoke("--set", f"resume-from={run.path}")
+    assert done.exit_code == 2
+    assert f"{str(run.path)!r} was written by another version of Piecework: unknown setting 'xyzzy'" in done.stderr
+
+
+def test_a_run_with_the_clients_of_a_superlink_needs_it(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    (run.path / "settings.toml").write_text('engine = "deployment"\n')
+    done = invoke("--set", f"resume-from={run.path}")
+    assert done.exit_code == 2
+    assert "--superlink HOST:PORT" in done.stderr
