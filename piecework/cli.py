@@ -1,20 +1,24 @@
 """The command line: run, plan, devices, report, compare, clean; `cli_deploy` adds those of real federations."""
 
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from piecework.cli_base import COUNTED, FAILED, Json, Preset, Set, err, errors_for_people, out
+from piecework.cli_base import COUNTED, FAILED, INTERRUPTED, TERMINATED, Json, Preset, Set, err, errors_for_people, out
 from piecework.cli_deploy import commands
 from piecework.options import PRESETS, Scalars, connection_to, seed_list, settings_from
 from piecework.processes import Connection, EngineError
 from server_app.settings import Settings, SettingsError
+
+if TYPE_CHECKING:
+    from server_app.records import RunDir
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -75,12 +79,11 @@ def run_one(
     settings: Settings, seed: int, several: bool, restarts: int, as_json: bool, connection: Connection | None
 ) -> dict[str, Any]:
     """One seed's run, with its progress on stderr and its summary on stdout."""
-    from piecework.display import memory_table, summary_table
     from piecework.launch import SuperLinkLostError, launch
     from piecework.progress import RoundProgress
     from server_app.roster import TooFewNodesError
     from server_app.rounds import RunAbortedError, preflight, resolve_run_dir
-    from server_app.summary import summarise
+    from server_app.summary import STOPPED, stop_reason, summarise
 
     name = f"{settings.run_name}-seed{seed}" if several and settings.run_name else settings.run_name
     settings = settings.model_copy(update={"seed": seed, "run_name": name})
@@ -88,13 +91,33 @@ def run_one(
     run_dir = resolve_run_dir(settings)
     if not settings.resume_from:
         settings = settings.model_copy(update={"run_name": run_dir.path.name})
-    reason = ""
+    reason, ended_by, before = "", 0, run_dir.summary_version()
     try:
         with RoundProgress(settings.num_rounds) as progress:
             launch(settings, run_dir, progress.update, restarts, connection)
     except (RunAbortedError, TooFewNodesError, EngineError, SuperLinkLostError) as error:
         reason = str(error)
-    summary = run_dir.summary() or summarise(run_dir, "failed", reason, 0.0)
+    except KeyboardInterrupt:
+        ended_by = INTERRUPTED
+    except SystemExit as error:
+        ended_by = error.code if isinstance(error.code, int) else TERMINATED
+    summary = run_dir.summary() if run_dir.summary_version() != before else None
+    if summary is None and ended_by:
+        summary = summarise(run_dir, STOPPED, stop_reason(run_dir), 0.0)
+    elif summary is None:
+        summary = summarise(run_dir, "failed", reason, 0.0)
+    show_run(run_dir, summary, reason, as_json)
+    if summary["status"] == STOPPED:
+        err.print(how_to_go_on(run_dir, connection), highlight=False, soft_wrap=True, markup=False)
+    if ended_by:
+        raise typer.Exit(ended_by)
+    return summary
+
+
+def show_run(run_dir: "RunDir", summary: dict[str, Any], reason: str, as_json: bool) -> None:
+    """How a run ended: a summary on stdout, and on stderr why it did not complete."""
+    from piecework.display import memory_table, summary_table
+
     if as_json:
         print(json.dumps(summary))
     else:
@@ -104,8 +127,20 @@ def run_one(
             out.print(memory_table(rounds))
         out.print(f"run folder: {run_dir.path}", soft_wrap=True)
     if summary["status"] != "completed":
-        err.print(f"[red]failed:[/red] {escape(reason or summary['reason'])}", highlight=False)
-    return summary
+        why = escape(reason or summary["reason"])
+        err.print(f"[red]{escape(summary['status'])}:[/red] {why}", highlight=False, soft_wrap=True)
+
+
+def how_to_go_on(run_dir: "RunDir", connection: Connection | None) -> str:
+    """The command that goes on with a run that was stopped."""
+    if not (run_dir.path / "settings.toml").is_file():
+        return "nothing has been written yet: run the same command again"
+    command = ["piecework", "run", "--set", f"resume-from={run_dir.path}"]
+    if connection is not None:
+        command += ["--superlink", connection.address]
+        certificates = connection.root_certificates
+        command += ["--root-certificates", str(certificates.resolve())] if certificates else ["--insecure"]
+    return f"go on with it: {shlex.join(command)}"
 
 
 def over_seeds(summaries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -272,12 +307,8 @@ def clean(
 def main() -> None:
     """The console script."""
     run_app: Callable[[], Any] = app
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
-    try:
-        run_app()
-    except KeyboardInterrupt:
-        err.print("interrupted")
-        sys.exit(130)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that what was started is stopped
+    run_app()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from server_app.settings import SettingsError
 
 out, err = Console(), Console(stderr=True)
 BAD_INPUT, FAILED = 2, 1
+INTERRUPTED, TERMINATED = 130, 143  # by Ctrl-C, by SIGTERM: 128 and the signal's number
 COUNTED = (
     "rounds",
     "clients_asked",
@@ -41,7 +42,9 @@ Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 @contextmanager
 def errors_for_people(as_json: bool, answer: dict[str, Any] = NO_RUN) -> Iterator[None]:
-    """Bad input ends with one message and exit code 2; with --json also with an object on stdout, `answer` and the reason."""
+    """Bad input ends with one message and exit code 2, Ctrl-C with 130; with --json bad input also puts an object on stdout,
+    `answer` and the reason.
+    """
     from server_app.roster import TooFewNodesError
     from server_app.rounds import RunAbortedError
 
@@ -49,6 +52,9 @@ def errors_for_people(as_json: bool, answer: dict[str, Any] = NO_RUN) -> Iterato
         yield
     except (SettingsError, FleetError, ValueError, OSError, ImportError, TooFewNodesError, RunAbortedError) as error:
         give_up(str(error), as_json, answer)
+    except KeyboardInterrupt:
+        err.print("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def give_up(message: str, as_json: bool, answer: dict[str, Any]) -> NoReturn:

@@ -23,7 +23,7 @@ body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24; bac
 h1 { font-size: 1.6rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; break-after: avoid; }
 h1 small { font-size: .9rem; font-weight: normal; padding: .15rem .6rem; border: 1px solid; border-radius: 1rem; }
-.completed { color: #00614a; } .failed { color: #a33d00; } .unfinished { color: #57606a; }
+.completed { color: #00614a; } .failed { color: #a33d00; } .unfinished, .stopped { color: #57606a; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .7rem 1rem; border-left: 4px solid #d55e00;
   background: #fdf3ec; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }

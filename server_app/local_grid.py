@@ -13,7 +13,9 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -56,6 +58,20 @@ def answer(data: list[bytes], run_config: Mapping[str, Any], clients: int, node_
     return pickle.dumps(reply, protocol=5)
 
 
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes that are started here never see Ctrl-C, which a terminal sends to all: also not while they import torch."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # multiprocessing's own: it would unblock the signal where it has to be started first
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def work(connection: Connection, run_config: Mapping[str, Any], clients: int, node_config: NodeConfig) -> None:
     """A worker process: answers until the other end is closed."""
     identify(SERVER)
@@ -94,7 +110,8 @@ class LocalGrid(Grid):
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=work, args=(theirs, *self._arguments), daemon=True)
-        process.start()
+        with without_interrupts():
+            process.start()
         theirs.close()
         self._workers[ours] = process
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -24,6 +25,7 @@ from piecework.processes import free_ports
 from piecework.runs import stores
 from server_app.records import RunDir, read_arrays
 from server_app.rounds import resolve_run_dir
+from server_app.run_lock import run_lock
 from server_app.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,19 +76,31 @@ def test_engines_agree(tmp_path: Path, engine: str, nodes: int, extra: list[str]
 
 
 @pytest.mark.processes
-def test_a_killed_simulation_is_started_again(tmp_path: Path) -> None:
-    """`--restarts`: the process of the ServerApp gets SIGKILL after two rounds; the run goes on where it was."""
-    sets = [f"--set={text}" for text in ("num-rounds=4", "clients-per-round=2", "local-epochs=1", "run-name=run")]
+def test_a_killed_simulation_is_started_again_and_ctrl_c_ends_it(tmp_path: Path) -> None:
+    """`--restarts`: the process of the ServerApp gets SIGKILL after two rounds; the run goes on where it was, until Ctrl-C."""
+    sets = [f"--set={text}" for text in ("num-rounds=400", "clients-per-round=2", "local-epochs=1", "run-name=run")]
     call = [sys.executable, "-m", "piecework.cli", "run", "--engine=ray", "--nodes=2", "--restarts=1", *sets]
-    with subprocess.Popen(call, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}) as launcher:
+    environment, family = os.environ | {"PYTHONPATH": str(ROOT)}, list[psutil.Process]()
+    with subprocess.Popen(
+        call, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as launcher:
         run_dir, killed = RunDir(tmp_path / "runs" / "run"), False
         while not ended(launcher):
             if not killed and len(run_dir.rounds()) >= 2:
                 killed = kill_simulation(launcher.pid)
-    assert killed
-    assert launcher.returncode == 0
-    assert [record["round"] for record in run_dir.rounds()] == [1, 2, 3, 4]
-    assert (run_dir.summary() or {})["status"] == "completed"
+            elif killed and not family and run_dir.last_complete_round() >= 5:
+                family = psutil.Process(launcher.pid).children(recursive=True)
+                os.killpg(launcher.pid, signal.SIGINT)
+        said = launcher.stderr.read() if launcher.stderr else ""
+    assert (killed, bool(family), launcher.returncode) == (True, True, 130), said
+    rounds = [record["round"] for record in run_dir.rounds()]
+    assert rounds == [*range(1, len(rounds) + 1)]
+    last = run_dir.last_complete_round()
+    assert (run_dir.summary() or {})["reason"] == f"stopped by a signal, after round {last}"
+    assert said.splitlines()[-1] == f"go on with it: piecework run --set resume-from={run_dir.path}"
+    assert [process for process in family if process.is_running()] == []
+    with run_lock(run_dir.path):  # which is free
+        pass
 
 
 def ended(launcher: "subprocess.Popen[Any]") -> bool:
