@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def overview(settings: Record, rounds: Sequence[Record], final: Record | None, s
         ),
         *((name[0].upper() + name[1:], value) for name, value in display.under_attack_rows(final)),
         *((name[0].upper() + name[1:], value) for name, value in display.batch_norm_rows(rounds)),
+        *([("Learning rate", plan)] if (plan := rate_plan(rounds)) else []),
         ("Requests", f"{total['asked']} clients asked, {total['answered']} answered, {total['failed']} failed"),
         ("Bytes down / up", f"{format_bytes(total['bytes_down'])} / {format_bytes(total['bytes_up'])}"),
         ("Bytes for evaluation", format_bytes(total["bytes_evaluation"])),
@@ -100,7 +102,8 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
     by_device = device_figure(rounds)
     if by_device or not robust:  # adversarial training validates after averaging
         found.append(device_section(by_device))
-    return [*found, memory_section(rounds), bytes_section(rounds), failure_section(rounds), time_section(rounds)]
+    found += [memory_section(rounds), bytes_section(rounds), failure_section(rounds), time_section(rounds)]
+    return [*found, *rate_section(rounds)]
 
 
 def device_section(by_device: Any) -> Section:
@@ -154,6 +157,31 @@ def failure_section(rounds: Sequence[Record]) -> Section:
     )
     below = by_device + table(display.reasons(rounds), ("status", "count", "reason (the first of its kind)"))
     return Section("Failures", caption, failure_figure(rounds), excluded + below)
+
+
+def rate_section(rounds: Sequence[Record]) -> list[Section]:
+    """The learning rates that clients trained with; nothing of records that do not tell them."""
+    points = [(r["round"], r["lr"]) for r in rounds if "lr" in r]
+    if not points:
+        return []
+    figure = over_rounds(graph_objects().Figure([line(points, "learning rate", 0)]), rounds)
+    figure.update_yaxes(title="learning rate", rangemode="tozero")
+    return [Section("Learning rate", f"{rate_plan(rounds)}.", mark_stages(figure, rounds))]
+
+
+def rate_plan(rounds: Sequence[Record]) -> str:
+    """The schedules of the rounds with their first and last rates: `0.1 in round 1 to 0.0006 in round 20: cosine over 20
+    rounds`.
+    """
+    told = [r for r in rounds if "lr" in r]
+    parts = []
+    for schedule, group in groupby(told, key=lambda r: str(r["lr_schedule"])):
+        same = list(group)
+        first, last = same[0], same[-1]
+        parts.append(
+            f"{first['lr']:.3g} in round {first['round']} to {last['lr']:.3g} in round {last['round']} ({schedule})"
+        )
+    return ", then ".join(parts)
 
 
 def time_section(rounds: Sequence[Record]) -> Section:

@@ -24,6 +24,7 @@ from models.trained_model import FORMAT
 from server_app.autoattack import require_autoattack
 from server_app.evaluation import Evaluator, final_evaluation
 from server_app.mail import Mail
+from server_app.rates import describe, require_rates
 from server_app.records import Checkpoint, RunDir, newest_run
 from server_app.recovery import Recovery, find_recovery, put_aside
 from server_app.roster import Roster
@@ -106,6 +107,8 @@ class Run:
         self.strategy: PieceStrategy = strategy_class(experiment)
         if checkpoint is not None:
             self.strategy.state = type(self.strategy.state).from_values(self.values["strategy-state"])
+        to_come = self.strategy.schedule(self.values["round"] + 1, settings.num_rounds)
+        require_rates(planned, to_come, str(run_dir.path) if checkpoint is not None else "")
         self.arrays = checkpoint.arrays if checkpoint is not None else ArrayRecord()
         self.served = ServedModel(self.strategy)
         if checkpoint is not None:
@@ -139,10 +142,6 @@ class Run:
         """All rounds that are left. Returns `completed`; raises RunAbortedError or TooFewNodesError."""
         settings, strategy = self.settings, self.strategy
         self.gather()
-        if strategy.finished and self.values["round"] < settings.num_rounds:
-            LOG.warning(
-                "all stages ended after round %s: there is nothing to train in further rounds", self.values["round"]
-            )
         for server_round in range(self.values["round"] + 1, settings.num_rounds + 1):
             if strategy.finished:
                 break
@@ -155,6 +154,13 @@ class Run:
             self._checkpoint(server_round)
             if self._finished_early(record):
                 break
+        if settings.resume_from and strategy.finished and self.values["round"] < settings.num_rounds:
+            LOG.warning(
+                "all stages ended after round %s of num-rounds = %s: their lengths were planned when the run began, and a "
+                "longer run begins anew",
+                self.values["round"],
+                settings.num_rounds,
+            )
         if strategy.stage and not strategy.finished and self.values["round"] == settings.num_rounds:
             LOG.warning(
                 "num-rounds = %s came before %s was over: the model is what has been trained so far",
@@ -245,6 +251,8 @@ class Run:
         record = {
             "round": server_round,
             "stage": strategy.stage,
+            "lr": strategy.rate(server_round),
+            "lr_schedule": describe(strategy.settings),
             "init_weights": self.values.get("init-weights", "") if server_round == 1 else "",
             **strategy.details(),
             **strategy.evaluation_details(),

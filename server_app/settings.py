@@ -36,6 +36,8 @@ CHANGEABLE = frozenset(
         "autoattack-examples",
     }
 )
+# What it may be given besides: a number that decides the rates of the rounds to come.
+EXTENDABLE = frozenset({"lr-rounds"})
 
 
 # Systems whose clients train narrower, low-rank or masked networks: their statistics are not those of the whole model.
@@ -103,7 +105,10 @@ class Settings(BaseModel):
     eval_batch_size: Annotated[int, Field(ge=2)] = 256
     lr: Positive = 0.1
     lr_schedule: Literal["constant", "cosine", "exponential"] = "cosine"
-    lr_rounds: Count = Field(0, description="length of the cosine in rounds; 0 = num-rounds")
+    lr_rounds: Count = Field(
+        0,
+        description="length of the cosine in rounds; 0 = num-rounds of the first start. A resumed run may be given another",
+    )
     lr_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.994, description="factor a round, exponential")
     lr_restart: bool = Field(False, description="the schedule begins anew with every stage")
     momentum: Fraction = 0.9
@@ -449,10 +454,12 @@ def _explain(error: Mapping[str, object]) -> str:
 def check_resume(old: Mapping[str, Scalar], new: Settings) -> None:
     """Raise SettingsError, naming the first key, unless `new` may go on from a run with the settings `old`."""
     for key, value in new.to_run_config().items():
-        if key not in CHANGEABLE and key in old and old[key] != value:
+        may_change = key in CHANGEABLE or (key in EXTENDABLE and value)
+        if not may_change and key in old and old[key] != value:
             raise SettingsError(
                 f"setting {key} = {value!r} differs from {old[key]!r} of the run to resume: a resumed run may only change "
-                f"{', '.join(sorted(CHANGEABLE))}"
+                f"{', '.join(sorted(CHANGEABLE | EXTENDABLE))}. `piecework run --set resume-from=DIR` takes all others from "
+                "the run; plain `flwr run` gives each its default unless it is named"
             )
 
 

@@ -233,6 +233,18 @@ class PieceStrategy(Strategy):
         for client, message in self.delivery.note(replies, self.post.ledger):
             self._fail(message, self.post.ledger[client])
 
+    def rate(self, server_round: int) -> float:
+        """The learning rate of the round that begins."""
+        return learning_rate(self.settings, server_round)
+
+    def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
+        """The rounds to come, at most those from `first` to `last`, each with its place in the schedule of learning rates.
+
+        Asked before `begin`: a system with stages knows them in a run that goes on, where each lasts as long as it may; those
+        of a new run cannot be told.
+        """
+        return ((server_round, server_round) for server_round in range(first, last + 1))
+
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The task of a client that has this in a round."""
         return Task(
@@ -242,7 +254,7 @@ class PieceStrategy(Strategy):
             strategy=self.name,
             budget=state.budget_bytes,
             reference=self.reference_bytes,
-            lr=learning_rate(self.settings, server_round),
+            lr=self.rate(server_round),
             state_dir=self.experiment.state_dir,
             enforced=self.rule.enforced,
             prices={piece_key(piece): price for piece, price in self.prices_for(state.budget_bytes).items()},

@@ -148,8 +148,21 @@ class FedProphet(PieceStrategy):
         assigned = self.rule.assigned(stage, state, self.slowest)
         orders = self.orders(next(n for n in range(stage, len(self.modules)) if self.modules[n][-1] == assigned[-1]))
         pieces = [orders.atoms(last) for last in range(stage, orders.last + 1)]
-        rate = learning_rate(self.settings, self.state.stage_round + 1 if self.settings.lr_restart else server_round)
-        return self._ordered(replace(super().task(server_round, state), lr=rate), orders, pieces)
+        return self._ordered(super().task(server_round, state), orders, pieces)
+
+    def rate(self, server_round: int) -> float:
+        """By the round, or by the round of the stage where the schedule begins anew with each."""
+        return learning_rate(self.settings, self.state.stage_round + 1 if self.settings.lr_restart else server_round)
+
+    def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
+        """Until the last stage has had all its rounds."""
+        state, most = self.state, self.state.stage_rounds
+        if not most:
+            return
+        self.rule.smallest = state.r_min
+        left = (len(self.modules) - state.stage) * most - state.stage_round
+        for n, server_round in enumerate(range(first, min(last, first + left - 1) + 1)):
+            yield server_round, (state.stage_round + n) % most + 1 if self.settings.lr_restart else server_round
 
     def _ordered(self, task: Task, orders: Orders, pieces: list[Piece]) -> Task:
         prices = {piece_key(piece): self.price(piece) for piece in pieces}

@@ -204,7 +204,16 @@ class ProFL(PieceStrategy):
         """The step, and how the model is cut."""
         task, leg = super().task(server_round, state), self.leg
         orders = Orders([list(block) for block in self.rule.blocks], leg.t, leg.kind)
-        return replace(task, own=orders.to_own(), lr=self.settings.distil_lr if leg.kind == "map" else task.lr)
+        return replace(task, own=orders.to_own())
+
+    def rate(self, server_round: int) -> float:
+        """Of a map its own."""
+        return self.settings.distil_lr if self.leg.kind == "map" else super().rate(server_round)
+
+    def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
+        """Until the last leg has had all its rounds."""
+        left = sum(self.state.most[self.state.leg :]) - self.state.leg_round
+        return super().schedule(first, min(last, first + left - 1))
 
     def frozen_units(self, task: Task) -> list[str]:
         """The blocks before that of the step, once they have statistics."""

@@ -90,6 +90,17 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return run_local(tmp_path_factory.mktemp("whole"), **SMALL)
 
 
+def test_a_cascade_that_is_over_says_so_where_it_is_to_go_on(
+    whole_run: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The lengths of its stages come from the rounds of the first start: no rate is asked of rounds that will not be."""
+    run = RunDir(Path(shutil.copytree(whole_run.path, tmp_path / "run")))
+    run_local(tmp_path, **SMALL | {"num_rounds": 9}, resume_from=str(run.path))
+    assert "all stages ended after round 6 of num-rounds = 9" in caplog.text
+    assert len(run.rounds()) == 6
+    assert (run.summary() or {})["status"] == "completed"
+
+
 def test_module_after_module(whole_run: RunDir) -> None:
     rounds = whole_run.rounds()
     assert [record["stage"] for record in rounds] == ["module 1"] * 2 + ["module 2"] * 2 + ["module 3"] * 2

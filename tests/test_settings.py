@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from server_app.settings import CHANGEABLE, Settings, SettingsError, check_resume, learning_rate
+from server_app.settings import CHANGEABLE, EXTENDABLE, Settings, SettingsError, check_resume, learning_rate
 
 
 def read(**config: Any) -> Settings:
@@ -158,9 +158,9 @@ def test_a_resumed_run_may_change_some_settings_only(key: str) -> None:
     base = Settings.from_run_config({"memory-model": "fedepth"} if key == "tolerance" else {})
     changed = Settings.from_run_config(base.to_run_config() | {key: CHOICES.get(key, other(ALL[key]))})  # type: ignore[dict-item]
     assert changed != base
-    if key in CHANGEABLE:
+    if key in CHANGEABLE | EXTENDABLE:
         check_resume(base.to_run_config(), changed)
-        assert changed.hash() == base.hash()
+        assert (changed.hash() == base.hash()) == (key in CHANGEABLE)
     else:
         with pytest.raises(
             SettingsError, match=rf"setting {key} = .* differs from .* of the run to resume: a resumed run may"
@@ -185,6 +185,15 @@ def test_what_may_change_when_a_run_is_resumed() -> None:
         "strategy",
     ):
         assert key not in CHANGEABLE
+
+
+def test_the_length_of_the_cosine_may_be_given_but_not_taken_back() -> None:
+    check_resume(read(num_rounds=20).to_run_config(), read(num_rounds=40, lr_rounds=40))
+    check_resume(read(lr_rounds=40).to_run_config(), read(lr_rounds=60))
+    with pytest.raises(
+        SettingsError, match=r"lr-rounds = 0 differs from 40 .* plain `flwr run` gives each its default"
+    ):
+        check_resume(read(lr_rounds=40).to_run_config(), read())
 
 
 def test_settings_that_an_older_version_did_not_have() -> None:
