@@ -119,8 +119,8 @@ def test_what_nobody_trains_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_the_model_predicts_by_the_mean_of_its_exits(tmp_path: Path) -> None:
     run_dir = run_local(tmp_path, **SMALL | {"dataset": "digits", "batch_norm": "running"})
-    model = load(run_dir.path)
-    assert isinstance(model, ExitCascade)
+    model = load(run_dir.path, normalise=False)
+    assert isinstance(model.network, ExitCascade)
     data = digits()
     with torch.no_grad():
         predicted = model(normalised(data.test_inputs, data)).argmax(1).numpy()
@@ -190,8 +190,8 @@ def test_no_batch_norm_of_ones_own(tmp_path: Path) -> None:
 def test_exits_that_nobody_has_trained_have_no_say(tmp_path: Path) -> None:
     changes = {"fleet": fleet_json(some=1.45, poor=1.2), "num_rounds": 1, "batch_norm": "running", "dataset": "digits"}
     run_dir = run_local(tmp_path, **SMALL | changes)
-    model, data = load(run_dir.path), digits()
-    assert len(model.atoms) == 5  # two blocks and the first one's exit; the second's is the head
+    model, data = load(run_dir.path, normalise=False), digits()
+    assert len(model.network.atoms) == 5  # two blocks and the first one's exit; the second's is the head
     with torch.no_grad():
         predicted = model(normalised(data.test_inputs, data)).argmax(1).numpy()
     assert float((predicted == data.test_labels).mean()) == run_dir.rounds()[-1]["accuracy"]

@@ -282,9 +282,9 @@ def test_a_run_that_ends_with_a_stage_leaves_what_was_trained(tmp_path: Path) ->
     assert final is not None
     assert (final["accuracy"], final["loss"]) in [(record["accuracy"], record["loss"]) for record in rounds[2:]]
     model = load(run_dir.path)
-    assert [*dict.fromkeys(name.split(".")[1] for name in model.state_dict() if name.startswith("atoms"))] == list(
-        "0123"
-    )
+    assert [
+        *dict.fromkeys(name.split(".")[1] for name in model.network.state_dict() if name.startswith("atoms"))
+    ] == list("0123")
 
 
 def test_clean_rounds_come_first(tmp_path: Path) -> None:

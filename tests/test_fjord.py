@@ -128,5 +128,7 @@ def test_prices_are_what_the_step_takes_that_takes_most(tmp_path: Path, model: s
 
 
 def test_running_statistics_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="batch-norm = 'running': fjord's nets have different statistics, use batch"):
+    with pytest.raises(
+        ValueError, match="batch-norm = 'running': fjord's nets have different statistics, use measured"
+    ):
         run_local(tmp_path, **FJORD | {"batch_norm": "running"})

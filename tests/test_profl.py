@@ -173,7 +173,7 @@ def test_growing_starts_from_what_shrinking_left(whole_run: tuple[RunDir, Record
     final = model_of(run_dir)
     assert not same(part(final, "atoms.0"), part(first, "atoms.0"))
     model = load(run_dir.path)
-    assert len(model.atoms) == 5
+    assert len(model.network.atoms) == 5
 
 
 @pytest.mark.parametrize("broken_after", [1, 2, 3, 4, 6, 9])
@@ -267,7 +267,7 @@ def test_movements_survive_a_stop(tmp_path: Path, broken_after: int) -> None:
 def test_a_run_that_ends_with_a_step_leaves_that_steps_model(tmp_path: Path, rounds: int) -> None:
     """Within a leg and at its end: the model's file does as well on the test data as the last record says."""
     run_dir = run_local(tmp_path, **SMALL | {"num_rounds": rounds})
-    record, model = run_dir.rounds()[-1], load(run_dir.path)
+    record, model = run_dir.rounds()[-1], load(run_dir.path, normalise=False)
     found = open_dataset(f"npz:{few_digits()}", "")
     with torch.no_grad():
         right = model(normalised(found.test_inputs, found)).argmax(1).numpy() == found.test_labels

@@ -37,7 +37,7 @@ def read(**config: Any) -> Settings:
         ("augment", 1, "should be a valid boolean"),
         ("augment", "true", "should be a valid boolean"),
         ("model", 3, "should be a valid string"),
-        ("batch-norm", "group", "should be 'running', 'batch' or 'local'"),
+        ("batch-norm", "group", "should be 'auto', 'running', 'measured', 'batch' or 'local'"),
         ("memory-model", "guess", "should be 'traced', 'fedepth', 'fedprophet', 'prism' or 'profl'"),
         ("partition", "fair", "should be 'iid', 'dirichlet', 'pathological', 'skewed' or 'natural'"),
         ("mutual-models", 0, "should be greater than or equal to 1"),

@@ -31,9 +31,10 @@ from client_app.trainers.spafl import CHANGE, THRESHOLDS, from_words, initial_mo
 from client_app.training import PieceModel, load_for_device
 from models.cascade import initial_state
 from models.compact import layout
+from models.trained_model import ModelFileError
 from models.zoo import build_blueprint
 from server_app.local_grid import LocalGrid
-from server_app.records import CheckpointError, RunDir
+from server_app.records import RunDir
 from server_app.rounds import Run
 from strategies.spafl import SpaFL
 
@@ -359,7 +360,7 @@ def test_who_lost_a_model_says_so_in_evaluation_too(tmp_path: Path) -> None:
 def test_there_is_no_global_model_to_load(tmp_path: Path) -> None:
     run_dir = run_local(tmp_path, **SPAFL)
     with pytest.raises(
-        CheckpointError, match="holds thresholds alone: every client has a model of its own, in its store"
+        ModelFileError, match="holds thresholds alone: every client has a model of its own, in its store"
     ):
         piecework.load(run_dir.path)
 

@@ -88,7 +88,7 @@ def test_dropped_channels_differ_between_clients_and_rounds(tmp_path: Path) -> N
 
 def test_at_full_width_it_is_federated_averaging(tmp_path: Path) -> None:
     """To the bit: FedRolex weighs as FedAvg does."""
-    whole = {"width_shares": "1", "fleet": "unlimited", "masked_loss": False}
+    whole = {"width_shares": "1", "fleet": "unlimited", "masked_loss": False, "batch_norm": "running"}
     rolled = run_local(tmp_path / "a", **SMALL | whole | {"strategy": "fedrolex"})
     averaged = run_local(tmp_path / "b", **SMALL | whole | {"strategy": "fedavg"})
     assert same(model_of(rolled), model_of(averaged))
