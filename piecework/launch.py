@@ -43,6 +43,7 @@ STATUS_SECONDS = 15.0
 PATIENCE_SECONDS = 180.0
 PAUSE_SECONDS = 5.0
 ENDING_SECONDS = 60.0
+OWN_RAY = "local"  # the address by which Ray starts a cluster
 LOG = logging.getLogger("piecework")
 
 
@@ -60,7 +61,7 @@ def launch(
     """
     preflight(settings)
     require_free(run_dir.path)  # before anything is started: what writes will take the lock itself
-    if not connection and "RAY_ADDRESS" not in os.environ:
+    if not connection and not (settings.engine == "ray" and ray_address()):
         find_device(settings.accelerator)  # the clients will run on this machine
     engines: dict[str, Engine] = {"local": run_local, "ray": run_ray, "deployment": run_deployment}
     engine = partial(run_there, connection=connection) if connection else engines[settings.engine]
@@ -115,17 +116,26 @@ def run_local(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
 
 
 def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
-    """Flower's simulation: a SuperLink of our own, which starts Ray (or joins the cluster of RAY_ADDRESS)."""
+    """Flower's simulation: a SuperLink of our own, which starts a Ray of our own, or joins the cluster of RAY_ADDRESS."""
     gpus = max(1, torch.cuda.device_count()) if settings.accelerator == "cuda" else 0
     share = gpu_share(settings.workers, gpus)  # without one, Ray hides the GPUs
     federation = f"num-supernodes={settings.clients} client-resources-num-cpus=1 client-resources-num-gpus={share}"
-    if "RAY_ADDRESS" not in os.environ:
+    if not ray_address():
         federation += (
             f" init-args-num-cpus={settings.workers} init-args-num-gpus={gpus}"
             " init-args-logging-level='ERROR' init-args-log-to-driver=false"
         )
-    with flower_home() as home, superlink(home, "--simulation", "--isolation", "subprocess"):
-        follow(home, settings, run_dir, on_round, "--federation-config", federation)
+    with flower_home() as home:
+        # Without an address Ray would join any cluster whose address file it finds, also that of one which ended.
+        home.environment["RAY_ADDRESS"] = ray_address() or OWN_RAY
+        with superlink(home, "--simulation", "--isolation", "subprocess"):
+            follow(home, settings, run_dir, on_round, "--federation-config", federation)
+
+
+def ray_address() -> str:
+    """The Ray cluster that the user's RAY_ADDRESS names; empty where Ray is to be our own."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    return "" if address == OWN_RAY else address
 
 
 def gpu_share(workers: int, gpus: int) -> float:

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import tomllib
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import piecework
 from piecework.cli import app
 from piecework.launch import launch
 from piecework.options import read_preset, settings_from
-from piecework.processes import free_ports
+from piecework.processes import free_ports, stop
 from piecework.runs import stores
 from server_app.records import RunDir, read_arrays
 from server_app.rounds import resolve_run_dir
@@ -55,18 +57,54 @@ def started_here() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
+@pytest.fixture
+def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where every Ray of this test keeps its files; a path short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        yield Path(folder)
+
+
+@contextmanager
+def foreign_cluster(folder: Path) -> Iterator[Callable[[], None]]:
+    """Another Ray cluster, which every plain `ray.init()` would join; gives a function that waits until it is there."""
+    call = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=1", "--port=0"]
+    call += ["--include-dashboard=false", "--disable-usage-stats"]
+    with subprocess.Popen(call, stdout=subprocess.DEVNULL) as cluster:
+
+        def wait() -> None:
+            while not (folder / "ray" / "ray_current_cluster").is_file():
+                assert not ended(cluster), "the other cluster did not start"
+
+        try:
+            yield wait
+            assert not ended(cluster), "the other cluster goes on"
+        finally:
+            stop(cluster)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("engine", "nodes", "extra"),
     [("ray", 3, []), ("deployment", 2, CASCADE)],
     ids=["ray", "deployment-cascade"],
 )
-def test_engines_agree(tmp_path: Path, engine: str, nodes: int, extra: list[str]) -> None:
-    before = started_here()
-    one, other = (model(run_engine(tmp_path, name, nodes, extra)) for name in ("local", engine))
+def test_engines_agree(tmp_path: Path, ray_folder: Path, engine: str, nodes: int, extra: list[str]) -> None:
+    """Ray is ours, though another cluster runs beside it."""
+    with ExitStack() as stack:
+        wait = stack.enter_context(foreign_cluster(ray_folder)) if engine == "ray" else bool
+        before = started_here()
+        one = model(run_engine(tmp_path, "local", nodes, extra))
+        wait()
+        other = model(run_engine(tmp_path, engine, nodes, extra))
+        no_process_is_left(before)
     assert one.keys() == other.keys()
     for name, array in one.items():
         np.testing.assert_allclose(array, other[name], rtol=0, atol=1e-6)
+
+
+def no_process_is_left(before: set[int]) -> None:
     left = [
         p
         for p in psutil.Process().children(recursive=True)
@@ -76,8 +114,13 @@ def test_engines_agree(tmp_path: Path, engine: str, nodes: int, extra: list[str]
 
 
 @pytest.mark.processes
-def test_a_killed_simulation_is_started_again_and_ctrl_c_ends_it(tmp_path: Path) -> None:
-    """`--restarts`: the process of the ServerApp gets SIGKILL after two rounds; the run goes on where it was, until Ctrl-C."""
+def test_a_killed_simulation_is_started_again_and_ctrl_c_ends_it(tmp_path: Path, ray_folder: Path) -> None:
+    """`--restarts`: the process of the ServerApp gets SIGKILL after two rounds; the run goes on where it was, until Ctrl-C.
+
+    Where a Ray cluster ran before and left its address behind.
+    """
+    (ray_folder / "ray").mkdir()
+    (ray_folder / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")
     sets = [f"--set={text}" for text in ("num-rounds=400", "clients-per-round=2", "local-epochs=1", "run-name=run")]
     call = [sys.executable, "-m", "piecework.cli", "run", "--engine=ray", "--nodes=2", "--restarts=1", *sets]
     environment, family = os.environ | {"PYTHONPATH": str(ROOT)}, list[psutil.Process]()
