@@ -22,7 +22,7 @@ sys.exit(cuda and f'TORCH gave a build for CUDA {cuda}: name a CPU build with th
 # An editable install is a pointer to /app, so the sources come in last and a change of theirs installs nothing again.
 WORKDIR /app
 COPY pyproject.toml LICENSE ./
-RUN mkdir piecework && touch README.md piecework/__init__.py \
+RUN mkdir piecework conf && touch README.md piecework/__init__.py \
  && pip --python /opt/piecework/bin/python install ${PIP_OPTIONS} --editable . \
  && rm -rf /app/*
 # Headers, CMake files and test programs of torch (torch_shm_manager is needed where tensors are shared between processes), and

@@ -11,9 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from piecework.cli_base import COUNTED, FAILED, INTERRUPTED, TERMINATED, Json, Preset, Set, err, errors_for_people, out
+from piecework.app_folder import PRESETS
+from piecework.cli_base import (
+    COUNTED,
+    FAILED,
+    INTERRUPTED,
+    NO_RUN,
+    TERMINATED,
+    Json,
+    Preset,
+    Set,
+    err,
+    errors_for_people,
+    out,
+)
 from piecework.cli_deploy import commands
-from piecework.options import PRESETS, Scalars, connection_to, seed_list, settings_from
+from piecework.options import Scalars, connection_to, seed_list, settings_from
 from piecework.processes import Connection, EngineError
 from server_app.settings import Settings, SettingsError
 
@@ -102,10 +115,10 @@ def run_one(
     except SystemExit as error:
         ended_by = error.code if isinstance(error.code, int) else TERMINATED
     summary = run_dir.summary() if run_dir.summary_version() != before else None
-    if summary is None and ended_by:
-        summary = summarise(run_dir, STOPPED, stop_reason(run_dir), 0.0)
-    elif summary is None:
-        summary = summarise(run_dir, "failed", reason, 0.0)
+    if summary is None:
+        status, why = (STOPPED, stop_reason(run_dir)) if ended_by else ("failed", reason)
+        begun = run_dir.has_begun()
+        summary = summarise(run_dir, status, why, 0.0) if begun else NO_RUN | {"status": status, "reason": why}
     show_run(run_dir, summary, reason, as_json)
     if summary["status"] == STOPPED:
         err.print(how_to_go_on(run_dir, connection), highlight=False, soft_wrap=True, markup=False)
@@ -120,7 +133,7 @@ def show_run(run_dir: "RunDir", summary: dict[str, Any], reason: str, as_json: b
 
     if as_json:
         print(json.dumps(summary))
-    else:
+    elif run_dir.has_begun():
         rounds = run_dir.rounds()
         out.print(summary_table(summary, rounds, run_dir.final()))
         if rounds:
@@ -133,7 +146,7 @@ def show_run(run_dir: "RunDir", summary: dict[str, Any], reason: str, as_json: b
 
 def how_to_go_on(run_dir: "RunDir", connection: Connection | None) -> str:
     """The command that goes on with a run that was stopped."""
-    if not (run_dir.path / "settings.toml").is_file():
+    if not run_dir.has_begun():
         return "nothing has been written yet: run the same command again"
     command = ["piecework", "run", "--set", f"resume-from={run_dir.path}"]
     if connection is not None:

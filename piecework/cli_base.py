@@ -25,7 +25,7 @@ COUNTED = (
     "seconds",
     "simulated_seconds",
 )
-NO_RUN = {
+NO_RUN: dict[str, Any] = {
     "run_dir": None,
     "status": "failed",
     "accuracy": None,

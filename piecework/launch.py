@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import tomli_w
 import torch
 
 from client_app.accelerator import find_device
+from piecework.app_folder import app_folder
 from piecework.processes import (
-    APP,
     Connection,
     EngineError,
     FlowerHome,
@@ -117,6 +118,8 @@ def run_local(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
 
 def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
     """Flower's simulation: a SuperLink of our own, which starts a Ray of our own, or joins the cluster of RAY_ADDRESS."""
+    if find_spec("ray") is None:
+        raise EngineError("--engine ray needs Ray, which is not installed: pip install 'piecework[simulation]'")
     gpus = max(1, torch.cuda.device_count()) if settings.accelerator == "cuda" else 0
     share = gpu_share(settings.workers, gpus)  # without one, Ray hides the GPUs
     federation = f"num-supernodes={settings.clients} client-resources-num-cpus=1 client-resources-num-gpus={share}"
@@ -183,7 +186,8 @@ def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRo
     config.write_text(tomli_w.dumps(values), encoding="utf-8")
     seen = len(run_dir.readable_rounds()[0]) if settings.resume_from else 0
     before = run_dir.summary_version()
-    submitted = home.command("run", str(APP), "piecework", "--run-config", str(config), *arguments)
+    app = app_folder(home.path / "app")
+    submitted = home.command("run", str(app), "piecework", "--run-config", str(config), *arguments)
     run_id = str(submitted["run-id"])
     try:
         status = watch(home, run_id, run_dir, seen, before, on_round)

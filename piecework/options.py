@@ -5,11 +5,11 @@ import tomllib
 from pathlib import Path
 
 from device_profiles.fleet import load_fleet
+from piecework.app_folder import PRESETS
 from piecework.processes import Connection
 from server_app.settings import Scalar, Settings, SettingsError
 
 Scalars = dict[str, Scalar]
-PRESETS = Path(__file__).resolve().parents[1] / "conf"
 
 
 def settings_from(

@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import tomli_w
 
-APP = Path(__file__).resolve().parents[1]
 START_SECONDS = 60.0
 LOG = logging.getLogger("piecework")
 
@@ -96,8 +95,6 @@ class FlowerHome:
 @contextmanager
 def flower_home(connection: Connection | None = None) -> Iterator[FlowerHome]:
     """A FLWR_HOME that is removed afterwards."""
-    if not (APP / "pyproject.toml").is_file():
-        raise EngineError("engines ray and deployment need Piecework's source folder: install it with `pip install -e`")
     with tempfile.TemporaryDirectory(prefix="piecework-", ignore_cleanup_errors=True) as folder:
         yield FlowerHome(Path(folder), connection)
 

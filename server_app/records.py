@@ -54,6 +54,10 @@ class RunDir:
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "settings.toml", tomli_w.dumps(settings.to_run_config()).encode())
 
+    def has_begun(self) -> bool:
+        """Whether a run was started here: its settings are the first thing that is written."""
+        return (self.path / "settings.toml").is_file()
+
     def settings(self) -> dict[str, Scalar]:
         """The settings the run was started with. Raises CheckpointError."""
         import tomllib

@@ -1,8 +1,11 @@
 """Where the tests find data: env PIECEWORK_DATA, else the folder beside the checkout, if it is there."""
 
 import os
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +41,22 @@ def grids() -> Callable[..., type[Any]]:
         return type("Kept", (base,), attributes)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script `piecework` of an environment that has the wheel, and no checkout.
+
+    Flower is installed beside it, because its scripts start processes of the environment they lie in; other dependencies are
+    those of this environment, whose own .pth files (an editable install) are not read there.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    uv, own = [sys.executable, "-m", "uv"], folder / "environment"
+    python = own / "bin" / "python"
+    subprocess.run([*uv, "build", "--quiet", "--wheel", "--out-dir", str(folder), str(ROOT)], check=True)
+    subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, str(own)], check=True)
+    packages = [str(next(folder.glob("*.whl"))), f"flwr=={version('flwr')}"]
+    subprocess.run([*uv, "pip", "install", "--quiet", "--no-deps", "--python", str(python), *packages], check=True)
+    (site,) = own.glob("lib/python3*/site-packages")
+    (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return own / "bin" / "piecework"

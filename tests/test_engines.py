@@ -20,6 +20,7 @@ from helpers import fleet_json, run_local
 from typer.testing import CliRunner
 
 import piecework
+from piecework import processes
 from piecework.cli import app
 from piecework.launch import launch
 from piecework.options import read_preset, settings_from
@@ -114,16 +115,18 @@ def no_process_is_left(before: set[int]) -> None:
 
 
 @pytest.mark.processes
-def test_a_killed_simulation_is_started_again_and_ctrl_c_ends_it(tmp_path: Path, ray_folder: Path) -> None:
+def test_a_killed_simulation_is_started_again_and_ctrl_c_ends_it(
+    tmp_path: Path, ray_folder: Path, wheel: Path
+) -> None:
     """`--restarts`: the process of the ServerApp gets SIGKILL after two rounds; the run goes on where it was, until Ctrl-C.
 
-    Where a Ray cluster ran before and left its address behind.
+    All from the wheel, where a Ray cluster ran before and left its address behind.
     """
     (ray_folder / "ray").mkdir()
     (ray_folder / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")
     sets = [f"--set={text}" for text in ("num-rounds=400", "clients-per-round=2", "local-epochs=1", "run-name=run")]
-    call = [sys.executable, "-m", "piecework.cli", "run", "--engine=ray", "--nodes=2", "--restarts=1", *sets]
-    environment, family = os.environ | {"PYTHONPATH": str(ROOT)}, list[psutil.Process]()
+    call = [str(wheel), "run", "--engine=ray", "--nodes=2", "--restarts=1", *sets]
+    environment, family = without_checkout(), list[psutil.Process]()
     with subprocess.Popen(
         call, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as launcher:
@@ -146,6 +149,10 @@ def test_a_killed_simulation_is_started_again_and_ctrl_c_ends_it(tmp_path: Path,
         pass
 
 
+def without_checkout() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"COLUMNS": "200"}
+
+
 def ended(launcher: "subprocess.Popen[Any]") -> bool:
     """Whether it has; asked five times a second."""
     with suppress(subprocess.TimeoutExpired):
@@ -163,13 +170,15 @@ def kill_simulation(launcher: int) -> bool:
 
 
 @pytest.mark.processes
-def test_a_node_is_killed_and_started_again(tmp_path: Path) -> None:
-    """SIGKILL to a SuperNode and its executor after the first round: the others go on, it comes back under another node id."""
+def test_a_node_is_killed_and_started_again(tmp_path: Path, wheel: Path) -> None:
+    """SIGKILL to a SuperNode and its executor after the first round: the others go on, it comes back under another node id.
+
+    All from the wheel.
+    """
     values = {"num-rounds": 3, "clients-per-round": 0, "local-epochs": 1, "round-timeout": 20.0, "run-name": "run"}
     sets = [f"--set={key}={value}" for key, value in values.items()]
-    call = [sys.executable, "-m", "piecework.cli", "run", "--engine=deployment", "--nodes=2", *sets]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(call, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as launcher:
+    call = [str(wheel), "run", "--engine=deployment", "--nodes=2", *sets]
+    with subprocess.Popen(call, cwd=tmp_path, env=without_checkout(), stderr=subprocess.PIPE, text=True) as launcher:
         run_dir, killed = RunDir(tmp_path / "runs" / "run"), 0
         while not ended(launcher):
             if not killed and run_dir.rounds():
@@ -240,15 +249,28 @@ def test_resident_set_stays_within_the_budget(tmp_path: Path) -> None:
     assert client["needed"] > 3 * weights
 
 
-def command(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    call = [sys.executable, "-m", "piecework.cli", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    return subprocess.run(call, capture_output=True, text=True, check=False, cwd=cwd, env=environment)
+def command(script: Path, *arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    call = [str(script), *arguments]
+    return subprocess.run(call, capture_output=True, text=True, check=False, cwd=cwd, env=without_checkout())
 
 
-def test_json_of_a_run_and_what_can_be_done_with_it(tmp_path: Path) -> None:
+def test_the_wheel_has_the_packages_and_the_presets(tmp_path: Path, wheel: Path) -> None:
+    """From an empty folder; nothing of the checkout can be imported."""
+    found = "import piecework, server_app, piecework.app_folder as a; print(piecework.__file__, server_app.__file__, a.PRESETS)"
+    said = command(wheel.with_name("python"), "-c", found, cwd=tmp_path).stdout.split()
+    assert len(said) == 3
+    assert all(Path(path).is_relative_to(wheel.parents[1]) for path in said)
+    shipped = {path.name: path.read_bytes() for path in Path(said[2]).iterdir()}
+    assert shipped == {path.name: path.read_bytes() for path in (ROOT / "conf").iterdir()}
+    done = command(wheel, "plan", "--json", "--preset", "spafl-digits", cwd=tmp_path)
+    assert json.loads(done.stdout)["strategy"] == "spafl", done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_of_a_run_and_what_can_be_done_with_it(tmp_path: Path, wheel: Path) -> None:
+    """With the wheel, from an empty folder."""
     sets = [f"--set={text}" for text in ("num-rounds=1", "clients-per-round=2", "local-epochs=1", "workers=1")]
-    done = command("run", "--json", "--seeds", "1,2", *sets, cwd=tmp_path)
+    done = command(wheel, "run", "--json", "--seeds", "1,2", *sets, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["status"] == "completed"
@@ -266,13 +288,13 @@ def test_json_of_a_run_and_what_can_be_done_with_it(tmp_path: Path) -> None:
         "seconds",
     } <= last.keys()
     first = Path(last["run_dir"][0])
-    compared = json.loads(command("compare", "--json", *last["run_dir"], cwd=tmp_path).stdout)
+    compared = json.loads(command(wheel, "compare", "--json", *last["run_dir"], cwd=tmp_path).stdout)
     assert compared["groups"][0]["seeds"] == [1, 2]
-    page = json.loads(command("report", "--json", str(first), cwd=tmp_path).stdout)["report"]
+    page = json.loads(command(wheel, "report", "--json", str(first), cwd=tmp_path).stdout)["report"]
     assert Path(page).is_file()
     logits = piecework.load(first)(torch.zeros(2, 1, 8, 8))
     assert logits.shape == (2, 10)
-    cleaned = json.loads(command("clean", "--json", cwd=tmp_path).stdout)
+    cleaned = json.loads(command(wheel, "clean", "--json", cwd=tmp_path).stdout)
     assert len(cleaned["removed"]) == 2
     assert list((first / "clients").iterdir()) == []
 
@@ -321,13 +343,13 @@ def test_broken_fleet_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "-3" in done.stderr
 
 
-def test_a_budget_too_small_for_any_atom(tmp_path: Path) -> None:
+def test_a_budget_too_small_for_any_atom(tmp_path: Path, wheel: Path) -> None:
     (tmp_path / "tiny.toml").write_text(
         'name = "tiny"\nassignment = "round-robin"\n'
         '[[device]]\nname = "a"\nmemory = "20kB"\nflops = 1e9\nbandwidth = 1e6\ndisk-bandwidth = 1e7\n',
         encoding="utf-8",
     )
-    done = command("run", "--set", "fleet=tiny.toml", "--set", "workers=1", cwd=tmp_path)
+    done = command(wheel, "run", "--set", "fleet=tiny.toml", "--set", "workers=1", cwd=tmp_path)
     assert done.returncode == 1
     assert "conv5" in " ".join(done.stderr.split())
     assert "20,000" in done.stderr
@@ -342,6 +364,23 @@ def test_clean_takes_only_what_clients_of_ended_runs_left(tmp_path: Path) -> Non
     for folder in (ours, running):
         (folder / "settings.toml").write_text("")
     assert stores(tmp_path) == [ours / "clients" / ("0" * 32)]
+
+
+@pytest.mark.parametrize(
+    "options", [["--engine=ray"], ["--engine=deployment"], ["--superlink=127.0.0.1:9", "--insecure"]]
+)
+def test_an_engine_that_does_not_start_leaves_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """Processes of Flower that are given no time to start, and a SuperLink that is not there."""
+    monkeypatch.setattr(processes, "START_SECONDS", 0)
+    done = CliRunner().invoke(app, ["run", "--json", "--nodes=2", "--output-dir", str(tmp_path / "runs"), *options])
+    assert done.exit_code == 1
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert (said["run_dir"], said["status"]) == (None, "failed")
+    assert said["reason"]
+    assert "run folder" not in done.output
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_name_is_not_taken_twice(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""Where the Flower app and the presets are: at the top of a checkout, or in `piecework/shipped` where a wheel was installed."""
+
+import shutil
+import tomllib
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+SHIPPED = PACKAGE / "shipped"  # made by the wheel's build from the files at the top of a checkout
+TOP = SHIPPED if SHIPPED.is_dir() else PACKAGE.parent
+PRESETS = TOP / "conf"
+
+
+def app_folder(folder: Path) -> Path:
+    """A folder that `flwr run` accepts: the checkout itself, or `folder`, filled with what the wheel installed.
+
+    Raises FileNotFoundError where neither a checkout nor a wheel is complete.
+    """
+    project = TOP / "pyproject.toml"
+    if not project.is_file():
+        raise FileNotFoundError(f"{project} is missing: install Piecework again, from its wheel or by `pip install -e`")
+    if TOP != SHIPPED:
+        return TOP
+    shutil.copytree(SHIPPED, folder)
+    packages = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]["wheel"][
+        "packages"
+    ]
+    for package in packages:
+        shutil.copytree(
+            PACKAGE.parent / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", SHIPPED.name)
+        )
+    return folder
