@@ -255,14 +255,14 @@ def devices(
     as_json: Json = False,
 ) -> None:
     """The fleets and pools that are shipped, the devices of one, or the figures of this machine."""
-    from piecework.devices import fleet_rows, fleet_table, measured_here
+    from piecework.devices import fleet_rows, fleet_tables, measured_here
 
     with errors_for_people(as_json):
         rows = measured_here() if measure else fleet_rows(fleet)
         if as_json:
             print(json.dumps(rows))
         else:
-            out.print(fleet_table(rows))
+            out.print(fleet_tables(rows))
 
 
 @app.command()

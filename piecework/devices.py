@@ -1,10 +1,13 @@
 """The devices of fleets and of pools, and of this machine."""
 
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from device_profiles.fleet import load_fleet
 from device_profiles.fleet_file import FleetError, pool_devices, shipped_fleets, shipped_pools
@@ -12,6 +15,7 @@ from device_profiles.profile import format_bytes, measure_device
 
 # Before the name of a pool, where the name of a fleet could be.
 POOL = "pool:"
+COLUMNS = ("device", "memory", "FLOP/s", "network", "disk")
 
 
 def fleet_rows(name: str) -> list[dict[str, Any]]:
@@ -57,18 +61,35 @@ def measured_here() -> list[dict[str, Any]]:
     ]
 
 
-def fleet_table(rows: list[dict[str, Any]]) -> Table:
-    """Devices for people."""
-    names = ("fleet", "assignment", "device", "memory", "FLOP/s", "network", "disk")
-    table = Table(*names, box=None, pad_edge=False)
-    table.columns[0].overflow = "fold"  # a name cut short could be that of several
-    for row in rows:
-        ratio = row["memory_ratio"]
-        most = "up to " if row["assignment"] in ("uniform", "memories") else ""
-        memory = most + format_bytes(row["memory_bytes"]) if ratio is None else f"{ratio:.2f} x reference step"
-        network = f"{format_bytes(int(row['bandwidth']))}/s" if row["bandwidth"] else "-"
-        disk = f"{format_bytes(int(row['disk_bandwidth']))}/s"
-        table.add_row(
-            row["fleet"], row["assignment"], row["name"], memory, f"{row['flops_per_second']:.2g}", network, disk
+def fleet_tables(rows: list[dict[str, Any]]) -> Group:
+    """Devices for people: a table a fleet, which fits a terminal of 80 columns."""
+    by_fleet = {title: list(of) for title, of in groupby(rows, lambda row: (row["fleet"], row["assignment"]))}
+    cells = {title: [device_cells(row) for row in of] for title, of in by_fleet.items()}
+    widths = [
+        max(map(len, column)) for column in zip(COLUMNS, *(line for of in cells.values() for line in of), strict=True)
+    ]
+    shown: list[Table | Text] = []
+    for (fleet, assignment), lines in cells.items():
+        if fleet != "-":
+            shown.append(Text(fleet if assignment == "-" else f"{fleet} (assignment: {assignment})", style="bold"))
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for name, width in zip(COLUMNS, widths, strict=True):
+            table.add_column(name, min_width=width)
+        for line in lines:
+            table.add_row(*map(Text, line))
+        shown += [table, Text()]
+    if any(row["memory_ratio"] is not None for row in rows):
+        shown.append(
+            Text("x step: times the memory of a reference step, a FedAvg step of the whole model", style="dim")
         )
-    return table
+    return Group(*shown)
+
+
+def device_cells(row: dict[str, Any]) -> list[str]:
+    """`COLUMNS` of a device."""
+    ratio = row["memory_ratio"]
+    most = "up to " if row["assignment"] in ("uniform", "memories") else ""
+    memory = most + format_bytes(row["memory_bytes"]) if ratio is None else f"{ratio:.2f} x step"
+    network = f"{format_bytes(int(row['bandwidth']))}/s" if row["bandwidth"] else "-"
+    disk = f"{format_bytes(int(row['disk_bandwidth']))}/s"
+    return [row["name"], memory, f"{row['flops_per_second']:.2g}", network, disk]

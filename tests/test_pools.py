@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from device_profiles.fleet import Fleet, device_of, device_state, load_fleet
 from device_profiles.fleet_file import FleetError, shipped_fleets, shipped_pools
 from device_profiles.profile import DeviceProfile
+from piecework import cli_base
 from piecework.cli import app
 from piecework.devices import fleet_rows
 
@@ -217,8 +218,20 @@ def test_devices_of_a_pool() -> None:
     # Both a fleet and a pool
     assert {row["fleet"] for row in listed("boards")} == {"boards"}
     assert {row["fleet"] for row in listed("pool:boards")} == {"pool:boards"}
-    table = CliRunner().invoke(app, ["devices", "fedprophet-cifar10"])
-    assert table.stdout.count("pool:fedprophet-") == 10  # the rest may be on the next line
+
+
+def test_the_tables_of_devices_fit_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device on a line of its own with its whole name, each fleet and pool once and whole."""
+    monkeypatch.setattr(cli_base.out, "width", 80)
+    rows, lines = fleet_rows(""), CliRunner().invoke(app, ["devices"]).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    devices = [row["name"] for row in rows]
+    assert [line.split()[0] for line in lines if line.rstrip().endswith("B/s")] == devices
+    heads = dict.fromkeys((row["fleet"], row["assignment"]) for row in rows)
+    expected = [fleet if how == "-" else f"{fleet} (assignment: {how})" for fleet, how in heads]
+    assert [line.rstrip() for line in lines if line.startswith("pool:") or "(assignment: " in line] == expected
+    assert next(line.split()[0] for line in lines if "0.53 x step" in line) == "board-a"
+    assert lines[-1].startswith("x step: times the memory of a reference step")
 
 
 def test_devices_of_a_file(tmp_path: Path) -> None:
