@@ -43,7 +43,7 @@ def profile(
     assignments: Set = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Measure this machine into a [[device]] table for a fleet, by the settings torch-threads and reserve."""
+    r"""Measure this machine into a \[\[device]] table for a fleet, by the settings torch-threads and reserve."""
     import platform
 
     from piecework.profile_device import check_new, profile_device, toml_text, write_new
