@@ -78,9 +78,19 @@ def run(
             there=bool(connection),
         )
         numbers = seed_list(seeds) if seeds else [settings.seed]
-        summaries = [run_one(settings, seed, len(numbers) > 1, restarts, as_json, connection) for seed in numbers]
-        if as_json and len(summaries) > 1:
-            print(json.dumps(over_seeds(summaries)))
+        summaries = []
+        for number, seed in enumerate(numbers, start=1):
+            if len(numbers) > 1:
+                (err if as_json else out).print(
+                    f"seed {seed} ({number} of {len(numbers)})", style="bold", highlight=False
+                )
+            summaries.append(run_one(settings, seed, len(numbers) > 1, restarts, as_json, connection))
+        if len(numbers) > 1:
+            from piecework.seeds import conclusion
+
+            (err if as_json else out).print(conclusion(numbers, summaries), soft_wrap=True, highlight=False)
+            if as_json:
+                print(json.dumps(over_seeds(summaries)))
         excluded = [text for summary in summaries for text in summary.get("excluded_classes", {}).values()]
         if fail_on_excluded_class and excluded:
             err.print(f"--fail-on-excluded-class: {'; '.join(dict.fromkeys(excluded))}", markup=False, soft_wrap=True)
@@ -157,26 +167,19 @@ def how_to_go_on(run_dir: "RunDir", connection: Connection | None) -> str:
 
 
 def over_seeds(summaries: list[dict[str, Any]]) -> dict[str, Any]:
-    """One object for several runs: sums, mean accuracies, the largest peak, and the runs themselves."""
+    """One object for several runs: sums, accuracies with their spreads, the largest peak, and the runs themselves."""
+    from piecework.seeds import accuracies
+
     finished = [s for s in summaries if s["status"] == "completed"]
     peaks = [s["max_peak_over_budget"] for s in finished if s["max_peak_over_budget"] is not None]
     return {
         "run_dir": [s["run_dir"] for s in summaries],
         "status": "completed" if len(finished) == len(summaries) else "failed",
-        **mean_accuracies(finished),
+        **accuracies(finished),
         "max_peak_over_budget": max(peaks, default=None),
         **{key: sum(s.get(key, 0) for s in summaries) for key in COUNTED},
         "runs": summaries,
     }
-
-
-def mean_accuracies(summaries: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Clean, and under attack where any run tells; over the runs that tell."""
-    means: dict[str, float | None] = {"accuracy": None}
-    for key in ("accuracy", "adversarial_accuracy", "autoattack_accuracy"):
-        if found := [summary[key] for summary in summaries if summary.get(key) is not None]:
-            means[key] = sum(found) / len(found)
-    return means
 
 
 @app.command()
@@ -278,17 +281,16 @@ def report(run_dir: Path, as_json: Json = False) -> None:
 
 @app.command()
 def compare(
-    run_dirs: list[Path],
+    run_dirs: Annotated[list[Path], typer.Argument(help="folders of runs, or folders in which runs are")],
     curves: Annotated[str, typer.Option(help="also write accuracy curves to this .html file")] = "",
     as_json: Json = False,
 ) -> None:
-    """Lay runs side by side; runs that differ in nothing but the seed are one row, mean and spread."""
-    from piecework.compare import compare_json, group_runs
+    """Lay runs side by side; runs that differ in nothing but the seed are one column, mean and spread."""
+    from piecework.compare import compare_json, group_runs, runs_at
     from piecework.compare_view import compare_table, write_curves
-    from server_app.records import RunDir
 
     with errors_for_people(as_json):
-        groups = group_runs([RunDir(path) for path in run_dirs])
+        groups = group_runs(run for path in run_dirs for run in runs_at(path))
         if curves:
             write_curves(groups, Path(curves))
         if as_json:

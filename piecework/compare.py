@@ -61,6 +61,17 @@ class Group:
         return [int(run.settings["seed"]) for run in self.runs]
 
 
+def runs_at(path: Path) -> list[RunDir]:
+    """The run at a path, or all runs in the folder there, by name. Raises CheckpointError where there is none."""
+    if RunDir(path).has_begun():
+        return [RunDir(path)]
+    if not (found := sorted(settings.parent for settings in path.glob("*/settings.toml"))):
+        raise CheckpointError(
+            f"{path} is not the folder of a run (it has no settings.toml), and no folder in it is one"
+        )
+    return [RunDir(folder) for folder in found]
+
+
 def read_run(run_dir: RunDir) -> Outcome:
     """What a run came to. Raises CheckpointError for a folder that is not a run, or one of another version."""
     try:

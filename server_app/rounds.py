@@ -393,12 +393,14 @@ def resolve_run_dir(settings: Settings) -> RunDir:
             )
         return RunDir(output_dir / settings.run_name)
     now = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    return RunDir(output_dir / f"{settings.strategy}-{safe_name(settings.dataset)}-{now}")
+    return RunDir(output_dir / f"{settings.strategy}-{short_name(settings.dataset)}-seed{settings.seed}-{now}")
 
 
-def safe_name(text: str) -> str:
-    """A data set's name as part of a folder's."""
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in text)
+def short_name(dataset: str) -> str:
+    """A data set's name as part of a folder's: of one's own data what the file or folder is called."""
+    _, colon, source = dataset.partition(":")
+    name = Path(source).name.removesuffix(".npz") if colon else dataset
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
 
 
 def resumed_values(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:

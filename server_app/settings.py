@@ -307,7 +307,7 @@ class Settings(BaseModel):
         0, description="messages out at once; 0 = twice the workers, at least 4; deployment: all"
     )
     output_dir: str = "runs"
-    run_name: str = Field("", description="folder of the run in output-dir; empty = made from strategy, data and time")
+    run_name: str = Field("", description="folder of the run in output-dir; empty = strategy, data set, seed and time")
     state_dir: str = Field("", description="the clients' stores; empty = RUN/clients")
     resume_from: str = Field(
         "", description="a run's folder, or auto = the newest run in output-dir with these settings"

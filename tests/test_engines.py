@@ -274,6 +274,7 @@ def test_json_of_a_run_and_what_can_be_done_with_it(tmp_path: Path, wheel: Path)
     assert done.returncode == 0, done.stderr
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["status"] == "completed"
+    assert "seed 2 (2 of 2)" in done.stderr  # stdout is for objects
     assert {
         "run_dir",
         "status",

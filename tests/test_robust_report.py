@@ -303,6 +303,7 @@ def test_json_over_seeds() -> None:
     found = over_seeds(runs)
     assert found["accuracy"] == pytest.approx(0.6)
     assert found["adversarial_accuracy"] == pytest.approx(0.3)
+    assert [found["accuracy_std"], found["adversarial_accuracy_std"]] == pytest.approx([0.02**0.5] * 2)
     assert "autoattack_accuracy" not in found
     assert over_seeds([base | {"accuracy": None}])["accuracy"] is None
 

@@ -1,0 +1,43 @@
+"""Several runs that differ in nothing but the seed: mean and spread of what they came to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from piecework.compare import mean, spread
+from piecework.compare_view import with_spread
+
+ACCURACIES = {
+    "accuracy": "accuracy",
+    "adversarial_accuracy": "adversarial accuracy",
+    "autoattack_accuracy": "accuracy under AutoAttack",
+}
+
+
+def accuracies(summaries: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Mean and, as `KEY_std`, sample standard deviation over the runs that tell an accuracy; clean, and of each attack that any
+    run tells. The spread of one value is None."""
+    found: dict[str, float | None] = {}
+    for key in ACCURACIES:
+        values = [summary[key] for summary in summaries if summary.get(key) is not None]
+        if values or key == "accuracy":
+            found |= {key: mean(values), f"{key}_std": spread(values, several=True)}
+    return found
+
+
+def conclusion(seeds: Sequence[int], summaries: Sequence[dict[str, Any]]) -> str:
+    """The runs of some seeds in a sentence."""
+    finished = {seed: s for seed, s in zip(seeds, summaries, strict=True) if s["status"] == "completed"}
+    if not finished:
+        return f"no run of seeds {listed(seeds)} completed"
+    found = accuracies(list(finished.values()))
+    shown = [
+        f"{name} {with_spread(found[key], found[f'{key}_std'])}" for key, name in ACCURACIES.items() if key in found
+    ]
+    failed = [seed for seed in seeds if seed not in finished]
+    without = f"; without seeds that failed: {listed(failed)}" if failed else ""
+    return f"seeds {listed(list(finished))}: {', '.join(shown)} (mean ± sample standard deviation{without})"
+
+
+def listed(seeds: Sequence[int]) -> str:
+    """`1, 2, 3`."""
+    return ", ".join(map(str, seeds))
