@@ -1,8 +1,11 @@
-"""The compose files that are generated: what each container may see and use, and that the committed ones are these."""
+"""The compose files that are generated: what each container may see and use, and that the committed ones are these; torch."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +132,47 @@ def test_mistakes_are_told(options: list[str], said: str) -> None:
 def test_a_dollar_in_a_path_is_not_a_variable() -> None:
     found = services("--preset", "fedepth-containers", "--nodes", "6", "--data", "/a$b")
     assert found["server"]["volumes"][1]["source"] == "${PIECEWORK_EXPORT:-/a$$b}/server"
+
+
+# ---- the image's torch
+
+
+def torch_step() -> str:
+    """The shell command of the Dockerfile that installs torch, up to where its build is checked."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", "")
+    (step,) = re.findall(r"^RUN (if .*?; +fi) +&& /opt/piecework/bin/python -c", text, re.MULTILINE)
+    return str(step)
+
+
+def test_uv_knows_where_the_cpu_build_is(tmp_path: Path) -> None:
+    """The Dockerfile's command as uv reads it, without a network: its log names the index it would ask."""
+    (found,) = re.findall(r"/opt/uv/bin/uv (pip install .*?);", torch_step())
+    words = shlex.split(found.replace("/opt/piecework/bin/python", sys.executable).replace("${TORCH}", "torch>=2.11"))
+    call = [sys.executable, "-m", "uv", *words, "--reinstall", "--dry-run", "--offline", "--verbose"]
+    done = subprocess.run(call, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr  # 2: uv does not know these options
+    assert re.search(r"\S+/whl/cpu/torch/", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "uv_ends_with", "called"),
+    [
+        ("", 0, ["pip install --quiet --target /opt/uv uv", "uv"]),
+        ("", 1, ["pip install --quiet --target /opt/uv uv", "uv", "pip --python PYTHON install --no-deps torch>=2.11"]),
+        ("--index-url URL", 0, ["pip --python PYTHON install --index-url URL --no-deps torch>=2.11"]),
+    ],
+)
+def test_who_installs_torch(tmp_path: Path, options: str, uv_ends_with: int, called: list[str]) -> None:
+    """By stand-ins for pip and uv: uv where nothing is said of wheels, pip where it is, or where uv finds no index."""
+    for name, status in (("pip", 0), ("uv", uv_ends_with)):
+        words = "uv" if name == "uv" else 'pip "$*"'
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {words} >> {tmp_path}/called\nexit {status}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    step = torch_step().replace("/opt/uv/bin/uv", str(tmp_path / "uv")).replace("/opt/piecework/bin/python", "PYTHON")
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "TORCH": "torch>=2.11",
+        "PIP_OPTIONS": options,
+    }
+    subprocess.run(["sh", "-c", step], check=True, env=environment)
+    assert (tmp_path / "called").read_text(encoding="utf-8").splitlines() == called
