@@ -56,7 +56,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([*uv, "build", "--quiet", "--wheel", "--out-dir", str(folder), str(ROOT)], check=True)
     subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, str(own)], check=True)
     packages = [str(next(folder.glob("*.whl"))), f"flwr=={version('flwr')}"]
-    subprocess.run([*uv, "pip", "install", "--quiet", "--no-deps", "--python", str(python), *packages], check=True)
+    subprocess.run(
+        [*uv, "pip", "install", "--quiet", "--no-deps", "--compile-bytecode", "--python", str(python), *packages],
+        check=True,
+    )
     (site,) = own.glob("lib/python3*/site-packages")
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     return own / "bin" / "piecework"

@@ -384,6 +384,16 @@ def test_an_engine_that_does_not_start_leaves_no_run(
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_ray_engine_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = CliRunner().invoke(app, ["run", "--engine=ray", "--output-dir", str(tmp_path / "runs")])
+    assert done.exit_code == 1
+    assert "--engine ray needs Ray, which is not installed: pip install 'piecework[simulation]'" in " ".join(
+        done.stderr.split()
+    )
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_name_is_not_taken_twice(tmp_path: Path) -> None:
     settings = Settings.from_run_config({"output-dir": str(tmp_path), "run-name": "once"})
     resolve_run_dir(settings).create(settings)
