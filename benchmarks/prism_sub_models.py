@@ -78,7 +78,11 @@ def main(
     torch.set_num_threads(1)
     settings = Settings.from_run_config(RunDir(run).settings())
     data = open_dataset(settings.dataset, settings.data_dir)
-    blueprint, arrays, whole = blueprint_for(settings, data), load_file(run / "model.safetensors"), load(run, normalise=False).network
+    blueprint, arrays, whole = (
+        blueprint_for(settings, data),
+        load_file(run / "model.safetensors"),
+        load(run, normalise=False).network,
+    )
     table = Table("keep ratio", "accuracy", "lowest", "highest", box=None)
     table.add_row("1 (the model)", f"{accuracy(whole, data, images, settings.eval_batch_size):.1%}", "", "")
     for keep in KEEPS:

@@ -115,9 +115,7 @@ def no_process_is_left(before: set[int]) -> None:
 
 
 @pytest.mark.processes
-def test_a_killed_simulation_is_started_again_and_ctrl_c_ends_it(
-    tmp_path: Path, ray_folder: Path, wheel: Path
-) -> None:
+def test_a_killed_simulation_is_started_again_and_ctrl_c_ends_it(tmp_path: Path, ray_folder: Path, wheel: Path) -> None:
     """`--restarts`: the process of the ServerApp gets SIGKILL after two rounds; the run goes on where it was, until Ctrl-C.
 
     All from the wheel, where a Ray cluster ran before and left its address behind.
