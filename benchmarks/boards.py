@@ -114,7 +114,7 @@ def measure(options: argparse.Namespace, size: int, model: str) -> dict[str, Any
             "model": model,
             "dataset": f"npz:{folder / 'random.npz'}",
             "strategy": "fedepth",
-            "fleet": "unlimited",
+            "fleet": "reference-step",
             "batch-size": options.batch_size,
             "num-rounds": 1,
             "clients-per-round": 0,

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from client_app.accelerator import CPU, held_to, release_cache
 from device_profiles.memory import PeakMemory
+from device_profiles.profile import is_unlimited
 
 # What torch's allocator for CPUs, C++ beneath it and oneDNN (which says no more than that) answer when there is no memory; then
 # CUDA, and the handles of its libraries.
@@ -102,7 +103,7 @@ def keep_heap_tight(budget: int, available: int) -> None:
     just the traced peak; with 8 MiB 40 to 75 MB more, for 11 to 20 % less processor time. So the smaller limit is for devices
     and containers that have not much more than the budget.
     """
-    short = available < 2 * budget + PLENTY
+    short = available < 2 * budget + PLENTY and not is_unlimited(budget)
     _hand_back_from(2 * 2**20 if short else min(LARGEST_IN_HEAP, max(8 * 2**20, budget // 32)))
 
 

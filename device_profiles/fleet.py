@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from device_profiles.fleet_file import Assignment, FleetError, profile_of, read_fleet
-from device_profiles.profile import DeviceProfile, DeviceState
+from device_profiles.profile import DeviceProfile, DeviceState, is_unlimited
 
 # One stream of random numbers per purpose, so that adding a draw to one does not move the others.
 ASSIGNMENT, MEMORY, MEMORY_LOSS, FLOPS_LOSS = 1, 2, 3, 4
@@ -73,7 +73,7 @@ class Fleet:
         elsewhere = self.memory_range or self.memories
         return {
             "name": device.name,
-            "memory": None if elsewhere else device.memory_bytes,
+            "memory": None if elsewhere else written(device.memory_bytes),
             "memory-ratio": device.memory_ratio,
             "flops": device.flops_per_second,
             "bandwidth": device.bandwidth,
@@ -83,6 +83,11 @@ class Fleet:
             **({"keep": device.keep} if device.keep else {}),
             "share": share,
         }
+
+
+def written(memory: int | None) -> int | str | None:
+    """A device's memory as a fleet has it in JSON."""
+    return "unlimited" if memory is not None and is_unlimited(memory) else memory
 
 
 def load_fleet(source: str) -> Fleet:

@@ -1,8 +1,8 @@
 """Files of fleets and of pools: finding and reading them, and checking what they say before a `Fleet` is made of it.
 
-Units in a file: memory in bytes ("64MB", "512KiB", or an integer), flops in FLOPs/s, bandwidth and disk-bandwidth in
-bytes/s, disk-latency in seconds an access, cpus in cores that a container of the device gets, keep the share of the model that
-a method which scales it gives the device, instead of the largest that fits. A pool is a list of devices
+Units in a file: memory in bytes ("64MB", "512KiB", an integer, or "unlimited"), flops in FLOPs/s, bandwidth and disk-bandwidth
+in bytes/s, disk-latency in seconds an access, cpus in cores that a container of the device gets, keep the share of the model
+that a method which scales it gives the device, instead of the largest that fits. A pool is a list of devices
 that several fleets draw from.
 """
 
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from device_profiles.profile import DeviceProfile, parse_bytes
+from device_profiles.profile import DeviceProfile, parse_bytes, parse_memory
 
 SHIPPED = Path(__file__).parent / "fleets"
 POOLS = Path(__file__).parent / "pools"
@@ -44,6 +44,7 @@ def _leaves_something(pair: Any) -> Any:
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(gt=0), BeforeValidator(parse_bytes)]
+Memory = Annotated[int, Field(gt=0), BeforeValidator(parse_memory)]
 Floor = Annotated[int, Field(ge=0), BeforeValidator(parse_bytes)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Left = Annotated[float, Field(gt=0, le=1)]
@@ -68,7 +69,7 @@ class _Table(BaseModel):
 
 class DeviceTable(_Table):
     name: Name
-    memory: Bytes | None = None
+    memory: Memory | None = None
     memory_ratio: Positive | None = None
     flops: Positive
     bandwidth: Positive | None = None

@@ -17,6 +17,9 @@ import psutil
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
+# What stands for a budget without a limit, in bytes: an integer that survives JSON, TOML, messages of 64 bits and floats. No
+# device has as much as ENDLESS, and a client that crashed and is given a fraction of an unlimited budget still has more.
+UNLIMITED, ENDLESS = 2**60, 2**56
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 PROBE_FILE_BYTES = 8_000_000
 PROBE_BLOCK_BYTES = 1_000_000
@@ -34,8 +37,30 @@ def parse_bytes(text: str | int) -> int:
     return round(float(match[1]) * UNITS[match[2]])
 
 
+def is_unlimited(amount: int) -> bool:
+    """Whether a budget of so many bytes sets no limit."""
+    return amount >= ENDLESS
+
+
+def is_limit(amount: int) -> bool:
+    """Whether a budget of so many bytes holds a client to anything: it is there, and not unlimited."""
+    return 0 < amount < ENDLESS
+
+
+def parse_memory(text: str | int) -> int:
+    """Bytes of "64MB", or UNLIMITED of "unlimited". Raises ValueError naming both."""
+    if text == "unlimited":
+        return UNLIMITED
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f'{error}, or "unlimited"') from None
+
+
 def format_bytes(amount: int) -> str:
-    """`amount` bytes for people, in powers of ten with at most one decimal: 64300000 is "64.3 MB"."""
+    """`amount` bytes for people, in powers of ten with at most one decimal: 64300000 is "64.3 MB"; "unlimited" where it is."""
+    if is_unlimited(amount):
+        return "unlimited"
     unit = next((unit for unit in ("GB", "MB", "kB") if abs(amount) >= UNITS[unit]), "B")
     return f"{amount / UNITS[unit]:.1f}".removesuffix(".0") + f" {unit}"
 
@@ -72,10 +97,12 @@ class DeviceProfile:
     def budget(self, reference_bytes: int, loss: float = 0.0) -> int:
         """Memory in bytes, a ratio taken of `reference_bytes`, when the fraction `loss` (0 to 1) of it is gone.
 
+        Unlimited memory loses nothing.
+
         Raises ValueError when a ratio is asked of a reference that is not positive: the budget would be nothing.
         """
         if self.memory_bytes is not None:
-            return int(self.memory_bytes * (1 - loss))
+            return UNLIMITED if is_unlimited(self.memory_bytes) else int(self.memory_bytes * (1 - loss))
         assert self.memory_ratio is not None
         if reference_bytes <= 0:
             raise ValueError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from client_app.setup import blueprint_of_shape
 from device_profiles.fleet import device_of, load_fleet, named_device
-from device_profiles.profile import DeviceProfile, format_bytes, parse_bytes
+from device_profiles.profile import DeviceProfile, format_bytes, is_unlimited, parse_bytes
 from piecework.question import data_shape
 from server_app.settings import Settings, SettingsError
 from strategies.pricing import pricing_for
@@ -207,6 +207,11 @@ def places(settings: Settings, floor: int) -> list[Place]:
         named = f' device="{device.name}"' if named_device(fleet, device.name) == device else ""
         config = f'partition-id={client} num-partitions={clients}{named} data-dir="/data" state-dir="/store"'
         memory = device.budget(reference)
+        if is_unlimited(memory):
+            raise SettingsError(
+                f"fleet {fleet.name!r}: the memory of device {device.name!r} is unlimited, and a container is held to its "
+                "device's memory: choose a fleet whose devices have a limit"
+            )
         found.append(Place(client, device, memory, memory + floor, config))
     return found
 

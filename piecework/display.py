@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from device_profiles.profile import format_bytes
+from device_profiles.profile import format_bytes, is_limit
 from server_app.failures import excluded_classes, failure_text, failures
 from server_app.records import RunDir
 
@@ -98,7 +98,7 @@ def device_classes(rounds: Iterable[Record]) -> list[DeviceClass]:
             row.asked += 1
             if client["status"] == "ok":
                 row.answered += 1
-                if client["budget"]:
+                if is_limit(client["budget"]):
                     row.peak_over_budget = max(row.peak_over_budget or 0.0, largest_peak(client) / client["budget"])
     return [classes[name] for name in sorted(classes)]
 
@@ -217,12 +217,12 @@ def is_enforced(rounds: Iterable[Record]) -> bool:
 
 
 def peak_over_budget(rounds: Sequence[Record]) -> float | None:
-    """The largest measured peak, in training or evaluation, as a share of its budget; None where nobody trained or nothing
-    was enforced.
+    """The largest measured peak, in training or evaluation, as a share of its budget; None where no client trained, nothing
+    was enforced, or all budgets are unlimited.
     """
     if not is_enforced(rounds):
         return None
-    trained = (c for record in rounds for c in record["clients"] if c["status"] == "ok" and c["budget"])
+    trained = (c for record in rounds for c in record["clients"] if c["status"] == "ok" and is_limit(c["budget"]))
     return max((largest_peak(c) / c["budget"] for c in trained), default=None)
 
 

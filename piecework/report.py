@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from device_profiles.profile import format_bytes
+from device_profiles.profile import format_bytes, is_limit
 from piecework import display
 from piecework.display import Record, percent
 from piecework.page import (
@@ -233,7 +233,7 @@ def memory_figure(rounds: Sequence[Record]) -> Any:
         own = {str(row["client"]): row["measured_peak"] for row in rows if row["device"] == device}
         figure.add_bar(x=[*own], y=[*own.values()], name=escape(device), marker_color=COLOURS[i % len(COLOURS)])
     marks = (
-        ("budget", "line-ew-open", width, {row["client"]: row["budget"] for row in rows}),
+        ("budget", "line-ew-open", width, {row["client"]: row["budget"] for row in rows if is_limit(row["budget"])}),
         ("predicted peak", "diamond-open", min(8, width + 1), {row["client"]: row["predicted_peak"] for row in rows}),
         ("in evaluation", "circle-open", min(8, width + 1), {r["client"]: r.get("evaluation_peak", 0) for r in rows}),
         ("needed (refused)", "x-thin-open", min(9, width + 1), needed),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from device_profiles.profile import is_limit
 from server_app.failures import excluded_classes, failures
 from server_app.records import RunDir
 from server_app.settings import Settings
@@ -59,7 +60,7 @@ def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict
     rounds = run_dir.rounds()
     clients = [client for record in rounds for client in record["clients"]]
     enforced = all(record["enforced"] for record in rounds)
-    trained = [c for c in clients if c["status"] == "ok" and c["budget"]]
+    trained = [c for c in clients if c["status"] == "ok" and is_limit(c["budget"])]
     evaluated = [record["accuracy"] for record in rounds if record["accuracy"] is not None]
     final = run_dir.final() or {}
     robust = (

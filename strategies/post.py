@@ -7,6 +7,7 @@ from typing import Any
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from client_app.task import Outcome, Task, content_bytes
+from device_profiles.profile import is_limit
 from server_app.mail import LIFE
 from server_app.roster import Roster
 from strategies.delivery import Delivery
@@ -97,7 +98,9 @@ class Post:
     def account(self) -> dict[str, Any]:
         """Who answered, who did not and why, and how near to its budget (bytes) the nearest came, as JSON values."""
         rest = [report for report in self.ledger.values() if report.status != "ok"]
-        peaks = [r.evaluation_peak / self.tasks[c].budget for c, r in self.ledger.items() if self.tasks[c].budget > 0]
+        peaks = [
+            r.evaluation_peak / self.tasks[c].budget for c, r in self.ledger.items() if is_limit(self.tasks[c].budget)
+        ]
         return {
             "asked": len(self.ledger),
             "answered": len(self.ledger) - len(rest),

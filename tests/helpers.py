@@ -32,7 +32,7 @@ TINY = {
     "num-rounds": 1,
     "local-epochs": 1,
     "partition": "iid",
-    "fleet": "unlimited",
+    "fleet": "reference-step",
     "lr": 0.05,
     "lr-schedule": "constant",
     "workers": 1,

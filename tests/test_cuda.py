@@ -72,7 +72,7 @@ def test_a_round_gives_the_weights_of_the_processor(tmp_path: Path, case: dict[s
 def test_all_stages_of_fedprophet(tmp_path: Path) -> None:
     """Features of fixed modules, the survey of perturbations and streamed validation, too."""
     run_dir = run_local(
-        tmp_path, **TRIO, **PROPHET, accelerator="cuda", num_rounds=3, stage_rounds=1, fleet="unlimited"
+        tmp_path, **TRIO, **PROPHET, accelerator="cuda", num_rounds=3, stage_rounds=1, fleet="reference-step"
     )
     assert len({record["stage"] for record in run_dir.rounds()}) > 1
     for record in run_dir.rounds():

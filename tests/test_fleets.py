@@ -219,7 +219,7 @@ def test_shipped_ratios() -> None:
     assert ratios("fedepth-lack") == [1 / 8, 1 / 6, 1 / 2, 1]
     assert ratios("fedepth-surplus") == [1 / 6, 1 / 3, 1 / 2, 2]
     assert ratios("fedepth-fair-traced") == [0.341, 0.49, 0.65, 1]
-    assert ratios("unlimited") == [1] and device_classes(load_fleet("unlimited")) == ["full"]
+    assert ratios("reference-step") == [1] and device_classes(load_fleet("reference-step")) == ["full"]
     assert all(ratio is not None and ratio < 1 for ratio in ratios("demo"))
     assert load_fleet("demo").assignment == "round-robin"
     assert {load_fleet(name).assignment for name in shipped_fleets() if name.startswith("fedepth")} == {"blocks"}

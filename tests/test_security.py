@@ -34,7 +34,7 @@ from server_app.records import RunDir
 from server_app.rounds import RunAbortedError
 
 DEADLINE = 60.0
-SMALL = ["num-rounds=1", "local-epochs=1", "clients-per-round=1", "fleet=unlimited"]
+SMALL = ["num-rounds=1", "local-epochs=1", "clients-per-round=1", "fleet=reference-step"]
 
 
 @dataclass
