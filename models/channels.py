@@ -172,6 +172,8 @@ def _flatten(follow: _Follower, out: Tensor, x: Tensor, start_dim: int = 0, end_
     axes, end = follow.axes(x), end_dim % x.dim()
     inside = [dim for dim in range(start_dim, end + 1) if axes[dim] is not None]
     merged = None
+    if len(inside) > 1:
+        raise ValueError("channels cannot be followed through flatten, which mixes two dimensions of channels")
     if inside:
         (dim,) = inside
         axis = axes[dim]
@@ -251,7 +253,7 @@ RULES: Mapping[str, Callable[..., None]] = {
 def channel_axes(blueprint: Blueprint, units: Sequence[str] = ()) -> dict[str, Axes]:
     """The axes of every array, parameters and buffers, by its global name. `units`: also of these, heads behind atoms.
 
-    Raises ValueError where a layer is not known here.
+    Raises ValueError, which names the atom, where a layer is not known here.
     """
     found: dict[str, Axes] = {}
     tokens = torch.int64 if blueprint.vocabulary else torch.float32
@@ -260,9 +262,14 @@ def channel_axes(blueprint: Blueprint, units: Sequence[str] = ()) -> dict[str, A
         features = [torch.zeros(2, *blueprint.input_shape, dtype=tokens)]
         for unit in [*blueprint.units(), *units]:
             modules[unit] = blueprint.build_unit(unit).eval()
-            with follow:
-                kind, _, index = unit.partition(".")
-                out = modules[unit](features[int(index) + 1] if kind in ("exits", "aux") else features[-1])
+            kind, _, index = unit.partition(".")
+            place = features[int(index) + 1] if kind in ("exits", "aux") else features[-1]
+            try:
+                with follow:
+                    out = modules[unit](place)
+            except ValueError as error:
+                name = f"atom {blueprint.atoms[int(index)].name!r}" if kind == "atoms" else f"the head {unit!r}"
+                raise ValueError(f"{blueprint.name} cannot be cut by width: in {name}, {error}") from error
             if kind == "atoms":
                 features.append(out)
     for unit, module in modules.items():

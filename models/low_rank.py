@@ -145,13 +145,33 @@ def low_rank(blueprint: Blueprint, keep: float, *, narrow: bool = True, scattere
         last = number == len(others)
         build = partial(thin, atom.build, cut, live, last)
         with torch.device("meta"):
-            chained = isinstance(atom.build(), nn.Sequential)
+            module = atom.build()
+        if chained := isinstance(module, nn.Sequential):
+            require_chain(module, f"atom {atom.name!r} of {blueprint.name}")
         live = cut.channels(atom.shape[0]) if chained and not last else None
         atoms.append(Atom(atom.name, build, (live or atom.shape[0], *atom.shape[1:])))
     cut_model = replace(blueprint, atoms=tuple(atoms), width=1.0)
     if not factors(cut_model):
         raise ValueError(f"{blueprint.name} cannot be cut by rank: it has nothing to factorise behind its first atom")
     return cut_model
+
+
+def require_chain(module: nn.Sequential, what: str) -> None:
+    """Raises ValueError, which names `what`, for a plain chain that cannot be cut: beside its convolution `conv` and a batch norm
+    `bn` nothing may have arrays.
+    """
+    layers = dict(module.named_children())
+    conv, norm = layers.get("conv"), layers.get("bn")
+    odd = [
+        name for name, layer in layers.items() if name not in ("conv", "bn") and [*layer.parameters(), *layer.buffers()]
+    ]
+    plain = isinstance(conv, nn.Conv2d) and conv.groups == 1 and set(conv.dilation) == {1}
+    if not plain or odd or not isinstance(norm, nn.BatchNorm2d | None):
+        there = ", ".join(f"{name} ({type(layer).__name__})" for name, layer in layers.items())
+        raise ValueError(
+            f"{what} cannot be cut by rank: it is a chain of {there}, and of chains those are cut that have one plain "
+            "convolution named 'conv', and maybe a batch norm named 'bn' (nn.Sequential(OrderedDict(conv=.., bn=..)))"
+        )
 
 
 def thin(build: Callable[[], nn.Module], cut: Cut, live: int | None, last: bool) -> nn.Module:

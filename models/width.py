@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from models.cascade import Blueprint, Shape
-from models.channels import Axes
+from models.channels import Axes, channel_axes
 
 Select = Callable[[int, int], np.ndarray]  # (C, c) -> c channels of C, ascending or not
 Indices = tuple[np.ndarray, ...]  # of each dimension of an array
@@ -64,6 +64,26 @@ def _along(
         yield np.add.outer(
             np.add.outer(np.arange(axis.outer) * channels, picked) * axis.inner, np.arange(axis.inner)
         ).reshape(-1)
+
+
+def require_parts(full: Blueprint, narrow: Mapping[float, Blueprint]) -> None:
+    """Raises ValueError, which names the layer, where one of the `narrow` models, by their shares of the channels, is not
+    a choice of channels of the full one.
+    """
+    axes, whole = channel_axes(full), shapes(full)
+    for share, model in narrow.items():
+        own = shapes(model)
+        what = f"{full.name} cannot be cut by width: with {share:.4g} of its channels"
+        if odd := sorted(own.keys() ^ whole.keys()):
+            has, lacks = ("has", "the full model lacks") if odd[0] in own else ("lacks", "the full model has")
+            unit, _, layer = odd[0].rpartition(".")
+            raise ValueError(
+                f"{what} it {has} {layer!r} of {unit!r}, which {lacks}; build the same layers at every width"
+            )
+        try:
+            sub_indices(axes, whole, own, ordered)
+        except ValueError as error:
+            raise ValueError(f"{what}, {error}") from None
 
 
 def shapes(blueprint: Blueprint) -> dict[str, Shape]:

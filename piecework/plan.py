@@ -59,6 +59,7 @@ def make_plan(settings: Settings, question: Question) -> dict[str, Any]:
     budget = question.budget or (settings.r_min if rule_class.adversarial == "always" else "")
     least = budget_bytes(budget, full) if budget else min(budgets)
     rule = rule_class(blueprint, pricing, settings)
+    rule.require_model()
     rule.fit(least, max(least, *budgets))
     if not budget:
         rule.smallest = max(rule.smallest, rule.least())

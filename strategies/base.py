@@ -73,6 +73,7 @@ class PieceStrategy(Strategy):
         self.rule = self.rule_class(
             self.blueprint, pricing_for(self.settings, experiment.reference, steps), self.settings
         )
+        self.rule.require_model()
         self.state = self.state_class()
         self.kept = ArrayRecord()
         self.reports: dict[int, ClientReport] = {}

@@ -86,6 +86,13 @@ class FamilyRule(Rule):
         self.require_alike(models)
         return models
 
+    def require_model(self) -> None:
+        """Raises ValueError for a family that is none, and for models of one logit."""
+        if num_logits(self.models[0]) < 2:
+            raise ValueError(
+                f"model {self.settings.model!r} has one logit: {self.settings.strategy} distils two or more"
+            )
+
     def require_alike(self, models: list[Blueprint]) -> None:
         """Raises ValueError for models that cannot learn from each other: all can."""
 
@@ -127,8 +134,6 @@ class FedDF(PieceStrategy):
         super().__init__(experiment)
         if self.settings.batch_norm == "local":
             raise ValueError(f"batch-norm = 'local': clients of {self.name} change architectures, use running or batch")
-        if num_logits(self.blueprint) < 2:
-            raise ValueError(f"model {self.settings.model!r} has one logit: {self.name} distils two or more")
         self.models = self.rule.models
         self.public = public_examples(self.settings)
         self.means: dict[int, WeightedMean] = {}

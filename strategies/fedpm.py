@@ -18,12 +18,13 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
 from client_app.task import Task
 from client_app.trainers.fedpm import MASK, ScoredModel, scored_model
-from models.cascade import Blueprint, has_statistics
+from models.cascade import Blueprint
 from models.partition import Piece
 from strategies.aggregation import CheckedUpdate, Norms, UpdateRejectedError
 from strategies.counts import bits
 from strategies.fedavg import FedAvg, FedAvgRule
 from strategies.pricing import Part
+from strategies.rules import require_no_statistics
 from strategies.state import Experiment
 
 LEAST = 0.01  # of a probability, as a mask's 0
@@ -34,6 +35,11 @@ class FedPMRule(FedAvgRule):
 
     adversarial = "optional"
     suggested = False  # it learns which random weights to keep, not the model that was asked for
+
+    def require_model(self) -> None:
+        """Raises ValueError for layers without masks, and for norms with statistics."""
+        require_no_statistics(self.blueprint, self.settings, "fedpm sends masks, and statistics are none")
+        scored_model(self.settings, self.blueprint)
 
     @cached_property
     def scored(self) -> Blueprint:
@@ -61,10 +67,6 @@ class FedPM(FedAvg):
         super().__init__(experiment)
         if self.settings.init_weights:
             raise ValueError(f"init-weights = {self.settings.init_weights!r}: fedpm's weights are random and stay so")
-        if any(has_statistics(self.blueprint, unit) for unit in self.blueprint.units()):
-            raise ValueError(
-                f"batch-norm = {self.settings.batch_norm!r}: fedpm sends masks, and statistics are none; use measured or batch"
-            )
         self.blueprint = self.rule.scored
         self.counts, self.votes = np.zeros(0), 0
         self.coded: dict[int, float] = {}

@@ -20,12 +20,11 @@ from client_app.task import OwnFields, Task, piece_key
 from client_app.trainers.fjord import Orders, nested_loss
 from client_app.trainers.heterofl import WIDTH
 from device_profiles.profile import DeviceState
-from models.cascade import has_statistics
 from models.partition import Piece
 from strategies.aggregation import UpdateRejectedError
 from strategies.heterofl import HeteroFL, HeteroFLRule
 from strategies.pricing import Part
-from strategies.state import Experiment
+from strategies.rules import require_no_statistics
 
 
 class FjORDRule(HeteroFLRule):
@@ -34,6 +33,11 @@ class FjORDRule(HeteroFLRule):
     masks = False
     scales = False
     suggested = False  # its plan is HeteroFL's
+
+    def require_model(self) -> None:
+        """Raises ValueError for norms with statistics, too."""
+        require_no_statistics(self.blueprint, self.settings, "fjord's nets have different statistics")
+        super().require_model()
 
     @property
     def distils(self) -> bool:
@@ -71,13 +75,6 @@ class FjORD(HeteroFL):
     rule: FjORDRule
     orders_class = Orders
     by_examples: ClassVar[bool] = True
-
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(experiment)
-        if any(has_statistics(self.blueprint, unit) for unit in self.blueprint.units()):
-            raise ValueError(
-                f"batch-norm = {self.settings.batch_norm!r}: fjord's nets have different statistics, use measured or batch"
-            )
 
     def orders(self, level: int) -> OwnFields:
         """What is said of a share."""

@@ -26,7 +26,7 @@ from device_profiles.profile import DeviceState
 from models.cascade import Blueprint, Shape
 from models.channels import Axes, channel_axes
 from models.partition import Piece
-from models.width import CoverageMean, Indices, Select, last_layer, ordered, shapes, sub_indices, take
+from models.width import CoverageMean, Indices, Select, last_layer, ordered, require_parts, shapes, sub_indices, take
 from strategies.aggregation import CheckedUpdate, UpdateRejectedError, updated
 from strategies.base import PieceStrategy
 from strategies.counts import entries
@@ -54,6 +54,10 @@ class HeteroFLRule(Rule):
         """The model with each share."""
         model = self.blueprint
         return [narrowed(self.settings, model.input_shape, model.num_classes, share) for share in self.shares]
+
+    def require_model(self) -> None:
+        """Raises ValueError for a model of which a narrower one is not a choice of channels."""
+        require_parts(self.blueprint, dict(zip(self.shares, self.models, strict=True)))
 
     @cached_property
     def shapes(self) -> list[dict[str, Shape]]:

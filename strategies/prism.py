@@ -48,6 +48,10 @@ class PriSMRule(HeteroFLRule):
         """The keep ratios that there are, largest first."""
         return self.settings.keeps()
 
+    def require_model(self) -> None:
+        """Raises ValueError for a model without anything to factorise, or with a chain that cannot be."""
+        low_rank(self.blueprint, 1.0, narrow=self.narrow, scattered=self.scattered)
+
     @cached_property
     def models(self) -> list[Blueprint]:
         """The sub-model of each. Raises ValueError for a model without anything to factorise."""

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import DeviceState
 from models.anatomy import anatomy
-from models.cascade import Blueprint
+from models.cascade import Blueprint, has_statistics
 from models.partition import Piece
 from server_app.settings import Settings
 from strategies.counts import entries
@@ -55,6 +55,9 @@ class Rule(ABC):
                 f"attack-warmup = {settings.attack_warmup} leaves no adversarial round of num-rounds = {settings.num_rounds}"
             )
         return cls.adversarial == "always" or (cls.adversarial == "optional" and settings.adversarial)
+
+    def require_model(self) -> None:  # noqa: B027 (most systems take every model)
+        """Raises ValueError, which names layer and reason, for a model that the system cannot take."""
 
     @property
     def enforced(self) -> bool:
@@ -141,6 +144,19 @@ class Swapping(Rule):
     def least(self) -> int:
         """Nothing: it swaps."""
         return 0
+
+
+def require_no_statistics(blueprint: Blueprint, settings: Settings, reason: str) -> None:
+    """Raises ValueError, with the `reason`, for a model whose batch norms keep statistics."""
+    found = next((unit for unit in blueprint.units() if has_statistics(blueprint, unit)), None)
+    if found is None:
+        return
+    if not settings.batch_statistics:
+        raise ValueError(f"batch-norm = {settings.batch_norm!r}: {reason}, use measured or batch")
+    raise ValueError(
+        f"{found} of {blueprint.name} keeps statistics although batch-norm = {settings.norms!r}, and {reason}: build its batch norms with "
+        "track_running_stats=batch_norm != 'batch'"
+    )
 
 
 def label(part: Part) -> str:
