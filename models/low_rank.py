@@ -157,8 +157,8 @@ def low_rank(blueprint: Blueprint, keep: float, *, narrow: bool = True, scattere
 
 
 def require_chain(module: nn.Sequential, what: str) -> None:
-    """Raises ValueError, which names `what`, for a plain chain that cannot be cut: beside its convolution `conv` and a batch norm
-    `bn` nothing may have arrays.
+    """Raises ValueError, which names `what`, for a plain chain that cannot be cut: but its convolution `conv` and a norm
+    `bn` nothing in it may have arrays.
     """
     layers = dict(module.named_children())
     conv, norm = layers.get("conv"), layers.get("bn")

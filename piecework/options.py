@@ -1,5 +1,6 @@
 """What a command line asks for, as settings: presets, assignments, options, the environment."""
 
+import logging
 import os
 import tomllib
 from pathlib import Path
@@ -8,8 +9,10 @@ from device_profiles.fleet import load_fleet
 from piecework.app_folder import PRESETS
 from piecework.processes import Connection
 from server_app.settings import Scalar, Settings, SettingsError
+from server_app.used_settings import require_used, without_unused
 
 Scalars = dict[str, Scalar]
+LOG = logging.getLogger("piecework")
 
 
 def settings_from(
@@ -30,8 +33,12 @@ def settings_from(
     """
     from server_app.local_grid import default_workers
 
-    values = read_preset(preset) if preset else {}
-    values |= dict(map(assignment, assignments)) | (named or {})
+    asked_for = dict(map(assignment, assignments)) | (named or {})
+    values, dropped = without_unused(asked_for, read_preset(preset)) if preset else (dict(asked_for), [])
+    if dropped:
+        LOG.warning(
+            "of --preset %s is left out, as it means nothing with what was given: %s", preset, ", ".join(dropped)
+        )
     if engine:
         values["engine"] = engine
     if nodes:
@@ -55,6 +62,8 @@ def settings_from(
     if os.environ.get("PIECEWORK_DATA"):
         values.setdefault("data-dir", os.environ["PIECEWORK_DATA"])
     settings = Settings.from_run_config(values)
+    # What a run was begun with does not keep it from going on.
+    require_used(settings, None if resumed in ("", "auto") else {key.replace("_", "-") for key in given})
     kind, colon, source = settings.dataset.partition(":")
     dataset = f"{kind}:{(Path(settings.data_dir) / source).resolve()}" if colon else settings.dataset
     paths = {"dataset": dataset} | {

@@ -11,6 +11,9 @@ def main(grid: Grid, context: Context) -> None:
     """Flower's entry: the same loop as every engine's."""
     from server_app.rounds import resolve_run_dir, run_experiment
     from server_app.settings import Settings
+    from server_app.used_settings import require_used
 
     settings = Settings.from_run_config(context.run_config)
+    if not settings.resume_from:  # what a run was begun with does not keep it from going on
+        require_used(settings)
     run_experiment(grid, settings, resolve_run_dir(settings))

@@ -29,7 +29,7 @@ from server_app.records import Checkpoint, RunDir, newest_run
 from server_app.recovery import Recovery, find_recovery, put_aside
 from server_app.roster import Roster
 from server_app.run_lock import run_lock
-from server_app.settings import Settings, check_resume
+from server_app.settings import Settings, check_resume, too_many_asked
 from server_app.summary import STOPPED, accuracy_by_device, stop_reason, summarise, why_empty
 from strategies import find_strategy
 from strategies.base import PieceStrategy
@@ -173,6 +173,8 @@ class Run:
     def gather(self) -> None:
         """Wait for the clients; a new run's model depends on who they are. Raises TooFewNodesError."""
         self.roster.gather(self.grid, self.settings.node_timeout, self.settings.min_clients)
+        if told := too_many_asked(self.settings, self.roster.clients):
+            LOG.warning("%s; until then each round asks all of them", told)
         if self.strategy.personal and not any(member.test for member in self.roster.members.values()):
             raise ValueError(
                 "evaluation is personal, and no client has a part of the test split: give the nodes some, as `piecework "
@@ -274,6 +276,7 @@ class Run:
             "busy": busy,
             "devices": self.roster.devices(),
             "unusable_nodes": self.roster.unusable(),
+            "warning": too_many_asked(settings, self.roster.clients),
             "left_out": [{"client": c, "crashes": n} for c, n in sorted(strategy.left_out.items())],
             "bytes_down": sum(report.bytes_down for report in reports),
             "bytes_up": sum(report.bytes_up for report in reports) + self.roster.take_query_bytes(),

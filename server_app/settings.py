@@ -62,7 +62,10 @@ class Settings(BaseModel):
     strategy: str = "fedepth"
     num_rounds: AtLeastOne = 20
     clients: Count = Field(0, description="how many take part; 0 = as many as the federation has, `piecework run`: 20")
-    clients_per_round: Count = Field(10, description="clients asked in a round; 0 = all")
+    clients_per_round: Count = Field(
+        10,
+        description="clients asked in a round; 0 = all; no more than there are, but for the default, which then means all",
+    )
     seed: Count = 1
 
     model: str = "convnet"
@@ -337,6 +340,12 @@ class Settings(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _no_more_are_asked_than_there_are(self) -> Self:
+        if self.clients and (told := too_many_asked(self, self.clients)):
+            raise ValueError(told)
+        return self
+
+    @model_validator(mode="after")
     def _alpha_starts_above_its_bound(self) -> Self:
         if self.apa_least > self.apa_start:
             raise ValueError(f"apa-least = {self.apa_least} is more than apa-start = {self.apa_start}")
@@ -471,6 +480,17 @@ def _shares(key: str, text: str) -> list[float]:
     if not found or not 0 < found[-1] <= found[0] <= 1:
         raise ValueError(f"{key} = {text!r}: give shares above 0 and up to 1, as 1,0.5,0.25")
     return found
+
+
+def too_many_asked(settings: Settings, clients: int) -> str:
+    """What is wrong where a round asks more clients than there are; empty where it does not, or where that is the default."""
+    asked = settings.clients_per_round
+    if asked <= clients or asked == Settings.model_fields["clients_per_round"].default:
+        return ""
+    return (
+        f"clients-per-round = {asked} is more than the {clients} clients there are (clients, --nodes): set it to at most "
+        f"{clients}, or to 0 to ask all of them"
+    )
 
 
 def learning_rate(settings: Settings, server_round: int) -> float:
