@@ -203,15 +203,16 @@ def plan(
     ] = None,
     nodes: Annotated[int, typer.Option(help="number of clients")] = 0,
     picture: Annotated[str, typer.Option(metavar="FILE", help="draw memory against budgets: .svg, .png or .pdf")] = "",
-    suggest: Annotated[bool, typer.Option("--suggest", help="rank the systems for this fleet and model")] = False,
+    suggest: Annotated[bool, typer.Option("--suggest", help="which systems suit this fleet and model")] = False,
     assignments: Set = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     """Which pieces a model falls into, which device can train which, and how long a round takes; nothing is trained."""
     from piecework.plan import make_plan
-    from piecework.plan import suggest as suggestions
-    from piecework.plan_view import draw, plan_tables, suggest_tables
+    from piecework.plan_view import draw, plan_tables
     from piecework.question import ask
+    from piecework.suggest import advise
+    from piecework.suggest_view import advice_tables
 
     with errors_for_people(as_json, {}):
         named: Scalars = {"model": model, "dataset": dataset, "strategy": strategy, "fleet": fleet}
@@ -227,8 +228,8 @@ def plan(
             settings, usual, input_shape, classes, examples, budget, precision or settings.precision, attack_steps
         )
         if suggest:
-            rows = suggestions(settings, question)
-            print(json.dumps({"suggest": rows})) if as_json else show(suggest_tables(rows))
+            advice = advise(settings, question)
+            print(json.dumps({"suggest": advice})) if as_json else show(advice_tables(advice))
             return
         found = make_plan(settings, question)
         if picture:
@@ -240,7 +241,9 @@ def plan(
         if picture:
             out.print(f"picture: {picture}", soft_wrap=True)
         elif not preset:
-            out.print(f"shipped presets: {', '.join(sorted(path.stem for path in PRESETS.glob('*.toml')))}")
+            out.print(
+                f"to train in a published setting: piecework run --preset NAME, a file of {PRESETS}", soft_wrap=True
+            )
 
 
 def show(lines: Iterable[Any]) -> None:

@@ -12,13 +12,14 @@ from client_app.setup import blueprint_of_shape
 from device_profiles.clock import round_seconds, simulated_seconds, task_seconds
 from device_profiles.fleet import Fleet, device_state, load_fleet
 from device_profiles.memory import MemoryBudgetExceededError
-from device_profiles.profile import DeviceState, format_bytes
+from device_profiles.profile import DeviceState
 from models.partition import AtomTooLargeError
+from piecework.parts import pretence, trained_shares
 from piecework.question import Question, budget_bytes
 from server_app.roster import sampled
 from server_app.settings import Settings
-from strategies import STRATEGIES, find_macs, find_rule
-from strategies.pricing import Part, pricing_for, whole_model
+from strategies import find_macs, find_rule
+from strategies.pricing import Part, Pricing, pricing_for, whole_model
 from strategies.rules import Rule, label
 
 ROUNDS = 20  # of a fleet that changes from round to round, or of which not all take part
@@ -36,9 +37,10 @@ class Task:
     wire: tuple[int, int] = (0, 0)
 
 
-def make_plan(settings: Settings, question: Question) -> dict[str, Any]:
+def make_plan(settings: Settings, question: Question, pricing: Pricing | None = None) -> dict[str, Any]:
     """The whole answer, as JSON values. Raises ValueError where a setting makes no sense or the budget allows no cut.
 
+    `pricing` may be that of another plan of the same steps, which then are not traced again.
     Bytes and FLOPs of a module are those of one step (a batch); seconds are simulated, of one round.
     """
     fleet, rule_class = load_fleet(settings.fleet), find_rule(settings.strategy)
@@ -52,7 +54,7 @@ def make_plan(settings: Settings, question: Question) -> dict[str, Any]:
         raise ValueError(
             f"{settings.model} reads tokens, which cannot be attacked by gradients: attack-steps must be 0"
         )
-    pricing = pricing_for(settings, reference, steps, question.precision)
+    pricing = pricing or pricing_for(settings, reference, steps, question.precision)
     full = pricing.bytes(whole_model(blueprint))
     states = fleet_states(fleet, settings, pricing.reference_bytes)
     budgets = [state.budget_bytes for states_of_round in states for state in states_of_round]
@@ -87,6 +89,8 @@ def make_plan(settings: Settings, question: Question) -> dict[str, Any]:
         "modules": [module_row(rule, stage.name, part) for stage in rule.stages for part in stage.parts],
         "fleet": fleet_row(fleet, settings, rule, tasks),
         "devices": device_rows(rule, tasks, question.examples),
+        "trained": trained_shares(blueprint, tasks),
+        "pretence": pretence(full, tasks) if rule.swaps else None,
     }
 
 
@@ -261,44 +265,3 @@ def stage_row(rule: Rule, part: Part, tasks: list[Task], examples: int) -> dict[
         "seconds": max((task.seconds for task in tasks if task.parts), default=None),
         "swap_seconds": swapped_seconds(rule, part, poorest.state, examples) if poorest else None,
     }
-
-
-def nobody(plan: dict[str, Any]) -> str:
-    """Why no device can train anything."""
-    richest = max(device["budget_bytes"][1] for device in plan["devices"])
-    needed = min(module["memory_bytes"] for module in plan["modules"])
-    return f"no device can: at least {format_bytes(needed)} are needed, the richest has {format_bytes(richest)}"
-
-
-def suggest(settings: Settings, question: Question) -> list[dict[str, Any]]:
-    """All systems for this fleet and model, the best first: by participation, then peak bytes, bytes sent, seconds.
-
-    Each is planned by itself, with its own training (FedProphet's is adversarial). One that cannot cut the model comes last,
-    with the reason.
-    """
-    rows = []
-    for name in STRATEGIES:
-        if not find_rule(name).suggested:
-            continue
-        try:
-            plan = make_plan(settings.model_copy(update={"strategy": name}), question)
-        except ValueError as error:
-            rows.append({"strategy": name, "reason": str(error), "participation": 0.0})
-            continue
-        stages = plan["fleet"]["stages"]
-        rows.append(
-            {
-                "strategy": name,
-                "reason": "" if plan["fleet"]["participation"] else nobody(plan),
-                "participation": plan["fleet"]["participation"],
-                "peak_bytes": max(stage["peak_bytes"] for stage in stages),
-                "bytes_per_round": fmean(stage["bytes_down"] + stage["bytes_up"] for stage in stages),
-                "round_seconds": fmean(stage["round_seconds"] for stage in stages),
-                "stages": len(stages),
-                "trains_here": name in STRATEGIES,
-            }
-        )
-    order = ("peak_bytes", "bytes_per_round", "round_seconds")
-    return sorted(
-        rows, key=lambda row: (bool(row["reason"]), -row["participation"], *(row.get(key, 0) for key in order))
-    )

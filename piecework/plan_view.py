@@ -18,9 +18,26 @@ def plan_tables(plan: dict[str, Any]) -> list[str | Table]:
         f"memory-model {plan['memory_model']}, batch {plan['batch_size']}: a step of the whole model takes "
         f"{format_bytes(plan['full_memory_bytes'])}; {cut(plan)}",
         piece_table(plan),
+        *pretending(plan),
         f"fleet {fleet['name']}: {fleet['clients']} clients, {fleet['clients_per_round']} a round, "
         f"{fleet['participation']:.0%} can take part",
         device_table(plan),
+    ]
+
+
+def pretending(plan: dict[str, Any]) -> list[str]:
+    """What devices would really need that only pretend to swap."""
+    found = plan["pretence"]
+    if found is None:
+        return []
+    step = "an attacked step" if plan["attack_steps"] else "a step"
+    needed, full, poorest = map(
+        format_bytes, (found["needed_bytes"], plan["full_memory_bytes"], found["poorest_bytes"])
+    )
+    return [
+        f"Devices only pretend to swap: {found['share']:.0%} of the clients train what does not fit their budgets. Real ones "
+        f"would need up to {needed}; the poorest has {poorest}. The whole model takes {full} for {step}, which "
+        f"{found['whole_fits']:.0%} of the clients have. The times below add swapping as FedProphet models it."
     ]
 
 
@@ -42,7 +59,7 @@ def piece_table(plan: dict[str, Any]) -> Table:
     """What there is to train, a line a piece."""
     several, macs = len(plan["fleet"]["stages"]) > 1, plan["modules"][0]["macs"] is not None
     names = ["stage", "piece"] if several else ["piece"]
-    figures = ["parameters", "memory", "forward", "training", *(["macs"] if macs else []), "wire"]
+    figures = ["parameters", "memory", "forward FLOPs", "training FLOPs", *(["MACs"] if macs else []), "bytes sent"]
     table = columns(*names, *figures, left=len(names))
     for row in plan["modules"]:
         cells = [row["stage"], row["name"]] if several else [row["name"]]
@@ -57,7 +74,7 @@ def device_table(plan: dict[str, Any]) -> Table:
     """Who can train what: in words where there is one stage, in shares where there are several."""
     fleet = plan["fleet"]
     several = len(fleet["stages"]) > 1
-    names = ["device", "clients", "budget", "a round", "take part, stage by stage" if several else "trains"]
+    names = ["device", "clients", "budget", "time a round", "take part, stage by stage" if several else "trains"]
     table = Table(*names, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in table.columns[:-1]:
         column.no_wrap = True
@@ -117,24 +134,6 @@ def stage_words(stage: dict[str, Any], fleet: dict[str, Any]) -> str:
             f"lacks up to {format_bytes(stage['lacks_bytes'])}{swap}"
         )
     return "\n".join(lines)
-
-
-def suggest_tables(rows: list[dict[str, Any]]) -> list[str | Table]:
-    """Systems side by side; then those that cannot, and why."""
-    table = columns("strategy", "take part", "peak", "bytes a round", "a round", "stages", "")
-    for row in rows:
-        if row["reason"]:
-            continue
-        table.add_row(
-            row["strategy"],
-            f"{row['participation']:.0%}",
-            format_bytes(row["peak_bytes"]),
-            format_bytes(int(row["bytes_per_round"])),
-            duration(row["round_seconds"]),
-            str(row["stages"]),
-            "" if row["trains_here"] else "planned only",
-        )
-    return [table, *(f"{row['strategy']}: {row['reason']}" for row in rows if row["reason"])]
 
 
 def duration(seconds: float) -> str:

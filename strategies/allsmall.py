@@ -10,8 +10,9 @@ from client_app.setup import narrowed
 from client_app.task import Task
 from device_profiles.profile import DeviceState
 from models.cascade import Blueprint
+from models.partition import Piece
 from strategies.fedavg import FedAvg, FedAvgRule
-from strategies.pricing import whole_model
+from strategies.pricing import Part, whole_model
 from strategies.state import Experiment, StrategyState
 
 STEPS = 64
@@ -20,7 +21,6 @@ STEPS = 64
 class AllSmallRule(FedAvgRule):
     """One stage: the narrow model."""
 
-    suggested = False  # it gives up what richer devices could learn
     share = 1.0
 
     def fit(self, least: int, most: int) -> None:
@@ -38,6 +38,10 @@ class AllSmallRule(FedAvgRule):
                 f"{least:,}; lower batch-size or model-width, or give clients more memory"
             )
         self.narrow(low / STEPS)
+
+    def part(self, piece: Piece) -> Part:
+        """All atoms of the narrow model."""
+        return replace(super().part(piece), name=f"{self.share:.4g} of the channels")
 
     def model(self, share: float) -> Blueprint:
         """The model with a share of its channels."""

@@ -9,7 +9,6 @@ from strategies.fedavg import FedAvg, FedAvgRule
 class ExclusiveFLRule(FedAvgRule):
     """One stage; the whole model or nothing."""
 
-    suggested = False  # FedAvg is, which says who cannot
     excluded = "not asked"
 
 

@@ -60,7 +60,7 @@ class FamilyRule(Rule):
 
     adversarial = "optional"
     adapts = True
-    suggested = False  # small devices' models are not the one that was asked for, and the server needs data
+    caveat = "small devices train other models; needs public data"
 
     @cached_property
     def names(self) -> list[str]:

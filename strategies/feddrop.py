@@ -17,7 +17,6 @@ class FedDropRule(HeteroFLRule):
     """Without a mask."""
 
     masks = False
-    suggested = False  # its plan is HeteroFL's
 
 
 class FedDrop(HeteroFL):

@@ -34,7 +34,7 @@ class FedPMRule(FedAvgRule):
     """The whole model with scores, or nothing."""
 
     adversarial = "optional"
-    suggested = False  # it learns which random weights to keep, not the model that was asked for
+    caveat = "a mask of random weights, not the model"
 
     def require_model(self) -> None:
         """Raises ValueError for layers without masks, and for norms with statistics."""

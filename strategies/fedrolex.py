@@ -13,8 +13,6 @@ from strategies.heterofl import HeteroFL, HeteroFLRule
 class FedRolexRule(HeteroFLRule):
     """As HeteroFL's."""
 
-    suggested = False  # its plan is HeteroFL's
-
 
 class FedRolex(HeteroFL):
     """Sub-models of a rolling window of channels."""

@@ -32,7 +32,6 @@ class FjORDRule(HeteroFLRule):
 
     masks = False
     scales = False
-    suggested = False  # its plan is HeteroFL's
 
     def require_model(self) -> None:
         """Raises ValueError for norms with statistics, too."""

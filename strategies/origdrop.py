@@ -18,7 +18,7 @@ from strategies.heterofl import HeteroFL, HeteroFLRule
 class OrigDropRule(HeteroFLRule):
     """As HeteroFL's, with PriSM's ratios."""
 
-    suggested = False  # HeteroFL without what richer devices could learn
+    caveat = "other channels are zero"
     masks = False
     scales = False
 

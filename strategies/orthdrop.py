@@ -12,8 +12,6 @@ from strategies.prism import PriSM, PriSMRule
 class OrthDropRule(PriSMRule):
     """As PriSM's; sub-models with all output channels."""
 
-    suggested = False  # a sub-model takes more than PriSM's, and nearly as much as the whole model
-
     @property
     def narrow(self) -> bool:
         """Never."""

@@ -31,14 +31,14 @@ class Rule(ABC):
 
     `cuts`: the model is cut for a budget; `adapts`: else narrowed or shortened for it. `excluded` says what becomes of a device
     that cannot train; `adversarial`, whether the system trains on adversarial examples, `optional`: where the settings say so;
-    `suggested`, that plans may recommend it.
+    `caveat`, what advice has to say of the system beside its figures.
     """
 
     cuts: ClassVar[bool] = False
     adapts: ClassVar[bool] = False
     exits: ClassVar[bool] = False
     adversarial: ClassVar[Literal["never", "optional", "always"]] = "never"
-    suggested: ClassVar[bool] = True
+    caveat: ClassVar[str] = ""
     excluded: ClassVar[str] = "left out"
 
     def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
@@ -129,7 +129,7 @@ class Rule(ABC):
 class Swapping(Rule):
     """By which every device trains the whole model, and swaps, in pretence, what does not fit: budgets are not enforced."""
 
-    suggested = False  # no device swaps as it pretends to
+    caveat = "devices only pretend to swap"
 
     @property
     def swaps(self) -> bool:

@@ -41,6 +41,8 @@ BAND = 0.1  # of density, above `target-density`, in which alpha falls
 class SpaFLRule(Rule):
     """One stage; the whole model with thresholds."""
 
+    caveat = "a model of its own for each client"
+
     @cached_property
     def whole(self) -> Part:
         """The masked model. Raises ValueError where there is nothing to mask."""
@@ -298,8 +300,6 @@ class SpaFL(PieceStrategy):
 
 class LocalRule(SpaFLRule):
     """Nothing travels."""
-
-    suggested = False
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
         """None."""

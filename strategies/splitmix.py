@@ -36,7 +36,7 @@ class SplitMixRule(Rule):
 
     adversarial = "optional"
     adapts = True
-    suggested = False  # an ensemble, not the model that was asked for
+    caveat = "an ensemble of narrow nets"
 
     @property
     def count(self) -> int:

@@ -45,8 +45,11 @@ SPEEDS = {"flops": 1e9, "bandwidth": 1e6, "disk-bandwidth": 1e7}
 
 
 def tiny_settings(**changes: Any) -> Settings:
-    """The settings of a run of seconds: TINY, with underscores for hyphens."""
-    return Settings.from_run_config(TINY | {key.replace("_", "-"): value for key, value in changes.items()})
+    """The settings of a run of seconds: TINY, with underscores for hyphens. No more clients are asked than there are."""
+    values: dict[str, Any] = TINY | {key.replace("_", "-"): value for key, value in changes.items()}
+    if "clients_per_round" not in changes and values["clients"]:
+        values["clients-per-round"] = min(values["clients-per-round"], values["clients"])
+    return Settings.from_run_config(values)
 
 
 def run_local(tmp_path: Path, grid: type[LocalGrid] = LocalGrid, **changes: Any) -> RunDir:

@@ -10,6 +10,7 @@ from helpers import fleet_json, run_local, tiny_settings
 from typer.testing import CliRunner
 
 from device_profiles.fleet import load_fleet
+from device_profiles.profile import format_bytes
 from piecework.cli import app
 from piecework.plan import fleet_states, make_plan
 from piecework.question import ask, budget_bytes
@@ -172,17 +173,35 @@ def test_a_picture(tmp_path: Path) -> None:
     assert all(name in drawn for name in ("conv1+conv2", "the whole model", "fleet demo"))
 
 
-def test_suggestions_are_ranked_and_say_who_cannot() -> None:
-    rows = plan("--model", "convnet", "--dataset", "digits", "--suggest")["suggest"]
-    assert {row["strategy"] for row in rows} == {
-        "fedavg", "fedepth", "m-fedepth", "fedprophet", "profl", "heterofl", "depthfl", "prism", "spafl",
-    }  # fmt: skip
-    shares = [row["participation"] for row in rows]
-    assert shares == sorted(shares, reverse=True)
-    full = [row for row in rows if row["participation"] == 1]
-    assert [row["peak_bytes"] for row in full] == sorted(row["peak_bytes"] for row in full)
-    nobody = next(row for row in rows if row["strategy"] == "fedavg")
-    assert "no device can: at least 1 MB are needed, the richest has 977.8 kB" in nobody["reason"]
+def test_columns_say_what_they_count_and_of_what() -> None:
+    call = ["plan", "--model", "cnn3", "--dataset", "digits32", "--strategy", "fedprophet", "--fleet", "unlimited"]
+    done = CliRunner().invoke(app, call, env={"COLUMNS": "150"})
+    pieces, devices = (
+        line.split("  ") for line in done.stdout.splitlines() if line.startswith(("piece", "stage", "device"))
+    )
+    assert "forward FLOPs" in " ".join(pieces) and "training FLOPs" in " ".join(pieces)
+    assert "time a round" in " ".join(devices)
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("to train in a published setting: piecework run --preset NAME, a file of ")
+    assert "fedepth-fmnist-fair" not in done.stdout
+
+
+def test_who_pretends_to_swap_is_told_what_it_would_need() -> None:
+    call = ["--model", "convnet", "--dataset", "digits", "--strategy", "jfat", "--nodes", "4"]
+    found = plan(*call)
+    whole = found["full_memory_bytes"]
+    budgets = [device["budget_bytes"][0] for device in found["devices"]]
+    assert found["pretence"] == {
+        "share": 1.0,
+        "needed_bytes": whole,
+        "poorest_bytes": min(budgets),
+        "whole_fits": 0.0,
+    }
+    said = " ".join(CliRunner().invoke(app, ["plan", *call]).stdout.split())
+    assert "Devices only pretend to swap: 100% of the clients train what does not fit their budgets." in said
+    assert f"The whole model takes {format_bytes(whole)} for an attacked step, which 0% of the clients have." in said
+    assert plan(*call[:-2], "--fleet", "unlimited")["pretence"] is None
+    assert plan("--model", "convnet", "--dataset", "digits")["pretence"] is None
 
 
 def test_a_module_is_timed_against_the_slowest_that_is_asked(tmp_path: Path) -> None:

@@ -1,0 +1,205 @@
+"""Advice: which systems suit a fleet and a model. Simple rivals come first; what our own runs measured comes with its setting.
+
+Nothing here ranks by memory peaks: what fits, fits. Accuracies of different settings are never compared.
+"""
+
+import tomllib
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from client_app.setup import blueprint_of_shape
+from device_profiles.fleet import load_fleet
+from device_profiles.profile import format_bytes
+from models.cascade import Blueprint
+from piecework.plan import fleet_states, make_plan
+from piecework.question import Question
+from server_app.settings import Settings
+from strategies import STRATEGIES, find_rule
+from strategies.pricing import Pricing, pricing_for, whole_model
+
+MEASURED = Path(__file__).parent / "measured.toml"
+SIMPLE = ("allsmall", "exclusivefl")  # beside FedAvg, what one would try first
+ORDER = (
+    "Order: the share of clients that can take part, then the part of the model that the fleet trains together, then the "
+    "accuracy that was measured in setting [1]; systems without one come after."
+)
+
+
+def advise(settings: Settings, question: Question) -> dict[str, Any]:
+    """The whole advice, as JSON values.
+
+    `simple` is FedAvg's verdict; where all devices fit a step of the whole model that is the advice, and no other is planned.
+    Else `rivals` are AllSmall and ExclusiveFL, `rows` the other systems in order, `refused` those that cannot, with the reason.
+    Adversarial training is advised on where the settings ask for it, by `adversarial = true` or a system that always does it.
+    """
+    attacked = settings.adversarial or find_rule(settings.strategy).adversarial == "always"
+    settings = settings.model_copy(update={"adversarial": attacked})
+    simple = fedavg_verdict(settings, question)
+    advice: dict[str, Any] = {"adversarial": attacked, "simple": simple, "rivals": [], "rows": [], "refused": []}
+    if not simple["fits"]:
+        measured = nearest(blueprint_of(settings, question), attacked)
+        pricing = pricing_of(settings, question, simple["attack_steps"])
+        names = [name for name in STRATEGIES if name != "fedavg" and suits(name, attacked)]
+        found = [
+            planned(settings.model_copy(update={"strategy": name}), question, pricing)
+            | {"measured": accuracies(name, measured)}
+            for name in names
+        ]
+        able = [row for row in found if not row["reason"]]
+        advice["rivals"] = [row for row in able if row["strategy"] in SIMPLE]
+        advice["rows"] = sorted((row for row in able if row["strategy"] not in SIMPLE), key=order)
+        advice["refused"] = [row for row in found if row["reason"]]
+        used = {number for row in able for number in row["measured"]}
+        advice["settings"] = {n: entry for n, entry in enumerate(measured, start=1) if n in used}
+        advice["order"] = ORDER
+    return advice
+
+
+def suits(name: str, attacked: bool) -> bool:
+    """Whether a system trains as it is asked to: on adversarial examples, or on clean ones."""
+    return find_rule(name).adversarial != ("never" if attacked else "always")
+
+
+def blueprint_of(settings: Settings, question: Question) -> Blueprint:
+    """The model that is asked about."""
+    return blueprint_of_shape(settings, question.input_shape, question.num_classes)
+
+
+# ---- FedAvg
+
+
+def fedavg_verdict(settings: Settings, question: Question) -> dict[str, Any]:
+    """Whether every device can hold a step of the whole model; where not, the largest smaller batch at which it could."""
+    plan = make_plan(settings.model_copy(update={"strategy": "fedavg"}), question)
+    fleet = load_fleet(settings.fleet)
+    poorest = min(s.budget_bytes for states in fleet_states(fleet, settings, plan["reference_bytes"]) for s in states)
+    participation = plan["fleet"]["participation"]
+    verdict: dict[str, Any] = {
+        "fits": participation == 1,
+        "participation": participation,
+        "batch_size": settings.batch_size,
+        "attack_steps": plan["attack_steps"],
+        "step_bytes": plan["full_memory_bytes"],
+        "poorest_bytes": poorest,
+        "smaller_batch": None,
+        "ratios": any(device.memory_ratio is not None for device in fleet.devices),
+    }
+    if not verdict["fits"]:
+        for size in smaller_batches(settings.batch_size):
+            pricing = pricing_of(settings.model_copy(update={"batch_size": size}), question, plan["attack_steps"])
+            needed = pricing.bytes(whole_model(blueprint_of(settings, question)))
+            if needed <= settings.allowance(poorest):
+                verdict["smaller_batch"] = {"batch_size": size, "step_bytes": needed}
+                break
+    return verdict | {"text": verdict_text(verdict)}
+
+
+def smaller_batches(batch_size: int) -> list[int]:
+    """Powers of two below a batch size, down to 2."""
+    return [2**power for power in range(batch_size.bit_length(), 0, -1) if 2**power < batch_size]
+
+
+def pricing_of(settings: Settings, question: Question, attack_steps: int) -> Pricing:
+    """The prices of all systems' steps."""
+    reference = blueprint_of(settings.model_copy(update={"model_width": 1.0}), question)
+    return pricing_for(settings, reference, attack_steps, question.precision)
+
+
+def verdict_text(verdict: dict[str, Any]) -> str:
+    """FedAvg's verdict in words."""
+    step, poorest = format_bytes(verdict["step_bytes"]), format_bytes(verdict["poorest_bytes"])
+    figures = f"A step at batch {verdict['batch_size']} takes {step} ({verdict['step_bytes']:,} bytes)"
+    if verdict["fits"]:
+        return f"Every device fits a step of the whole model: use FedAvg. {figures}, the poorest device has {poorest}."
+    fit = f"FedAvg: {verdict['participation']:.0%} of the clients fit a step of the whole model."
+    said = f"{fit} {figures}, the poorest device has {poorest}."
+    smaller = verdict["smaller_batch"]
+    if smaller is None:
+        return f"{said} No smaller batch fits it either, down to 2."
+    said += (
+        f" At batch {smaller['batch_size']} it takes {format_bytes(smaller['step_bytes'])} and fits every device: try that "
+        "first. A smaller batch changes the optimisation and the statistics of batch norms, so choose the rate again."
+    )
+    if verdict["ratios"]:
+        said += (
+            f" (The budgets of this fleet are ratios of a step, here at batch {verdict['batch_size']}. In a run with a smaller "
+            "batch they would shrink with it.)"
+        )
+    return said
+
+
+# ---- the others
+
+
+def planned(settings: Settings, question: Question, pricing: Pricing) -> dict[str, Any]:
+    """One system, planned by itself; `reason` where it cannot take the model, or no device can take part."""
+    row: dict[str, Any] = {"strategy": settings.strategy, "reason": "", "participation": 0.0}
+    try:
+        plan = make_plan(settings, question, pricing)
+    except ValueError as error:
+        return row | {"reason": str(error)}
+    if not plan["fleet"]["participation"]:
+        return row | {"reason": nobody(plan)}
+    stages, trained = plan["fleet"]["stages"], plan["trained"]
+    return row | {
+        "participation": plan["fleet"]["participation"],
+        "pretending": plan["pretence"]["share"] if plan["pretence"] else 0.0,
+        "trains": trained["devices"],
+        "least_share": trained["least"],
+        "covered": trained["together"],
+        "bytes_per_round": fmean(stage["bytes_down"] + stage["bytes_up"] for stage in stages),
+        "round_seconds": fmean(stage["round_seconds"] for stage in stages),
+        "stages": len(stages),
+        "caveat": find_rule(settings.strategy).caveat,
+    }
+
+
+def nobody(plan: dict[str, Any]) -> str:
+    """Why no device can train anything."""
+    richest = max(device["budget_bytes"][1] for device in plan["devices"])
+    needed = min(module["memory_bytes"] for module in plan["modules"])
+    return f"no device can: at least {format_bytes(needed)} are needed, the richest has {format_bytes(richest)}"
+
+
+def order(row: dict[str, Any]) -> tuple[float, ...]:
+    """As ORDER says; whole percents, so that a rounding error decides nothing. Who pretends to swap takes no real part."""
+    first = row["measured"].get(1)
+    accuracy = float(first[0]["accuracy"].split()[0]) if first else -1.0
+    return -round(row["participation"] - row["pretending"], 2), -round(row["covered"], 2), -accuracy
+
+
+# ---- what was measured
+
+
+@cache
+def measurements() -> tuple[dict[str, Any], ...]:
+    """The settings in which our own runs compared systems, with what came of each."""
+    return tuple(tomllib.loads(MEASURED.read_text(encoding="utf-8"))["setting"])
+
+
+def kind_of(blueprint: Blueprint) -> str:
+    """What a model is like: text, transformer (atoms make tokens), convolutional (they make maps), or other."""
+    if blueprint.vocabulary:
+        return "text"
+    dimensions = {len(atom.shape) for atom in blueprint.atoms}
+    return "convolutional" if 3 in dimensions else "transformer" if 2 in dimensions else "other"
+
+
+def accuracies(name: str, measured: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """What a system reached in which of the settings, which are counted from 1."""
+    numbered = enumerate(measured, start=1)
+    found = {number: [row for row in setting["rows"] if row["system"] == name] for number, setting in numbered}
+    return {number: rows for number, rows in found.items() if rows}
+
+
+def nearest(blueprint: Blueprint, attacked: bool) -> list[dict[str, Any]]:
+    """The settings with such a model and such training. By the first rows are ordered: it compares most systems; settings with
+    a model for each client come last.
+    """
+    kind = kind_of(blueprint)
+    alike = [entry for entry in measurements() if (entry["kind"], entry["adversarial"]) == (kind, attacked)]
+    return sorted(
+        alike, key=lambda entry: (entry.get("personal", False), -len({row["system"] for row in entry["rows"]}))
+    )

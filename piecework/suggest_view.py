@@ -1,0 +1,73 @@
+"""Advice for people: FedAvg's verdict, the simple rivals, the systems, and where accuracies were measured."""
+
+from typing import Any
+
+from rich.table import Table
+
+from device_profiles.profile import format_bytes
+from piecework.plan_view import columns, duration
+
+
+def advice_tables(advice: dict[str, Any]) -> list[str | Table]:
+    """What to print, in order."""
+    adversarial, simple = advice["adversarial"], advice["simple"]
+    training = "adversarial" if adversarial else "clean"
+    ask = (
+        "Adversarial training. For clean training leave `adversarial` and the strategy as they are by default."
+        if adversarial
+        else "Clean training. For adversarial training ask with --set adversarial=true."
+    )
+    if simple["fits"]:
+        return [simple["text"], ask]
+    lines: list[str | Table] = [simple["text"], f"The simple rivals, {training} training:", table(advice["rivals"])]
+    lines += [f"Systems, {training} training:", table(advice["rows"]), advice["order"]]
+    if not advice["settings"]:
+        lines.append("No accuracy of ours was measured on a model of this kind.")
+    for number, setting in advice["settings"].items():
+        lines.append(
+            f"[{number}] measured on {setting['what']}, not on your model and fleet ({setting['source']}: {setting['command']})"
+        )
+    lines += [f"{row['strategy']} cannot: {row['reason']}" for row in advice["refused"]]
+    return [*lines, ask]
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """A line a system."""
+    found = columns("strategy", "take part", "each trains", "together", "bytes a round", "time a round", "measured", "")
+    found.columns[6].no_wrap = False
+    for column in found.columns[6:]:
+        column.justify = "left"
+    for row in rows:
+        found.add_row(
+            row["strategy"],
+            f"{row['participation'] - row['pretending']:.0%}",
+            shares([*row["trains"].values()]),
+            f"{row['covered']:.0%}",
+            format_bytes(int(row["bytes_per_round"])),
+            duration(row["round_seconds"]),
+            "\n".join(accuracies(number, entries) for number, entries in row["measured"].items()) or "-",
+            notes(row),
+        )
+    return found
+
+
+def shares(found: list[float]) -> str:
+    """From the device that trains least of the model to that which trains most."""
+    low, high = f"{min(found):.0%}", f"{max(found):.0%}"
+    return low if low == high else f"{low} - {high}"
+
+
+def accuracies(number: int, entries: list[dict[str, Any]]) -> str:
+    """A system's accuracies in one setting."""
+    said = []
+    for entry in entries:
+        clean = f" (clean {entry['clean']})" if "clean" in entry else ""
+        said.append(f"{entry['accuracy']}{clean}" + (f", {entry['variant']}" if "variant" in entry else ""))
+    return f"[{number}] {'; '.join(said)}"
+
+
+def notes(row: dict[str, Any]) -> str:
+    """What has to be said beside the figures."""
+    pretends = f"{row['pretending']:.0%} pretend to have the memory" if row["pretending"] else ""
+    stages = f"{row['stages']} stages" if row["stages"] > 1 else ""
+    return "; ".join(filter(None, [pretends or row["caveat"], stages]))
