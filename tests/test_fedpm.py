@@ -142,6 +142,6 @@ def test_layers_without_masks_are_refused() -> None:
 @pytest.mark.parametrize("batch_norm", ["running", "local"])
 def test_statistics_are_refused(tmp_path: Path, batch_norm: str) -> None:
     with pytest.raises(
-        ValueError, match=f"batch-norm = '{batch_norm}': fedpm sends masks, and statistics are none; use"
+        ValueError, match=f"batch-norm = '{batch_norm}': fedpm sends masks, and statistics are none, use"
     ):
         run_local(tmp_path, **FEDPM | {"batch_norm": batch_norm})
