@@ -40,13 +40,14 @@ def advise(settings: Settings, question: Question) -> dict[str, Any]:
     advice: dict[str, Any] = {"adversarial": attacked, "simple": simple, "rivals": [], "rows": [], "refused": []}
     if not simple["fits"]:
         measured = nearest(blueprint_of(settings, question), attacked)
-        pricing = pricing_of(settings, question, simple["attack_steps"])
-        names = [name for name in STRATEGIES if name != "fedavg" and suits(name, attacked)]
-        found = [
-            planned(settings.model_copy(update={"strategy": name}), question, pricing)
-            | {"measured": accuracies(name, measured)}
-            for name in names
-        ]
+        found = []
+        prices: dict[str, Pricing] = {}  # by what batch norms do, which a strategy may decide
+        for name in STRATEGIES:
+            if name != "fedavg" and suits(name, attacked):
+                own = settings.model_copy(update={"strategy": name})
+                if own.norms not in prices:
+                    prices[own.norms] = pricing_of(own, question, simple["attack_steps"])
+                found.append(planned(own, question, prices[own.norms]) | {"measured": accuracies(name, measured)})
         able = [row for row in found if not row["reason"]]
         advice["rivals"] = [row for row in able if row["strategy"] in SIMPLE]
         advice["rows"] = sorted((row for row in able if row["strategy"] not in SIMPLE), key=order)
@@ -72,7 +73,8 @@ def blueprint_of(settings: Settings, question: Question) -> Blueprint:
 
 def fedavg_verdict(settings: Settings, question: Question) -> dict[str, Any]:
     """Whether every device can hold a step of the whole model; where not, the largest smaller batch at which it could."""
-    plan = make_plan(settings.model_copy(update={"strategy": "fedavg"}), question)
+    settings = settings.model_copy(update={"strategy": "fedavg"})
+    plan = make_plan(settings, question)
     fleet = load_fleet(settings.fleet)
     poorest = min(s.budget_bytes for states in fleet_states(fleet, settings, plan["reference_bytes"]) for s in states)
     participation = plan["fleet"]["participation"]

@@ -154,8 +154,8 @@ def require_no_statistics(blueprint: Blueprint, settings: Settings, reason: str)
     if not settings.batch_statistics:
         raise ValueError(f"batch-norm = {settings.batch_norm!r}: {reason}, use measured or batch")
     raise ValueError(
-        f"{found} of {blueprint.name} keeps statistics although batch-norm = {settings.norms!r}, and {reason}: build its batch norms with "
-        "track_running_stats=batch_norm != 'batch'"
+        f"{found} of {blueprint.name} keeps statistics although batch-norm = {settings.norms!r}, and {reason}: build its "
+        "batch norms with track_running_stats=batch_norm != 'batch'"
     )
 
 
