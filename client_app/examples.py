@@ -9,6 +9,7 @@ from torch import Tensor
 
 from client_app.accelerator import CPU, to_device
 from federated_data.datasets import ArrayDataset
+from models.cascade import Shape, kept_places, padding
 
 PADDING = 4  # pixels, of the random crop
 
@@ -16,12 +17,14 @@ PADDING = 4  # pixels, of the random crop
 @dataclass(frozen=True)
 class Examples:
     """`read(positions)` gives float32 [B, ...], or tokens, for int positions [B], on the device; `labels` is int64 [n], or
-    float32 [n, m] where there is more to learn of an example.
+    float32 [n, m] where there is more to learn of an example. `smaller(shape)` gives the same examples with their images
+    brought to that shape; stored features have none.
     """
 
     read: Callable[[np.ndarray], Tensor]
     labels: np.ndarray
     device: torch.device = CPU
+    smaller: Callable[[Shape], "Examples"] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -34,7 +37,20 @@ class Examples:
         """The same, for a device."""
         if device == self.device:
             return self
-        return Examples(lambda positions: to_device(self.read(positions), device), self.labels, device)
+        smaller = self.smaller
+        return Examples(
+            lambda positions: to_device(self.read(positions), device),
+            self.labels,
+            device,
+            (lambda shape: smaller(shape).on(device)) if smaller else None,
+        )
+
+    def entering(self, shape: Shape) -> "Examples":
+        """The same for an atom whose input has this shape: images are read as `fit_features` makes them, and no larger.
+
+        A step that is priced with such a batch has no room for the image beside it.
+        """
+        return self.smaller(shape) if self.smaller else self
 
 
 def batches(count: int, batch_size: int, rng: np.random.Generator, *, drop_single: bool) -> Iterator[np.ndarray]:
@@ -61,45 +77,99 @@ class Augmentation:
         """Flip one in two; shift by up to 4 pixels each way."""
         return cls(rng.random(count) < 0.5, rng.integers(0, 2 * PADDING + 1, size=(count, 2)))
 
-    def apply(self, images_BHWC: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The augmented batch; what a shift uncovers is zero."""
-        height, width = images_BHWC.shape[1:3]
-        padded = np.pad(images_BHWC, ((0, 0), (PADDING, PADDING), (PADDING, PADDING), (0, 0)))
-        rows = self.shifts[positions, 0, None] + np.arange(height)
-        columns = self.shifts[positions, 1, None] + np.arange(width)
-        columns = np.where(self.flips[positions, None], columns[:, ::-1], columns)
-        return padded[np.arange(len(positions))[:, None, None], rows[:, :, None], columns[:, None, :]]
+    def read(
+        self,
+        images_NHWC: np.ndarray,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        down: slice = slice(None),
+        across: slice = slice(None),
+    ) -> np.ndarray:
+        """These rows of the images, augmented as the positions [B] say, at some heights and widths; what a shift uncovers is
+        zero.
+        """
+        height, width = images_NHWC.shape[1:3]
+        columns = np.arange(width)
+        columns = np.where(self.flips[positions, None], columns[::-1], columns)[:, across]
+        y = self.shifts[positions, 0, None] - PADDING + np.arange(height)[down]
+        x = self.shifts[positions, 1, None] - PADDING + columns
+        rows, ys, xs = rows[:, None, None], y.clip(0, height - 1)[:, :, None], x.clip(0, width - 1)[:, None, :]
+        taken: np.ndarray = images_NHWC[rows, ys, xs]
+        taken[(y < 0) | (y >= height)] = 0
+        taken.swapaxes(1, 2)[(x < 0) | (x >= width)] = 0
+        return taken
 
 
-def share_examples(data: ArrayDataset, rows: np.ndarray, augmentation: Augmentation | None = None) -> Examples:
-    """A share of the training examples: rows is int [n]; batches are as `as_inputs` has them."""
-
-    def read(positions: np.ndarray) -> Tensor:
-        inputs = data.inputs[rows[positions]]
-        if augmentation is not None:
-            inputs = augmentation.apply(inputs, positions)
-        return as_inputs(inputs, data)
-
-    return Examples(read, data.labels[rows])
+def share_examples(
+    data: ArrayDataset, rows: np.ndarray, augmentation: Augmentation | None = None, shape: Shape = ()
+) -> Examples:
+    """A share of the training examples: rows is int [n]; batches are as `as_inputs` has them, images brought to `shape` if
+    there is one.
+    """
+    return _examples(data, data.inputs, rows, data.labels[rows], augmentation, shape)
 
 
 def examples_of_test(data: ArrayDataset, rows: np.ndarray) -> Examples:
     """Examples of the test split: rows is int [n]."""
-    return Examples(lambda positions: as_inputs(data.test_inputs[rows[positions]], data), data.test_labels[rows])
+    return _examples(data, data.test_inputs, rows, data.test_labels[rows])
+
+
+def _examples(
+    data: ArrayDataset,
+    inputs: np.ndarray,
+    rows: np.ndarray,
+    labels: np.ndarray,
+    augmentation: Augmentation | None = None,
+    shape: Shape = (),
+) -> Examples:
+    """Rows of inputs. An image is read at the places that `shape` keeps of it: there is never more of it in memory."""
+    channels, *spatial = shape or data.input_shape
+    places = [kept_places(have, want) for have, want in zip(data.input_shape[1:], spatial, strict=True)]
+
+    def read(positions: np.ndarray) -> Tensor:
+        chosen = rows[positions]
+        if augmentation is not None:
+            return _owned_images(augmentation.read(inputs, chosen, positions, places[0], places[1]), data, channels)
+        taken = inputs[(slice(None), *places)][chosen]
+        return _owned_tokens(taken) if data.vocabulary else _owned_images(taken, data, channels)
+
+    return Examples(
+        read,
+        labels,
+        smaller=lambda wanted: _examples(data, inputs, rows, labels, augmentation, wanted),
+    )
 
 
 def as_inputs(rows: np.ndarray, data: ArrayDataset) -> Tensor:
     """What a model reads of rows of a data set: `normalised` images, or tokens [B, length], int64."""
-    return torch.from_numpy(rows.astype(np.int64)) if data.vocabulary else normalised(rows, data)
+    return _owned_tokens(np.array(rows)) if data.vocabulary else normalised(rows, data)
 
 
 def normalised(images_BHWC: np.ndarray, data: ArrayDataset) -> Tensor:
     """Float images [B, C, H, W], in channels-last memory because the pixels lie so on disk."""
-    x = torch.tensor(images_BHWC).permute(0, 3, 1, 2).float()
-    if data.inputs.dtype == np.uint8:
-        x.div_(255)
-    shape = (1, len(data.mean), 1, 1)
-    return x.sub_(torch.tensor(data.mean).view(shape)).div_(torch.tensor(data.std).view(shape))
+    return _owned_images(np.array(images_BHWC), data, images_BHWC.shape[-1])
+
+
+# Arrays that nobody else has become tensors as they are, and are counted as such from the first operation on.
+
+
+def _owned_tokens(rows: np.ndarray) -> Tensor:
+    return torch.from_numpy(rows).long()
+
+
+def _owned_images(images_BHWC: np.ndarray, data: ArrayDataset, channels: int) -> Tensor:
+    """With so many channels, of which those that the images lack are zero."""
+    pixels = torch.from_numpy(images_BHWC)
+    if channels == pixels.shape[-1]:
+        x = own = pixels.float()
+    else:
+        before, _ = padding(pixels.shape[-1], channels)
+        x = torch.zeros(*pixels.shape[:-1], channels)
+        own = x[..., before : before + pixels.shape[-1]].copy_(pixels)
+    if pixels.dtype == torch.uint8:
+        own.div_(255)
+    own.sub_(torch.tensor(data.mean)).div_(torch.tensor(data.std))
+    return x.permute(0, 3, 1, 2)
 
 
 def feature_examples(features: np.ndarray, labels: np.ndarray) -> Examples:

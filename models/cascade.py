@@ -179,20 +179,43 @@ def fit_features(z: Tensor, shape: Shape) -> Tensor:
     Space is sub-sampled (every s-th row and column), then cropped; channels get zeros, half before and half after
     (the authors' option A shortcut: 16 channels to 64 is 24 + 16 + 24).
     """
-    if tuple(z.shape[1:]) == tuple(shape):
+    have = tuple(z.shape[1:])
+    if have == tuple(shape):
         return z
-    if z.dim() == 3 and z.shape[1:2] == shape[:1] and len(shape) == 2:
+    if not can_fit(have, shape):
+        raise ValueError(
+            f"features {have} cannot be brought to {tuple(shape)}: channels are only added, and space only shrinks"
+        )
+    if len(shape) == 2:
         return fit_features(z.flatten(0, 1), shape[1:]).view(*z.shape[:2], -1)
-    if z.dim() - 1 != len(shape) or any(have < want for have, want in zip(z.shape[2:], shape[1:], strict=True)):
-        raise ValueError(f"features {tuple(z.shape[1:])} cannot be brought to {tuple(shape)}: space only shrinks")
-    missing = shape[0] - z.shape[1]
-    if missing < 0:
-        raise ValueError(f"features {tuple(z.shape[1:])} cannot be brought to {tuple(shape)}: channels are only added")
     for dim, want in enumerate(shape[1:], start=2):
-        step = z.shape[dim] // want
+        step = kept_places(z.shape[dim], want).step
         z = z[(slice(None),) * dim + (slice(None, None, step),)].narrow(dim, 0, want)
-    before = missing // 2
-    return nn.functional.pad(z, (0, 0) * (z.dim() - 2) + (before, missing - before))
+    before, after = padding(z.shape[1], shape[0])
+    return nn.functional.pad(z, (0, 0) * (z.dim() - 2) + (before, after))
+
+
+def can_fit(have: Shape, want: Shape) -> bool:
+    """Whether `fit_features` brings features of one shape to another."""
+    if tuple(have) == tuple(want):
+        return True
+    if len(have) != len(want):
+        return False
+    if len(have) == 2:
+        return have[0] == want[0] and have[1] <= want[1]
+    return have[0] <= want[0] and all(h >= w for h, w in zip(have[1:], want[1:], strict=True))
+
+
+def kept_places(have: int, want: int) -> slice:
+    """The rows or columns that `fit_features` keeps: every s-th from the first one on."""
+    step = have // want
+    return slice(0, want * step, step)
+
+
+def padding(have: int, want: int) -> tuple[int, int]:
+    """The channels of zeros that `fit_features` adds before and after."""
+    before = (want - have) // 2
+    return before, want - have - before
 
 
 def run_atoms(blueprint: Blueprint, atoms: Sequence[int], modules: Sequence[nn.Module], z: Tensor) -> Tensor:

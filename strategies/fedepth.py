@@ -13,12 +13,12 @@ from contextlib import suppress
 from functools import cached_property
 from math import prod
 
-from client_app.trainers.fedepth import MUTUAL, choose_pieces, mutual_loss, network_piece
+from client_app.trainers.fedepth import MUTUAL, indispensable, mutual_loss, network_piece, pieces_of
 from client_app.training import Recipe
 from device_profiles.profile import DeviceState
 from models.anatomy import anatomy
 from models.cascade import Blueprint
-from models.partition import AtomTooLargeError, Piece, Price, atom_names
+from models.partition import AtomTooLargeError, Piece, Price, leave_out_input_side
 from strategies.base import PieceStrategy
 from strategies.pricing import Part
 from strategies.rules import Rule, Stage, label
@@ -48,16 +48,21 @@ class FeDepthRule(Rule):
         return self.pricing.bytes(Part(self.blueprint, piece))
 
     def pieces(self, budget: int, price: Price) -> list[Piece]:
-        """The decomposition for a budget (bytes). Raises AtomTooLargeError where not even the last atom fits."""
-        allowed, copies = self.settings.allowance(budget), self.settings.mutual_models
-        return choose_pieces(atom_names(self.blueprint), price, allowed, copies)
+        """The decomposition for a budget (bytes). Raises AtomTooLargeError where an atom does not fit that is always needed."""
+        return pieces_of(self.blueprint, self.settings, price, self.settings.allowance(budget))
 
     def _parts(self, budget: int) -> list[Part]:
         return [self.part(piece) for piece in self.pieces(budget, self.bytes)]
 
     def least(self) -> int:
-        """The last atom's price: what does not fit before it is left out."""
-        return self.bytes((len(self.blueprint.atoms) - 1,))
+        """The last atom's price: what does not fit before it is left out, if it can be."""
+        atoms = range(len(self.blueprint.atoms))
+        last = self.bytes((atoms[-1],))
+        if self.settings.sub_problem == "network" or indispensable(self.blueprint, [atoms[-1]]) is None:
+            return last
+        prices = sorted({last, *(price for atom in atoms if (price := self.bytes((atom,))) > last)})
+        kept = (leave_out_input_side(atoms, self.bytes, price) for price in prices)
+        return next(p for p, left in zip(prices, kept, strict=True) if indispensable(self.blueprint, left) is None)
 
     @cached_property
     def stages(self) -> list[Stage]:

@@ -10,6 +10,9 @@ from helpers import digits
 from client_app.examples import Augmentation, batches, feature_examples, normalised, share_examples
 from client_app.memory_cap import MemoryCap
 from client_app.training import evaluate_examples
+from device_profiles.memory import PeakMemory
+from federated_data.datasets import ArrayDataset
+from models.cascade import fit_features
 
 
 def test_batches() -> None:
@@ -46,12 +49,12 @@ IMAGE = np.array([[1, 2], [3, 4]], dtype=np.uint8)[None, :, :, None]
 )
 def test_augmentation(flip: bool, shift: tuple[int, int], expected: list[list[int]]) -> None:
     augmentation = Augmentation(np.array([flip]), np.array([shift]))
-    assert augmentation.apply(IMAGE, np.array([0]))[0, :, :, 0].tolist() == expected
+    assert augmentation.read(IMAGE, np.array([0]), np.array([0]))[0, :, :, 0].tolist() == expected
 
 
 def test_augmentation_belongs_to_the_position() -> None:
     augmentation = Augmentation(np.array([False, True, False]), np.array([[4, 4], [4, 4], [5, 4]]))
-    both = augmentation.apply(np.repeat(IMAGE, 3, axis=0), np.array([2, 0, 1]))
+    both = augmentation.read(IMAGE, np.array([0, 0, 0]), np.array([2, 0, 1]))
     assert both[..., 0].tolist() == [[[3, 4], [0, 0]], [[1, 2], [3, 4]], [[2, 1], [4, 3]]]
 
 
@@ -83,6 +86,27 @@ def test_share_examples_are_the_rows_normalised() -> None:
     everything = normalised(data.inputs[:], data)
     assert everything.mean().item() == pytest.approx(0, abs=1e-4)
     assert everything.std().item() == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@pytest.mark.parametrize("augmented", [False, True])
+@pytest.mark.parametrize("shape", [(3, 9, 8), (8, 4, 3), (4, 9, 1), (3, 2, 8)])
+def test_images_enter_a_later_atom_as_fit_features_has_them_and_are_never_held_whole(shape, augmented, dtype) -> None:
+    rng = np.random.default_rng(0)
+    inputs = rng.integers(0, 256, (20, 9, 8, 3)).astype(dtype)
+    data = ArrayDataset("mine", inputs, np.zeros(20, np.int64), 2, (0.4, 0.5, 0.6), (0.2, 0.3, 0.1), inputs, inputs)
+    rows, positions = np.arange(3, 19), np.array([15, 2, 7])
+    examples = share_examples(data, rows, Augmentation.draw(16, rng) if augmented else None)
+    whole = fit_features(examples.read(positions), shape)
+    memory = PeakMemory()
+    with memory:
+        x = examples.entering(shape).read(positions)
+    assert x.equal(whole)
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    places = len(positions) * shape[1] * shape[2]
+    pixels = np.dtype(dtype).itemsize * 3 * places
+    in_place = dtype == np.float32 and shape[0] == 3
+    assert memory.peak == (0 if in_place else pixels) + 4 * shape[0] * places + 4 * 3  # of the mean
 
 
 def test_feature_examples() -> None:

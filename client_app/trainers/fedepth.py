@@ -33,7 +33,7 @@ from client_app.randomness import integer
 from client_app.task import Metrics, Task
 from client_app.training import MakeLoss, PieceModel, Trainee, channels_last, classification_loss, load_for_device
 from device_profiles.memory import MemoryBudgetExceededError
-from models.cascade import isolated_rng
+from models.cascade import Blueprint, can_fit, isolated_rng
 from models.partition import (
     AtomTooLargeError,
     Piece,
@@ -44,6 +44,7 @@ from models.partition import (
     leave_out_input_side,
     runs,
 )
+from server_app.settings import Settings
 
 MUTUAL = -1  # in a price list, the piece (MUTUAL, M) is M whole models that learn together
 
@@ -64,6 +65,31 @@ def choose_pieces(names: list[str], price: Price, allowed: int, mutual_models: i
             if fits(price((MUTUAL, copies)), allowed):
                 return [(MUTUAL, copies)]
     return pieces
+
+
+def pieces_of(blueprint: Blueprint, settings: Settings, price: Price, allowed: int) -> list[Piece]:
+    """`choose_pieces` of a model. Raises AtomTooLargeError also for an atom that does not fit and cannot be left out."""
+    names = atom_names(blueprint)
+    pieces = choose_pieces(names, price, allowed, settings.mutual_models)
+    if pieces[0][0] == MUTUAL or settings.sub_problem == "network":
+        return pieces
+    if (needed := indispensable(blueprint, [atom for piece in pieces for atom in piece])) is not None:
+        raise AtomTooLargeError(names[needed], price((needed,)), allowed)
+    return pieces
+
+
+def indispensable(blueprint: Blueprint, atoms: list[int]) -> int | None:
+    """The first atom missing from `atoms` that they cannot do without, None where there is none.
+
+    Without a transformer's or an LSTM's first atom, the input cannot be brought to the shape that the next one takes.
+    """
+    shape, following = blueprint.input_shape, 0
+    for atom in atoms:
+        tokens = following == 0 and blueprint.vocabulary
+        if atom > following and (tokens or not can_fit(shape, blueprint.shape_before(atom))):
+            return following
+        shape, following = blueprint.atoms[atom].shape, atom + 1
+    return None
 
 
 @cache
@@ -90,7 +116,7 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     """FeDepth, or with `own_heads` m-FeDepth. Raises MemoryBudgetExceededError where no decomposition fits."""
     count = len(client.blueprint.atoms)
     try:
-        pieces = choose_pieces(atom_names(client.blueprint), task.price, client.allowed, client.settings.mutual_models)
+        pieces = pieces_of(client.blueprint, client.settings, task.price, client.allowed)
     except AtomTooLargeError as error:
         raise MemoryBudgetExceededError(error.needed or 0, client.allowed, f"training atom {error.name!r}") from error
     if pieces[0][0] == MUTUAL:
@@ -100,13 +126,15 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     trained: dict[str, None] = {}
     metrics: Metrics = {}
     loss, seen = 0.0, []
-    examples, validation = client.share(0), client.validation
+    entrance = client.blueprint.shape_before(pieces[0][0])
+    examples, validation = client.share(0).entering(entrance), client.validation.entering(entrance)
     for j, atoms in enumerate(pieces):
         head = f"exits.{atoms[-1]}" if own_heads and atoms[-1] != count - 1 else "head"
         trainee = Trainee(partial(_load_piece, client, atoms, head), client.recipe)
         for epoch in trainee.epochs():
             if epoch and not client.settings.feature_cache:
-                examples = _stream_anew(client, trainee, pieces[: j + 1], epoch) if j else client.share(epoch)
+                share = client.share(epoch).entering(entrance)
+                examples = _stream_anew(client, trainee, pieces[: j + 1], share) if j else share
             trainee.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(atoms)}")
         (piece,) = trainee.finish()
         client.save(piece)
@@ -154,11 +182,10 @@ def _load_piece(
     return [piece_class(client.blueprint, atoms, head, client.load())]
 
 
-def _stream_anew(client: Client, trainee: Trainee, pieces: list[Piece], fill: int) -> Examples:
+def _stream_anew(client: Client, trainee: Trainee, pieces: list[Piece], examples: Examples) -> Examples:
     """The last piece's input from a freshly augmented share; its training state waits on disk, it may not fit beside."""
     client.save(trainee.pieces[0])
     trainee.pause(client.store.task / "momentum.safetensors")
-    examples = client.share(fill)
     for j, (atoms, following) in enumerate(pairwise(pieces)):
         piece = PieceModel(client.blueprint, atoms, None, client.load())
         piece.train(False)
