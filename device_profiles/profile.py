@@ -57,12 +57,23 @@ def parse_memory(text: str | int) -> int:
         raise ValueError(f'{error}, or "unlimited"') from None
 
 
-def format_bytes(amount: int) -> str:
-    """`amount` bytes for people, in powers of ten with at most one decimal: 64300000 is "64.3 MB"; "unlimited" where it is."""
+def format_bytes(amount: int, decimals: int = 1) -> str:
+    """`amount` bytes for people, in powers of ten with at most so many decimals: 64300000 is "64.3 MB"; "unlimited" where it is."""
     if is_unlimited(amount):
         return "unlimited"
     unit = next((unit for unit in ("GB", "MB", "kB") if abs(amount) >= UNITS[unit]), "B")
-    return f"{amount / UNITS[unit]:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{amount / UNITS[unit]:.{decimals}f}".rstrip("0").removesuffix(".") + f" {unit}"
+
+
+def format_compared(*amounts: int) -> list[str]:
+    """Bytes that a reader compares, such as needed and allowed: with as many decimals as it takes to tell unequal ones apart.
+
+    9014480 and 9000000 are "9.01 MB" and "9 MB".
+    """
+    exact = 9  # decimals of a GB
+    different = len({UNLIMITED if is_unlimited(amount) else amount for amount in amounts})
+    texts = ([format_bytes(amount, decimals) for amount in amounts] for decimals in range(1, exact + 1))
+    return next(found for found in texts if len(set(found)) == different)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from device_profiles.profile import format_bytes, is_limit
+from device_profiles.profile import format_bytes, format_compared, is_limit
 from server_app.failures import excluded_classes, failure_text, failures
 from server_app.records import RunDir
 
@@ -109,21 +109,23 @@ MEMORY_COLUMNS = ("device", "clients", "budget", "predicted", "measured", "of bu
 
 def memory_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
     """`MEMORY_COLUMNS` as text, a row a device class."""
-    enforced = is_enforced(rounds)
-    return [
-        (
-            row.name,
-            str(len(row.clients)),
-            " to ".join(dict.fromkeys(format_bytes(budget) for budget in (min(row.budgets), max(row.budgets)))),
-            format_bytes(row.predicted_peak) if row.predicted_peak else "-",
-            format_bytes(row.measured_peak) if row.measured_peak else "-",
-            percent(row.peak_over_budget, 1) if enforced else "not enforced",
-            str(row.asked),
-            str(row.answered),
-            str(row.asked - row.answered),
+    enforced, found = is_enforced(rounds), []
+    for row in device_classes(rounds):
+        peaks = row.predicted_peak, row.measured_peak
+        low, high, *shown = format_compared(min(row.budgets), max(row.budgets), *peaks)
+        found.append(
+            (
+                row.name,
+                str(len(row.clients)),
+                low if low == high else f"{low} to {high}",
+                *(text if peak else "-" for text, peak in zip(shown, peaks, strict=True)),
+                percent(row.peak_over_budget, 1) if enforced else "not enforced",
+                str(row.asked),
+                str(row.answered),
+                str(row.asked - row.answered),
+            )
         )
-        for row in device_classes(rounds)
-    ]
+    return found
 
 
 def closest_to_budget(rounds: Iterable[Record]) -> list[Record]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from device_profiles.profile import format_bytes
+from device_profiles.profile import format_bytes, format_compared
 
 SHOWN = 3  # ways of training that are listed for one device
 
@@ -13,10 +13,11 @@ SHOWN = 3  # ways of training that are listed for one device
 def plan_tables(plan: dict[str, Any]) -> list[str | Table]:
     """Pieces, then devices, each with a sentence before."""
     shape, fleet = "x".join(map(str, plan["input_shape"])), plan["fleet"]
+    full, budget = format_compared(plan["full_memory_bytes"], plan["budget_bytes"])
     return [
         f"{plan['strategy']} on {plan['model']}: {plan['parameters']:,} parameters, {shape} to {plan['classes']} classes",
-        f"memory-model {plan['memory_model']}, batch {plan['batch_size']}: a step of the whole model takes "
-        f"{format_bytes(plan['full_memory_bytes'])}; {cut(plan)}",
+        f"memory-model {plan['memory_model']}, batch {plan['batch_size']}: a step of the whole model takes {full}; "
+        + (f"cut for {budget}" if plan["cuts"] else f"{plan['strategy']} does not cut it by a budget"),
         piece_table(plan),
         *pretending(plan),
         f"fleet {fleet['name']}: {fleet['clients']} clients, {fleet['clients_per_round']} a round, "
@@ -31,20 +32,13 @@ def pretending(plan: dict[str, Any]) -> list[str]:
     if found is None:
         return []
     step = "an attacked step" if plan["attack_steps"] else "a step"
-    needed, full, poorest = map(
-        format_bytes, (found["needed_bytes"], plan["full_memory_bytes"], found["poorest_bytes"])
-    )
+    amounts = found["needed_bytes"], plan["full_memory_bytes"], found["poorest_bytes"]
+    needed, full, poorest = format_compared(*amounts)
     return [
         f"Devices only pretend to swap: {found['share']:.0%} of the clients train what does not fit their budgets. Real ones "
         f"would need up to {needed}; the poorest has {poorest}. The whole model takes {full} for {step}, which "
         f"{found['whole_fits']:.0%} of the clients have. The times below add swapping as FedProphet models it."
     ]
-
-
-def cut(plan: dict[str, Any]) -> str:
-    """What the model was cut for."""
-    budget = format_bytes(plan["budget_bytes"])
-    return f"cut for {budget}" if plan["cuts"] else f"{plan['strategy']} does not cut it by a budget"
 
 
 def columns(*names: str, left: int = 1) -> Table:
@@ -79,9 +73,10 @@ def device_table(plan: dict[str, Any]) -> Table:
     for column in table.columns[:-1]:
         column.no_wrap = True
     for row in plan["devices"]:
-        low, high = map(format_bytes, row["budget_bytes"])
+        needed = [stage["needed_bytes"] or 0 for stage in row["stages"]]
+        low, high, *said_needed = format_compared(*row["budget_bytes"], *needed)
         times = [stage["seconds"] for stage in row["stages"] if stage["seconds"] is not None]
-        said = several_words(row["stages"], fleet) if several else stage_words(row["stages"][0], fleet)
+        said = several_words(row["stages"], fleet) if several else stage_words(row["stages"][0], fleet, said_needed[0])
         budget = low if low == high else f"{low} - {high}"
         table.add_row(row["device"], str(row["clients"]), budget, duration(max(times)) if times else "-", said)
     slowest = max(stage["round_seconds"] for stage in fleet["stages"])
@@ -122,15 +117,15 @@ def words(row: dict[str, Any]) -> str:
     return f"{said} (leaves out {', '.join(row['leaves_out'])})" if row["leaves_out"] else said
 
 
-def stage_words(stage: dict[str, Any], fleet: dict[str, Any]) -> str:
-    """What a device trains, the commonest first; what those that cannot lack."""
+def stage_words(stage: dict[str, Any], fleet: dict[str, Any], needed: str) -> str:
+    """What a device trains, the commonest first; what those that cannot need, in words, and lack."""
     lines = [words(row) for row in stage["trains"][:SHOWN]]
     if len(stage["trains"]) > SHOWN:
         lines.append(f"{sum(row['share'] for row in stage['trains'][SHOWN:]):.0%} otherwise")
     if stage["participation"] < 1:
         swap = f"; by swapping, {duration(stage['swap_seconds'])} a round" if stage["swap_seconds"] else ""
         lines.append(
-            f"{1 - stage['participation']:.0%} {fleet['excluded']}: needs {format_bytes(stage['needed_bytes'])}, "
+            f"{1 - stage['participation']:.0%} {fleet['excluded']}: needs {needed}, "
             f"lacks up to {format_bytes(stage['lacks_bytes'])}{swap}"
         )
     return "\n".join(lines)

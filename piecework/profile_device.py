@@ -21,6 +21,7 @@ from device_profiles.profile import (
     available_memory,
     convolution_speeds,
     format_bytes,
+    format_compared,
     measure_disk,
 )
 
@@ -86,8 +87,9 @@ def profile_device(name: str, seconds: float, folder: Path, threads: int, reserv
     torch.set_num_threads(threads)
     available = available_memory()
     if available <= reserve:
+        free_now, kept = format_compared(available, reserve)
         raise ValueError(
-            f"{format_bytes(available)} of memory are available and reserve = {format_bytes(reserve)} are to stay free: "
+            f"{free_now} of memory are available and reserve = {kept} are to stay free: "
             "nothing is left to train with; end other programs or lower the reserve (--set reserve=...)"
         )
     try:

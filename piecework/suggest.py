@@ -11,7 +11,7 @@ from typing import Any
 
 from client_app.setup import blueprint_of_shape
 from device_profiles.fleet import load_fleet
-from device_profiles.profile import format_bytes
+from device_profiles.profile import format_bytes, format_compared
 from models.cascade import Blueprint
 from piecework.plan import fleet_states, make_plan
 from piecework.question import Question
@@ -111,7 +111,7 @@ def pricing_of(settings: Settings, question: Question, attack_steps: int) -> Pri
 
 def verdict_text(verdict: dict[str, Any]) -> str:
     """FedAvg's verdict in words."""
-    step, poorest = format_bytes(verdict["step_bytes"]), format_bytes(verdict["poorest_bytes"])
+    step, poorest = format_compared(verdict["step_bytes"], verdict["poorest_bytes"])
     figures = f"A step at batch {verdict['batch_size']} takes {step} ({verdict['step_bytes']:,} bytes)"
     if verdict["fits"]:
         return f"Every device fits a step of the whole model: use FedAvg. {figures}, the poorest device has {poorest}."
@@ -162,7 +162,8 @@ def nobody(plan: dict[str, Any]) -> str:
     """Why no device can train anything."""
     richest = max(device["budget_bytes"][1] for device in plan["devices"])
     needed = min(module["memory_bytes"] for module in plan["modules"])
-    return f"no device can: at least {format_bytes(needed)} are needed, the richest has {format_bytes(richest)}"
+    least, most = format_compared(needed, richest)
+    return f"no device can: at least {least} are needed, the richest has {most}"
 
 
 def order(row: dict[str, Any]) -> tuple[float, ...]:

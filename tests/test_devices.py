@@ -7,7 +7,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from device_profiles.profile import available_memory, cgroup_headroom, format_bytes, measure_device, parse_bytes
+from device_profiles.profile import (
+    UNLIMITED,
+    available_memory,
+    cgroup_headroom,
+    format_bytes,
+    format_compared,
+    measure_device,
+    parse_bytes,
+)
 
 # ---- bytes
 
@@ -42,6 +50,22 @@ def test_format_bytes() -> None:
         "0 B", "999 B", "1 kB", "64.3 MB", "64 MB", "2.5 GB", "-1.5 kB"
     ]  # fmt: skip
     assert parse_bytes(format_bytes(64_300_000)) == 64_300_000
+
+
+@pytest.mark.parametrize(
+    ("amounts", "expected"),
+    [
+        ((9_014_480, 9_000_000), ["9.01 MB", "9 MB"]),
+        ((9_000_000, 9_000_000), ["9 MB", "9 MB"]),
+        ((9_000_001, 9_000_000, 8_000_000), ["9.000001 MB", "9 MB", "8 MB"]),
+        ((2_000_000_001, 2_000_000_000), ["2.000000001 GB", "2 GB"]),
+        ((0, 999_999, 1_000_000), ["0 B", "1000 kB", "1 MB"]),
+        ((64_340_000, 64_260_000), ["64.34 MB", "64.26 MB"]),
+        ((UNLIMITED, UNLIMITED + 1, 1000), ["unlimited", "unlimited", "1 kB"]),
+    ],
+)
+def test_amounts_that_are_compared_show_that_they_differ(amounts, expected) -> None:
+    assert format_compared(*amounts) == expected
 
 
 # ---- a device measures itself

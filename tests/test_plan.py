@@ -101,6 +101,16 @@ def test_who_is_left_out_and_what_is_missing() -> None:
     assert poorest["swap_seconds"] > 0
 
 
+def test_a_device_that_lacks_a_byte_is_not_shown_as_if_it_had_all() -> None:
+    options = ("--model", "convnet", "--dataset", "digits", "--strategy", "fedavg")
+    needed = plan(*options)["full_memory_bytes"]
+    done = CliRunner().invoke(app, ["plan", *options, "--set", f"fleet={fleet_json(only=needed - 1)}"])
+    assert (needed, done.exit_code) == (1_029_248, 0)
+    assert "a step of the whole model takes 1.029248 MB" in done.stdout
+    assert "1.029247 MB" in done.stdout
+    assert "needs 1.029248 MB, lacks up to 1 B" in " ".join(done.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("60MB", 60_000_000), ("57MiB", 57 * 2**20), ("0.2x", 200_000), ("1.5 GB", 1_500_000_000), ("1x", 1_000_000)],

@@ -331,6 +331,11 @@ def test_tables_at_the_end_of_a_run() -> None:
     assert "failed" in text_of(summary_table({"status": "failed", "rounds": 0}, []))
 
 
+def test_a_peak_just_over_its_budget_is_not_shown_as_the_same() -> None:
+    rounds = [round_record(1, 0.5, [client(0, budget=9_000_000, predicted_peak=9_000_000, measured_peak=9_014_480)])]
+    assert memory_rows(rounds)[0][2:5] == ("9 MB", "9 MB", "9.01 MB")
+
+
 def test_only_a_full_budget_is_shown_as_full() -> None:
     assert [percent(share, 1) for share in (None, 0.98765, 0.99999, 1.0, 1.00001)] == [
         "-",
