@@ -58,7 +58,7 @@ def parse_memory(text: str | int) -> int:
 
 
 def format_bytes(amount: int, decimals: int = 1) -> str:
-    """`amount` bytes for people, in powers of ten with at most so many decimals: 64300000 is "64.3 MB"; "unlimited" where it is."""
+    """`amount` bytes for people, in powers of ten with at most so many decimals: 64300000 is "64.3 MB". May be "unlimited"."""
     if is_unlimited(amount):
         return "unlimited"
     unit = next((unit for unit in ("GB", "MB", "kB") if abs(amount) >= UNITS[unit]), "B")

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.cascade import Blueprint, isolated_rng
+from models.cascade import Blueprint, isolated_rng, parameter_names
 from models.torchvision_names import NAMED, torchvision_name_map
 
 SHOWN = 6
@@ -46,6 +46,12 @@ def pretrained(path: Path, blueprint: Blueprint) -> tuple[dict[str, np.ndarray],
     arrays = {our: held[their].to(own[our].dtype, copy=True).numpy() for our, their in taken.items()}
     used = set(taken.values())
     return arrays, [name for name in held if name not in used]
+
+
+def pretrained_units(path: Path, blueprint: Blueprint) -> set[str]:
+    """The units of which the file has all parameters. Raises ValueError as `pretrained` does."""
+    taken = pretrained(path, blueprint)[0].keys()
+    return {unit for unit in blueprint.units() if taken >= {*parameter_names(blueprint, unit)}}
 
 
 def account(path: Path, taken: Mapping[str, np.ndarray], left_out: list[str]) -> str:

@@ -23,6 +23,7 @@ from piecework.cli_base import (
     Set,
     err,
     errors_for_people,
+    listen,
     out,
 )
 from piecework.cli_deploy import commands
@@ -108,6 +109,7 @@ def run_one(
     from server_app.rounds import RunAbortedError, preflight, resolve_run_dir
     from server_app.summary import STOPPED, stop_reason, summarise
 
+    listen()
     name = f"{settings.run_name}-seed{seed}" if several and settings.run_name else settings.run_name
     settings = settings.model_copy(update={"seed": seed, "run_name": name})
     preflight(settings)

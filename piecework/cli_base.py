@@ -1,6 +1,7 @@
 """What the commands share: consoles, options, how errors are told."""
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
@@ -38,6 +39,25 @@ Preset = Annotated[
 ]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="a setting; may be repeated")]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+
+
+class Said(logging.Handler):
+    """What a run has to say while it goes on: lines on stderr, warnings in bold."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a line."""
+        text = escape(record.getMessage())
+        err.print(
+            f"[bold]{text}[/bold]" if record.levelno >= logging.WARNING else text, highlight=False, soft_wrap=True
+        )
+
+
+def listen() -> None:
+    """Print what the run logs, once a process."""
+    log = logging.getLogger("piecework")
+    if not any(isinstance(handler, Said) for handler in log.handlers):
+        log.addHandler(Said())
+        log.setLevel(logging.INFO)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from rich.text import Text
 from device_profiles.profile import format_bytes, format_compared, is_limit
 from server_app.failures import excluded_classes, failure_text, failures
 from server_app.records import RunDir
+from strategies.coverage import consecutive
 
 Record = dict[str, Any]
 BATCH_NORMS = {
@@ -24,6 +25,7 @@ BATCH_NORMS = {
     "batch": "statistics of each batch: what the model says of an example depends on the others",
     "local": "kept by the clients; the server's average is evaluated",
 }
+NEVER = "never trained"
 MOST_REASONS = 20
 
 
@@ -38,13 +40,14 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
         *batch_norm_rows(rounds, ("batch",)),
         ("clients", ", ".join(f"{key} {summary.get(f'clients_{key}', 0)}" for key in COUNTS)),
         *(("failed", failure_text(row)) for row in failures(rounds)),
+        *trained_rows(summary.get("trained", [])),
         ("bytes down", format_bytes(summary.get("bytes_down", 0))),
         ("bytes up", format_bytes(summary.get("bytes_up", 0))),
         ("time", format_seconds(summary["seconds"]) if "seconds" in summary else "-"),
         ("simulated time", simulated_time(rounds)),
     ]
     for name, value in rows:
-        table.add_row(Text(name, style="dim"), Text(value))
+        table.add_row(Text(name, style="dim"), Text(value, style="bold" if NEVER in value else ""))
     for text in excluded_classes(rounds).values():
         table.add_row(Text("excluded", style="dim"), Text(text, style="bold"))
     return table
@@ -54,6 +57,32 @@ def batch_norm_rows(rounds: Sequence[Record], shown: Iterable[str] = BATCH_NORMS
     """By which statistics the model was evaluated, where that is one of `shown`."""
     norms = rounds[-1].get("batch_norm", "none") if rounds else "none"
     return [("batch norm", BATCH_NORMS[norms])] if norms in BATCH_NORMS and norms in shown else []
+
+
+def trained_rows(parts: Sequence[Record]) -> list[tuple[str, str]]:
+    """What of the model was trained in a run, in one row; none where the records do not tell."""
+    if not parts:
+        return []
+    names = [row["part"] for row in parts]
+    if never := [row["part"] for row in parts if not row["rounds"]]:
+        return [("trained", f"{NEVER}: {consecutive(never, names)}")]
+    least = min(row["clients"] for row in parts)
+    fewest = [row for row in parts if row["clients"] == least]
+    which = consecutive([row["part"] for row in fewest], names)
+    return [
+        ("trained", f"every part; {which} by the fewest, {least} clients with {fewest[0]['share']:.0%} of the data")
+    ]
+
+
+TRAINED_COLUMNS = ("part of the model", "clients", "share of the training data", "rounds")
+
+
+def trained_table(parts: Sequence[Record]) -> list[tuple[str, ...]]:
+    """`TRAINED_COLUMNS` as text, a row a part."""
+    return [
+        (row["part"], str(row["clients"]), f"{row['share']:.0%}", str(row["rounds"]) if row["rounds"] else NEVER)
+        for row in parts
+    ]
 
 
 def accuracy_name(rounds: Sequence[Record]) -> str:

@@ -36,6 +36,7 @@ from server_app.roster import TooFewNodesError
 from server_app.rounds import RunAbortedError, preflight, run_experiment
 from server_app.run_lock import RunLockedError, require_free, run_lock
 from server_app.settings import Settings
+from server_app.start import say
 from server_app.summary import STOPPED, stop_reason, summarise
 
 OnRound = Callable[[dict[str, Any]], None]
@@ -185,12 +186,12 @@ def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRo
     values = settings.to_run_config() | {"output-dir": str(run_dir.path.parent), "run-name": run_dir.path.name}
     config.write_text(tomli_w.dumps(values), encoding="utf-8")
     seen = len(run_dir.readable_rounds()[0]) if settings.resume_from else 0
-    before = run_dir.summary_version()
+    before, known = run_dir.summary_version(), run_dir.coverage()
     app = app_folder(home.path / "app")
     submitted = home.command("run", str(app), "piecework", "--run-config", str(config), *arguments)
     run_id = str(submitted["run-id"])
     try:
-        status = watch(home, run_id, run_dir, seen, before, on_round)
+        status = watch(home, run_id, run_dir, seen, before, on_round, known)
     except (KeyboardInterrupt, SystemExit):
         halt(home, run_id)
         raise
@@ -217,10 +218,16 @@ def halt(home: FlowerHome, run_id: str) -> None:
 
 
 def watch(
-    home: FlowerHome, run_id: str, run_dir: RunDir, seen: int, before: tuple[int, int] | None, on_round: OnRound
+    home: FlowerHome,
+    run_id: str,
+    run_dir: RunDir,
+    seen: int,
+    before: tuple[int, int] | None,
+    on_round: OnRound,
+    known: dict[str, Any] | None = None,
 ) -> str:
     """Report the rounds after the first `seen` until the run has a summary besides that of `before`, or Flower says that it
-    ended; what Flower said.
+    ended; what Flower said. What clients can train is reported first, unless it is `known`.
 
     A SuperLink may be away for PATIENCE_SECONDS: its ServerApp goes on when it is back. Raises SuperLinkLostError.
     """
@@ -239,6 +246,9 @@ def watch(
                         f"look after it before you start another in {run_dir.path} ({error})"
                     ) from error
             next_check = time.monotonic() + STATUS_SECONDS
+        if (found := run_dir.coverage()) and found != known:
+            known = found
+            say(found)
         seen = report_from(run_dir, seen, on_round)
         time.sleep(0.2)
     report_from(run_dir, seen, on_round)

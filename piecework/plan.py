@@ -18,7 +18,9 @@ from piecework.parts import pretence, trained_shares
 from piecework.question import Question, budget_bytes
 from server_app.roster import sampled
 from server_app.settings import Settings
+from server_app.start import covered
 from strategies import find_macs, find_rule
+from strategies.coverage import Trainer, richest
 from strategies.pricing import Part, Pricing, pricing_for, whole_model
 from strategies.rules import Rule, label
 
@@ -43,7 +45,46 @@ def make_plan(settings: Settings, question: Question, pricing: Pricing | None = 
     `pricing` may be that of another plan of the same steps, which then are not traced again.
     Bytes and FLOPs of a module are those of one step (a batch); seconds are simulated, of one round.
     """
-    fleet, rule_class = load_fleet(settings.fleet), find_rule(settings.strategy)
+    fleet = load_fleet(settings.fleet)
+    rule, states = rule_for(fleet, settings, question, pricing)
+    blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
+    model = whole_model(blueprint)
+    full = rule.pricing.bytes(model)
+    tasks = [
+        [
+            tasks_of_round(rule, stage, number, of_round, question.examples)
+            for number, of_round in enumerate(states, start=1)
+        ]
+        for stage in range(len(rule.stages))
+    ]
+    return {
+        "strategy": settings.strategy,
+        "model": settings.model,
+        "input_shape": list(question.input_shape),
+        "classes": question.num_classes,
+        "batch_size": settings.batch_size,
+        "precision": question.precision,
+        "attack_steps": rule.pricing.recipe.attack.steps if rule.pricing.recipe.attack else 0,
+        "memory_model": settings.memory_model,
+        "parameters": model.parameters,
+        "full_memory_bytes": full,
+        "reference_bytes": rule.pricing.reference_bytes,
+        "budget_bytes": rule.smallest,
+        "cuts": rule.cuts,
+        "modules": [module_row(rule, stage.name, part) for stage in rule.stages for part in stage.parts],
+        "fleet": fleet_row(fleet, settings, rule, tasks),
+        "devices": device_rows(rule, tasks, question.examples),
+        "trained": trained_shares(blueprint, tasks),
+        "pretence": pretence(full, tasks) if rule.swaps else None,
+        "coverage": covered(rule, trainers(states, settings)),
+    }
+
+
+def rule_for(
+    fleet: Fleet, settings: Settings, question: Question, pricing: Pricing | None = None
+) -> tuple[Rule, list[list[DeviceState]]]:
+    """The system's rule, its model cut or sized for the fleet, and what every client has, round by round. Raises ValueError."""
+    rule_class = find_rule(settings.strategy)
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
     reference = blueprint_of_shape(
         settings.model_copy(update={"model_width": 1.0}), question.input_shape, question.num_classes
@@ -65,33 +106,13 @@ def make_plan(settings: Settings, question: Question, pricing: Pricing | None = 
     rule.fit(least, max(least, *budgets))
     if not budget:
         rule.smallest = max(rule.smallest, rule.least())
-    tasks = [
-        [
-            tasks_of_round(rule, stage, number, of_round, question.examples)
-            for number, of_round in enumerate(states, start=1)
-        ]
-        for stage in range(len(rule.stages))
-    ]
-    return {
-        "strategy": settings.strategy,
-        "model": settings.model,
-        "input_shape": list(question.input_shape),
-        "classes": question.num_classes,
-        "batch_size": settings.batch_size,
-        "precision": question.precision,
-        "attack_steps": steps,
-        "memory_model": settings.memory_model,
-        "parameters": whole_model(blueprint).parameters,
-        "full_memory_bytes": full,
-        "reference_bytes": pricing.reference_bytes,
-        "budget_bytes": rule.smallest,
-        "cuts": rule.cuts,
-        "modules": [module_row(rule, stage.name, part) for stage in rule.stages for part in stage.parts],
-        "fleet": fleet_row(fleet, settings, rule, tasks),
-        "devices": device_rows(rule, tasks, question.examples),
-        "trained": trained_shares(blueprint, tasks),
-        "pretence": pretence(full, tasks) if rule.swaps else None,
-    }
+    return rule, states
+
+
+def trainers(states: list[list[DeviceState]], settings: Settings) -> dict[int, Trainer]:
+    """The fleet's clients, each with as many examples as the others; `states` are by round and client."""
+    looked_at = states[: settings.num_rounds]
+    return {client: Trainer(richest(of_client)) for client, of_client in enumerate(zip(*looked_at, strict=True))}
 
 
 def module_row(rule: Rule, stage: str, part: Part) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from device_profiles.profile import format_bytes, format_compared
+from strategies.coverage import coverage_lines, coverage_sentence
 
 SHOWN = 3  # ways of training that are listed for one device
 
@@ -23,6 +25,7 @@ def plan_tables(plan: dict[str, Any]) -> list[str | Table]:
         f"fleet {fleet['name']}: {fleet['clients']} clients, {fleet['clients_per_round']} a round, "
         f"{fleet['participation']:.0%} can take part",
         device_table(plan),
+        *coverage_text(plan["coverage"]),
     ]
 
 
@@ -39,6 +42,27 @@ def pretending(plan: dict[str, Any]) -> list[str]:
         f"would need up to {needed}; the poorest has {poorest}. The whole model takes {full} for {step}, which "
         f"{found['whole_fits']:.0%} of the clients have. The times below add swapping as FedProphet models it."
     ]
+
+
+def coverage_text(found: dict[str, Any]) -> list[str | Table]:
+    """Which clients can train which part; in bold what is wrong with that."""
+    lines = coverage_lines(found["parts"], found["clients"])
+    if len(lines) == 1:
+        shown: list[str | Table] = [coverage_sentence(found["parts"], found["clients"])]
+    else:
+        table = columns("part of the model", "can be trained by", left=2)
+        for parts, by in lines:
+            table.add_row(parts, by)
+        shown = [table]
+    return shown + emphasised(found)
+
+
+def emphasised(found: dict[str, Any]) -> list[str | Table]:
+    """What a coverage means for the trained model: a warning in bold, a note as it is, nothing where all is well."""
+    if not found["says"]:
+        return []
+    text = escape(f"{found['level']}: {found['says']}")
+    return [text if found["level"] == "note" else f"[bold]{text}[/bold]"]
 
 
 def columns(*names: str, left: int = 1) -> Table:

@@ -28,6 +28,8 @@ from piecework.robust_report import cascade_sections, final_section, is_adversar
 from piecework.spafl_report import density_section, has_thresholds, pattern_section
 from server_app.failures import excluded_classes, failures
 from server_app.records import RunDir, write_atomically
+from server_app.summary import trained_parts
+from strategies.coverage import consecutive
 
 
 def write_report(run_dir: RunDir) -> Path:
@@ -102,6 +104,8 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
     by_device = device_figure(rounds)
     if by_device or not robust:  # adversarial training validates after averaging
         found.append(device_section(by_device))
+    if parts := trained_parts(rounds):
+        found.append(trained_section(parts, run_dir.coverage()))
     found += [memory_section(rounds), bytes_section(rounds), failure_section(rounds), time_section(rounds)]
     return [*found, *rate_section(rounds)]
 
@@ -182,6 +186,17 @@ def rate_plan(rounds: Sequence[Record]) -> str:
             f"{first['lr']:.3g} in round {first['round']} to {last['lr']:.3g} in round {last['round']} ({schedule})"
         )
     return ", then ".join(parts)
+
+
+def trained_section(parts: Sequence[Record], coverage: Record | None) -> Section:
+    """Which parts of the model were trained, by how many clients; in bold which were not, and what was known at the start."""
+    caption = "Clients whose updates entered the model in any round, and their share of all clients' training examples."
+    never = [row["part"] for row in parts if not row["rounds"]]
+    says = [f"Never trained in this run: {consecutive(never, [row['part'] for row in parts])}."] if never else []
+    says += [f"At the start: {coverage['says']}."] if coverage and coverage["says"] else []
+    bold = "".join(f"<p><strong>{escape(line)}</strong></p>" for line in says)
+    below = bold + table(display.trained_table(parts), display.TRAINED_COLUMNS)
+    return Section("What was trained", caption, below=below)
 
 
 def time_section(rounds: Sequence[Record]) -> Section:

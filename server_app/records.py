@@ -146,9 +146,17 @@ class RunDir:
         sync(temporary)
         temporary.replace(self.path / "model.safetensors")
 
+    def write_coverage(self, coverage: Mapping[str, object]) -> None:
+        """Write `coverage.json`: which clients can train which part of the model, as known at the start."""
+        write_atomically(self.path / "coverage.json", json.dumps(coverage, indent=2).encode())
+
+    def coverage(self) -> dict[str, Any] | None:
+        """Which clients can train which part, or None where the run has not come so far."""
+        return _read_object(self.path / "coverage.json")
+
     def withdraw_results(self) -> None:
         """What a run that begins, or goes on, has not come to yet."""
-        for name in ("summary.json", "final.json", "model.safetensors", "report.html"):
+        for name in ("summary.json", "final.json", "model.safetensors", "report.html", "coverage.json"):
             (self.path / name).unlink(missing_ok=True)
 
     def write_final(self, evaluation: Mapping[str, object]) -> None:

@@ -30,6 +30,7 @@ from server_app.recovery import Recovery, find_recovery, put_aside
 from server_app.roster import Roster
 from server_app.run_lock import run_lock
 from server_app.settings import Settings, check_resume, too_many_asked
+from server_app.start import look_at
 from server_app.summary import STOPPED, accuracy_by_device, stop_reason, summarise, why_empty
 from strategies import find_strategy
 from strategies.base import PieceStrategy
@@ -142,6 +143,7 @@ class Run:
         """All rounds that are left. Returns `completed`; raises RunAbortedError or TooFewNodesError."""
         settings, strategy = self.settings, self.strategy
         self.gather()
+        self.run_dir.write_coverage(look_at(strategy))
         for server_round in range(self.values["round"] + 1, settings.num_rounds + 1):
             if strategy.finished:
                 break
@@ -269,6 +271,8 @@ class Run:
             "clients_evaluated": strategy.evaluated,
             "accuracy_by_device": accuracy_by_device(reports),
             "aggregated": arrays is not None,
+            "examples": sum(member.examples for member in self.roster.members.values()),
+            "trained": strategy.trained_rows(arrays is not None),
             "asked": len(reports),
             "answered": sum(report.status == "ok" for report in reports),
             "failed": sum(report.status != "ok" for report in reports),

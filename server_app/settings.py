@@ -34,6 +34,7 @@ CHANGEABLE = frozenset(
         "client-evaluation-every",
         "evaluation-clients",
         "autoattack-examples",
+        "allow-untrained",  # it decides whether a run begins, and none of its numbers
     }
 )
 # What it may be given besides: a number that decides the rates of the rounds to come.
@@ -135,6 +136,9 @@ class Settings(BaseModel):
     feature_cache: bool = Field(True, description="false: features of frozen atoms are computed anew every epoch")
     feature_cache_bytes: AtLeastOne = 4 * 10**9
 
+    allow_untrained: bool = Field(
+        False, description="run also where no client can train some part of the model, which keeps its initial weights"
+    )
     partial_training: Literal["leave-out", "dilute"] = Field(
         "leave-out", description="dilute = the FeDepth authors' choice"
     )

@@ -1,5 +1,6 @@
 """What the records say of a round and of a run, in figures and in words."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from device_profiles.profile import is_limit
@@ -55,6 +56,26 @@ def stop_reason(run_dir: RunDir) -> str:
     return f"stopped by a signal, {f'after round {last}' if last else 'before its first round was complete'}"
 
 
+def trained_parts(rounds: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was trained in a run: for each part of the model the clients that trained it in any round, their share of all
+    training examples, and the rounds in which it was trained, by clients or by the server's distillation.
+
+    Nothing of rounds that were recorded by an older version.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    examples: dict[int, int] = {}
+    for record in (each for each in rounds if each.get("trained")):
+        learned = [c for c in record["clients"] if c["status"] == "ok" and record["aggregated"]]
+        examples |= {c["client"]: c["examples"] for c in learned}
+        for row in record["trained"]:
+            part = found.setdefault(row["part"], {"part": row["part"], "clients": set(), "share": 0.0, "rounds": 0})
+            own = {c["client"] for c in learned if row["part"] in c["trained"]}
+            part["clients"] |= own
+            part["rounds"] += bool(own) or row["distilled"]
+            part["share"] = sum(examples[c] for c in part["clients"]) / record["examples"]
+    return [part | {"clients": len(part["clients"])} for part in found.values()]
+
+
 def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict[str, Any]:
     """The run in one object, from its round records."""
     rounds = run_dir.rounds()
@@ -86,6 +107,7 @@ def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict
         "excluded_classes": excluded_classes(rounds),
         "bytes_down": sum(record["bytes_down"] for record in rounds),
         "bytes_up": sum(record["bytes_up"] for record in rounds),
+        "trained": trained_parts(rounds),
         "max_peak_over_budget": (
             max((max(c["measured_peak"], c.get("evaluation_peak", 0)) / c["budget"] for c in trained), default=None)
             if enforced

@@ -16,14 +16,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from client_app.task import Outcome, Task, content_bytes, piece_key
+from client_app.task import Outcome, Task, content_bytes, piece_key, piece_of
 from client_app.training import PieceModel
 from device_profiles.clock import simulated_seconds
 from device_profiles.profile import DeviceState
 from models.anatomy import anatomy
 from models.cascade import initial_state, unit_of
 from models.partition import Piece
-from server_app.roster import sampled
+from server_app.roster import MIN_EXAMPLES, sampled
 from server_app.settings import learning_rate
 from strategies.aggregation import (
     CheckedUpdate,
@@ -39,6 +39,7 @@ from strategies.aggregation import (
     spec_of,
     updated,
 )
+from strategies.coverage import Row, Trainer, learned_names, part_names, richest, trained_rows
 from strategies.delivery import Delivery, without_units
 from strategies.faults import SILENT, status_of
 from strategies.post import Post
@@ -147,14 +148,28 @@ class PieceStrategy(Strategy):
         return [state.budget_bytes for state in self.states()]
 
     def states(self) -> list[DeviceState]:
-        """What the clients have, each in each of the first rounds; of memory that a device measured, what is sure to last."""
-        message, found = self.message_bytes, []
-        for client, member in self.roster.members.items():
-            share = FREE if member.device == "auto" else 1
-            for n in range(1, min(self.settings.num_rounds, LOOKED_AT) + 1):
-                state = self.roster.state(client, n, self.reference_bytes, message)
-                found.append(replace(state, budget_bytes=int(share * state.budget_bytes)))
-        return found
+        """What the clients have, each in each of the first rounds."""
+        return [state for client in self.roster.members for state in self.states_of(client)]
+
+    def states_of(self, client: int) -> list[DeviceState]:
+        """What a client has in each of the first rounds; of memory that a device measured, what is sure to last."""
+        message, share = self.message_bytes, FREE if client in self.roster.auto else 1
+        rounds = range(1, min(self.settings.num_rounds, LOOKED_AT) + 1)
+        states = [self.roster.state(client, n, self.reference_bytes, message) for n in rounds]
+        return [replace(state, budget_bytes=int(share * state.budget_bytes)) for state in states]
+
+    def trainers(self) -> dict[int, Trainer]:
+        """The clients that have something to learn from."""
+        members = {c: m for c, m in sorted(self.roster.members.items()) if m.examples >= MIN_EXAMPLES}
+        return {c: Trainer(richest(self.states_of(c)), member.examples) for c, member in members.items()}
+
+    def trained_rows(self, aggregated: bool) -> list[Row]:
+        """What the clients trained in this round whose updates were accepted, if there is a new model."""
+        accepted = [report for report in self.reports.values() if aggregated and report.status == "ok"]
+        trained = {report.client: report.trained for report in accepted}
+        examples = {client: member.examples for client, member in self.roster.members.items()}
+        distilled = bool(trained) and self.rule.untrained == "distilled"
+        return trained_rows([*part_names(self.rule.blueprint).values()], trained, examples, distilled=distilled)
 
     def sample(self, server_round: int, grid: Grid) -> list[int]:
         """The clients of a round: a function of (seed, round) and of who is connected, free and not left out."""
@@ -361,6 +376,7 @@ class PieceStrategy(Strategy):
         if outcome.status == "ok":
             seen, executed = [int(n) for n in metrics["seen"]], self.executed(task, metrics)
             report.account(outcome.reason, seen, task, state, self.rule, self.pricing_of(task), executed)
+            report.trained = learned_names(self.rule, [piece_of(key) for key in outcome.reason.split("|")], seen)
 
     def _train_metrics(self) -> MetricRecord:
         trained = [r for r in self.reports.values() if r.status == "ok"]

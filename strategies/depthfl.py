@@ -42,6 +42,7 @@ class DepthFLRule(Rule):
     adversarial = "optional"
     adapts = True
     excluded = "not asked"
+    untrained = "cut off"
 
     def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
         super().__init__(blueprint, pricing, settings, smallest)

@@ -61,6 +61,7 @@ class FamilyRule(Rule):
     adversarial = "optional"
     adapts = True
     caveat = "small devices train other models; needs public data"
+    untrained = "distilled"
 
     @cached_property
     def names(self) -> list[str]:
@@ -100,6 +101,10 @@ class FamilyRule(Rule):
         """(FAMILY, n): the n-th model of the family."""
         model = self.models[piece[1]]
         return Part(model, tuple(range(len(model.atoms))), name=model.name)
+
+    def covered(self, part: Part) -> list[str]:
+        """All of the run's model, or nothing of it where the part is another one."""
+        return super().covered(part) if part.blueprint is self.blueprint else []
 
     def level(self, budget: int) -> int:
         """The number of the model with most parameters that a budget (bytes) allows; of the cheapest where none does."""

@@ -17,6 +17,7 @@ class FedDropRule(HeteroFLRule):
     """Without a mask."""
 
     masks = False
+    moving = True
 
 
 class FedDrop(HeteroFL):

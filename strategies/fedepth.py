@@ -38,7 +38,8 @@ class FeDepthRule(Rule):
             return Part(self.blueprint, whole, "head", piece[1], loss, f"{piece[1]} whole models, mutually")
         if self.settings.sub_problem == "network":
             name = f"{label(Part(self.blueprint, piece))} of the network"
-            return Part(self.blueprint, whole, name=name, piece_class=network_piece(piece))
+            learns = tuple(dict.fromkeys(["atoms.0", *(f"atoms.{atom}" for atom in piece), "head"]))
+            return Part(self.blueprint, whole, name=name, piece_class=network_piece(piece), learns=learns)
         return Part(self.blueprint, piece, f"exits.{piece[-1]}" if self.exits and piece[-1] != whole[-1] else "head")
 
     def bytes(self, piece: Piece) -> int:
@@ -75,8 +76,12 @@ class FeDepthRule(Rule):
 
     def left_out(self, parts: list[Part]) -> list[str]:
         """Atoms too large for the device even alone (section 4.2)."""
-        trained = {atom for part in parts for atom in part.atoms}
-        return [atom.name for number, atom in enumerate(self.blueprint.atoms) if number not in trained]
+        trained = {unit for part in parts for unit in part.learned}
+        return [atom.name for number, atom in enumerate(self.blueprint.atoms) if f"atoms.{number}" not in trained]
+
+    def alone(self, atom: int) -> int:
+        """A piece of its own."""
+        return self.bytes((atom,))
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
         """Down the whole model, with the heads of its pieces if they have some; up what was trained."""

@@ -22,10 +22,15 @@ from models.width import last_layer
 from strategies.aggregation import WeightedMean
 from strategies.distillation import consensus, consensus_loss
 from strategies.feddf import FamilyRule, FedDF
+from strategies.pricing import Part
 
 
 class SharedLastRule(FamilyRule):
     """A family whose models have their last linear layer in common."""
+
+    def covered(self, part: Part) -> list[str]:
+        """The last layer, which all models have in common: the server's model is otherwise trained by none of them."""
+        return ["head"]
 
     def require_alike(self, models: list[Blueprint]) -> None:
         """Raises ValueError where last layers have other shapes."""

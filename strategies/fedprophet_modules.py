@@ -53,6 +53,11 @@ class FedProphetRule(Rule):
         )
         return [Stage(f"module {m}", (self.part(module),)) for m, module in enumerate(modules, start=1)]
 
+    @property
+    def stage_count(self) -> int:
+        """As many as there are modules."""
+        return len(self.stages)
+
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The module of the stage and, where memory and time allow, those behind it.
 
@@ -61,6 +66,11 @@ class FedProphetRule(Rule):
         if not self.swaps:
             self.within(self.stages[stage].parts[0], state)
         return [self.part(self.assigned(stage, state, slowest))]
+
+    def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The module of the stage; those behind it have stages of their own."""
+        part = self.stages[stage].parts[0]
+        return [part] if self.swaps or self.bytes(part.atoms) <= self.settings.allowance(state.budget_bytes) else []
 
     def assigned(self, stage: int, state: DeviceState, slowest: float) -> Piece:
         """The atoms of w_m .. w_M: of w_m always, of others as Eqs. 14 and 15 allow."""

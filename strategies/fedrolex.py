@@ -13,6 +13,8 @@ from strategies.heterofl import HeteroFL, HeteroFLRule
 class FedRolexRule(HeteroFLRule):
     """As HeteroFL's."""
 
+    moving = True
+
 
 class FedRolex(HeteroFL):
     """Sub-models of a rolling window of channels."""

@@ -43,6 +43,7 @@ class HeteroFLRule(Rule):
     adapts = True
     masks: ClassVar[bool] = True
     scales: ClassVar[bool] = True
+    moving: ClassVar[bool] = False  # whether sub-models have other channels from round to round
 
     @cached_property
     def shares(self) -> list[float]:
@@ -119,6 +120,10 @@ class HeteroFLRule(Rule):
         full = sum(entries(self.blueprint, unit) for unit in self.blueprint.units())
         found = sum(part.blueprint.width / self.blueprint.width for part in parts) * full
         return found, found
+
+    def channels(self, part: Part) -> float:
+        """Of sub-models that always have the first channels, their share; others come to all of them."""
+        return 1.0 if self.moving else part.blueprint.width / self.blueprint.width
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The device's sub-model. Raises MemoryBudgetExceededError."""

@@ -28,7 +28,7 @@ class Part:
 
     There are `copies` of them where several learn together. `name` is for people, where the atoms do not tell. With `targets`
     it learns logits instead of labels. `piece_class` says how they are run. `clean`: on clean examples, also where the run's
-    step is adversarial.
+    step is adversarial. `learns` are the units that learn, where not all do.
     """
 
     blueprint: Blueprint
@@ -40,6 +40,12 @@ class Part:
     targets: bool = False
     piece_class: type[PieceModel] = PieceModel
     clean: bool = False
+    learns: tuple[str, ...] = ()
+
+    @property
+    def learned(self) -> list[str]:
+        """The units that a step changes."""
+        return list(self.learns) or self.units
 
     @property
     def units(self) -> list[str]:

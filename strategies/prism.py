@@ -42,6 +42,7 @@ class PriSMRule(HeteroFLRule):
     """One stage; each device the largest sub-model it can train."""
 
     masks = False
+    moving = True
 
     @cached_property
     def shares(self) -> list[float]:

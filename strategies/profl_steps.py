@@ -136,7 +136,12 @@ class ProFLRule(Rule):
             return Part(self.model, piece)
         trained = learners(piece, piece[0] == basic_atoms(self.model).get(len(self.blocks)))
         return Part(
-            self.model, piece, make_loss=distillation(trained), targets=True, name=label(Part(self.model, piece))
+            self.model,
+            piece,
+            make_loss=distillation(trained),
+            targets=True,
+            name=label(Part(self.model, piece)),
+            learns=trained,
         )
 
     @cached_property
@@ -148,6 +153,11 @@ class ProFLRule(Rule):
             found.append(Stage(f"step {t}", (Part(self.model, self.step(t), name=name),)))
         return found
 
+    @property
+    def stage_count(self) -> int:
+        """As many as there are blocks."""
+        return len(self.blocks)
+
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The block of the step with its output module. Raises MemoryBudgetExceededError."""
         (part,) = self.stages[stage].parts
@@ -155,6 +165,12 @@ class ProFLRule(Rule):
         if needed > self.settings.allowance(state.budget_bytes):
             raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
         return [part]
+
+    def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The step, or where that does not fit the output layer alone."""
+        allowed, needed = self.settings.allowance(state.budget_bytes), self.needed(stage + 1)
+        fitting = [piece for piece in (self.stages[stage].parts[0].atoms, OUTPUT_LAYER) if needed[piece] <= allowed]
+        return [self.part(piece) for piece in fitting[:1]]
 
 
 # The thresholds in the authors' code for ResNet-18 on 32 x 32 images, batch 64, in their MB, by the atoms trained. Without an

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from client_app.task import Task, piece_of
@@ -23,8 +23,8 @@ class ClientReport:
 
     `status`: ok; memory (refused, or stopped at its budget: `needed` and `allowed` tell); failed (it raised an exception);
     crashed (its process died); gone (its node left); timeout (no answer within round-timeout); rejected (an update that may not
-    enter the model). `note` is what else there is to say, also of an ok. `counted_bits` and `counted_flops` are by the rules of
-    SpaFL's Table 2.
+    enter the model). `note` is what else there is to say, also of an ok. `trained` names the parts of the model that the client
+    trained. `counted_bits` and `counted_flops` are by the rules of SpaFL's Table 2.
     """
 
     client: int
@@ -46,6 +46,7 @@ class ClientReport:
     rss_peak: int = 0
     rss_growth: int = 0
     pieces: str = ""
+    trained: list[str] = field(default_factory=list)
     examples: int = 0
     train_loss: float | None = None
     val_accuracy: float | None = None

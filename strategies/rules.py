@@ -12,7 +12,7 @@ from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import DeviceState
 from models.anatomy import anatomy
 from models.cascade import Blueprint, has_statistics
-from models.partition import Piece
+from models.partition import AtomTooLargeError, Piece
 from server_app.settings import Settings
 from strategies.counts import entries
 from strategies.pricing import Part, Pricing
@@ -32,6 +32,8 @@ class Rule(ABC):
     `cuts`: the model is cut for a budget; `adapts`: else narrowed or shortened for it. `excluded` says what becomes of a device
     that cannot train; `adversarial`, whether the system trains on adversarial examples, `optional`: where the settings say so;
     `caveat`, what advice has to say of the system beside its figures.
+    `untrained`: what becomes of a part of the model that no client trains. It keeps its initial weights, or the trained model
+    ends before it, or the server trains it by distillation.
     """
 
     cuts: ClassVar[bool] = False
@@ -40,6 +42,7 @@ class Rule(ABC):
     adversarial: ClassVar[Literal["never", "optional", "always"]] = "never"
     caveat: ClassVar[str] = ""
     excluded: ClassVar[str] = "left out"
+    untrained: ClassVar[Literal["random", "cut off", "distilled"]] = "random"
 
     def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
         self.blueprint, self.pricing, self.settings, self.smallest = blueprint, pricing, settings, smallest
@@ -95,12 +98,37 @@ class Rule(ABC):
     def stages(self) -> list[Stage]:
         """What is trained, stage by stage. Raises ValueError where the model cannot be cut for the smallest budget."""
 
+    @property
+    def stage_count(self) -> int:
+        """How many stages there are: known also of a rule that cuts the model anew for each device."""
+        return 1
+
     @abstractmethod
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """What a device trains in a round of a stage, one part after another; `slowest` is the least FLOP/s of the round.
 
         Raises MemoryBudgetExceededError or AtomTooLargeError where there is nothing that it can train.
         """
+
+    def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """What a device can train in a stage, for the coverage of the model: `work`, or nothing where that raises."""
+        try:
+            return self.work(stage, state, slowest)
+        except (MemoryBudgetExceededError, AtomTooLargeError):
+            return []
+
+    def covered(self, part: Part) -> list[str]:
+        """The units of the run's own model, its atoms and its head, that training a part changes."""
+        own = {*(f"atoms.{atom}" for atom in range(len(self.blueprint.atoms))), "head"}
+        return [unit for unit in part.learned if unit in own]
+
+    def channels(self, part: Part) -> float:
+        """The largest share of its channels that is ever trained of a layer by clients that train such parts."""
+        return 1.0
+
+    def alone(self, atom: int) -> int | None:
+        """Bytes of training an atom without the others; None where that is not a step of this system."""
+        return None
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
         """Bytes of arrays down and up in a round for a client that trains `parts`: what it trains, there and back."""

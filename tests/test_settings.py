@@ -74,7 +74,7 @@ def test_unknown_keys(key: str, message: str) -> None:
 def test_an_unknown_key_like_no_other_lists_all() -> None:
     with pytest.raises(SettingsError) as caught:
         Settings.from_run_config({"xyzzy": 1})
-    assert "known are accelerator, adversarial, apa, " in str(caught.value)
+    assert "known are accelerator, adversarial, allow-untrained, apa, " in str(caught.value)
 
 
 def test_an_integer_will_do_for_a_number() -> None:

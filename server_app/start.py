@@ -1,0 +1,49 @@
+"""What a run finds out about its clients before the first round: which parts of the model they can train."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from models.init_weights import pretrained_units
+from strategies.base import PieceStrategy
+from strategies.coverage import Trainer, coverage, coverage_sentence, judged, part_names
+from strategies.rules import Rule
+
+LOG = logging.getLogger("piecework")
+
+
+def look_at(strategy: PieceStrategy) -> dict[str, Any]:
+    """The coverage of the model by the clients that are there, as JSON values; it is also said in the log.
+
+    Raises ValueError where a part of the model would stay random and the settings do not allow that.
+    """
+    found = covered(strategy.rule, strategy.trainers())
+    if found["level"] == "error":
+        raise ValueError(found["says"])
+    say(found)
+    return found
+
+
+def covered(rule: Rule, trainers: Mapping[int, Trainer]) -> dict[str, Any]:
+    """The coverage by these clients and what it means, as JSON values; plans and runs have it in this form."""
+    rows = coverage(rule, trainers)
+    finding = judged(rule, rows, trainers, pretrained_parts(rule))
+    return {"clients": len(trainers), "parts": rows, "level": finding.level, "says": finding.says}
+
+
+def pretrained_parts(rule: Rule) -> set[str]:
+    """The parts that begin with weights of `init-weights`; all, where a plan is made without that file."""
+    names, path = part_names(rule.blueprint), Path(rule.settings.init_weights)
+    if not rule.settings.init_weights:
+        return set()
+    if not path.is_file():
+        return set(names.values())
+    return {names[unit] for unit in pretrained_units(path, rule.blueprint)}
+
+
+def say(found: dict[str, Any]) -> None:
+    """Put a coverage into the log: who trains what, and what is wrong with that."""
+    LOG.info("%s", coverage_sentence(found["parts"], found["clients"]))
+    if found["says"]:
+        LOG.log(logging.INFO if found["level"] == "note" else logging.WARNING, "%s", found["says"])
