@@ -20,7 +20,7 @@ def advice_tables(advice: dict[str, Any]) -> list[str | Table]:
     if simple["fits"]:
         return [simple["text"], ask]
     lines: list[str | Table] = [simple["text"], f"The simple rivals, {training} training:", table(advice["rivals"])]
-    lines += [f"Systems, {training} training:", table(advice["rows"]), advice["order"]]
+    lines += [f"Systems, {training} training:", table(advice["rows"]), f"{LEGEND}.", advice["order"]]
     if not advice["settings"]:
         lines.append("No accuracy of ours was measured on a model of this kind.")
     for number, setting in advice["settings"].items():
@@ -31,13 +31,20 @@ def advice_tables(advice: dict[str, Any]) -> list[str | Table]:
     return [*lines, ask]
 
 
+COLUMNS = ("strategy", "take part", "each", "together", "bytes", "time", "measured")
+LEGEND = (
+    "take part: of the clients; each, together: the part of the model that a client trains, and all of them; bytes and time "
+    "are those of a round"
+)
+
+
 def table(rows: list[dict[str, Any]]) -> Table:
-    """A line a system."""
-    found = columns("strategy", "take part", "each trains", "together", "bytes a round", "time a round", "measured", "")
-    found.columns[6].no_wrap = False
-    for column in found.columns[6:]:
-        column.justify = "left"
+    """A line a system; at 80 columns only what was measured is wrapped."""
+    found = columns(*COLUMNS)
+    found.columns[0].no_wrap = True
+    found.columns[-1].no_wrap, found.columns[-1].justify = False, "left"
     for row in rows:
+        measured = [accuracies(number, entries) for number, entries in row["measured"].items()]
         found.add_row(
             row["strategy"],
             f"{row['participation'] - row['pretending']:.0%}",
@@ -45,8 +52,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
             f"{row['covered']:.0%}",
             format_bytes(int(row["bytes_per_round"])),
             duration(row["round_seconds"]),
-            "\n".join(accuracies(number, entries) for number, entries in row["measured"].items()) or "-",
-            notes(row),
+            "\n".join(filter(None, [*measured, notes(row)])) or "-",
         )
     return found
 
