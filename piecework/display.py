@@ -68,10 +68,11 @@ def trained_rows(parts: Sequence[Record]) -> list[tuple[str, str]]:
         return [("trained", f"{NEVER}: {consecutive(never, names)}")]
     least = min(row["clients"] for row in parts)
     fewest = [row for row in parts if row["clients"] == least]
+    by = f"{least} clients with {fewest[0]['share']:.0%} of the data"
+    if len(fewest) == len(parts):
+        return [("trained", f"every part by {by}")]
     which = consecutive([row["part"] for row in fewest], names)
-    return [
-        ("trained", f"every part; {which} by the fewest, {least} clients with {fewest[0]['share']:.0%} of the data")
-    ]
+    return [("trained", f"every part; {which} by the fewest, {by}")]
 
 
 TRAINED_COLUMNS = ("part of the model", "clients", "share of the training data", "rounds")
