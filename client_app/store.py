@@ -21,6 +21,7 @@ from torch import nn
 from client_app.seal import damage, seal
 from client_app.task_folder import claim, remove, remove_leftovers
 from models.cascade import unit_of
+from models.static_norms import is_statistic
 
 KEPT_STATES = 2
 
@@ -60,13 +61,18 @@ class Store:
         self.write_units({f"{unit}.{name}": value.detach().cpu().numpy() for name, value in state.items()}, folder)
 
     def load(self, unit: str, module: nn.Module, folder: Path | None = None) -> None:
-        """Copy a unit's arrays into its module, in place, one array at a time."""
+        """Copy a unit's arrays into its module, in place, one array at a time.
+
+        Statistics of batch norms that the file lacks stay as they were built: training may do without those that are served.
+        """
         with (
             safe_open(_existing((folder or self.model) / f"{unit}.safetensors"), framework="np") as file,
             torch.no_grad(),
         ):
+            held = set(file.keys())
             for name, target in module.state_dict().items():
-                target.copy_(torch.from_numpy(file.get_tensor(f"{unit}.{name}")))
+                if f"{unit}.{name}" in held or not is_statistic(name):
+                    target.copy_(torch.from_numpy(file.get_tensor(f"{unit}.{name}")))
 
     def read(self, units: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         """The arrays of units by global name."""

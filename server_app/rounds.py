@@ -322,6 +322,7 @@ class Run:
         if self.served.is_of(arrays, *model):
             return None, 0
         messages = self.served.configure(server_round, arrays, model, self.grid)
+        self._deliver(server_round)
         if not self.served.aggregate(server_round, self.mail.exchange(server_round, messages)):
             LOG.warning(
                 "round %s: no client measured the batch norms of the model, which is not evaluated: %s",

@@ -41,8 +41,9 @@ CHANGEABLE = frozenset(
 EXTENDABLE = frozenset({"lr-rounds"})
 
 
-# Systems whose clients train narrower, low-rank or masked networks: their statistics are not those of the whole model.
-MEASURED = frozenset({"heterofl", "fedrolex", "feddrop", "fjord", "prism", "orthdrop", "origdrop", "fedpm"})
+# Systems whose clients train narrower, low-rank or masked networks, or blocks behind random ones: the statistics that they keep
+# are not those of the model that is served.
+MEASURED = frozenset({"heterofl", "fedrolex", "feddrop", "fjord", "prism", "orthdrop", "origdrop", "fedpm", "profl"})
 
 
 class SettingsError(ValueError):

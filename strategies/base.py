@@ -276,6 +276,10 @@ class PieceStrategy(Strategy):
             prices={piece_key(piece): price for piece, price in self.prices_for(state.budget_bytes).items()},
         )
 
+    def own_fields(self) -> dict[str, Any]:
+        """A system's own fields of a task, as far as they are the same for all clients and tell how the model is built."""
+        return {}
+
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:

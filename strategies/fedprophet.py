@@ -46,6 +46,7 @@ class FedProphet(PieceStrategy):
     name = "fedprophet"
     rule_class = FedProphetRule
     rule: FedProphetRule
+    measures = False
     state_class = FedProphetState
     state: FedProphetState
     evaluation_keys = ("val-loss", "val-accuracy", "val-adversarial-accuracy")

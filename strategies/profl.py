@@ -106,7 +106,6 @@ class ProFL(PieceStrategy):
     name = "profl"
     rule_class = ProFLRule
     rule: ProFLRule
-    measures = False
     state_class = ProFLState
     state: ProFLState
 
@@ -202,9 +201,12 @@ class ProFL(PieceStrategy):
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The step, and how the model is cut."""
-        task, leg = super().task(server_round, state), self.leg
-        orders = Orders([list(block) for block in self.rule.blocks], leg.t, leg.kind)
-        return replace(task, own=orders.to_own())
+        return replace(super().task(server_round, state), own=self.own_fields())
+
+    def own_fields(self) -> dict[str, Any]:
+        """How the model is cut, and what is done."""
+        leg = self.leg
+        return Orders([list(block) for block in self.rule.blocks], leg.t, leg.kind).to_own()
 
     def rate(self, server_round: int) -> float:
         """Of a map its own."""

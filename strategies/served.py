@@ -26,6 +26,7 @@ from models.static_norms import has_batch_norms, is_statistic, with_statistics
 from server_app.settings import learning_rate
 from strategies.aggregation import UpdateRejectedError, check_update, require_all, spec_of
 from strategies.base import PieceStrategy
+from strategies.delivery import without_units
 
 KEPT = "served/"  # before the names of statistics in a checkpoint
 
@@ -59,7 +60,7 @@ class ServedModel:
 
     def is_of(self, arrays: ArrayRecord, atoms: Piece, head: str) -> bool:
         """Whether there is nothing to measure before this model can be evaluated."""
-        if self._of is not None and self._of[0] is arrays and self._of[1:] == (atoms, head):
+        if self._of is not None and is_same(self._of[0], arrays) and self._of[1:] == (atoms, head):
             return True
         return not (self.measured and empty_statistics(self.blueprint, [*units(atoms), head]))
 
@@ -86,16 +87,16 @@ class ServedModel:
         """Ask clients of a round to measure: those that it trained with, where they can afford it."""
         strategy, (atoms, head) = self.strategy, model
         self.statistics, self._of = ArrayRecord(), (arrays, atoms, head)
-        blank = empty_statistics(self.blueprint, [*units(atoms), head])
         needed = self.needed(atoms, head)
-        sent = {name: array for name, array in arrays.items() if unit_of(name) in {*units(atoms), head}}
-        sent |= {name: Array(array) for name, array in blank.items()}
+        sent = ArrayRecord({name: array for name, array in arrays.items() if unit_of(name) in {*units(atoms), head}})
         tasks = {
-            client: self.task(client, server_round, model, needed)
+            client: strategy.with_hashes(self.task(client, server_round, model, needed), sent)
             for client in self.clients(server_round, grid)
             if strategy.affords(client, server_round, needed)
         }
-        return strategy.post.configure("query.statistics", tasks, ArrayRecord(sent), travelling=lambda _, model: model)
+        return strategy.post.configure(
+            "query.statistics", tasks, sent, travelling=lambda task, model: without_units(model, task.frozen)
+        )
 
     def clients(self, server_round: int, grid: Grid) -> list[int]:
         """Those of the round that can be reached; where there was none, those who would be."""
@@ -120,6 +121,7 @@ class ServedModel:
             prices={piece_key(SERVED): needed},
             atoms=list(model[0]),
             head=model[1],
+            own=strategy.own_fields(),
         )
 
     def aggregate(self, server_round: int, replies: Iterable[Message]) -> bool:
@@ -140,7 +142,9 @@ class ServedModel:
         self, client: int, metrics: Mapping[str, object], arrays: ArrayRecord
     ) -> tuple[dict[str, np.ndarray], int]:
         """A client's statistics and its number of examples. Raises UpdateRejectedError."""
-        expected = ArrayRecord({n: array for n, array in self.strategy.post.arrays.items() if is_statistic(n)})
+        atoms, head = self._of[1:] if self._of else ((), "head")
+        blank = empty_statistics(self.blueprint, [*units(atoms), head])
+        expected = ArrayRecord({name: Array(array) for name, array in blank.items()})
         update = check_update(arrays, metrics.get("num-examples"), expected, spec_of(expected))
         require_all(update, expected)
         if update.examples > (known := self.strategy.roster.members[client].examples):
@@ -149,7 +153,7 @@ class ServedModel:
 
     def kept(self, arrays: ArrayRecord) -> dict[str, Array]:
         """What a checkpoint of this model holds of it."""
-        if self._of is None or self._of[0] is not arrays:
+        if self._of is None or not is_same(self._of[0], arrays):
             return {}
         return {KEPT + name: array for name, array in self.statistics.items()}
 
@@ -163,6 +167,11 @@ class ServedModel:
         """The statistics of a checkpoint are those of its model."""
         if self.statistics:
             self._of = arrays, *self.strategy.trained_model()
+
+
+def is_same(one: ArrayRecord, other: ArrayRecord) -> bool:
+    """Whether two models have the very same arrays; their values are not looked at."""
+    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
 
 
 class Moments:

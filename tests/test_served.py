@@ -90,7 +90,7 @@ def test_what_clients_measure_is_what_all_their_data_have(tmp_path: Path) -> Non
     for number, rows in enumerate((20, 40)):
         client = a_client(tmp_path / str(number), tiny_settings(batch_norm="measured", batch_size=40), rows=rows)
         plain = PieceModel(client.blueprint, (0,), None, client.load())
-        client.blueprint = measuring(client)
+        client.blueprint = with_statistics(client.blueprint)
         measure_statistics(client, (0, 1))
         with torch.no_grad():
             outputs.append(plain.modules["atoms.0"].conv(client.share(0).read(np.arange(rows))))
@@ -100,15 +100,6 @@ def test_what_clients_measure_is_what_all_their_data_have(tmp_path: Path) -> Non
     np.testing.assert_allclose(found["atoms.0.bn.running_mean"].numpy(), values.mean((0, 2, 3)), rtol=1e-4, atol=1e-6)
     # a batch's variance is unbiased by its own mean: 2,560 of 1/1280 and 1/2560 in one sum
     np.testing.assert_allclose(found["atoms.0.bn.running_var"].numpy(), values.var((0, 2, 3)), rtol=2e-3)
-
-
-def measuring(client: Any) -> Blueprint:
-    """The client's model with statistics, their first values in its store."""
-    model = with_statistics(client.blueprint)
-    for unit in model.units():
-        blank = {name: array for name, array in empty(model).items() if name.startswith(f"{unit}.")}
-        client.store.write_units(dict(client.store.read([unit])) | blank)
-    return model
 
 
 def empty(model: Blueprint) -> dict[str, np.ndarray]:
@@ -124,8 +115,7 @@ def test_measuring_takes_what_was_predicted(tmp_path: Path, name: str) -> None:
     settings = tiny_settings(model=name, model_width=0.25, batch_norm="measured", strategy="fedavg")
     model = build_blueprint(name, num_classes=10, input_shape=(1, 8, 8), width=0.25, batch_norm="batch")
     client = a_client(tmp_path, settings, rows=32, blueprint=model)
-    served = measuring(client)
-    client.blueprint = model
+    served = with_statistics(model)
     streamed = pricing_for(settings, model).streamed
     last = len(model.atoms) - 1
     needed = max(streamed(served, atom, "head" if atom == last else None, measured=True) for atom in range(last + 1))
@@ -224,7 +214,10 @@ def test_statistics_that_make_no_sense_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"strategy": "profl", "stage_rounds": 1}, "clients of profl do not hold the model that is served"),
+        (
+            {"strategy": "depthfl", "fleet": fleet_json(rich=4.0)},
+            "clients of depthfl do not hold the model that is served",
+        ),
         ({"strategy": "splitmix"}, "clients of splitmix do not hold the model that is served"),
         (
             {"strategy": "heterofl", "width_shares": "0.03", "fleet": fleet_json(poor=0.05), "batch_size": 40},
@@ -238,13 +231,16 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, changes: dict[str, A
 
 
 def test_auto_is_decided_by_the_strategy() -> None:
-    found = {name: Settings(strategy=name).norms for name in ("fedepth", "fedprophet", "heterofl", "prism", "fedpm")}
+    found = {
+        name: Settings(strategy=name).norms for name in ("fedepth", "fedprophet", "heterofl", "prism", "fedpm", "profl")
+    }
     assert found == {
         "fedepth": "running",
         "fedprophet": "running",
         "heterofl": "measured",
         "prism": "measured",
         "fedpm": "measured",
+        "profl": "measured",
     }
     assert Settings(strategy="heterofl", batch_norm="batch").norms == "batch"
 

@@ -31,6 +31,7 @@ from client_app.training import MakeLoss, PieceModel, Trainee, single_loss
 from client_app.validation import behind, evaluate_cascade
 from device_profiles.memory import MemoryBudgetExceededError
 from models.basic_layers import cascade_at, step_atoms, student_atoms, with_basic_layers
+from models.cascade import Blueprint
 from models.partition import Piece, fits, runs
 
 OUTPUT_LAYER: Piece = ()  # theta_L alone, in a price list
@@ -56,10 +57,15 @@ class Orders(OwnFields):
         return tuple(atom for block in self.blocks[: self.step - 1] for atom in block)
 
 
+def network(task: Task, client: Client) -> Blueprint:
+    """The run's model, with basic layers beside it."""
+    return with_basic_layers(client.blueprint, Orders.of(task).pieces)
+
+
 def train(task: Task, client: Client) -> Update:
     """A round of a step, of a map, or of statistics. Raises MemoryBudgetExceededError where not even theta_L fits."""
     orders = Orders.of(task)
-    client.blueprint = with_basic_layers(client.blueprint, orders.pieces)
+    client.blueprint = network(task, client)
     if orders.doing == "statistics":
         return measure(task, client, orders.frozen())
     atoms = step_atoms(client.blueprint, orders.pieces, orders.step)
@@ -148,5 +154,5 @@ def require(task: Task, client: Client, piece: Piece, doing: str) -> None:
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss and accuracy of the step's model on the client's validation share, one atom in memory at a time."""
     orders = Orders.of(task)
-    client.blueprint = with_basic_layers(client.blueprint, orders.pieces)
+    client.blueprint = network(task, client)
     return evaluate_cascade(client, cascade_at(client.blueprint, orders.pieces, orders.step - (orders.doing == "map")))
