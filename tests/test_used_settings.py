@@ -29,7 +29,7 @@ GENERAL = {
     "autoattack-examples", "evaluate-every", "evaluation", "client-evaluation-every", "target-accuracy", "patience",
     "max-empty-rounds",
     "update-norm-limit", "min-clients", "round-timeout", "node-timeout", "engine", "workers", "message-bytes", "max-in-flight",
-    "output-dir", "run-name", "state-dir", "resume-from",
+    "output-dir", "run-name", "state-dir", "resume-from", "allow-untrained",
 }  # fmt: skip
 
 
