@@ -21,6 +21,7 @@ from client_app.attacks import Attack, Gradient, Loss, by_backward, pgd
 from client_app.examples import Examples, batches
 from client_app.memory_cap import MemoryCap, return_free_memory
 from models.cascade import Blueprint, fit_features, isolated_rng, run_atoms
+from models.static_norms import count_first_alike
 
 Load = Callable[[str], nn.Module]
 Precision = Literal["float32", "bfloat16"]
@@ -211,6 +212,7 @@ class Trainee:
         self.pieces: list[PieceModel] = []
         self.total_loss, self.seen, self.batches = 0.0, 0, 0
         self._paused: Path | None = None
+        self._young = recipe.attack is None  # attacks look at running statistics, which are not to jump under them
 
     def epochs(self) -> Iterator[int]:
         """The numbers of the epochs there are to do; the last one ends with the last iteration."""
@@ -242,6 +244,8 @@ class Trainee:
 
     def _step(self, z: Tensor, y: Tensor, rng: np.random.Generator) -> Tensor:
         """Train on a batch. Returns the detached loss."""
+        if self._young:
+            self._young = count_first_alike(unit for piece in self.pieces for unit in piece.units().values())
         return train_step(self._loss, self.optimiser, z, y, self._perturb(rng))
 
     def _begin(self) -> None:

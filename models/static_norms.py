@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.cascade import Blueprint
 
+FIRST = 10  # batches after which torch's momentum of 0.1 gives each of them no more weight than a mean would
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -58,6 +59,21 @@ def forget_statistics(modules: Iterable[nn.Module]) -> None:
     for norm in batch_norms(modules):
         norm.reset_running_stats()
         norm.momentum = None
+
+
+def count_first_alike(modules: Iterable[nn.Module]) -> bool:
+    """Let batch norms that have seen fewer than 10 batches count these alike; whether there are any such.
+
+    With torch's momentum of 0.1 what they were built with, a mean of 0 and a variance of 1, still weighs 0.9^n after n batches:
+    a client with little data would send mostly that.
+    """
+    young = False
+    for norm in batch_norms(modules):
+        if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d) and norm.num_batches_tracked is not None:
+            seen = int(norm.num_batches_tracked)
+            norm.momentum = max(0.1, 1 / (seen + 1))
+            young |= seen < FIRST
+    return young
 
 
 def is_statistic(name: str) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from flwr.app import Array, Message
 from helpers import TRIO, a_client, digits, fleet_json, model_of, run_local, same, tiny_settings
+from torch import nn
 
 import piecework
 from client_app.features import measure_statistics
@@ -16,7 +17,7 @@ from client_app.served import SERVED, measure_served
 from client_app.task import Task, piece_key
 from client_app.training import PieceModel
 from models.cascade import Blueprint
-from models.static_norms import measure_norms, with_statistics
+from models.static_norms import count_first_alike, measure_norms, with_statistics
 from models.zoo import build_blueprint
 from server_app.local_grid import LocalGrid
 from server_app.records import RunDir
@@ -140,6 +141,17 @@ def a_task(atoms: list[int], needed: int) -> Task:
         atoms=atoms,
         head="head",
     )
+
+
+def test_the_first_batches_of_a_batch_norm_count_alike() -> None:
+    """The mean of 1, 2, .., 10 is 5.5; the 11th weighs a tenth: 0.9 * 5.5 + 0.1 * 16.5 = 6.6."""
+    norm = nn.BatchNorm1d(1)
+    young = []
+    for value in (*range(1, 11), 16.5):
+        young.append(count_first_alike([norm]))
+        norm(torch.full((2, 1), float(value)))
+    assert norm.running_mean.item() == pytest.approx(6.6)  # type: ignore[union-attr]
+    assert young == [True] * 10 + [False]
 
 
 def test_only_batch_norms_move_while_they_are_measured() -> None:
