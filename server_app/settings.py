@@ -41,9 +41,12 @@ CHANGEABLE = frozenset(
 EXTENDABLE = frozenset({"lr-rounds"})
 
 
-# Systems whose clients train narrower, low-rank or masked networks, or blocks behind random ones: the statistics that they keep
-# are not those of the model that is served.
-MEASURED = frozenset({"heterofl", "fedrolex", "feddrop", "fjord", "prism", "orthdrop", "origdrop", "fedpm", "profl"})
+# Systems whose clients train narrower, low-rank or masked networks, or blocks behind others that have just been trained or are
+# random: the statistics that they keep are not those of the model that is served.
+MEASURED = frozenset(
+    {"heterofl", "fedrolex", "feddrop", "fjord", "prism", "orthdrop", "origdrop", "fedpm"}
+    | {"fedepth", "m-fedepth", "profl"}
+)
 
 
 class SettingsError(ValueError):
@@ -77,7 +80,7 @@ class Settings(BaseModel):
         description="statistics that batch norms are served with. running: kept in training, averaged with their layer; "
         "measured: training takes those of a batch, clients measure the served ones after the round; batch: those of the "
         "batch always, so that predictions depend on it; local: norms stay with the clients (FedBN); auto = measured where "
-        "sub-models differ in their statistics, else running",
+        "clients train sub-models or blocks, else running",
     )
     init_weights: str = Field("", description="a .safetensors file to start from, by our names or torchvision's")
     model_options: str = Field("", description="options that only this model has: stem=cifar,classifier=profl")

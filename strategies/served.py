@@ -78,8 +78,12 @@ class ServedModel:
             )
         atoms, head = self.strategy.trained_model()
         if not self.is_of(ArrayRecord(), atoms, head):
-            doing = "Measuring the batch norms of the served model (batch-norm = measured)"
-            self.strategy.require_somebody(self.needed(atoms, head), doing)
+            needed, richest = self.needed(atoms, head), int(max(self.strategy.budgets()))
+            if needed > self.strategy.settings.allowance(richest):
+                raise ValueError(
+                    f"batch-norm = 'measured': measuring the batch norms of the served model, one atom at a time, needs "
+                    f"{needed:,} bytes, and the richest client has {richest:,}; lower batch-size, or use running or batch"
+                )
 
     def configure(
         self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str], grid: Grid

@@ -189,7 +189,7 @@ def test_a_restart_does_not_make_an_aborted_run_complete(tmp_path: Path) -> None
 
 def test_a_client_is_not_given_less_than_it_needs_to_train(tmp_path: Path, grids: Any) -> None:
     """1.2 times the last atom: three quarters of it would be too little for anything."""
-    least = 499_976  # bytes of training the last atom of the convnet, by the plan
+    least = 499_456  # bytes of training the last atom of the convnet, by the plan
     values = {"fleet": fleet_json(board=int(1.2 * least)), "mutual_models": 1, **TRIO}
     run = run_local(tmp_path, grids(Faulty, errors={(1, 1): 8}), strategy="fedepth", num_rounds=2, **values)
     assert statuses(run, 1)[1] == "crashed"

@@ -34,7 +34,7 @@ from server_app.rounds import RunAbortedError, run_experiment
 
 
 def test_with_full_budgets_fedepth_is_fedavg(tmp_path: Path) -> None:
-    settings = {"num_rounds": 2, "local_epochs": 2, "momentum": 0.9}
+    settings = {"num_rounds": 2, "local_epochs": 2, "momentum": 0.9, "batch_norm": "batch"}
     fedavg = run_local(tmp_path / "fedavg", strategy="fedavg", **settings)
     fedepth = run_local(tmp_path / "fedepth", strategy="fedepth", **settings)
     assert same(model_of(fedavg), model_of(fedepth))
@@ -51,9 +51,6 @@ def test_a_round_is_the_weighted_mean_of_its_replies(tmp_path: Path) -> None:
     assert len(replies) == 3
     assert len({examples_of(m) for m in replies}) > 1
     for name, array in model.items():
-        if name.endswith("num_batches_tracked"):  # the largest of them
-            assert array == max(arrays_of(m)[name] for m in replies)
-            continue
         assert array.dtype == np.float32
         np.testing.assert_array_equal(array, average(replies, name))
 
@@ -81,7 +78,7 @@ def test_what_nobody_trained_stays_as_it_was(tmp_path: Path) -> None:
     assert all("atoms.1.conv.weight" not in arrays_of(m) for m in training(grid.last.received))
     before, after = first_arrays(tiny_settings()), model_of(run)
     conv2 = [name for name in after if name.startswith("atoms.1.")]
-    assert len(conv2) == 6
+    assert len(conv2) == 3
     assert same(before, after, conv2)
     changed = {name for name in after if not same(before, after, [name])}
     assert changed == set(after) - set(conv2)
@@ -101,8 +98,7 @@ def test_partial_training_leaves_out_or_dilutes(tmp_path: Path) -> None:
     small = next(m for m in replies if m.metadata.src_node_id == FIRST_NODE + 1)
     assert same(arrays_of(small), first_arrays(tiny_settings()), ["atoms.1.conv.weight"])
     differ = {name for name in models["dilute"] if not same(models["dilute"], models["leave-out"], [name])}
-    own = {"conv.weight", "bn.weight", "bn.bias", "bn.running_mean", "bn.running_var"}
-    assert differ == {f"atoms.1.{name}" for name in own}
+    assert differ == {"atoms.1.conv.weight", "atoms.1.bn.weight", "atoms.1.bn.bias"}
 
 
 def test_number_of_workers_does_not_matter(tmp_path: Path) -> None:
@@ -119,7 +115,7 @@ def test_number_of_workers_does_not_matter(tmp_path: Path) -> None:
 
 def test_bytes_and_clients_are_as_on_the_messages(tmp_path: Path) -> None:
     grid = RecordingGrid
-    run = run_local(tmp_path, grid, fleet="demo", num_rounds=2)
+    run = run_local(tmp_path, grid, fleet="demo", num_rounds=2, batch_norm="batch")
     sent, received = training(grid.last.sent), training(grid.last.received)
     for server_round in (1, 2):
         (record,) = [r for r in run.rounds() if r["round"] == server_round]
@@ -186,7 +182,7 @@ def checkpoint_state(run: RunDir) -> str:
 
 def test_clients_evaluate_in_every_nth_round(tmp_path: Path) -> None:
     grid = RecordingGrid
-    run = run_local(tmp_path, grid, num_rounds=4, client_evaluation_every=2, fleet="demo")
+    run = run_local(tmp_path, grid, num_rounds=4, client_evaluation_every=2, fleet="demo", batch_norm="batch")
     asked = [m for m in grid.last.sent if m.metadata.message_type == "evaluate"]
     answers = [m for m in grid.last.received if m.metadata.message_type == "evaluate"]
     assert [m.metadata.group_id for m in asked] == ["2", "2", "2", "4", "4", "4"]

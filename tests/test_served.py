@@ -28,6 +28,7 @@ from strategies.served import Moments, empty_statistics
 WIDTH = {"strategy": "heterofl", "width_shares": "1,0.5", "fleet": fleet_json(rich=1.5, poor=0.7)}
 RUNS: dict[str, dict[str, Any]] = {
     "fedepth": {"fleet": fleet_json(poor=0.6)},
+    "fedavg": {"strategy": "fedavg", "fleet": fleet_json(rich=1.5)},
     "fedprophet": {"strategy": "fedprophet", "r_min": "0.6x", "attack_steps": 1, "evaluation_attack_examples": 0},
     "profl": {"strategy": "profl", "num_rounds": 2, "stage_rounds": 1},
     "heterofl": WIDTH,
@@ -233,7 +234,7 @@ def test_statistics_that_make_no_sense_are_rejected(tmp_path: Path) -> None:
         ({"strategy": "splitmix"}, "clients of splitmix do not hold the model that is served"),
         (
             {"strategy": "heterofl", "width_shares": "0.03", "fleet": fleet_json(poor=0.05), "batch_size": 40},
-            "Measuring the batch norms of the served model .* needs .* bytes, and the richest client has",
+            "measuring the batch norms of the served model, one atom at a time, needs .* bytes, and the richest client has",
         ),
     ],
 )
@@ -244,10 +245,12 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, changes: dict[str, A
 
 def test_auto_is_decided_by_the_strategy() -> None:
     found = {
-        name: Settings(strategy=name).norms for name in ("fedepth", "fedprophet", "heterofl", "prism", "fedpm", "profl")
+        name: Settings(strategy=name).norms
+        for name in ("fedepth", "fedavg", "fedprophet", "heterofl", "prism", "fedpm", "profl")
     }
     assert found == {
-        "fedepth": "running",
+        "fedepth": "measured",
+        "fedavg": "running",
         "fedprophet": "running",
         "heterofl": "measured",
         "prism": "measured",
