@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.cascade import Blueprint
 
-FIRST = 10  # batches after which torch's momentum of 0.1 gives each of them no more weight than a mean would
+OWN = "piecework_own_momentum"
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -62,17 +62,22 @@ def forget_statistics(modules: Iterable[nn.Module]) -> None:
 
 
 def count_first_alike(modules: Iterable[nn.Module]) -> bool:
-    """Let batch norms that have seen fewer than 10 batches count these alike; whether there are any such.
+    """Let the first batches that batch norms in training see count alike; whether there are norms with such batches to come.
 
     With torch's momentum of 0.1 what they were built with, a mean of 0 and a variance of 1, still weighs 0.9^n after n batches:
-    a client with little data would send mostly that.
+    a client with little data would send mostly that. From the tenth batch on a norm goes by its own momentum.
     """
     young = False
     for norm in batch_norms(modules):
-        if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d) and norm.num_batches_tracked is not None:
-            seen = int(norm.num_batches_tracked)
-            norm.momentum = max(0.1, 1 / (seen + 1))
-            young |= seen < FIRST
+        if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d) or norm.num_batches_tracked is None or not norm.training:
+            continue
+        own = getattr(norm, OWN, norm.momentum)
+        if own is None:  # all its batches count alike
+            continue
+        setattr(norm, OWN, own)
+        seen = int(norm.num_batches_tracked)
+        norm.momentum = max(own, 1 / (seen + 1))
+        young |= norm.momentum > own
     return young
 
 

@@ -23,7 +23,7 @@ from models.dual_norm import begin_adversarial, use
 from models.mix import mixed
 from models.static_norms import with_statistics
 from models.supermask import supermask
-from models.zoo import build_blueprint
+from models.zoo import MODELS, build_blueprint
 
 FORMAT = 2  # 1 did not say how inputs are scaled
 OUTSIDE = 1e-3  # by how much a pixel of [0, 1] may miss its range, from rounding
@@ -80,6 +80,12 @@ class TrainedModel(nn.Module):
             raise ValueError(
                 f"images have shape {tuple(images.shape)}: this model takes [B, {', '.join(map(str, self.input_shape))}]"
             )
+        if not len(images):
+            raise ValueError("there are no images: the batch is empty")
+        if not self.normalise and not self.vocabulary and not images.is_floating_point():
+            raise ValueError(
+                f"images are {images.dtype}: with normalise=False they must be floats, standardised already"
+            )
         logits: Tensor = self.network(self._scaled(images) if self.normalise else images)
         return logits
 
@@ -90,7 +96,7 @@ class TrainedModel(nn.Module):
             if self.pixels != "uint8":
                 raise ValueError(f"images are uint8: this model was trained on {self.pixels} values at their own scale")
             x = images.float().div_(255)
-        elif self.pixels == "uint8" and (images.min() < -OUTSIDE or images.max() > 1 + OUTSIDE):
+        elif self.pixels == "uint8" and not (images.min() >= -OUTSIDE and images.max() <= 1 + OUTSIDE):  # nor NaN
             raise ValueError(
                 f"images are {images.dtype} from {images.min():.4g} to {images.max():.4g}: floats are pixels / 255, in [0, 1]. "
                 "Give uint8, divide by 255, or load the model with normalise=False where they are standardised already"
@@ -166,6 +172,11 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
     if "personal" in described:
         raise ModelFileError(
             f"{file} holds thresholds alone: every client has a model of its own, in its store (state-dir)"
+        )
+    if (name := described.get("model", {}).get("name")) not in MODELS:
+        raise ModelFileError(
+            f"{file} was trained with model {name!r}, which Piecework does not have: first import the module that adds it to "
+            "models.zoo.MODELS"
         )
     try:
         whole = network_of(described)

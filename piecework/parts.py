@@ -32,11 +32,12 @@ class Trains(Protocol):
         """Bytes."""
 
 
-def trained_shares(full: Blueprint, tasks: list[list[list[Any]]]) -> dict[str, Any]:
+def trained_shares(full: Blueprint, tasks: list[list[list[Any]]], *, moving: bool = False) -> dict[str, Any]:
     """The share (0 to 1) of the full model's parameters that a client trains in a round, over all stages: the mean by device,
     the least, and the share that the fleet trains together. `tasks` are by stage, round and client.
 
-    Parameters that only stand in for others, as ProFL's output modules do, are none of the model's.
+    Where sub-models are `moving`, clients come to all of a unit in time. Parameters that only stand in for others, as ProFL's
+    output modules do, are none of the model's.
     """
     sizes = {unit: anatomy(full, unit).parameters for unit in full.units()}
     by_device: dict[str, list[float]] = {}
@@ -47,10 +48,11 @@ def trained_shares(full: Blueprint, tasks: list[list[list[Any]]]) -> dict[str, A
             trained = union(fractions(full, task.parts) for task in own)
             by_device.setdefault(own[0].state.device, []).append(weighed(trained, sizes))
             everyone.append(trained)
+    together = union(everyone)
     return {
         "devices": {name: sum(found) / len(found) for name, found in by_device.items()},
         "least": min(min(found) for found in by_device.values()),
-        "together": weighed(union(everyone), sizes),
+        "together": weighed(dict.fromkeys(together, 1.0) if moving else together, sizes),
     }
 
 

@@ -74,7 +74,7 @@ def make_plan(settings: Settings, question: Question, pricing: Pricing | None = 
         "modules": [module_row(rule, stage.name, part) for stage in rule.stages for part in stage.parts],
         "fleet": fleet_row(fleet, settings, rule, tasks),
         "devices": device_rows(rule, tasks, question.examples),
-        "trained": trained_shares(blueprint, tasks),
+        "trained": trained_shares(blueprint, tasks, moving=rule.moving),
         "pretence": pretence(full, tasks) if rule.swaps else None,
         "coverage": covered(rule, trainers(states, settings)),
     }

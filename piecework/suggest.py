@@ -144,7 +144,10 @@ def planned(settings: Settings, question: Question, pricing: Pricing) -> dict[st
         return row | {"reason": str(error)}
     if not plan["fleet"]["participation"]:
         return row | {"reason": nobody(plan)}
-    stages, trained = plan["fleet"]["stages"], plan["trained"]
+    stages, trained, cover = plan["fleet"]["stages"], plan["trained"], plan["coverage"]
+    if cover["level"] == "error":
+        return row | {"reason": cover["says"]}
+    caveats = [find_rule(settings.strategy).caveat, cover["says"] if cover["level"] == "warning" else ""]
     return row | {
         "participation": plan["fleet"]["participation"],
         "pretending": plan["pretence"]["share"] if plan["pretence"] else 0.0,
@@ -154,7 +157,7 @@ def planned(settings: Settings, question: Question, pricing: Pricing) -> dict[st
         "bytes_per_round": fmean(stage["bytes_down"] + stage["bytes_up"] for stage in stages),
         "round_seconds": fmean(stage["round_seconds"] for stage in stages),
         "stages": len(stages),
-        "caveat": find_rule(settings.strategy).caveat,
+        "caveat": "; ".join(filter(None, caveats)),
     }
 
 

@@ -35,8 +35,8 @@ def require_rates(settings: Settings, to_come: Iterable[tuple[int, int]], run: s
     advice = f"Set lr-rounds = {enough}, which gives round {idle[0]} a rate of {rate:.3g}"
     if run:
         changes = [f"resume-from={run}", f"num-rounds={settings.num_rounds}", f"lr-rounds={enough}"]
-        advice += ", or leave num-rounds as it was: "
-        advice += shlex.join(["piecework", "run", *(part for change in changes for part in ("--set", change))])
+        command = shlex.join(["piecework", "run", *(part for change in changes for part in ("--set", change))])
+        advice += f" ({command}), or leave num-rounds as it was"
     raise SettingsError(
         f"round {idle[0]}{others} would train with a learning rate of 0: num-rounds = {settings.num_rounds}, and the cosine is "
         f"{length} rounds long{', as it was planned when the run began' if run else ' (lr-rounds)'}. {advice}"

@@ -286,7 +286,7 @@ class Run:
             "bytes_up": sum(report.bytes_up for report in reports) + self.roster.take_query_bytes(),
             "bytes_evaluation": measured_bytes + strategy.post.bytes(),
             "bytes_survey": survey_bytes,
-            "batch_norm": self.served.norms,
+            "batch_norm": self.served.recorded(personal),
             "statistics": measured,
             "evaluation": strategy.post.account() if strategy.post.ledger else None,
             "survey": survey,

@@ -101,13 +101,17 @@ class Finding:
 
 
 def judged(rule: Rule, rows: Sequence[Row], trainers: Mapping[int, Trainer], given: Collection[str] = ()) -> Finding:
-    """What parts that no client can train mean for the trained model. `given` names the parts that begin pretrained.
-
-    Where no client can train anything, there are other words for that.
-    """
+    """What parts that no client can train mean for the trained model. `given` names the parts that begin pretrained."""
+    if not trainers:
+        return Finding(
+            "error", "no client has two training examples or more: give clients more data, or lower `clients`"
+        )
     missing = [row["part"] for row in rows if not row["clients"]]
     if len(missing) == len(rows) and not anybody(rule, trainers):
-        return Finding()
+        most = richest(each.state for each in trainers.values()).budget_bytes
+        least = rule.least()
+        needed = f": at least {least:,} bytes are needed, and" if least else ":"
+        return Finding("warning", f"no client can train anything{needed} the richest client has {most:,} bytes")
     if missing:
         said = f"no client can train {consecutive(missing, [row['part'] for row in rows])}"
         if rule.untrained == "random":
@@ -132,7 +136,7 @@ def anybody(rule: Rule, trainers: Mapping[int, Trainer]) -> bool:
 def left_random(rule: Rule, said: str, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> Finding:
     """What it means that no client can train some parts, of which these are not pretrained either."""
     if not parts:
-        return Finding("note", f"{said}: these parts stay as init-weights has them")
+        return Finding("note", f"{said}: what no client trains stays as init-weights has it")
     said += f", so {'they keep' if len(parts) > 1 else 'it keeps'} random initial weights{needs(rule, parts, trainers)}"
     if rule.settings.allow_untrained:
         return Finding("warning", f"{said} (allow-untrained = true)")
@@ -173,6 +177,8 @@ def coverage_lines(rows: Sequence[Row], clients: int) -> list[tuple[str, str]]:
 def coverage_sentence(rows: Sequence[Row], clients: int) -> str:
     """The same in one sentence."""
     lines = coverage_lines(rows, clients)
+    if not any(row["clients"] for row in rows):
+        return "no part of the model can be trained by any client"
     if len(lines) == 1:
         return f"every part of the model can be trained by {lines[0][1]}"
     return "the parts of the model can be trained by: " + "; ".join(f"{parts} by {by}" for parts, by in lines)

@@ -17,7 +17,7 @@ from client_app.trainers.fedepth import MUTUAL, indispensable, mutual_loss, netw
 from client_app.training import Recipe
 from device_profiles.profile import DeviceState
 from models.anatomy import anatomy
-from models.cascade import Blueprint
+from models.cascade import Blueprint, can_fit
 from models.partition import AtomTooLargeError, Piece, Price, leave_out_input_side
 from strategies.base import PieceStrategy
 from strategies.pricing import Part
@@ -41,6 +41,19 @@ class FeDepthRule(Rule):
             learns = tuple(dict.fromkeys(["atoms.0", *(f"atoms.{atom}" for atom in piece), "head"]))
             return Part(self.blueprint, whole, name=name, piece_class=network_piece(piece), learns=learns)
         return Part(self.blueprint, piece, f"exits.{piece[-1]}" if self.exits and piece[-1] != whole[-1] else "head")
+
+    def require_model(self) -> None:
+        """Raises ValueError for an atom whose features zero padding cannot bring to the head that all blocks share."""
+        wanted = self.blueprint.feature_shape
+        if self.exits or self.settings.sub_problem == "network":
+            return
+        for atom in self.blueprint.atoms:
+            if not can_fit(atom.shape, wanted):
+                raise ValueError(
+                    f"{self.blueprint.name} cannot be trained block by block: atom {atom.name!r} makes features of shape "
+                    f"{atom.shape}, which zero padding cannot bring to {wanted}, what the shared head reads. Put what changes "
+                    "the number of dimensions into the head, or use strategy = m-fedepth, whose blocks have heads of their own"
+                )
 
     def bytes(self, piece: Piece) -> int:
         """The price of a piece; by a paper's memory-model that of its blocks, also where the whole network is there."""

@@ -43,7 +43,6 @@ class HeteroFLRule(Rule):
     adapts = True
     masks: ClassVar[bool] = True
     scales: ClassVar[bool] = True
-    moving: ClassVar[bool] = False  # whether sub-models have other channels from round to round
 
     @cached_property
     def shares(self) -> list[float]:

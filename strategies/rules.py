@@ -41,6 +41,7 @@ class Rule(ABC):
     exits: ClassVar[bool] = False
     adversarial: ClassVar[Literal["never", "optional", "always"]] = "never"
     caveat: ClassVar[str] = ""
+    moving: ClassVar[bool] = False  # whether sub-models have other channels, or are other nets, from round to round
     excluded: ClassVar[str] = "left out"
     untrained: ClassVar[Literal["random", "cut off", "distilled"]] = "random"
 

@@ -10,7 +10,7 @@ These are mean and variance of all clients' data together. HeteroFL's authors qu
 here the clients of a round are asked whenever its model is evaluated, and at the end.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
 import numpy as np
@@ -24,10 +24,19 @@ from models.cascade import Blueprint, unit_of
 from models.partition import Piece
 from models.static_norms import has_batch_norms, is_statistic, with_statistics
 from server_app.settings import learning_rate
-from strategies.aggregation import UpdateRejectedError, check_update, require_all, spec_of
+from strategies.aggregation import (
+    CheckedUpdate,
+    UpdateRejectedError,
+    check_update,
+    compared,
+    require_all,
+    require_within,
+    spec_of,
+)
 from strategies.base import PieceStrategy
 from strategies.delivery import without_units
 
+LARGEST = 1e18  # of a mean or a variance
 KEPT = "served/"  # before the names of statistics in a checkpoint
 
 
@@ -48,6 +57,10 @@ class ServedModel:
     def norms(self) -> str:
         """What the records say of batch norms: the setting as it was decided, or `none` where the model has none."""
         return self.strategy.settings.norms if has_batch_norms(self.strategy.blueprint) else "none"
+
+    def recorded(self, personal: bool) -> str:
+        """By which statistics a round's model was evaluated: clients that evaluate have those of their own batches."""
+        return "batch" if personal and self.norms == "measured" else self.norms
 
     @property
     def blueprint(self) -> Blueprint:
@@ -131,20 +144,34 @@ class ServedModel:
     def aggregate(self, server_round: int, replies: Iterable[Message]) -> bool:
         """Take in what clients measured; whether any did."""
         strategy, moments = self.strategy, Moments()
-        post = strategy.post
-        for client, metrics, arrays in post.contents(replies, lambda c, s: strategy.note_error(c, server_round, s)):
+        post, factor = strategy.post, strategy.settings.update_norm_limit
+        for client, update, limits in compared(self.received(server_round, replies), factor, ()):
             try:
-                moments.add(*self.checked(client, metrics, arrays))
-            except (UpdateRejectedError, TypeError, ValueError) as error:
+                require_within(update.norms, limits)
+            except UpdateRejectedError as error:
                 post.reject(client, str(error))
+                continue
+            moments.add(update.arrays, update.examples)
         self.statistics = moments.pooled()
         if not self.statistics:
             self._of = None
         return bool(self.statistics)
 
-    def checked(
-        self, client: int, metrics: Mapping[str, object], arrays: ArrayRecord
-    ) -> tuple[dict[str, np.ndarray], int]:
+    def received(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[int, CheckedUpdate]]:
+        """The statistics of clients that make sense by themselves; how they compare with the others' is looked at later."""
+        strategy = self.strategy
+        answers = strategy.post.contents(
+            replies, lambda client, status: strategy.note_error(client, server_round, status)
+        )
+        for client, metrics, arrays in answers:
+            try:
+                update = self.checked(client, metrics, arrays)
+            except (UpdateRejectedError, TypeError, ValueError) as error:
+                strategy.post.reject(client, str(error))
+                continue
+            yield client, update
+
+    def checked(self, client: int, metrics: Mapping[str, object], arrays: ArrayRecord) -> CheckedUpdate:
         """A client's statistics and its number of examples. Raises UpdateRejectedError."""
         atoms, head = self._of[1:] if self._of else ((), "head")
         blank = empty_statistics(self.blueprint, [*units(atoms), head])
@@ -153,7 +180,10 @@ class ServedModel:
         require_all(update, expected)
         if update.examples > (known := self.strategy.roster.members[client].examples):
             raise UpdateRejectedError(f"num-examples is {update.examples}: the client has {known}")
-        return update.arrays, update.examples
+        for name, array in update.arrays.items():
+            if (most := float(np.abs(array).max(initial=0))) > LARGEST:
+                raise UpdateRejectedError(f"array {name!r} holds {most:.4g}: its square would not be a float32")
+        return update
 
     def kept(self, arrays: ArrayRecord) -> dict[str, Array]:
         """What a checkpoint of this model holds of it."""

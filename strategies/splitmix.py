@@ -34,6 +34,8 @@ from strategies.state import Experiment
 class SplitMixRule(Rule):
     """One stage: each device as many base nets as fit."""
 
+    moving = True
+
     adversarial = "optional"
     adapts = True
     caveat = "an ensemble of narrow nets"

@@ -84,16 +84,30 @@ def test_a_pretrained_part_is_no_error(tmp_path: Path) -> None:
     found = found_for(fleet, init_weights=str(tmp_path / "all.safetensors"))
     assert (found["level"], found["says"]) == (
         "note",
-        "no client can train conv2: these parts stay as init-weights has them",
+        "no client can train conv2: what no client trains stays as init-weights has it",
     )
     assert found_for(fleet, init_weights=str(tmp_path / "rest.safetensors"))["level"] == "error"
 
 
-def test_where_no_client_can_train_anything_other_words_say_so() -> None:
+def test_that_no_client_can_train_anything_is_a_warning() -> None:
+    """The first round of a run then ends it, and says what is missing."""
     for strategy in ("fedavg", "fedepth"):
         found = found_for(fleet_json(tiny=1000), strategy=strategy)
         assert set(by_part(found).values()) == {0}
-        assert (found["level"], found["says"]) == ("", "")
+        assert found["level"] == "warning"
+        assert found["says"].startswith("no client can train anything: ")
+        assert found["says"].endswith(" the richest client has 1,000 bytes")
+        assert coverage_sentence(found["parts"], 4) == "no part of the model can be trained by any client"
+
+
+def test_clients_without_two_examples_are_an_error() -> None:
+    settings = tiny_settings(clients=4, fleet=fleet_json(large=2.2))
+    rule, _ = rule_for(load_fleet(settings.fleet), settings, ask(settings))
+    found = covered(rule, {})
+    assert (found["level"], found["says"]) == (
+        "error",
+        "no client has two training examples or more: give clients more data, or lower `clients`",
+    )
 
 
 def test_a_network_sub_problem_trains_its_block_the_first_atom_and_the_head() -> None:
@@ -134,7 +148,7 @@ def test_a_model_that_ends_where_training_does() -> None:
     assert (found["level"], found["says"]) == ("warning", "no client can train conv5, head: the model ends there")
 
 
-@pytest.mark.parametrize(("ratio", "clients", "level"), [(0.001, 0, ""), (0.6, 0, "note"), (1.0, 4, "")])
+@pytest.mark.parametrize(("ratio", "clients", "level"), [(0.001, 0, "warning"), (0.6, 0, "note"), (1.0, 4, "")])
 def test_a_server_that_distils(ratio: float, clients: int, level: str) -> None:
     model = {"model": "conv4", "family": "convnet", "dataset": "digits32", "public_share": 0.1}
     found = found_for(fleet_json(small=ratio), strategy="feddf", **model)

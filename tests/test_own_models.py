@@ -87,7 +87,23 @@ def grouped(colours: int, c: int, batch_norm: str) -> list[Any]:
     return [("stem", stem, c), ("four", partial(nn.Conv2d, c, c, 3, padding=1, groups=4 if c % 4 == 0 else 1), c)]
 
 
-OWN = {"mlp": mlp, "convs": maps(convs), "deaf": maps(deaf), "projected": maps(projected), "grouped": maps(grouped)}
+def flattened(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
+    """Maps, then an atom that flattens them: the head reads features of one dimension."""
+    colours, *edges = input_shape
+    maps, hidden = 4 * edges[0] * edges[1], max(1, int(16 * width))
+    last = partial(lambda: nn.Sequential(nn.Flatten(), nn.Linear(maps, hidden)))
+    atoms = (Atom("stem", partial(nn.Conv2d, colours, 4, 3, padding=1), (4, *edges)), Atom("flat", last, (hidden,)))
+    return Blueprint("mine", input_shape, num_classes, atoms, partial(nn.Linear, hidden, num_classes), batch_norm)
+
+
+OWN = {
+    "mlp": mlp,
+    "convs": maps(convs),
+    "deaf": maps(deaf),
+    "projected": maps(projected),
+    "grouped": maps(grouped),
+    "flattened": flattened,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +134,7 @@ REFUSED = {
     ("convs", "orthdrop"): f"atom 'body' of mine {CHAIN} 0 (Conv2d)",
     ("deaf", "fjord"): "atoms.0 of mine keeps statistics although batch-norm = 'measured', and fjord's nets have different",
     ("deaf", "fedpm"): "atoms.0 of mine keeps statistics although batch-norm = 'measured', and fedpm sends masks",
+    ("flattened", "fedepth"): "mine cannot be trained block by block: atom 'stem' makes features of shape (4, 8, 8), which",
     ("projected", "fjord"): "mine cannot be cut by width: with 0.0625 of its channels it lacks 'bias' of 'atoms.1.skip'",
     ("projected", "heterofl"): "mine cannot be cut by width: with 0.0625 of its channels it lacks 'bias' of 'atoms.1.skip'",
     ("grouped", "feddrop"): "mine cannot be cut by width: in atom 'four', channels cannot be followed through a convolution",

@@ -28,8 +28,8 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     # 0.1 / 2 (1 + cos(2 pi / 4)) = 0.05
     assert str(caught.value) == (
         "round 3 and 1 more would train with a learning rate of 0: num-rounds = 4, and the cosine is 2 rounds long, as it was "
-        "planned when the run began. Set lr-rounds = 4, which gives round 3 a rate of 0.05, or leave num-rounds as it was: "
-        f"piecework run --set resume-from={run.path} --set num-rounds=4 --set lr-rounds=4"
+        "planned when the run began. Set lr-rounds = 4, which gives round 3 a rate of 0.05 "
+        f"(piecework run --set resume-from={run.path} --set num-rounds=4 --set lr-rounds=4), or leave num-rounds as it was"
     )
     assert {path: path.read_bytes() for path in before} == before
     with pytest.raises(

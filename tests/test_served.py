@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, Message
-from helpers import TRIO, a_client, digits, fleet_json, model_of, run_local, same, tiny_settings
+from helpers import FEW, TRIO, a_client, digits, fleet_json, model_of, run_local, same, tiny_settings
 from torch import nn
 
 import piecework
@@ -19,7 +19,7 @@ from client_app.training import PieceModel
 from models.cascade import Blueprint
 from models.static_norms import count_first_alike, measure_norms, with_statistics
 from models.zoo import build_blueprint
-from server_app.local_grid import LocalGrid
+from server_app.local_grid import FIRST_NODE, LocalGrid
 from server_app.records import RunDir
 from server_app.settings import Settings
 from strategies.pricing import pricing_for
@@ -152,7 +152,10 @@ def test_the_first_batches_of_a_batch_norm_count_alike() -> None:
         young.append(count_first_alike([norm]))
         norm(torch.full((2, 1), float(value)))
     assert norm.running_mean.item() == pytest.approx(6.6)  # type: ignore[union-attr]
-    assert young == [True] * 10 + [False]
+    assert young == [True] * 9 + [False, False]  # the tenth of ten weighs a tenth
+    mean = nn.BatchNorm1d(1, momentum=None)
+    assert not count_first_alike([mean])
+    assert mean.momentum is None
 
 
 def test_only_batch_norms_move_while_they_are_measured() -> None:
@@ -201,26 +204,30 @@ def test_what_was_measured_survives_a_resume(tmp_path: Path) -> None:
 
 
 class LiesOfStatistics(LocalGrid):
-    """Client 0's statistics are not finite, client 1 says it has more examples than it has."""
+    """Of four, client 0's means are not finite, client 1 says it has more examples than it has, client 2's are a million."""
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         for reply in super().pull_messages(message_ids):
             arrays = reply.content.array_records.get("arrays", {}) if reply.has_content() else {}
             means = [name for name in arrays if name.endswith("running_mean")]
-            if means and reply.metadata.src_node_id % 3 == 1:
-                arrays[means[0]] = Array(np.full(arrays[means[0]].shape, np.nan, np.float32))
-            if means and reply.metadata.src_node_id % 3 == 2:
+            client = reply.metadata.src_node_id - FIRST_NODE
+            if means and client in (0, 2):
+                value = np.nan if client == 0 else 1e6
+                arrays[means[0]] = Array(np.full(arrays[means[0]].shape, value, np.float32))
+            if means and client == 1:
                 reply.content.metric_records["metrics"]["num-examples"] = 10**6
             yield reply
 
 
 def test_statistics_that_make_no_sense_are_rejected(tmp_path: Path) -> None:
-    run = run_local(tmp_path, LiesOfStatistics, **TRIO | WIDTH)
+    settings = {"clients": 6, "clients_per_round": 0, "dataset": FEW}
+    run = run_local(tmp_path, LiesOfStatistics, **WIDTH | settings)
     (record,) = run.rounds()
     reasons = " ".join(other["reason"] for other in record["statistics"]["others"])
-    assert record["statistics"]["answered"] == 1
+    assert record["statistics"]["answered"] == 3
     assert "non-finite values" in reasons
-    assert "num-examples is 1000000: the client has 56" in reasons
+    assert "num-examples is 1000000: the client has 28" in reasons
+    assert "atoms.0:statistics moves it by" in reasons
     assert record["accuracy"] is not None
 
 

@@ -42,6 +42,8 @@ def test_pixels_in_every_form_give_the_same_logits(run: RunDir, model: TrainedMo
         torch.testing.assert_close(model(pixels.float() / 255), logits)
         torch.testing.assert_close(plain((pixels.float() / 255 - mean) / std), logits)
         assert not torch.allclose(plain(pixels.float()), logits)
+        with pytest.raises(ValueError, match=r"images are torch\.uint8: with normalise=False they must be floats"):
+            plain(pixels)
 
 
 def test_floats_that_are_no_pixels_are_refused(model: TrainedModel, pixels: torch.Tensor) -> None:
@@ -49,6 +51,10 @@ def test_floats_that_are_no_pixels_are_refused(model: TrainedModel, pixels: torc
         ValueError, match=r"images are torch.float32 from 0 to 255: floats are pixels / 255, in \[0, 1\]"
     ):
         model(pixels.float())
+    with pytest.raises(ValueError, match=r"images are torch.float32 from nan to nan"):
+        model(pixels.float() * torch.nan)
+    with pytest.raises(ValueError, match="there are no images"):
+        model.predict(pixels[:0])
     with pytest.raises(ValueError, match=r"images have shape \(20, 8, 8\): this model takes \[B, 1, 8, 8\]"):
         model(pixels[:, 0])
 
@@ -133,7 +139,11 @@ def changed(run: RunDir, folder: Path, **changes: Any) -> Path:
     [
         ({"format": 1}, "was written by another version of Piecework .format 1, this is 2.: resume the finished run"),
         ({"atoms": [0, 99]}, "cannot be read: IndexError"),
-        ({"model": {"name": "nonesuch"}}, "cannot be read: KeyError"),
+        ({"model": {"name": "convnet"}}, "cannot be read: KeyError"),
+        (
+            {"model": {"name": "mine"}},
+            "was trained with model 'mine', which Piecework does not have: first import the module",
+        ),
         ({"personal": True}, "holds thresholds alone"),
     ],
 )
