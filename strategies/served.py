@@ -92,7 +92,8 @@ class ServedModel:
         atoms, head = self.strategy.trained_model()
         if not self.is_of(ArrayRecord(), atoms, head):
             needed, richest = self.needed(atoms, head), int(max(self.strategy.budgets()))
-            if needed > self.strategy.settings.allowance(richest):
+            allowed = self.strategy.settings.allowance(richest)
+            if needed > allowed >= self.strategy.least_budget():  # where none can train, the first round says so
                 raise ValueError(
                     f"batch-norm = 'measured': measuring the batch norms of the served model, one atom at a time, needs "
                     f"{needed:,} bytes, and the richest client has {richest:,}; lower batch-size, or use running or batch"

@@ -481,7 +481,7 @@ def test_a_client_imports_no_compiler_and_no_data_set_library(tmp_path: Path) ->
     command = [sys.executable, "-c", TASKS, str(tmp_path / "tasks.pickle")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-5:] == [
-        "ok 0,1,2,3,4 17",
+        "ok 0,1,2,3,4 32",  # with running statistics
         "ok 0,1|2|3|4 17",
         "ok 0,1,2|3|4 25",  # with two own heads of four arrays
         "ok -1,2 17",
