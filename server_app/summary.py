@@ -41,9 +41,11 @@ def why_empty(record: dict[str, Any], settings: Settings) -> str:
         c for c in refused if c["needed"]
     ]:  # where a device had no memory left, nobody knows how much it lacked
         nearest = min(counted, key=lambda c: c["needed"] - c["budget"])
+        cut = settings.strategy in ("fedepth", "m-fedepth")  # which has no finer pieces to offer
+        pieces = "" if cut else "a strategy that trains in pieces (strategy = fedepth), "
         lines.append(
-            f"nearest to fitting, client {nearest['client']} ({nearest['device']}): {nearest['reason']}. Choose a strategy "
-            "that trains in pieces (strategy = fedepth), a smaller batch-size or model-width, or a fleet with more memory"
+            f"nearest to fitting, client {nearest['client']} ({nearest['device']}): {nearest['reason']}. Choose {pieces}a "
+            "smaller batch-size or model-width, or a fleet with more memory"
         )
     others = [c for c in clients if c["status"] not in ("ok", "memory")]
     lines += sorted({f"client {c['client']}: {c['reason']}" for c in others})[:3]
