@@ -88,7 +88,11 @@ class AllSmall(FedAvg):
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """FedAvg's, and the share."""
-        return replace(super().task(server_round, state), own={"share": self.state.share})
+        return replace(super().task(server_round, state), own=self.own_fields())
+
+    def own_fields(self) -> dict[str, Any]:
+        """The share."""
+        return {"share": self.state.share}
 
     def details(self) -> dict[str, Any]:
         """The share."""

@@ -33,6 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "profl": {"strategy": "profl", "num_rounds": 2, "stage_rounds": 1},
     "heterofl": WIDTH,
     "prism": {"strategy": "prism", "fleet": fleet_json(rich=1.5)},
+    "allsmall": {"strategy": "allsmall", "batch_norm": "measured", "fleet": fleet_json(poor=0.6)},
     "fedpm": {"strategy": "fedpm", "fleet": fleet_json(rich=4.0)},
     "fjord": {"strategy": "fjord", "width_shares": "1,0.5", "fleet": fleet_json(rich=4.0)},
 }

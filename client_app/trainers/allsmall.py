@@ -5,22 +5,22 @@ from client_app.setup import narrowed
 from client_app.task import Metrics, Task
 from client_app.trainers import fedavg
 from client_app.validation import evaluate_whole
+from models.cascade import Blueprint
 
 
 def train(task: Task, client: Client) -> Update:
     """Train the narrow model. Raises MemoryBudgetExceededError."""
-    narrow(task, client)
+    client.blueprint = network(task, client)
     return fedavg.train(task, client)
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss and accuracy of the narrow model on the client's validation share."""
-    narrow(task, client)
+    client.blueprint = network(task, client)
     return evaluate_whole(task, client)
 
 
-def narrow(task: Task, client: Client) -> None:
-    """Let the client's model be the one of the task's share."""
-    client.blueprint = narrowed(
-        client.settings, client.data.input_shape, client.data.num_classes, float(task.own["share"])
-    )
+def network(task: Task, client: Client) -> Blueprint:
+    """The model with the share of its channels that the task names."""
+    share = float(task.own["share"])
+    return narrowed(client.settings, client.data.input_shape, client.data.num_classes, share)

@@ -1,0 +1,180 @@
+"""Golden runs: what every strategy computes on the digits, to the bit, before and after a change that should change nothing.
+
+    python -m benchmarks.golden record FILE [--only fedepth,prism]
+    python -m benchmarks.golden check FILE [--only fedepth,prism]
+
+A case is a run of three rounds: every strategy with each batch norm that it takes, and under attack where it can be; two cases
+train with two workers, and two are broken off and resumed. Of each run the digest of the trained arrays and, from the records,
+accuracy and loss of each round, bytes of evaluation, and for each client status, peaks and bytes, FLOPs and simulated seconds.
+`check` prints each figure that differs and ends with status 1; it prints nothing where none does. A run that is refused or
+aborted is recorded as that, whatever the words. Digests depend on the machine and on the build of torch: record on the machine
+that checks. Two processes of one thread each, about four minutes.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from piecework.launch import launch
+from server_app.records import RunDir, read_arrays
+from server_app.rounds import RunAbortedError
+from server_app.settings import Settings
+from strategies import STRATEGIES
+
+ROUNDS = 3
+BATCH_NORMS = ("running", "measured", "batch", "local")
+TINY = {
+    "clients": 8,
+    "clients-per-round": 4,
+    "num-rounds": ROUNDS,
+    "local-epochs": 1,
+    "engine": "local",
+    "workers": 1,
+    "evaluate-every": 1,
+    "allow-untrained": True,
+}
+EVERY_DEVICE = {"fleet": "unlimited"}
+# What a strategy needs besides: systems that train whole models have no client on the demo's fleet.
+NEEDED: dict[str, dict[str, Any]] = {
+    "exclusivefl": EVERY_DEVICE,
+    "fedavg": EVERY_DEVICE,
+    "feddf": {"model": "cnn3", "family": "convnet", "public-share": 0.1, "server-iterations": 4},
+    "fedet": EVERY_DEVICE
+    | {"model": "resnet18", "model-width": 0.125, "family": "resnet10", "public-share": 0.1, "server-iterations": 4},
+    "fedpm": EVERY_DEVICE,
+    "fedprophet": {"stage-rounds": 1},
+    "fedrbn": EVERY_DEVICE,
+    "fjord": EVERY_DEVICE,
+    "jfat": EVERY_DEVICE,
+    "local": EVERY_DEVICE,
+    "orthdrop": EVERY_DEVICE,
+    "profl": {"stage-rounds": 1},
+    "spafl": EVERY_DEVICE,
+}
+ATTACK = {"adversarial": True, "attack-steps": 2, "evaluation-attack-examples": 40, "evaluation-attack-steps": 2}
+OF_A_ROUND = ("accuracy", "loss", "adversarial_accuracy", "train_loss", "bytes_evaluation", "simulated_seconds")
+OF_A_CLIENT = (
+    "client",
+    "status",
+    "predicted_peak",
+    "measured_peak",
+    "bytes_down",
+    "bytes_up",
+    "flops",
+    "simulated_seconds",
+    "train_loss",
+)
+
+Found = dict[str, Any]
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """The settings of each case by its name: `fedepth`, `fedepth batch`, `fedepth adversarial`, `fedepth resumed`, ..."""
+    found = {}
+    for strategy in STRATEGIES:
+        settings = TINY | {"strategy": strategy} | NEEDED.get(strategy, {})
+        found[strategy] = settings
+        found |= {f"{strategy} {kind}": settings | {"batch-norm": kind} for kind in BATCH_NORMS}
+        found[f"{strategy} adversarial"] = settings | ATTACK
+    for strategy in ("fedepth", "prism"):
+        found[f"{strategy} two workers"] = found[strategy] | {"workers": 2}
+    for strategy in ("fedprophet", "spafl"):
+        found[f"{strategy} resumed"] = found[strategy] | {
+            "lr-schedule": "constant"
+        }  # which does not depend on num-rounds
+    return found
+
+
+def run_case(named: tuple[str, dict[str, Any]]) -> tuple[str, Found]:
+    """Run a case in a folder of its own."""
+    name, values = named
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return name, figures(run(Path(folder), values, resumed=name.endswith(" resumed")))
+        except ValueError:
+            return name, {"refused": True}
+        except RunAbortedError:
+            return name, {"aborted": True}
+
+
+def run(folder: Path, values: dict[str, Any], resumed: bool) -> RunDir:
+    """The run of these settings; `resumed` breaks it off after its first round. Raises ValueError where it is refused."""
+    run_dir = RunDir(folder / "run")
+    settings = Settings.from_run_config(values | {"output-dir": str(folder), "run-name": "run"})
+    if resumed:
+        launch(settings.model_copy(update={"num_rounds": 1}), run_dir, lambda _: None)
+        settings = settings.model_copy(update={"resume_from": str(run_dir.path)})
+    launch(settings, run_dir, lambda _: None)
+    return run_dir
+
+
+def figures(run_dir: RunDir) -> Found:
+    """What a run came to: name of a figure -> value."""
+    found: Found = {"model": digest(run_dir.path / "model.safetensors")}
+    for record in run_dir.rounds():
+        at = f"round {record['round']}"
+        found |= {f"{at}: {key}": record[key] for key in OF_A_ROUND}
+        for client in record["clients"]:
+            found |= {f"{at}, client {client['client']}: {key}": client[key] for key in OF_A_CLIENT}
+    return found
+
+
+def digest(model: Path) -> str:
+    """Of the names, types, shapes and bytes of a file's arrays, in the order of the names."""
+    total = hashlib.sha256()
+    for name, array in sorted(read_arrays(model).items()):
+        values = array.numpy()
+        total.update(f"{name} {values.dtype} {values.shape}".encode() + values.tobytes())
+    return total.hexdigest()
+
+
+def run_all(only: list[str]) -> dict[str, Found]:
+    """All cases, or those of some strategies."""
+    chosen = {name: values for name, values in cases().items() if not only or name.split()[0] in only}
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        return dict(pool.map(run_case, chosen.items()))
+
+
+def differences(expected: dict[str, Found], found: dict[str, Found]) -> Iterator[str]:
+    """A line for each figure of the cases that were run which is not the expected one."""
+    for name, values in found.items():
+        before = expected.get(name, {})
+        for key in dict.fromkeys([*before, *values]):
+            was, now = before.get(key), values.get(key)
+            if was != now:
+                yield f"{name}: {key}: {was} before, {now} now"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["record", "check"])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--only", default="", help="strategies, separated by commas; default: all")
+    options = parser.parse_args()
+    only = [name for name in options.only.split(",") if name]
+    if unknown := sorted(set(only) - set(STRATEGIES)):
+        parser.error(f"--only {options.only}: unknown strategies {', '.join(unknown)}")
+    if options.action == "check" and not options.file.is_file():
+        parser.error(f"{options.file} is not there: record it first, with the code from before the change")
+    found = run_all(only)
+    if options.action == "record":
+        options.file.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        for end in ("refused", "aborted"):
+            print(f"{end}: {', '.join(name for name, values in found.items() if end in values) or 'none'}")
+        print(f"{len(found)} cases in {options.file}")
+    elif lines := list(differences(json.loads(options.file.read_text(encoding="utf-8")), found)):
+        sys.exit("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
