@@ -27,6 +27,7 @@ STAGES = -1  # a fill
 class Client:
     """One client in one round. `budget` and what a cut may use, `allowed`, are bytes.
 
+    `blueprint` is the network of its task, `full` the run's own model, of which that is a variant.
     `share(fill)` is its training share, augmented anew for each fill; for STAGES alike in all rounds.
     """
 
@@ -37,6 +38,7 @@ class Client:
     settings: Settings
     data: ArrayDataset
     blueprint: Blueprint
+    full: Blueprint
     store: Store
     cap: MemoryCap
     recipe: Recipe

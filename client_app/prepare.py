@@ -22,6 +22,7 @@ from device_profiles.profile import available_memory
 from federated_data.datasets import ArrayDataset
 from federated_data.partition import split
 from models.cascade import unit_of
+from models.variant import vary
 from server_app.settings import Settings
 
 
@@ -63,6 +64,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     budget = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes, device))
     allowed = settings.allowance(budget)
     keep_heap_tight(budget, available_memory())
+    full = blueprint_for(settings, data)
     return Client(
         number=number,
         round=task.round,
@@ -70,7 +72,8 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         allowed=allowed,
         settings=settings,
         data=data,
-        blueprint=blueprint_for(settings, data),
+        blueprint=vary(full, task.variant),
+        full=full,
         store=store,
         cap=MemoryCap(allowed, enforced=task.enforced, device=device),
         recipe=recipe_for(settings, task.lr),

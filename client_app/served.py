@@ -3,10 +3,8 @@
 from client_app.client import Client
 from client_app.features import measure_statistics
 from client_app.task import Task
-from client_app.trainers import find_network
 from device_profiles.memory import MemoryBudgetExceededError
 from models.partition import fits
-from models.static_norms import with_statistics
 
 SERVED = ()  # in a price list: the largest atom of the served model, forward only
 
@@ -19,6 +17,5 @@ def measure_served(task: Task, client: Client) -> list[str]:
     needed = task.price(SERVED)
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or 0, client.allowed, "measuring batch norms for the served model")
-    client.blueprint = with_statistics(find_network(task.strategy)(task, client))
     measure_statistics(client, tuple(task.atoms), task.head)
     return [*(f"atoms.{atom}" for atom in task.atoms), task.head]

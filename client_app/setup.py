@@ -15,8 +15,7 @@ from federated_data.datasets import ArrayDataset, DatasetError, default_cache, l
 from federated_data.partition import make_shares
 from federated_data.personal import shares_of_test
 from models.cascade import Blueprint, Shape
-from models.layers import require_one_of
-from models.zoo import MODELS, build_blueprint, model_options
+from models.zoo import build_blueprint
 from server_app.settings import Scalar, Settings
 
 
@@ -145,27 +144,6 @@ def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int)
         batch_norm="batch" if settings.norms == "measured" else settings.norms,
         **settings.options(),
     )
-
-
-def narrowed(settings: Settings, input_shape: Shape, num_classes: int, share: float) -> Blueprint:
-    """The model of a run with a share of its channels."""
-    changed = settings.model_copy(update={"model_width": settings.model_width * share})
-    return blueprint_of_shape(changed, input_shape, num_classes)
-
-
-def of_architecture(settings: Settings, name: str, input_shape: Shape, num_classes: int) -> Blueprint:
-    """Another model, as wide as that of a run and with those of its options that it has too. Raises ValueError."""
-    require_one_of("model", name, tuple(MODELS))
-    options = {key: value for key, value in settings.options().items() if key in model_options(name)}
-    text = ",".join(f"{key}={value}" for key, value in options.items())
-    return blueprint_of_shape(
-        settings.model_copy(update={"model": name, "model_options": text}), input_shape, num_classes
-    )
-
-
-def with_dual_norms(settings: Settings, input_shape: Shape, num_classes: int) -> Blueprint:
-    """The model of a run, whose batch norms have a second set of statistics."""
-    return blueprint_of_shape(settings.model_copy(update={"batch_norm": "dual"}), input_shape, num_classes)
 
 
 def recipe_for(settings: Settings, lr: float) -> Recipe:

@@ -11,10 +11,11 @@ from typing import Any, Literal, Self, cast
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from models.partition import Piece
+from models.variant import Variant
 
 Status = Literal["ok", "memory", "failed"]
 Metrics = dict[str, float | int | list[int]]
-AS_JSON = ("prices", "frozen", "void", "own")  # Flower's records hold neither mappings nor lists of lists
+AS_JSON = ("prices", "frozen", "void", "variant", "own")  # Flower's records hold neither mappings nor lists of lists
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Task:
     `budget` and `reference` are bytes: what the server assumed the client may use, and one reference step, of which emulated
     budgets are shares. `state_round` names the newest client state that may be used. `prices` maps a piece ("0,1,2") to the
     bytes of training it; `enforced` says whether these are true bytes that the accounting holds the client to. `frozen` maps
-    the units that are not in this message, because nobody trains them any more, to their content hashes. `own` are the
-    system's own fields.
+    the units that are not in this message, because nobody trains them any more, to their content hashes. `variant` is the
+    network that the client builds of the run's model. `own` are the system's own fields.
 
     A server may go back to an earlier model: client states of the rounds in `void`, pairs of a first and a last one, are of a
     discarded future, and the state of `kept_round`, or the newest before it, is kept because the server may go back to it.
@@ -49,11 +50,13 @@ class Task:
     personal: bool = False
     atoms: list[int] = field(default_factory=list)
     head: str = ""
+    variant: Variant = field(default_factory=Variant)
     own: dict[str, Any] = field(default_factory=dict)
 
     def to_record(self) -> ConfigRecord:
         """As a Flower record; what it cannot hold is a JSON string."""
         fields = {key.replace("_", "-"): value for key, value in asdict(self).items()}
+        fields["variant"] = self.variant.to_values()
         mappings = {key: json.dumps(fields[key], separators=(",", ":")) for key in AS_JSON}
         return ConfigRecord({**fields, **mappings})
 
@@ -62,7 +65,7 @@ class Task:
         """Read a task; raises TypeError for a field that is missing or not known."""
         fields = {key.replace("-", "_"): value for key, value in record.items()}
         mappings = {key: json.loads(str(record[key])) for key in AS_JSON}
-        return cls(**{**fields, **mappings})
+        return cls(**{**fields, **mappings, "variant": Variant.from_values(mappings["variant"])})
 
     def price(self, piece: Piece) -> int | None:
         """Bytes of training a piece, or None where the server lists none."""

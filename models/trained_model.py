@@ -16,16 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from models.basic_layers import with_basic_layers
 from models.cascade import Blueprint, Cascade, isolated_rng
-from models.depth_exits import ExitCascade, with_exits
+from models.depth_exits import ExitCascade
 from models.dual_norm import begin_adversarial, use
-from models.mix import mixed
-from models.static_norms import with_statistics
-from models.supermask import supermask
+from models.variant import Variant, vary
 from models.zoo import MODELS, build_blueprint
 
-FORMAT = 2  # 1 did not say how inputs are scaled
+FORMAT = 3  # 1 did not say how inputs are scaled; 2 had no variant
 OUTSIDE = 1e-3  # by how much a pixel of [0, 1] may miss its range, from rounding
 
 
@@ -139,25 +136,15 @@ class TrainedModel(nn.Module):
 def network_of(description: Mapping[str, Any]) -> Blueprint:
     """How to build what was trained, whole: the model and what its system made of it."""
     model = description["model"]
-    share = description.get("share") or description.get("mix_share") or 1.0
-    dual, measured = description.get("norms") == "dual", model["batch_norm"] == "measured"
-    whole = build_blueprint(
+    own = build_blueprint(
         model["name"],
         num_classes=model["num_classes"],
         input_shape=tuple(model["input_shape"]),
-        width=model["width"] * share,
-        batch_norm="dual" if dual else "batch" if measured else model["batch_norm"],
+        width=model["width"],
+        batch_norm="batch" if model["batch_norm"] == "measured" else model["batch_norm"],
         **model["options"],
     )
-    if mix := description.get("mix_share"):
-        whole = mixed(whole, range(max(1, round(1 / mix))))
-    if "supermask" in description:
-        whole = supermask(whole, description["supermask"]["seed"])
-    if exits := description.get("exits"):
-        whole = with_exits(whole, [tuple(block) for block in exits])
-    if blocks := description.get("blocks"):
-        whole = with_basic_layers(whole, [tuple(block) for block in blocks])
-    return with_statistics(whole) if measured else whole
+    return vary(own, Variant.from_values(description["variant"]))
 
 
 def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
@@ -181,7 +168,7 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
     try:
         whole = network_of(described)
         atoms: Sequence[int] = described["atoms"]
-        head, exits = described["head"], described.get("exits")
+        head, exits = described["head"], described["variant"].get("exits")
         part = replace(
             whole,
             atoms=tuple(whole.atoms[i] for i in atoms),

@@ -217,6 +217,7 @@ class Run:
                 "experiment-id": self.values["experiment-id"],
                 "atoms": list(atoms),
                 "head": head,
+                "variant": self.served.variant.to_values(),
                 **strategy.model_details(),
             },
         )

@@ -6,11 +6,8 @@ The share of the channels is the largest number of 64ths that fits; which one is
 from dataclasses import dataclass, replace
 from typing import Any
 
-from client_app.setup import narrowed
-from client_app.task import Task
-from device_profiles.profile import DeviceState
-from models.cascade import Blueprint
 from models.partition import Piece
+from models.variant import Variant, vary
 from strategies.fedavg import FedAvg, FedAvgRule
 from strategies.pricing import Part, whole_model
 from strategies.state import Experiment, StrategyState
@@ -30,7 +27,7 @@ class AllSmallRule(FedAvgRule):
         low, high = 0, STEPS + 1  # of 64ths: the first fits, the second does not
         while high - low > 1:
             middle = (low + high) // 2
-            needed = self.pricing.bytes(whole_model(self.model(middle / STEPS)))
+            needed = self.pricing.bytes(whole_model(vary(self.blueprint, Variant(width=middle / STEPS))))
             low, high = (middle, high) if needed <= allowed else (low, middle)
         if not low:
             raise ValueError(
@@ -43,15 +40,17 @@ class AllSmallRule(FedAvgRule):
         """All atoms of the narrow model."""
         return replace(super().part(piece), name=f"{self.share:.4g} of the channels")
 
-    def model(self, share: float) -> Blueprint:
-        """The model with a share of its channels."""
-        return narrowed(self.settings, self.blueprint.input_shape, self.blueprint.num_classes, share)
+    @property
+    def variant(self) -> Variant:
+        """The narrow model."""
+        return Variant(width=self.share)
 
     def narrow(self, share: float) -> None:
         """Take this share."""
-        self.share, self.blueprint = share, self.model(share)
+        self.share = share
         self._bytes.clear()
-        self.__dict__.pop("stages", None)
+        for known in ("stages", "model"):
+            self.__dict__.pop(known, None)
 
 
 @dataclass
@@ -84,20 +83,8 @@ class AllSmall(FedAvg):
             self.rule.fit(int(min(budgets)), int(max(budgets)))
             self.state.share = self.rule.share
         self.rule.narrow(self.state.share)
-        self.blueprint = self.rule.blueprint
-
-    def task(self, server_round: int, state: DeviceState) -> Task:
-        """FedAvg's, and the share."""
-        return replace(super().task(server_round, state), own=self.own_fields())
-
-    def own_fields(self) -> dict[str, Any]:
-        """The share."""
-        return {"share": self.state.share}
+        self.blueprint = self.rule.model
 
     def details(self) -> dict[str, Any]:
-        """The share."""
-        return {"share": self.state.share}
-
-    def model_details(self) -> dict[str, Any]:
         """The share."""
         return {"share": self.state.share}

@@ -69,12 +69,13 @@ class PieceStrategy(Strategy):
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.settings = experiment, experiment.settings
-        self.blueprint, self.roster = experiment.blueprint, experiment.roster
+        self.roster = experiment.roster
         steps = self.settings.attack_steps if self.rule_class.attacks(self.settings) else 0
         self.rule = self.rule_class(
-            self.blueprint, pricing_for(self.settings, experiment.reference, steps), self.settings
+            experiment.blueprint, pricing_for(self.settings, experiment.reference, steps), self.settings
         )
         self.rule.require_model()
+        self.blueprint = self.rule.model
         self.state = self.state_class()
         self.kept = ArrayRecord()
         self.reports: dict[int, ClientReport] = {}
@@ -274,11 +275,8 @@ class PieceStrategy(Strategy):
             state_dir=self.experiment.state_dir,
             enforced=self.rule.enforced,
             prices={piece_key(piece): price for piece, price in self.prices_for(state.budget_bytes).items()},
+            variant=self.rule.variant,
         )
-
-    def own_fields(self) -> dict[str, Any]:
-        """A system's own fields of a task, as far as they are the same for all clients and tell how the model is built."""
-        return {}
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -24,8 +24,8 @@ from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import DeviceState
 from models.basic_layers import blocks_of
 from models.cascade import Blueprint, parameter_names, unit_of
-from models.depth_exits import with_exits
 from models.partition import Piece
+from models.variant import Variant
 from server_app.settings import Settings
 from strategies.aggregation import CheckedUpdate
 from strategies.base import PieceStrategy
@@ -47,7 +47,11 @@ class DepthFLRule(Rule):
     def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
         super().__init__(blueprint, pricing, settings, smallest)
         self.blocks = blocks_of(blueprint)
-        self.model = with_exits(blueprint, self.blocks)
+
+    @property
+    def variant(self) -> Variant:
+        """The model with exits behind its blocks."""
+        return Variant(exits=tuple(self.blocks))
 
     def depth(self, depth: int) -> Piece:
         """The first `depth` blocks with their exits, as a piece."""
@@ -109,7 +113,6 @@ class DepthFL(PieceStrategy):
             raise ValueError(
                 "batch-norm = 'local': the server would have no model to predict with, use running or batch"
             )
-        self.blueprint = self.rule.model
 
     def begin(self) -> None:
         """Raises ValueError where no client can train the first block."""
@@ -132,8 +135,7 @@ class DepthFL(PieceStrategy):
         """How deep the client trains."""
         depth = max(1, self.rule.deepest(state.budget_bytes))
         weight = distillation_weight(server_round, self.settings.distillation_rounds)
-        orders = Orders([list(block) for block in self.rule.blocks], depth, weight)
-        return replace(super().task(server_round, state), own=orders.to_own())
+        return replace(super().task(server_round, state), own=Orders(depth, weight).to_own())
 
     def sent_units(self, task: Task) -> set[str]:
         """The units of the client's depth."""
@@ -179,7 +181,3 @@ class DepthFL(PieceStrategy):
             "depths": {str(client): each.depth for client, each in orders.items()},
             "distillation_weight": next((each.weight for each in orders.values()), None),
         }
-
-    def model_details(self) -> dict[str, Any]:
-        """Behind which blocks it has exits."""
-        return {"exits": [list(block) for block in self.rule.blocks]}

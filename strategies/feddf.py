@@ -28,13 +28,13 @@ from torch import Tensor
 
 from client_app.memory_cap import MemoryCap
 from client_app.randomness import generator
-from client_app.setup import of_architecture
 from client_app.task import Task, piece_key
 from client_app.trainers.feddf import FAMILY, Orders
 from client_app.training import MakeLoss, PieceModel, Recipe
 from device_profiles.profile import DeviceState
 from models.cascade import Blueprint, initial_state, num_logits
 from models.partition import Piece
+from models.variant import Variant, vary
 from server_app.public_data import public_examples
 from strategies.aggregation import (
     CheckedUpdate,
@@ -78,14 +78,17 @@ class FamilyRule(Rule):
     @cached_property
     def models(self) -> list[Blueprint]:
         """The models of the family. Raises ValueError."""
-        shape, classes = self.blueprint.input_shape, self.blueprint.num_classes
         try:
-            rest = [of_architecture(self.settings, name, shape, classes) for name in self.names[1:]]
+            rest = [vary(self.blueprint, self.variant_of(level)) for level in range(1, len(self.names))]
         except ValueError as error:
             raise ValueError(f"family = {','.join(self.names[1:])!r}: {error}; name other models") from error
         models = [self.blueprint, *rest]
         self.require_alike(models)
         return models
+
+    def variant_of(self, level: int) -> Variant:
+        """A model of the family: the first one is the run's own."""
+        return Variant(architecture=self.names[level]) if level else Variant()
 
     def require_model(self) -> None:
         """Raises ValueError for a family that is none, and for models of one logit."""
@@ -173,8 +176,12 @@ class FedDF(PieceStrategy):
         """The model of the client's device, and its price."""
         level = self.rule.level(state.budget_bytes)
         prices = {piece_key((FAMILY, level)): self.price((FAMILY, level))}
-        own = Orders(self.rule.names[level], level).to_own()
-        return replace(super().task(server_round, state), own=own, prices=prices)
+        own, variant = Orders(level).to_own(), self.rule.variant_of(level)
+        return replace(super().task(server_round, state), own=own, variant=variant, prices=prices)
+
+    def architecture(self, task: Task) -> str:
+        """The name of a task's model."""
+        return self.rule.names[Orders.of(task).level]
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
         """The prototype of the task's architecture."""
@@ -188,7 +195,7 @@ class FedDF(PieceStrategy):
         self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, most: Callable[[], float]
     ) -> CheckedUpdate:
         """As usual; units of different architectures have histories of their own."""
-        prefix = f"{Orders.of(task).architecture}/"
+        prefix = f"{self.architecture(task)}/"
         own = {unit.removeprefix(prefix): limit for unit, limit in limits.items() if unit.startswith(prefix)}
         factor, sent = self.settings.update_norm_limit, self.untrained(task)
         update = super().check(arrays, metrics, task, own, partial(first_limit, factor, sent))
@@ -266,6 +273,6 @@ class FedDF(PieceStrategy):
         """The architecture of each client, and whose logits were left out; the most bytes (by the accounting) that distillation
         held on the server.
         """
-        chosen = {str(client): Orders.of(task).architecture for client, (task, _) in self._asked.items()}
+        chosen = {str(client): self.architecture(task) for client, (task, _) in self._asked.items()}
         told = {"architectures": chosen, "distrusted": self.distrusted}
         return told | {"server_peak": self.cap.peak_bytes, "public_examples": len(self.public)}

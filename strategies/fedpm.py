@@ -9,7 +9,6 @@ Ours: the straight-through gradient is the identity (`straight-through` other th
 """
 
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -17,9 +16,9 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
 from client_app.task import Task
-from client_app.trainers.fedpm import MASK, ScoredModel, scored_model
-from models.cascade import Blueprint
+from client_app.trainers.fedpm import MASK, ScoredModel
 from models.partition import Piece
+from models.variant import Variant, vary
 from strategies.aggregation import CheckedUpdate, Norms, UpdateRejectedError
 from strategies.counts import bits
 from strategies.fedavg import FedAvg, FedAvgRule
@@ -39,16 +38,16 @@ class FedPMRule(FedAvgRule):
     def require_model(self) -> None:
         """Raises ValueError for layers without masks, and for norms with statistics."""
         require_no_statistics(self.blueprint, self.settings, "fedpm sends masks, and statistics are none")
-        scored_model(self.settings, self.blueprint)
+        vary(self.blueprint, self.variant)
 
-    @cached_property
-    def scored(self) -> Blueprint:
-        """The model with scores. Raises ValueError."""
-        return scored_model(self.settings, self.blueprint)
+    @property
+    def variant(self) -> Variant:
+        """The model with scores."""
+        return Variant(scores=self.settings.straight_through, seed=self.settings.seed)
 
     def part(self, piece: Piece) -> Part:
         """All of it."""
-        return Part(self.scored, piece, name="the whole model, its scores", piece_class=ScoredModel)
+        return Part(self.model, piece, name="the whole model, its scores", piece_class=ScoredModel)
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
         """Scores down, a bit each up."""
@@ -67,7 +66,6 @@ class FedPM(FedAvg):
         super().__init__(experiment)
         if self.settings.init_weights:
             raise ValueError(f"init-weights = {self.settings.init_weights!r}: fedpm's weights are random and stay so")
-        self.blueprint = self.rule.scored
         self.counts, self.votes = np.zeros(0), 0
         self.coded: dict[int, float] = {}
 
@@ -116,10 +114,6 @@ class FedPM(FedAvg):
         """The share of weights that the clients' masks keep; bits of each client's mask, coded."""
         ones = float(self.counts.sum() / (len(self.counts) * self.votes)) if self.votes else None
         return {"ones": ones, "coded_bits": {str(client): size for client, size in self.coded.items()}}
-
-    def model_details(self) -> dict[str, Any]:
-        """Of which network these are the scores."""
-        return {"supermask": {"seed": self.settings.seed}}
 
 
 def coded_bits(mask: np.ndarray) -> float:

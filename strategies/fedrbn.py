@@ -28,14 +28,14 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
 from client_app.examples import Examples
-from client_app.setup import with_dual_norms
 from client_app.task import Task, piece_key
 from client_app.trainers.fedrbn import DUAL, DualPiece, Orders, adversarial_loss, learner
 from client_app.training import PieceModel
 from device_profiles.profile import DeviceState
-from models.cascade import Blueprint, has_statistics
+from models.cascade import has_statistics
 from models.dual_norm import COUNT, PREFIX, STATISTICS, begin_adversarial, is_adversarial
 from models.partition import Piece
+from models.variant import Variant
 from server_app.public_data import public_examples
 from strategies.aggregation import CheckedUpdate, WeightedMean, require_all, updated
 from strategies.base import PieceStrategy
@@ -55,16 +55,20 @@ class FedRBNRule(Swapping):
 
     def part(self, piece: Piece) -> Part:
         """(DUAL, 1): the whole model on adversarial examples, (DUAL, 0) on clean ones."""
-        model, weight = self.dual, self.settings.clean_weight
+        model, weight = self.model, self.settings.clean_weight
         atoms = tuple(range(len(model.atoms)))
         if piece[1]:
             name = "the whole model, attacked"
             return Part(model, atoms, make_loss=adversarial_loss(weight), name=name, piece_class=learner(weight))
         return Part(model, atoms, name="the whole model, clean", piece_class=DualPiece, clean=True)
 
-    @cached_property
-    def dual(self) -> Blueprint:
-        """The model with two sets of statistics. Raises ValueError where it has none."""
+    @property
+    def variant(self) -> Variant:
+        """The model with two sets of statistics."""
+        return Variant(dual_norms=True)
+
+    def require_model(self) -> None:
+        """Raises ValueError where there are no statistics."""
         if self.settings.batch_statistics:
             raise ValueError(
                 f"batch-norm = {self.settings.batch_norm!r}: fedrbn propagates running statistics, use running or local"
@@ -73,7 +77,6 @@ class FedRBNRule(Swapping):
             raise ValueError(
                 f"model {self.settings.model!r} has no batch norm, whose statistics fedrbn would propagate"
             )
-        return with_dual_norms(self.settings, self.blueprint.input_shape, self.blueprint.num_classes)
 
     def robust(self, state: DeviceState) -> bool:
         """Whether a device has memory to train adversarially."""
@@ -105,7 +108,6 @@ class FedRBN(PieceStrategy):
             raise ValueError(
                 f"attack-warmup = {settings.attack_warmup} leaves no adversarial round of num-rounds = {settings.num_rounds}"
             )
-        self.blueprint = self.rule.dual
         branch = settings.evaluation_branch
         if branch == "detector" and (self.personal or settings.client_evaluation_every):
             raise ValueError(
@@ -183,8 +185,8 @@ class FedRBN(PieceStrategy):
         return {"evaluation_branch": self.settings.evaluation_branch}
 
     def model_details(self) -> dict[str, Any]:
-        """That batch norms have two sets of statistics."""
-        return {"norms": "dual", **self.evaluation_details()}
+        """Which statistics it is evaluated with."""
+        return self.evaluation_details()
 
     def prepare(self, piece: PieceModel) -> None:
         """Choose a model's statistics; let it learn what attacks look like, where that is asked for."""

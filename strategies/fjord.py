@@ -79,7 +79,7 @@ class FjORD(HeteroFL):
         """What is said of a share."""
         shares = self.rule.shares
         nested = shares[level + 1 :][: self.rule.nested(level)]
-        return Orders(level, shares[level], nested, self.rule.distils)
+        return Orders(level, nested, self.rule.distils)
 
     def executed(self, task: Task, metrics: dict[str, Any]) -> float:
         """By the nets that were drawn, of which the client says on how many examples each was trained."""
@@ -104,5 +104,5 @@ class FjORD(HeteroFL):
             level = int(rng.integers(widest, len(self.rule.shares)))
             own = self.orders(level).to_own() | {"draw": client}
             prices = {piece_key((WIDTH, level)): self.price((WIDTH, level))}
-            drawn[client] = replace(task, own=own, prices=prices), state
+            drawn[client] = replace(task, own=own, variant=self.rule.variant_of(level), prices=prices), state
         return drawn

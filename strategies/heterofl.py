@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
-from client_app.setup import narrowed
 from client_app.task import Outcome, OwnFields, Task, piece_key
 from client_app.trainers.heterofl import WIDTH, Orders, input_shares, width_loss
 from device_profiles.profile import DeviceState
 from models.cascade import Blueprint, Shape
 from models.channels import Axes, channel_axes
 from models.partition import Piece
+from models.variant import Variant, vary
 from models.width import CoverageMean, Indices, Select, last_layer, ordered, require_parts, shapes, sub_indices, take
 from strategies.aggregation import CheckedUpdate, UpdateRejectedError, updated
 from strategies.base import PieceStrategy
@@ -49,11 +49,14 @@ class HeteroFLRule(Rule):
         """The shares of channels that there are, largest first."""
         return self.settings.shares()
 
+    def variant_of(self, level: int) -> Variant:
+        """The sub-model of a share."""
+        return Variant(width=self.shares[level])
+
     @cached_property
     def models(self) -> list[Blueprint]:
         """The model with each share."""
-        model = self.blueprint
-        return [narrowed(self.settings, model.input_shape, model.num_classes, share) for share in self.shares]
+        return [vary(self.blueprint, self.variant_of(level)) for level in range(len(self.shares))]
 
     def require_model(self) -> None:
         """Raises ValueError for a model of which a narrower one is not a choice of channels."""
@@ -178,11 +181,12 @@ class HeteroFL(PieceStrategy):
         """The sub-model of the client's device, and its price."""
         level = self.rule.level_of(state)
         prices = {piece_key((WIDTH, level)): self.price((WIDTH, level))}
-        return replace(super().task(server_round, state), own=self.orders(level).to_own(), prices=prices)
+        own, variant = self.orders(level).to_own(), self.rule.variant_of(level)
+        return replace(super().task(server_round, state), own=own, variant=variant, prices=prices)
 
     def orders(self, level: int) -> OwnFields:
         """What is said of a sub-model."""
-        return Orders(level, self.rule.shares[level], self.rule.scaled, self.rule.masked)
+        return Orders(level, self.rule.scaled, self.rule.masked)
 
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
@@ -234,7 +238,7 @@ class HeteroFL(PieceStrategy):
 
     def details(self) -> dict[str, Any]:
         """The share of the channels that each client has."""
-        return {"shares": {str(client): self.orders_class.of(task).share for client, (task, _) in self._asked.items()}}
+        return {"shares": {str(client): task.variant.width for client, (task, _) in self._asked.items()}}
 
 
 def classes(told: Any, count: int) -> list[int]:

@@ -6,6 +6,8 @@ all output channels. The rest is PriSM's (its authors' code): decay by Eq. 6, av
 comes of it in every round; kernels below the top stay in the server's model and are never trained (FedHM drops them).
 """
 
+from typing import Literal
+
 from strategies.prism import PriSM, PriSMRule
 
 
@@ -13,9 +15,9 @@ class OrthDropRule(PriSMRule):
     """As PriSM's; sub-models with all output channels."""
 
     @property
-    def narrow(self) -> bool:
-        """Never."""
-        return False
+    def channels_computed(self) -> Literal["all"]:
+        """All of them."""
+        return "all"
 
 
 class OrthDrop(PriSM):

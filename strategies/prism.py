@@ -16,7 +16,7 @@ those who train these entries next, though the kernels are others after their de
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
@@ -26,10 +26,10 @@ from client_app.randomness import generator
 from client_app.task import OwnFields, Task
 from client_app.trainers.prism import LowRankModel, Orders, low_rank_loss
 from device_profiles.profile import DeviceState
-from models.cascade import Blueprint
 from models.kernels import Sampling, compose, decompose, effective_rank, sample
-from models.low_rank import Factors, computed, factors, is_place, low_rank
+from models.low_rank import Factors, computed, factors, is_place
 from models.partition import Piece
+from models.variant import Variant, vary
 from models.width import Indices, shapes, take
 from strategies.aggregation import CheckedUpdate, updated
 from strategies.heterofl import HeteroFL, HeteroFLRule
@@ -51,22 +51,20 @@ class PriSMRule(HeteroFLRule):
 
     def require_model(self) -> None:
         """Raises ValueError for a model without anything to factorise, or with a chain that cannot be."""
-        low_rank(self.blueprint, 1.0, narrow=self.narrow, scattered=self.scattered)
+        vary(self.blueprint, self.factorised(1.0))
 
-    @cached_property
-    def models(self) -> list[Blueprint]:
-        """The sub-model of each. Raises ValueError for a model without anything to factorise."""
-        return [low_rank(self.blueprint, keep, narrow=self.narrow, scattered=self.scattered) for keep in self.shares]
+    def variant_of(self, level: int) -> Variant:
+        """The sub-model of a keep ratio."""
+        return self.factorised(self.shares[level])
 
-    @property
-    def narrow(self) -> bool:
-        """Whether output channels are left out."""
-        return self.settings.output_channels != "all"
+    def factorised(self, keep: float) -> Variant:
+        """The sub-model that keeps this fraction of the kernels, 1 = all."""
+        return Variant(keep=keep, channels=self.channels_computed)
 
     @property
-    def scattered(self) -> bool:
-        """Whether any output channels are computed, and not the first ones."""
-        return self.narrow and self.settings.output_channels == "random"
+    def channels_computed(self) -> Literal["first", "random", "all"]:
+        """Which output channels a sub-model computes."""
+        return self.settings.output_channels
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
         """What the sub-model has."""
@@ -98,18 +96,21 @@ class PriSM(HeteroFL):
             raise ValueError(
                 "server-momentum = true averages clients' momentum, and momentum is 0.0: set it, or leave it off"
             )
-        self.whole = low_rank(self.blueprint, 1.0, narrow=self.rule.narrow, scattered=self.rule.scattered)
+        self.whole, self.scattered = (
+            vary(self.blueprint, self.rule.factorised(1.0)),
+            self.rule.channels_computed == "random",
+        )
         self.factors, self.full = factors(self.whole), shapes(self.whole)
         self.carried = averaged(self.whole) if self.settings.server_momentum else []
         self.full |= {MOMENTUM + name: self.full[name] for name in self.carried}
-        self.computed = computed(self.whole) if self.rule.scattered else {}
+        self.computed = computed(self.whole) if self.scattered else {}
         self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # of a weight: sigma, v', u'
         self.drawn: dict[int, dict[str, np.ndarray]] = {}  # by client and weight, I_c
         self.rows: dict[int, dict[str, np.ndarray]] = {}  # likewise, the output channels that are computed
 
     def orders(self, level: int) -> OwnFields:
         """What is said of a sub-model."""
-        return Orders(level, self.rule.shares[level], self.rule.narrow, self.rule.scattered)
+        return Orders(level)
 
     def kernels(self, layer: Factors, arrays: ArrayRecord) -> tuple[np.ndarray, Array, Array]:
         """sigma, v' and u' of a layer of the model; decomposed anew where it changed."""
@@ -150,7 +151,7 @@ class PriSM(HeteroFL):
                 sigma = self.kernels(layer, arrays)[0]
                 kept = small[layer.v][0]
                 self.drawn[client][layer.weight] = sample(sigma, kept, settings.kappa, rng, sampling)
-                if self.rule.scattered:
+                if self.scattered:
                     channels, kept = self.full[layer.u][0], small[layer.u][0]
                     self.rows[client][layer.weight] = np.sort(rng.choice(channels, kept, replace=False))
         return asked
@@ -204,7 +205,7 @@ class PriSM(HeteroFL):
         """The keep ratio of each client; of every layer the kernels it needs (2^entropy), and how often kernels were drawn:
         clients a kernel, the mean of each tenth of the kernels, those with the largest singular values first.
         """
-        keeps = {str(client): Orders.of(task).keep for client, (task, _) in self._asked.items()}
+        keeps = {str(client): task.variant.keep for client, (task, _) in self._asked.items()}
         counts = {layer.weight: np.zeros(self.full[layer.v][0]) for layer in self.factors}
         for client in self._asked:
             for name, kernels in self.drawn[client].items():

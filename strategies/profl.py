@@ -30,7 +30,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from client_app.task import Task
-from client_app.trainers.profl import Orders
+from client_app.trainers.profl import Orders, frozen_atoms
 from device_profiles.profile import DeviceState
 from models.basic_layers import basic_atoms, cascade_at
 from models.cascade import has_statistics, parameter_names, unit_of
@@ -120,7 +120,6 @@ class ProFL(PieceStrategy):
                     f"{key} = {value} compares the models of different steps: use stage-rounds and movement-times"
                 )
         self.freezing = Freezing(settings.movement_window, settings.movement_share, settings.movement_times)
-        self.blueprint = self.rule.model
         self.legs: list[Leg] = []
 
     def begin(self) -> None:
@@ -200,13 +199,9 @@ class ProFL(PieceStrategy):
         return min(self.prices_for(0).values())
 
     def task(self, server_round: int, state: DeviceState) -> Task:
-        """The step, and how the model is cut."""
-        return replace(super().task(server_round, state), own=self.own_fields())
-
-    def own_fields(self) -> dict[str, Any]:
-        """How the model is cut, and what is done."""
-        leg = self.leg
-        return Orders([list(block) for block in self.rule.blocks], leg.t, leg.kind).to_own()
+        """The step."""
+        own = Orders(self.leg.t, self.leg.kind).to_own()
+        return replace(super().task(server_round, state), own=own)
 
     def rate(self, server_round: int) -> float:
         """Of a map its own."""
@@ -219,8 +214,8 @@ class ProFL(PieceStrategy):
 
     def frozen_units(self, task: Task) -> list[str]:
         """The blocks before that of the step, once they have statistics."""
-        orders = Orders.of(task)
-        return [f"atoms.{atom}" for atom in orders.frozen()] if orders.doing != "statistics" else []
+        frozen = self.rule.blocks[: self.leg.t - 1] if self.leg.kind != "statistics" else []
+        return [f"atoms.{atom}" for block in frozen for atom in block]
 
     def sent_units(self, task: Task) -> set[str]:
         """The block of the step, the output module, and in a map the basic layer that is to stand for the block; for
@@ -228,7 +223,7 @@ class ProFL(PieceStrategy):
         """
         orders = Orders.of(task)
         if orders.doing == "statistics":
-            return {f"atoms.{atom}" for atom in orders.frozen()}
+            return {f"atoms.{atom}" for atom in frozen_atoms(task)}
         atoms = set(self.rule.step(orders.step)) | set(self.rule.student(orders.step) if orders.doing == "map" else ())
         return {f"atoms.{atom}" for atom in atoms} | {"head"}
 
@@ -353,10 +348,6 @@ class ProFL(PieceStrategy):
     def measurable(self) -> bool:
         """Not before anything is trained."""
         return self.leg.kind != "statistics"
-
-    def model_details(self) -> dict[str, Any]:
-        """How the model is cut: a run that ends early leaves basic layers in it."""
-        return {"blocks": self.state.blocks}
 
     def trained_model(self) -> tuple[Piece, str]:
         """The blocks up to that of the step, and its output module; in a map, without the block that is mapped."""

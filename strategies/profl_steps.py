@@ -14,10 +14,11 @@ from client_app.training import Recipe
 from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import DeviceState
 from models.anatomy import anatomy
-from models.basic_layers import basic_atoms, blocks_of, cascade_at, step_atoms, student_atoms, with_basic_layers
+from models.basic_layers import basic_atoms, blocks_of, cascade_at, step_atoms, student_atoms
 from models.cascade import Blueprint
 from models.depth_exits import EXIT
 from models.partition import AtomTooLargeError, Piece
+from models.variant import Variant
 from server_app.settings import Settings
 from strategies.pricing import Part, Pricing
 from strategies.rules import Rule, Stage, label
@@ -61,9 +62,14 @@ class ProFLRule(Rule):
     def cut(self, blocks: Sequence[Piece]) -> None:
         """Take these blocks."""
         self.blocks = list(blocks)
-        self.model = with_basic_layers(self.blueprint, self.blocks)
         self._bytes.clear()
-        self.__dict__.pop("stages", None)
+        for known in ("stages", "model"):
+            self.__dict__.pop(known, None)
+
+    @property
+    def variant(self) -> Variant:
+        """The model with basic layers beside its blocks."""
+        return Variant(basic_layers=tuple(self.blocks))
 
     def by_budget(self, budget: int) -> list[Piece]:
         """Blocks as large as can be trained with their output modules for a budget (bytes), from the last one on.

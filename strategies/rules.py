@@ -13,6 +13,7 @@ from device_profiles.profile import DeviceState
 from models.anatomy import anatomy
 from models.cascade import Blueprint, has_statistics
 from models.partition import AtomTooLargeError, Piece
+from models.variant import Variant, vary
 from server_app.settings import Settings
 from strategies.counts import entries
 from strategies.pricing import Part, Pricing
@@ -64,6 +65,16 @@ class Rule(ABC):
         """Raises ValueError, which names layer and reason, for a model that the system cannot take."""
 
     @property
+    def variant(self) -> Variant:
+        """What the server's model is of the run's own."""
+        return Variant()
+
+    @cached_property
+    def model(self) -> Blueprint:
+        """The server's model. Raises ValueError for a model of which it cannot be made."""
+        return vary(self.blueprint, self.variant)
+
+    @property
     def enforced(self) -> bool:
         """Whether clients are held to their budgets."""
         return self.settings.enforced
@@ -92,7 +103,7 @@ class Rule(ABC):
 
     def part(self, piece: Piece) -> Part:
         """What training a piece means: here its atoms with the model's own head."""
-        return Part(self.blueprint, piece)
+        return Part(self.model, piece)
 
     @cached_property
     @abstractmethod

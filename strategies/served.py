@@ -11,6 +11,7 @@ here the clients of a round are asked whenever its model is evaluated, and at th
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -22,7 +23,8 @@ from client_app.served import SERVED
 from client_app.task import Task, piece_key
 from models.cascade import Blueprint, unit_of
 from models.partition import Piece
-from models.static_norms import has_batch_norms, is_statistic, with_statistics
+from models.static_norms import has_batch_norms, is_statistic
+from models.variant import Variant, vary
 from server_app.settings import learning_rate
 from strategies.aggregation import (
     CheckedUpdate,
@@ -63,9 +65,14 @@ class ServedModel:
         return "batch" if personal and self.norms == "measured" else self.norms
 
     @property
+    def variant(self) -> Variant:
+        """What the model that is evaluated is of the run's own."""
+        return replace(self.strategy.rule.variant, statistics=self.measured)
+
+    @property
     def blueprint(self) -> Blueprint:
         """How the model is built that is evaluated."""
-        return with_statistics(self.strategy.blueprint) if self.measured else self.strategy.blueprint
+        return vary(self.strategy.rule.blueprint, self.variant)
 
     def complete(self, arrays: ArrayRecord) -> ArrayRecord:
         """The arrays of a model with the statistics that were measured last."""
@@ -139,7 +146,7 @@ class ServedModel:
             prices={piece_key(SERVED): needed},
             atoms=list(model[0]),
             head=model[1],
-            own=strategy.own_fields(),
+            variant=self.variant,
         )
 
     def aggregate(self, server_round: int, replies: Iterable[Message]) -> bool:

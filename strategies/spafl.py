@@ -21,12 +21,13 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
 from client_app.sparse import SparseModel, sparse_loss
 from client_app.task import Outcome, Task
-from client_app.trainers.spafl import CHANGE, THRESHOLDS, Orders, from_words, initial_model, masked_model
+from client_app.trainers.spafl import CHANGE, THRESHOLDS, Orders, from_words, initial_model
 from device_profiles.profile import DeviceState
 from models.anatomy import Layer, anatomy
 from models.compact import layout
 from models.masked import thresholds
 from models.partition import Piece
+from models.variant import Variant
 from strategies.aggregation import CheckedUpdate, Norms, UpdateRejectedError
 from strategies.base import PieceStrategy
 from strategies.counts import sparse_flops
@@ -43,13 +44,17 @@ class SpaFLRule(Rule):
 
     caveat = "a model of its own for each client"
 
+    @property
+    def variant(self) -> Variant:
+        """The model with thresholds."""
+        return Variant(thresholds=self.settings.straight_through, silent=self.settings.silent_norms)
+
     @cached_property
     def whole(self) -> Part:
         """The masked model. Raises ValueError where there is nothing to mask."""
-        model = masked_model(self.settings, self.blueprint)
         name = "the whole model, masked"
-        atoms = tuple(range(len(model.atoms)))
-        return Part(model, atoms, make_loss=sparse_loss(1.0), name=name, piece_class=SparseModel)
+        atoms = tuple(range(len(self.model.atoms)))
+        return Part(self.model, atoms, make_loss=sparse_loss(1.0), name=name, piece_class=SparseModel)
 
     def part(self, piece: Piece) -> Part:
         """All atoms: there is no other piece."""
@@ -130,9 +135,7 @@ class SpaFL(PieceStrategy):
                 "norms, so nothing can be left out; set it to 1"
             )
         if settings.masked_every != 1:
-            layout(
-                self.blueprint, self.rule.whole.blueprint
-            )  # a model whose channels cannot be followed is refused here
+            layout(self.rule.blueprint, self.blueprint)  # a model whose channels cannot be followed is refused here
         self.layers = thresholds(self.rule.whole.blueprint)
         self.masks: dict[int, np.ndarray] = {}
         self.restarted: list[int] = []

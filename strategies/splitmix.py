@@ -17,14 +17,13 @@ from typing import Any
 from flwr.app import ArrayRecord
 
 from client_app.randomness import generator
-from client_app.setup import narrowed
 from client_app.task import Task, piece_key
 from client_app.trainers.heterofl import WIDTH
-from client_app.trainers.splitmix import Orders, mixed_loss
+from client_app.trainers.splitmix import mixed_loss
 from device_profiles.profile import DeviceState
-from models.cascade import Blueprint
-from models.mix import mixed, net_of
+from models.mix import net_of
 from models.partition import Piece
+from models.variant import Variant, vary
 from strategies.base import PieceStrategy
 from strategies.pricing import Part
 from strategies.rules import Rule, Stage
@@ -45,15 +44,18 @@ class SplitMixRule(Rule):
         """How many base nets there are."""
         return max(1, round(1 / self.settings.mix_share))
 
-    @cached_property
-    def base(self) -> Blueprint:
-        """One of them."""
-        model = self.blueprint
-        return narrowed(self.settings, model.input_shape, model.num_classes, self.settings.mix_share)
+    @property
+    def variant(self) -> Variant:
+        """All base nets."""
+        return self.variant_of(range(self.count))
+
+    def variant_of(self, nets: Iterable[int]) -> Variant:
+        """Some of them, by their numbers."""
+        return Variant(width=self.settings.mix_share, nets=tuple(nets))
 
     def part(self, piece: Piece) -> Part:
         """(WIDTH, n): n base nets."""
-        model = mixed(self.base, range(piece[1]))
+        model = vary(self.blueprint, self.variant_of(range(piece[1])))
         name = f"{piece[1]} base nets" if piece[1] > 1 else "a base net"
         return Part(model, tuple(range(len(model.atoms))), make_loss=mixed_loss, name=name)
 
@@ -98,7 +100,6 @@ class SplitMix(PieceStrategy):
         ):
             if value == bad:
                 raise ValueError(f"{key} = {value!r}: splitmix trains narrow nets, which change from round to round")
-        self.blueprint = mixed(self.rule.base, range(self.rule.count))
 
     def least_of(self, state: DeviceState) -> int:
         """The price of the nets that its fleet gives the device, if it does, else of one."""
@@ -115,9 +116,9 @@ class SplitMix(PieceStrategy):
         asked = {}
         for place, (client, (task, state)) in enumerate(super().ask(clients, server_round, arrays).items()):
             piece = (WIDTH, self.rule.nets_of(state))
-            orders = Orders(self.settings.mix_share, self.nets(server_round, place, client, piece[1]))
+            variant = self.rule.variant_of(self.nets(server_round, place, client, piece[1]))
             prices = {piece_key(piece): self.price(piece)}
-            asked[client] = replace(task, own=orders.to_own(), prices=prices), state
+            asked[client] = replace(task, variant=variant, prices=prices), state
         return asked
 
     def nets(self, server_round: int, place: int, client: int, wanted: int) -> list[int]:
@@ -133,7 +134,7 @@ class SplitMix(PieceStrategy):
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
         """The nets of a task."""
-        nets = set(Orders.of(task).nets)
+        nets = set(task.variant.nets)
         return ArrayRecord({name: array for name, array in arrays.items() if net_of(name) in nets})
 
     def untrained(self, task: Task) -> ArrayRecord:
@@ -142,8 +143,4 @@ class SplitMix(PieceStrategy):
 
     def details(self) -> dict[str, Any]:
         """The nets of each client."""
-        return {"nets": {str(client): Orders.of(task).nets for client, (task, _) in self._asked.items()}}
-
-    def model_details(self) -> dict[str, Any]:
-        """What a base net is."""
-        return {"mix_share": self.settings.mix_share}
+        return {"nets": {str(client): list(task.variant.nets) for client, (task, _) in self._asked.items()}}

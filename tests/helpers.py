@@ -168,6 +168,7 @@ def a_client(
             "settings": settings,
             "data": data,
             "blueprint": blueprint,
+            "full": blueprint,
             "store": store,
             "cap": MemoryCap(allowed, enforced=True),
             "recipe": recipe_for(settings, settings.lr),

@@ -7,8 +7,8 @@ import pytest
 from helpers import TRIO, few_digits, run_local, tiny_settings
 
 from client_app.setup import blueprint_for, open_dataset
-from client_app.trainers.spafl import masked_model
 from models.anatomy import anatomy
+from models.masked import masked
 from models.zoo import build_blueprint
 from server_app.settings import Settings
 from strategies import find_rule
@@ -60,7 +60,7 @@ def test_spafls_records_count_thresholds_and_densities(tmp_path: Path) -> None:
     last = run_local(tmp_path, **changes).rounds()[-1]
     (client,) = last["clients"]
     settings = tiny_settings(**changes | {"dataset": f"npz:{few_digits()}"})
-    model = masked_model(settings, blueprint_for(settings, open_dataset(settings.dataset, "")))
+    model = masked(blueprint_for(settings, open_dataset(settings.dataset, "")))
     layers = [layer for unit in model.units() for layer in anatomy(model, unit).layers if layer.thresholds]
     densities = [layer["density"] for layer in last["filters"].values()]
     assert min(densities) < 1

@@ -135,7 +135,7 @@ def test_a_killed_simulation_is_started_again_and_ctrl_c_ends_it(tmp_path: Path,
         while not ended(launcher):
             if not killed and len(run_dir.rounds()) >= 2:
                 killed = kill_simulation(launcher.pid)
-            elif killed and not family and run_dir.last_complete_round() >= 5:
+            elif killed and not family and run_dir.last_complete_round() >= 3:
                 family = psutil.Process(launcher.pid).children(recursive=True)
                 os.killpg(launcher.pid, signal.SIGINT)
         said = launcher.stderr.read() if launcher.stderr else ""

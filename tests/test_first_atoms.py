@@ -30,6 +30,7 @@ from federated_data.datasets import ArrayDataset
 from models.anatomy import unit_signature
 from models.cascade import Blueprint, initial_state
 from models.partition import AtomTooLargeError, Piece, runs
+from models.variant import Variant, vary
 from models.zoo import MODELS, build_blueprint, usual_input
 from strategies import find_rule
 from strategies.pricing import pricing_for
@@ -96,12 +97,13 @@ def data_for(blueprint: Blueprint) -> ArrayDataset:
 
 def client_of(folder: Path, rule: Any, allowed: int, units: Sequence[str] = (), **changes: object) -> Client:
     """A client with eight examples, of which it makes two batches; with `units` of the system's own model in its store."""
-    data, model = data_for(rule.blueprint), getattr(rule, "model", rule.blueprint)
+    data, model = data_for(rule.blueprint), rule.model
     client = a_client(
         folder,
         rule.settings.model_copy(update=changes),
         allowed,
         blueprint=rule.blueprint,
+        full=rule.blueprint,
         data=data,
         share=lambda fill: share_examples(data, np.arange(8)),
         validation=share_examples(data, np.arange(8, 12)),
@@ -111,10 +113,29 @@ def client_of(folder: Path, rule: Any, allowed: int, units: Sequence[str] = (), 
     return client
 
 
-def train(client: Client, strategy: str, prices: dict[Piece, int], own: OwnFields | None = None) -> Update:
+def train(
+    client: Client,
+    strategy: str,
+    prices: dict[Piece, int],
+    own: OwnFields | None = None,
+    variant: Variant = Variant(),  # noqa: B008 (frozen)
+) -> Update:
     """A round of a system's trainer."""
     listed = {piece_key(piece): price for piece, price in prices.items()}
-    task = Task("e", 1, 0, strategy, client.allowed, 1, 0.05, "", prices=listed, own=own.to_own() if own else {})
+    task = Task(
+        "e",
+        1,
+        0,
+        strategy,
+        client.allowed,
+        1,
+        0.05,
+        "",
+        prices=listed,
+        variant=variant,
+        own=own.to_own() if own else {},
+    )
+    client.blueprint = vary(client.full, variant)
     return find_trainer(strategy)(task, client)
 
 
@@ -192,13 +213,12 @@ def test_behind_stored_features_under_attack(tmp_path: Path) -> None:
 def test_behind_frozen_blocks(tmp_path: Path, name: str) -> None:
     """ProFL: each step with its output module; and the output layer alone, for which the step's own atoms are streamed too."""
     rule = rule_of("profl", name)
-    blocks = [[*block] for block in rule.blocks]
-    for t in range(1, len(blocks) + 1):
+    for t in range(1, len(rule.blocks) + 1):
         step, needed = rule.step(t), rule.needed(t)
         for piece, allowed in ((step, needed[step]), (OUTPUT_LAYER, needed[OUTPUT_LAYER])):
             client = client_of(tmp_path / f"{t}-{len(piece)}", rule, allowed, rule.model.units())
             prices = needed | {step: max(needed[step], allowed + (piece != step))}
-            train(client, "profl", prices, ProFLOrders(blocks, t, "growing"))
+            train(client, "profl", prices, ProFLOrders(t, "growing"), rule.variant)
             assert client.cap.peaks[f"train {runs(piece) or 'the output layer'}"] == rule.bytes(piece)
             assert client.cap.peak_bytes <= allowed  # of streamed atoms the writing of features is not traced
 
@@ -209,8 +229,7 @@ def test_the_first_blocks_with_their_exits(tmp_path: Path, name: str) -> None:
     for depth in range(1, len(rule.blocks) + 1):
         piece = rule.depth(depth)
         client = client_of(tmp_path / str(depth), rule, rule.bytes(piece), rule.model.units())
-        orders = DepthFLOrders([[*block] for block in rule.blocks], depth, 0.5)
-        train(client, "depthfl", {piece: rule.bytes(piece)}, orders)
+        train(client, "depthfl", {piece: rule.bytes(piece)}, DepthFLOrders(depth, 0.5), rule.variant)
         assert client.cap.peak_bytes == rule.bytes(piece)
 
 

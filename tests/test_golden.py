@@ -5,15 +5,23 @@ from strategies import STRATEGIES
 
 
 def test_only_what_differs_is_named() -> None:
-    before = {"fedavg": {"model": "a", "round 1: accuracy": 0.5, "round 1: loss": None}, "jfat": {"refused": True}}
+    before = {
+        "fedavg": {"model": "a", "round 1: accuracy": 0.5, "round 1: loss": None},
+        "jfat": {"ended by": "ValueError"},
+    }
     assert list(differences(before, before)) == []
-    now = {"fedavg": {"model": "b", "round 1: accuracy": 0.5}, "jfat": {"model": "c"}, "local": {"refused": True}}
+    now = {
+        "fedavg": {"model": "b", "round 1: accuracy": 0.5},
+        "jfat": {"model": "c"},
+        "local": {"ended by": "ValueError"},
+    }
     assert list(differences(before, now)) == [
         "fedavg: model: a before, b now",
-        "jfat: refused: True before, None now",
+        "jfat: ended by: ValueError before, None now",
         "jfat: model: None before, c now",
-        "local: refused: None before, True now",
+        "local: ended by: None before, ValueError now",
     ]
+    assert list(differences({"fedavg": {"round 1: loss": 1.0}}, {"fedavg": {"round 1: loss": 2.0}}, ["loss"])) == []
 
 
 def test_a_case_gives_the_same_figures_again_and_others_for_another_model() -> None:
@@ -30,4 +38,4 @@ def test_a_case_gives_the_same_figures_again_and_others_for_another_model() -> N
 
 
 def test_what_a_system_does_not_do_is_recorded_as_refused() -> None:
-    assert run_case(("fedepth adversarial", cases()["fedepth adversarial"]))[1] == {"refused": True}
+    assert run_case(("fedepth adversarial", cases()["fedepth adversarial"]))[1] == {"ended by": "ValueError"}

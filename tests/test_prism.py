@@ -124,7 +124,7 @@ def test_all_output_channels_are_trained_where_they_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grids: Callable[..., Any], model: str
 ) -> None:
     """With the first ones, where all clients have the same ratio, the others are never trained."""
-    changes = TRIO | SMALL | {"model": model, "model_width": 0.25, "keep_ratios": "0.4", "fleet": "unlimited"}
+    changes = TRIO | SMALL | {"model": model, "model_width": 0.125, "keep_ratios": "0.4", "fleet": "unlimited"}
     trained = {}
     for channels in ("first", "random"):
         made, grid = strategies(monkeypatch), grids()

@@ -22,6 +22,7 @@ from client_app.validation import evaluate_whole
 from device_profiles.memory import MemoryBudgetExceededError
 from models.basic_layers import blocks_of, cascade_at, step_atoms, with_basic_layers
 from models.cascade import unit_of
+from models.variant import Variant
 
 
 def a_profl_client(folder: Path, allowed: int = 10**9) -> tuple[Any, Any]:
@@ -30,12 +31,13 @@ def a_profl_client(folder: Path, allowed: int = 10**9) -> tuple[Any, Any]:
     torch.manual_seed(0)
     for atom in range(len(client.blueprint.atoms), len(model.atoms)):
         client.store.save(f"atoms.{atom}", model.build_unit(f"atoms.{atom}"))
+    client.blueprint = model
     return client, model
 
 
 def a_task(t: int, doing: str = "growing") -> Task:
-    orders = Orders([list(block) for block in blocks_of(a_blueprint())], t, doing)
-    return Task("experiment", 1, 0, "profl", 10**9, 10**6, 0.05, "", own=orders.to_own())
+    variant = Variant(basic_layers=tuple(blocks_of(a_blueprint())))
+    return Task("experiment", 1, 0, "profl", 10**9, 10**6, 0.05, "", variant=variant, own=Orders(t, doing).to_own())
 
 
 def held(client: Any, model: Any, atoms: tuple[int, ...]) -> PieceModel:

@@ -27,19 +27,27 @@ import piecework
 from client_app.prices import piece_price
 from client_app.setup import blueprint_for, open_dataset, recipe_for
 from client_app.sparse import SparseModel, SparseTrainee, sparse_loss
-from client_app.trainers.spafl import CHANGE, THRESHOLDS, from_words, initial_model, masked_model, to_words
+from client_app.trainers.spafl import CHANGE, THRESHOLDS, from_words, initial_model, to_words
 from client_app.training import PieceModel, load_for_device
-from models.cascade import initial_state
+from models.cascade import Blueprint, initial_state
 from models.compact import layout
+from models.masked import masked
 from models.trained_model import ModelFileError
 from models.zoo import build_blueprint
 from server_app.local_grid import LocalGrid
 from server_app.records import RunDir
 from server_app.rounds import Run
+from server_app.settings import Settings
 from strategies.spafl import SpaFL
 
 SPAFL = TRIO | {"strategy": "spafl", "fleet": "spafl", "weight_decay": 0.0, "sparsity": 0.05, "local_epochs": 2}
 LOSS = sparse_loss(0.01)
+
+
+def masked_model(settings: Settings) -> Blueprint:
+    """The run's model with thresholds."""
+    plain = blueprint_for(settings, open_dataset(settings.dataset, ""))
+    return masked(plain, settings.straight_through, silent=settings.silent_norms)
 
 
 def stores(run_dir: RunDir) -> Path:
@@ -93,7 +101,7 @@ def test_a_client_goes_on_from_its_own_model(tmp_path: Path, grids: Callable[...
     grid = grids()
     run_local(tmp_path / "a", grid, **SPAFL | {"num_rounds": 2, "lr": 1e-12, "sparsity": 0.0})
     settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}"})
-    model = masked_model(settings, blueprint_for(settings, open_dataset(settings.dataset, "")))
+    model = masked_model(settings)
     initial = {name: value.numpy() for name, value in initial_state(model, settings.seed)}
     own = kept(RunDir(tmp_path / "a" / "run"), 1)
     assert sorted(own) == [1, 2]
@@ -178,7 +186,7 @@ def test_a_store_takes_at_most_two_models_and_with_momentum_four(tmp_path: Path,
     changes = SPAFL | {"client_momentum": momentum, "masked_every": 0, "num_rounds": 4, "clients_per_round": 2}
     run_dir = run_local(tmp_path, **changes)
     settings = tiny_settings(**changes | {"dataset": f"npz:{few_digits()}"})
-    model = masked_model(settings, blueprint_for(settings, open_dataset(settings.dataset, "")))
+    model = masked_model(settings)
     size = sum(4 * value.numel() for _, value in initial_state(model, 1))
     for client in range(3):
         assert len(kept(run_dir, client)) <= 2
@@ -199,7 +207,7 @@ def test_another_initial_model_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_initial_models_have_a_digest_of_their_own() -> None:
     settings = tiny_settings(dataset=f"npz:{few_digits()}")
-    model = masked_model(settings, blueprint_for(settings, open_dataset(settings.dataset, "")))
+    model = masked_model(settings)
     built: dict[str, np.ndarray] = {}
     assert initial_model(model, 1, built.update) == initial_model(model, 1) != initial_model(model, 2)
     assert same(built, {name: value.numpy() for name, value in initial_state(model, 1)})
@@ -223,7 +231,7 @@ def test_going_from_form_to_form_takes_no_more_than_a_masked_step(tmp_path: Path
     """Where weights are nearly all that a step takes."""
     settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}", "model": "lenet5", "batch_size": batch_size})
     plain = build_blueprint("lenet5", num_classes=10, input_shape=(1, 32, 32))
-    whole = masked_model(settings, plain)
+    whole = masked(plain, settings.straight_through, silent=settings.silent_norms)
     price = piece_price(whole, (0, 1), "head", recipe_for(settings, 0.1), make_loss=LOSS, piece_class=SparseModel)
 
     def make(kept: float) -> Callable[[], list[PieceModel]]:
@@ -285,7 +293,7 @@ def test_personal_evaluation_is_of_each_clients_own_model(tmp_path: Path, grids:
     assert second["accuracy"] == pytest.approx(np.mean([each["val-accuracy"] for each in told]))
     assert second["density"] == pytest.approx(np.mean([each["density"] for each in told]))
     settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}", "batch_norm": "running"})
-    model = masked_model(settings, blueprint_for(settings, open_dataset(settings.dataset, "")))
+    model = masked_model(settings)
     densities = []
     for client in range(3):
         arrays = kept(run_dir, client)[2]

@@ -8,10 +8,9 @@ from typing import cast
 from client_app.client import Client, Update
 from client_app.task import Metrics, Task
 from client_app.validation import evaluate_whole
-from models.cascade import Blueprint
 
 TRAINERS = {
-    "allsmall": "client_app.trainers.allsmall",
+    "allsmall": "client_app.trainers.fedavg",  # of a narrow model
     "depthfl": "client_app.trainers.depthfl",
     "exclusivefl": "client_app.trainers.fedavg",  # who cannot afford the whole model is not asked
     "fedavg": "client_app.trainers.fedavg",
@@ -50,12 +49,6 @@ def find_evaluator(strategy: str) -> Callable[[Task, Client], Metrics]:
 def find_survey(strategy: str) -> Callable[[Task, Client], Metrics]:
     """What a strategy asks of all clients between rounds: its trainer's `survey`."""
     return cast(Callable[[Task, Client], Metrics], _module(strategy).survey)
-
-
-def find_network(strategy: str) -> Callable[[Task, Client], Blueprint]:
-    """What a strategy makes of the run's model: its trainer's `network`, else nothing."""
-    network: Callable[[Task, Client], Blueprint] = getattr(_module(strategy), "network", lambda _, c: c.blueprint)
-    return network
 
 
 def _module(strategy: str) -> ModuleType:

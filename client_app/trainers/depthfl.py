@@ -13,7 +13,7 @@ theta_t||^2 besides, and h_k <- h_k - a (theta_k - theta_t) is the client's stat
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -31,7 +31,7 @@ from client_app.trainers.fedavg import attack_of_round
 from client_app.training import Load, MakeLoss, PieceModel, Trainee, classification_loss
 from device_profiles.memory import MemoryBudgetExceededError
 from models.cascade import Blueprint
-from models.depth_exits import exits_of, mean_logits, with_exits
+from models.depth_exits import exits_of, mean_logits
 from models.partition import Piece, fits
 
 HISTORY = "feddyn"  # in the client's state, h_k
@@ -39,16 +39,10 @@ HISTORY = "feddyn"  # in the client's state, h_k
 
 @dataclass(frozen=True)
 class Orders(OwnFields):
-    """What the server says: the atoms of each block; how many blocks to train at most; the weight of self-distillation."""
+    """What the server says: how many blocks to train at most; the weight of self-distillation."""
 
-    blocks: list[list[int]]
     depth: int
     weight: float
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """The blocks."""
-        return [tuple(block) for block in self.blocks]
 
 
 class ExitsModel(PieceModel):
@@ -74,7 +68,7 @@ class ExitsModel(PieceModel):
         return mean_logits(self.all_logits(z))
 
 
-def piece_of_depth(blueprint: Blueprint, blocks: list[Piece], depth: int) -> tuple[Piece, str]:
+def piece_of_depth(blueprint: Blueprint, blocks: Sequence[Piece], depth: int) -> tuple[Piece, str]:
     """The atoms of the first `depth` blocks and of the exits behind all but the last of these, and the unit of its exit."""
     exits = exits_of(blueprint)
     body = [atom for block in blocks[:depth] for atom in block]
@@ -150,8 +144,7 @@ def priced_loss(weight: float, alpha: float) -> MakeLoss:
 def train(task: Task, client: Client) -> Update:
     """Train as many blocks as fit. Raises MemoryBudgetExceededError where not even the first one does."""
     orders, settings = Orders.of(task), client.settings
-    client.blueprint = with_exits(client.blueprint, orders.pieces)
-    atoms, head = deepest(task, client, orders)
+    atoms, head = deepest(task, client)
     alpha = settings.feddyn_alpha
     make_loss = depth_loss(orders.weight)
     if alpha:
@@ -170,10 +163,10 @@ def train(task: Task, client: Client) -> Update:
     return Update([*piece.units()], metrics, [atoms], [trainee.seen])
 
 
-def deepest(task: Task, client: Client, orders: Orders) -> tuple[Piece, str]:
+def deepest(task: Task, client: Client) -> tuple[Piece, str]:
     """As many of the assigned blocks as this client's own budget allows. Raises MemoryBudgetExceededError."""
-    for depth in range(orders.depth, 0, -1):
-        piece, head = piece_of_depth(client.blueprint, orders.pieces, depth)
+    for depth in range(Orders.of(task).depth, 0, -1):
+        piece, head = piece_of_depth(client.blueprint, task.variant.exits, depth)
         if fits(task.price(piece), client.allowed):
             return piece, head
     raise MemoryBudgetExceededError(task.price(piece) or 0, client.allowed, "training the first block")
@@ -219,9 +212,7 @@ def remember(client: Client, piece: PieceModel, alpha: float) -> None:
 
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss and accuracy of the client's depth of the model on its validation share. Raises MemoryBudgetExceededError."""
-    orders = Orders.of(task)
-    client.blueprint = with_exits(client.blueprint, orders.pieces)
-    atoms, head = deepest(task, client, orders)
+    atoms, head = deepest(task, client)
     piece = ExitsModel(client.blueprint, atoms, head, client.load())
     piece.train(False)
     return client.evaluate(piece.logits, client.validation)

@@ -11,13 +11,9 @@ import numpy as np
 
 from client_app.adam import Adam
 from client_app.client import Client, Update
-from client_app.task import Metrics, Task
+from client_app.task import Task
 from client_app.trainers.fedavg import train_whole
 from client_app.training import PieceModel
-from client_app.validation import evaluate_whole
-from models.cascade import Blueprint
-from models.supermask import supermask
-from server_app.settings import Settings
 
 MASK = "mask"  # uint8 [scores / 8]: of all scores, arrays by their names, the first in the lowest bit
 
@@ -28,19 +24,8 @@ class ScoredModel(PieceModel):
     optimiser = Adam
 
 
-def scored_model(settings: Settings, blueprint: Blueprint) -> Blueprint:
-    """The run's model with scores."""
-    return supermask(blueprint, settings.seed, by_authors=settings.straight_through != "paper")
-
-
-def network(_: Task, client: Client) -> Blueprint:
-    """The run's model with scores."""
-    return scored_model(client.settings, client.blueprint)
-
-
 def train(task: Task, client: Client) -> Update:
     """Train the scores, and draw a mask. Raises MemoryBudgetExceededError."""
-    client.blueprint = network(task, client)
     whole = tuple(range(len(client.blueprint.atoms)))
     update = train_whole(task, client, whole, piece_class=ScoredModel)
     rng, drawn = client.rng("mask"), dict[str, np.ndarray]()
@@ -49,9 +34,3 @@ def train(task: Task, client: Client) -> Update:
     mask = np.concatenate([drawn[name] for name in sorted(drawn)])
     client.store.write_units({MASK: np.packbits(mask, bitorder="little")})
     return replace(update, units=[MASK])
-
-
-def evaluate(task: Task, client: Client) -> Metrics:
-    """Loss and accuracy with a mask drawn by the server's probabilities, one atom in memory at a time."""
-    client.blueprint = network(task, client)
-    return evaluate_whole(task, client)

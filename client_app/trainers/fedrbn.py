@@ -20,7 +20,7 @@ from torch import Tensor
 
 from client_app.attacks import Loss
 from client_app.client import Client, Update
-from client_app.setup import image_attack, with_dual_norms
+from client_app.setup import image_attack
 from client_app.task import Metrics, OwnFields, Task
 from client_app.trainers.fedavg import train_whole
 from client_app.training import MakeLoss, PieceModel, Trainee, single_loss
@@ -128,8 +128,7 @@ class AdversarialTrainee(Trainee):
 
 def train(task: Task, client: Client) -> Update:
     """Train the whole model, swapping where it does not fit."""
-    orders = adopt(task, client)
-    if not orders.adversarial:
+    if not Orders.of(task).adversarial:
         return train_whole(task, client, (DUAL, 0), piece_class=DualPiece, swaps=True, attacked=False)
     weight = client.settings.clean_weight
     return train_whole(
@@ -146,13 +145,6 @@ def train(task: Task, client: Client) -> Update:
 
 def evaluate(task: Task, client: Client) -> Metrics:
     """Accuracy on this client's validation share, clean and under attack, by the statistics of `evaluation-branch`."""
-    adopt(task, client)
     whole = tuple(range(len(client.blueprint.atoms)))
     attack = image_attack(client.settings, client.data, client.settings.evaluation_attack_steps)
     return validate(client, [whole], "head", attack, held=True, piece_class=BRANCHES[client.settings.evaluation_branch])
-
-
-def adopt(task: Task, client: Client) -> Orders:
-    """Let the client's model have two sets of statistics."""
-    client.blueprint = with_dual_norms(client.settings, client.data.input_shape, client.data.num_classes)
-    return Orders.of(task)

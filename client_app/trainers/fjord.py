@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from client_app.attacks import Loss
 from client_app.client import Client, Update
-from client_app.setup import narrowed
 from client_app.task import Metrics, OwnFields, Task
 from client_app.trainers import heterofl
 from client_app.trainers.fedavg import train_whole
@@ -30,18 +29,18 @@ from client_app.trainers.heterofl import WIDTH
 from client_app.training import MakeLoss, PieceModel, Trainee, classification_loss
 from models.cascade import Blueprint
 from models.channels import channel_axes
+from models.variant import Variant, vary
 from models.width import Indices, ordered, shapes, sub_indices
 
 
 @dataclass(frozen=True)
 class Orders(OwnFields):
-    """What the server says: the number and the size of the client's share; the smaller ones that are drawn from in every batch.
+    """What the server says: the number of the client's share; the smaller ones that are drawn from in every batch.
 
     `draw` is for the server alone.
     """
 
     level: int
-    share: float
     nested: list[float]
     distil: bool = False
     draw: int = 0
@@ -130,8 +129,7 @@ class NestedTrainee(Trainee):
 def train(task: Task, client: Client) -> Update:
     """Train the nets up to p_max. Raises MemoryBudgetExceededError."""
     orders = Orders.of(task)
-    widths = tuple(sub_model(client, share) for share in orders.nested)
-    client.blueprint = sub_model(client, orders.share)
+    widths = tuple(vary(client.full, Variant(width=share)) for share in orders.nested)
     trained: list[NestedTrainee] = []
 
     def make_trainee(*rest: Any) -> NestedTrainee:
@@ -144,13 +142,7 @@ def train(task: Task, client: Client) -> Update:
     return update
 
 
-def sub_model(client: Client, share: float) -> Blueprint:
-    """The model with a share of its channels."""
-    return narrowed(client.settings, client.data.input_shape, client.data.num_classes, share)
-
-
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss and accuracy of the net of p_max. Raises MemoryBudgetExceededError."""
-    orders = Orders.of(task)
-    own = heterofl.Orders(orders.level, orders.share).to_own()
+    own = heterofl.Orders(Orders.of(task).level).to_own()
     return heterofl.evaluate(replace(task, own=own), client)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from client_app.attacks import Loss
 from client_app.client import Client, Update
-from client_app.setup import narrowed
 from client_app.task import Metrics, OwnFields, Task
 from client_app.trainers.fedavg import train_whole
 from client_app.training import MakeLoss, PieceModel, classification_loss
@@ -34,13 +33,12 @@ WIDTH = -2  # in a price list, the piece (WIDTH, n) is the whole model with the 
 
 @dataclass(frozen=True)
 class Orders(OwnFields):
-    """What the server says of a sub-model: the number of its share, and the share r; whether there is a Scaler and a mask.
+    """What the server says of a sub-model: the number of its share r; whether there is a Scaler and a mask.
 
     `draw` is for the server alone: which of the clients' choices of channels this is.
     """
 
     level: int
-    share: float
     scaler: bool = False
     masked: bool = False
     draw: int = 0
@@ -102,7 +100,7 @@ def classes_of(client: Client) -> tuple[bool, ...]:
 
 def train(task: Task, client: Client) -> Update:
     """Train the sub-model. Raises MemoryBudgetExceededError."""
-    orders, shares = sub_model(task, client)
+    orders, shares = Orders.of(task), scaler_of(task, client)
     present = classes_of(client) if orders.masked else ()
     loss = width_loss(shares, present)
     update = train_whole(task, client, (WIDTH, orders.level), loss)
@@ -113,8 +111,8 @@ def train(task: Task, client: Client) -> Update:
 
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss and accuracy of the sub-model on the client's validation share. Raises MemoryBudgetExceededError."""
-    orders, shares = sub_model(task, client)
-    needed = task.price((WIDTH, orders.level))
+    shares = scaler_of(task, client)
+    needed = task.price((WIDTH, Orders.of(task).level))
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or 0, client.allowed, "evaluating the sub-model")
     piece = PieceModel(client.blueprint, range(len(client.blueprint.atoms)), "head", client.load())
@@ -123,8 +121,6 @@ def evaluate(task: Task, client: Client) -> Metrics:
     return client.evaluate(piece.logits, client.validation)
 
 
-def sub_model(task: Task, client: Client) -> tuple[Orders, tuple[float, ...]]:
-    """Let the client's model be the narrow one; with its layers' shares, where there is a Scaler."""
-    orders, full = Orders.of(task), client.blueprint
-    client.blueprint = narrowed(client.settings, client.data.input_shape, client.data.num_classes, orders.share)
-    return orders, input_shares(client.blueprint, full) if orders.scaler else ()
+def scaler_of(task: Task, client: Client) -> tuple[float, ...]:
+    """The shares that the layers of the client's sub-model have of their inputs, where there is a Scaler."""
+    return input_shares(client.blueprint, client.full) if Orders.of(task).scaler else ()

@@ -14,32 +14,22 @@ from torch import Tensor, nn
 from client_app.attacks import Loss
 from client_app.client import Client, Update
 from client_app.momentum import CarriedMomentum, averaged
-from client_app.task import Metrics, OwnFields, Task
+from client_app.task import OwnFields, Task
 from client_app.trainers.fedavg import train_whole
 from client_app.trainers.heterofl import WIDTH
 from client_app.training import MakeLoss, PieceModel, classification_loss
-from client_app.validation import evaluate_whole
-from models.cascade import Blueprint
-from models.low_rank import Pair, low_rank
+from models.low_rank import Pair
 
 
 @dataclass(frozen=True)
 class Orders(OwnFields):
-    """What the server says of a sub-model: the number of its keep ratio, and the ratio; whether its layers are narrow, and of
-    any channels.
+    """What the server says of a sub-model: the number of its keep ratio.
 
     `draw` is for the server alone: which of the clients' choices of kernels this is.
     """
 
     level: int
-    keep: float
-    narrow: bool = True
-    scattered: bool = False
     draw: int = 0
-
-    def model(self, blueprint: Blueprint) -> Blueprint:
-        """The sub-model."""
-        return low_rank(blueprint, self.keep, narrow=self.narrow, scattered=self.scattered)
 
 
 def frobenius(pair: Pair) -> Tensor:
@@ -82,15 +72,7 @@ def low_rank_loss(decay: float) -> MakeLoss:
 
 def train(task: Task, client: Client) -> Update:
     """Train the sub-model. Raises MemoryBudgetExceededError."""
-    orders = Orders.of(task)
-    client.blueprint = orders.model(client.blueprint)
     carried = CarriedMomentum(client, averaged(client.blueprint)) if client.settings.server_momentum else None
     make_loss = low_rank_loss(client.recipe.weight_decay)
-    update = train_whole(task, client, (WIDTH, orders.level), make_loss, LowRankModel, carried)
+    update = train_whole(task, client, (WIDTH, Orders.of(task).level), make_loss, LowRankModel, carried)
     return replace(update, units=[*update.units, *carried.units()]) if carried else update
-
-
-def evaluate(task: Task, client: Client) -> Metrics:
-    """Loss and accuracy of the sub-model on the client's validation share, one atom in memory at a time."""
-    client.blueprint = Orders.of(task).model(client.blueprint)
-    return evaluate_whole(task, client)

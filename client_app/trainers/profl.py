@@ -30,8 +30,7 @@ from client_app.task import Metrics, OwnFields, Task
 from client_app.training import MakeLoss, PieceModel, Trainee, single_loss
 from client_app.validation import behind, evaluate_cascade
 from device_profiles.memory import MemoryBudgetExceededError
-from models.basic_layers import cascade_at, step_atoms, student_atoms, with_basic_layers
-from models.cascade import Blueprint
+from models.basic_layers import cascade_at, step_atoms, student_atoms
 from models.partition import Piece, fits, runs
 
 OUTPUT_LAYER: Piece = ()  # theta_L alone, in a price list
@@ -39,47 +38,36 @@ OUTPUT_LAYER: Piece = ()  # theta_L alone, in a price list
 
 @dataclass(frozen=True)
 class Orders(OwnFields):
-    """What the server says of a step: the atoms of each block; t, from 1; what is done: `shrinking`, `growing`, the `map` of
-    block t, or `statistics` of the blocks before it.
+    """What the server says of a step: t, from 1; what is done: `shrinking`, `growing`, the `map` of block t, or `statistics`
+    of the blocks before it.
     """
 
-    blocks: list[list[int]]
     step: int
     doing: str
 
-    @property
-    def pieces(self) -> list[Piece]:
-        """The blocks."""
-        return [tuple(block) for block in self.blocks]
 
-    def frozen(self) -> Piece:
-        """The atoms before block t."""
-        return tuple(atom for block in self.blocks[: self.step - 1] for atom in block)
-
-
-def network(task: Task, client: Client) -> Blueprint:
-    """The run's model, with basic layers beside it."""
-    return with_basic_layers(client.blueprint, Orders.of(task).pieces)
+def frozen_atoms(task: Task) -> Piece:
+    """The atoms before block t."""
+    return tuple(atom for block in task.variant.basic_layers[: Orders.of(task).step - 1] for atom in block)
 
 
 def train(task: Task, client: Client) -> Update:
     """A round of a step, of a map, or of statistics. Raises MemoryBudgetExceededError where not even theta_L fits."""
-    orders = Orders.of(task)
-    client.blueprint = network(task, client)
+    orders, blocks = Orders.of(task), task.variant.basic_layers
     if orders.doing == "statistics":
-        return measure(task, client, orders.frozen())
-    atoms = step_atoms(client.blueprint, orders.pieces, orders.step)
+        return measure(task, client, frozen_atoms(task))
+    atoms = step_atoms(client.blueprint, blocks, orders.step)
     whole = fits(task.price(atoms), client.allowed)
     if orders.doing == "map":
         require(task, client, student_atoms(client.blueprint, orders.step), f"integrating block {orders.step}")
     elif not whole:
         require(task, client, OUTPUT_LAYER, "training the output layer")
-    frozen = [(atom,) for atom in orders.frozen()]
+    frozen = [(atom,) for atom in frozen_atoms(task)]
     training = client.settings.frozen_mode == "training"
     # images are augmented anew in every round, features are not
     z = prefix_features(client, frozen, training=training) if frozen else client.share(0)
     if orders.doing == "map":
-        return integrate(task, client, orders, z)
+        return integrate(task, client, orders.step, z)
     if whole:
         return learn(task, client, atoms, z)
     return learn(task, client, OUTPUT_LAYER, behind(client, z, atoms, None, "output"))
@@ -92,9 +80,9 @@ def measure(task: Task, client: Client, atoms: Piece) -> Update:
     return Update([f"atoms.{atom}" for atom in atoms], {"predicted-peak": task.price(atoms) or 0}, [atoms], [0])
 
 
-def integrate(task: Task, client: Client, orders: Orders, z: Examples) -> Update:
+def integrate(task: Task, client: Client, t: int, z: Examples) -> Update:
     """Map: the basic layer of block t learns to stand for it."""
-    blocks, t = orders.pieces, orders.step
+    blocks = task.variant.basic_layers
     student = student_atoms(client.blueprint, t)
     teacher = teacher_logits(client, step_atoms(client.blueprint, blocks, t), z)
     trained = learners(student, t == len(blocks))
@@ -153,6 +141,5 @@ def require(task: Task, client: Client, piece: Piece, doing: str) -> None:
 
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss and accuracy of the step's model on the client's validation share, one atom in memory at a time."""
-    orders = Orders.of(task)
-    client.blueprint = network(task, client)
-    return evaluate_cascade(client, cascade_at(client.blueprint, orders.pieces, orders.step - (orders.doing == "map")))
+    orders, blocks = Orders.of(task), task.variant.basic_layers
+    return evaluate_cascade(client, cascade_at(client.blueprint, blocks, orders.step - (orders.doing == "map")))

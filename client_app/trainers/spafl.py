@@ -29,8 +29,9 @@ from client_app.training import PieceModel, load_for_device
 from device_profiles.memory import MemoryBudgetExceededError
 from models.cascade import Blueprint, Shape, initial_state, unit_of
 from models.compact import Layout, layout
-from models.masked import masked, update_from_importance
+from models.masked import update_from_importance
 from models.partition import fits
+from models.variant import Variant, vary
 from server_app.settings import Settings
 
 THRESHOLDS, CHANGE = "thresholds", "change"  # float32 [thresholds]: tau(t), and tau(t) - tau(t - 1)
@@ -44,11 +45,6 @@ class Orders(OwnFields):
     alpha: float
     initial: str
     shared: bool = True
-
-
-def masked_model(settings: Settings, blueprint: Blueprint) -> Blueprint:
-    """The run's model with thresholds. Raises ValueError where there is nothing to mask."""
-    return masked(blueprint, settings.straight_through, silent=settings.silent_norms)
 
 
 def initial_model(
@@ -68,7 +64,7 @@ def initial_model(
 def train(task: Task, client: Client) -> Update:
     """Train weights and thresholds. Raises MemoryBudgetExceededError, and RuntimeError for another initial model."""
     orders, settings = Orders.of(task), client.settings
-    layout, whole = own_layout(client), tuple(range(len(client.blueprint.atoms)))
+    layout, whole = own_layout(client, task.variant), tuple(range(len(client.blueprint.atoms)))
     needed = task.price(whole)
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
@@ -107,7 +103,7 @@ def train(task: Task, client: Client) -> Update:
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss, accuracy and density (the mean over layers) of the client's own model, as it left it. Raises as `train`."""
     orders = Orders.of(task)
-    layout = own_layout(client)
+    layout = own_layout(client, task.variant)
     needed = task.price(tuple(range(len(client.blueprint.atoms))))
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "evaluating the whole model")
@@ -121,17 +117,16 @@ def evaluate(task: Task, client: Client) -> Metrics:
     return metrics | {"density": density, "fresh": int(source == client.store.model)} if metrics else metrics
 
 
-def own_layout(client: Client) -> Layout | None:
-    """Let the client's model be the masked one; the layout of its compact form, where that is used."""
+def own_layout(client: Client, variant: Variant) -> Layout | None:
+    """The layout of the compact form of a client's masked model, where that is used."""
     settings, data = client.settings, client.data
-    client.blueprint = masked_model(settings, client.blueprint)
-    return _layout(settings, data.input_shape, data.num_classes) if settings.masked_every != 1 else None
+    return _layout(settings, data.input_shape, data.num_classes, variant) if settings.masked_every != 1 else None
 
 
 @lru_cache(maxsize=4)
-def _layout(settings: Settings, input_shape: Shape, num_classes: int) -> Layout:
+def _layout(settings: Settings, input_shape: Shape, num_classes: int, variant: Variant) -> Layout:
     plain = blueprint_of_shape(settings, input_shape, num_classes)
-    return layout(plain, masked_model(settings, plain))
+    return layout(plain, vary(plain, variant))
 
 
 def own_model(client: Client, orders: Orders) -> Path:

@@ -1,0 +1,109 @@
+"""The networks that systems make of a run's model, as values: the one place where each is built.
+
+A strategy chooses a `Variant`; tasks and model files carry it as plain values; servers, clients, plans and `piecework.load`
+build the same network from it by `vary`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from models.basic_layers import with_basic_layers
+from models.cascade import Blueprint
+from models.depth_exits import with_exits
+from models.layers import require_one_of
+from models.low_rank import low_rank
+from models.masked import masked
+from models.mix import mixed
+from models.partition import Piece
+from models.static_norms import with_statistics
+from models.supermask import supermask
+from models.zoo import MODELS, build_blueprint, model_options
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is made of a model, in the order of the fields; as it is where none is given.
+
+    `architecture`: another model of the zoo, as wide, with those of the options that it has too (FedDF). `width`: this fraction
+    of the channels (HeteroFL). `dual_norms`: batch norms have two sets of statistics (FedRBN). `nets`: narrow networks side by
+    side, by their numbers (SplitMix). `keep`: layers are factorised and keep this fraction of the rank, 0 = not factorised;
+    `channels`: which output channels a factorised layer computes (PriSM). `thresholds`: weights below a learned threshold are
+    pruned, by this straight-through gradient; `silent`: so are biases and norms of pruned filters (SpaFL). `scores`: weights
+    are frozen, drawn from `seed`, and masked by trained scores, by this straight-through gradient (FedPM). `exits`: classifiers
+    stand behind these blocks of atoms (DepthFL). `basic_layers`: a small layer beside each of these blocks can stand for it
+    (ProFL). `statistics`: batch norms that are trained without running statistics have some (`batch-norm = measured`).
+    """
+
+    architecture: str = ""
+    width: float = 1.0
+    dual_norms: bool = False
+    nets: tuple[int, ...] = ()
+    keep: float = 0.0
+    channels: Literal["first", "random", "all"] = "first"
+    thresholds: Literal["", "paper", "flowing", "clipped"] = ""
+    silent: bool = True
+    scores: Literal["", "paper", "flowing", "clipped"] = ""
+    seed: int = 0
+    exits: tuple[Piece, ...] = ()
+    basic_layers: tuple[Piece, ...] = ()
+    statistics: bool = False
+
+    def to_values(self) -> dict[str, Any]:
+        """Those that are not the default, as JSON values."""
+        return {f.name: plain(value) for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> "Variant":
+        """What `to_values` was made of. Raises TypeError for a key that is not known."""
+        return cls(**{key: tuples(value) for key, value in values.items()})
+
+
+def plain(value: Any) -> Any:
+    """Tuples as lists, as JSON has them."""
+    return [plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def tuples(value: Any) -> Any:
+    """Lists as tuples."""
+    return tuple(tuples(each) for each in value) if isinstance(value, list | tuple) else value
+
+
+def vary(model: Blueprint, variant: Variant) -> Blueprint:
+    """The network of a variant; `model` itself where nothing is to be done. Raises ValueError where that cannot be done."""
+    if variant.architecture or variant.width != 1 or variant.dual_norms:
+        model = rebuilt(model, variant)
+    if variant.nets:
+        model = mixed(model, variant.nets)
+    if variant.keep:
+        model = low_rank(model, variant.keep, narrow=variant.channels != "all", scattered=variant.channels == "random")
+    if variant.thresholds:
+        model = masked(model, variant.thresholds, silent=variant.silent)
+    if variant.scores:
+        model = supermask(model, variant.seed, by_authors=variant.scores != "paper")
+    if variant.exits:
+        model = with_exits(model, variant.exits)
+    if variant.basic_layers:
+        model = with_basic_layers(model, variant.basic_layers)
+    return with_statistics(model) if variant.statistics else model
+
+
+def rebuilt(model: Blueprint, variant: Variant) -> Blueprint:
+    """Another model of the zoo, or the same one with other channels or batch norms."""
+    if not model.zoo_name:
+        raise ValueError(
+            f"{model.name} was not built by models.zoo.build_blueprint: it cannot be built with other channels"
+        )
+    options = dict(model.options)
+    if variant.architecture:
+        require_one_of("model", variant.architecture, tuple(MODELS))
+        known = model_options(variant.architecture)
+        options = {key: value for key, value in options.items() if key in known}
+    return build_blueprint(
+        variant.architecture or model.zoo_name,
+        num_classes=model.num_classes,
+        input_shape=model.input_shape,
+        width=model.width * variant.width,
+        batch_norm="dual" if variant.dual_norms else model.batch_norm,
+        **options,
+    )
