@@ -1,6 +1,7 @@
 """From a message to what a trainer works with: arrays to the store, budget, shares."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -14,7 +15,15 @@ from client_app.client import STAGES, Client
 from client_app.examples import Augmentation, Examples, examples_of_test, share_examples
 from client_app.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
 from client_app.randomness import generator
-from client_app.setup import all_shares, all_test_shares, blueprint_for, open_dataset, open_own, recipe_for
+from client_app.setup import (
+    all_shares,
+    all_test_shares,
+    blueprint_for,
+    image_attack,
+    open_dataset,
+    open_own,
+    recipe_for,
+)
 from client_app.store import Store
 from client_app.task import Task
 from device_profiles.fleet import device_state, load_fleet
@@ -65,6 +74,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     allowed = settings.allowance(budget)
     keep_heap_tight(budget, available_memory())
     full = blueprint_for(settings, data)
+    attack = image_attack(settings, data, settings.attack_steps) if task.adversarial else None
     return Client(
         number=number,
         round=task.round,
@@ -76,7 +86,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         full=full,
         store=store,
         cap=MemoryCap(allowed, enforced=task.enforced, device=device),
-        recipe=recipe_for(settings, task.lr),
+        recipe=replace(recipe_for(settings, task.lr), attack=attack),
         share=share,
         validation=validation.on(device),
         old_state=old_state,

@@ -126,9 +126,8 @@ class PieceStrategy(Strategy):
         return self.rule.bytes(piece)
 
     def pricing_of(self, task: Task) -> Pricing:
-        """The prices of a task's steps: in the clean rounds of optional adversarial training, those without attack."""
-        clean = self.rule.adversarial == "optional" and task.round <= self.settings.attack_warmup
-        return self.rule.pricing.unattacked if clean and self.settings.adversarial else self.rule.pricing
+        """The prices of a task's steps: those without attack in clean rounds of adversarial training."""
+        return self.rule.pricing if task.adversarial else self.rule.pricing.unattacked
 
     def least_budget(self) -> int:
         """Bytes below which a client can do nothing in this round."""
@@ -275,8 +274,14 @@ class PieceStrategy(Strategy):
             state_dir=self.experiment.state_dir,
             enforced=self.rule.enforced,
             prices={piece_key(piece): price for piece, price in self.prices_for(state.budget_bytes).items()},
+            adversarial=self.is_adversarial(server_round),
             variant=self.rule.variant,
         )
+
+    def is_adversarial(self, server_round: int) -> bool:
+        """Whether clients train on adversarial examples in a round: behind the warm-up, where the settings ask for them."""
+        asked = self.rule.adversarial == "optional" and self.settings.adversarial
+        return asked and server_round > self.settings.attack_warmup
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -34,7 +34,7 @@ from server_app.settings import learning_rate
 from strategies.base import PieceStrategy
 from strategies.fedprophet_adjustment import FedProphetState, adjusted_alpha, measurement
 from strategies.fedprophet_modules import FedProphetRule
-from strategies.pricing import Pricing, share_or_bytes, whole_model
+from strategies.pricing import share_or_bytes, whole_model
 from strategies.state import Experiment
 
 LOG = logging.getLogger("piecework")
@@ -139,9 +139,12 @@ class FedProphet(PieceStrategy):
     def orders(self, last: int) -> Orders:
         """What is said of the present stage to a client that trains up to module `last`."""
         state = self.state
-        clean = state.stage_round < self.settings.attack_warmup
         modules = [list(module) for module in self.modules]
-        return Orders(modules, state.stage, last, state.epsilon, state.nonnegative, clean, self.rule.swaps)
+        return Orders(modules, state.stage, last, state.epsilon, state.nonnegative, self.rule.swaps)
+
+    def is_adversarial(self, server_round: int) -> bool:
+        """Behind the warm-up of each stage."""
+        return self.state.stage_round >= self.settings.attack_warmup
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The modules of a client, with a price for each number of them that it may fall back to."""
@@ -179,10 +182,6 @@ class FedProphet(PieceStrategy):
         """What the stage's module takes."""
         return self.price(self.modules[self.state.stage])
 
-    def pricing_of(self, task: Task) -> Pricing:
-        """Those of clean steps in the warm-up."""
-        return self.rule.pricing.unattacked if Orders.of(task).clean else self.rule.pricing
-
     def frozen_units(self, task: Task) -> list[str]:
         """The fixed modules."""
         return [f"atoms.{atom}" for module in Orders.of(task).fixed() for atom in module]
@@ -198,7 +197,7 @@ class FedProphet(PieceStrategy):
         state = self.state
         if not state.stage or state.distance is not None:
             return None
-        before = replace(self.orders(state.stage - 2), stage=state.stage - 1, clean=False)
+        before = replace(self.orders(state.stage - 2), stage=state.stage - 1)
         before = replace(before, epsilon=state.fixed["epsilon"], nonnegative=bool(state.fixed["nonnegative"]))
         tasks = {}
         for client, (task, _) in self.ask(self.roster.present(grid), server_round, arrays).items():

@@ -129,15 +129,15 @@ class FedRBN(PieceStrategy):
         """The whole model; adversarially where there is memory, after the warm-up."""
         robust = server_round > self.settings.attack_warmup and self.rule.robust(state)
         piece = (DUAL, int(robust))
-        own = Orders(robust).to_own()
-        return replace(super().task(server_round, state), own=own, prices={piece_key(piece): self.price(piece)})
+        prices = {piece_key(piece): self.price(piece)}
+        return replace(super().task(server_round, state), adversarial=robust, prices=prices)
 
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
     ) -> dict[int, tuple[Task, DeviceState]]:
         """The tasks, each with its client's number."""
         asked = super().ask(clients, server_round, arrays)
-        return {c: (replace(task, own=task.own | {"client": c}), state) for c, (task, state) in asked.items()}
+        return {c: (replace(task, own=Orders(c).to_own()), state) for c, (task, state) in asked.items()}
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
         """The model; with the client's own adversarial statistics, where the server keeps them for it."""
@@ -147,7 +147,7 @@ class FedRBN(PieceStrategy):
     def untrained(self, task: Task) -> ArrayRecord:
         """The model, as the client begins with it: for who trains adversarially, a second set never used is the clean one."""
         sent = self.travelling(task, self.post.arrays)
-        return begun(sent) if Orders.of(task).adversarial else sent
+        return begun(sent) if task.adversarial else sent
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -165,7 +165,7 @@ class FedRBN(PieceStrategy):
 
     def finish(self) -> ArrayRecord:
         """The new model, with what has propagated."""
-        robust = {client for client, (task, _) in self._asked.items() if Orders.of(task).adversarial}
+        robust = {client for client, (task, _) in self._asked.items() if task.adversarial}
         sources = [sets for client, (sets, _) in self._found.items() if client in robust]
         kept = dict(self.kept)
         for client, (sets, examples) in self._found.items() if sources else ():
@@ -178,7 +178,7 @@ class FedRBN(PieceStrategy):
 
     def details(self) -> dict[str, Any]:
         """Who was to train adversarially."""
-        return {"adversarial_clients": [c for c, (task, _) in self._asked.items() if Orders.of(task).adversarial]}
+        return {"adversarial_clients": [c for c, (task, _) in self._asked.items() if task.adversarial]}
 
     def evaluation_details(self) -> dict[str, Any]:
         """Which statistics the model is evaluated with."""

@@ -200,7 +200,10 @@ class Pricing:
     @cached_property
     def unattacked(self) -> "Pricing":
         """The prices of the same step on clean examples."""
-        return Pricing(replace(self.recipe, attack=None), self.memory_model, self.reference, self.feature_norm)
+        if self.recipe.attack is None:
+            return self
+        recipe, frozen = replace(self.recipe, attack=None), self.frozen_training
+        return Pricing(recipe, self.memory_model, self.reference, self.feature_norm, frozen_training=frozen)
 
     def batch(self, part: Part, size: float) -> Batch:
         """A training step of a part on `size` examples, for the clock of devices that swap."""

@@ -106,7 +106,7 @@ def test_modules_are_trained_jointly_by_the_last_ones_loss(
         loss = loss + mu / 2 * z.square().sum() / 40
     loss.backward()
 
-    update = fedprophet.train(a_task(Orders(modules, 0, last, clean=True)), client)
+    update = fedprophet.train(a_task(Orders(modules, 0, last)), client)
     assert update.pieces == [atoms]
     assert update.units == [*(f"atoms.{atom}" for atom in atoms), head]
     assert update.metrics["train-loss"] == pytest.approx(loss.item(), rel=1e-5)

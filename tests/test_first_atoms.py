@@ -132,6 +132,7 @@ def train(
         0.05,
         "",
         prices=listed,
+        adversarial=strategy == "fedprophet",
         variant=variant,
         own=own.to_own() if own else {},
     )

@@ -15,7 +15,7 @@ theta_t||^2 besides, and h_k <- h_k - a (theta_k - theta_t) is the client's stat
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
@@ -27,7 +27,6 @@ from torch.nn import functional as F
 from client_app.attacks import Loss
 from client_app.client import Client, Update
 from client_app.task import Metrics, OwnFields, Task
-from client_app.trainers.fedavg import attack_of_round
 from client_app.training import Load, MakeLoss, PieceModel, Trainee, classification_loss
 from device_profiles.memory import MemoryBudgetExceededError
 from models.cascade import Blueprint
@@ -149,8 +148,7 @@ def train(task: Task, client: Client) -> Update:
     make_loss = depth_loss(orders.weight)
     if alpha:
         make_loss = dynamic(make_loss, alpha, lambda piece: corrections(client, piece, alpha))
-    recipe = replace(client.recipe, attack=attack_of_round(client))
-    trainee = Trainee(lambda: [ExitsModel(client.blueprint, atoms, head, client.load())], recipe, make_loss)
+    trainee = Trainee(lambda: [ExitsModel(client.blueprint, atoms, head, client.load())], client.recipe, make_loss)
     for epoch in trainee.epochs():
         examples = client.share(0 if settings.feature_cache else epoch)
         trainee.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train")

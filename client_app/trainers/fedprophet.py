@@ -38,7 +38,7 @@ from models.partition import Piece, fits, runs
 class Orders(OwnFields):
     """What the server says of a stage: the atoms of each module; the module m in training, from 0; M_k.
 
-    `epsilon`: the radius around features; `nonnegative`: no client has features below 0; `clean`: no attack in this round;
+    `epsilon`: the radius around features; `nonnegative`: no client has features below 0;
     `swaps`: the stage's module is trained even where it does not fit.
     """
 
@@ -47,7 +47,6 @@ class Orders(OwnFields):
     last: int
     epsilon: float = 0.0
     nonnegative: bool = False
-    clean: bool = False
     swaps: bool = False
 
     def atoms(self, last: int) -> Piece:
@@ -94,7 +93,7 @@ def train(task: Task, client: Client) -> Update:
     atoms = assigned(orders, task, client)
     head = head_behind(client.blueprint, atoms[-1])
     examples = stage_examples(client, orders)
-    recipe = replace(client.recipe, attack=None if orders.clean else stage_attack(client, orders))
+    recipe = replace(client.recipe, attack=stage_attack(client, orders) if task.adversarial else None)
     trainee = Trainee(
         lambda: [PieceModel(client.blueprint, atoms, head, client.load())],
         recipe,

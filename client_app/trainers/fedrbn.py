@@ -32,10 +32,9 @@ DUAL = -4  # in a price list, (DUAL, 0) is the whole model on clean examples, (D
 
 @dataclass(frozen=True)
 class Orders(OwnFields):
-    """What the server says: whether to train adversarially; for the server itself, which client this is."""
+    """For the server itself: which client this is."""
 
-    adversarial: bool
-    client: int = -1
+    client: int
 
 
 class DualPiece(PieceModel):
@@ -128,8 +127,8 @@ class AdversarialTrainee(Trainee):
 
 def train(task: Task, client: Client) -> Update:
     """Train the whole model, swapping where it does not fit."""
-    if not Orders.of(task).adversarial:
-        return train_whole(task, client, (DUAL, 0), piece_class=DualPiece, swaps=True, attacked=False)
+    if not task.adversarial:
+        return train_whole(task, client, (DUAL, 0), piece_class=DualPiece, swaps=True)
     weight = client.settings.clean_weight
     return train_whole(
         task,
@@ -139,7 +138,6 @@ def train(task: Task, client: Client) -> Update:
         learner(weight),
         make_trainee=AdversarialTrainee,
         swaps=True,
-        attacked=True,
     )
 
 
