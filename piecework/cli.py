@@ -1,4 +1,4 @@
-"""The command line: run, plan, devices, report, compare, clean; `cli_deploy` adds those of real federations."""
+"""The command line: run, plan, devices, presets, report, compare, clean; `cli_deploy` adds those of real federations."""
 
 import json
 import shlex
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from piecework.app_folder import PRESETS
 from piecework.cli_base import (
     COUNTED,
     FAILED,
@@ -243,9 +242,7 @@ def plan(
         if picture:
             out.print(f"picture: {picture}", soft_wrap=True)
         elif not preset:
-            out.print(
-                f"to train in a published setting: piecework run --preset NAME, a file of {PRESETS}", soft_wrap=True
-            )
+            out.print("to train in a published setting: piecework presets", soft_wrap=True)
 
 
 def show(lines: Iterable[Any]) -> None:
@@ -271,6 +268,23 @@ def devices(
             print(json.dumps(rows))
         else:
             out.print(fleet_tables(rows))
+
+
+@app.command()
+def presets(
+    word: Annotated[str, typer.Argument(help="only presets about this: a strategy, a data set, any word")] = "",
+    as_json: Json = False,
+) -> None:
+    """The shipped presets, by which published settings and our own comparisons run, and what each is for."""
+    from piecework.presets import preset_rows, preset_table
+
+    with errors_for_people(as_json):
+        rows = preset_rows(word)
+        if as_json:
+            print(json.dumps(rows))
+        else:
+            out.print(preset_table(rows))
+            out.print("run one: piecework run --preset NAME", soft_wrap=True)
 
 
 @app.command()

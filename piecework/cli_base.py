@@ -34,9 +34,7 @@ NO_RUN: dict[str, Any] = {
     **dict.fromkeys(COUNTED, 0),
 }
 
-Preset = Annotated[
-    str, typer.Option("--preset", help="a .toml file, or the name of a shipped one (piecework plan lists)")
-]
+Preset = Annotated[str, typer.Option("--preset", help="a .toml file, or the name of a shipped one (piecework presets)")]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="a setting; may be repeated")]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 

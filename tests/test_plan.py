@@ -192,7 +192,7 @@ def test_columns_say_what_they_count_and_of_what() -> None:
     assert "forward FLOPs" in " ".join(pieces) and "training FLOPs" in " ".join(pieces)
     assert "time a round" in " ".join(devices)
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("to train in a published setting: piecework run --preset NAME, a file of ")
+    assert last == "to train in a published setting: piecework presets"
     assert "fedepth-fmnist-fair" not in done.stdout
 
 
