@@ -117,8 +117,8 @@ def test_measuring_takes_what_was_predicted(tmp_path: Path, name: str) -> None:
     """
     settings = tiny_settings(model=name, model_width=0.25, batch_norm="measured", strategy="fedavg")
     model = build_blueprint(name, num_classes=10, input_shape=(1, 8, 8), width=0.25, batch_norm="batch")
-    client = a_client(tmp_path, settings, rows=32, blueprint=model)
     served = with_statistics(model)
+    client = a_client(tmp_path, settings, rows=32, blueprint=served)
     streamed = pricing_for(settings, model).streamed
     last = len(model.atoms) - 1
     needed = max(streamed(served, atom, "head" if atom == last else None, measured=True) for atom in range(last + 1))
