@@ -1,7 +1,7 @@
 """What several test files need: tiny runs on the in-process grid, clients without a server, fleets in one line."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -61,6 +61,14 @@ def run_local(tmp_path: Path, grid: type[LocalGrid] = LocalGrid, **changes: Any)
     with grid(settings.clients, settings.to_run_config(), settings.workers) as nodes:
         run_experiment(nodes, settings, run_dir)
     return run_dir
+
+
+def run_in_parts(folder: Path, stops: Sequence[int], **settings: Any) -> RunDir:
+    """A run that is broken off and resumed after each of these rounds, and then goes on to its end."""
+    run = run_local(folder, **settings | {"num_rounds": stops[0]})
+    for stop in (*stops[1:], settings["num_rounds"]):
+        run = run_local(folder, **settings | {"num_rounds": stop, "resume_from": str(run.path)})
+    return run
 
 
 def fleet_json(keeps: Mapping[str, float] | None = None, **devices: float | int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Error, Message
-from helpers import TRIO, RecordingGrid, arrays_of, clients_of, model_of, run_local, same, training
+from helpers import TRIO, RecordingGrid, arrays_of, clients_of, model_of, run_in_parts, run_local, same, training
 from torch import nn
 
 from models.cascade import unit_of
@@ -160,10 +160,8 @@ def test_fixed_modules_travel_once_and_do_not_change(tmp_path: Path) -> None:
     assert same({name: fixed[0][name] for name in best}, {name: last[name] for name in best})
 
 
-@pytest.mark.parametrize("broken_after", [1, 2, 3, 4])
-def test_resumed_within_a_stage_and_at_its_end(tmp_path: Path, whole_run: RunDir, broken_after: int) -> None:
-    run_local(tmp_path, **SMALL | {"num_rounds": broken_after})
-    resumed = run_local(tmp_path, **SMALL, resume_from=str(tmp_path / "run"))
+def test_resumed_within_a_stage_and_at_its_end(tmp_path: Path, whole_run: RunDir) -> None:
+    resumed = run_in_parts(tmp_path, [1, 2, 3, 4], **SMALL)
     assert same(model_of(resumed), model_of(whole_run))
     assert settled(resumed) == settled(whole_run)
     assert resumed.final() == whole_run.final()
@@ -304,15 +302,13 @@ def test_all_clients_validate(tmp_path: Path) -> None:
 LOCAL = SMALL | {"batch_norm": "local", "stage_rounds": 3, "stage_patience": 1, "num_rounds": 8, "lr": 0.3}
 
 
-@pytest.mark.parametrize("broken_after", [3, 4])
-def test_local_batch_norm_goes_back_with_the_model(tmp_path: Path, broken_after: int) -> None:
+def test_local_batch_norm_goes_back_with_the_model(tmp_path: Path) -> None:
     """A stage that ended behind its best round voids the states of the rounds after it; resumed or not."""
     unbroken = run_local(tmp_path / "unbroken", **LOCAL)
     checkpoint = unbroken.load_checkpoint()
     assert checkpoint is not None
     assert checkpoint.values["strategy-state"]["void"]
-    run_local(tmp_path / "resumed", **LOCAL | {"num_rounds": broken_after})
-    resumed = run_local(tmp_path / "resumed", **LOCAL, resume_from=str(tmp_path / "resumed" / "run"))
+    resumed = run_in_parts(tmp_path / "resumed", [3, 4], **LOCAL)
     assert same(model_of(resumed), model_of(unbroken))
     assert settled(resumed) == settled(unbroken)
 
