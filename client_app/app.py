@@ -28,7 +28,7 @@ from client_app.prepare import (
     unpack,
 )
 from client_app.served import SERVED, measure_served
-from client_app.task import Metrics, Outcome, Question, Task, content_bytes, piece_key, reply
+from client_app.task import Metrics, NodeInfo, Outcome, Question, Task, content_bytes, piece_key, reply
 from client_app.trainers import find_evaluator, find_survey, find_trainer
 from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import measure_device
@@ -65,9 +65,10 @@ def query_device(message: Message, context: Context) -> Message:
             "flops-per-second": measured.flops_per_second,
             "disk-bandwidth": measured.disk_bandwidth,
         }
-    device = str(node.get("device", ""))
-    versions = f"python {platform.python_version()}, torch {torch.__version__}"
-    return reply(message, Outcome("ok", reason=f"{device}|{versions}"), metrics)
+    software = f"python {platform.python_version()}, torch {torch.__version__}"
+    found = reply(message, Outcome("ok"), metrics)
+    found.content["node"] = NodeInfo(str(node.get("device", "")), software).to_record()
+    return found
 
 
 @app.query("units")
@@ -102,7 +103,7 @@ def train(message: Message, context: Context) -> Message:
         }
         if context.node_config.get("device") == "auto":
             measured["memory-available"] = memory_for_training(client.device)
-        return Outcome("ok", reason="|".join(map(piece_key, update.pieces))), measured, arrays
+        return Outcome("ok", pieces=[piece_key(piece) for piece in update.pieces]), measured, arrays
 
     return answer(message, context, work)
 

@@ -88,13 +88,34 @@ class OwnFields:
 
 
 def piece_key(piece: Piece) -> str:
-    """The key of a piece in a price list: (0, 1, 2) -> `0,1,2`; a head alone has no atoms, and an empty key."""
-    return ",".join(map(str, piece))
+    """The key of a piece in a price list: (0, 1, 2) -> `0,1,2`; without atoms it is the head alone, `head`."""
+    return ",".join(map(str, piece)) or "head"
 
 
 def piece_of(key: str) -> Piece:
     """What `piece_key` made a key of. Raises ValueError."""
-    return tuple(map(int, key.split(","))) if key else ()
+    return tuple(map(int, key.split(","))) if key != "head" else ()
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What a node says of itself when it is first asked: its device's name, `auto` where it measures itself; its software."""
+
+    device: str
+    software: str
+
+    def to_record(self) -> ConfigRecord:
+        """As a Flower record."""
+        return ConfigRecord(asdict(self))
+
+    @classmethod
+    def from_record(cls, record: ConfigRecord) -> "NodeInfo":
+        """Read what a node says; raises TypeError for a field that is missing, not known, or no text."""
+        info = cls(**cast(dict[str, str], dict(record)))
+        for name, value in asdict(info).items():
+            if not isinstance(value, str):
+                raise TypeError(f"node {name} is {value!r:.100}: expected str")
+        return info
 
 
 @dataclass(frozen=True)
@@ -119,6 +140,7 @@ class Question:
 class Outcome:
     """How a task ended. `needed` and `allowed` are bytes, of a refusal for memory; `needed` is 0 where it is not known.
 
+    `pieces` are the keys of what was trained, one after another. `reason` says why a task was refused or failed.
     `note` is what a person should hear of a task that went well nevertheless, such as a damaged file in the store. `lacking` is
     the content hashes of frozen units that were asked for and are not there.
     """
@@ -129,6 +151,7 @@ class Outcome:
     reason: str = ""
     note: str = ""
     lacking: list[str] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
 
     def to_record(self) -> ConfigRecord:
         """As a Flower record."""

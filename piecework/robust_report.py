@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from client_app.task import piece_of
 from models.trained_model import description
 from piecework.display import Record, percent
 from piecework.page import COLOURS, Section, graph_objects, line, mark_stages, over_rounds, panels, table
@@ -227,7 +228,7 @@ def depth_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
 def trained(records: Iterable[Record]) -> list[tuple[Record, tuple[int, ...]]]:
     """Clients whose updates entered the model, with the atoms they trained."""
     return [
-        (client, tuple(sorted(int(atom) for piece in client["pieces"].split("|") for atom in piece.split(","))))
+        (client, tuple(sorted(atom for key in client["pieces"].split("|") for atom in piece_of(key))))
         for record in records
         for client in record["clients"]
         if client["status"] == "ok" and client["pieces"]

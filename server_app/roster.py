@@ -14,7 +14,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from client_app.randomness import generator
-from client_app.task import Outcome, content_bytes
+from client_app.task import NodeInfo, content_bytes
 from device_profiles.fleet import Fleet, device_of, device_state
 from device_profiles.profile import DeviceState
 
@@ -39,14 +39,14 @@ class TooFewNodesError(RuntimeError):
 
 @dataclass
 class Member:
-    """A node: its client number, device's name, versions, examples to train on, to validate with, and of the test split, and
+    """A node: its client number, device's name, software, examples to train on, to validate with, and of the test split, and
     measured figures where it measures itself.
     """
 
     node_id: int
     client: int
     device: str
-    versions: str
+    software: str
     examples: int = MIN_EXAMPLES
     validation: int = 0
     test: int = 0
@@ -134,7 +134,7 @@ class Roster:
 
     def _admit(self, node: int, reply: Message) -> int:
         metrics = dict(reply.content.metric_records["metrics"])
-        device, _, versions = Outcome.from_record(reply.content.config_records["outcome"]).reason.partition("|")
+        info = NodeInfo.from_record(reply.content.config_records["node"])
         client = int(metrics.pop("partition-id"))  # type: ignore[arg-type]
         self.federation = int(metrics.pop("num-partitions"))  # type: ignore[arg-type]
         if not 0 <= client < (self.clients or self.federation):
@@ -143,7 +143,7 @@ class Roster:
         validation = int(metrics.pop("num-validation"))  # type: ignore[arg-type]
         test = int(metrics.pop("num-test", 0))  # type: ignore[arg-type]
         measured = {key: float(value) for key, value in metrics.items()}  # type: ignore[arg-type]
-        member = Member(node, client, device, versions, examples, validation, test, measured)
+        member = Member(node, client, info.device, info.software, examples, validation, test, measured)
         self._check_device(member)
         self.members[client] = member
         return client

@@ -382,8 +382,8 @@ class PieceStrategy(Strategy):
         report.simulated_seconds = simulated_seconds(state, 0, report.bytes_down, report.bytes_up)
         if outcome.status == "ok":
             seen, executed = [int(n) for n in metrics["seen"]], self.executed(task, metrics)
-            report.account(outcome.reason, seen, task, state, self.rule, self.pricing_of(task), executed)
-            report.trained = learned_names(self.rule, [piece_of(key) for key in outcome.reason.split("|")], seen)
+            report.account(outcome.pieces, seen, task, state, self.rule, self.pricing_of(task), executed)
+            report.trained = learned_names(self.rule, [piece_of(key) for key in outcome.pieces], seen)
 
     def _train_metrics(self) -> MetricRecord:
         trained = [r for r in self.reports.values() if r.status == "ok"]

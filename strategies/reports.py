@@ -63,7 +63,7 @@ class ClientReport:
 
     def account(
         self,
-        keys: str,
+        pieces: list[str],
         seen: list[int],
         task: Task,
         state: DeviceState,
@@ -71,17 +71,16 @@ class ClientReport:
         pricing: Pricing,
         executed: float = 1.0,
     ) -> None:
-        """FLOPs and simulated seconds of the pieces that a client trained (`keys`), each on so many examples (`seen`), where it
-        executed that share of their FLOPs.
+        """FLOPs and simulated seconds of the `pieces` that a client trained, by their keys, each on so many examples (`seen`),
+        where it executed that share of their FLOPs.
 
         Raises UpdateRejectedError for pieces that it was not asked to train.
         """
-        pieces = keys.split("|")
         if unpriced := [key for key in pieces if key not in task.prices]:
             raise UpdateRejectedError(f"piece {unpriced[0]!r} was not in the task's price list")
-        if len(pieces) > len(task.prices):
+        if not 0 < len(pieces) <= len(task.prices):
             raise UpdateRejectedError(f"{len(pieces)} pieces, {len(task.prices)} are in the task's price list")
-        self.pieces, size = keys, rule.settings.batch_size
+        self.pieces, size = "|".join(pieces), rule.settings.batch_size
         parts = [rule.part(piece_of(key)) for key in pieces]
         self.flops = executed * sum(pricing.traced(p).flops * n / size for p, n in zip(parts, seen, strict=True))
         self.counted_bits = bits(*rule.values(parts))

@@ -76,7 +76,7 @@ def bytes_of(content: bytes) -> Callable[[Message], Message]:
 
 def outcome(**fields: Any) -> Callable[[Message], Message]:
     def tamper(reply: Message) -> Message:
-        reply.content["outcome"] = Outcome(**{"status": "ok", "reason": "0,1,2,3,4"} | fields).to_record()
+        reply.content["outcome"] = Outcome(**{"status": "ok", "pieces": ["0,1,2,3,4"]} | fields).to_record()
         return reply
 
     return tamper
@@ -128,10 +128,10 @@ BAD = {
     "infinite-seen": (metric("seen", [float("inf")]), "OverflowError: "),
     "negative-seen": (metric("seen", [-1]), "must not be negative"),
     "two-seen": (metric("seen", [50, 50]), "zip"),
-    "other-pieces": (outcome(reason="0,1|2,3"), "piece '0,1' was not in the task's price list"),
-    "atom-out-of-range": (outcome(reason="99"), "piece '99' was not in"),
-    "a-million-models": (outcome(reason="-1,1000000"), "piece '-1,1000000' was not in"),
-    "no-pieces": (outcome(reason=""), "piece '' was not in"),
+    "other-pieces": (outcome(pieces=["0,1", "2,3"]), "piece '0,1' was not in the task's price list"),
+    "atom-out-of-range": (outcome(pieces=["99"]), "piece '99' was not in"),
+    "a-million-models": (outcome(pieces=["-1,1000000"]), "piece '-1,1000000' was not in"),
+    "no-pieces": (outcome(pieces=[]), "0 pieces, 1 are in the task's price list"),
     "status": (outcome(status="great"), "outcome status 'great'"),
     "no-outcome": (without("outcome"), "KeyError: 'outcome'"),
     "no-metrics": (without("metrics"), "KeyError: 'metrics'"),

@@ -225,7 +225,8 @@ def spoilt(**outcome: Any) -> Any:
         (spoilt(status="failed", reason=b"bytes"), "rejected"),
         (spoilt(status="memory", needed="much"), "rejected"),
         (spoilt(status="failed", reason="x" * 10**6), "failed"),
-        (spoilt(reason="|".join(["0,1,2,3,4"] * 10**4)), "rejected"),
+        (spoilt(pieces=["0,1,2,3,4"] * 10**4), "rejected"),
+        (spoilt(pieces=[5]), "rejected"),
     ],
 )
 def test_an_answer_that_makes_no_sense_ends_nothing(tmp_path: Path, grids: Any, spoil: Any, status: str) -> None:

@@ -18,7 +18,8 @@ from torch import nn
 
 from client_app import task_folder
 from client_app.store import FeatureWriter, Store
-from client_app.task import Outcome, Question, Task, content_bytes, piece_key, reply
+from client_app.task import NodeInfo, Outcome, Question, Task, content_bytes, piece_key, piece_of, reply
+from models.variant import Variant
 from server_app.local_grid import identify
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -357,8 +358,27 @@ def test_a_task_round_trips() -> None:
     assert Task.from_record(replace(TASK, prices={}).to_record()).prices == {}
 
 
+def test_a_task_carries_the_network_and_whether_it_is_attacked() -> None:
+    narrow = replace(TASK, variant=Variant(width=0.5, nets=(0, 3)), adversarial=True)
+    assert narrow.to_record()["variant"] == '{"width":0.5,"nets":[0,3]}'
+    assert Task.from_record(narrow.to_record()) == narrow
+
+
+def test_what_a_node_says_of_itself_is_text() -> None:
+    info = NodeInfo("board-a", "python 3.11.7, torch 2.15.0")
+    assert NodeInfo.from_record(info.to_record()) == info
+    with pytest.raises(TypeError, match="node device is 7: expected str"):
+        NodeInfo.from_record(ConfigRecord({"device": 7, "software": ""}))
+    with pytest.raises(TypeError, match="'software'"):
+        NodeInfo.from_record(ConfigRecord({"device": "board-a"}))
+
+
+def test_keys_of_pieces() -> None:
+    for piece, key in (((0, 1, 2), "0,1,2"), ((3,), "3"), ((), "head")):
+        assert (piece_key(piece), piece_of(key)) == (key, piece)
+
+
 def test_prices() -> None:
-    assert piece_key((0, 1, 2)) == "0,1,2"
     assert TASK.price((0, 1)) == 10
     assert TASK.price((-1, 2)) == 20
     assert TASK.price((0,)) is None
