@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from client_app.setup import blueprint_of_shape
-from device_profiles.clock import round_seconds, simulated_seconds, task_seconds
+from device_profiles.clock import round_seconds
 from device_profiles.fleet import Fleet, device_state, load_fleet
 from device_profiles.memory import MemoryBudgetExceededError
 from device_profiles.profile import DeviceState
@@ -23,6 +23,7 @@ from strategies import find_macs, find_rule
 from strategies.coverage import Trainer, richest
 from strategies.pricing import Part, Pricing, pricing_for, whole_model
 from strategies.rules import Rule, label
+from strategies.timing import local_work, work_seconds
 
 ROUNDS = 20  # of a fleet that changes from round to round, or of which not all take part
 
@@ -164,40 +165,20 @@ def client_task(rule: Rule, stage: int, client: int, state: DeviceState, slowest
         parts = tuple(rule.work(stage, state, slowest))
     except (MemoryBudgetExceededError, AtomTooLargeError) as error:
         return Task(client, state, (), error.needed or 0)
-    needed, flops, input_bytes, wire = totals(rule, parts)
-    if rule.swaps:
-        return Task(
-            client, state, parts, needed, sum(swapped_seconds(rule, part, state, examples) for part in parts), wire
-        )
-    size, (steps, seen) = rule.settings.batch_size, local_work(rule.settings, examples)
-    accesses = steps * len(parts)
-    loaded = sum(part.copies * part.state_bytes for part in parts)
-    seconds = simulated_seconds(state, flops * seen / size, *wire, loaded + input_bytes * seen, accesses)
-    return Task(client, state, parts, needed, seconds, wire)
+    needed, wire = totals(rule, parts)
+    return Task(client, state, parts, needed, seconds_of(rule, parts, state, examples), wire)
+
+
+def seconds_of(rule: Rule, parts: Sequence[Part], state: DeviceState, examples: int) -> float:
+    """A round of a device that trains these parts on so many examples of its own."""
+    _, seen = local_work(rule.settings, examples)
+    return work_seconds(rule, rule.pricing, parts, [seen] * len(parts), state, totals(rule, tuple(parts))[1])
 
 
 @cache
-def totals(rule: Rule, parts: tuple[Part, ...]) -> tuple[int, int, int, tuple[int, int]]:
-    """Of parts trained one after another: most bytes, FLOPs of a step of each, input bytes of an example, bytes down and up."""
-    return (
-        max(rule.pricing.bytes(part) for part in parts),
-        sum(rule.pricing.traced(part).flops for part in parts),
-        sum(part.input_bytes for part in parts),
-        rule.wire(list(parts)),
-    )
-
-
-def swapped_seconds(rule: Rule, part: Part, state: DeviceState, examples: int) -> float:
-    """A round of a device that trains a part although it does not fit, by swapping to its storage (FedProphet's model)."""
-    steps, seen = local_work(rule.settings, examples)
-    return task_seconds(state, [rule.pricing.batch(part, seen / steps)] * steps, *rule.wire([part]))
-
-
-def local_work(settings: Settings, examples: int) -> tuple[int, int]:
-    """Batches of a client's round, and examples in them."""
-    if settings.local_iterations:
-        return settings.local_iterations, settings.local_iterations * min(settings.batch_size, examples)
-    return ceil(examples / settings.batch_size) * settings.local_epochs, examples * settings.local_epochs
+def totals(rule: Rule, parts: tuple[Part, ...]) -> tuple[int, tuple[int, int]]:
+    """Of parts trained one after another: most bytes of a step; bytes down and up."""
+    return max(rule.pricing.bytes(part) for part in parts), rule.wire(list(parts))
 
 
 def fleet_row(fleet: Fleet, settings: Settings, rule: Rule, tasks: list[list[list[Task]]]) -> dict[str, Any]:
@@ -284,5 +265,5 @@ def stage_row(rule: Rule, part: Part, tasks: list[Task], examples: int) -> dict[
         "needed_bytes": poorest.needed if poorest else None,
         "lacks_bytes": poorest.needed - poorest.state.budget_bytes if poorest else 0,
         "seconds": max((task.seconds for task in tasks if task.parts), default=None),
-        "swap_seconds": swapped_seconds(rule, part, poorest.state, examples) if poorest else None,
+        "swap_seconds": seconds_of(rule, [part], poorest.state, examples) if poorest else None,
     }

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from client_app.task import Task, piece_of
-from device_profiles.clock import simulated_seconds, task_seconds
 from device_profiles.profile import DeviceState
 from strategies.aggregation import UpdateRejectedError
 from strategies.counts import bits, dense_flops
 from strategies.pricing import Pricing
 from strategies.rules import Rule
+from strategies.timing import work_flops, work_seconds
 
 LONGEST = 500  # characters of a client's text that are kept
 
@@ -80,20 +80,14 @@ class ClientReport:
             raise UpdateRejectedError(f"piece {unpriced[0]!r} was not in the task's price list")
         if not 0 < len(pieces) <= len(task.prices):
             raise UpdateRejectedError(f"{len(pieces)} pieces, {len(task.prices)} are in the task's price list")
-        self.pieces, size = "|".join(pieces), rule.settings.batch_size
+        self.pieces = "|".join(pieces)
         parts = [rule.part(piece_of(key)) for key in pieces]
-        self.flops = executed * sum(pricing.traced(p).flops * n / size for p, n in zip(parts, seen, strict=True))
+        self.flops = work_flops(pricing, parts, seen, executed)
         self.counted_bits = bits(*rule.values(parts))
         dense = sum(dense_flops(p.forward_flops / 2, n) for p, n in zip(parts, seen, strict=True))
         self.counted_flops = executed * dense
         wire = self.bytes_down, self.bytes_up
-        if rule.swaps:
-            steps = rule.settings.local_iterations or math.ceil(seen[0] / size)  # of the mean size
-            self.simulated_seconds = task_seconds(state, [pricing.batch(parts[0], seen[0] / steps)] * steps, *wire)
-        else:
-            read = sum(p.copies * p.state_bytes + p.input_bytes * n for p, n in zip(parts, seen, strict=True))
-            batches = sum(math.ceil(n / size) for n in seen)
-            self.simulated_seconds = simulated_seconds(state, self.flops, *wire, read, batches)
+        self.simulated_seconds = work_seconds(rule, pricing, parts, seen, state, wire, executed)
 
     def read(self, metrics: Mapping[str, Any]) -> None:
         """Take over what a client says of itself. Raises UpdateRejectedError, ValueError or TypeError for nonsense."""
