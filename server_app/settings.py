@@ -42,10 +42,10 @@ EXTENDABLE = frozenset({"lr-rounds"})
 
 
 # Systems whose clients train narrower, low-rank or masked networks, or blocks behind others that have just been trained or are
-# random: the statistics that they keep are not those of the model that is served.
+# random: the statistics that they keep are not those of the model that is served. FedDF's server changes the model after them.
 MEASURED = frozenset(
     {"heterofl", "fedrolex", "feddrop", "fjord", "prism", "orthdrop", "origdrop", "fedpm"}
-    | {"fedepth", "m-fedepth", "profl"}
+    | {"fedepth", "m-fedepth", "profl", "feddf"}
 )
 
 

@@ -141,7 +141,9 @@ class FedDF(PieceStrategy):
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
         if self.settings.batch_norm == "local":
-            raise ValueError(f"batch-norm = 'local': clients of {self.name} change architectures, use running or batch")
+            raise ValueError(
+                f"batch-norm = 'local': clients of {self.name} change architectures, use measured, running or batch"
+            )
         self.models = self.rule.models
         self.public = public_examples(self.settings)
         self.means: dict[int, WeightedMean] = {}

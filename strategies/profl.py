@@ -113,7 +113,7 @@ class ProFL(PieceStrategy):
         super().__init__(experiment)
         settings = self.settings
         if settings.batch_norm == "local":
-            raise ValueError("batch-norm = 'local': profl averages blocks whole, use running or batch")
+            raise ValueError("batch-norm = 'local': profl averages blocks whole, use measured, running or batch")
         for key, value in (("patience", settings.patience), ("target-accuracy", settings.target_accuracy)):
             if value:
                 raise ValueError(

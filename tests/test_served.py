@@ -34,6 +34,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "heterofl": WIDTH,
     "prism": {"strategy": "prism", "fleet": fleet_json(rich=1.5)},
     "allsmall": {"strategy": "allsmall", "batch_norm": "measured", "fleet": fleet_json(poor=0.6)},
+    "feddf": {
+        "strategy": "feddf",
+        "model": "cnn3",
+        "family": "convnet",
+        "public_share": 0.1,
+        "server_iterations": 2,
+        "fleet": fleet_json(rich=1.5, poor=0.5),
+    },
     "fedpm": {"strategy": "fedpm", "fleet": fleet_json(rich=4.0)},
     "fjord": {"strategy": "fjord", "width_shares": "1,0.5", "fleet": fleet_json(rich=4.0)},
 }
