@@ -161,10 +161,7 @@ def test_figures_come_with_their_settings(demo: dict[str, Any]) -> None:
     assert "bytes and time are those of a round" in said
     assert "[1] 79.7 %" in said
     assert "[1] measured on Fashion-MNIST with ResNet-18 of width 8" in said
-    assert (
-        "not on your model and fleet (docs/profl.md: piecework run --preset heterofl-fmnist --set batch-norm=batch"
-        in said
-    )
+    assert "not on your model and fleet (docs/profl.md: piecework run --preset heterofl-fmnist, profl-fmnist" in said
     assert said.index("The simple rivals, clean training:") < said.index("Systems, clean training:") < said.index(ORDER)
 
 
