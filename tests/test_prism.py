@@ -119,7 +119,7 @@ def test_by_hand() -> None:
     np.testing.assert_allclose(np.square(sigma).sum(), np.square(composed).sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", ["resnet18", "convnet"])
+@pytest.mark.parametrize("model", ["resnet10", "convnet"])
 def test_all_output_channels_are_trained_where_they_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grids: Callable[..., Any], model: str
 ) -> None:
@@ -133,7 +133,7 @@ def test_all_output_channels_are_trained_where_they_are_drawn(
         )
         for client in clients_of(run):
             assert client["measured_peak"] == client["predicted_peak"]
-        norm = "atoms.1.bn1.weight" if model == "resnet18" else "atoms.1.bn.weight"
+        norm = "atoms.1.bn1.weight" if model == "resnet10" else "atoms.1.bn.weight"
         before = first_arrays(made[-1].settings)[norm]
         trained[channels] = set(np.flatnonzero(model_of(run)[norm] != before))
         rows = [arrays_of(m) for m in training(grid.last.sent)]
