@@ -30,7 +30,7 @@ class Task:
 
     A server may go back to an earlier model: client states of the rounds in `void`, pairs of a first and a last one, are of a
     discarded future, and the state of `kept_round`, or the newest before it, is kept because the server may go back to it.
-    `adversarial`: training is on adversarial examples, which the client's training configuration then makes.
+    `adversarial`: the client trains on adversarial examples; its recipe has the attack.
     `personal`: evaluation is on the client's own part of the test split, not on its validation share. `atoms` and `head` are
     the model that is served, where its batch norms are to be measured.
     """

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from models.basic_layers import with_basic_layers
 from models.cascade import Blueprint
 from models.depth_exits import with_exits
@@ -55,18 +57,17 @@ class Variant:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Variant":
-        """What `to_values` was made of. Raises TypeError for a key that is not known."""
-        return cls(**{key: tuples(value) for key, value in values.items()})
+        """What `to_values` was made of. Raises TypeError for an unknown name, ValueError for a bad value."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"a variant is {values!r:.100}: expected names and values")
+        if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
+            raise TypeError(f"a variant has no {', '.join(unknown)}")
+        return TypeAdapter(cls).validate_python(dict(values))
 
 
 def plain(value: Any) -> Any:
     """Tuples as lists, as JSON has them."""
     return [plain(each) for each in value] if isinstance(value, tuple) else value
-
-
-def tuples(value: Any) -> Any:
-    """Lists as tuples."""
-    return tuple(tuples(each) for each in value) if isinstance(value, list | tuple) else value
 
 
 def vary(model: Blueprint, variant: Variant) -> Blueprint:
@@ -92,7 +93,7 @@ def rebuilt(model: Blueprint, variant: Variant) -> Blueprint:
     """Another model of the zoo, or the same one with other channels or batch norms."""
     if not model.zoo_name:
         raise ValueError(
-            f"{model.name} was not built by models.zoo.build_blueprint: it cannot be built with other channels"
+            f"{model.name} was not built by models.zoo.build_blueprint: it cannot be built again, as {variant}"
         )
     options = dict(model.options)
     if variant.architecture:

@@ -77,7 +77,7 @@ def build_blueprint(
             f"model {name!r} is a {type(built).__name__}, not a cascade: its function has to return a Blueprint, atoms in "
             "order and a head"
         )
-    return replace(built, width=width, zoo_name=name, options=tuple(options.items()))
+    return replace(built, width=width, batch_norm=batch_norm, zoo_name=name, options=tuple(options.items()))
 
 
 def model_options(name: str) -> tuple[str, ...]:

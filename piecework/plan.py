@@ -23,7 +23,7 @@ from strategies import find_macs, find_rule
 from strategies.coverage import Trainer, richest
 from strategies.pricing import Part, Pricing, pricing_for, whole_model
 from strategies.rules import Rule, label
-from strategies.timing import local_work, work_seconds
+from strategies.timing import local_work, swapped_seconds, work_seconds
 
 ROUNDS = 20  # of a fleet that changes from round to round, or of which not all take part
 
@@ -175,6 +175,12 @@ def seconds_of(rule: Rule, parts: Sequence[Part], state: DeviceState, examples: 
     return work_seconds(rule, rule.pricing, parts, [seen] * len(parts), state, totals(rule, tuple(parts))[1])
 
 
+def swapping(rule: Rule, part: Part, state: DeviceState, examples: int) -> float:
+    """A round of a device that would train a part although it does not fit, by swapping to its disk."""
+    _, seen = local_work(rule.settings, examples)
+    return swapped_seconds(rule.settings, rule.pricing, part, seen, state, rule.wire([part]))
+
+
 @cache
 def totals(rule: Rule, parts: tuple[Part, ...]) -> tuple[int, tuple[int, int]]:
     """Of parts trained one after another: most bytes of a step; bytes down and up."""
@@ -265,5 +271,5 @@ def stage_row(rule: Rule, part: Part, tasks: list[Task], examples: int) -> dict[
         "needed_bytes": poorest.needed if poorest else None,
         "lacks_bytes": poorest.needed - poorest.state.budget_bytes if poorest else 0,
         "seconds": max((task.seconds for task in tasks if task.parts), default=None),
-        "swap_seconds": seconds_of(rule, [part], poorest.state, examples) if poorest else None,
+        "swap_seconds": swapping(rule, part, poorest.state, examples) if poorest else None,
     }

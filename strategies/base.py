@@ -57,7 +57,7 @@ class PieceStrategy(Strategy):
     """Base of all strategies here. `rule_class` says how the method cuts a model.
 
     `state` and the arrays of `kept` are what a checkpoint holds besides the model; `piece_class` is how the model is run.
-    `measures` tells whether clients can build the model that is served, to measure its batch norms.
+    `measures` tells whether clients hold the model that is served, and can measure its batch norms.
     """
 
     name: ClassVar[str]
@@ -279,9 +279,8 @@ class PieceStrategy(Strategy):
         )
 
     def is_adversarial(self, server_round: int) -> bool:
-        """Whether clients train on adversarial examples in a round: behind the warm-up, where the settings ask for them."""
-        asked = self.rule.adversarial == "optional" and self.settings.adversarial
-        return asked and server_round > self.settings.attack_warmup
+        """Whether clients train on adversarial examples in a round: after the warm-up, where system or settings ask for it."""
+        return self.rule.attacks(self.settings) and server_round > self.settings.attack_warmup
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

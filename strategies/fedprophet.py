@@ -143,7 +143,7 @@ class FedProphet(PieceStrategy):
         return Orders(modules, state.stage, last, state.epsilon, state.nonnegative, self.rule.swaps)
 
     def is_adversarial(self, server_round: int) -> bool:
-        """Behind the warm-up of each stage."""
+        """After the warm-up of each stage."""
         return self.state.stage_round >= self.settings.attack_warmup
 
     def task(self, server_round: int, state: DeviceState) -> Task:

@@ -96,10 +96,8 @@ class PriSM(HeteroFL):
             raise ValueError(
                 "server-momentum = true averages clients' momentum, and momentum is 0.0: set it, or leave it off"
             )
-        self.whole, self.scattered = (
-            vary(self.blueprint, self.rule.factorised(1.0)),
-            self.rule.channels_computed == "random",
-        )
+        self.whole = vary(self.blueprint, self.rule.factorised(1.0))
+        self.scattered = self.rule.channels_computed == "random"
         self.factors, self.full = factors(self.whole), shapes(self.whole)
         self.carried = averaged(self.whole) if self.settings.server_momentum else []
         self.full |= {MOMENTUM + name: self.full[name] for name in self.carried}

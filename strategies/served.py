@@ -23,8 +23,8 @@ from client_app.served import SERVED
 from client_app.task import Task, piece_key
 from models.cascade import Blueprint, unit_of
 from models.partition import Piece
-from models.static_norms import has_batch_norms, is_statistic
-from models.variant import Variant, vary
+from models.static_norms import has_batch_norms, is_statistic, with_statistics
+from models.variant import Variant
 from server_app.settings import learning_rate
 from strategies.aggregation import (
     CheckedUpdate,
@@ -72,7 +72,7 @@ class ServedModel:
     @property
     def blueprint(self) -> Blueprint:
         """How the model is built that is evaluated."""
-        return vary(self.strategy.rule.blueprint, self.variant)
+        return with_statistics(self.strategy.blueprint) if self.measured else self.strategy.blueprint
 
     def complete(self, arrays: ArrayRecord) -> ArrayRecord:
         """The arrays of a model with the statistics that were measured last."""

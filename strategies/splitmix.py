@@ -21,6 +21,7 @@ from client_app.task import Task, piece_key
 from client_app.trainers.heterofl import WIDTH
 from client_app.trainers.splitmix import mixed_loss
 from device_profiles.profile import DeviceState
+from models.cascade import Blueprint
 from models.mix import net_of
 from models.partition import Piece
 from models.variant import Variant, vary
@@ -53,9 +54,14 @@ class SplitMixRule(Rule):
         """Some of them, by their numbers."""
         return Variant(width=self.settings.mix_share, nets=tuple(nets))
 
+    @cached_property
+    def mixes(self) -> list[Blueprint]:
+        """One base net, two, .. and all of them."""
+        return [vary(self.blueprint, self.variant_of(range(n))) for n in range(1, self.count + 1)]
+
     def part(self, piece: Piece) -> Part:
         """(WIDTH, n): n base nets."""
-        model = vary(self.blueprint, self.variant_of(range(piece[1])))
+        model = self.mixes[piece[1] - 1]
         name = f"{piece[1]} base nets" if piece[1] > 1 else "a base net"
         return Part(model, tuple(range(len(model.atoms))), make_loss=mixed_loss, name=name)
 

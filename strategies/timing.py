@@ -1,7 +1,6 @@
 """How long a device takes for its work in a round: one formula, for plans and for records."""
 
 from collections.abc import Sequence
-from functools import cache
 from math import ceil
 
 from device_profiles.clock import simulated_seconds, task_seconds
@@ -27,9 +26,8 @@ def batches_of(settings: Settings, seen: int) -> int:
 
 def work_flops(pricing: Pricing, parts: Sequence[Part], seen: Sequence[int], executed: float = 1.0) -> float:
     """FLOPs of parts, each on so many examples (`seen`), of which the fraction `executed` was."""
-    return executed * sum(
-        amounts(pricing, part)[0] * n / pricing.recipe.batch_size for part, n in zip(parts, seen, strict=True)
-    )
+    size = pricing.recipe.batch_size
+    return executed * sum(pricing.traced(part).flops * n / size for part, n in zip(parts, seen, strict=True))
 
 
 def work_seconds(
@@ -47,15 +45,15 @@ def work_seconds(
     """
     if rule.swaps:
         (part,), (n,) = parts, seen
-        steps = batches_of(rule.settings, n)
-        return task_seconds(state, [pricing.batch(part, n / steps)] * steps, *wire)
-    read = [amounts(pricing, part) for part in parts]
-    disk_bytes = sum(held + entering * n for (_, held, entering), n in zip(read, seen, strict=True))
+        return swapped_seconds(rule.settings, pricing, part, n, state, wire)
+    disk_bytes = sum(p.copies * p.state_bytes + p.input_bytes * n for p, n in zip(parts, seen, strict=True))
     batches = sum(batches_of(rule.settings, n) for n in seen)
     return simulated_seconds(state, work_flops(pricing, parts, seen, executed), *wire, disk_bytes, batches)
 
 
-@cache
-def amounts(pricing: Pricing, part: Part) -> tuple[float, int, int]:
-    """FLOPs of a step, bytes of the parameters and buffers of all copies, and of one example at the entrance."""
-    return pricing.traced(part).flops, part.copies * part.state_bytes, part.input_bytes
+def swapped_seconds(
+    settings: Settings, pricing: Pricing, part: Part, seen: int, state: DeviceState, wire: tuple[int, int]
+) -> float:
+    """The same of a device that swaps what does not fit to its disk (FedProphet's model)."""
+    steps = batches_of(settings, seen)
+    return task_seconds(state, [pricing.batch(part, seen / steps)] * steps, *wire)

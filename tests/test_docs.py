@@ -15,6 +15,7 @@ from device_profiles.fleet import load_fleet
 from models.zoo import MODELS
 from piecework.cli import app
 from strategies import STRATEGIES
+from strategies.fedavg import FedAvgRule
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -72,7 +73,9 @@ def test_add_your_own(tmp_path: Path, page: dict[str, object]) -> None:
     assert all(client["measured_peak"] <= client["predicted_peak"] for client in last["clients"])
 
 
-def test_a_strategy_of_ones_own_does_what_the_settings_ask(tmp_path: Path, page: dict[str, object]) -> None:
+def test_a_strategy_of_ones_own_does_what_the_settings_ask(
+    tmp_path: Path, page: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without its proximal term FedProx is FedAvg: also on adversarial examples, and in so many batches."""
     Path("my_fedprox.py").write_text(Path("my_fedprox.py").read_text().replace("MU = 0.1", "MU = 0.0"))
     asked = TRIO | {"fleet": "unlimited", "local_iterations": 2, "attack_steps": 2, "num_rounds": 2}
@@ -89,4 +92,8 @@ def test_a_strategy_of_ones_own_does_what_the_settings_ask(tmp_path: Path, page:
         assert losses["fedprox", adversarial] == losses["fedavg", adversarial]
         assert flops["fedprox", adversarial] == flops["fedavg", adversarial]
     assert losses["fedprox", True] > losses["fedprox", False]
+    monkeypatch.setattr(FedAvgRule, "adversarial", "always")  # a system that does nothing else need not say more
+    always = run_local(tmp_path / "always", strategy="fedprox", **asked)
+    assert [record["train_loss"] for record in always.rounds()] == losses["fedavg", True]
+    assert [client["flops"] for client in clients_of(always)] == flops["fedavg", True]
     assert flops["fedprox", True] > flops["fedprox", False]

@@ -3,10 +3,11 @@
 import pytest
 from helpers import a_blueprint, tiny_settings
 
+from device_profiles.clock import task_seconds
 from device_profiles.profile import DeviceState
 from strategies import find_rule
 from strategies.pricing import pricing_for
-from strategies.timing import amounts, batches_of, local_work, work_flops, work_seconds
+from strategies.timing import batches_of, local_work, swapped_seconds, work_flops, work_seconds
 
 
 @pytest.mark.parametrize(
@@ -18,9 +19,7 @@ from strategies.timing import amounts, batches_of, local_work, work_flops, work_
         (10, {"local_iterations": 5}, 5, 50),
     ],
 )
-def test_a_plan_and_a_record_count_the_same_batches(
-    examples: int, changes: dict[str, int], batches: int, seen: int
-) -> None:
+def test_batches_of_full_and_partial_epochs(examples: int, changes: dict[str, int], batches: int, seen: int) -> None:
     settings = tiny_settings(batch_size=32, **changes)
     assert local_work(settings, examples) == (batches, seen)
     assert batches_of(settings, seen) == batches
@@ -34,7 +33,9 @@ def test_seconds_by_hand() -> None:
     rule = find_rule("fedepth")(blueprint, pricing_for(settings, blueprint), settings)
     parts = [rule.part((0, 1, 2)), rule.part((3, 4))]
     state = DeviceState("board", 10**9, 1e9, 1e6, 1e7, disk_latency=0.25)
-    (flops, held, entering), (flops2, held2, entering2) = (amounts(rule.pricing, part) for part in parts)
+    flops, flops2 = (rule.pricing.traced(part).flops for part in parts)
+    held, held2 = (part.state_bytes for part in parts)
+    entering, entering2 = (part.input_bytes for part in parts)
     assert entering == 4 * 64
     computed = 0.5 * (flops * 40 / 32 + flops2 * 20 / 32)
     assert work_flops(rule.pricing, parts, [40, 20], 0.5) == computed
@@ -42,3 +43,17 @@ def test_seconds_by_hand() -> None:
     expected = computed / 1e9 + (300 + 200) / 1e6 + disk / 1e7 + (2 + 1) * 0.25
     found = work_seconds(rule, rule.pricing, parts, [40, 20], state, (300, 200), 0.5)
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_swapping_takes_what_the_clock_of_batches_says() -> None:
+    """64 examples are two batches, each of which goes to the disk and back: the device has next to no memory."""
+    settings = tiny_settings(batch_size=32, local_epochs=1, strategy="fedavg")
+    blueprint = a_blueprint()
+    rule = find_rule("fedavg")(blueprint, pricing_for(settings, blueprint), settings)
+    state, (part,) = DeviceState("board", 100_000, 1e9, 1e6, 1e7), rule.stages[0].parts
+    batch = rule.pricing.batch(part, 32)
+    assert batch.training_bytes > state.budget_bytes
+    found = swapped_seconds(settings, rule.pricing, part, 64, state, (300, 200))
+    assert found == pytest.approx(task_seconds(state, [batch, batch], 300, 200))
+    fits = work_seconds(rule, rule.pricing, [part], [64], state, (300, 200))
+    assert found > fits + 2 * 4 * 4 * batch.parameters / 1e7  # parameters alone go both ways twice, for each batch

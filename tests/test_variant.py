@@ -49,6 +49,13 @@ def test_nothing_to_do_gives_the_very_same_model() -> None:
 def test_what_cannot_be_built_is_refused() -> None:
     with pytest.raises(TypeError, match="depth"):
         Variant.from_values({"depth": 3})
+    for values, message in (([], r"a variant is \[\]"), (None, "a variant is None")):
+        with pytest.raises(TypeError, match=message):
+            Variant.from_values(values)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="furst"):
+        Variant.from_values({"keep": 0.5, "channels": "furst"})
+    with pytest.raises(ValueError, match="keep"):
+        Variant.from_values({"keep": "x"})
     with pytest.raises(ValueError, match="'cnn9'"):
         vary(a_blueprint(), Variant(architecture="cnn9"))
     unknown = replace(a_blueprint(), zoo_name="")
