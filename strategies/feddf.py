@@ -11,9 +11,9 @@ over the public examples, also for a p that nobody trained. The model of the run
 FedProphet's authors' code: 128 batches of 64, SGD with momentum 0.9 at a constant rate, clean examples also where clients train
 on adversarial ones. FedDF's own: Adam (`server-optimiser`), a cosine, and 10,000 batches, ended early on a validation set.
 
-Clients' models make their logits in evaluation mode. With `batch-norm = measured`, FedDF's default, or `batch`, their norms take
-the statistics of each public batch, as in FedProphet's code, which leaves them in training mode; with `running`, FedET's default,
-their own. Ours: prototypes average batch norms with everything else (theirs belong to the clients).
+Clients' models make their logits in evaluation mode. With `batch-norm = measured`, FedDF's default, or `batch`, their norms
+take the statistics of each public batch, as in FedProphet's code, which leaves them in training mode; with `running`, FedET's
+default, their own. Ours: prototypes average batch norms with everything else (theirs belong to the clients).
 """
 
 import logging
