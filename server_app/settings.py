@@ -42,7 +42,8 @@ EXTENDABLE = frozenset({"lr-rounds"})
 
 
 # Systems whose clients train narrower, low-rank or masked networks, or blocks behind others that have just been trained or are
-# random: the statistics that they keep are not those of the model that is served. FedDF's server changes the model after them.
+# random: the statistics that they keep are not those of the model that is served. With FedDF they came out 2 points worse
+# (docs/batch-norm.md).
 MEASURED = frozenset(
     {"heterofl", "fedrolex", "feddrop", "fjord", "prism", "orthdrop", "origdrop", "fedpm"}
     | {"fedepth", "m-fedepth", "profl", "feddf"}
