@@ -453,7 +453,7 @@ for data, config in pickle.loads(Path(sys.argv[1]).read_bytes()):
     reply = pickle.loads(answer([data], config, 20, {}))
     assert not reply.has_error(), reply.error.reason
     outcome = dict(reply.content.config_records["outcome"])
-    print(outcome["status"], outcome["reason"], len(reply.content.array_records["arrays"]))
+    print(outcome["status"], "|".join(outcome["pieces"]), len(reply.content.array_records["arrays"]))
 print(sorted(m for m in ("torch._dynamo", "torch._inductor", "sympy", "torchvision", "sklearn") if m in sys.modules))
 """
 

@@ -96,7 +96,7 @@ def test_distillation_by_hand(tmp_path: Path) -> None:
 
 def test_too_little_for_the_output_layer(tmp_path: Path) -> None:
     client, _ = a_profl_client(tmp_path, allowed=1000)
-    task = replace(a_task(1), prices={"0,1,5,6": 5000, "": 1001})
+    task = replace(a_task(1), prices={"0,1,5,6": 5000, "head": 1001})
     with pytest.raises(MemoryBudgetExceededError) as caught:
         train(task, client)
     assert (caught.value.needed, caught.value.allowed) == (1001, 1000)
