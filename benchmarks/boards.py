@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 
 from benchmarks.containers import amounts
-from device_profiles.profile import format_bytes
+from piecework.device_profiles.profile import format_bytes
 from piecework.processes import flower_home, free_ports, superlink
 
 ROOT = Path(__file__).resolve().parents[1]

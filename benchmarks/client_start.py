@@ -46,7 +46,7 @@ import flwr.supernode.runtime.run_clientapp
 note("flwr")
 import torch
 note("torch")
-import client_app.app
+import piecework.client_app.app
 note("ours")
 figures["imported"] = size("VmRSS")
 from flwr.app import Context, RecordDict
@@ -54,7 +54,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # Flower makes no message outside a task
 message, config = pickle.loads(Path(sys.argv[1]).read_bytes())
-reply = client_app.app.app(message, Context(1, 2, {"partition-id": 0, "num-partitions": 1}, RecordDict(), config))
+reply = piecework.client_app.app.app(message, Context(1, 2, {"partition-id": 0, "num-partitions": 1}, RecordDict(), config))
 outcome = reply.content["outcome"]
 if outcome["status"] != "ok":
     sys.exit(f"the task was not done: {outcome['reason']}")
@@ -69,11 +69,11 @@ def write_task(folder: Path) -> Path:
     import numpy as np
     from flwr.app import Array, ArrayRecord, Message, RecordDict
 
-    from client_app.setup import blueprint_for, open_dataset
-    from client_app.task import Task, piece_key
-    from models.cascade import initial_state
-    from server_app.local_grid import FIRST_NODE, identify
-    from server_app.settings import Settings
+    from piecework.models.cascade import initial_state
+    from piecework.server_app.local_grid import FIRST_NODE, identify
+    from piecework.training.messages import Task, piece_key
+    from piecework.training.settings import Settings
+    from piecework.training.setup import blueprint_for, open_dataset
 
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (70, 8, 8), dtype=np.uint8), np.arange(70) % 10

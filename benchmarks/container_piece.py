@@ -80,15 +80,15 @@ def train(task: dict[str, Any], folder: Path) -> None:
     import numpy as np
     import torch
 
-    from client_app.examples import Examples, feature_examples, share_examples
-    from client_app.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
-    from client_app.setup import blueprint_of_shape, recipe_for
-    from client_app.store import FeatureWriter, Store
-    from client_app.training import PieceModel, Trainee, load_for_device
-    from device_profiles.profile import available_memory
-    from federated_data.datasets import ArrayDataset
-    from models.cascade import isolated_rng
-    from server_app.settings import Settings
+    from piecework.client_app.store import FeatureWriter, Store
+    from piecework.device_profiles.profile import available_memory
+    from piecework.federated_data.datasets import ArrayDataset
+    from piecework.models.cascade import isolated_rng
+    from piecework.training.examples import Examples, feature_examples, share_examples
+    from piecework.training.loop import PieceModel, Trainee, load_for_device
+    from piecework.training.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
+    from piecework.training.settings import Settings
+    from piecework.training.setup import blueprint_of_shape, recipe_for
 
     settings = Settings.from_run_config({"model": task["model"], "batch-size": task["batch_size"]})
     torch.set_num_threads(settings.torch_threads)
@@ -140,7 +140,7 @@ def main() -> None:
         try:
             import flwr.supernode.cli.flwr_clientapp  # noqa: F401
 
-            import client_app.app  # noqa: F401
+            import piecework.client_app.app  # noqa: F401
 
             now = group_memory()
             say(floor=now["anonymous"], floor_kernel=now["kernel"])

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from device_profiles.profile import format_bytes, parse_bytes
-from models.partition import AtomTooLargeError, Piece
+from piecework.device_profiles.profile import format_bytes, parse_bytes
+from piecework.models.partition import AtomTooLargeError, Piece
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE, CLASSES = (3, 32, 32), 10
@@ -64,7 +64,7 @@ class Trial:
 
 def pieces_to_try(count: int, price: Callable[[Piece], int], budget: int, names: list[str]) -> dict[Piece, bool]:
     """The planner's pieces, each with one atom more, what it leaves out, and the whole model; True = it fits the budget."""
-    from client_app.trainers.fedepth import decompose
+    from piecework.client_app.trainers.cascade.fedepth import decompose
 
     try:
         pieces = decompose(count, price, budget, names)
@@ -131,10 +131,11 @@ def run_container(image: str, limit: int, task: dict[str, object]) -> tuple[str,
 
 def trials(options: argparse.Namespace, model: str, floor: int) -> Iterable[Trial]:
     """All trials of a model, the smallest limit first."""
-    from client_app.setup import blueprint_of_shape
-    from models.partition import atom_names
-    from server_app.settings import Settings
-    from strategies.pricing import Part, pricing_for
+    from piecework.models.partition import atom_names
+    from piecework.planning.costs import pricing_for
+    from piecework.planning.part import Part
+    from piecework.training.settings import Settings
+    from piecework.training.setup import blueprint_of_shape
 
     settings = Settings.from_run_config({"model": model, "batch-size": options.batch_size})
     blueprint = blueprint_of_shape(settings, SHAPE, CLASSES)

@@ -13,15 +13,16 @@ from statistics import fmean
 
 from benchmarks.tables.fedprophet import TABLE7, TABLE8
 from benchmarks.tables.shared import asked
-from client_app.setup import blueprint_of_shape
-from device_profiles.clock import Batch, batch_access_seconds, task_seconds
-from device_profiles.fleet import Fleet, device_state, load_fleet
-from device_profiles.profile import DeviceState
-from models.partition import Piece
+from piecework.device_profiles.clock import Batch, batch_access_seconds, task_seconds
+from piecework.device_profiles.fleet import Fleet, device_state, load_fleet
+from piecework.device_profiles.profile import DeviceState
+from piecework.federation.registry import sampled
+from piecework.models.partition import Piece
+from piecework.planning.costs import pricing_for
+from piecework.planning.paper_memory.fedprophet import macs
 from piecework.question import budget_bytes
-from server_app.roster import sampled
-from strategies.fedprophet_modules import FedProphetRule, macs
-from strategies.pricing import pricing_for
+from piecework.strategies.cascade.fedprophet_modules import FedProphetRule
+from piecework.training.setup import blueprint_of_shape
 
 CLIENTS, ASKED, ITERATIONS, ATTACK_STEPS = 100, 10, 30, 10
 Seconds = tuple[float, float]  # computing, data access

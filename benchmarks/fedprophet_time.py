@@ -27,7 +27,7 @@ from benchmarks.fedprophet_rounds import (
     whole_model,
 )
 from benchmarks.tables.shared import table
-from strategies.rules import label
+from piecework.planning.partition_policy import label
 
 LONGEST = 500  # rounds of jFAT, and at most of a stage of FedProphet
 WARM_UP = 100  # of them clean, in the authors' code

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from piecework.launch import launch
-from server_app.records import RunDir, read_arrays
-from server_app.settings import Settings
-from strategies import STRATEGIES
+from piecework.server_app.records import RunDir, read_arrays
+from piecework.strategies import STRATEGIES
+from piecework.training.settings import Settings
 
 ROUNDS = 3
 BATCH_NORMS = ("running", "measured", "batch", "local")

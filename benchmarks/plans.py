@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 
-from models.zoo import MODELS, is_token_model
-from strategies import STRATEGIES
+from piecework.models.zoo import MODELS, is_token_model
+from piecework.strategies import STRATEGIES
 
 
 def main() -> None:

@@ -13,13 +13,13 @@ import time
 
 import torch
 
-from client_app.prices import fake_load
-from client_app.trainers.prism import LowRankModel, low_rank_loss
-from client_app.training import PieceModel, Recipe, single_loss, start, train_step
-from models.cascade import Blueprint, initial_state
-from models.kernels import decompose
-from models.low_rank import factors, low_rank
-from models.zoo import build_blueprint
+from piecework.client_app.trainers.low_rank.prism import LowRankModel, low_rank_loss
+from piecework.models.cascade import Blueprint, initial_state
+from piecework.models.kernels import decompose
+from piecework.models.low_rank import factors, low_rank
+from piecework.models.zoo import build_blueprint
+from piecework.planning.step_cost import fake_load
+from piecework.training.loop import PieceModel, Recipe, single_loss, start, train_step
 
 KEEPS = (0.8, 0.6, 0.4, 0.2)
 CLIENTS, IMAGES, EPOCHS, BATCH = 20, 500, 2, 32

@@ -16,16 +16,16 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file
 
-from client_app.examples import as_inputs
-from client_app.setup import blueprint_for, open_dataset
-from client_app.training import predictions
-from federated_data.datasets import ArrayDataset
-from models.cascade import Blueprint, Cascade
-from models.kernels import decompose, sample
-from models.low_rank import computed, factors, is_place, low_rank
 from piecework import load
-from server_app.records import RunDir
-from server_app.settings import Settings
+from piecework.federated_data.datasets import ArrayDataset
+from piecework.models.cascade import Blueprint, Cascade
+from piecework.models.kernels import decompose, sample
+from piecework.models.low_rank import computed, factors, is_place, low_rank
+from piecework.server_app.records import RunDir
+from piecework.training.examples import as_inputs
+from piecework.training.loop import predictions
+from piecework.training.settings import Settings
+from piecework.training.setup import blueprint_for, open_dataset
 
 KEEPS = (0.2, 0.4, 0.6, 0.8)
 Arrays = Mapping[str, np.ndarray]

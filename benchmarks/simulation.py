@@ -22,16 +22,16 @@ import torch
 import torch.multiprocessing as mp
 from torch.nn import functional as F
 
-from client_app.examples import batches, normalised
-from client_app.memory_cap import ResidentPeak
-from client_app.training import channels_last
-from federated_data.datasets import ArrayDataset, default_cache, load, prepare
-from federated_data.partition import iid
-from models.cascade import Cascade
-from models.zoo import build_blueprint
+from piecework.federated_data.datasets import ArrayDataset, default_cache, load, prepare
+from piecework.federated_data.partition import iid
 from piecework.launch import launch
-from server_app.records import RunDir
-from server_app.settings import Settings
+from piecework.models.cascade import Cascade
+from piecework.models.zoo import build_blueprint
+from piecework.server_app.records import RunDir
+from piecework.training.examples import batches, normalised
+from piecework.training.loop import channels_last
+from piecework.training.memory_cap import ResidentPeak
+from piecework.training.settings import Settings
 
 CLIENTS, ASKED, BATCH, PROCESSES = 100, 10, 64, 2
 

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from client_app.accelerator import without_denormals
-from client_app.memory_cap import keep_heap_tight
-from client_app.sparse import SparseModel, sparse_loss
-from client_app.training import MakeLoss, PieceModel, Recipe, channels_last, single_loss, start, train_step
-from device_profiles.memory import PeakMemory
-from device_profiles.profile import available_memory
-from models.cascade import Blueprint
-from models.compact import layout
-from models.masked import masked
-from models.zoo import build_blueprint, usual_input
+from piecework.client_app.trainers.sparse.forms import SparseModel, sparse_loss
+from piecework.device_profiles.memory import PeakMemory
+from piecework.device_profiles.profile import available_memory
+from piecework.models.cascade import Blueprint
+from piecework.models.compact import layout
+from piecework.models.masked import masked
+from piecework.models.zoo import build_blueprint, usual_input
+from piecework.training.accelerator import without_denormals
+from piecework.training.loop import MakeLoss, PieceModel, Recipe, channels_last, single_loss, start, train_step
+from piecework.training.memory_cap import keep_heap_tight
 
 
 def pruned(blueprint: Blueprint, densities: list[float]) -> SparseModel:

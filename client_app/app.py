@@ -13,11 +13,9 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
-from client_app import frozen
-from client_app.accelerator import NoAcceleratorError, find_device, without_denormals
-from client_app.client import STAGES, Client
-from client_app.memory_cap import ResidentPeak, is_out_of_memory
-from client_app.prepare import (
+from piecework.client_app import frozen
+from piecework.client_app.client import STAGES, Client
+from piecework.client_app.prepare import (
     encode,
     memory_for_training,
     open_share,
@@ -27,15 +25,17 @@ from client_app.prepare import (
     prepare_client,
     unpack,
 )
-from client_app.served import SERVED, measure_served
-from client_app.task import Metrics, NodeInfo, Outcome, Question, Task, content_bytes, piece_key, reply
-from client_app.trainers import find_evaluator, find_survey, find_trainer
-from device_profiles.memory import MemoryBudgetExceededError
-from device_profiles.profile import measure_device
-from federated_data.partition import split
-from models.cascade import batch_norm_names, isolated_rng
-from models.static_norms import is_statistic
-from server_app.settings import Settings
+from piecework.client_app.served import SERVED, measure_served
+from piecework.client_app.trainers import find_evaluator, find_survey, find_trainer
+from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.device_profiles.profile import measure_device
+from piecework.federated_data.partition import split
+from piecework.models.cascade import batch_norm_names, isolated_rng
+from piecework.models.static_norms import is_statistic
+from piecework.training.accelerator import NoAcceleratorError, find_device, without_denormals
+from piecework.training.memory_cap import ResidentPeak, is_out_of_memory
+from piecework.training.messages import Metrics, NodeInfo, Outcome, Question, Task, content_bytes, piece_key, reply
+from piecework.training.settings import Settings
 
 app = ClientApp()
 

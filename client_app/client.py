@@ -8,17 +8,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from client_app.accelerator import CPU
-from client_app.examples import Examples, batches, feature_examples
-from client_app.memory_cap import MemoryCap
-from client_app.randomness import generator
-from client_app.store import FeatureWriter, Store
-from client_app.task import Metrics
-from client_app.training import Load, PieceModel, Recipe, evaluate_examples, in_precision, load_for_device
-from federated_data.datasets import ArrayDataset
-from models.cascade import Blueprint, fit_features
-from models.partition import Piece
-from server_app.settings import Settings
+from piecework.client_app.store import FeatureWriter, Store
+from piecework.federated_data.datasets import ArrayDataset
+from piecework.models.cascade import Blueprint, fit_features
+from piecework.models.partition import Piece
+from piecework.training.accelerator import CPU
+from piecework.training.examples import Examples, batches, feature_examples
+from piecework.training.loop import Load, PieceModel, Recipe, evaluate_examples, in_precision, load_for_device
+from piecework.training.memory_cap import MemoryCap
+from piecework.training.messages import Metrics
+from piecework.training.randomness import generator
+from piecework.training.settings import Settings
 
 STAGES = -1  # a fill
 

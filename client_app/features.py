@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from client_app.client import STAGES, Client
-from client_app.examples import Examples, feature_examples
-from client_app.frozen import file_hash
-from client_app.memory_cap import return_free_memory
-from client_app.randomness import generator, integer
-from client_app.store import FeatureWriter
-from client_app.training import PieceModel, in_precision
-from models.cascade import isolated_rng
-from models.partition import Piece, runs
-from models.static_norms import forget_statistics, measure_norms
+from piecework.client_app.client import STAGES, Client
+from piecework.client_app.frozen import file_hash
+from piecework.client_app.store import FeatureWriter
+from piecework.models.cascade import isolated_rng
+from piecework.models.partition import Piece, runs
+from piecework.models.static_norms import forget_statistics, measure_norms
+from piecework.training.examples import Examples, feature_examples
+from piecework.training.loop import PieceModel, in_precision
+from piecework.training.memory_cap import return_free_memory
+from piecework.training.randomness import generator, integer
 
 
 def prefix_features(client: Client, modules: Sequence[Piece], *, training: bool = False) -> Examples:

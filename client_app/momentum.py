@@ -14,10 +14,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from client_app.client import Client
-from client_app.training import SGD, PieceModel
-from models.cascade import Blueprint, unit_of
-from models.low_rank import Pair
+from piecework.client_app.client import Client
+from piecework.models.cascade import Blueprint, unit_of
+from piecework.models.low_rank import Pair
+from piecework.training.loop import SGD, PieceModel
 
 MOMENTUM = "momentum_"
 OWN = "momentum"  # the folder in a client's state

@@ -9,13 +9,22 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 
-from client_app import frozen
-from client_app.accelerator import find_device, free_memory
-from client_app.client import STAGES, Client
-from client_app.examples import Augmentation, Examples, examples_of_test, share_examples
-from client_app.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
-from client_app.randomness import generator
-from client_app.setup import (
+from piecework.client_app import frozen
+from piecework.client_app.client import STAGES, Client
+from piecework.client_app.store import Store
+from piecework.device_profiles.fleet import device_state, load_fleet
+from piecework.device_profiles.profile import available_memory
+from piecework.federated_data.datasets import ArrayDataset
+from piecework.federated_data.partition import split
+from piecework.models.cascade import unit_of
+from piecework.models.variant import vary
+from piecework.training.accelerator import find_device, free_memory
+from piecework.training.examples import Augmentation, Examples, examples_of_test, share_examples
+from piecework.training.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
+from piecework.training.messages import Task
+from piecework.training.randomness import generator
+from piecework.training.settings import Settings
+from piecework.training.setup import (
     all_shares,
     all_test_shares,
     blueprint_for,
@@ -24,15 +33,6 @@ from client_app.setup import (
     open_own,
     recipe_for,
 )
-from client_app.store import Store
-from client_app.task import Task
-from device_profiles.fleet import device_state, load_fleet
-from device_profiles.profile import available_memory
-from federated_data.datasets import ArrayDataset
-from federated_data.partition import split
-from models.cascade import unit_of
-from models.variant import vary
-from server_app.settings import Settings
 
 
 def open_store(context: Context, state_dir: str, experiment_id: str, task: str) -> Store:

@@ -1,10 +1,10 @@
 """What a client does for the model that is served: it measures the statistics of batch norms that training keeps none of."""
 
-from client_app.client import Client
-from client_app.features import measure_statistics
-from client_app.task import Task
-from device_profiles.memory import MemoryBudgetExceededError
-from models.partition import fits
+from piecework.client_app.client import Client
+from piecework.client_app.features import measure_statistics
+from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.models.partition import fits
+from piecework.training.messages import Task
 
 SERVED = ()  # in a price list: the largest atom of the served model, forward only
 

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import nn
 
-from client_app.seal import damage, seal
-from client_app.task_folder import claim, remove, remove_leftovers
-from models.cascade import unit_of
-from models.static_norms import is_statistic
+from piecework.client_app.seal import damage, seal
+from piecework.client_app.task_folder import claim, remove, remove_leftovers
+from piecework.models.cascade import unit_of
+from piecework.models.static_norms import is_statistic
 
 KEPT_STATES = 2
 

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client_app.accelerator import to_device
-from client_app.attacks import Attack, Gradient, pgd
-from client_app.client import Client
-from client_app.examples import Examples, batches
-from client_app.memory_cap import uncounted
-from client_app.task import Metrics, Task
-from client_app.training import PieceModel, classification_loss, in_precision, predictions
-from models.partition import Piece
+from piecework.client_app.client import Client
+from piecework.models.partition import Piece
+from piecework.training.accelerator import to_device
+from piecework.training.attacks import Attack, Gradient, pgd
+from piecework.training.examples import Examples, batches
+from piecework.training.loop import PieceModel, classification_loss, in_precision, predictions
+from piecework.training.memory_cap import uncounted
+from piecework.training.messages import Metrics, Task
 
 
 class StreamedCascade:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from device_profiles.profile import DeviceState
+from piecework.device_profiles.profile import DeviceState
 
 FLOAT = 4  # bytes; features and parameters are counted in single precision
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from device_profiles.fleet_file import Assignment, FleetError, profile_of, read_fleet
-from device_profiles.profile import DeviceProfile, DeviceState, is_unlimited
+from piecework.device_profiles.fleet_file import Assignment, FleetError, profile_of, read_fleet
+from piecework.device_profiles.profile import DeviceProfile, DeviceState, is_unlimited
 
 # One stream of random numbers per purpose, so that adding a draw to one does not move the others.
 ASSIGNMENT, MEMORY, MEMORY_LOSS, FLOPS_LOSS = 1, 2, 3, 4

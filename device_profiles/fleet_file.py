@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from device_profiles.profile import DeviceProfile, parse_bytes, parse_memory
+from piecework.device_profiles.profile import DeviceProfile, parse_bytes, parse_memory
 
 SHIPPED = Path(__file__).parent / "fleets"
 POOLS = Path(__file__).parent / "pools"

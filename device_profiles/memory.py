@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from device_profiles.workspace import FLOPS, WORKSPACE, lstm_kept
+from piecework.device_profiles.workspace import FLOPS, WORKSPACE, lstm_kept
 
 
 class MemoryBudgetExceededError(RuntimeError):

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from federated_data.own_sources import opened
-from federated_data.sources import DatasetError, Source, extra
+from piecework.federated_data.own_sources import opened
+from piecework.federated_data.sources import DatasetError, Source, extra
 
 CLASSES, IMAGES = 256, 29_780  # without the 827 images of clutter
 _SHORT_EDGE, _EDGE, _TEST_IMAGES, _TEST_SEED = 256, 224, 25, 2024

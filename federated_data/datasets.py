@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from federated_data import caltech, own_sources, sources, texts
-from federated_data.partition import share_class_counts
-from federated_data.sources import DatasetError, Source
+from piecework.federated_data import caltech, own_sources, sources, texts
+from piecework.federated_data.partition import share_class_counts
+from piecework.federated_data.sources import DatasetError, Source
 
 __all__ = [
     "DATASETS",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from federated_data.sources import DatasetError, Source, extra, held_out
+from piecework.federated_data.sources import DatasetError, Source, extra, held_out
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
 _GROUPS = "group_train"

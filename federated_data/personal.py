@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from federated_data.partition import share_class_counts
+from piecework.federated_data.partition import share_class_counts
 
 Ints = NDArray[np.int64]
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from federated_data.sources import DatasetError, Ints, Source, extra, fetch, held_out_rows
+from piecework.federated_data.sources import DatasetError, Ints, Source, extra, fetch, held_out_rows
 
 WORDS, LENGTH = 1000, 500  # a token is 0, or 1..WORDS by frequency
 IMDB_CLASSES = ("neg", "pos")

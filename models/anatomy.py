@@ -1,6 +1,6 @@
 """The layers of a model with their sizes and costs, found by running each unit on fake tensors: no weight is allocated.
 
-A server's affair, like all that uses fake tensors (see `device_profiles.memory.trace`).
+A server's affair, like all that uses fake tensors (see `trace` in device_profiles/memory.py).
 """
 
 import math
@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from models.cascade import Blueprint, Shape
-from models.masked import Masked
+from piecework.models.cascade import Blueprint, Shape
+from piecework.models.masked import Masked
 
 EXAMPLES = 2  # batch norm over one example of one pixel has no variance
 
@@ -101,7 +101,7 @@ def input_of(blueprint: Blueprint, unit: str) -> Shape:
 def _examine(blueprint: Blueprint, unit: str) -> Anatomy:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from device_profiles.memory import FlopCount
+    from piecework.device_profiles.memory import FlopCount
 
     layers: list[Layer] = []
 

@@ -13,9 +13,9 @@ from itertools import pairwise
 
 from torch import nn
 
-from models.cascade import Atom, Blueprint
-from models.layers import map_size
-from models.partition import Piece
+from piecework.models.cascade import Atom, Blueprint
+from piecework.models.layers import map_size
+from piecework.models.partition import Piece
 
 # Convolutions a block, where channels do not tell blocks apart: the paper's rule for VGG.
 BLOCKS = {"vgg11": (4, 4), "vgg16": (4, 4, 5)}

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models.dual_norm import DualBatchNorm2d, is_adversarial
+from piecework.models.dual_norm import DualBatchNorm2d, is_adversarial
 
 Shape = tuple[int, ...]
 
@@ -42,7 +42,7 @@ class Blueprint:
     """How to build a cascade, atom by atom; `width` is the share of its channels that a width-scaled model has
     (1 for a sub-model of another kind).
 
-    `zoo_name` and `options` are what `models.zoo.build_blueprint` was asked for, by which it can be built with other channels.
+    `zoo_name` and `options` are what `build_blueprint` was asked for, by which it can be built with other channels.
     `input_shape` is that of one example: (C, H, W) of an image, or (length,) of a text whose tokens are below `vocabulary`.
     The last `spare` atoms stand beside the model, for what a system puts in place of others (ProFL's basic layers).
     """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from models.cascade import Blueprint
+from piecework.models.cascade import Blueprint
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from models.cascade import Atom, Blueprint, Shape, norm_layer
-from models.layers import map_size, named, norm_layer_1d, require_size, scaled
+from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer
+from piecework.models.layers import map_size, named, norm_layer_1d, require_size, scaled
 
 
 class Conv(NamedTuple):

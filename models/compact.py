@@ -12,9 +12,9 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from models.cascade import Blueprint
-from models.channels import Axes, Axis, channel_axes
-from models.masked import Masked, Silent, masked_layers
+from piecework.models.cascade import Blueprint
+from piecework.models.channels import Axes, Axis, channel_axes
+from piecework.models.masked import Masked, Silent, masked_layers
 
 Units = Mapping[str, nn.Module]
 Places = tuple[Tensor | None, ...]  # of each dimension of an array: which entries are there; None = all

@@ -4,8 +4,8 @@ from functools import partial
 
 from torch import nn
 
-from models.cascade import Atom, Blueprint, Shape, norm_layer
-from models.layers import map_size, named, require_size, scaled
+from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer
+from piecework.models.layers import map_size, named, require_size, scaled
 
 LAYERS = ((16, 1), (16, 1), (32, 2), (32, 1), (64, 1))  # channels, stride
 

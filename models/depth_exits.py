@@ -13,8 +13,8 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.cascade import Atom, Blueprint, Cascade, Shape, norm_layer, num_features, num_logits, pooled
-from models.partition import Piece
+from piecework.models.cascade import Atom, Blueprint, Cascade, Shape, norm_layer, num_features, num_logits, pooled
+from piecework.models.partition import Piece
 
 EXIT = "exit"  # what exits are called, with the number of the atom that they stand behind, from 0
 

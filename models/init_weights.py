@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.cascade import Blueprint, isolated_rng, parameter_names
-from models.torchvision_names import NAMED, torchvision_name_map
+from piecework.models.cascade import Blueprint, isolated_rng, parameter_names
+from piecework.models.torchvision_names import NAMED, torchvision_name_map
 
 SHOWN = 6
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from models.cascade import Shape
-from models.dual_norm import DualBatchNorm1d
+from piecework.models.cascade import Shape
+from piecework.models.dual_norm import DualBatchNorm1d
 
 
 def named(**layers: nn.Module) -> nn.Sequential:
@@ -26,7 +26,7 @@ def pooled_linear(channels: int, num_classes: int) -> nn.Sequential:
 
 
 def norm_layer_1d(features: int, batch_norm: str) -> nn.Module:
-    """Batch norm behind a linear layer, as the setting `batch-norm` says (models.cascade.norm_layer is for maps)."""
+    """Batch norm behind a linear layer, as the setting `batch-norm` says (piecework.models.cascade.norm_layer is for maps)."""
     if batch_norm == "dual":
         return DualBatchNorm1d(features)
     return nn.BatchNorm1d(features, track_running_stats=batch_norm != "batch")

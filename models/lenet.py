@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from models.cascade import Atom, Blueprint, Shape
-from models.layers import map_size, named, require_one_of, require_size, scaled
+from piecework.models.cascade import Atom, Blueprint, Shape
+from piecework.models.layers import map_size, named, require_one_of, require_size, scaled
 
 CHANNELS = {"caffe": (20, 50), "lecun": (6, 16)}
 HIDDEN = {"caffe": (500,), "lecun": (120, 84)}

@@ -20,11 +20,11 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
-from models.cascade import Atom, Blueprint
-from models.lstm import Lstm
-from models.preresnet import PreActivationBlock
-from models.resnet import BasicBlock
-from models.vit import Encoder
+from piecework.models.cascade import Atom, Blueprint
+from piecework.models.lstm import Lstm
+from piecework.models.preresnet import PreActivationBlock
+from piecework.models.resnet import BasicBlock
+from piecework.models.vit import Encoder
 
 CHAIN = "chain"
 

@@ -8,8 +8,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from models.cascade import Atom, Blueprint, Shape
-from models.layers import scaled
+from piecework.models.cascade import Atom, Blueprint, Shape
+from piecework.models.layers import scaled
 
 VOCABULARY, EMBEDDED, HIDDEN, LAYERS = 1001, 64, 256, 2
 

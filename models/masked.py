@@ -5,7 +5,7 @@ tau_i, else 0 (Eq. 1). The pruned weights are p w. The gradient passes the step 
 so that tau_i gets -sum_j g_ij w_ij, where g is the gradient by the pruned weights; the weights get p g (Eq. 3).
 
 A pruned filter is silent: its bias and what its own batch norm makes of it are masked too, so that it can be left out
-(`models.compact`). Linear layers with a bias stay as they are: the authors mask all layers of LeNet-5 and Conv4, none of which
+(models/compact.py). Linear layers with a bias stay as they are: the authors mask all layers of LeNet-5 and Conv4, none of which
 has a bias, and not the classifier of ResNet-18, which has one.
 
 The authors' choices are options. `flowing`: the gradient goes through mu into the weights too; `clipped`: besides, it passes
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.cascade import Atom, Blueprint, Shape
+from piecework.models.cascade import Atom, Blueprint, Shape
 
 StraightThrough = Literal["paper", "flowing", "clipped"]
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from models.cascade import Atom, Blueprint, Shape
-from models.depth_exits import mean_logits
+from piecework.models.cascade import Atom, Blueprint, Shape
+from piecework.models.depth_exits import mean_logits
 
 Build = Callable[[], nn.Module]
 

@@ -6,7 +6,7 @@ a paper's formula.
 
 from collections.abc import Callable, Iterable, Sequence
 
-from models.cascade import Blueprint
+from piecework.models.cascade import Blueprint
 
 Piece = tuple[int, ...]
 Price = Callable[[Piece], int | None]  # bytes of training the piece; None = not priced, so it may not be trained

@@ -6,10 +6,10 @@ and of its Table 4: 2,790,240. The stem has a ReLU, and nothing normalises the l
 
 from functools import partial
 
-from models.cascade import Atom, Blueprint, Shape
-from models.layers import map_size, pooled_linear, require_size, scaled
-from models.preresnet import PreActivationBlock
-from models.resnet import BLOCKS, CHANNELS, cifar_stem
+from piecework.models.cascade import Atom, Blueprint, Shape
+from piecework.models.layers import map_size, pooled_linear, require_size, scaled
+from piecework.models.preresnet import PreActivationBlock
+from piecework.models.resnet import BLOCKS, CHANNELS, cifar_stem
 
 
 def resnet18_preact(num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm: str = "running") -> Blueprint:

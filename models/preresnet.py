@@ -8,8 +8,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from models.cascade import Atom, Blueprint, Shape, norm_layer
-from models.layers import map_size, named, require_one_of, require_size, scaled
+from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer
+from piecework.models.layers import map_size, named, require_one_of, require_size, scaled
 
 CHANNELS = (16, 32, 64)
 BLOCKS = 3

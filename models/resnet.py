@@ -10,8 +10,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from models.cascade import Atom, Blueprint, Shape, norm_layer
-from models.layers import map_size, named, pooled_linear, require_one_of, require_size, scaled
+from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer
+from piecework.models.layers import map_size, named, pooled_linear, require_one_of, require_size, scaled
 
 CHANNELS = (64, 128, 256, 512)
 BLOCKS = {"resnet10": (1, 1, 1, 1), "resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}  # of each number of channels

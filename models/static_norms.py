@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from models.cascade import Blueprint
+from piecework.models.cascade import Blueprint
 
 OWN = "piecework_own_momentum"
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")

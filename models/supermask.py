@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models.cascade import Atom, Blueprint, isolated_rng
+from piecework.models.cascade import Atom, Blueprint, isolated_rng
 
 
 class DrawnMask(torch.autograd.Function):

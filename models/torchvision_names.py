@@ -5,7 +5,7 @@ or the width may differ, and leaves out buffers that `batch-norm = "batch"` does
 are made for small images and never fit torchvision's.
 """
 
-from models import resnet, vgg
+from piecework.models import resnet, vgg
 
 RESNETS = ("resnet18", "resnet34")
 NAMED = (*RESNETS, *vgg.CONVS)

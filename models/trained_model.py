@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from models.cascade import Blueprint, Cascade, isolated_rng
-from models.depth_exits import ExitCascade
-from models.dual_norm import begin_adversarial, use
-from models.variant import Variant, vary
-from models.zoo import MODELS, build_blueprint
+from piecework.models.cascade import Blueprint, Cascade, isolated_rng
+from piecework.models.depth_exits import ExitCascade
+from piecework.models.dual_norm import begin_adversarial, use
+from piecework.models.variant import Variant, vary
+from piecework.models.zoo import MODELS, build_blueprint
 
 FORMAT = 3  # 1 did not say how inputs are scaled; 2 had no variant
 OUTSIDE = 1e-3  # by how much a pixel of [0, 1] may miss its range, from rounding
@@ -163,7 +163,7 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
     if (name := described.get("model", {}).get("name")) not in MODELS:
         raise ModelFileError(
             f"{file} was trained with model {name!r}, which Piecework does not have: first import the module that adds it to "
-            "models.zoo.MODELS"
+            "piecework.models.zoo.MODELS"
         )
     try:
         whole = network_of(described)

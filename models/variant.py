@@ -10,17 +10,17 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from models.basic_layers import with_basic_layers
-from models.cascade import Blueprint
-from models.depth_exits import with_exits
-from models.layers import require_one_of
-from models.low_rank import low_rank
-from models.masked import masked
-from models.mix import mixed
-from models.partition import Piece
-from models.static_norms import with_statistics
-from models.supermask import supermask
-from models.zoo import MODELS, build_blueprint, model_options
+from piecework.models.basic_layers import with_basic_layers
+from piecework.models.cascade import Blueprint
+from piecework.models.depth_exits import with_exits
+from piecework.models.layers import require_one_of
+from piecework.models.low_rank import low_rank
+from piecework.models.masked import masked
+from piecework.models.mix import mixed
+from piecework.models.partition import Piece
+from piecework.models.static_norms import with_statistics
+from piecework.models.supermask import supermask
+from piecework.models.zoo import MODELS, build_blueprint, model_options
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def rebuilt(model: Blueprint, variant: Variant) -> Blueprint:
     """Another model of the zoo, or the same one with other channels or batch norms."""
     if not model.zoo_name:
         raise ValueError(
-            f"{model.name} was not built by models.zoo.build_blueprint: it cannot be built again, as {variant}"
+            f"{model.name} was not built by piecework.models.zoo.build_blueprint: it cannot be built again, as {variant}"
         )
     options = dict(model.options)
     if variant.architecture:

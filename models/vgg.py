@@ -21,8 +21,8 @@ from itertools import accumulate, pairwise
 
 from torch import nn
 
-from models.cascade import Atom, Blueprint, Shape, norm_layer
-from models.layers import map_size, named, require_one_of, require_size, scaled
+from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer
+from piecework.models.layers import map_size, named, require_one_of, require_size, scaled
 
 CHANNELS = (64, 128, 256, 512, 512)
 CONVS = {"vgg11": (1, 1, 2, 2, 2), "vgg13": (2, 2, 2, 2, 2), "vgg16": (2, 2, 3, 3, 3)}  # of each number of channels

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.cascade import Atom, Blueprint, Shape
-from models.layers import require_at_least_one, scaled
+from piecework.models.cascade import Atom, Blueprint, Shape
+from piecework.models.layers import require_at_least_one, scaled
 
 HEADS, HEAD_FEATURES, EXPANSION = 3, 64, 4
 EPSILON = 1e-6  # of the layer norms

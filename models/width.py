@@ -2,7 +2,7 @@
 
 HeteroFL takes the first channels (`ordered`), FedRolex a window that rolls on by one every round (`rolling`), FedDrop some
 that are drawn anew for every client and round (`drawn`). Channels that a residual sum joins are chosen together
-(`models.channels`).
+(models/channels.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import torch
 
-from models.cascade import Blueprint, Shape
-from models.channels import Axes, channel_axes
+from piecework.models.cascade import Blueprint, Shape
+from piecework.models.channels import Axes, channel_axes
 
 Select = Callable[[int, int], np.ndarray]  # (C, c) -> c channels of C, ascending or not
 Indices = tuple[np.ndarray, ...]  # of each dimension of an array

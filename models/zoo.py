@@ -4,17 +4,17 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from models.cascade import Blueprint, Shape
-from models.cnn import cnn3, cnn4, cnn_femnist, conv4
-from models.convnet import convnet
-from models.layers import require_one_of
-from models.lenet import lenet5
-from models.lstm import lstm_imdb
-from models.preact_resnet import resnet18_preact
-from models.preresnet import preresnet20
-from models.resnet import resnet10, resnet18, resnet34
-from models.vgg import vgg11, vgg13, vgg16
-from models.vit import deit_tiny, vit
+from piecework.models.cascade import Blueprint, Shape
+from piecework.models.cnn import cnn3, cnn4, cnn_femnist, conv4
+from piecework.models.convnet import convnet
+from piecework.models.layers import require_one_of
+from piecework.models.lenet import lenet5
+from piecework.models.lstm import lstm_imdb
+from piecework.models.preact_resnet import resnet18_preact
+from piecework.models.preresnet import preresnet20
+from piecework.models.resnet import resnet10, resnet18, resnet34
+from piecework.models.vgg import vgg11, vgg13, vgg16
+from piecework.models.vit import deit_tiny, vit
 
 MODELS: dict[str, Callable[..., Blueprint]] = {
     "cnn3": cnn3,

@@ -4,9 +4,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from models.trained_model import TrainedModel
+    from piecework.models.trained_model import TrainedModel
 
 __version__ = "0.1.0"
+
+# In a checkout, and in the bundle that Flower makes of it, the packages lie beside this folder; a wheel has them inside. Either
+# way they are imported as piecework.NAME, so that a user's own `models.py` hides none of ours. (The links in this folder are
+# for type checkers and editors, which do not run this line; Flower leaves links out of its bundle.)
+__path__.append(str(Path(__file__).resolve().parent.parent))
 
 
 def load(path: str | Path, *, normalise: bool = True) -> "TrainedModel":
@@ -16,9 +21,9 @@ def load(path: str | Path, *, normalise: bool = True) -> "TrainedModel":
     standardised already. `model(images)` gives logits, `model.predict(images)` classes and probabilities. Of a run that ended
     in the middle of a cascade it is the atoms that were trained with the head behind them; with exits, it predicts by the mean
     of theirs; of FedRBN, it has the statistics of its `evaluation-branch`, or the clean ones where that chooses by image.
-    Neither the data set nor Flower is needed. Raises models.trained_model.ModelFileError where there is no such file, or it
-    cannot be read.
+    Neither the data set nor Flower is needed. Raises ModelFileError (in piecework.models.trained_model) where
+    there is no such file, or it cannot be read.
     """
-    from models.trained_model import load_model
+    from piecework.models.trained_model import load_model
 
     return load_model(Path(path), normalise=normalise)

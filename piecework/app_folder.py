@@ -25,7 +25,6 @@ def app_folder(folder: Path) -> Path:
         "packages"
     ]
     for package in packages:
-        shutil.copytree(
-            PACKAGE.parent / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", SHIPPED.name)
-        )
+        source = PACKAGE if package == PACKAGE.name else PACKAGE / package
+        shutil.copytree(source, folder / package, ignore=shutil.ignore_patterns("__pycache__", SHIPPED.name, *packages))
     return folder

@@ -28,10 +28,10 @@ from piecework.cli_base import (
 from piecework.cli_deploy import commands
 from piecework.options import Scalars, connection_to, seed_list, settings_from
 from piecework.processes import Connection, EngineError
-from server_app.settings import Settings, SettingsError
+from piecework.training.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
-    from server_app.records import RunDir
+    from piecework.server_app.records import RunDir
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -102,11 +102,11 @@ def run_one(
     settings: Settings, seed: int, several: bool, restarts: int, as_json: bool, connection: Connection | None
 ) -> dict[str, Any]:
     """One seed's run, with its progress on stderr and its summary on stdout."""
+    from piecework.federation.registry import TooFewNodesError
     from piecework.launch import SuperLinkLostError, launch
     from piecework.progress import RoundProgress
-    from server_app.roster import TooFewNodesError
-    from server_app.rounds import RunAbortedError, preflight, resolve_run_dir
-    from server_app.summary import STOPPED, stop_reason, summarise
+    from piecework.server_app.rounds import RunAbortedError, preflight, resolve_run_dir
+    from piecework.server_app.summary import STOPPED, stop_reason, summarise
 
     listen()
     name = f"{settings.run_name}-seed{seed}" if several and settings.run_name else settings.run_name
@@ -291,7 +291,7 @@ def presets(
 def report(run_dir: Path, as_json: Json = False) -> None:
     """Write one self-contained HTML page about a run."""
     from piecework.report import write_report
-    from server_app.records import RunDir
+    from piecework.server_app.records import RunDir
 
     with errors_for_people(as_json):
         path = write_report(RunDir(run_dir))
@@ -325,7 +325,7 @@ def clean(
     as_json: Json = False,
 ) -> None:
     """Remove the stores that emulated clients left behind. A run cleaned so cannot resume clients that keep state."""
-    from federated_data.datasets import default_cache
+    from piecework.federated_data.datasets import default_cache
     from piecework.runs import converted, remove, stores
 
     with errors_for_people(as_json):

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from device_profiles.fleet_file import FleetError
-from server_app.settings import SettingsError
+from piecework.device_profiles.fleet_file import FleetError
+from piecework.training.settings import SettingsError
 
 out, err = Console(), Console(stderr=True)
 BAD_INPUT, FAILED = 2, 1
@@ -63,8 +63,8 @@ def errors_for_people(as_json: bool, answer: dict[str, Any] = NO_RUN) -> Iterato
     """Bad input ends with one message and exit code 2, Ctrl-C with 130; with --json bad input also puts an object on stdout,
     `answer` and the reason.
     """
-    from server_app.roster import TooFewNodesError
-    from server_app.rounds import RunAbortedError
+    from piecework.federation.registry import TooFewNodesError
+    from piecework.server_app.rounds import RunAbortedError
 
     try:
         yield

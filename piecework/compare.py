@@ -14,8 +14,8 @@ from typing import Any
 
 from piecework import display
 from piecework.display import UnderAttack
-from server_app.records import CheckpointError, RunDir
-from server_app.settings import CHANGEABLE, Scalar, Settings, SettingsError
+from piecework.server_app.records import CheckpointError, RunDir
+from piecework.training.settings import CHANGEABLE, Scalar, Settings, SettingsError
 
 IGNORED = CHANGEABLE - {"num-rounds"} | {"seed"}
 LONGEST = 32  # characters of a value in a label

@@ -9,11 +9,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from device_profiles.profile import format_bytes
 from piecework import display
 from piecework.compare import ACCURACIES, UNDER_ATTACK, Group, figures, short
+from piecework.device_profiles.profile import format_bytes
 from piecework.display import percent
-from server_app.records import write_atomically
+from piecework.server_app.records import write_atomically
 
 
 def compare_table(groups: Sequence[Group]) -> Table:

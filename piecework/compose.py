@@ -11,12 +11,12 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from client_app.setup import blueprint_of_shape
-from device_profiles.fleet import device_of, load_fleet, named_device
-from device_profiles.profile import DeviceProfile, format_bytes, is_unlimited, parse_bytes
+from piecework.device_profiles.fleet import device_of, load_fleet, named_device
+from piecework.device_profiles.profile import DeviceProfile, format_bytes, is_unlimited, parse_bytes
+from piecework.planning.costs import pricing_for
 from piecework.question import data_shape
-from server_app.settings import Settings, SettingsError
-from strategies.pricing import pricing_for
+from piecework.training.settings import Settings, SettingsError
+from piecework.training.setup import blueprint_of_shape
 
 CPUS = 1.0  # where the profile says nothing
 NAME = re.compile(r"[\w .()+-]+")  # of a device, as it can stand in a node-config inside YAML

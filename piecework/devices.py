@@ -9,9 +9,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from device_profiles.fleet import load_fleet
-from device_profiles.fleet_file import FleetError, pool_devices, shipped_fleets, shipped_pools
-from device_profiles.profile import format_bytes, measure_device
+from piecework.device_profiles.fleet import load_fleet
+from piecework.device_profiles.fleet_file import FleetError, pool_devices, shipped_fleets, shipped_pools
+from piecework.device_profiles.profile import format_bytes, measure_device
 
 # Before the name of a pool, where the name of a fleet could be.
 POOL = "pool:"

@@ -1,6 +1,6 @@
 """A run that has ended, in the terminal: tables, and the figures in them.
 
-All come from round records (`server_app.rounds`) and the evaluation of the trained model; a table by device class is also part
+All come from round records (server_app/rounds.py) and the evaluation of the trained model; a table by device class is also part
 of the report.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from device_profiles.profile import format_bytes, format_compared, is_limit
-from server_app.failures import excluded_classes, failure_text, failures
-from server_app.records import RunDir
-from strategies.coverage import consecutive
+from piecework.device_profiles.profile import format_bytes, format_compared, is_limit
+from piecework.planning.coverage import consecutive
+from piecework.server_app.failures import excluded_classes, failure_text, failures
+from piecework.server_app.records import RunDir
 
 Record = dict[str, Any]
 BATCH_NORMS = {

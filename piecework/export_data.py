@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from client_app.setup import client_shares, partition_settings, public_rows
-from device_profiles.profile import format_bytes
-from federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare, set_name, write
-from federated_data.personal import shares_of_test
-from federated_data.sources import Source
-from server_app.settings import Settings
+from piecework.device_profiles.profile import format_bytes
+from piecework.federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare, set_name, write
+from piecework.federated_data.personal import shares_of_test
+from piecework.federated_data.sources import Source
+from piecework.training.settings import Settings
+from piecework.training.setup import client_shares, partition_settings, public_rows
 
 SERVER = "server"
 
@@ -27,7 +27,7 @@ SERVER = "server"
 def export_data(settings: Settings, out: Path, force: bool = False) -> list[dict[str, Any]]:
     """Write `out/node-0` to `out/node-N` and `out/server`, all or nothing; N is `clients`. Returns a row a folder.
 
-    Each has the format of `federated_data.datasets.load`, and normalises as the whole set does, so that training on the
+    Each has the format that `load` reads, and normalises as the whole set does, so that training on the
     folders equals training in simulation. `force` replaces an export, and nothing else. Raises DatasetError.
     """
     out = out.expanduser().absolute()

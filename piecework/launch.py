@@ -17,8 +17,8 @@ from typing import Any
 import tomli_w
 import torch
 
-from client_app.accelerator import find_device
 from piecework.app_folder import app_folder
+from piecework.federation.registry import TooFewNodesError
 from piecework.processes import (
     Connection,
     EngineError,
@@ -30,14 +30,14 @@ from piecework.processes import (
     superlink,
     wait_until_healthy,
 )
-from server_app.local_grid import LocalGrid
-from server_app.records import RunDir
-from server_app.roster import TooFewNodesError
-from server_app.rounds import RunAbortedError, preflight, run_experiment
-from server_app.run_lock import RunLockedError, require_free, run_lock
-from server_app.settings import Settings
-from server_app.start import say
-from server_app.summary import STOPPED, stop_reason, summarise
+from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.records import RunDir
+from piecework.server_app.rounds import RunAbortedError, preflight, run_experiment
+from piecework.server_app.run_lock import RunLockedError, require_free, run_lock
+from piecework.server_app.start import say
+from piecework.server_app.summary import STOPPED, stop_reason, summarise
+from piecework.training.accelerator import find_device
+from piecework.training.settings import Settings
 
 OnRound = Callable[[dict[str, Any]], None]
 Engine = Callable[[Settings, RunDir, OnRound], None]

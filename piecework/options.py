@@ -5,11 +5,11 @@ import os
 import tomllib
 from pathlib import Path
 
-from device_profiles.fleet import load_fleet
 from piecework.app_folder import PRESETS
+from piecework.device_profiles.fleet import load_fleet
 from piecework.processes import Connection
-from server_app.settings import Scalar, Settings, SettingsError
-from server_app.used_settings import require_used, without_unused
+from piecework.server_app.used_settings import require_used, without_unused
+from piecework.training.settings import Scalar, Settings, SettingsError
 
 Scalars = dict[str, Scalar]
 LOG = logging.getLogger("piecework")
@@ -31,7 +31,7 @@ def settings_from(
     number of clients, it is the one that the fleet lists, or 20; 4 where real processes are started; and as many as there are
     where the nodes are `there` already.
     """
-    from server_app.local_grid import default_workers
+    from piecework.server_app.local_grid import default_workers
 
     asked_for = dict(map(assignment, assignments)) | (named or {})
     values, dropped = without_unused(asked_for, read_preset(preset)) if preset else (dict(asked_for), [])
@@ -78,7 +78,7 @@ def settings_from(
 
 def settings_of_run(folder: str) -> Scalars:
     """All settings of the run in a folder, as it was last started. Raises SettingsError."""
-    from server_app.records import RunDir
+    from piecework.server_app.records import RunDir
 
     run_dir = RunDir(Path(folder))
     if not (run_dir.path / "settings.toml").is_file():

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, Protocol
 
-from device_profiles.profile import DeviceState
-from models.anatomy import anatomy
-from models.cascade import Blueprint
-from strategies.pricing import Part
+from piecework.device_profiles.profile import DeviceState
+from piecework.models.anatomy import anatomy
+from piecework.models.cascade import Blueprint
+from piecework.planning.part import Part
 
 Fractions = Mapping[str, float]  # of a unit's parameters, by unit
 

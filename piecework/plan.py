@@ -8,22 +8,24 @@ from math import ceil
 from statistics import fmean
 from typing import Any
 
-from client_app.setup import blueprint_of_shape
-from device_profiles.clock import round_seconds
-from device_profiles.fleet import Fleet, device_state, load_fleet
-from device_profiles.memory import MemoryBudgetExceededError
-from device_profiles.profile import DeviceState
-from models.partition import AtomTooLargeError
+from piecework.device_profiles.clock import round_seconds
+from piecework.device_profiles.fleet import Fleet, device_state, load_fleet
+from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.device_profiles.profile import DeviceState
+from piecework.federation.registry import sampled
+from piecework.models.partition import AtomTooLargeError
 from piecework.parts import pretence, trained_shares
+from piecework.planning.costs import Pricing, pricing_for
+from piecework.planning.coverage import Trainer, richest
+from piecework.planning.paper_memory import MACS
+from piecework.planning.part import Part, whole_model
+from piecework.planning.partition_policy import Rule, label
+from piecework.planning.timing import local_work, swapped_seconds, work_seconds
 from piecework.question import Question, budget_bytes
-from server_app.roster import sampled
-from server_app.settings import Settings
-from server_app.start import covered
-from strategies import find_macs, find_rule
-from strategies.coverage import Trainer, richest
-from strategies.pricing import Part, Pricing, pricing_for, whole_model
-from strategies.rules import Rule, label
-from strategies.timing import local_work, swapped_seconds, work_seconds
+from piecework.server_app.start import covered
+from piecework.strategies import find_rule
+from piecework.training.settings import Settings
+from piecework.training.setup import blueprint_of_shape
 
 ROUNDS = 20  # of a fleet that changes from round to round, or of which not all take part
 
@@ -128,7 +130,7 @@ def module_row(rule: Rule, stage: str, part: Part) -> dict[str, Any]:
         "memory_bytes": rule.pricing.bytes(part),
         "forward_flops": part.forward_flops * batch,
         "training_flops": rule.pricing.traced(part).flops,
-        "macs": count(part, batch) if (count := find_macs(rule.settings.memory_model)) else None,
+        "macs": count(part, batch) if (count := MACS.get(rule.settings.memory_model)) else None,
         "bytes_down": down_up[0],
         "bytes_up": down_up[1],
     }

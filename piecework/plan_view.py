@@ -6,8 +6,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from device_profiles.profile import format_bytes, format_compared
-from strategies.coverage import coverage_lines, coverage_sentence
+from piecework.device_profiles.profile import format_bytes, format_compared
+from piecework.planning.coverage import coverage_lines, coverage_sentence
 
 SHOWN = 3  # ways of training that are listed for one device
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.app_folder import PRESETS
-from server_app.settings import SettingsError
+from piecework.training.settings import SettingsError
 
 
 def preset_rows(word: str = "") -> list[dict[str, Any]]:

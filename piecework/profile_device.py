@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import tomli_w
 
-from device_profiles.profile import (
+from piecework.device_profiles.profile import (
     CACHE_CAN_BE_DROPPED,
     PROBE_FILE_BYTES,
     DiskSpeed,

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import cast, get_args
 
-from client_app.setup import open_dataset
-from client_app.training import Precision
-from federated_data.datasets import PUBLISHED, default_cache, prepare
-from models.cascade import Shape
-from models.zoo import usual_input
-from server_app.settings import Settings, SettingsError
-from strategies.pricing import share_or_bytes
+from piecework.federated_data.datasets import PUBLISHED, default_cache, prepare
+from piecework.models.cascade import Shape
+from piecework.models.zoo import usual_input
+from piecework.planning.costs import share_or_bytes
+from piecework.training.loop import Precision
+from piecework.training.settings import Settings, SettingsError
+from piecework.training.setup import open_dataset
 
 EXAMPLES = 500  # of a client, where no data set says how many
 

@@ -6,8 +6,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from device_profiles.profile import format_bytes, is_limit
 from piecework import display
+from piecework.device_profiles.profile import format_bytes, is_limit
 from piecework.display import Record, percent
 from piecework.page import (
     COLOURS,
@@ -22,14 +22,14 @@ from piecework.page import (
     sections_html,
     table,
 )
+from piecework.planning.coverage import consecutive
 from piecework.prism_report import has_kernels, kernel_section
 from piecework.profl_report import is_progressive, movement_section
 from piecework.robust_report import cascade_sections, final_section, is_adversarial, is_cascade, robust_curves
+from piecework.server_app.failures import excluded_classes, failures
+from piecework.server_app.records import RunDir, write_atomically
+from piecework.server_app.summary import trained_parts
 from piecework.spafl_report import density_section, has_thresholds, pattern_section
-from server_app.failures import excluded_classes, failures
-from server_app.records import RunDir, write_atomically
-from server_app.summary import trained_parts
-from strategies.coverage import consecutive
 
 
 def write_report(run_dir: RunDir) -> Path:

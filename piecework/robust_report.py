@@ -9,10 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from client_app.task import piece_of
-from models.trained_model import description
 from piecework.display import Record, percent
+from piecework.models.trained_model import description
 from piecework.page import COLOURS, Section, graph_objects, line, mark_stages, over_rounds, panels, table
+from piecework.training.messages import piece_of
 
 ATTACKS = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square"}
 NORMS = {"l2": "L2", "linf": "L-infinity"}

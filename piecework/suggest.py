@@ -9,15 +9,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from client_app.setup import blueprint_of_shape
-from device_profiles.fleet import load_fleet
-from device_profiles.profile import format_bytes, format_compared
-from models.cascade import Blueprint
+from piecework.device_profiles.fleet import load_fleet
+from piecework.device_profiles.profile import format_bytes, format_compared
+from piecework.models.cascade import Blueprint
 from piecework.plan import fleet_states, make_plan
+from piecework.planning.costs import Pricing, pricing_for
+from piecework.planning.part import whole_model
 from piecework.question import Question
-from server_app.settings import Settings
-from strategies import STRATEGIES, find_rule
-from strategies.pricing import Pricing, pricing_for, whole_model
+from piecework.strategies import STRATEGIES, find_rule
+from piecework.training.settings import Settings
+from piecework.training.setup import blueprint_of_shape
 
 MEASURED = Path(__file__).parent / "measured.toml"
 SIMPLE = ("allsmall", "exclusivefl")  # beside FedAvg, what one would try first

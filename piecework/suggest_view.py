@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
-from device_profiles.profile import format_bytes
+from piecework.device_profiles.profile import format_bytes
 from piecework.plan_view import columns, duration
 
 

@@ -9,9 +9,9 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Flower's entry: the same loop as every engine's."""
-    from server_app.rounds import resolve_run_dir, run_experiment
-    from server_app.settings import Settings
-    from server_app.used_settings import require_used
+    from piecework.server_app.rounds import resolve_run_dir, run_experiment
+    from piecework.server_app.used_settings import require_used
+    from piecework.training.settings import Settings
 
     settings = Settings.from_run_config(context.run_config)
     if not settings.resume_from:  # what a run was begun with does not keep it from going on

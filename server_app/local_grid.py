@@ -43,7 +43,7 @@ def answer(data: list[bytes], run_config: Mapping[str, Any], clients: int, node_
 
     `data` is a list of one, emptied here: a caller that held the bytes would hold them while the client trains.
     """
-    from client_app.app import app
+    from piecework.client_app.app import app
 
     message: Message = pickle.loads(data.pop())  # noqa: S301 (written by this program, never from a network)
     client = message.metadata.dst_node_id - FIRST_NODE

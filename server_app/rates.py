@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterable
 
-from server_app.settings import Settings, SettingsError, learning_rate
+from piecework.training.settings import Settings, SettingsError, learning_rate
 
 
 def describe(settings: Settings) -> str:

@@ -19,7 +19,7 @@ from flwr.app import Array, ArrayRecord
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from server_app.settings import Scalar, Settings
+from piecework.training.settings import Scalar, Settings
 
 SCHEMA = 2  # 2: norms of updates by unit
 KEPT = 2  # newest checkpoints kept, besides the first

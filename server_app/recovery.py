@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from server_app.records import Checkpoint, CheckpointError, RunDir, read_checkpoint, round_of
+from piecework.server_app.records import Checkpoint, CheckpointError, RunDir, read_checkpoint, round_of
 
 LOG = logging.getLogger("piecework")
 

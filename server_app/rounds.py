@@ -13,30 +13,30 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
-from client_app.setup import blueprint_for, check_augmentation, check_shares, image_attack, open_dataset
-from device_profiles.clock import round_seconds
-from device_profiles.fleet import Fleet, load_fleet
-from federated_data.datasets import ArrayDataset, default_cache, load, prepare, set_name
-from models.cascade import Blueprint
-from models.init_weights import account, pretrained
-from models.partition import Piece
-from models.trained_model import FORMAT
-from server_app.autoattack import require_autoattack
-from server_app.evaluation import Evaluator, final_evaluation
-from server_app.mail import Mail
-from server_app.rates import describe, require_rates
-from server_app.records import Checkpoint, RunDir, newest_run
-from server_app.recovery import Recovery, find_recovery, put_aside
-from server_app.roster import Roster
-from server_app.run_lock import run_lock
-from server_app.settings import Settings, check_resume, too_many_asked
-from server_app.start import look_at
-from server_app.summary import STOPPED, accuracy_by_device, stop_reason, summarise, why_empty
-from strategies import find_strategy
-from strategies.base import PieceStrategy
-from strategies.faults import status_of
-from strategies.served import ServedModel
-from strategies.state import Experiment
+from piecework.device_profiles.clock import round_seconds
+from piecework.device_profiles.fleet import Fleet, load_fleet
+from piecework.federated_data.datasets import ArrayDataset, default_cache, load, prepare, set_name
+from piecework.federation.autoattack import require_autoattack
+from piecework.federation.evaluation import Evaluator, final_evaluation
+from piecework.federation.faults import status_of
+from piecework.federation.registry import Roster
+from piecework.federation.transport import Mail
+from piecework.models.cascade import Blueprint
+from piecework.models.init_weights import account, pretrained
+from piecework.models.partition import Piece
+from piecework.models.trained_model import FORMAT
+from piecework.server_app.rates import describe, require_rates
+from piecework.server_app.records import Checkpoint, RunDir, newest_run
+from piecework.server_app.recovery import Recovery, find_recovery, put_aside
+from piecework.server_app.run_lock import run_lock
+from piecework.server_app.served_model import ServedModel
+from piecework.server_app.start import look_at
+from piecework.server_app.summary import STOPPED, accuracy_by_device, stop_reason, summarise, why_empty
+from piecework.strategies import find_strategy
+from piecework.strategies.base import PieceStrategy
+from piecework.strategies.state import Experiment
+from piecework.training.settings import Settings, check_resume, too_many_asked
+from piecework.training.setup import blueprint_for, check_augmentation, check_shares, image_attack, open_dataset
 
 LOG = logging.getLogger("piecework")
 OnRound = Callable[[dict[str, Any]], None]

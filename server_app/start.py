@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.init_weights import pretrained_units
-from strategies.base import PieceStrategy
-from strategies.coverage import Trainer, coverage, coverage_sentence, judged, part_names
-from strategies.rules import Rule
+from piecework.models.init_weights import pretrained_units
+from piecework.planning.coverage import Trainer, coverage, coverage_sentence, judged, part_names
+from piecework.planning.partition_policy import Rule
+from piecework.strategies.base import PieceStrategy
 
 LOG = logging.getLogger("piecework")
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
-from device_profiles.profile import is_limit
-from server_app.failures import excluded_classes, failures
-from server_app.records import RunDir
-from server_app.settings import Settings
-from strategies.reports import ClientReport
+from piecework.device_profiles.profile import is_limit
+from piecework.federation.reports import ClientReport
+from piecework.server_app.failures import excluded_classes, failures
+from piecework.server_app.records import RunDir
+from piecework.training.settings import Settings
 
 STOPPED = "stopped"  # status of a run that was told to end, by Ctrl-C or SIGTERM
 

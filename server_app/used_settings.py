@@ -7,8 +7,8 @@ all keys, whoever set them.
 
 from collections.abc import Collection, Iterable, Mapping
 
-from server_app.settings import Scalar, Settings, SettingsError
-from strategies import STRATEGIES, find_strategy
+from piecework.strategies import STRATEGIES, find_strategy
+from piecework.training.settings import Scalar, Settings, SettingsError
 
 Case = Mapping[str, tuple[Scalar, ...]]
 
@@ -159,8 +159,8 @@ def holds(case: Case, values: Mapping[str, Scalar]) -> bool:
 
 def lineage(strategy: str) -> list[str]:
     """The strategy; of one's own also those that it is built on, whose settings it may read."""
-    module, _ = STRATEGIES.get(strategy, ("strategies.", ""))
-    if module.startswith("strategies."):
+    module, _ = STRATEGIES.get(strategy, ("piecework.strategies.", ""))
+    if module.startswith("piecework.strategies."):
         return [strategy]
     return [strategy, *(found for base in find_strategy(strategy).__mro__ if (found := base.__dict__.get("name")))]
 

@@ -1,47 +1,40 @@
-"""The systems by name: strategies that train, rules that plan, memory-models of papers."""
+"""The systems, in families: a folder for each way of making a model fit. Here they are found by name.
 
-from collections.abc import Callable
+May import federation, planning, client_app and what is below them.
+"""
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from strategies.base import PieceStrategy
-    from strategies.pricing import MemoryModel, Part
-    from strategies.rules import Rule
+    from piecework.planning.partition_policy import Rule
+    from piecework.strategies.base import PieceStrategy
 
 STRATEGIES = {
-    "allsmall": ("strategies.allsmall", "AllSmall"),
-    "depthfl": ("strategies.depthfl", "DepthFL"),
-    "exclusivefl": ("strategies.exclusivefl", "ExclusiveFL"),
-    "fedavg": ("strategies.fedavg", "FedAvg"),
-    "feddf": ("strategies.feddf", "FedDF"),
-    "feddrop": ("strategies.feddrop", "FedDrop"),
-    "fedepth": ("strategies.fedepth", "FeDepth"),
-    "fedet": ("strategies.fedet", "FedET"),
-    "fedpm": ("strategies.fedpm", "FedPM"),
-    "fedprophet": ("strategies.fedprophet", "FedProphet"),
-    "fedrbn": ("strategies.fedrbn", "FedRBN"),
-    "fedrolex": ("strategies.fedrolex", "FedRolex"),
-    "fjord": ("strategies.fjord", "FjORD"),
-    "heterofl": ("strategies.heterofl", "HeteroFL"),
-    "jfat": ("strategies.jfat", "JFAT"),
-    "local": ("strategies.spafl", "Local"),
-    "m-fedepth": ("strategies.fedepth", "MFeDepth"),
-    "origdrop": ("strategies.origdrop", "OrigDrop"),
-    "orthdrop": ("strategies.orthdrop", "OrthDrop"),
-    "prism": ("strategies.prism", "PriSM"),
-    "profl": ("strategies.profl", "ProFL"),
-    "spafl": ("strategies.spafl", "SpaFL"),
-    "splitmix": ("strategies.splitmix", "SplitMix"),
+    "allsmall": ("piecework.strategies.width.allsmall", "AllSmall"),
+    "depthfl": ("piecework.strategies.cascade.depthfl", "DepthFL"),
+    "exclusivefl": ("piecework.strategies.whole.exclusivefl", "ExclusiveFL"),
+    "fedavg": ("piecework.strategies.whole.fedavg", "FedAvg"),
+    "feddf": ("piecework.strategies.distillation.feddf", "FedDF"),
+    "feddrop": ("piecework.strategies.width.feddrop", "FedDrop"),
+    "fedepth": ("piecework.strategies.cascade.fedepth", "FeDepth"),
+    "fedet": ("piecework.strategies.distillation.fedet", "FedET"),
+    "fedpm": ("piecework.strategies.sparse.fedpm", "FedPM"),
+    "fedprophet": ("piecework.strategies.cascade.fedprophet", "FedProphet"),
+    "fedrbn": ("piecework.strategies.whole.fedrbn", "FedRBN"),
+    "fedrolex": ("piecework.strategies.width.fedrolex", "FedRolex"),
+    "fjord": ("piecework.strategies.width.fjord", "FjORD"),
+    "heterofl": ("piecework.strategies.width.heterofl", "HeteroFL"),
+    "jfat": ("piecework.strategies.whole.jfat", "JFAT"),
+    "local": ("piecework.strategies.sparse.spafl", "Local"),
+    "m-fedepth": ("piecework.strategies.cascade.fedepth", "MFeDepth"),
+    "origdrop": ("piecework.strategies.width.origdrop", "OrigDrop"),
+    "orthdrop": ("piecework.strategies.low_rank.orthdrop", "OrthDrop"),
+    "prism": ("piecework.strategies.low_rank.prism", "PriSM"),
+    "profl": ("piecework.strategies.cascade.profl", "ProFL"),
+    "spafl": ("piecework.strategies.sparse.spafl", "SpaFL"),
+    "splitmix": ("piecework.strategies.width.splitmix", "SplitMix"),
 }
-MEMORY_MODELS = {
-    "fedepth": ("strategies.fedepth", "memory_bytes"),
-    "fedprophet": ("strategies.fedprophet_modules", "memory_bytes"),
-    "prism": ("strategies.prism_memory", "memory_bytes"),
-    "profl": ("strategies.profl_steps", "memory_bytes"),
-}
-
-MACS = {"fedprophet": ("strategies.fedprophet_modules", "macs")}
 
 
 def find_strategy(name: str) -> "type[PieceStrategy]":
@@ -55,18 +48,6 @@ def find_strategy(name: str) -> "type[PieceStrategy]":
 def find_rule(name: str) -> "type[Rule]":
     """How the system of this name cuts a model. Raises ValueError, listing the known ones."""
     return find_strategy(name).rule_class
-
-
-def find_memory_model(name: str) -> "MemoryModel | None":
-    """A paper's rule for the bytes of a part; None for `traced`."""
-    found: MemoryModel | None = None if name == "traced" else _load(MEMORY_MODELS[name])
-    return found
-
-
-def find_macs(memory_model: str) -> "Callable[[Part, int], int] | None":
-    """A paper's own count of a batch's forward pass, of (part, batch size); None where its memory-model has none."""
-    found: Callable[[Part, int], int] | None = _load(MACS[memory_model]) if memory_model in MACS else None
-    return found
 
 
 def _load(place: tuple[str, str]) -> Any:

@@ -16,16 +16,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from client_app.task import Outcome, Task, content_bytes, piece_key, piece_of
-from client_app.training import PieceModel
-from device_profiles.clock import simulated_seconds
-from device_profiles.profile import DeviceState
-from models.anatomy import anatomy
-from models.cascade import initial_state, unit_of
-from models.partition import Piece
-from server_app.roster import MIN_EXAMPLES, sampled
-from server_app.settings import learning_rate
-from strategies.aggregation import (
+from piecework.device_profiles.clock import simulated_seconds
+from piecework.device_profiles.profile import DeviceState
+from piecework.federation.aggregation import (
     CheckedUpdate,
     Norms,
     UpdateRejectedError,
@@ -39,14 +32,21 @@ from strategies.aggregation import (
     spec_of,
     updated,
 )
-from strategies.coverage import Row, Trainer, learned_names, part_names, richest, trained_rows
-from strategies.delivery import Delivery, without_units
-from strategies.faults import SILENT, status_of
-from strategies.post import Post
-from strategies.pricing import Pricing, pricing_for
-from strategies.reports import LONGEST, ClientReport, verdict
-from strategies.rules import Rule
-from strategies.state import Experiment, StrategyState
+from piecework.federation.dispatcher import Post
+from piecework.federation.faults import SILENT, status_of
+from piecework.federation.registry import MIN_EXAMPLES, sampled
+from piecework.federation.reports import LONGEST, ClientReport, verdict
+from piecework.federation.weight_cache import Delivery, without_units
+from piecework.models.anatomy import anatomy
+from piecework.models.cascade import initial_state, unit_of
+from piecework.models.partition import Piece
+from piecework.planning.costs import Pricing, pricing_for
+from piecework.planning.coverage import Row, Trainer, learned_names, part_names, richest, trained_rows
+from piecework.planning.partition_policy import Rule
+from piecework.strategies.state import Experiment, StrategyState
+from piecework.training.loop import PieceModel
+from piecework.training.messages import Outcome, Task, content_bytes, piece_key, piece_of
+from piecework.training.settings import learning_rate
 
 NORMS_KEPT = 200  # of each unit
 LOOKED_AT = 20  # rounds of a fleet, for its budgets

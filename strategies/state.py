@@ -3,10 +3,10 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
-from models.cascade import Blueprint
-from server_app.roster import Roster
-from server_app.settings import Settings
-from strategies.faults import Setbacks
+from piecework.federation.faults import Setbacks
+from piecework.federation.registry import Roster
+from piecework.models.cascade import Blueprint
+from piecework.training.settings import Settings
 
 
 @dataclass

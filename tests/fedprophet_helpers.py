@@ -12,12 +12,12 @@ import torch
 from helpers import SPEEDS, TRIO, a_client, few_digits, tiny_settings
 from torch import nn
 
-from client_app.client import Client
-from client_app.training import PieceModel
-from models.cascade import Atom, Blueprint, Cascade, isolated_rng
-from server_app.local_grid import LocalGrid
-from server_app.records import RunDir
-from server_app.rounds import Run
+from piecework.client_app.client import Client
+from piecework.models.cascade import Atom, Blueprint, Cascade, isolated_rng
+from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.records import RunDir
+from piecework.server_app.rounds import Run
+from piecework.training.loop import PieceModel
 
 
 def chain(inputs: int, *atoms: tuple[Callable[[], nn.Module], int], classes: int = 2) -> Blueprint:

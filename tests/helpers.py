@@ -9,20 +9,20 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message
 
-from client_app.client import Client
-from client_app.examples import Examples, feature_examples, share_examples
-from client_app.memory_cap import MemoryCap
-from client_app.setup import blueprint_for, open_dataset, recipe_for
-from client_app.store import Store
-from client_app.training import Recipe
-from device_profiles.fleet import Fleet, device_of
-from federated_data.datasets import default_cache, prepare
-from models.cascade import Blueprint, Cascade, initial_state, isolated_rng
-from models.zoo import build_blueprint
-from server_app.local_grid import LocalGrid
-from server_app.records import RunDir
-from server_app.rounds import run_experiment
-from server_app.settings import Settings
+from piecework.client_app.client import Client
+from piecework.client_app.store import Store
+from piecework.device_profiles.fleet import Fleet, device_of
+from piecework.federated_data.datasets import default_cache, prepare
+from piecework.models.cascade import Blueprint, Cascade, initial_state, isolated_rng
+from piecework.models.zoo import build_blueprint
+from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.records import RunDir
+from piecework.server_app.rounds import run_experiment
+from piecework.training.examples import Examples, feature_examples, share_examples
+from piecework.training.loop import Recipe
+from piecework.training.memory_cap import MemoryCap
+from piecework.training.settings import Settings
+from piecework.training.setup import blueprint_for, open_dataset, recipe_for
 
 torch.set_num_threads(1)
 

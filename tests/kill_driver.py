@@ -17,11 +17,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 import torch  # noqa: E402
 from helpers import run_local  # noqa: E402
 
-from client_app.store import Store  # noqa: E402
-from device_profiles.memory import trace  # noqa: E402
-from server_app import records  # noqa: E402
-from server_app.evaluation import Evaluator  # noqa: E402
-from server_app.records import RunDir  # noqa: E402
+from piecework.client_app.store import Store  # noqa: E402
+from piecework.device_profiles.memory import trace  # noqa: E402
+from piecework.federation.evaluation import Evaluator  # noqa: E402
+from piecework.server_app import records  # noqa: E402
+from piecework.server_app.records import RunDir  # noqa: E402
 
 
 def die(*_: object, **__: object) -> None:

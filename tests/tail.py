@@ -1,10 +1,10 @@
 """A system for tests that needs frozen units: the first two atoms stay as they were, the rest of the model is trained."""
 
-from client_app.client import Client, Update
-from client_app.task import Task
-from client_app.training import PieceModel, Trainee
-from models.partition import Piece
-from strategies.fedavg import FedAvg, FedAvgRule
+from piecework.client_app.client import Client, Update
+from piecework.models.partition import Piece
+from piecework.strategies.whole.fedavg import FedAvg, FedAvgRule
+from piecework.training.loop import PieceModel, Trainee
+from piecework.training.messages import Task
 
 FROZEN = ["atoms.0", "atoms.1"]
 TRAINED = (2, 3, 4)

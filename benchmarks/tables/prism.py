@@ -9,10 +9,10 @@ from math import ceil
 from torch import Tensor, nn
 
 from benchmarks.tables.shared import COMPARED, MB, beside, commands, layers_of, rule_for, section, table
-from models.cascade import Atom, Blueprint
-from models.layers import named
-from models.low_rank import PadChannels, Padding, low_rank
-from strategies.pricing import Part, whole_model
+from piecework.models.cascade import Atom, Blueprint
+from piecework.models.layers import named
+from piecework.models.low_rank import PadChannels, Padding, low_rank
+from piecework.planning.part import Part, whole_model
 
 KEEP_RATIOS = (0.8, 0.6, 0.4, 0.2)
 OF_PRISM = "--model resnet18 --strategy prism --memory-model prism --batch-size 32"

@@ -17,12 +17,12 @@ from benchmarks.tables.shared import (
     section,
     table,
 )
-from device_profiles.fleet import load_fleet
-from models.basic_layers import blocks_of
-from models.vgg import PROFL_POOLS
+from piecework.device_profiles.fleet import load_fleet
+from piecework.models.basic_layers import blocks_of
+from piecework.models.vgg import PROFL_POOLS
 from piecework.plan import fleet_states
-from strategies.pricing import Part, whole_model
-from strategies.profl_steps import fitted_mb
+from piecework.planning.paper_memory.profl import fitted_mb
+from piecework.planning.part import Part, whole_model
 
 OF_PROFL_MEMORY = "--memory-model profl --batch-size 64 --fleet profl"
 RES18 = f"--model resnet18 --strategy profl {OF_PROFL_MEMORY}"
@@ -99,7 +99,7 @@ def text() -> str:
         "## ProFL: thresholds and participation",
         """ResNet-18, 3x32x32, batch 64. The thresholds are constants in the authors' code: block t, output module t, and both,
         step t. `memory_bytes` uses them where they exist, and elsewhere a formula that was fitted to them. The table shows
-        the formula (`strategies.profl_steps.fitted_mb`); the second command prints twice its figures for steps and full model,
+        the formula (`fitted_mb`); the second command prints twice its figures for steps and full model,
         because a batch of 128 has no constants.""",
         commands(RES18, RES18.replace("--batch-size 64", "--batch-size 128")),
         table(("ResNet-18, MB", "authors", "formula", "deviation"), thresholds),

@@ -12,19 +12,20 @@ from typing import Any
 
 import typer
 
-from client_app.setup import blueprint_of_shape
-from device_profiles.fleet import load_fleet
-from device_profiles.memory import MemoryBudgetExceededError
-from models.anatomy import Layer, anatomy
-from models.cascade import Blueprint
 from piecework.cli import app
+from piecework.device_profiles.fleet import load_fleet
+from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.models.anatomy import Layer, anatomy
+from piecework.models.cascade import Blueprint
 from piecework.options import settings_from
 from piecework.plan import fleet_states
+from piecework.planning.costs import pricing_for
+from piecework.planning.part import Part, whole_model
+from piecework.planning.partition_policy import Rule
 from piecework.question import Question, ask, budget_bytes
-from server_app.settings import Settings
-from strategies import find_rule
-from strategies.pricing import Part, pricing_for, whole_model
-from strategies.rules import Rule
+from piecework.strategies import find_rule
+from piecework.training.settings import Settings
+from piecework.training.setup import blueprint_of_shape
 
 PLAN: Any = typer.main.get_command(app)
 MB, MIB = 10**6, 2**20

@@ -1,7 +1,7 @@
 """The zoo's parameters, held against published counts."""
 
 from benchmarks.tables.shared import COMPARED, OF_PROFL, beside, count, rule_for, section, table
-from models.zoo import MODELS
+from piecework.models.zoo import MODELS
 
 SIZES = [  # flags, what is counted, the published figure, whose it is
     ("--model vgg16", "parameters", "15,253,578", "FedProphet's code"),

@@ -1,9 +1,9 @@
 """SpaFL: thresholds, and Table 2's communication and FLOPs."""
 
 from benchmarks.tables.shared import COMPARED, beside, commands, count, rule_for, section, table
-from models.masked import thresholds as thresholds_of
-from strategies.counts import bits, dense_flops
-from strategies.pricing import whole_model
+from piecework.models.masked import thresholds as thresholds_of
+from piecework.planning.counts import bits, dense_flops
+from piecework.planning.part import whole_model
 
 CLIENTS_A_ROUND, CLIENTS = 10, 100
 DATA = {  # model, local epochs, mean training examples of a client, rounds

@@ -5,34 +5,34 @@ from importlib import import_module
 from types import ModuleType
 from typing import cast
 
-from client_app.client import Client, Update
-from client_app.task import Metrics, Task
-from client_app.validation import evaluate_whole
+from piecework.client_app.client import Client, Update
+from piecework.client_app.validation import evaluate_whole
+from piecework.training.messages import Metrics, Task
 
 TRAINERS = {
-    "allsmall": "client_app.trainers.fedavg",  # of a narrow model
-    "depthfl": "client_app.trainers.depthfl",
-    "exclusivefl": "client_app.trainers.fedavg",  # who cannot afford the whole model is not asked
-    "fedavg": "client_app.trainers.fedavg",
-    "feddf": "client_app.trainers.feddf",
-    "feddrop": "client_app.trainers.heterofl",  # the server chooses other channels
-    "fedepth": "client_app.trainers.fedepth",
-    "fedet": "client_app.trainers.feddf",  # what differs is the server's
-    "fedpm": "client_app.trainers.fedpm",
-    "fedprophet": "client_app.trainers.fedprophet",
-    "fedrbn": "client_app.trainers.fedrbn",
-    "fedrolex": "client_app.trainers.heterofl",
-    "fjord": "client_app.trainers.fjord",
-    "heterofl": "client_app.trainers.heterofl",
-    "jfat": "client_app.trainers.fedprophet",  # one module, the whole model
-    "local": "client_app.trainers.spafl",  # without communication
-    "m-fedepth": "client_app.trainers.m_fedepth",
-    "origdrop": "client_app.trainers.heterofl",
-    "orthdrop": "client_app.trainers.prism",
-    "prism": "client_app.trainers.prism",
-    "profl": "client_app.trainers.profl",
-    "spafl": "client_app.trainers.spafl",
-    "splitmix": "client_app.trainers.splitmix",
+    "allsmall": "piecework.client_app.trainers.whole.fedavg",  # of a narrow model
+    "depthfl": "piecework.client_app.trainers.cascade.depthfl",
+    "exclusivefl": "piecework.client_app.trainers.whole.fedavg",  # who cannot afford the whole model is not asked
+    "fedavg": "piecework.client_app.trainers.whole.fedavg",
+    "feddf": "piecework.client_app.trainers.distillation.feddf",
+    "feddrop": "piecework.client_app.trainers.width.heterofl",  # the server chooses other channels
+    "fedepth": "piecework.client_app.trainers.cascade.fedepth",
+    "fedet": "piecework.client_app.trainers.distillation.feddf",  # what differs is the server's
+    "fedpm": "piecework.client_app.trainers.sparse.fedpm",
+    "fedprophet": "piecework.client_app.trainers.cascade.fedprophet",
+    "fedrbn": "piecework.client_app.trainers.whole.fedrbn",
+    "fedrolex": "piecework.client_app.trainers.width.heterofl",
+    "fjord": "piecework.client_app.trainers.width.fjord",
+    "heterofl": "piecework.client_app.trainers.width.heterofl",
+    "jfat": "piecework.client_app.trainers.cascade.fedprophet",  # one module, the whole model
+    "local": "piecework.client_app.trainers.sparse.spafl",  # without communication
+    "m-fedepth": "piecework.client_app.trainers.cascade.m_fedepth",
+    "origdrop": "piecework.client_app.trainers.width.heterofl",
+    "orthdrop": "piecework.client_app.trainers.low_rank.prism",
+    "prism": "piecework.client_app.trainers.low_rank.prism",
+    "profl": "piecework.client_app.trainers.cascade.profl",
+    "spafl": "piecework.client_app.trainers.sparse.spafl",
+    "splitmix": "piecework.client_app.trainers.width.splitmix",
 }
 
 

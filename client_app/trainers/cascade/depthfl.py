@@ -1,0 +1,216 @@
+"""DepthFL, the client's side ("DepthFL: Depthwise Federated Learning for Heterogeneous Clients", ICLR 2023).
+
+d_k: the depth of client k, so many of the model's blocks from the first one on; p_i: the prediction of the classifier behind
+block i. It trains blocks and classifiers 1 .. d_k by
+
+    sum_i l_CE(p_i) + lambda_t / (d_k - 1) sum_i sum_{j != i} KL(p_j || p_i),
+
+self-distillation among its classifiers, p_j a constant; lambda_t = exp(-5 (1 - min(t, T) / T)^2) in round t, T = 300
+(`distillation-rounds`). Its prediction is the mean of the classifiers' logits.
+
+With `feddyn-alpha` a > 0 (FedDyn, Acar et al., ICLR 2021, as in the paper) the loss has - <h_k, theta> + a / 2 ||theta -
+theta_t||^2 besides, and h_k <- h_k - a (theta_k - theta_t) is the client's state.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import functional as F
+
+from piecework.client_app.client import Client, Update
+from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.models.cascade import Blueprint
+from piecework.models.depth_exits import exits_of, mean_logits
+from piecework.models.partition import Piece, fits
+from piecework.training.attacks import Loss
+from piecework.training.loop import Load, MakeLoss, PieceModel, Trainee, classification_loss
+from piecework.training.messages import Metrics, OwnFields, Task
+
+HISTORY = "feddyn"  # in the client's state, h_k
+
+
+@dataclass(frozen=True)
+class Orders(OwnFields):
+    """What the server says: how many blocks to train at most; the weight of self-distillation."""
+
+    depth: int
+    weight: float
+
+
+class ExitsModel(PieceModel):
+    """A model's first blocks and the exits behind them, all but the last of which are among the atoms."""
+
+    def __init__(self, blueprint: Blueprint, atoms: Piece, head: str | None, load: Load) -> None:
+        super().__init__(blueprint, atoms, head, load)
+        count = len(blueprint.atoms) - blueprint.spare
+        self.body = [atom for atom in self.atoms if atom < count]
+        self.exits = {behind: atom for behind, atom in exits_of(blueprint).items() if atom in self.atoms}
+
+    def all_logits(self, z: Tensor) -> list[Tensor]:
+        """Logits[B, classes] of every exit, the deepest one last."""
+        found = []
+        for atom in self.body:
+            z = self.modules[f"atoms.{atom}"](z)
+            if (place := self.exits.get(atom)) is not None:
+                found.append(self.modules[f"atoms.{place}"](z))
+        return [*found, self.head(z)]
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Their mean."""
+        return mean_logits(self.all_logits(z))
+
+
+def piece_of_depth(blueprint: Blueprint, blocks: Sequence[Piece], depth: int) -> tuple[Piece, str]:
+    """The atoms of the first `depth` blocks and of the exits behind all but the last of these, and the unit of its exit."""
+    exits = exits_of(blueprint)
+    body = [atom for block in blocks[:depth] for atom in block]
+    before = [exits[block[-1]] for block in blocks[: depth - 1]]
+    return (*body, *before), "head" if depth == len(blocks) else f"atoms.{exits[blocks[depth - 1][-1]]}"
+
+
+def distillation_weight(server_round: int, rounds: int) -> float:
+    """lambda_t, which rises to 1 within so many rounds."""
+    return math.exp(-5 * (1 - min(server_round, rounds) / rounds) ** 2)
+
+
+@cache
+def depth_loss(weight: float) -> MakeLoss:
+    """Cross-entropy of all exits and the distillation between them."""
+
+    def make(pieces: list[PieceModel]) -> Loss:
+        (piece,) = pieces
+        assert isinstance(piece, ExitsModel)
+
+        def loss(z: Tensor, y: Tensor) -> Tensor:
+            logits = [each.float() for each in piece.all_logits(z)]
+            return exits_loss(logits, y, weight)
+
+        return loss
+
+    return make
+
+
+def exits_loss(logits: list[Tensor], y: Tensor, weight: float) -> Tensor:
+    """The loss of exits' logits[B, classes]."""
+    total = classification_loss(logits[0], y)
+    for each in logits[1:]:
+        total = total + classification_loss(each, y)
+    if len(logits) == 1 or not weight:
+        return total
+    if logits[0].shape[1] == 1:  # of two classes, the other one's is 0
+        logits = [F.pad(each, (0, 1)) for each in logits]
+    logs = [F.log_softmax(each, dim=1) for each in logits]
+    for i, log in enumerate(logs):
+        others = [other.detach() for j, other in enumerate(logs) if j != i]
+        for other in others:
+            total = total + weight / len(others) * F.kl_div(log, other, reduction="batchmean", log_target=True)
+    return total
+
+
+def dynamic(make_loss: MakeLoss, alpha: float, correct: Callable[[PieceModel], list[Tensor]]) -> MakeLoss:
+    """A loss whose gradients have FedDyn's terms besides: a theta + c, c = - h_k - a theta_t of each parameter (`correct`)."""
+
+    def make(pieces: list[PieceModel]) -> Loss:
+        (piece,) = pieces
+        for parameter, c in zip(piece.parameters(), correct(piece), strict=True):
+            # detached: a parameter that its own hook holds is freed late
+            parameter.register_hook(partial(corrected, parameter.detach(), c, alpha))  # type: ignore[no-untyped-call]
+        return make_loss(pieces)
+
+    return make
+
+
+def corrected(parameter: Tensor, c: Tensor, alpha: float, gradient: Tensor) -> Tensor:
+    """The gradient with FedDyn's terms."""
+    return torch.add(c, parameter, alpha=alpha).add_(gradient)
+
+
+@cache
+def priced_loss(weight: float, alpha: float) -> MakeLoss:
+    """The loss as a server prices it, which knows no client's state."""
+    if not alpha:
+        return depth_loss(weight)
+    return dynamic(depth_loss(weight), alpha, lambda piece: [torch.zeros_like(p) for p in piece.parameters()])
+
+
+def train(task: Task, client: Client) -> Update:
+    """Train as many blocks as fit. Raises MemoryBudgetExceededError where not even the first one does."""
+    orders, settings = Orders.of(task), client.settings
+    atoms, head = deepest(task, client)
+    alpha = settings.feddyn_alpha
+    make_loss = depth_loss(orders.weight)
+    if alpha:
+        make_loss = dynamic(make_loss, alpha, lambda piece: corrections(client, piece, alpha))
+    trainee = Trainee(lambda: [ExitsModel(client.blueprint, atoms, head, client.load())], client.recipe, make_loss)
+    for epoch in trainee.epochs():
+        examples = client.share(0 if settings.feature_cache else epoch)
+        trainee.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train")
+    (piece,) = trainee.finish()
+    if alpha:
+        remember(client, piece, alpha)  # before the store forgets what was sent
+    client.save(piece)
+    metrics = client.evaluate(piece.logits, client.validation)
+    metrics |= {"train-loss": trainee.total_loss / trainee.seen, "predicted-peak": task.price(atoms) or 0}
+    return Update([*piece.units()], metrics, [atoms], [trainee.seen])
+
+
+def deepest(task: Task, client: Client) -> tuple[Piece, str]:
+    """As many of the assigned blocks as this client's own budget allows. Raises MemoryBudgetExceededError."""
+    for depth in range(Orders.of(task).depth, 0, -1):
+        piece, head = piece_of_depth(client.blueprint, task.variant.exits, depth)
+        if fits(task.price(piece), client.allowed):
+            return piece, head
+    raise MemoryBudgetExceededError(task.price(piece) or 0, client.allowed, "training the first block")
+
+
+def corrections(client: Client, piece: PieceModel, alpha: float) -> list[Tensor]:
+    """c = - h_k - a theta_t of each parameter; h_k is 0 at first."""
+    found = []
+    for unit, module in piece.units().items():
+        with history(client, unit) as h:
+            for name, parameter in module.named_parameters():
+                c = parameter.detach().mul(-alpha)
+                if (known := h(f"{unit}.{name}")) is not None:
+                    c.sub_(torch.from_numpy(known).to(c.device))
+                found.append(c)
+    return found
+
+
+@contextmanager
+def history(client: Client, unit: str) -> Iterator[Callable[[str], np.ndarray | None]]:
+    """A reader of h_k of a unit's parameters, from the client's state; None where there is none yet."""
+    path = client.old_state / HISTORY / f"{unit}.safetensors" if client.old_state is not None else None
+    if path is None or not path.is_file():
+        yield lambda _: None
+        return
+    with safe_open(path, framework="np") as file:
+        yield file.get_tensor
+
+
+def remember(client: Client, piece: PieceModel, alpha: float) -> None:
+    """h_k <- h_k - a (theta_k - theta_t), unit by unit, also where the server then has no use for the update."""
+    folder = client.new_state() / HISTORY
+    folder.mkdir(exist_ok=True)
+    for unit, module in piece.units().items():
+        parameters, fresh = dict(module.named_parameters()), {}
+        with history(client, unit) as h:
+            for key, sent in client.store.read([unit]):
+                if (parameter := parameters.get(key.removeprefix(f"{unit}."))) is not None:
+                    step, known = alpha * (parameter.detach().cpu().numpy() - sent), h(key)
+                    fresh[key] = known - step if known is not None else -step
+        client.store.write_units(fresh, folder)
+
+
+def evaluate(task: Task, client: Client) -> Metrics:
+    """Loss and accuracy of the client's depth of the model on its validation share. Raises MemoryBudgetExceededError."""
+    atoms, head = deepest(task, client)
+    piece = ExitsModel(client.blueprint, atoms, head, client.load())
+    piece.train(False)
+    return client.evaluate(piece.logits, client.validation)

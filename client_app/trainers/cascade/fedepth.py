@@ -1,0 +1,266 @@
+"""FeDepth, the client's side (Algorithm 1, ClientUpdate): the blocks of the full model are trained one after another.
+
+theta_j: the j-th block of this device's own decomposition; phi: the head; z_j: the features behind block j; J: how many blocks.
+
+Eq. 1: theta_j, phi_j in argmin L(theta_j, phi; {z_{j-1}, y}), starting from (theta_j of the server, phi_{j-1}). Every
+sub-problem runs all local epochs. z_j is computed once block j is trained, and lies in the store (section 4.1's buffered
+activations). Towards the shared head features skip the remaining blocks by zero padding; m-FeDepth has heads of its own.
+
+Where the paper is silent: frozen blocks run in evaluation mode; each sub-problem starts with fresh momentum (the authors keep
+one optimiser, which comes to the same for block parameters and carries the head's momentum over); with mutual distillation the
+other model's logits are constants, as in the authors' code.
+
+`sub-problem = network` is how the authors fine-tune transformers: every sub-problem runs the whole network and trains its
+block, the first atom (embedding, class token, positions) and the head. Gradients go back through all blocks, so that memory is
+hardly saved; by default the first atom is trained in the first sub-problem alone, and frozen blocks are not there.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from piecework.client_app.client import Client, Update, fill_from
+from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.models.cascade import Blueprint, can_fit, isolated_rng
+from piecework.models.partition import (
+    AtomTooLargeError,
+    Piece,
+    Price,
+    atom_names,
+    fits,
+    greedy_partition,
+    leave_out_input_side,
+    runs,
+)
+from piecework.training.attacks import Loss
+from piecework.training.examples import Examples
+from piecework.training.loop import MakeLoss, PieceModel, Trainee, channels_last, classification_loss, load_for_device
+from piecework.training.memory_cap import return_free_memory
+from piecework.training.messages import Metrics, Task
+from piecework.training.randomness import integer
+from piecework.training.settings import Settings
+
+MUTUAL = -1  # in a price list, the piece (MUTUAL, M) is M whole models that learn together
+
+
+def decompose(count: int, price: Price, allowed: int, names: list[str]) -> list[Piece]:
+    """The sub-problems of a device: blocks too large even alone are left out at the input side (section 4.2), the rest is cut.
+
+    Raises AtomTooLargeError where not even the last atom fits.
+    """
+    return greedy_partition(leave_out_input_side(range(count), price, allowed), price, allowed, names)
+
+
+def choose_pieces(names: list[str], price: Price, allowed: int, mutual_models: int) -> list[Piece]:
+    """A device's decomposition; (MUTUAL, M) instead where it can afford M > 1 whole models (section 4.3)."""
+    pieces = decompose(len(names), price, allowed, names)
+    if len(pieces) == 1 and len(pieces[0]) == len(names):
+        for copies in range(mutual_models, 1, -1):
+            if fits(price((MUTUAL, copies)), allowed):
+                return [(MUTUAL, copies)]
+    return pieces
+
+
+def pieces_of(blueprint: Blueprint, settings: Settings, price: Price, allowed: int) -> list[Piece]:
+    """`choose_pieces` of a model. Raises AtomTooLargeError also for an atom that does not fit and cannot be left out."""
+    names = atom_names(blueprint)
+    pieces = choose_pieces(names, price, allowed, settings.mutual_models)
+    if pieces[0][0] == MUTUAL or settings.sub_problem == "network":
+        return pieces
+    if (needed := indispensable(blueprint, [atom for piece in pieces for atom in piece])) is not None:
+        raise AtomTooLargeError(names[needed], price((needed,)), allowed)
+    return pieces
+
+
+def indispensable(blueprint: Blueprint, atoms: list[int]) -> int | None:
+    """The first atom missing from `atoms` that they cannot do without, None where there is none.
+
+    Without a transformer's or an LSTM's first atom, the input cannot be brought to the shape that the next one takes.
+    """
+    shape, following = blueprint.input_shape, 0
+    for atom in atoms:
+        tokens = following == 0 and blueprint.vocabulary
+        if atom > following and (tokens or not can_fit(shape, blueprint.shape_before(atom))):
+            return following
+        shape, following = blueprint.atoms[atom].shape, atom + 1
+    return None
+
+
+@cache
+def network_piece(trained: Piece) -> type[PieceModel]:
+    """The whole network, of which these atoms learn, and the first one and the head."""
+
+    class NetworkPiece(PieceModel):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            for number, atom in enumerate(self.modules.values()):
+                atom.requires_grad_(number in (0, *trained))
+
+        def train(self, mode: bool) -> None:
+            """Frozen blocks stay in evaluation mode."""
+            super().train(mode)
+            for atom in self.modules.values():
+                if not any(parameter.requires_grad for parameter in atom.parameters()):
+                    atom.eval()
+
+    return NetworkPiece
+
+
+def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
+    """FeDepth, or with `own_heads` m-FeDepth. Raises MemoryBudgetExceededError where no decomposition fits."""
+    count = len(client.blueprint.atoms)
+    try:
+        pieces = pieces_of(client.blueprint, client.settings, task.price, client.allowed)
+    except AtomTooLargeError as error:
+        raise MemoryBudgetExceededError(error.needed or 0, client.allowed, f"training atom {error.name!r}") from error
+    if pieces[0][0] == MUTUAL:
+        return train_mutually(client, pieces[0][1], task.price(pieces[0]) or 0)
+    if client.settings.sub_problem == "network":
+        return train_network(task, client, pieces)
+    trained: dict[str, None] = {}
+    metrics: Metrics = {}
+    loss, seen = 0.0, []
+    entrance = client.blueprint.shape_before(pieces[0][0])
+    examples, validation = client.share(0).entering(entrance), client.validation.entering(entrance)
+    for j, atoms in enumerate(pieces):
+        head = f"exits.{atoms[-1]}" if own_heads and atoms[-1] != count - 1 else "head"
+        trainee = Trainee(partial(_load_piece, client, atoms, head), client.recipe)
+        for epoch in trainee.epochs():
+            if epoch and not client.settings.feature_cache:
+                share = client.share(epoch).entering(entrance)
+                examples = _stream_anew(client, trainee, pieces[: j + 1], share) if j else share
+            trainee.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(atoms)}")
+        (piece,) = trainee.finish()
+        client.save(piece)
+        trained |= dict.fromkeys(piece.units())
+        loss += trainee.total_loss
+        seen.append(trainee.seen)
+        if j + 1 < len(pieces):
+            examples, validation = (
+                client.stream(piece, examples, f"train-{j}", pieces[j + 1][0]),
+                client.stream(piece, validation, f"validation-{j}", pieces[j + 1][0]),
+            )
+            client.store.drop_features(f"train-{j - 1}", f"validation-{j - 1}")
+        else:
+            metrics |= client.evaluate(piece.logits, validation)
+        del piece, trainee
+        return_free_memory()
+    metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.price(piece) or 0 for piece in pieces)}
+    skipped = [] if client.settings.partial_training == "leave-out" else client.blueprint.units()
+    return Update([*dict.fromkeys([*trained, *skipped])], metrics, pieces, seen)
+
+
+def train_network(task: Task, client: Client, pieces: list[Piece]) -> Update:
+    """One sub-problem after another in the whole network."""
+    whole = tuple(range(len(client.blueprint.atoms)))
+    loss, seen, units = 0.0, list[int](), dict[str, None]()
+    for j, atoms in enumerate(pieces):
+        trainee = Trainee(partial(_load_piece, client, whole, "head", network_piece(atoms)), client.recipe)
+        for epoch in trainee.epochs():
+            examples = client.share(0 if client.settings.feature_cache else epoch)
+            trainee.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(atoms)}")
+        (piece,) = trainee.finish()
+        client.save(piece)
+        units |= dict.fromkeys(["atoms.0", *(f"atoms.{atom}" for atom in atoms), "head"])
+        loss, seen = loss + trainee.total_loss, [*seen, trainee.seen]
+        metrics = client.evaluate(piece.logits, client.validation) if j + 1 == len(pieces) else {}
+        del piece, trainee
+        return_free_memory()
+    metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.price(piece) or 0 for piece in pieces)}
+    return Update([*units], metrics, pieces, seen)
+
+
+def _load_piece(
+    client: Client, atoms: Piece, head: str, piece_class: type[PieceModel] = PieceModel
+) -> list[PieceModel]:
+    return [piece_class(client.blueprint, atoms, head, client.load())]
+
+
+def _stream_anew(client: Client, trainee: Trainee, pieces: list[Piece], examples: Examples) -> Examples:
+    """The last piece's input from a freshly augmented share; its training state waits on disk, it may not fit beside."""
+    client.save(trainee.pieces[0])
+    trainee.pause(client.store.task / "momentum.safetensors")
+    for j, (atoms, following) in enumerate(pairwise(pieces)):
+        piece = PieceModel(client.blueprint, atoms, None, client.load())
+        piece.train(False)
+        examples = client.stream(piece, examples, f"train-{j}", following[0])
+        del piece
+    return examples
+
+
+def train_mutually(client: Client, copies: int, needed: int) -> Update:
+    """Mutual knowledge distillation (section 4.3): M whole models teach each other, the first one is uploaded.
+
+    The others stay on the device, from round to round.
+    """
+    atoms = tuple(range(len(client.blueprint.atoms)))
+    loads = [client.load(), *(_load_companion(client, m) for m in range(1, copies))]
+    trainee = Trainee(
+        lambda: [PieceModel(client.blueprint, atoms, "head", load) for load in loads],
+        client.recipe,
+        mutual_loss(client.settings.mutual_loss),
+    )
+    examples = client.share(0)
+    for epoch in trainee.epochs():
+        trainee.epoch(examples, client.rng("batches", 0, epoch), client.cap, f"train {copies} models mutually")
+    first, *others = trainee.finish()
+    client.save(first)
+    for m, piece in enumerate(others, start=1):
+        folder = _companion_folder(client.new_state(), m)
+        folder.mkdir(exist_ok=True)
+        for unit, module in piece.units().items():
+            client.store.save(unit, module, folder)
+    metrics = client.evaluate(first.logits, client.validation)
+    metrics |= {"train-loss": trainee.total_loss / trainee.seen, "predicted-peak": needed}
+    return Update([*first.units()], metrics, [(MUTUAL, copies)], [trainee.seen])
+
+
+def _companion_folder(state: Path, m: int) -> Path:
+    return state / f"companion-{m}"
+
+
+def _load_companion(client: Client, m: int) -> Callable[[str], torch.nn.Module]:
+    """The m-th companion as this client left it, or new: a function of (seed, client, m, unit)."""
+    if client.old_state is not None and _companion_folder(client.old_state, m).is_dir():
+        fill = fill_from(client.store, _companion_folder(client.old_state, m))
+        return load_for_device(client.blueprint, fill, client.device)
+
+    def make(unit: str) -> torch.nn.Module:
+        with isolated_rng(integer(client.settings.seed, "companion", client.number, m, unit)):
+            return channels_last(client.blueprint.build_unit(unit)).to(client.device)
+
+    return make
+
+
+@cache
+def mutual_loss(kind: str) -> MakeLoss:
+    """1/M sum_m CE(h^m) + 1/(M-1) sum_{m' != m} KL(h^{m'} || h^m), for every m; `authors`: CE without the 1/M."""
+
+    def make(pieces: list[PieceModel]) -> Loss:
+        def loss(z: Tensor, y: Tensor) -> Tensor:
+            return mutual_objective([piece.logits(z) for piece in pieces], y, kind)
+
+        return loss
+
+    return make
+
+
+def mutual_objective(logits: list[Tensor], y: Tensor, kind: str) -> Tensor:
+    """The objective of section 4.3 on logits[M][B, classes] and labels y[B]; KL is the mean over the batch."""
+    logits, M = [h.float() for h in logits], len(logits)
+    ce = torch.stack([classification_loss(h, y) for h in logits]).sum() / (M if kind == "paper" else 1)
+    if logits[0].shape[1] == 1:  # the probabilities of one logit are those of two, the other one 0
+        logits = [F.pad(h, (0, 1)) for h in logits]
+    kl = [
+        F.kl_div(h.log_softmax(1), other.detach().log_softmax(1), reduction="batchmean", log_target=True)
+        for m, h in enumerate(logits)
+        for n, other in enumerate(logits)
+        if n != m
+    ]
+    return ce + torch.stack(kl).sum() / (M - 1)

@@ -1,0 +1,202 @@
+"""FedProphet, the client's side: adversarial cascade learning (section 5; Algorithm 2, the lines of clients).
+
+w_m: module m; theta_m: its auxiliary head; z_{m-1}: the features at its entrance (z_0 are images); M_k: the last module that
+client k trains in this round; epsilon_{m-1}: the radius around z_{m-1}; mu: the weight of strong convexity.
+
+Eq. 9 and 13: min over w_m .. w_{M_k}, theta_{M_k} of the max over ||delta|| <= epsilon_{m-1} of l_CE of theta_{M_k}'s logits of
+z_{M_k}(z_{m-1} + delta), plus mu/2 ||z_{M_k}||^2, the un-pooled features. delta by PGD in evaluation mode, on the same loss.
+Eq. 11, when module m is done: the largest ||z_m(z_{m-1} + delta) - z_m(z_{m-1})||_2 of each training example.
+
+Where the paper is silent, as in the authors' code: images are attacked in L-infinity; features in an L2 ball (`feature-norm` =
+`linf`: of radius epsilon / sqrt(dimension)), from a random direction and radius, by steps of 2.5 epsilon / T, not below 0 where
+features never are; the regulariser is a mean over the batch; momentum starts at zero in every round; psi = 1. Ours: the last
+module, which has the model's own head and no auxiliary one, has no regulariser.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from piecework.client_app.client import Client, Update
+from piecework.client_app.features import prefix_features
+from piecework.client_app.validation import held_bytes, piece_bytes, validate
+from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.models.cascade import Blueprint
+from piecework.models.partition import Piece, fits, runs
+from piecework.training.attacks import Attack, Loss, pgd
+from piecework.training.examples import Examples, batches
+from piecework.training.loop import MakeLoss, PieceModel, Trainee, classification_loss, in_precision
+from piecework.training.messages import Metrics, OwnFields, Task
+from piecework.training.setup import image_attack
+
+
+@dataclass(frozen=True)
+class Orders(OwnFields):
+    """What the server says of a stage: the atoms of each module; the module m in training, from 0; M_k.
+
+    `epsilon`: the radius around features; `nonnegative`: no client has features below 0;
+    `swaps`: the stage's module is trained even where it does not fit.
+    """
+
+    modules: list[list[int]]
+    stage: int
+    last: int
+    epsilon: float = 0.0
+    nonnegative: bool = False
+    swaps: bool = False
+
+    def atoms(self, last: int) -> Piece:
+        """The atoms of the modules from the one in training to `last`."""
+        return tuple(atom for module in self.modules[self.stage : last + 1] for atom in module)
+
+    def before(self) -> list[Piece]:
+        """The modules before the one in training."""
+        return [tuple(module) for module in self.modules[: self.stage]]
+
+    def fixed(self) -> list[Piece]:
+        """The modules that nobody trains any more: also the stage's own, where `last` is before it."""
+        return [
+            tuple(module) for module in self.modules[: max(self.stage, self.stage + 1 if self.last < self.stage else 0)]
+        ]
+
+
+def head_behind(blueprint: Blueprint, atom: int) -> str:
+    """The head of a module that ends with this atom: an auxiliary one, or at the end the model's own."""
+    return "head" if atom == len(blueprint.atoms) - 1 else f"aux.{atom}"
+
+
+@cache
+def module_loss(mu: float) -> MakeLoss:
+    """l_CE + mu/2 ||z||^2 of a piece with an auxiliary head (Eq. 9, 13), a mean over the batch."""
+
+    def make(pieces: list[PieceModel]) -> Loss:
+        (piece,) = pieces
+
+        def loss(z: Tensor, y: Tensor) -> Tensor:
+            if piece.head_unit == "head" or not mu:
+                return classification_loss(piece.logits(z), y)
+            z = piece.features(z)
+            return classification_loss(piece.head(z), y) + mu / 2 / len(z) * z.float().square().sum()
+
+        return loss
+
+    return make
+
+
+def train(task: Task, client: Client) -> Update:
+    """Train the assigned modules jointly. Raises MemoryBudgetExceededError where not even the stage's module fits."""
+    orders = Orders.of(task)
+    atoms = assigned(orders, task, client)
+    head = head_behind(client.blueprint, atoms[-1])
+    examples = stage_examples(client, orders)
+    recipe = replace(client.recipe, attack=stage_attack(client, orders) if task.adversarial else None)
+    trainee = Trainee(
+        lambda: [PieceModel(client.blueprint, atoms, head, client.load())],
+        recipe,
+        module_loss(client.settings.convexity),
+    )
+    for epoch in trainee.epochs():
+        trainee.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(atoms)}")
+    (piece,) = trainee.finish()
+    client.save(piece)
+    metrics: Metrics = {"train-loss": trainee.total_loss / trainee.seen, "predicted-peak": task.price(atoms) or 0}
+    return Update([*piece.units()], metrics, [atoms], [trainee.seen])
+
+
+def assigned(orders: Orders, task: Task, client: Client) -> Piece:
+    """The atoms to train: as many of the assigned modules as this client's own budget allows, the stage's module at least.
+
+    Raises MemoryBudgetExceededError where that one does not fit.
+    """
+    for last in range(orders.last, orders.stage, -1):
+        if fits(task.price(orders.atoms(last)), client.allowed):
+            return orders.atoms(last)
+    atoms = orders.atoms(orders.stage)
+    needed = task.price(atoms)
+    if not orders.swaps and not fits(needed, client.allowed):
+        raise MemoryBudgetExceededError(needed or 0, client.allowed, f"training module {orders.stage + 1}")
+    return atoms
+
+
+def stage_examples(client: Client, orders: Orders) -> Examples:
+    """z_{m-1} of the training share: images, or features of the fixed modules."""
+    return prefix_features(client, orders.before()) if orders.stage else client.share(0)
+
+
+def stage_attack(client: Client, orders: Orders) -> Attack:
+    """The attack on a stage's inputs."""
+    settings = client.settings
+    images = image_attack(settings, client.data, settings.attack_steps)
+    if not orders.stage:
+        return images
+    epsilon = orders.epsilon
+    if settings.feature_norm == "linf":
+        epsilon /= math.sqrt(math.prod(client.blueprint.shape_before(orders.atoms(orders.stage)[0])))
+    low = 0.0 if orders.nonnegative else -math.inf
+    return Attack(settings.feature_norm, epsilon, 2.5 * epsilon / settings.attack_steps, settings.attack_steps, low)
+
+
+def evaluate(task: Task, client: Client) -> Metrics:
+    """C_m and A_m: clean and adversarial accuracy of w_1 .. w_m with theta_m on this client's validation share."""
+    orders = Orders.of(task)
+    pieces = [*orders.before(), orders.atoms(orders.stage)]
+    whole = tuple(atom for piece in pieces for atom in piece)
+    if not task.enforced or fits(validation_price(task, client, whole), client.allowed):
+        pieces = [whole]
+    largest = max(validation_price(task, client, piece) or client.allowed for piece in pieces)
+    held = len(pieces) == 1 or largest + held_bytes(client, pieces) <= client.allowed
+    attack = image_attack(client.settings, client.data, client.settings.evaluation_attack_steps)
+    return validate(client, pieces, head_behind(client.blueprint, whole[-1]), attack, held=held)
+
+
+def validation_price(task: Task, client: Client, piece: Piece) -> int | None:
+    """At most the bytes of validating a piece, or None where the server lists no price."""
+    price = task.price(piece)
+    return None if price is None else piece_bytes(client, piece, price)
+
+
+def survey(task: Task, client: Client) -> Metrics:
+    """Of the fixed module m, over the training share: the mean largest ||Delta z_m||_2 (Eq. 11), and the least feature."""
+    orders = Orders.of(task)
+    examples = stage_examples(client, orders)
+    atoms, attack = orders.atoms(orders.stage), stage_attack(client, orders)
+    piece: PieceModel | None = None
+    total, seen, least, rng = 0.0, 0, math.inf, client.rng("perturbation")
+    alone = client.settings.batch_statistics  # an example alone has no statistics
+    # Halves of a batch: what is kept of the clean features comes on top of what training holds.
+    size = max(1 + alone, client.recipe.batch_size // 2)
+    for positions in batches(len(examples), size, rng, drop_single=alone):
+        generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
+        with client.cap.first("perturbation", len(positions)):
+            if piece is None:
+                piece = PieceModel(client.blueprint, atoms, None, client.load())
+                piece.train(False)
+                for parameter in piece.parameters():
+                    parameter.requires_grad_(False)
+            forward = in_precision(piece.features, client.recipe)
+            norms, low = largest_perturbation(forward, examples.read(positions), attack, generator)
+        total, seen, least = total + float(norms.sum()), seen + len(positions), min(least, low)
+    return {"perturbation": total / seen, "least-feature": least, "num-examples": seen} if seen else {}
+
+
+def largest_perturbation(
+    module: Callable[[Tensor], Tensor], z: Tensor, attack: Attack, generator: torch.Generator
+) -> tuple[Tensor, float]:
+    """||module(z + delta) - module(z)||_2 of each example, [B], for PGD's delta; and the least value of module(z)."""
+    with torch.no_grad():
+        clean = module(z)
+
+    def gradient(z: Tensor, y: Tensor) -> Tensor:
+        """Of ||module(z) - clean||^2."""
+        z = z.detach().requires_grad_()
+        out = module(z)
+        (ascent,) = torch.autograd.grad(out, z, out.detach().sub(clean).mul_(2))
+        return ascent
+
+    found = pgd(gradient, z, torch.empty(0), attack, generator)
+    with torch.no_grad():
+        return module(found).sub_(clean).flatten(1).norm(dim=1), float(clean.min())

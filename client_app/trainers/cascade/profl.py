@@ -1,0 +1,145 @@
+"""ProFL, the client's side (section 2): one block and its output module are trained over frozen blocks.
+
+theta_t: block t; theta_op: its output module, a basic layer theta_{t+1,b} .. theta_{T,b} for each block behind it and the
+output layer theta_L; F: frozen; z_{t-1}: what the frozen blocks make of the images.
+
+Growing and shrinking: [theta_{1,F}, .., theta_t, theta_op] is trained by cross-entropy, theta_t and theta_op only. A device
+that cannot afford that trains theta_L alone (section 3.1), on what all before it makes of its images.
+Map: theta_t's information goes into theta_{t,b} by distillation: the logits of [theta_{t,b}, theta_{t+1,b}, ..] are to equal,
+in the mean squared error, those of [theta_t, theta_{t+1,b}, ..].
+
+Statistics (ours): blocks that shrinking leaves random get running statistics for their batch norms, before it begins.
+
+Where the paper is silent, as in the authors' code: of the student only theta_{t,b} learns, in the last block's map theta_L too;
+momentum starts at zero in every round. Ours: frozen blocks and the teacher run in evaluation mode, so that z_{t-1} is computed
+once a step and lies in the store. With `frozen-mode = training` frozen blocks run in training mode, as theirs: their batch
+norms take statistics of a batch, whose running means (which theirs go on averaging) stay as the block's own step left them.
+The teacher's logits are computed first, one atom after another: teacher and student are never held together.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from torch import Tensor
+
+from piecework.client_app.client import Client, Update
+from piecework.client_app.features import measure_statistics, prefix_features, teacher_logits
+from piecework.client_app.validation import behind, evaluate_cascade
+from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.models.basic_layers import cascade_at, step_atoms, student_atoms
+from piecework.models.partition import Piece, fits, runs
+from piecework.training.attacks import Loss
+from piecework.training.examples import Examples
+from piecework.training.loop import MakeLoss, PieceModel, Trainee, single_loss
+from piecework.training.messages import Metrics, OwnFields, Task
+
+OUTPUT_LAYER: Piece = ()  # theta_L alone, in a price list
+
+
+@dataclass(frozen=True)
+class Orders(OwnFields):
+    """What the server says of a step: t, from 1; what is done: `shrinking`, `growing`, the `map` of block t, or `statistics`
+    of the blocks before it.
+    """
+
+    step: int
+    doing: str
+
+
+def frozen_atoms(task: Task) -> Piece:
+    """The atoms before block t."""
+    return tuple(atom for block in task.variant.basic_layers[: Orders.of(task).step - 1] for atom in block)
+
+
+def train(task: Task, client: Client) -> Update:
+    """A round of a step, of a map, or of statistics. Raises MemoryBudgetExceededError where not even theta_L fits."""
+    orders, blocks = Orders.of(task), task.variant.basic_layers
+    if orders.doing == "statistics":
+        return measure(task, client, frozen_atoms(task))
+    atoms = step_atoms(client.blueprint, blocks, orders.step)
+    whole = fits(task.price(atoms), client.allowed)
+    if orders.doing == "map":
+        require(task, client, student_atoms(client.blueprint, orders.step), f"integrating block {orders.step}")
+    elif not whole:
+        require(task, client, OUTPUT_LAYER, "training the output layer")
+    frozen = [(atom,) for atom in frozen_atoms(task)]
+    training = client.settings.frozen_mode == "training"
+    # images are augmented anew in every round, features are not
+    z = prefix_features(client, frozen, training=training) if frozen else client.share(0)
+    if orders.doing == "map":
+        return integrate(task, client, orders.step, z)
+    if whole:
+        return learn(task, client, atoms, z)
+    return learn(task, client, OUTPUT_LAYER, behind(client, z, atoms, None, "output"))
+
+
+def measure(task: Task, client: Client, atoms: Piece) -> Update:
+    """Running statistics of atoms that stay random; nothing is trained."""
+    require(task, client, atoms, "measuring the statistics of random blocks")
+    measure_statistics(client, atoms)
+    return Update([f"atoms.{atom}" for atom in atoms], {"predicted-peak": task.price(atoms) or 0}, [atoms], [0])
+
+
+def integrate(task: Task, client: Client, t: int, z: Examples) -> Update:
+    """Map: the basic layer of block t learns to stand for it."""
+    blocks = task.variant.basic_layers
+    student = student_atoms(client.blueprint, t)
+    teacher = teacher_logits(client, step_atoms(client.blueprint, blocks, t), z)
+    trained = learners(student, t == len(blocks))
+    return learn(task, client, student, Examples(z.read, teacher, z.device), trained, distillation(trained))
+
+
+def learners(student: Piece, last: bool) -> tuple[str, ...]:
+    """The units of a student that learn: its first basic layer; in the last block's map theta_L too."""
+    return f"atoms.{student[0]}", *(["head"] if last else [])
+
+
+@cache
+def distillation(trained: tuple[str, ...]) -> MakeLoss:
+    """The mean squared error to a teacher's logits[B, classes]; units that are not `trained` are frozen."""
+
+    def make(pieces: list[PieceModel]) -> Loss:
+        (piece,) = pieces
+        for unit, module in piece.units().items():
+            module.requires_grad_(unit in trained)
+
+        def loss(z: Tensor, teacher: Tensor) -> Tensor:
+            return (piece.logits(z).float() - teacher).square().mean()
+
+        return loss
+
+    return make
+
+
+def learn(
+    task: Task,
+    client: Client,
+    atoms: Piece,
+    examples: Examples,
+    trained: tuple[str, ...] = (),
+    make_loss: MakeLoss = single_loss,
+) -> Update:
+    """Local epochs on these atoms and theta_L, of which the units `trained`, or all, come back."""
+    trainee = Trainee(lambda: [PieceModel(client.blueprint, atoms, "head", client.load())], client.recipe, make_loss)
+    for epoch in trainee.epochs():
+        trainee.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(atoms) or 'the output layer'}")
+    (piece,) = trainee.finish()
+    client.save(piece)
+    metrics: Metrics = {
+        "train-loss": trainee.total_loss / trainee.seen,
+        "predicted-peak": task.price(atoms) or 0,
+    }
+    return Update(list(trained or piece.units()), metrics, [atoms], [trainee.seen])
+
+
+def require(task: Task, client: Client, piece: Piece, doing: str) -> None:
+    """Raise MemoryBudgetExceededError where a piece does not fit."""
+    needed = task.price(piece)
+    if not fits(needed, client.allowed):
+        raise MemoryBudgetExceededError(needed or 0, client.allowed, doing)
+
+
+def evaluate(task: Task, client: Client) -> Metrics:
+    """Loss and accuracy of the step's model on the client's validation share, one atom in memory at a time."""
+    orders, blocks = Orders.of(task), task.variant.basic_layers
+    return evaluate_cascade(client, cascade_at(client.blueprint, blocks, orders.step - (orders.doing == "map")))

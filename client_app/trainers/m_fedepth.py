@@ -1,7 +1,0 @@
-"""m-FeDepth, the client's side: FeDepth whose blocks have heads of their own (section 4.1, the variant)."""
-
-from functools import partial
-
-from client_app.trainers import fedepth
-
-train = partial(fedepth.train, own_heads=True)

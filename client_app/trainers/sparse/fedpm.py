@@ -1,0 +1,36 @@
+"""FedPM (Isik et al., "Sparse Random Networks for Communication-Efficient Federated Learning", ICLR 2023), the client's side.
+
+theta: the server's probabilities, which come as scores s = logit(theta). The client trains the scores with Adam, masks drawn
+anew in every step and passed by straight-through gradients, and sends back one mask drawn by them, a bit a weight. Frozen
+weights are drawn from the run's seed on both sides.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from piecework.client_app.client import Client, Update
+from piecework.client_app.trainers.whole.fedavg import train_whole
+from piecework.training.adam import Adam
+from piecework.training.loop import PieceModel
+from piecework.training.messages import Task
+
+MASK = "mask"  # uint8 [scores / 8]: of all scores, arrays by their names, the first in the lowest bit
+
+
+class ScoredModel(PieceModel):
+    """A model of scores, which Adam moves."""
+
+    optimiser = Adam
+
+
+def train(task: Task, client: Client) -> Update:
+    """Train the scores, and draw a mask. Raises MemoryBudgetExceededError."""
+    whole = tuple(range(len(client.blueprint.atoms)))
+    update = train_whole(task, client, whole, piece_class=ScoredModel)
+    rng, drawn = client.rng("mask"), dict[str, np.ndarray]()
+    for name, scores in client.store.read(sorted(update.units)):
+        drawn[name] = rng.random(scores.size) < 1 / (1 + np.exp(-scores.reshape(-1).astype(np.float64)))
+    mask = np.concatenate([drawn[name] for name in sorted(drawn)])
+    client.store.write_units({MASK: np.packbits(mask, bitorder="little")})
+    return replace(update, units=[MASK])

@@ -1,0 +1,181 @@
+"""SpaFL ("Communication-Efficient Federated Learning with Sparse Models and Low Computational Overhead", NeurIPS 2024), the
+client's side, and `local`, the same without communication.
+
+w_k, tau: the client's weights and its thresholds; Delta tau: how the server's thresholds changed. Algorithm 1: the client
+takes the server's thresholds, moves its weights by Delta tau (Eq. 13), and trains both for E epochs (Eq. 3 to 6). Weights and
+batch norms stay in its store, with momentum where `client-momentum` says so, and thresholds alone are sent. Who has no model
+yet, or lost it, builds the initial one from the seed.
+
+Ours: the server sends Delta tau too, because a client that was not in the round before cannot know it. Weights are never
+decayed towards thresholds, nor thresholds by `weight-decay`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from piecework.client_app.client import Client, Update, fill_from
+from piecework.client_app.momentum import CarriedMomentum
+from piecework.client_app.trainers.sparse.forms import SparseModel, SparseTrainee, sparse_loss
+from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.models.cascade import Blueprint, Shape, initial_state, unit_of
+from piecework.models.compact import Layout, layout
+from piecework.models.masked import update_from_importance
+from piecework.models.partition import fits
+from piecework.models.variant import Variant, vary
+from piecework.training.loop import PieceModel, load_for_device
+from piecework.training.messages import Metrics, OwnFields, Task
+from piecework.training.settings import Settings
+from piecework.training.setup import blueprint_of_shape
+
+THRESHOLDS, CHANGE = "thresholds", "change"  # float32 [thresholds]: tau(t), and tau(t) - tau(t - 1)
+WORD = 32  # bits of a mask in an integer of a message
+
+
+@dataclass(frozen=True)
+class Orders(OwnFields):
+    """What the server says: alpha of this round; the digest of the initial model; whether the client shares its thresholds."""
+
+    alpha: float
+    initial: str
+    shared: bool = True
+
+
+def initial_model(
+    blueprint: Blueprint, seed: int, keep: Callable[[dict[str, np.ndarray]], None] = lambda arrays: None
+) -> str:
+    """Build the initial model, unit by unit, for `keep` to store. Returns its digest."""
+    found, arrays = sha256(), groupby(initial_state(blueprint, seed), key=lambda pair: unit_of(pair[0]))
+    for _, unit in arrays:
+        held = {name: value.numpy() for name, value in unit}
+        for name, array in held.items():
+            found.update(name.encode())
+            found.update(np.ascontiguousarray(array).data)
+        keep(held)
+    return found.hexdigest()[:16]
+
+
+def train(task: Task, client: Client) -> Update:
+    """Train weights and thresholds. Raises MemoryBudgetExceededError, and RuntimeError for another initial model."""
+    orders, settings = Orders.of(task), client.settings
+    layout, whole = own_layout(client, task.variant), tuple(range(len(client.blueprint.atoms)))
+    needed = task.price(whole)
+    if not fits(needed, client.allowed):
+        raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
+    source = own_model(client, orders)
+    carried = CarriedMomentum(client) if settings.client_momentum else None
+    folder = client.new_state(anew=True)
+
+    def begin() -> list[PieceModel]:
+        model = load(client, source)
+        if orders.shared:
+            take_over(model, client)
+        model.settle()
+        return [model]
+
+    trainee = SparseTrainee(client, begin, sparse_loss(orders.alpha), carried, layout)
+    for epoch in trainee.epochs():
+        trainee.epoch(client.share(epoch), client.rng("batches", 0, epoch), client.cap, "train the masked model")
+    (model,) = trainee.finish()
+    assert isinstance(model, SparseModel)
+    for unit, module in model.units().items():
+        client.store.save(unit, module, folder)
+    metrics = client.evaluate(model.logits, client.validation)
+    metrics |= {
+        "train-loss": trainee.total_loss / trainee.seen,
+        "predicted-peak": needed or 0,
+        "mask": to_words(model.mask()),
+        "macs": trainee.macs,
+        "fresh": int(source == client.store.model),
+    }
+    if not orders.shared:
+        return Update([], metrics, [whole], [trainee.seen])
+    client.store.write_units({THRESHOLDS: model.thresholds()})
+    return Update([THRESHOLDS], metrics, [whole], [trainee.seen])
+
+
+def evaluate(task: Task, client: Client) -> Metrics:
+    """Loss, accuracy and density (the mean over layers) of the client's own model, as it left it. Raises as `train`."""
+    orders = Orders.of(task)
+    layout = own_layout(client, task.variant)
+    needed = task.price(tuple(range(len(client.blueprint.atoms))))
+    if not fits(needed, client.allowed):
+        raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "evaluating the whole model")
+    source = own_model(client, orders)
+    model = load(client, source)
+    density = float(np.mean([layer.mask().float().mean() for layer in model.layers()]))
+    if layout is not None:
+        model = model.compacted(layout)[0]
+    model.train(False)
+    metrics = client.evaluate(model.logits, client.validation)
+    return metrics | {"density": density, "fresh": int(source == client.store.model)} if metrics else metrics
+
+
+def own_layout(client: Client, variant: Variant) -> Layout | None:
+    """The layout of the compact form of a client's masked model, where that is used."""
+    settings, data = client.settings, client.data
+    return _layout(settings, data.input_shape, data.num_classes, variant) if settings.masked_every != 1 else None
+
+
+@lru_cache(maxsize=4)
+def _layout(settings: Settings, input_shape: Shape, num_classes: int, variant: Variant) -> Layout:
+    plain = blueprint_of_shape(settings, input_shape, num_classes)
+    return layout(plain, vary(plain, variant))
+
+
+def own_model(client: Client, orders: Orders) -> Path:
+    """The folder of the client's model: that of its state, or the task's with the initial model.
+
+    Raises RuntimeError where that is not the server's.
+    """
+    if client.old_state is not None:
+        return client.old_state
+    found = initial_model(client.blueprint, client.settings.seed, client.store.write_units)
+    if found != orders.initial:
+        raise RuntimeError(
+            f"the initial model of seed {client.settings.seed} is {found} here and {orders.initial} on the server: this "
+            f"device's torch ({torch.__version__}) draws other numbers; install the server's version"
+        )
+    return client.store.model
+
+
+def load(client: Client, folder: Path) -> SparseModel:
+    """The model of a folder."""
+    load = load_for_device(client.blueprint, fill_from(client.store, folder), client.device)
+    return SparseModel(client.blueprint, range(len(client.blueprint.atoms)), "head", load)
+
+
+@torch.no_grad()
+def take_over(model: SparseModel, client: Client) -> None:
+    """Move the weights by the change of the server's thresholds (Eq. 13), and take over the thresholds."""
+    sent = dict(client.store.read([THRESHOLDS]))
+    if (client.store.model / f"{CHANGE}.safetensors").is_file():
+        sent |= dict(client.store.read([CHANGE]))
+    place, how = 0, client.settings.importance_update
+    for layer in model.layers():
+        part = slice(place, place := place + len(layer.tau))
+        if how != "off" and CHANGE in sent:
+            kernel = layer.weight[0][0].numel() if how == "authors" and layer.weight.dim() == 4 else layer.fan_in
+            update_from_importance(layer, torch.from_numpy(sent[CHANGE][part]).to(layer.weight.device), kernel)
+        layer.tau.copy_(torch.from_numpy(sent[THRESHOLDS][part]))
+
+
+def to_words(mask: np.ndarray) -> list[int]:
+    """bool [n] as integers of 32 bits, the first entry in the lowest bit."""
+    padded = np.zeros(-(-len(mask) // WORD) * WORD, dtype=np.uint8)
+    padded[: len(mask)] = mask
+    return [int(word) for word in np.packbits(padded, bitorder="little").view("<u4")]
+
+
+def from_words(words: list[int], count: int) -> np.ndarray:
+    """What `to_words` made words of: bool [count]. Raises ValueError or OverflowError where they are not."""
+    if len(words) != -(-count // WORD):
+        raise ValueError(f"a mask of {count} filters has {-(-count // WORD)} words, not {len(words)}")
+    bits = np.unpackbits(np.array(words, dtype="<u4").view(np.uint8), bitorder="little")
+    return bits[:count].astype(bool)

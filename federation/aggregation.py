@@ -1,0 +1,238 @@
+"""Updates are checked before they touch the model, and averaged as they arrive.
+
+The running sum is what makes a server's memory independent of the number of clients in a round.
+"""
+
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median, median_low
+from typing import Protocol, TypeVar
+
+import numpy as np
+from flwr.app import Array, ArrayRecord
+
+from piecework.models.cascade import unit_of
+
+Spec = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # name -> shape and dtype
+Who = TypeVar("Who")
+Norms = dict[str, float]  # unit, or its statistics -> the root mean square of the update, or its limit
+STATISTICS = (
+    ":statistics"  # behind a unit: running means and variances of its batch norms, which go with squares of features
+)
+ALONE = "head:alone"  # the head of an update that holds nothing else
+MOST_BATCHES = 2**31  # of a client in a round
+HELD = 3  # updates of units without a history that are held until their norms can be compared
+
+
+class UpdateRejectedError(ValueError):
+    """An update may not enter the model; the message is the reason that goes into the records."""
+
+
+class WeightedMean:
+    """sum_k w_k x_k / sum_k w_k per array, over those clients that sent it; float64 inside, the array's own type outside.
+
+    Integer buffers (`num_batches_tracked`) take the maximum instead.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, np.ndarray] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, arrays: Mapping[str, np.ndarray], weight: float) -> None:
+        """Take in one client's arrays; `weight` > 0."""
+        for name, array in arrays.items():
+            if not np.issubdtype(array.dtype, np.floating):
+                self._sums[name] = np.maximum(self._sums.get(name, array), array)
+            elif name in self._sums:
+                self._sums[name] += array.astype(np.float64) * weight
+            else:
+                self._sums[name] = array.astype(np.float64) * weight
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sums
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The mean of an array, float64 (integers as they are)."""
+        total = self._sums[name]
+        return total / self._weights[name] if np.issubdtype(total.dtype, np.floating) else total
+
+    def weight(self, name: str) -> float:
+        """The sum of an array's weights."""
+        return self._weights[name]
+
+    def over(self, name: str, previous: np.ndarray) -> np.ndarray:
+        """The new array, of the old one's type."""
+        return np.asarray(self[name], dtype=previous.dtype)
+
+
+class Mean(Protocol):
+    """A running mean of some of a model's arrays."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def over(self, name: str, previous: np.ndarray) -> np.ndarray: ...
+
+
+def updated(arrays: ArrayRecord, mean: Mean) -> ArrayRecord:
+    """The model with its means; arrays that nobody trained stay the very same objects."""
+    return ArrayRecord(
+        {name: Array(mean.over(name, array.numpy())) if name in mean else array for name, array in arrays.items()}
+    )
+
+
+@dataclass(frozen=True)
+class CheckedUpdate:
+    """Arrays that may enter the model, how many examples they stand for, and how far each unit is from what was sent.
+
+    Units are compared each with itself: of one model some clients may send a block, others no more than the head. Norms are
+    root mean squares, so that a share of a unit's channels compares with all of them; what batch norms have seen counts apart.
+    """
+
+    arrays: dict[str, np.ndarray]
+    examples: int
+    norms: Norms
+
+
+def check_update(
+    arrays: ArrayRecord,
+    examples: object,
+    previous: ArrayRecord,
+    spec: Spec,
+    limits: Mapping[str, float] | None = None,
+    most: Callable[[], float] = lambda: math.inf,
+) -> CheckedUpdate:
+    """Known names, exact shapes and dtypes, finite values, positive counts, every unit's norm within its limit.
+
+    Where a unit has no limit, the Euclidean norm of all weights is at most `most()`: what batch norms have seen has no scale
+    that could be known before. Raises UpdateRejectedError with the reason.
+    """
+    if not isinstance(examples, int) or isinstance(examples, bool) or examples <= 0:
+        raise UpdateRejectedError(f"num-examples is {examples!r}: it must be a positive integer")
+    if not arrays:
+        raise UpdateRejectedError("the update holds no arrays")
+    checked, squares, counts = {}, dict[str, float](), dict[str, int]()
+    for name in arrays:
+        if name not in spec:
+            raise UpdateRejectedError(f"array {name!r} is not part of the model")
+        array = _decode(arrays, name)
+        shape, dtype = spec[name]
+        if array.shape != shape:
+            raise UpdateRejectedError(f"array {name!r} has shape {array.shape}, expected {shape}")
+        if array.dtype != dtype:
+            raise UpdateRejectedError(f"array {name!r} has dtype {array.dtype}, expected {dtype}")
+        if np.issubdtype(dtype, np.floating):
+            if not np.isfinite(array).all():
+                raise UpdateRejectedError(
+                    f"array {name!r} holds {np.count_nonzero(~np.isfinite(array))} non-finite values"
+                )
+            if name.endswith("running_var") and (array < 0).any():
+                raise UpdateRejectedError(f"array {name!r} has variances below 0, the least is {array.min():.4g}")
+            square = float(np.square(np.subtract(array, previous[name].numpy(), dtype=np.float64)).sum())
+            unit = unit_of(name) + (STATISTICS if name.endswith(("running_mean", "running_var")) else "")
+            squares[unit], counts[unit] = squares.get(unit, 0.0) + square, counts.get(unit, 0) + array.size
+        elif name.endswith("num_batches_tracked"):
+            _require_counts(name, array, previous[name].numpy())
+        checked[name] = array
+    if set(squares) == {"head"}:  # trained by itself it moves differently from one behind layers that learn too
+        squares, counts = {ALONE: squares["head"]}, {ALONE: counts["head"]}
+    norms = {unit: math.sqrt(square / max(1, counts[unit])) for unit, square in squares.items()}
+    require_within(norms, limits or {})
+    weights = [unit for unit in norms if not unit.endswith(STATISTICS)]
+    total = math.sqrt(sum(squares[unit] for unit in weights))
+    if any(unit not in (limits or {}) for unit in weights) and total > most():
+        raise UpdateRejectedError(f"the update's norm {total:.4g} is past the limit {most():.4g} (update-norm-limit)")
+    return CheckedUpdate(checked, examples, norms)
+
+
+def _require_counts(name: str, array: np.ndarray, previous: np.ndarray) -> None:
+    """Raises UpdateRejectedError for counts of batches that no training makes: the largest stays in the model."""
+    if (array < 0).any() or (array > previous + MOST_BATCHES).any():
+        raise UpdateRejectedError(
+            f"array {name!r} counts {array.min()} to {array.max()} batches: it must be at least 0, and at most "
+            f"{MOST_BATCHES:,} more than what was sent"
+        )
+
+
+def require_all(update: CheckedUpdate, names: Iterable[str]) -> None:
+    """Raises UpdateRejectedError for the first array that lacks: some methods can do nothing with a part of a model."""
+    if missing := [name for name in names if name not in update.arrays]:
+        raise UpdateRejectedError(f"array {missing[0]!r} is missing: this system needs the whole model")
+
+
+def require_within(norms: Norms, limits: Mapping[str, float]) -> None:
+    """Raises UpdateRejectedError for the first unit past its limit; those without one may be as far as they are."""
+    for unit, norm in norms.items():
+        if norm > (limit := limits.get(unit, math.inf)):
+            raise UpdateRejectedError(
+                f"the update of {unit} moves it by {norm:.4g} (root mean square), past the limit {limit:.4g} "
+                "(update-norm-limit)"
+            )
+
+
+def _decode(arrays: ArrayRecord, name: str) -> np.ndarray:
+    try:
+        array = arrays[name].numpy()
+    except Exception as error:  # numpy's reader raises half a dozen kinds, of zip files and tokens among them
+        raise UpdateRejectedError(f"array {name!r} cannot be read: {error}") from error
+    if not isinstance(array, np.ndarray):  # an archive of arrays is read without complaint
+        raise UpdateRejectedError(f"array {name!r} cannot be read: it is a {type(array).__name__}")
+    return array
+
+
+def norm_limits(accepted: Mapping[str, list[float]], factor: float) -> Norms:
+    """For each unit with a history, factor x the median norm accepted in earlier rounds. No limits where the factor is 0."""
+    return {unit: factor_of(unit, factor) * median(norms) for unit, norms in accepted.items()} if factor else {}
+
+
+def factor_of(unit: str, factor: float) -> float:
+    """The factor, of statistics its square."""
+    return factor**2 if unit.endswith(STATISTICS) else factor
+
+
+def compared(
+    updates: Iterable[tuple[Who, CheckedUpdate]], factor: float, known: Container[str]
+) -> Iterator[tuple[Who, CheckedUpdate, Norms]]:
+    """Each update with limits for its units that have no history: factor x the median of the first few updates of a unit.
+
+    An update is held until there are HELD of each unit that it moves and that is not `known`, or no more updates come. With
+    factor 0 nothing is held.
+    """
+    seen, limits = dict[str, list[float]](), Norms()
+    held: list[tuple[Who, CheckedUpdate]] = []
+    for who, update in updates:
+        if not factor:
+            yield who, update, limits
+            continue
+        note_norms(seen, {unit: norm for unit, norm in update.norms.items() if unit not in known})
+        limits = {unit: factor_of(unit, factor) * median_low(n[:HELD]) for unit, n in seen.items() if len(n) >= HELD}
+        waiting, held = [*held, (who, update)], []
+        for pair in waiting:
+            if all(unit in known or unit in limits or not norm for unit, norm in pair[1].norms.items()):
+                yield *pair, limits
+            else:
+                held.append(pair)
+    limits = {unit: factor_of(unit, factor) * median_low(norms[:HELD]) for unit, norms in seen.items()}
+    yield from ((*pair, limits) for pair in held)
+
+
+def note_norms(found: dict[str, list[float]], norms: Norms) -> None:
+    """Add to the lists of norms, by unit. What came back as it was sent says nothing of how far training goes."""
+    for unit, norm in norms.items():
+        if norm:
+            found.setdefault(unit, []).append(norm)
+
+
+def first_limit(factor: float, arrays: ArrayRecord) -> float:
+    """What the Euclidean norm of an update may be where there is no history: factor x the model's; inf where that is 0."""
+    if not factor:
+        return math.inf
+    decoded = (array.numpy() for array in arrays.values())
+    return factor * math.sqrt(
+        sum(float(np.square(a, dtype=np.float64).sum()) for a in decoded if np.issubdtype(a.dtype, np.floating))
+    )
+
+
+def spec_of(arrays: ArrayRecord) -> Spec:
+    """Names, shapes and dtypes of a model."""
+    return {name: (tuple(array.shape), np.dtype(array.dtype)) for name, array in arrays.items()}

@@ -1,0 +1,224 @@
+"""AutoAttack, the standard evaluation of robustness (Croce and Hein, "Reliable evaluation of adversarial robustness with an
+ensemble of diverse parameter-free attacks", ICML 2020), by torchattacks (extra `attacks`), with its warnings.
+"""
+
+import importlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from piecework.federated_data.datasets import ArrayDataset
+from piecework.models.cascade import isolated_rng
+from piecework.training.memory_cap import return_free_memory
+from piecework.training.settings import Settings, SettingsError
+from piecework.training.setup import image_attack
+
+LEAST_CLASSES = 4  # the targeted loss (DLR) divides by differences of the four largest logits
+OUTSIDE = 1e-6  # of the ball, by rounding
+
+
+@dataclass(frozen=True)
+class AutoAttackResult:
+    """Shares of the images that are classified rightly: clean, under the ensemble, and `after` each of its attacks in turn.
+
+    `warnings` are sentences on why `accuracy` may be too high.
+    """
+
+    images: int
+    clean_accuracy: float
+    accuracy: float
+    after: dict[str, float]
+    seconds: float
+    warnings: list[str]
+
+
+class OnPixels(nn.Module):
+    """A model of normalised images as one of pixels in [0, 1]; `modules` are what `logits` is computed with."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        logits: Callable[[Tensor], Tensor],
+        modules: Iterable[nn.Module],
+        mean: Sequence[float],
+        std: Sequence[float],
+    ) -> None:
+        super().__init__()
+        self.logits, self.parts = logits, nn.ModuleList(modules)
+        self.register_buffer("mean", torch.tensor(tuple(mean)).view(1, -1, 1, 1))
+        self.register_buffer("std", torch.tensor(tuple(std)).view(1, -1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits[B, classes] of x[B, C, H, W]."""
+        return self.logits((x - self.mean) / self.std)
+
+
+def require_autoattack(settings: Settings, data: ArrayDataset) -> None:
+    """Refuse a run that could not end with the AutoAttack it asks for. Raises SettingsError, and DatasetError for other data
+    than images of 8 bits.
+    """
+    if not settings.autoattack_examples:
+        return
+    key = f"autoattack-examples = {settings.autoattack_examples}"
+    if data.num_classes < LEAST_CLASSES:
+        raise SettingsError(
+            f"{key}: data set {data.name} has {data.num_classes} classes and AutoAttack's targeted attack needs "
+            f"{LEAST_CLASSES}; set autoattack-examples = 0"
+        )
+    image_attack(settings, data, 1)
+    try:
+        _torchattacks()
+    except SettingsError as error:
+        raise SettingsError(f"{key}: {error}, or set autoattack-examples = 0") from error
+
+
+def autoattack(
+    model: nn.Module, images: Tensor, labels: Tensor, epsilon: float, seed: int, batch_size: int = 250
+) -> AutoAttackResult:
+    """Attack images[N, C, H, W], pixels in [0, 1], in the L-infinity ball of radius `epsilon`; every attack gets those that
+    the ones before left classified rightly. The model, pixels to logits, is attacked in evaluation mode.
+
+    Raises SettingsError without torchattacks, ValueError where the model tells fewer than four classes.
+    """
+    started = time.perf_counter()
+    library = _torchattacks()
+    with still(model), isolated_rng(seed), fixed_statistics(model, images, batch_size) as fixed:
+        logits = torch.cat([_logits(model, batch) for batch in torch.split(images, batch_size)])
+        classes = logits.shape[1]
+        if classes < LEAST_CLASSES:
+            raise ValueError(f"AutoAttack needs a model of {LEAST_CLASSES} classes or more, this one has {classes}")
+        warnings = suspicions(model, images[:batch_size], labels[:batch_size])
+        if fixed:
+            warnings.append(
+                "Batch norms that take a batch's statistics were given those of the attacked clean images, fixed: an attack "
+                "needs a model that classifies an image whatever others are beside it."
+            )
+        right, after = logits.argmax(1) == labels, {}
+        clean = int(right.sum())
+        for name, attack in standard_attacks(library, model, epsilon, seed, classes).items():
+            for rows in torch.split(right.nonzero().flatten(), batch_size):
+                if len(rows):
+                    right[rows] = ~fooled(
+                        model, attack(images[rows], labels[rows]), images[rows], labels[rows], epsilon
+                    )
+                return_free_memory()  # batches shrink as images fall, and each size leaves holes in the heap
+            after[name] = int(right.sum())
+    count = len(labels)
+    if by_square := after["fab-t"] - after["square"]:
+        warnings.append(
+            f"Square, which sees no gradients, broke {by_square} of {count} images that the gradient attacks had not: "
+            "gradients may be masked, and the robustness overestimated."
+        )
+    shares = {name: left / count for name, left in after.items()}
+    return AutoAttackResult(count, clean / count, shares["square"], shares, time.perf_counter() - started, warnings)
+
+
+def standard_attacks(
+    library: ModuleType, model: nn.Module, epsilon: float, seed: int, classes: int
+) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """The four of version "standard". torchattacks' own AutoAttack takes 10 steps where the authors' takes 100, stretches
+    Square's schedule, and aims at every class where theirs aims at nine.
+    """
+    common: dict[str, Any] = {"norm": "Linf", "eps": epsilon, "seed": seed, "n_restarts": 1}
+    aimed: dict[str, Any] = {"steps": 100, "n_classes": min(classes, 10)}  # all but the true one of them
+    return {
+        "apgd-ce": library.APGD(model, loss="ce", steps=100, **common),
+        "apgd-t": library.APGDT(model, **aimed, **common),
+        "fab-t": library.FAB(model, multi_targeted=True, **aimed, **common),
+        "square": library.Square(model, n_queries=5000, resc_schedule=False, **common),
+    }
+
+
+def suspicions(model: nn.Module, images: Tensor, labels: Tensor) -> list[str]:
+    """AutoAttack's checks of a model, on one batch of images: random outputs, probabilities for logits, zero gradients."""
+    found, count = [], len(labels)
+    first, second = _logits(model, images), _logits(model, images)
+    # as in the authors' check: of outputs scaled to length 1
+    apart = (F.normalize(first) - F.normalize(second)).norm(dim=1) > 1e-4
+    if changed := int((apart | (first.argmax(1) != second.argmax(1))).sum()):
+        found.append(
+            f"Outputs are random: two passes over the same images differ for {changed} of {count}; the attacks, which expect "
+            "one answer, may fail for that reason alone."
+        )
+    if first.min() > -1e-5 and first.max() < 1 + 1e-5 and bool(((first.sum(1) - 1).abs() < 1e-5).all()):
+        found.append(
+            "Outputs are probabilities (soft-max), not logits: their gradients vanish by rounding, and the robustness may be "
+            "overestimated."
+        )
+    x = images.detach().requires_grad_()
+    gradient = torch.autograd.grad(F.cross_entropy(model(x), labels, reduction="sum"), x)[0]
+    if zero := int((gradient.flatten(1) == 0).all(1).sum()):
+        found.append(
+            f"The loss has a zero gradient at {zero} of {count} images ({zero / count:.1%}): gradient attacks make no way "
+            "there, and the robustness may be overestimated."
+        )
+    return found
+
+
+@contextmanager
+def still(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and no gradients for parameters (FAB leaves some), for the body."""
+    modes = [(module, module.training) for module in model.modules()]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.eval().requires_grad_(False)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def fixed_statistics(model: nn.Module, images: Tensor, batch_size: int) -> Iterator[bool]:
+    """For the body, batch norms without running statistics get those of these images; whether there are any such."""
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.track_running_stats, norm.momentum = True, None  # no momentum: the mean over all batches
+        norm.running_mean, norm.running_var = torch.zeros(norm.num_features), torch.ones(norm.num_features)
+        norm.num_batches_tracked = torch.tensor(0)
+        norm.train()
+    try:
+        for batch in torch.split(images, batch_size) if norms else ():
+            if len(batch) > 1 or len(images) == 1:  # a last batch of one has no statistics
+                _logits(model, batch)
+        for norm in norms:
+            norm.eval()
+        yield bool(norms)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.track_running_stats, norm.momentum = False, momentum
+            norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+
+
+@torch.no_grad()
+def fooled(model: nn.Module, adversarial: Tensor, x: Tensor, y: Tensor, epsilon: float) -> Tensor:
+    """Which of them, bool [B], are misclassified and such as the attack was allowed to make."""
+    allowed = (adversarial - x).abs().flatten(1).amax(1) <= epsilon + OUTSIDE
+    allowed &= (adversarial.flatten(1) >= 0).all(1) & (adversarial.flatten(1) <= 1).all(1)
+    return allowed & (_logits(model, adversarial).argmax(1) != y)
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, x: Tensor) -> Tensor:
+    logits: Tensor = model(x)
+    return logits
+
+
+def _torchattacks() -> ModuleType:
+    try:
+        return importlib.import_module("torchattacks")
+    except ImportError as error:
+        raise SettingsError(f"AutoAttack needs torchattacks ({error}): pip install 'piecework[attacks]'") from error

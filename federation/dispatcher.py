@@ -1,0 +1,117 @@
+"""What a strategy asks of clients, as messages, and which answers count: training, evaluation and surveys alike."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from flwr.app import ArrayRecord, Message, RecordDict
+
+from piecework.device_profiles.profile import is_limit
+from piecework.federation.faults import status_of
+from piecework.federation.registry import Roster
+from piecework.federation.reports import LONGEST, ClientReport, count
+from piecework.federation.transport import LIFE
+from piecework.federation.weight_cache import Delivery
+from piecework.training.messages import Outcome, Task, content_bytes
+
+Travelling = Callable[[Task, ArrayRecord], ArrayRecord]
+OnError = Callable[[int, str], None]  # client, status
+
+
+class Post:
+    """The tasks that were configured last, by client. `ledger` holds a report of each, which takes the bytes and the reason.
+
+    `travelling` says which arrays of a model go with a task.
+    """
+
+    def __init__(self, roster: Roster, delivery: Delivery, timeout: float, travelling: Travelling) -> None:
+        self.roster, self.delivery, self.timeout, self.travelling = roster, delivery, timeout, travelling
+        self.tasks: dict[int, Task] = {}
+        self.ledger: dict[int, ClientReport] = {}
+        self.arrays = ArrayRecord()
+
+    def configure(
+        self,
+        kind: str,
+        tasks: Mapping[int, Task],
+        arrays: ArrayRecord,
+        reports: Mapping[int, ClientReport] | None = None,
+        travelling: Travelling | None = None,
+    ) -> Iterator[Message]:
+        """A message a client, made when it is sent; clients whose frozen units did not arrive get none.
+
+        `travelling`: which arrays go with a task, where that differs.
+        """
+        self.tasks, self.arrays = dict(tasks), arrays
+        self.ledger = {client: ClientReport(client, "", 0) for client in tasks} if reports is None else dict(reports)
+        return self._messages(kind, travelling or self.travelling)
+
+    def _messages(self, kind: str, travelling: Travelling) -> Iterator[Message]:
+        for client, task in self.tasks.items():
+            if client in self.delivery.unreached:
+                continue
+            content = RecordDict({"task": task.to_record(), "arrays": travelling(task, self.arrays)})
+            self.ledger[client].bytes_down += content_bytes(content)
+            self.ledger[client].reason = "no answer within round-timeout"
+            node = self.roster.members[client].node_id
+            ttl = LIFE * self.timeout
+            yield Message(content, dst_node_id=node, message_type=kind, group_id=str(task.round), ttl=ttl)
+
+    def waves(self) -> Iterator[Iterator[Message]]:
+        """Messages with the frozen units that the tasks name."""
+        return self.delivery.waves(self.tasks, self.arrays, self.ledger)
+
+    def answers(self, replies: Iterable[Message], on_error: OnError) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The metrics of clients that did what they were asked besides training; what makes no sense does not count."""
+        return ((client, metrics) for client, metrics, _ in self.contents(replies, on_error))
+
+    def contents(
+        self, replies: Iterable[Message], on_error: OnError
+    ) -> Iterator[tuple[int, dict[str, Any], ArrayRecord]]:
+        """The same, with the arrays that came along."""
+        for message in replies:
+            client = self.roster.client_of(message.metadata.src_node_id)
+            if client is None or client not in self.ledger:
+                continue
+            report = self.ledger[client]
+            if message.has_error():
+                report.status = status_of(message.error)
+                report.reason = f"error {message.error.code}: {message.error.reason}"[:LONGEST]
+                on_error(client, report.status)
+                continue
+            with suppress(ValueError, TypeError, LookupError, ArithmeticError):
+                report.bytes_up += content_bytes(message.content)
+                outcome = Outcome.from_record(message.content.config_records["outcome"])
+                metrics = dict(message.content.metric_records["metrics"])
+                report.evaluation_peak = count(metrics, "measured-peak")
+                if outcome.status == "ok":
+                    report.status, report.reason = "ok", ""
+                    yield client, metrics, message.content.array_records["arrays"]
+                else:
+                    report.status, report.reason = outcome.status, outcome.reason[:LONGEST]
+                    self.delivery.forget(client, outcome.lacking)
+
+    def reject(self, client: int, reason: str) -> None:
+        """An answer makes no sense, and does not count."""
+        self.ledger[client].status, self.ledger[client].reason = "rejected", reason
+
+    def account(self) -> dict[str, Any]:
+        """Who answered, who did not and why, and how near to its budget (bytes) the nearest came, as JSON values."""
+        rest = [report for report in self.ledger.values() if report.status != "ok"]
+        peaks = [
+            r.evaluation_peak / self.tasks[c].budget for c, r in self.ledger.items() if is_limit(self.tasks[c].budget)
+        ]
+        return {
+            "asked": len(self.ledger),
+            "answered": len(self.ledger) - len(rest),
+            "peak_over_budget": max(peaks, default=None),
+            "others": [{"client": r.client, "status": r.status, "reason": r.reason} for r in rest],
+        }
+
+    def bytes(self) -> int:
+        """Of messages that were configured last, both ways."""
+        return sum(report.bytes_down + report.bytes_up for report in self.ledger.values())
+
+    def silence(self) -> str:
+        """Why clients did not answer what was configured last."""
+        return "; ".join(sorted({report.reason for report in self.ledger.values()})[:3]) or "none is connected"

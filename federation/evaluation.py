@@ -1,0 +1,160 @@
+"""Central evaluation of the global model, or of its first modules, on the data set's test split: clean and attacked."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from torch import Tensor, nn
+
+from piecework.federated_data.datasets import ArrayDataset
+from piecework.federation.autoattack import AutoAttackResult, OnPixels, autoattack
+from piecework.models.cascade import Blueprint
+from piecework.models.partition import Piece
+from piecework.training.attacks import Attack, by_backward, pgd
+from piecework.training.examples import as_inputs
+from piecework.training.loop import PieceModel, classification_loss, load_for_device, predictions
+from piecework.training.memory_cap import keep_heap_loose, return_free_memory
+from piecework.training.randomness import generator, integer
+from piecework.training.settings import Settings
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """On the test split; `adversarial_accuracy` is of `attacked` images of it, those that are wrong unattacked counted too."""
+
+    loss: float
+    accuracy: float
+    adversarial_accuracy: float | None = None
+    attacked: int = 0
+
+
+class Evaluator:
+    """Holds one model at a time; weights are copied into it. With `attack`, `attacked` test images are also attacked.
+
+    Which images, and where attacks start, is a function of `seed`: the same in every round. `prepare` is called with the model
+    each time it has new weights.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        data: ArrayDataset,
+        batch_size: int,
+        attack: Attack | None = None,
+        attacked: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.blueprint, self.data, self.batch_size = blueprint, data, batch_size
+        self.attack, self.attacked, self.seed = attack, attacked, seed
+        self.piece_class = PieceModel
+        self.prepare: Callable[[PieceModel], None] = lambda _: None
+        self._model: PieceModel | None = None
+
+    def __call__(self, arrays: ArrayRecord, atoms: Piece | None = None, head: str = "head") -> Evaluation:
+        """The whole model, or `atoms` with a head (`head`, `aux.<i>`) behind them, in batches of a fixed size and order."""
+        model = self._filled(arrays, atoms, head)
+        loss, correct, seen = 0.0, 0, 0
+        with at_full_speed():
+            with torch.no_grad():
+                for z, y in self._batches(np.arange(len(self.data.test_labels))):
+                    logits = model.logits(z)
+                    loss += float(classification_loss(logits, y, "sum"))
+                    correct += int((predictions(logits) == y).sum())
+                    seen += len(y)
+            if self.attack is None or not self.attacked:
+                return Evaluation(loss / seen, correct / seen)
+            withstood, attacked = self._withstood(model, self.attack)
+        return Evaluation(loss / seen, correct / seen, withstood / attacked, attacked)
+
+    def autoattack(
+        self, arrays: ArrayRecord, images: int, epsilon: float, atoms: Piece | None = None, head: str = "head"
+    ) -> AutoAttackResult:
+        """AutoAttack on so many test images, pixels within `epsilon`. Raises SettingsError without torchattacks."""
+        model, rows = self._filled(arrays, atoms, head), self._chosen(images)
+        pixels = torch.tensor(self.data.test_inputs[rows]).permute(0, 3, 1, 2).float().div_(255)
+        on_pixels = OnPixels(model.logits, model.units().values(), self.data.mean, self.data.std)
+        labels, seed = torch.tensor(self.data.test_labels[rows]), integer(self.seed, "autoattack")
+        model.expect(True)
+        try:
+            with at_full_speed():
+                return autoattack(on_pixels, pixels, labels, epsilon, seed, self.batch_size)
+        finally:
+            model.expect(False)
+
+    def _withstood(self, model: PieceModel, attack: Attack) -> tuple[int, int]:
+        """Images that are classified rightly under the attack, and images attacked."""
+        start = torch.Generator().manual_seed(integer(self.seed, "evaluation-attack"))
+        gradient = by_backward(lambda z, y: classification_loss(model.logits(z), y))
+        withstood, seen = 0, 0
+        model.expect(True)
+        try:
+            for z, y in self._batches(self._chosen(self.attacked)):
+                adversarial = pgd(gradient, z, y, attack, start)
+                with torch.no_grad():
+                    withstood += int((predictions(model.logits(adversarial)) == y).sum())
+                seen += len(y)
+        finally:
+            model.expect(False)
+        return withstood, seen
+
+    def _chosen(self, count: int) -> np.ndarray:
+        """So many test images (all, where there are fewer); a smaller choice is part of a larger one."""
+        order = generator(self.seed, "attacked").permutation(len(self.data.test_labels))
+        return np.sort(order[:count])
+
+    def _batches(self, rows: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, len(rows), self.batch_size):
+            chosen = rows[start : start + self.batch_size]
+            if len(chosen) == 1 and start:
+                return  # batch statistics of one image say nothing
+            yield as_inputs(self.data.test_inputs[chosen], self.data), torch.tensor(self.data.test_labels[chosen])
+
+    def _filled(self, arrays: Mapping[str, Array], atoms: Piece | None, head: str) -> PieceModel:
+        """The model of these atoms and this head, with these weights."""
+        atoms = tuple(range(len(self.blueprint.atoms))) if atoms is None else tuple(atoms)
+        if self._model is None or (self._model.atoms, self._model.head_unit) != (atoms, head):
+            self._model = None  # the old one is gone before the new one is built
+            self._model = self.piece_class(self.blueprint, atoms, head, load_for_device(self.blueprint, _still))
+        for unit, module in self._model.units().items():
+            fill_unit(arrays, unit, module)
+        self.prepare(self._model)
+        return self._model
+
+
+def final_evaluation(
+    evaluate: Evaluator, arrays: ArrayRecord, atoms: Piece, head: str, settings: Settings
+) -> dict[str, Any]:
+    """How the trained model does, as JSON values: clean, under PGD, and under AutoAttack where that is asked for."""
+    found = asdict(evaluate(arrays, atoms, head)) | {"attack_steps": settings.evaluation_attack_steps}
+    if settings.autoattack_examples:
+        result = evaluate.autoattack(arrays, settings.autoattack_examples, settings.attack_epsilon, atoms, head)
+        found["autoattack"] = asdict(result)
+    return found
+
+
+@torch.no_grad()
+def fill_unit(arrays: Mapping[str, Array], unit: str, module: nn.Module) -> None:
+    """Copy a unit's arrays into its module."""
+    for name, target in module.state_dict().items():
+        target.copy_(torch.from_numpy(arrays[f"{unit}.{name}"].numpy()))
+
+
+def _still(unit: str, module: nn.Module) -> None:
+    module.eval().requires_grad_(False)
+
+
+@contextmanager
+def at_full_speed(threads: int = 0) -> Iterator[None]:
+    """Every core, or so many, for the body, and the heap kept: clients in this process may have one thread and a tight heap."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or max(before, torch.multiprocessing.cpu_count()))
+    keep_heap_loose()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        return_free_memory()

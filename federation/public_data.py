@@ -1,0 +1,50 @@
+"""The public examples with which a server distils, or learns what attacks look like: some of the training split that no client
+has, or data of the user's own.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from piecework.federated_data.datasets import ArrayDataset, default_cache, prepare
+from piecework.training.examples import Examples, share_examples
+from piecework.training.settings import Settings
+from piecework.training.setup import open_dataset, public_rows
+
+
+def public_examples(settings: Settings) -> Examples:
+    """The server's public examples, normalised as the run's. Their labels come along, and distillation does not read them.
+
+    Raises ValueError where there are fewer than two, or those of `public-data` are not like the run's.
+    """
+    data = open_dataset(settings.dataset, settings.data_dir)
+    if settings.public_data:
+        return _own(settings, data)
+    rows = np.arange(len(data.labels)) if data.export is not None else public_rows(settings, len(data.labels))
+    if len(rows) < 2:
+        raise ValueError(
+            f"public-share = {settings.public_share}: {settings.strategy} needs public examples on the server, and has "
+            f"{len(rows)}; set public-share = 0.1, of the training examples, or public-data to a folder of yours"
+        )
+    return share_examples(data, rows)
+
+
+def _own(settings: Settings, data: ArrayDataset) -> Examples:
+    if settings.public_share or settings.public_data == settings.dataset:
+        raise ValueError(
+            f"public-data = {settings.public_data!r}: beside public-share = {settings.public_share} and dataset = "
+            f"{settings.dataset!r} it has to be other data, and the share 0"
+        )
+    folder = "" if data.export is not None else settings.data_dir  # a part of an export holds no other data
+    prepare(settings.public_data, data_dir=folder, cache_dir=default_cache(), download=settings.download)
+    own = open_dataset(settings.public_data, folder)
+    if (own.input_shape, own.inputs.dtype, own.vocabulary) != (data.input_shape, data.inputs.dtype, data.vocabulary):
+        raise ValueError(
+            f"public-data = {settings.public_data!r} holds {own.inputs.dtype} of shape {own.input_shape}, data set "
+            f"{data.name} {data.inputs.dtype} of shape {data.input_shape}: they have to be alike"
+        )
+    if len(own.labels) < 2:
+        raise ValueError(
+            f"public-data = {settings.public_data!r} holds {len(own.labels)} training examples: two or more"
+        )
+    return share_examples(replace(own, mean=data.mean, std=data.std), np.arange(len(own.labels)))

@@ -1,0 +1,204 @@
+"""Who is there: which Flower node is which client, and what each of them can afford.
+
+A client is known by the `partition-id` of its node-config: Flower's node id changes when a device restarts.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from piecework.device_profiles.fleet import Fleet, device_of, device_state
+from piecework.device_profiles.profile import DeviceState
+from piecework.training.messages import NodeInfo, content_bytes
+from piecework.training.randomness import generator
+
+QUERY = "query.device"
+QUERY_SECONDS = 300.0  # then a node that did not answer is asked again
+GRACE_SECONDS = 15.0  # that a round waits for it: an answer takes a process that imports torch
+AGAIN_SECONDS = 30.0  # until a node whose answer could not be used is asked again
+MIN_EXAMPLES = 2  # batch norm has no statistics of one
+
+
+def sampled(present: Sequence[int], wanted: int, seed: int, server_round: int) -> list[int]:
+    """The clients of a round: a function of (seed, round) and of who is there; all of them where `wanted` is 0."""
+    chosen = generator(seed, server_round, "sample").choice(
+        np.array(present), size=min(wanted or len(present), len(present)), replace=False
+    )
+    return sorted(int(client) for client in chosen)
+
+
+class TooFewNodesError(RuntimeError):
+    """Fewer nodes connected in time than the run needs."""
+
+
+@dataclass
+class Member:
+    """A node: its client number, device's name, software, examples to train on, to validate with, and of the test split, and
+    measured figures where it measures itself.
+    """
+
+    node_id: int
+    client: int
+    device: str
+    software: str
+    examples: int = MIN_EXAMPLES
+    validation: int = 0
+    test: int = 0
+    measured: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Roster:
+    """The members by client number. `clients` is how many the run is for (0 = decided by who connects).
+
+    `busy` are the nodes that have not answered an earlier message.
+    """
+
+    fleet: Fleet
+    seed: int
+    clients: int
+    reserve: int
+    members: dict[int, Member] = field(default_factory=dict)
+    federation: int = 0
+    last_error: str = ""
+    query_bytes: int = 0
+    busy: set[int] = field(default_factory=set)
+    _clients: dict[int, int] = field(default_factory=dict)
+    _asked: dict[str, tuple[int, float]] = field(default_factory=dict)
+    _failed: dict[int, tuple[str, float]] = field(default_factory=dict)
+
+    @property
+    def auto(self) -> list[int]:
+        """The clients that measure themselves."""
+        return [client for client, member in self.members.items() if member.device == "auto"]
+
+    def gather(self, grid: Grid, timeout: float, enough: int = 0) -> None:
+        """Wait, at most `timeout` seconds, until all clients are there; then `enough` of them do, if that is not 0.
+
+        Raises TooFewNodesError.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            self.update(grid)
+            expected, late = self.clients or self.federation, time.monotonic() >= deadline
+            if self.members and len(self.members) >= (enough if enough and late else expected):
+                self.clients = expected
+                return
+            if late:
+                raise TooFewNodesError(
+                    f"{len(self.members)} of {expected or 'at least 1'} clients connected within {timeout:g} s (node-timeout): "
+                    "start more nodes, lower `clients`, or give each node its own partition-id"
+                    + (f"; the last answer that could not be used: {self.last_error}" if self.last_error else "")
+                )
+            time.sleep(0.2)
+
+    def update(self, grid: Grid) -> None:
+        """Ask nodes that are new who they are, and take in the answers that are there; does not wait for the others.
+
+        A client that came back under a new node id replaces its old entry.
+        """
+        online, now = set(grid.get_node_ids()), time.monotonic()
+        self._asked = {message: sent for message, sent in self._asked.items() if sent[0] in online}
+        self._failed = {node: failed for node, failed in self._failed.items() if node in online}
+        waiting = {node for node, _ in self._asked.values()}
+        waiting |= {node for node, (_, since) in self._failed.items() if now - since < AGAIN_SECONDS}
+        for node in sorted(online - self._clients.keys() - waiting):
+            query = Message(RecordDict(), dst_node_id=node, message_type=QUERY, ttl=QUERY_SECONDS)
+            self._asked |= {message: (node, now) for message in grid.push_messages([query]) if message}
+        while self._asked and (replies := list(grid.pull_messages(set(self._asked)))):
+            for reply in replies:
+                sent = self._asked.pop(reply.metadata.reply_to_message_id, None)
+                if sent is not None:
+                    self._take_in(sent[0], reply)
+
+    def expects(self) -> bool:
+        """Whether a node that is new has not said yet who it is, though it may be about to."""
+        return any(time.monotonic() - since < GRACE_SECONDS for _, since in self._asked.values())
+
+    def _take_in(self, node: int, reply: Message) -> None:
+        try:
+            if reply.has_error():
+                raise ValueError(f"error {reply.error.code}: {reply.error.reason}")
+            self.query_bytes += content_bytes(reply.content)
+            self._clients[node] = self._admit(node, reply)
+            self._failed.pop(node, None)
+        except (LookupError, ValueError, TypeError, ArithmeticError) as error:
+            self.last_error = f"{type(error).__name__}: {error}"[:500]
+            self._failed[node] = self.last_error, time.monotonic()
+
+    def _admit(self, node: int, reply: Message) -> int:
+        metrics = dict(reply.content.metric_records["metrics"])
+        info = NodeInfo.from_record(reply.content.config_records["node"])
+        client = int(metrics.pop("partition-id"))  # type: ignore[arg-type]
+        self.federation = int(metrics.pop("num-partitions"))  # type: ignore[arg-type]
+        if not 0 <= client < (self.clients or self.federation):
+            raise ValueError(f"partition-id {client} of a run for {self.clients or self.federation} clients")
+        examples = int(metrics.pop("num-examples"))  # type: ignore[arg-type]
+        validation = int(metrics.pop("num-validation"))  # type: ignore[arg-type]
+        test = int(metrics.pop("num-test", 0))  # type: ignore[arg-type]
+        measured = {key: float(value) for key, value in metrics.items()}  # type: ignore[arg-type]
+        member = Member(node, client, info.device, info.software, examples, validation, test, measured)
+        self._check_device(member)
+        self.members[client] = member
+        return client
+
+    def _check_device(self, member: Member) -> None:
+        """Refuse a device that the fleet does not know, or that did not measure itself."""
+        if member.device == "auto":
+            figures = [member.measured[key] for key in ("memory-available", "flops-per-second", "disk-bandwidth")]
+            if not all(math.isfinite(figure) and figure > 0 for figure in figures):
+                raise ValueError(f"device auto measured {figures}")
+        else:
+            device_state(
+                self.fleet, member.client, self.clients or self.federation, self.seed, 1, 1, member.device or None
+            )
+
+    def unusable(self) -> list[dict[str, int | str]]:
+        """The nodes that did not say, or not in a way that can be used, who they are."""
+        return [{"node": node, "reason": reason} for node, (reason, _) in sorted(self._failed.items())]
+
+    def present(self, grid: Grid) -> list[int]:
+        """The clients whose nodes are connected now and not busy, and who have something to learn from, in order."""
+        nodes = set(grid.get_node_ids()) - self.busy
+        return sorted(c for c, m in self.members.items() if m.node_id in nodes and m.examples >= MIN_EXAMPLES)
+
+    def devices(self) -> dict[str, int]:
+        """The device classes of the members, and how many clients each has."""
+        names = (
+            member.device or device_of(self.fleet, member.client, self.clients or self.federation, self.seed).name
+            for member in self.members.values()
+        )
+        return dict(sorted(Counter(names).items()))
+
+    def client_of(self, node_id: int) -> int | None:
+        """The client behind a node, also behind one that it had before."""
+        return self._clients.get(node_id)
+
+    def busy_clients(self) -> list[int]:
+        """The clients whose nodes have not answered an earlier message."""
+        return sorted(client for client, member in self.members.items() if member.node_id in self.busy)
+
+    def state(self, client: int, server_round: int, reference: int, message_bytes: int) -> DeviceState:
+        """What a client has in a round: emulated, or as it last measured itself. `reference` is in bytes."""
+        member = self.members.get(client)
+        if member is not None and member.device == "auto":
+            budget = int(member.measured["memory-available"]) - self.reserve - 3 * message_bytes
+            flops, disk = member.measured["flops-per-second"], member.measured["disk-bandwidth"]
+            return DeviceState("auto", max(0, budget), flops, float("inf"), disk)
+        name = member.device if member is not None and member.device else None
+        return device_state(self.fleet, client, self.clients, self.seed, server_round, reference, name)
+
+    def note_free_memory(self, client: int, available: float) -> None:
+        """A device that measures itself says with every reply how much memory is free."""
+        self.members[client].measured["memory-available"] = available
+
+    def take_query_bytes(self) -> int:
+        """Bytes of the answers to queries since the last call; the questions are empty."""
+        taken, self.query_bytes = self.query_bytes, 0
+        return taken

@@ -1,0 +1,167 @@
+"""Frozen units travel once: by content hash, in messages of bounded size, before the tasks that name them.
+
+Which client holds what is known by its own word, kept in memory only: after a restart, or under a new node id, it is asked
+first, so that only what lacks is sent again.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+
+from piecework.client_app.frozen import content_hash
+from piecework.federation.registry import Roster
+from piecework.federation.reports import ClientReport
+from piecework.federation.transport import LIFE
+from piecework.models.cascade import unit_of
+from piecework.training.messages import Outcome, Question, Task, content_bytes
+from piecework.training.settings import Settings
+
+
+def parcels(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Units in order, as many in a message as `limit` bytes allow; one that is larger goes alone."""
+    packed: list[list[str]] = []
+    room = -1
+    for unit, size in sizes.items():
+        room -= size
+        if room < 0:
+            packed.append([])
+            room = limit - size
+        packed[-1].append(unit)
+    return packed
+
+
+def without_units(arrays: ArrayRecord, units: Iterable[str]) -> ArrayRecord:
+    """The arrays of all other units, not copied."""
+    left_out = set(units)
+    return ArrayRecord({name: a for name, a in arrays.items() if unit_of(name) not in left_out}) if left_out else arrays
+
+
+def units_of(arrays: ArrayRecord, units: Iterable[str]) -> dict[str, dict[str, Array]]:
+    """The arrays of some units, not copied. Raises ValueError where there is no such unit."""
+    found: dict[str, dict[str, Array]] = {unit: {} for unit in units}
+    for name, array in arrays.items():
+        if (unit := unit_of(name)) in found:
+            found[unit][name] = array
+    if empty := [unit for unit, held in found.items() if not held]:
+        raise ValueError(f"unit {empty[0]!r} is to be frozen, and the model has no such unit")
+    return found
+
+
+@dataclass
+class Holdings:
+    """What the client behind a node is known to hold."""
+
+    node: int
+    hashes: set[str] = field(default_factory=set)
+
+
+class Delivery:
+    """What each client holds of the frozen units. `unreached` are the clients that have not answered their last parcel."""
+
+    def __init__(self, settings: Settings, roster: Roster, experiment_id: str, state_dir: str) -> None:
+        self.settings, self.roster = settings, roster
+        self.unreached: set[int] = set()
+        self._address = experiment_id, state_dir
+        self._held: dict[int, Holdings] = {}
+        self._sent: dict[int, list[str]] = {}
+        self._hashes: dict[str, tuple[list[bytes], str]] = {}
+
+    def hashes(self, arrays: ArrayRecord, units: Iterable[str]) -> dict[str, str]:
+        """The content hashes of units; those whose bytes are the very same objects as before are not hashed again."""
+        named = {}
+        for unit, held in units_of(arrays, units).items():
+            known, digest = self._hashes.get(unit, ([], ""))
+            objects = [array.data for array in held.values()]
+            if len(known) != len(objects) or any(one is not other for one, other in zip(known, objects, strict=True)):
+                digest = content_hash((name, array.numpy()) for name, array in held.items())
+                self._hashes[unit] = objects, digest
+            named[unit] = digest
+        return named
+
+    def waves(
+        self, tasks: Mapping[int, Task], arrays: ArrayRecord, reports: Mapping[int, ClientReport]
+    ) -> Iterator[Iterator[Message]]:
+        """Messages that bring clients what their tasks name and they lack, one a client and wave.
+
+        `note` has to take in the replies to a wave before the next one is asked for.
+        """
+        for client in self.unreached:
+            self._held.pop(client, None)
+        self.unreached.clear()
+        for client, task in tasks.items():
+            held, node = self._held.get(client), self.roster.members[client].node_id
+            if held is not None and held.node == node:
+                held.hashes &= set(task.frozen.values())  # a client drops what its task does not name
+            else:
+                self._held.pop(client, None)
+        tasks = {client: task for client, task in tasks.items() if task.frozen}
+        questions = {client: list(task.frozen) for client, task in tasks.items() if client not in self._held}
+        if questions:
+            yield self._messages(questions, tasks, arrays, reports, bring=False)
+        queues = {client: self._lacking(client, task, arrays) for client, task in tasks.items()}
+        while wave := {c: queue.pop(0) for c, queue in queues.items() if queue and c not in self.unreached}:
+            yield self._messages(wave, tasks, arrays, reports, bring=True)
+
+    def _lacking(self, client: int, task: Task, arrays: ArrayRecord) -> list[list[str]]:
+        if client not in self._held:
+            return []  # it did not answer
+        lacking = [unit for unit, digest in task.frozen.items() if digest not in self._held[client].hashes]
+        sizes = {u: sum(len(a.data) for a in held.values()) for u, held in units_of(arrays, lacking).items()}
+        return parcels(sizes, self.settings.message_bytes)
+
+    def _messages(
+        self,
+        wave: Mapping[int, list[str]],
+        tasks: Mapping[int, Task],
+        arrays: ArrayRecord,
+        reports: Mapping[int, ClientReport],
+        *,
+        bring: bool,
+    ) -> Iterator[Message]:
+        for client, units in wave.items():
+            self._sent[client] = [tasks[client].frozen[unit] for unit in units]
+            self.unreached.add(client)
+            experiment_id, state_dir = self._address
+            brought = units_of(arrays, units).values() if bring else []
+            content = RecordDict(
+                {
+                    "question": Question(experiment_id, state_dir, self._sent[client]).to_record(),
+                    "arrays": ArrayRecord({name: array for unit in brought for name, array in unit.items()}),
+                }
+            )
+            reports[client].bytes_down += content_bytes(content)
+            reports[client].reason = "no answer to its frozen units within round-timeout"
+            yield Message(
+                content,
+                dst_node_id=self.roster.members[client].node_id,
+                message_type="query.units",
+                group_id=str(tasks[client].round),
+                ttl=LIFE * self.settings.round_timeout,
+            )
+
+    def note(self, replies: Iterable[Message], reports: Mapping[int, ClientReport]) -> Iterator[tuple[int, Message]]:
+        """Take in what clients say they hold; yields the client and the message of those that failed."""
+        for message in replies:
+            client = self.roster.client_of(message.metadata.src_node_id)
+            if client is None or client not in self._sent or client not in reports:
+                continue
+            if message.has_error():
+                yield client, message
+                continue
+            report = reports[client]
+            try:
+                report.bytes_up += content_bytes(message.content)
+                outcome = Outcome.from_record(message.content.config_records["outcome"])
+                arrived = set(self._sent[client]) - set(outcome.lacking)
+            except (ValueError, TypeError, LookupError) as error:
+                report.status, report.reason = "rejected", f"{type(error).__name__}: {error}"
+                continue
+            report.add_note(outcome.note)
+            self._held.setdefault(client, Holdings(message.metadata.src_node_id)).hashes |= arrived
+            self.unreached.discard(client)
+
+    def forget(self, client: int, hashes: Iterable[str]) -> None:
+        """A client found that it does not hold these after all."""
+        if client in self._held:
+            self._held[client].hashes -= set(hashes)

@@ -1,0 +1,143 @@
+"""What parts of a model cost on a device: traced, or by a paper's own memory-model.
+
+Used by strategies for the prices in their tasks, and by plans; each question is answered once.
+"""
+
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import cached_property
+
+from piecework.device_profiles.clock import Batch
+from piecework.device_profiles.memory import StepPrice
+from piecework.device_profiles.profile import parse_bytes
+from piecework.models.anatomy import unit_signature
+from piecework.models.cascade import Blueprint
+from piecework.planning.paper_memory import MEMORY_MODELS, MemoryModel
+from piecework.planning.part import Part, whole_model
+from piecework.planning.step_cost import piece_price, stream_price
+from piecework.training.attacks import Attack, Norm
+from piecework.training.loop import Precision, Recipe
+from piecework.training.settings import Settings
+from piecework.training.setup import recipe_for
+
+
+def share_or_bytes(text: str, full: int) -> int:
+    """`60MB`, `57MiB`, or `0.2x` of the full model's bytes. Raises ValueError."""
+    try:
+        found = int(float(text[:-1]) * full) if text.endswith("x") else parse_bytes(text)
+    except (ValueError, OverflowError):
+        found = 0
+    if found <= 0:
+        raise ValueError("expected bytes as 60MB or 57MiB, or a share of the full model as 0.2x")
+    return found
+
+
+class Pricing:
+    """Prices of parts for one recipe. `memory_model` is None for traced bytes; `reference` is the model at width 1."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        memory_model: MemoryModel | None,
+        reference: Blueprint,
+        feature_norm: Norm = "l2",
+        *,
+        frozen_training: bool = False,
+    ) -> None:
+        self.recipe, self.memory_model, self.reference = recipe, memory_model, reference
+        self.feature_norm, self.frozen_training = feature_norm, frozen_training
+        self._traced: dict[Hashable, StepPrice] = {}
+        self._by_paper: dict[Hashable, int] = {}
+        self._streamed: dict[Hashable, int] = {}
+
+    def traced(self, part: Part) -> StepPrice:
+        """Peak bytes and FLOPs of one training step on fake tensors."""
+        key = part.signature(), part.at_input
+        if key not in self._traced:
+            self._traced[key] = piece_price(
+                part.blueprint,
+                part.atoms,
+                part.head,
+                self._recipe_of(part),
+                part.copies,
+                part.make_loss,
+                targets=part.targets,
+                piece_class=part.piece_class,
+            )
+        return self._traced[key]
+
+    def streamed(self, blueprint: Blueprint, atom: int, head: str | None = None, *, measured: bool = False) -> int:
+        """Peak bytes of a frozen atom that makes features of a batch, or with a head logits; 0 by a paper's memory-model.
+
+        `measured`: while its batch norms take statistics.
+        """
+        if self.memory_model is not None:
+            return 0
+        training = self.frozen_training and head is None and not measured  # a teacher is always evaluated
+        key = unit_signature(blueprint, f"atoms.{atom}"), head and unit_signature(blueprint, head), training, measured
+        if key not in self._streamed:
+            self._streamed[key] = stream_price(
+                blueprint, atom, self.recipe, training=training, measured=measured, head=head
+            )
+        return self._streamed[key]
+
+    def _recipe_of(self, part: Part) -> Recipe:
+        if self.recipe.attack is None or part.clean:
+            return replace(self.recipe, attack=None)
+        if part.at_input:
+            return self.recipe
+        return replace(self.recipe, attack=replace(self.recipe.attack, norm=self.feature_norm, std=()))
+
+    def bytes(self, part: Part) -> int:
+        """Bytes of training a part by the memory-model."""
+        if self.memory_model is None:
+            return self.traced(part).peak_bytes
+        key = part.blueprint.name, part.whole, part.atoms, part.signature()
+        if key not in self._by_paper:
+            self._by_paper[key] = int(self.memory_model(part, self.reference, self.recipe))
+        return self._by_paper[key]
+
+    @cached_property
+    def unattacked(self) -> "Pricing":
+        """The prices of the same step on clean examples."""
+        if self.recipe.attack is None:
+            return self
+        recipe, frozen = replace(self.recipe, attack=None), self.frozen_training
+        return Pricing(recipe, self.memory_model, self.reference, self.feature_norm, frozen_training=frozen)
+
+    def batch(self, part: Part, size: float) -> Batch:
+        """A training step of a part on `size` examples, for the clock of devices that swap."""
+        attack = self._recipe_of(part).attack
+        return Batch(
+            flops=self.traced(part).flops * size / self.recipe.batch_size,
+            input_bytes=round(part.input_bytes * size),
+            parameters=part.parameters,
+            features=round(part.features * size),
+            attack_steps=attack.steps if attack else 0,
+            optimizer_scale=3 if self.recipe.momentum else 2,
+        )
+
+    @cached_property
+    def reference_bytes(self) -> int:
+        """One reference step: the model at width 1, a FedAvg step; ratio budgets are shares of it."""
+        return self.unattacked.bytes(whole_model(self.reference))
+
+
+def pricing_for(
+    settings: Settings, reference: Blueprint, attack_steps: int = 0, precision: Precision | None = None
+) -> Pricing:
+    """The prices of a run: its local step, by its memory-model. Of an attack only its norm and its steps matter.
+
+    `precision` is that of the settings, unless it is given.
+    """
+    attack, channels = None, (0.5,) * reference.input_shape[0]
+    if attack_steps:
+        attack = Attack("linf", 8 / 255, 2 / 255, attack_steps, 0.0, 1.0, mean=channels, std=channels)
+    recipe = replace(recipe_for(settings, 1.0), attack=attack, precision=precision or settings.precision)
+    return Pricing(
+        recipe,
+        MEMORY_MODELS.get(settings.memory_model),
+        reference,
+        settings.feature_norm,
+        frozen_training=settings.frozen_mode == "training",
+    )

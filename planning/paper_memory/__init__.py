@@ -1,0 +1,21 @@
+"""The papers' own rules for the memory of a part of a model, by the name that `memory-model` gives them."""
+
+from collections.abc import Callable
+
+from piecework.models.cascade import Blueprint
+from piecework.planning.paper_memory import fedepth, fedprophet, prism, profl
+from piecework.planning.part import Part
+from piecework.training.loop import Recipe
+
+# Bytes of training a part by a paper's own rule: (part, the model at width 1, recipe) -> bytes
+MemoryModel = Callable[[Part, Blueprint, Recipe], float]
+
+MEMORY_MODELS: dict[str, MemoryModel] = {
+    "fedepth": fedepth.memory_bytes,
+    "fedprophet": fedprophet.memory_bytes,
+    "prism": prism.memory_bytes,
+    "profl": profl.memory_bytes,
+}
+
+# A paper's own count of a batch's forward pass in multiply-accumulates: (part, batch size) -> MACs
+MACS: dict[str, Callable[[Part, int], int]] = {"fedprophet": fedprophet.macs}

@@ -1,0 +1,106 @@
+"""What a device holds at once while it trains: atoms of a model and a head, with what is known of them without training."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from piecework.models.anatomy import anatomy, input_of, unit_signature
+from piecework.models.cascade import Blueprint
+from piecework.models.partition import Piece
+from piecework.training.loop import MakeLoss, PieceModel, single_loss
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a device holds at once while it trains: atoms of a model, or none, and a head.
+
+    There are `copies` of them where several learn together. `name` is for people, where the atoms do not tell. With `targets`
+    it learns logits instead of labels. `piece_class` says how they are run. `clean`: on clean examples, also where the run's
+    step is adversarial. `learns` are the units that learn, where not all do.
+    """
+
+    blueprint: Blueprint
+    atoms: Piece
+    head: str = "head"
+    copies: int = 1
+    make_loss: MakeLoss = single_loss
+    name: str = ""
+    targets: bool = False
+    piece_class: type[PieceModel] = PieceModel
+    clean: bool = False
+    learns: tuple[str, ...] = ()
+
+    @property
+    def learned(self) -> list[str]:
+        """The units that a step changes."""
+        return list(self.learns) or self.units
+
+    @property
+    def units(self) -> list[str]:
+        """The units of one copy, the head last."""
+        return [*(f"atoms.{atom}" for atom in self.atoms), self.head]
+
+    @property
+    def whole(self) -> bool:
+        """Whether this is the whole model."""
+        return len(self.atoms) == len(self.blueprint.atoms)
+
+    @property
+    def parameters(self) -> int:
+        """Trainable parameters of one copy."""
+        return sum(anatomy(self.blueprint, unit).parameters for unit in self.units)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of parameters and buffers of one copy."""
+        return sum(anatomy(self.blueprint, unit).state_bytes for unit in self.units)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of one example at the entrance: 4 a value of an image or of stored features, 8 a token."""
+        if not self.atoms:
+            return 4 * prod(self.blueprint.feature_shape)
+        return (8 if self.at_input and self.blueprint.vocabulary else 4) * prod(
+            self.blueprint.shape_before(self.atoms[0])
+        )
+
+    @property
+    def at_input(self) -> bool:
+        """Whether it begins with the model's first atom."""
+        return self.atoms[:1] == (0,)
+
+    @cached_property
+    def forward_flops(self) -> int:
+        """FLOPs of one example on its way through atoms and head, 2 per multiply-accumulate."""
+        return self.copies * sum(anatomy(self.blueprint, unit).flops for unit in self.units)
+
+    @property
+    def features(self) -> int:
+        """Values of one example that the backward pass needs, as FedProphet's authors count: inputs of layers with weights.
+
+        An auxiliary head counts its un-pooled input and its logits. A 1 x 1 shortcut shares its input with the block.
+        """
+        values = 0
+        for unit in self.units:
+            if unit.startswith("aux."):
+                values += prod(input_of(self.blueprint, unit)) + self.blueprint.num_classes
+            else:
+                layers = anatomy(self.blueprint, unit).layers
+                counted = [x for x in layers if x.parameters and not (x.kind == "Conv2d" and x.on_shortcut)]
+                values += sum(layer.inputs for layer in counted)
+        return values
+
+    def names(self) -> list[str]:
+        """What a person calls the atoms."""
+        return [self.blueprint.atoms[atom].name for atom in self.atoms]
+
+    def signature(self) -> Hashable:
+        """Equal for parts that are built alike on inputs of the same shape: they cost the same."""
+        units = tuple(unit_signature(self.blueprint, unit) for unit in self.units)
+        return units, self.copies, self.make_loss, self.targets, self.piece_class, self.clean
+
+
+def whole_model(blueprint: Blueprint, name: str = "the whole model") -> Part:
+    """All atoms and the head, as FedAvg trains them."""
+    return Part(blueprint, tuple(range(len(blueprint.atoms))), name=name)

@@ -1,0 +1,113 @@
+"""What a training step takes, and a frozen atom: bytes and FLOPs, found by running both on fake tensors."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from piecework.device_profiles.memory import FlopCount, StepPrice, trace
+from piecework.models.cascade import Blueprint, outputs
+from piecework.models.static_norms import measure_norms
+from piecework.training.attacks import Gradient, Loss, by_backward
+from piecework.training.loop import (
+    Load,
+    MakeLoss,
+    PieceModel,
+    Recipe,
+    adversary,
+    channels_last,
+    in_precision,
+    single_loss,
+    start,
+    train_step,
+)
+
+
+def fake_load(blueprint: Blueprint) -> Load:
+    """Build units as a device would hold them, with whatever weights: for pricing."""
+    return lambda unit: channels_last(blueprint.build_unit(unit))
+
+
+def piece_price(
+    blueprint: Blueprint,
+    atoms: Sequence[int],
+    head: str,
+    recipe: Recipe,
+    copies: int = 1,
+    make_loss: MakeLoss = single_loss,
+    *,
+    targets: bool = False,
+    piece_class: type[PieceModel] = PieceModel,
+) -> StepPrice:
+    """Bytes and FLOPs of one training step of a piece, or of `copies` of it that learn together, from fake tensors.
+
+    With `targets` it learns logits, not labels.
+    """
+
+    attack, attack_flops = recipe.attack, FlopCount()
+
+    def work() -> None:
+        pieces = [piece_class(blueprint, tuple(atoms), head, fake_load(blueprint)) for _ in range(copies)]
+        loss, optimiser = start(pieces, recipe, make_loss)
+        perturb = None
+        if attack is not None:
+            # Attack steps are all alike: one is traced, the others take no more memory and the same FLOPs.
+            perturb = adversary(pieces, loss, replace(attack, steps=1), 0, partial(counted, flops=attack_flops))
+        z = fake_batch(blueprint, atoms[0] if atoms else None, recipe.batch_size)
+        shape = (recipe.batch_size, outputs(pieces[0].head)) if targets else (recipe.batch_size,)
+        y = torch.zeros(shape, dtype=torch.float32 if targets else torch.int64)
+        train_step(loss, optimiser, z, y, perturb)
+
+    price = trace(work)
+    further = attack.steps - 1 if attack is not None else 0
+    return StepPrice(price.peak_bytes, price.flops + further * attack_flops.total)
+
+
+def stream_price(
+    blueprint: Blueprint,
+    atom: int,
+    recipe: Recipe,
+    *,
+    training: bool = False,
+    measured: bool = False,
+    head: str | None = None,
+) -> int:
+    """Bytes of a frozen atom that makes features of a batch, or with a head logits, from fake tensors.
+
+    `measured`: while its batch norms take statistics.
+    """
+
+    @torch.no_grad()
+    def work() -> None:
+        piece = PieceModel(blueprint, [atom], head, fake_load(blueprint))
+        piece.train(training)
+        if measured:
+            measure_norms(piece.units().values())
+        forward = piece.features if head is None else piece.logits
+        in_precision(forward, recipe)(fake_batch(blueprint, atom, recipe.batch_size))
+
+    return trace(work).peak_bytes
+
+
+def counted(loss: Loss, flops: FlopCount) -> Gradient:
+    """A loss's gradient by its input, its FLOPs counted."""
+    gradient = by_backward(loss)
+
+    def count(z: Tensor, y: Tensor) -> Tensor:
+        with flops:
+            return gradient(z, y)
+
+    return count
+
+
+def fake_batch(blueprint: Blueprint, atom: int | None, batch_size: int) -> Tensor:
+    """An input batch of an atom, or of the head, as `Examples` hands it out: [B, H, W, C] in memory, read as [B, C, H, W];
+    or tokens.
+    """
+    shape = blueprint.feature_shape if atom is None else blueprint.shape_before(atom)
+    if len(shape) == 3:
+        return torch.empty(batch_size, *shape[1:], shape[0]).permute(0, 3, 1, 2)
+    tokens = atom == 0 and blueprint.vocabulary > 0
+    return torch.empty(batch_size, *shape, dtype=torch.int64 if tokens else torch.float32)

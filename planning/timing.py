@@ -1,0 +1,60 @@
+"""How long a device takes for its work in a round: one formula, for plans and for records."""
+
+from collections.abc import Sequence
+from math import ceil
+
+from piecework.device_profiles.clock import simulated_seconds, task_seconds
+from piecework.device_profiles.profile import DeviceState
+from piecework.planning.costs import Pricing
+from piecework.planning.part import Part
+from piecework.planning.partition_policy import Rule
+from piecework.training.settings import Settings
+
+
+def local_work(settings: Settings, examples: int) -> tuple[int, int]:
+    """The batches that a client with so many examples trains on in a round, and the examples in them."""
+    if settings.local_iterations:
+        return settings.local_iterations, settings.local_iterations * min(settings.batch_size, examples)
+    return ceil(examples / settings.batch_size) * settings.local_epochs, examples * settings.local_epochs
+
+
+def batches_of(settings: Settings, seen: int) -> int:
+    """In how many batches a client saw so many examples, all its epochs together."""
+    if settings.local_iterations:
+        return settings.local_iterations if seen else 0
+    return ceil(seen / (settings.local_epochs * settings.batch_size)) * settings.local_epochs
+
+
+def work_flops(pricing: Pricing, parts: Sequence[Part], seen: Sequence[int], executed: float = 1.0) -> float:
+    """FLOPs of parts, each on so many examples (`seen`), of which the fraction `executed` was."""
+    size = pricing.recipe.batch_size
+    return executed * sum(pricing.traced(part).flops * n / size for part, n in zip(parts, seen, strict=True))
+
+
+def work_seconds(
+    rule: Rule,
+    pricing: Pricing,
+    parts: Sequence[Part],
+    seen: Sequence[int],
+    state: DeviceState,
+    wire: tuple[int, int],
+    executed: float = 1.0,
+) -> float:
+    """Simulated seconds of a device that trains parts one after another, each on so many examples, and moves `wire` bytes down
+    and up. Each part is read from the disk once, its inputs with every batch. A system that swaps trains one part, which may
+    be larger than the device's memory.
+    """
+    if rule.swaps:
+        (part,), (n,) = parts, seen
+        return swapped_seconds(rule.settings, pricing, part, n, state, wire)
+    disk_bytes = sum(p.copies * p.state_bytes + p.input_bytes * n for p, n in zip(parts, seen, strict=True))
+    batches = sum(batches_of(rule.settings, n) for n in seen)
+    return simulated_seconds(state, work_flops(pricing, parts, seen, executed), *wire, disk_bytes, batches)
+
+
+def swapped_seconds(
+    settings: Settings, pricing: Pricing, part: Part, seen: int, state: DeviceState, wire: tuple[int, int]
+) -> float:
+    """The same of a device that swaps what does not fit to its disk (FedProphet's model)."""
+    steps = batches_of(settings, seen)
+    return task_seconds(state, [pricing.batch(part, seen / steps)] * steps, *wire)

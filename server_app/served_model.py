@@ -1,0 +1,265 @@
+"""The model that is served: with `batch-norm = measured` clients measure the statistics of its batch norms after training.
+
+Static batch norm (Diao et al., "HeteroFL", ICLR 2021, section 3). m_k, v_k: mean and variance of what a channel of a batch norm
+is given on the training data of client k, which has n_k examples:
+
+    m = sum_k n_k m_k / sum_k n_k
+    v = sum_k n_k (v_k + m_k^2) / sum_k n_k - m^2
+
+These are mean and variance of all clients' data together. HeteroFL's authors query all clients once, when training is over;
+here the clients of a round are asked whenever its model is evaluated, and at the end.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, Message
+from flwr.serverapp import Grid
+
+from piecework.client_app.served import SERVED
+from piecework.federation.aggregation import (
+    CheckedUpdate,
+    UpdateRejectedError,
+    check_update,
+    compared,
+    require_all,
+    require_within,
+    spec_of,
+)
+from piecework.federation.weight_cache import without_units
+from piecework.models.cascade import Blueprint, unit_of
+from piecework.models.partition import Piece
+from piecework.models.static_norms import has_batch_norms, is_statistic, with_statistics
+from piecework.models.variant import Variant
+from piecework.strategies.base import PieceStrategy
+from piecework.training.messages import Task, piece_key
+from piecework.training.settings import learning_rate
+
+LARGEST = 1e18  # of a mean or a variance
+KEPT = "served/"  # before the names of statistics in a checkpoint
+
+
+class ServedModel:
+    """What is evaluated and saved of a strategy's model: its arrays and, where they are `measured`, statistics beside them."""
+
+    def __init__(self, strategy: PieceStrategy) -> None:
+        self.strategy = strategy
+        self.statistics = ArrayRecord()
+        self._of: tuple[ArrayRecord, Piece, str] | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether the statistics of batch norms are measured by clients."""
+        return self.strategy.settings.norms == "measured"
+
+    @cached_property
+    def norms(self) -> str:
+        """What the records say of batch norms: the setting as it was decided, or `none` where the model has none."""
+        return self.strategy.settings.norms if has_batch_norms(self.strategy.blueprint) else "none"
+
+    def recorded(self, personal: bool) -> str:
+        """By which statistics a round's model was evaluated: clients that evaluate have those of their own batches."""
+        return "batch" if personal and self.norms == "measured" else self.norms
+
+    @property
+    def variant(self) -> Variant:
+        """What the model that is evaluated is of the run's own."""
+        return replace(self.strategy.rule.variant, statistics=self.measured)
+
+    @property
+    def blueprint(self) -> Blueprint:
+        """How the model is built that is evaluated."""
+        return with_statistics(self.strategy.blueprint) if self.measured else self.strategy.blueprint
+
+    def complete(self, arrays: ArrayRecord) -> ArrayRecord:
+        """The arrays of a model with the statistics that were measured last."""
+        return ArrayRecord({**arrays, **self.statistics}) if self.statistics else arrays
+
+    def is_of(self, arrays: ArrayRecord, atoms: Piece, head: str) -> bool:
+        """Whether there is nothing to measure before this model can be evaluated."""
+        if self._of is not None and is_same(self._of[0], arrays) and self._of[1:] == (atoms, head):
+            return True
+        return not (self.measured and empty_statistics(self.blueprint, [*units(atoms), head]))
+
+    def needed(self, atoms: Piece, head: str) -> int:
+        """Bytes of the largest atom, forward only; the head runs behind the last one."""
+        price, model = self.strategy.rule.pricing.streamed, self.blueprint
+        return max(price(model, atom, head if atom == atoms[-1] else None, measured=True) for atom in atoms)
+
+    def require_somebody(self) -> None:
+        """Raises ValueError where clients cannot measure: they do not know the served model, or none has the memory."""
+        if self.measured and not self.strategy.measures:
+            raise ValueError(
+                f"batch-norm = 'measured': clients of {self.strategy.name} do not hold the model that is served, so they "
+                "cannot measure it; use running or batch"
+            )
+        atoms, head = self.strategy.trained_model()
+        if not self.is_of(ArrayRecord(), atoms, head):
+            needed, richest = self.needed(atoms, head), int(max(self.strategy.budgets()))
+            allowed = self.strategy.settings.allowance(richest)
+            if needed > allowed >= self.strategy.least_budget():  # where none can train, the first round says so
+                raise ValueError(
+                    f"batch-norm = 'measured': measuring the batch norms of the served model, one atom at a time, needs "
+                    f"{needed:,} bytes, and the richest client has {richest:,}; lower batch-size, or use running or batch"
+                )
+
+    def configure(
+        self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str], grid: Grid
+    ) -> Iterable[Message]:
+        """Ask clients of a round to measure: those that it trained with, where they can afford it."""
+        strategy, (atoms, head) = self.strategy, model
+        self.statistics, self._of = ArrayRecord(), (arrays, atoms, head)
+        needed = self.needed(atoms, head)
+        sent = ArrayRecord({name: array for name, array in arrays.items() if unit_of(name) in {*units(atoms), head}})
+        tasks = {
+            client: strategy.with_hashes(self.task(client, server_round, model, needed), sent)
+            for client in self.clients(server_round, grid)
+            if strategy.affords(client, server_round, needed)
+        }
+        return strategy.post.configure(
+            "query.statistics", tasks, sent, travelling=lambda task, model: without_units(model, task.frozen)
+        )
+
+    def clients(self, server_round: int, grid: Grid) -> list[int]:
+        """Those of the round that can be reached; where there was none, those who would be."""
+        strategy = self.strategy
+        return [c for c in strategy.reports if strategy.reachable(c)] or strategy.sample(server_round, grid)
+
+    def task(self, client: int, server_round: int, model: tuple[Piece, str], needed: int) -> Task:
+        """What a client is asked."""
+        strategy = self.strategy
+        experiment, message = strategy.experiment, strategy.message_bytes
+        state = strategy.roster.state(client, server_round, strategy.reference_bytes, message)
+        return Task(
+            experiment_id=experiment.experiment_id,
+            round=server_round,
+            state_round=server_round,
+            strategy=strategy.name,
+            budget=state.budget_bytes,
+            reference=strategy.reference_bytes,
+            lr=learning_rate(strategy.settings, server_round),
+            state_dir=experiment.state_dir,
+            enforced=strategy.rule.enforced,
+            prices={piece_key(SERVED): needed},
+            atoms=list(model[0]),
+            head=model[1],
+            variant=self.variant,
+        )
+
+    def aggregate(self, server_round: int, replies: Iterable[Message]) -> bool:
+        """Take in what clients measured; whether any did."""
+        strategy, moments = self.strategy, Moments()
+        post, factor = strategy.post, strategy.settings.update_norm_limit
+        for client, update, limits in compared(self.received(server_round, replies), factor, ()):
+            try:
+                require_within(update.norms, limits)
+            except UpdateRejectedError as error:
+                post.reject(client, str(error))
+                continue
+            moments.add(update.arrays, update.examples)
+        self.statistics = moments.pooled()
+        if not self.statistics:
+            self._of = None
+        return bool(self.statistics)
+
+    def received(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[int, CheckedUpdate]]:
+        """The statistics of clients that make sense by themselves; how they compare with the others' is looked at later."""
+        strategy = self.strategy
+        answers = strategy.post.contents(
+            replies, lambda client, status: strategy.note_error(client, server_round, status)
+        )
+        for client, metrics, arrays in answers:
+            try:
+                update = self.checked(client, metrics, arrays)
+            except (UpdateRejectedError, TypeError, ValueError) as error:
+                strategy.post.reject(client, str(error))
+                continue
+            yield client, update
+
+    def checked(self, client: int, metrics: Mapping[str, object], arrays: ArrayRecord) -> CheckedUpdate:
+        """A client's statistics and its number of examples. Raises UpdateRejectedError."""
+        atoms, head = self._of[1:] if self._of else ((), "head")
+        blank = empty_statistics(self.blueprint, [*units(atoms), head])
+        expected = ArrayRecord({name: Array(array) for name, array in blank.items()})
+        update = check_update(arrays, metrics.get("num-examples"), expected, spec_of(expected))
+        require_all(update, expected)
+        if update.examples > (known := self.strategy.roster.members[client].examples):
+            raise UpdateRejectedError(f"num-examples is {update.examples}: the client has {known}")
+        for name, array in update.arrays.items():
+            if (most := float(np.abs(array).max(initial=0))) > LARGEST:
+                raise UpdateRejectedError(f"array {name!r} holds {most:.4g}: its square would not be a float32")
+        return update
+
+    def kept(self, arrays: ArrayRecord) -> dict[str, Array]:
+        """What a checkpoint of this model holds of it."""
+        if self._of is None or not is_same(self._of[0], arrays):
+            return {}
+        return {KEPT + name: array for name, array in self.statistics.items()}
+
+    def restore(self, kept: ArrayRecord) -> ArrayRecord:
+        """Take from a checkpoint what `kept` put there; the rest of it is the strategy's."""
+        found = {name.removeprefix(KEPT): array for name, array in kept.items() if name.startswith(KEPT)}
+        self.statistics = ArrayRecord(found)
+        return ArrayRecord({name: array for name, array in kept.items() if not name.startswith(KEPT)})
+
+    def resume(self, arrays: ArrayRecord) -> None:
+        """The statistics of a checkpoint are those of its model."""
+        if self.statistics:
+            self._of = arrays, *self.strategy.trained_model()
+
+
+def is_same(one: ArrayRecord, other: ArrayRecord) -> bool:
+    """Whether two models have the very same arrays; their values are not looked at."""
+    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
+
+
+class Moments:
+    """Means and variances of clients' data, pooled as they arrive."""
+
+    def __init__(self) -> None:
+        self.examples, self.batches = 0, dict[str, np.ndarray]()
+        self.first, self.second = dict[str, np.ndarray](), dict[str, np.ndarray]()
+
+    def add(self, arrays: Mapping[str, np.ndarray], examples: int) -> None:
+        """A client's `running_mean` and `running_var` of each batch norm, by global names."""
+        self.examples += examples
+        for name in arrays:
+            norm, _, kind = name.rpartition(".")
+            if kind == "running_mean":
+                mean, variance = (arrays[f"{norm}.{k}"].astype(np.float64) for k in ("running_mean", "running_var"))
+                self.first[norm] = self.first.get(norm, 0) + examples * mean
+                self.second[norm] = self.second.get(norm, 0) + examples * (variance + mean**2)
+                self.batches[norm] = np.maximum(self.batches.get(norm, 0), arrays[f"{norm}.num_batches_tracked"])
+
+    def pooled(self) -> ArrayRecord:
+        """Of all clients' data; no arrays where there are none."""
+        found: dict[str, Array] = {}
+        for norm, first in self.first.items():
+            mean = first / self.examples
+            variance = np.maximum(self.second[norm] / self.examples - mean**2, 0)
+            found[f"{norm}.running_mean"] = Array(mean.astype(np.float32))
+            found[f"{norm}.running_var"] = Array(variance.astype(np.float32))
+            found[f"{norm}.num_batches_tracked"] = Array(np.asarray(self.batches[norm]))
+        return ArrayRecord(found)
+
+
+def units(atoms: Piece) -> list[str]:
+    """The names of atoms as units."""
+    return [f"atoms.{atom}" for atom in atoms]
+
+
+def empty_statistics(blueprint: Blueprint, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """The statistics that units have before anything is measured: means of 0, variances of 1."""
+    found: dict[str, np.ndarray] = {}
+    for unit in names:
+        with torch.device("meta"):
+            state = blueprint.build_unit(unit).state_dict()
+        for name, value in state.items():
+            if is_statistic(name):
+                dtype = np.int64 if name.endswith("num_batches_tracked") else np.float32
+                fill = 1 if name.endswith("running_var") else 0
+                found[f"{unit}.{name}"] = np.full(tuple(value.shape), fill, dtype)
+    return found

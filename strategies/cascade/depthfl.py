@@ -1,0 +1,190 @@
+"""DepthFL ("DepthFL: Depthwise Federated Learning for Heterogeneous Clients", ICLR 2023), the server's side.
+
+d_k: the depth of client k, the most blocks whose step with their classifiers fits its budget; who cannot train the first block
+is not asked. Every array is averaged over the clients that trained it, each counting the same. The model predicts by the mean
+of its classifiers' logits.
+
+With `feddyn-alpha` a > 0 (FedDyn, as in the paper): h <- h - a / m sum_k (theta_k - theta_t) over the round's clients that
+trained the array, m of all; theta <- mean of theta_k - h / a. Off by default: ProFL compares by plain averaging.
+
+Ours: blocks are ProFL's (runs of equal channels), so that the comparison is on the same cuts; classifiers that no client has
+trained yet have no say.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord
+
+from piecework.client_app.trainers.cascade.depthfl import (
+    ExitsModel,
+    Orders,
+    distillation_weight,
+    piece_of_depth,
+    priced_loss,
+)
+from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.device_profiles.profile import DeviceState
+from piecework.federation.aggregation import CheckedUpdate
+from piecework.models.basic_layers import blocks_of
+from piecework.models.cascade import Blueprint, parameter_names, unit_of
+from piecework.models.partition import Piece
+from piecework.models.variant import Variant
+from piecework.planning.costs import Pricing
+from piecework.planning.part import Part
+from piecework.planning.partition_policy import Rule, Stage
+from piecework.strategies.base import PieceStrategy
+from piecework.strategies.state import Experiment, StrategyState
+from piecework.training.messages import Task
+from piecework.training.settings import Settings
+
+H = "h/"  # in `kept`, FedDyn's h of each array, float32
+
+
+class DepthFLRule(Rule):
+    """One stage: each device trains as many blocks, from the first one on, as fit."""
+
+    adversarial = "optional"
+    adapts = True
+    excluded = "not asked"
+    untrained = "cut off"
+
+    def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
+        super().__init__(blueprint, pricing, settings, smallest)
+        self.blocks = blocks_of(blueprint)
+
+    @property
+    def variant(self) -> Variant:
+        """The model with exits behind its blocks."""
+        return Variant(exits=tuple(self.blocks))
+
+    def depth(self, depth: int) -> Piece:
+        """The first `depth` blocks with their exits, as a piece."""
+        return piece_of_depth(self.model, self.blocks, depth)[0]
+
+    def part(self, piece: Piece) -> Part:
+        """The blocks in a piece, with their exits."""
+        depth = next(d for d in range(1, len(self.blocks) + 1) if self.depth(d) == piece)
+        head = piece_of_depth(self.model, self.blocks, depth)[1]
+        name = "the whole model" if depth == len(self.blocks) else "block 1" if depth == 1 else f"blocks 1 to {depth}"
+        # how much self-distillation weighs changes nothing of what it takes
+        loss = priced_loss(1.0, self.settings.feddyn_alpha)
+        return Part(self.model, piece, head, make_loss=loss, name=f"{name} and exits", piece_class=ExitsModel)
+
+    def deepest(self, budget: int) -> int:
+        """How many blocks a budget (bytes) allows, 0 where not even the first one."""
+        allowed = self.settings.allowance(budget)
+        depths = range(len(self.blocks), 0, -1)
+        return next((d for d in depths if self.bytes(self.depth(d)) <= allowed), 0)
+
+    def least(self) -> int:
+        """The first block's price."""
+        return self.bytes(self.depth(1))
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """What the poorest device trains, the first block at least."""
+        return [Stage("training", (self.part(self.depth(max(1, self.deepest(self.smallest)))),))]
+
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The device's depth of the model. Raises MemoryBudgetExceededError."""
+        depth = self.deepest(state.budget_bytes)
+        if not depth:
+            raise MemoryBudgetExceededError(self.least(), state.budget_bytes, "training block 1 and its exit")
+        return [self.part(self.depth(depth))]
+
+
+@dataclass
+class DepthFLState(StrategyState):
+    """`deepest`: how many blocks any client has trained so far."""
+
+    deepest: int = 0
+
+
+class DepthFL(PieceStrategy):
+    """Models of different depth, each with classifiers behind its blocks."""
+
+    name = "depthfl"
+    rule_class = DepthFLRule
+    rule: DepthFLRule
+    measures = False
+    state_class = DepthFLState
+    state: DepthFLState
+    piece_class = ExitsModel
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        if self.settings.batch_norm == "local":
+            raise ValueError(
+                "batch-norm = 'local': the server would have no model to predict with, use running or batch"
+            )
+
+    def begin(self) -> None:
+        """Raises ValueError where no client can train the first block."""
+        self.require_somebody(self.rule.least(), "Training the first block with its exit")
+
+    def may_be_asked(self, client: int, server_round: int) -> bool:
+        """Who can afford the first block in this round; others are left out, as in ProFL's comparison."""
+        return self.affords(client, server_round, self.rule.least())
+
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        """Those of the assigned depth, or of one block, and of all shallower ones."""
+        pieces = [self.rule.depth(d) for d in range(1, max(1, self.rule.deepest(budget)) + 1)]
+        return {piece: self.price(piece) for piece in pieces}
+
+    def least_budget(self) -> int:
+        """What the first block takes."""
+        return self.rule.least()
+
+    def task(self, server_round: int, state: DeviceState) -> Task:
+        """How deep the client trains."""
+        depth = max(1, self.rule.deepest(state.budget_bytes))
+        weight = distillation_weight(server_round, self.settings.distillation_rounds)
+        return replace(super().task(server_round, state), own=Orders(depth, weight).to_own())
+
+    def sent_units(self, task: Task) -> set[str]:
+        """The units of the client's depth."""
+        piece, head = piece_of_depth(self.rule.model, self.rule.blocks, Orders.of(task).depth)
+        return {*(f"atoms.{atom}" for atom in piece), head}
+
+    def combine(self, client: int, update: CheckedUpdate) -> None:
+        """Every client that has an array counts the same."""
+        self.mean.add(update.arrays, 1)
+        trained = {unit_of(name) for name in update.arrays}
+        exits = [piece_of_depth(self.rule.model, self.rule.blocks, d)[1] for d in range(1, len(self.rule.blocks) + 1)]
+        self.state.deepest = max(
+            self.state.deepest, *(d for d, unit in enumerate(exits, start=1) if unit in trained), 0
+        )
+
+    def trained_model(self) -> tuple[Piece, str]:
+        """The blocks that any client has trained, with their classifiers: others would speak at random."""
+        return piece_of_depth(self.rule.model, self.rule.blocks, self.state.deepest or len(self.rule.blocks))
+
+    def finish(self) -> ArrayRecord:
+        """The mean; with FedDyn, less h / a."""
+        alpha, before = self.settings.feddyn_alpha, self.post.arrays
+        after = super().finish()
+        if not alpha:
+            return after
+        dynamic = self._parameters()
+        for name in [name for name in after if name in self.mean and name in dynamic]:
+            theta, mean = before[name].numpy(), after[name].numpy()
+            h = self.kept[H + name].numpy() if H + name in self.kept else np.zeros_like(theta)
+            h = h - alpha * self.mean.weight(name) / len(self.roster.members) * (mean - theta)
+            self.kept[H + name] = Array(h.astype(theta.dtype))
+            after[name] = Array((mean - h / alpha).astype(theta.dtype))
+        return after
+
+    def _parameters(self) -> set[str]:
+        """Names of what gradients move; batch norms' statistics are averaged as they are."""
+        return {name for unit in self.blueprint.units() for name in parameter_names(self.blueprint, unit)}
+
+    def details(self) -> dict[str, Any]:
+        """How many blocks each client trains, and the weight of self-distillation."""
+        orders = {client: Orders.of(task) for client, (task, _) in self._asked.items()}
+        return {
+            "depths": {str(client): each.depth for client, each in orders.items()},
+            "distillation_weight": next((each.weight for each in orders.values()), None),
+        }

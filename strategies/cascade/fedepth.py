@@ -1,0 +1,150 @@
+"""FeDepth ("Memory-adaptive Depth-wise Heterogeneous Federated Learning"), the server's side: Algorithm 1.
+
+W^{t+1} = sum_k p_k / sum_k' p_k' W_k^{t+1}, with p_k the number of training examples (line 7). Each client cuts the
+model by its own budget; the server prices what that cut will ask for, as one training step on fake tensors.
+
+Ours, where the paper is silent: blocks that a client had to leave out are neither uploaded nor averaged
+(`partial-training = dilute` restores the authors' way). m-FeDepth's heads are part of the global model and are averaged
+with it.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
+
+from piecework.client_app.trainers.cascade.fedepth import MUTUAL, indispensable, mutual_loss, network_piece, pieces_of
+from piecework.device_profiles.profile import DeviceState
+from piecework.models.anatomy import anatomy
+from piecework.models.cascade import can_fit
+from piecework.models.partition import AtomTooLargeError, Piece, Price, leave_out_input_side
+from piecework.planning.part import Part
+from piecework.planning.partition_policy import Rule, Stage, label
+from piecework.strategies.base import PieceStrategy
+from piecework.strategies.state import Experiment
+
+
+class FeDepthRule(Rule):
+    """One stage: each device trains all the pieces of its own decomposition."""
+
+    cuts = True
+
+    def part(self, piece: Piece) -> Part:
+        """A piece with its head, or M whole models that learn together."""
+        whole = tuple(range(len(self.blueprint.atoms)))
+        if piece[0] == MUTUAL:
+            loss = mutual_loss(self.settings.mutual_loss)
+            return Part(self.blueprint, whole, "head", piece[1], loss, f"{piece[1]} whole models, mutually")
+        if self.settings.sub_problem == "network":
+            name = f"{label(Part(self.blueprint, piece))} of the network"
+            learns = tuple(dict.fromkeys(["atoms.0", *(f"atoms.{atom}" for atom in piece), "head"]))
+            return Part(self.blueprint, whole, name=name, piece_class=network_piece(piece), learns=learns)
+        return Part(self.blueprint, piece, f"exits.{piece[-1]}" if self.exits and piece[-1] != whole[-1] else "head")
+
+    def require_model(self) -> None:
+        """Raises ValueError for an atom whose features zero padding cannot bring to the head that all blocks share."""
+        wanted = self.blueprint.feature_shape
+        if self.exits or self.settings.sub_problem == "network":
+            return
+        for atom in self.blueprint.atoms:
+            if not can_fit(atom.shape, wanted):
+                raise ValueError(
+                    f"{self.blueprint.name} cannot be trained block by block: atom {atom.name!r} makes features of shape "
+                    f"{atom.shape}, which zero padding cannot bring to {wanted}, what the shared head reads. Put what changes "
+                    "the number of dimensions into the head, or use strategy = m-fedepth, whose blocks have heads of their own"
+                )
+
+    def bytes(self, piece: Piece) -> int:
+        """The price of a piece; by a paper's memory-model that of its blocks, also where the whole network is there."""
+        if self.pricing.memory_model is None or piece[0] == MUTUAL or self.settings.sub_problem == "blocks":
+            return super().bytes(piece)
+        return self.pricing.bytes(Part(self.blueprint, piece))
+
+    def pieces(self, budget: int, price: Price) -> list[Piece]:
+        """The decomposition for a budget (bytes). Raises AtomTooLargeError where an atom does not fit that is always needed."""
+        return pieces_of(self.blueprint, self.settings, price, self.settings.allowance(budget))
+
+    def _parts(self, budget: int) -> list[Part]:
+        return [self.part(piece) for piece in self.pieces(budget, self.bytes)]
+
+    def least(self) -> int:
+        """The last atom's price: what does not fit before it is left out, if it can be."""
+        atoms = range(len(self.blueprint.atoms))
+        last = self.bytes((atoms[-1],))
+        if self.settings.sub_problem == "network" or indispensable(self.blueprint, [atoms[-1]]) is None:
+            return last
+        prices = sorted({last, *(price for atom in atoms if (price := self.bytes((atom,))) > last)})
+        kept = (leave_out_input_side(atoms, self.bytes, price) for price in prices)
+        return next(p for p, left in zip(prices, kept, strict=True) if indispensable(self.blueprint, left) is None)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The decomposition of the poorest device."""
+        return [Stage("training", tuple(self._parts(self.smallest)))]
+
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The device's own decomposition. Raises AtomTooLargeError."""
+        return self._parts(state.budget_bytes)
+
+    def left_out(self, parts: list[Part]) -> list[str]:
+        """Atoms too large for the device even alone (section 4.2)."""
+        trained = {unit for part in parts for unit in part.learned}
+        return [atom.name for number, atom in enumerate(self.blueprint.atoms) if f"atoms.{number}" not in trained]
+
+    def alone(self, atom: int) -> int:
+        """A piece of its own."""
+        return self.bytes((atom,))
+
+    def wire(self, parts: list[Part]) -> tuple[int, int]:
+        """Down the whole model, with the heads of its pieces if they have some; up what was trained."""
+        units = self.blueprint.units(exits=self.exits)
+        down = sum(anatomy(self.blueprint, unit).state_bytes for unit in units)
+        return down, super().wire(parts)[1]
+
+
+class MFeDepthRule(FeDepthRule):
+    """As FeDepth, with a head of its own for every piece."""
+
+    exits = True
+
+
+class FeDepth(PieceStrategy):
+    """FeDepth with one head, shared by all sub-problems."""
+
+    name = "fedepth"
+    rule_class = FeDepthRule
+    rule: FeDepthRule
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        if self.settings.sub_problem == "network" and self.rule.exits:
+            raise ValueError(
+                f"sub-problem = 'network' trains the model's own head: {self.name} has others, use fedepth"
+            )
+
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        """All prices the client's decomposition looks up; the whole list for a device that measures itself."""
+        asked: dict[Piece, int] = {}
+
+        def look_up(piece: Piece) -> int:
+            asked[piece] = self.price(piece)
+            return asked[piece]
+
+        with suppress(AtomTooLargeError):  # the client will refuse, with the price of the atom that does not fit
+            self.rule.pieces(budget, look_up)
+        if self.roster.auto:
+            self._price_all(look_up, budget)
+        return asked
+
+    def _price_all(self, look_up: Callable[[Piece], int], budget: int) -> None:
+        """Every run of atoms that fits: a device may find less memory free than the server assumed."""
+        for start in range(len(self.blueprint.atoms)):
+            for stop in range(start + 1, len(self.blueprint.atoms) + 1):
+                if look_up(tuple(range(start, stop))) > budget:
+                    break
+
+
+class MFeDepth(FeDepth):
+    """m-FeDepth: every sub-problem has a head of its own (section 4.1)."""
+
+    name = "m-fedepth"
+    rule_class = MFeDepthRule

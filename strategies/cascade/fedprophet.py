@@ -1,0 +1,345 @@
+"""FedProphet ("Memory-Efficient Federated Adversarial Training via Robust and Consistent Cascade Learning"), the server's
+side: Algorithm 2. How it cuts the model and deals it out is in `fedprophet_modules`, how it sets perturbations in
+`fedprophet_adjustment`.
+
+w_m: module m; theta_m: its auxiliary head; R_min: the smallest memory reserved on a client. C_m, A_m: clean and adversarial
+validation accuracy of w_1 .. w_m with theta_m; starred, their values when module m was fixed.
+
+Adaptive Perturbation Adjustment: epsilon_{m-1} = alpha E[max ||Delta z_{m-1}||] (Eq. 11), the mean over the training examples
+of all clients that are there when module m - 1 was fixed; alpha follows C_m / A_m (Eq. 12). Partial average (Eqs. 16 and 17):
+modules over the clients that trained them, theta_n over those that ended with it, by numbers of examples.
+
+Where the paper is silent, as in the authors' code: all clients validate (`validation-clients`); a round's score is C_m + rho
+A_m, rho = C*_{m-1} / A*_{m-1} (1 in the first stage); a stage ends with the weights of its best round. Ours: alpha does not go
+below 0; where `r-min` is not set, it is the least budget of the clients, but at least what the largest atom needs: poorer
+clients refuse.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from math import inf
+from statistics import median_low
+from typing import Any
+
+from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+
+from piecework.client_app.trainers.cascade.fedprophet import Orders, head_behind
+from piecework.device_profiles.profile import DeviceState
+from piecework.models.cascade import unit_of
+from piecework.models.partition import AtomTooLargeError, Piece
+from piecework.planning.costs import share_or_bytes
+from piecework.planning.part import whole_model
+from piecework.strategies.base import PieceStrategy
+from piecework.strategies.cascade.fedprophet_adjustment import FedProphetState, adjusted_alpha, measurement
+from piecework.strategies.cascade.fedprophet_modules import FedProphetRule
+from piecework.strategies.state import Experiment
+from piecework.training.messages import Task, piece_key
+from piecework.training.settings import learning_rate
+
+LOG = logging.getLogger("piecework")
+
+
+class FedProphet(PieceStrategy):
+    """The cascade, module after module."""
+
+    name = "fedprophet"
+    rule_class = FedProphetRule
+    rule: FedProphetRule
+    measures = False
+    state_class = FedProphetState
+    state: FedProphetState
+    evaluation_keys = ("val-loss", "val-accuracy", "val-adversarial-accuracy")
+    first_rho = 1.0
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        if self.personal:
+            raise ValueError(
+                f"evaluation = 'personal': clients of {self.name} tell by their validation shares how to go on; use central"
+            )
+        if self.blueprint.vocabulary:
+            raise ValueError(
+                f"{self.settings.model} reads tokens, which gradients cannot attack: {self.name} needs a model of images"
+            )
+        if not self.settings.validation_share:
+            raise ValueError(
+                f"validation-share is 0: {self.name} is steered by the accuracy on clients' validation data"
+            )
+        if self.settings.patience:
+            raise ValueError(
+                f"patience = {self.settings.patience} compares the accuracies of different modules: use stage-patience"
+            )
+        if self.settings.stage_rounds:
+            self._check_warmup(self.settings.stage_rounds)
+        if self.settings.r_min:
+            self._cut(self.settings.r_min)
+
+    def begin(self) -> None:
+        """Cut the model: R_min is found once a run. Raises ValueError where settings, clients and cut do not go together."""
+        state, settings = self.state, self.settings
+        if settings.batch_statistics and settings.batch_size < 3:
+            raise ValueError(
+                f"batch-size = {settings.batch_size}: {self.name} looks at features in halves of a batch, which have no "
+                "statistics then; use 3 or more, or batch-norm = running"
+            )
+        self.require_emulated()
+        if not state.r_min:
+            state.r_min = self.rule.smallest or max(int(min(self.budgets())), self.rule.least())
+        self.rule.smallest = state.r_min
+        self._check_modules()
+        if not state.stage_rounds:
+            state.stage_rounds = settings.stage_rounds or max(1, settings.num_rounds // len(self.rule.stages))
+        self._check_warmup(state.stage_rounds)
+
+    def _check_modules(self) -> None:
+        if self.rule.swaps:
+            return
+        largest = max(self.rule.bytes(stage.parts[0].atoms) for stage in self.rule.stages)
+        richest = int(max(self.budgets()))
+        if largest > self.settings.allowance(richest):
+            raise ValueError(
+                f"R_min of {self.state.r_min:,} bytes (r-min = {self.settings.r_min!r}) makes a module of {largest:,} bytes, "
+                f"and the richest client has {richest:,}: nobody could train it; lower r-min"
+            )
+
+    def _check_warmup(self, stage_rounds: int) -> None:
+        if self.settings.attack_warmup >= stage_rounds:
+            raise ValueError(
+                f"attack-warmup = {self.settings.attack_warmup} leaves no adversarial round in stages of {stage_rounds} "
+                "(stage-rounds): lower it, or raise stage-rounds"
+            )
+
+    def _cut(self, r_min: str) -> None:
+        """Cut the model for the setting `r-min`. Raises ValueError where it makes no sense."""
+        try:
+            self.rule.smallest = share_or_bytes(r_min, self.rule.pricing.bytes(whole_model(self.blueprint)))
+            _ = self.rule.stages
+        except AtomTooLargeError as error:
+            raise ValueError(
+                f"setting r-min = {r_min!r} is {self.rule.smallest:,} bytes, and atom {error.name!r} alone needs "
+                f"{error.needed:,}: give at least what the largest atom needs, {self.rule.least():,} bytes, or lower batch-size"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"setting r-min = {r_min!r}: {error}") from None
+
+    @property
+    def modules(self) -> list[Piece]:
+        """The atoms of each module."""
+        return [stage.parts[0].atoms for stage in self.rule.stages]
+
+    def units(self) -> list[str]:
+        """The model's, and the auxiliary heads."""
+        return [*super().units(), *(f"aux.{module[-1]}" for module in self.modules[:-1])]
+
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        """None yet: what a client looks up depends on what it is assigned."""
+        return {}
+
+    def orders(self, last: int) -> Orders:
+        """What is said of the present stage to a client that trains up to module `last`."""
+        state = self.state
+        modules = [list(module) for module in self.modules]
+        return Orders(modules, state.stage, last, state.epsilon, state.nonnegative, self.rule.swaps)
+
+    def is_adversarial(self, server_round: int) -> bool:
+        """After the warm-up of each stage."""
+        return self.state.stage_round >= self.settings.attack_warmup
+
+    def task(self, server_round: int, state: DeviceState) -> Task:
+        """The modules of a client, with a price for each number of them that it may fall back to."""
+        stage = self.state.stage
+        assigned = self.rule.assigned(stage, state, self.slowest)
+        orders = self.orders(next(n for n in range(stage, len(self.modules)) if self.modules[n][-1] == assigned[-1]))
+        pieces = [orders.atoms(last) for last in range(stage, orders.last + 1)]
+        return self._ordered(super().task(server_round, state), orders, pieces)
+
+    def rate(self, server_round: int) -> float:
+        """By the round, or by the round of the stage where the schedule begins anew with each."""
+        return learning_rate(self.settings, self.state.stage_round + 1 if self.settings.lr_restart else server_round)
+
+    def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
+        """Until the last stage has had all its rounds."""
+        state, most = self.state, self.state.stage_rounds
+        if not most:
+            return
+        self.rule.smallest = state.r_min
+        left = (len(self.modules) - state.stage) * most - state.stage_round
+        for n, server_round in enumerate(range(first, min(last, first + left - 1) + 1)):
+            yield server_round, (state.stage_round + n) % most + 1 if self.settings.lr_restart else server_round
+
+    def _ordered(self, task: Task, orders: Orders, pieces: list[Piece]) -> Task:
+        prices = {piece_key(piece): self.price(piece) for piece in pieces}
+        return replace(
+            task,
+            own=orders.to_own(),
+            prices=prices,
+            void=self.state.void,
+            kept_round=int(self.state.best.get("round", 0)),
+        )
+
+    def least_budget(self) -> int:
+        """What the stage's module takes."""
+        return self.price(self.modules[self.state.stage])
+
+    def frozen_units(self, task: Task) -> list[str]:
+        """The fixed modules."""
+        return [f"atoms.{atom}" for module in Orders.of(task).fixed() for atom in module]
+
+    def sent_units(self, task: Task) -> set[str]:
+        """The assigned modules, and the head behind each: a client may find that it has memory for fewer."""
+        orders = Orders.of(task)
+        heads = {head_behind(self.blueprint, self.modules[n][-1]) for n in range(orders.stage, orders.last + 1)}
+        return {f"atoms.{atom}" for atom in orders.atoms(orders.last)} | heads
+
+    def configure_survey(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:
+        """Before the first round of a stage, all clients measure what attacks do to the features that it starts from."""
+        state = self.state
+        if not state.stage or state.distance is not None:
+            return None
+        before = replace(self.orders(state.stage - 2), stage=state.stage - 1)
+        before = replace(before, epsilon=state.fixed["epsilon"], nonnegative=bool(state.fixed["nonnegative"]))
+        tasks = {}
+        for client, (task, _) in self.ask(self.roster.present(grid), server_round, arrays).items():
+            tasks[client] = self.with_hashes(self._ordered(task, before, []), arrays)
+        return self.post.configure("query.survey", tasks, arrays)
+
+    def aggregate_survey(self, server_round: int, replies: Iterable[Message]) -> bool:
+        """E[max ||Delta z||] over all examples (Eq. 11). False where nobody measured."""
+        answers: dict[int, tuple[float, float, int]] = {}
+        for client, metrics in self.post.answers(replies, lambda c, status: self.note_error(c, server_round, status)):
+            try:
+                answers[client] = measurement(metrics, self.roster.members[client].examples)
+            except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+                self.post.reject(client, str(error))
+        factor = self.settings.update_norm_limit
+        most = factor * median_low([distance for distance, _, _ in answers.values()]) if answers and factor else inf
+        for client, (distance, _, _) in list(answers.items()):
+            if distance > most:
+                self.post.reject(
+                    client, f"perturbation is {distance:.4g}, past the limit {most:.4g} (update-norm-limit)"
+                )
+                del answers[client]
+        if not answers:
+            return False
+        self.state.distance = sum(d * n for d, _, n in answers.values()) / sum(n for _, _, n in answers.values())
+        self.state.nonnegative = min(lowest for _, lowest, _ in answers.values()) >= 0
+        return True
+
+    def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
+        """The clients of the round, or all, tell C_m and A_m of the new model."""
+        asked = {client: task for client, (task, _) in self._asked.items() if self.reachable(client)}
+        if self.settings.validation_clients == "all":
+            others = [client for client in self.roster.present(grid) if client not in self._asked]
+            asked |= {client: task for client, (task, _) in self.ask(others, server_round, arrays).items()}
+        orders = self.orders(self.state.stage)
+        modules = self.modules[: orders.stage + 1]
+        pieces = [*modules, tuple(atom for module in modules for atom in module)]
+        return {
+            client: self.after_training(self._ordered(task, orders, pieces)) for client, task in sorted(asked.items())
+        }
+
+    def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
+        """Score the round, adjust alpha, and end the stage where it is time."""
+        state, settings = self.state, self.settings
+        state.stage_round += 1
+        if metrics is None:
+            LOG.warning(
+                "no client validated round %s: neither alpha nor the end of the stage can be told", server_round
+            )
+        else:
+            clean, adversarial = (float(metrics[key]) for key in self.evaluation_keys[1:])  # type: ignore[arg-type]
+            self._score(server_round, arrays, clean, adversarial)
+        stale = settings.stage_patience and state.since_best >= settings.stage_patience
+        return self._next_stage(server_round, arrays) if stale or state.stage_round >= state.stage_rounds else arrays
+
+    def _score(self, server_round: int, arrays: ArrayRecord, clean: float, adversarial: float) -> None:
+        state, settings = self.state, self.settings
+        kept = (
+            state.recent if state.stage_round > settings.attack_warmup + 1 else []
+        )  # clean rounds say nothing of alpha
+        state.recent = [*kept, [clean, adversarial]][-settings.apa_window :]
+        if state.stage_round <= settings.attack_warmup + settings.apa_after:
+            return
+        rho = state.fixed["clean"] / state.fixed["adversarial"] if state.fixed.get("adversarial") else self.first_rho
+        score = clean + rho * adversarial
+        state.since_best += 1
+        if not state.best or score > state.best["score"]:
+            state.best = {"score": score, "clean": clean, "adversarial": adversarial}
+            state.best |= {"alpha": state.alpha, "round": server_round}
+            state.since_best = 0
+            self.kept = self._in_training(arrays)
+        if state.stage and settings.apa and state.stage_round % settings.apa_every == 0:
+            state.alpha = adjusted_alpha(state.alpha, state.recent, state.fixed, settings)
+
+    def _in_training(self, arrays: ArrayRecord) -> ArrayRecord:
+        fixed = {f"atoms.{atom}" for module in self.modules[: self.state.stage] for atom in module}
+        return ArrayRecord({name: array for name, array in arrays.items() if unit_of(name) not in fixed})
+
+    def _next_stage(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+        """Fix the module as it was in the best round, or as it is where no round was scored."""
+        state = self.state
+        last = state.recent[-1] if state.recent else [0.0, 0.0]
+        best = state.best or {"clean": last[0], "adversarial": last[1], "alpha": state.alpha, "round": server_round}
+        if best["round"] < server_round:
+            state.void = [*state.void, [int(best["round"]) + 1, server_round]]
+        arrays = self.final(arrays)
+        self.kept = ArrayRecord()
+        self.state = replace(
+            state,
+            stage=state.stage + 1,
+            stage_round=0,
+            alpha=self.settings.apa_start,
+            distance=None,
+            recent=[],
+            fixed={
+                "clean": best["clean"],
+                "adversarial": best["adversarial"],
+                "epsilon": best["alpha"] * (state.distance or 0.0),
+                "nonnegative": state.nonnegative,
+            },
+            best={},
+            since_best=0,
+            norms={},  # another module's first updates are of another size than this one's last
+        )
+        return arrays
+
+    def final(self, arrays: ArrayRecord) -> ArrayRecord:
+        """The model with what was kept of the stage's best round."""
+        return ArrayRecord({name: self.kept.get(name, array) for name, array in arrays.items()})
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last module is fixed."""
+        return self.state.stage == len(self.modules)
+
+    @property
+    def stage(self) -> str:
+        """`module 1`, `module 2`, ..."""
+        return self.rule.stages[min(self.state.stage, len(self.modules) - 1)].name
+
+    def details(self) -> dict[str, Any]:
+        """epsilon of the stage's inputs and what it comes from; C* and A* of the module before."""
+        state = self.state
+        return {
+            "modules": len(self.modules),
+            "epsilon": state.epsilon if state.stage else self.settings.attack_epsilon,
+            "alpha": state.alpha,
+            "distance": state.distance,
+            "clean_round": state.stage_round < self.settings.attack_warmup,
+            "fixed_accuracy": state.fixed.get("clean"),
+            "fixed_adversarial_accuracy": state.fixed.get("adversarial"),
+        }
+
+    def trained_model(self) -> tuple[Piece, str]:
+        """The modules up to the one in training, and the head behind it."""
+        return self._cascade(self.state.stage + 1)
+
+    def final_model(self) -> tuple[Piece, str]:
+        """As in the last round; without the module of a stage that has not begun."""
+        return self._cascade(self.state.stage + (self.state.stage_round > 0))
+
+    def _cascade(self, count: int) -> tuple[Piece, str]:
+        atoms = tuple(atom for module in self.modules[:count] for atom in module)
+        return atoms, head_behind(self.blueprint, atoms[-1])

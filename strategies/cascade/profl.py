@@ -1,0 +1,362 @@
+"""ProFL ("Breaking the Memory Wall for Heterogeneous Federated Learning via Progressive Training", KDD 2025), the server's
+side. How it cuts the model is in `profl_steps`, when a block is frozen in `profl_freezing`.
+
+theta_t: block t of T; theta_op: the output module of a step, basic layers theta_{t+1,b} .. theta_{T,b} and the output layer
+theta_L; theta_t^ini: a block as shrinking leaves it.
+
+Shrinking (section 2.3), t = T .. 2: [theta_{1,F}, .., theta_t, theta_op] is trained until theta_t converges, which gives
+theta_t^ini; then (Map) theta_t is integrated into theta_{t,b} by distillation on the clients, `distil-rounds` of them. Growing
+(section 2.2), t = 1 .. T: the same steps the other way, each from theta_t^ini and the output module of its step in shrinking,
+over the blocks that growing has frozen. `shrinking` = false leaves only growing, from random weights (Table 2). Eq. 1: theta_t
+and theta_op are averaged by numbers of examples over the clients that trained them, theta_L also over those that trained no
+more.
+
+Where the paper is silent: blocks before t are frozen at their random start in shrinking, as in the authors' code. A step takes
+at most `stage-rounds`. Ours: the running statistics of random blocks, which in theirs follow the batches of each round, are
+measured once, by the clients of a first round; a step's output module in growing starts as its step in shrinking left it, that
+of step 1 as the last map did; where a step is too large for every client, all blocks are single atoms (the paper's "layer-wise
+training"); who cannot take part in a map says so; of a block of more than `movement-scalars` so many are looked at. With
+`freezing` = `parameters` (Table 3's ParamAware) the rounds of a run, less those of maps and statistics, are dealt out to the
+steps by the parameters of their blocks.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+
+from piecework.client_app.trainers.cascade.profl import Orders, frozen_atoms
+from piecework.device_profiles.profile import DeviceState
+from piecework.federation.aggregation import CheckedUpdate
+from piecework.models.basic_layers import basic_atoms, cascade_at
+from piecework.models.cascade import has_statistics, parameter_names, unit_of
+from piecework.models.init_weights import pretrained
+from piecework.models.partition import Piece
+from piecework.strategies.base import PieceStrategy
+from piecework.strategies.cascade.profl_freezing import (
+    Freezing,
+    converged,
+    effective_movement,
+    rounds_by_parameters,
+    slopes,
+    threshold,
+    times_below,
+)
+from piecework.strategies.cascade.profl_steps import ProFLRule
+from piecework.strategies.state import Experiment, StrategyState
+from piecework.training.messages import Task
+
+BEFORE = "before/"  # in `kept`, the output module as the last leg left it, until the next one begins
+MEASURED = ("running_mean", "running_var", "num_batches_tracked")
+SCALARS = "scalars"  # in `kept`, float32 [rounds, scalars of the block]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of a run: `shrinking` or `growing`, in step t; the `map` of block t; or `statistics` of the blocks before t."""
+
+    kind: str
+    t: int
+
+    @property
+    def is_step(self) -> bool:
+        """Whether block t is trained."""
+        return self.kind in ("shrinking", "growing")
+
+    def __str__(self) -> str:
+        """`statistics`, `shrinking, step 4`, `map, block 4`, .. `growing, step 1`, .."""
+        if self.kind == "statistics":
+            return self.kind
+        return f"map, block {self.t}" if self.kind == "map" else f"{self.kind}, step {self.t}"
+
+
+def legs_of(count: int, *, shrinking: bool, maps: Collection[int], statistics: bool = False) -> list[Leg]:
+    """Of a run with so many blocks, in order; `maps` are the blocks that are integrated into basic layers.
+
+    `statistics`: whether the blocks that shrinking leaves random need some.
+    """
+    legs = [Leg("statistics", count)] if statistics and shrinking and count > 1 else []
+    for t in range(count, 1, -1) if shrinking else ():
+        legs += [Leg("shrinking", t), *([Leg("map", t)] if t in maps else [])]
+    return legs + [Leg("growing", t) for t in range(1, count + 1)]
+
+
+@dataclass
+class ProFLState(StrategyState):
+    """Where the run is. `blocks`: the atoms of each; `most`: rounds that each leg may take; `leg`: its number, from 0.
+
+    `leg_round`: rounds of it that are done; `movements`: of its block, that of round H first; `frozen`: where legs ended.
+    """
+
+    blocks: list[list[int]] = field(default_factory=list)
+    most: list[int] = field(default_factory=list)
+    leg: int = 0
+    leg_round: int = 0
+    movements: list[float] = field(default_factory=list)
+    frozen: list[dict[str, Any]] = field(default_factory=list)
+
+
+class ProFL(PieceStrategy):
+    """Step after step, block after block."""
+
+    name = "profl"
+    rule_class = ProFLRule
+    rule: ProFLRule
+    state_class = ProFLState
+    state: ProFLState
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        settings = self.settings
+        if settings.batch_norm == "local":
+            raise ValueError("batch-norm = 'local': profl averages blocks whole, use measured, running or batch")
+        for key, value in (("patience", settings.patience), ("target-accuracy", settings.target_accuracy)):
+            if value:
+                raise ValueError(
+                    f"{key} = {value} compares the models of different steps: use stage-rounds and movement-times"
+                )
+        self.freezing = Freezing(settings.movement_window, settings.movement_share, settings.movement_times)
+        self.legs: list[Leg] = []
+
+    def begin(self) -> None:
+        """Cut the model and plan the legs, once a run. Raises ValueError where there are too few rounds."""
+        state = self.state
+        if not state.blocks:
+            budgets = self.budgets()
+            self.rule.fit(int(min(budgets)), int(max(budgets)))
+            state.blocks = [list(block) for block in self.rule.blocks]
+        self.rule.cut([tuple(block) for block in state.blocks])
+        self.blueprint = self.rule.model
+        self.legs = self._legs()
+        if not state.most:
+            state.most = self._rounds()
+        if len(state.most) != len(self.legs):
+            raise ValueError(
+                f"the run to resume has {len(state.most)} parts, this version has {len(self.legs)} for these settings: finish "
+                "it with the version that began it, or begin anew"
+            )
+
+    def _brought(self) -> set[str]:
+        """The units whose batch norms get statistics from `init-weights`."""
+        taken, _ = pretrained(Path(self.settings.init_weights), self.blueprint)
+        return {unit_of(name) for name in taken if name.endswith("running_mean")}
+
+    def combine(self, client: int, update: CheckedUpdate) -> None:
+        """As usual; where statistics are measured nothing else may change."""
+        if self.leg.kind == "statistics":
+            measured = {name: array for name, array in update.arrays.items() if name.endswith(MEASURED)}
+            update = replace(update, arrays=measured)
+        super().combine(client, update)
+
+    def _rounds(self) -> list[int]:
+        settings, legs = self.settings, self.legs
+        steps, maps = [leg for leg in legs if leg.is_step], sum(leg.kind == "map" for leg in legs)
+        statistics = len(legs) - len(steps) - maps
+        left = settings.num_rounds - settings.distil_rounds * maps - statistics
+        by_parameters = settings.freezing == "parameters"
+        if settings.stage_rounds and not by_parameters:
+            dealt = [settings.stage_rounds] * len(steps)
+        elif left < len(steps):
+            raise ValueError(
+                f"num-rounds = {settings.num_rounds} is too few: {len(steps)} steps, and {maps} maps of distil-rounds = "
+                f"{settings.distil_rounds}, need {settings.num_rounds - left + len(steps)}"
+                + (", one of them for statistics" if statistics else "")
+            )
+        else:
+            parameters = [self._parameters(leg.t) if by_parameters else 1 for leg in steps]
+            dealt = rounds_by_parameters(parameters, left)
+        rounds = iter(dealt)
+        fixed = {"map": settings.distil_rounds, "statistics": 1}
+        return [next(rounds) if leg.is_step else fixed[leg.kind] for leg in legs]
+
+    def _parameters(self, t: int) -> int:
+        return self.rule.part(self.rule.blocks[t - 1]).parameters
+
+    def _legs(self) -> list[Leg]:
+        settings = self.settings
+        maps = basic_atoms(self.rule.model) if settings.distil_rounds else ()
+        random = [f"atoms.{atom}" for block in self.rule.blocks[:-1] for atom in block]
+        known = self._brought() if settings.init_weights else set()
+        unknown = any(has_statistics(self.rule.model, unit) for unit in random if unit not in known)
+        return legs_of(len(self.rule.blocks), shrinking=settings.shrinking, maps=maps, statistics=unknown)
+
+    @property
+    def leg(self) -> Leg:
+        """The present one, or the last where all are done."""
+        return self.legs[min(self.state.leg, len(self.legs) - 1)]
+
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        """The step's and the output layer's; in a map the student's; of the blocks whose statistics are measured."""
+        needed = {"map": self.rule.needed_to_map, "statistics": self.rule.needed_to_measure}
+        return needed.get(self.leg.kind, self.rule.needed)(self.leg.t)
+
+    def least_budget(self) -> int:
+        """What the cheapest of these takes."""
+        return min(self.prices_for(0).values())
+
+    def task(self, server_round: int, state: DeviceState) -> Task:
+        """The step."""
+        own = Orders(self.leg.t, self.leg.kind).to_own()
+        return replace(super().task(server_round, state), own=own)
+
+    def rate(self, server_round: int) -> float:
+        """Of a map its own."""
+        return self.settings.distil_lr if self.leg.kind == "map" else super().rate(server_round)
+
+    def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
+        """Until the last leg has had all its rounds."""
+        left = sum(self.state.most[self.state.leg :]) - self.state.leg_round
+        return super().schedule(first, min(last, first + left - 1))
+
+    def frozen_units(self, task: Task) -> list[str]:
+        """The blocks before that of the step, once they have statistics."""
+        frozen = self.rule.blocks[: self.leg.t - 1] if self.leg.kind != "statistics" else []
+        return [f"atoms.{atom}" for block in frozen for atom in block]
+
+    def sent_units(self, task: Task) -> set[str]:
+        """The block of the step, the output module, and in a map the basic layer that is to stand for the block; for
+        statistics the blocks before.
+        """
+        orders = Orders.of(task)
+        if orders.doing == "statistics":
+            return {f"atoms.{atom}" for atom in frozen_atoms(task)}
+        atoms = set(self.rule.step(orders.step)) | set(self.rule.student(orders.step) if orders.doing == "map" else ())
+        return {f"atoms.{atom}" for atom in atoms} | {"head"}
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """As usual; the block's scalars before its first round are where its movement begins."""
+        for name in [name for name in self.kept if name.startswith(BEFORE)]:
+            del self.kept[name]
+        if self.leg.is_step and SCALARS not in self.kept:
+            self.kept[SCALARS] = Array(self._scalars(arrays)[None])
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """As usual; then look at how the block moved."""
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        if arrays is not None or self.leg.kind != "statistics":  # nothing else can be done without them
+            self.state.leg_round += 1
+        if arrays is not None and self.leg.is_step:
+            self._note_movement(arrays)
+        return arrays, metrics
+
+    @property
+    def _converged(self) -> bool:
+        return self.settings.freezing == "movement" and converged(self.state.movements, self.freezing)
+
+    @property
+    def _ended(self) -> bool:
+        return self._converged or self.state.leg_round >= self.state.most[min(self.state.leg, len(self.legs) - 1)]
+
+    def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
+        """End the leg where it is time."""
+        state = self.state
+        if not self._ended:
+            return arrays
+        state.frozen = [*state.frozen, {"leg": self.stage, "round": server_round, "converged": self._converged}]
+        return self._next_leg(arrays)
+
+    def _note_movement(self, arrays: ArrayRecord) -> None:
+        """Of the block. A round in which nobody trained it does not count."""
+        seen, now = self.kept[SCALARS].numpy(), self._scalars(arrays)
+        if not np.array_equal(seen[-1], now):
+            seen = np.vstack([seen, now])[-self.freezing.window - 1 :]
+            self.kept[SCALARS] = Array(seen)
+            if len(seen) > self.freezing.window:
+                self.state.movements.append(effective_movement(list(seen)))
+
+    def _scalars(self, arrays: ArrayRecord) -> np.ndarray:
+        """The parameters of the step's block, or `movement-scalars` of them, the same in all its rounds."""
+        block = [f"atoms.{atom}" for atom in self.rule.blocks[self.leg.t - 1]]
+        names = [name for unit in block for name in parameter_names(self.blueprint, unit)]
+        values = np.concatenate([arrays[name].numpy().reshape(-1) for name in names])
+        wanted = self.settings.movement_scalars
+        if not wanted or wanted >= len(values):
+            return values
+        rng = np.random.default_rng([self.settings.seed, self.state.leg])
+        return values[np.sort(rng.choice(len(values), wanted, replace=False))]
+
+    def _next_leg(self, arrays: ArrayRecord) -> ArrayRecord:
+        """What the output module is in growing is noted in shrinking; norms of updates and movements begin anew."""
+        state, leg = self.state, self.leg
+        self.kept.pop(SCALARS, None)
+        if leg.kind == "shrinking":
+            for name, array in self._output_module(leg.t, arrays).items():
+                self.kept[f"step{leg.t}/{name}"] = array
+        self.state = replace(state, leg=state.leg + 1, leg_round=0, movements=[], norms={})
+        if self.finished or self.leg.kind != "growing":
+            return arrays
+        noted = self._noted(f"step{self.leg.t}/")
+        for name in noted:
+            self.kept[BEFORE + name] = arrays[name]
+        return ArrayRecord({name: noted.get(name, array) for name, array in arrays.items()})
+
+    def _noted(self, prefix: str) -> dict[str, Array]:
+        return {name.removeprefix(prefix): array for name, array in self.kept.items() if name.startswith(prefix)}
+
+    def final(self, arrays: ArrayRecord) -> ArrayRecord:
+        """The model; where a leg has not begun, with the output module that the one before it ended with."""
+        before = self._noted(BEFORE)
+        return ArrayRecord({name: before.get(name, array) for name, array in arrays.items()})
+
+    def _output_module(self, t: int, arrays: ArrayRecord) -> dict[str, Array]:
+        units = {f"atoms.{atom}" for atom in self.rule.step(t)[len(self.rule.blocks[t - 1]) :]} | {"head"}
+        return {name: array for name, array in arrays.items() if unit_of(name) in units}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last block is grown."""
+        return self.state.leg == len(self.legs)
+
+    @property
+    def stage(self) -> str:
+        """The name of the leg."""
+        return str(self.leg)
+
+    def _train_metrics(self) -> MetricRecord:
+        """The clients' loss; of a map, which is a distance between logits, under a name of its own."""
+        if self.leg.kind == "statistics":
+            return MetricRecord()
+        metrics = super()._train_metrics()
+        return MetricRecord({"distillation-loss": metrics["train-loss"]}) if self.leg.kind == "map" else metrics
+
+    def details(self) -> dict[str, Any]:
+        """The last movement of the block, the slope of the line through the last ones and what freezes the block; legs that are
+        done.
+        """
+        movements = self.state.movements
+        return {
+            "effective_movement": movements[-1] if movements else None,
+            "slope": next(reversed(slopes(movements, self.freezing.window)), None),
+            "slope_threshold": threshold(movements, self.freezing),
+            "times_below": times_below(movements, self.freezing),
+            "block": self.leg.t,
+            "blocks": len(self.rule.blocks),
+            "ended": ("frozen" if self._converged else "rounds") if self._ended else "",
+            "frozen": self.state.frozen,
+        }
+
+    @property
+    def measurable(self) -> bool:
+        """Not before anything is trained."""
+        return self.leg.kind != "statistics"
+
+    def trained_model(self) -> tuple[Piece, str]:
+        """The blocks up to that of the step, and its output module; in a map, without the block that is mapped."""
+        return self._cascade(self.leg)
+
+    def final_model(self) -> tuple[Piece, str]:
+        """That of the last round: where a leg has not begun, of the one before it."""
+        state = self.state
+        return self._cascade(self.legs[state.leg - 1] if state.leg and not state.leg_round else self.leg)
+
+    def _cascade(self, leg: Leg) -> tuple[Piece, str]:
+        return cascade_at(self.blueprint, self.rule.blocks, leg.t - (leg.kind == "map")), "head"

@@ -1,0 +1,177 @@
+"""How ProFL cuts a model: blocks, output modules, who trains what; and its authors' memory.
+
+theta_1 .. theta_T: the blocks; theta_op: the output module of step t, basic layers for the blocks behind t and the classifier
+theta_L. In step t block theta_t and theta_op are trained, the blocks before are frozen (section 2.1). A device that cannot
+afford a step trains theta_L only.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from piecework.client_app.trainers.cascade.profl import OUTPUT_LAYER, distillation, learners
+from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.device_profiles.profile import DeviceState
+from piecework.models.basic_layers import basic_atoms, blocks_of, cascade_at, step_atoms, student_atoms
+from piecework.models.cascade import Blueprint
+from piecework.models.partition import AtomTooLargeError, Piece
+from piecework.models.variant import Variant
+from piecework.planning.costs import Pricing
+from piecework.planning.part import Part
+from piecework.planning.partition_policy import Rule, Stage, label
+from piecework.training.settings import Settings
+
+LOG = logging.getLogger("piecework")
+
+
+class ProFLRule(Rule):
+    """One stage a step of the growing phase, T of them; shrinking goes through the same steps backwards."""
+
+    excluded = "trains the output layer only"
+
+    def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
+        super().__init__(blueprint, pricing, settings, smallest)
+        self.cut(blocks_of(blueprint))
+
+    def fit(self, least: int, most: int) -> None:
+        """By architecture unless settings say by budget; layer by layer, where a step is too large for every client.
+
+        Raises AtomTooLargeError, and ValueError where not even layers fit.
+        """
+        super().fit(least, most)
+        if self.settings.blocks == "budget":
+            self.cut(self.by_budget(least))
+            return
+        allowed = self.settings.allowance(most)
+        step, needed = self.largest()
+        if needed > allowed:
+            LOG.warning(
+                "step %s needs %s bytes, more than any client has (%s): every atom is a block (layer-wise training)",
+                *(step, f"{needed:,}", f"{allowed:,}"),
+            )
+            self.cut(self.by_layer())
+            step, needed = self.largest()
+        if needed > allowed:
+            raise ValueError(
+                f"step {step} of layer-wise training needs {needed:,} bytes, and the richest client has {allowed:,}: nobody "
+                "could train its atom; lower batch-size or model-width, or give clients more memory"
+            )
+
+    def cut(self, blocks: Sequence[Piece]) -> None:
+        """Take these blocks."""
+        self.blocks = list(blocks)
+        self._bytes.clear()
+        for known in ("stages", "model"):
+            self.__dict__.pop(known, None)
+
+    @property
+    def variant(self) -> Variant:
+        """The model with basic layers beside its blocks."""
+        return Variant(basic_layers=tuple(self.blocks))
+
+    def by_budget(self, budget: int) -> list[Piece]:
+        """Blocks as large as can be trained with their output modules for a budget (bytes), from the last one on.
+
+        Raises AtomTooLargeError.
+        """
+        later: list[Piece] = []
+        while end := later[0][0] if later else len(self.blueprint.atoms):
+            start = end - 1
+            if (needed := self._with_block(start, end, later)) > budget:
+                raise AtomTooLargeError(self.blueprint.atoms[start].name, needed, budget)
+            while start and self._with_block(start - 1, end, later) <= budget:
+                start -= 1
+            later.insert(0, tuple(range(start, end)))
+        return later
+
+    def _with_block(self, start: int, end: int, later: list[Piece]) -> int:
+        """Bytes of the step of a block whose later blocks are known; what comes before it does not matter."""
+        before = [tuple(range(start))] if start else []
+        self.cut([*before, tuple(range(start, end)), *later])
+        t = len(before) + 1
+        return self.needed(t)[self.step(t)]
+
+    def by_layer(self) -> list[Piece]:
+        """Every atom a block: "layer-wise training" (section 3.1)."""
+        return [(atom,) for atom in range(len(self.blueprint.atoms))]
+
+    def step(self, t: int) -> Piece:
+        """theta_t and the basic layers behind it, t from 1."""
+        return step_atoms(self.model, self.blocks, t)
+
+    def needed(self, t: int) -> dict[Piece, int]:
+        """Bytes of what a client may do in step t: the step, or the output layer alone.
+
+        For both the blocks before are streamed, one atom after another; for the output layer also the step's own atoms.
+        """
+        step, before = self.step(t), [atom for block in self.blocks[: t - 1] for atom in block]
+        return {step: self.with_streams(step, before), OUTPUT_LAYER: self.with_streams(OUTPUT_LAYER, [*before, *step])}
+
+    def largest(self) -> tuple[int, int]:
+        """The step that needs most, and how many bytes."""
+        needed = {t: self.needed(t)[self.step(t)] for t in range(1, len(self.blocks) + 1)}
+        t = max(needed, key=needed.__getitem__)
+        return t, needed[t]
+
+    def needed_to_map(self, t: int) -> dict[Piece, int]:
+        """Bytes of integrating block t into its basic layer; the teacher is streamed, its last atom with the output layer."""
+        student, teacher = self.student(t), cascade_at(self.model, self.blocks, t)
+        needed = max(self.with_streams(student, teacher), self.pricing.streamed(self.model, teacher[-1], "head"))
+        return {student: needed}
+
+    def needed_to_measure(self, t: int) -> dict[Piece, int]:
+        """Bytes of taking statistics of the blocks before t, one atom after another."""
+        before = [atom for block in self.blocks[: t - 1] for atom in block]
+        return {tuple(before): max(self.pricing.streamed(self.model, atom, measured=True) for atom in before)}
+
+    def with_streams(self, piece: Piece, atoms: Iterable[int]) -> int:
+        """Bytes of training a piece behind atoms, each of which is in memory alone before it."""
+        return max(self.bytes(piece), *(self.pricing.streamed(self.model, atom) for atom in atoms), 0)
+
+    def student(self, t: int) -> Piece:
+        """The basic layers of block t (from 2) and of those behind it."""
+        return student_atoms(self.model, t)
+
+    def part(self, piece: Piece) -> Part:
+        """Atoms with theta_L; where it begins with a basic layer, a student."""
+        if piece == OUTPUT_LAYER:
+            return Part(self.model, piece, name="the output layer")
+        if piece[0] < len(self.blueprint.atoms):
+            return Part(self.model, piece)
+        trained = learners(piece, piece[0] == basic_atoms(self.model).get(len(self.blocks)))
+        return Part(
+            self.model,
+            piece,
+            make_loss=distillation(trained),
+            targets=True,
+            name=label(Part(self.model, piece)),
+            learns=trained,
+        )
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """Step 1 .. T."""
+        found = []
+        for t, block in enumerate(self.blocks, start=1):
+            name = label(Part(self.blueprint, block)) + (" + output module" if t < len(self.blocks) else "")
+            found.append(Stage(f"step {t}", (Part(self.model, self.step(t), name=name),)))
+        return found
+
+    @property
+    def stage_count(self) -> int:
+        """As many as there are blocks."""
+        return len(self.blocks)
+
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The block of the step with its output module. Raises MemoryBudgetExceededError."""
+        (part,) = self.stages[stage].parts
+        needed = self.needed(stage + 1)[part.atoms]
+        if needed > self.settings.allowance(state.budget_bytes):
+            raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
+        return [part]
+
+    def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The step, or where that does not fit the output layer alone."""
+        allowed, needed = self.settings.allowance(state.budget_bytes), self.needed(stage + 1)
+        fitting = [piece for piece in (self.stages[stage].parts[0].atoms, OUTPUT_LAYER) if needed[piece] <= allowed]
+        return [self.part(piece) for piece in fitting[:1]]

@@ -1,0 +1,1 @@
+"""Systems that bring models of different kinds together by distillation on the server: FedDF and FedET."""

@@ -1,0 +1,180 @@
+"""What a server makes of models of many architectures: their logits on public examples, gathered client by client, and models
+that learn from them (FedDF, FedET).
+
+N: public examples; C: classes; s_k: client k's logits [N, C].
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from statistics import median_low
+from tempfile import TemporaryFile
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from torch import Tensor
+from torch.nn import functional as F
+
+from piecework.federation.evaluation import at_full_speed, fill_unit
+from piecework.models.cascade import Blueprint
+from piecework.training.adam import Adam
+from piecework.training.attacks import Loss
+from piecework.training.examples import Examples
+from piecework.training.loop import MakeLoss, PieceModel, Recipe, Trainee, load_for_device
+from piecework.training.memory_cap import MemoryCap
+
+LEAST_VARIANCE = 1e-12  # so that logits which are all alike weigh little, and a sum of weights is never 0
+
+
+class AdamPiece(PieceModel):
+    """A piece that Adam moves."""
+
+    optimiser = Adam
+
+
+class Ensemble:
+    """The logits of clients' models, on disk: one client's are in memory at a time, however many there are."""
+
+    def __init__(self) -> None:
+        self._file = TemporaryFile()  # noqa: SIM115 (open as long as the ensemble is there)
+        self._shape = (0, 0)
+        self.sizes: list[float] = []  # of each client's logits, root mean squares
+        self.most = math.inf
+
+    def add(self, logits: Tensor) -> None:
+        """Append one client's logits [N, C]."""
+        self._shape = (logits.shape[0], logits.shape[1])
+        self._file.write(logits.float().contiguous().numpy().data)
+        self.sizes.append(float(logits.double().square().mean().sqrt()))
+
+    def distrust(self, factor: float) -> list[int]:
+        """Leave out logits larger than `factor` times the clients' median (0 = none): whose, counted as they came."""
+        self.most = factor * median_low(self.sizes) if factor and self.sizes else math.inf
+        return [member for member, size in enumerate(self.sizes) if size > self.most]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """The logits of each client that is trusted, in the order in which they came."""
+        for member, size in enumerate(self.sizes):
+            if size > self.most:
+                continue
+            self._file.seek(4 * member * self._shape[0] * self._shape[1])
+            read = self._file.read(4 * self._shape[0] * self._shape[1])
+            yield torch.from_numpy(np.frombuffer(read, dtype=np.float32).reshape(self._shape).copy())
+        self._file.seek(0, 2)
+
+
+def averaged(ensemble: Iterable[Tensor]) -> Tensor:
+    """FedDF's target: the mean of the clients' logits, [N, C]."""
+    total, members = torch.zeros(()), 0
+    for logits in ensemble:
+        total, members = total + logits.double(), members + 1
+    return (total / members).float()
+
+
+def consensus(ensemble: Iterable[Tensor]) -> Tensor:
+    """FedET's target, [N, 2 C]: the weighted consensus, and beside it the diversity logits.
+
+    v_k(x): the variance of s_k(x) over the classes. Consensus: sum_k v_k s_k / sum_k v_k, whose largest class is the
+    pseudo-label. Diversity: the same mean over those k alone whose own largest class is another one; NaN where all agree.
+    `ensemble` is read twice.
+    """
+    agreed = _weighted(ensemble)
+    label = agreed.argmax(1)
+    return torch.cat([agreed, _weighted(ensemble, unlike=label)], dim=1).float()
+
+
+def _weighted(ensemble: Iterable[Tensor], unlike: Tensor | None = None) -> Tensor:
+    """sum_k v_k s_k / sum_k v_k, over all k, or those with a largest class `unlike` this one, [N, C]."""
+    total, weights = torch.zeros(()), torch.zeros(())
+    for logits in map(Tensor.double, ensemble):
+        weight = logits.var(dim=1, correction=0, keepdim=True) + LEAST_VARIANCE
+        if unlike is not None:
+            weight = weight * (logits.argmax(1) != unlike).unsqueeze(1)
+        total, weights = total + weight * logits, weights + weight
+    return total / weights
+
+
+def likeness_loss(pieces: list[PieceModel]) -> Loss:
+    """FedDF: KL(softmax(target) || softmax(student)), a mean over the batch; targets [B, C]."""
+    (piece,) = pieces
+    return lambda z, targets: divergence(piece.logits(z), targets).mean()
+
+
+def consensus_loss(diversity: float) -> MakeLoss:
+    """FedET: cross-entropy with the pseudo-label, plus `diversity` x KL to the diversity logits; targets [B, 2 C].
+
+    An example on which all clients agree adds no KL to the mean over the batch.
+    """
+
+    def make(pieces: list[PieceModel]) -> Loss:
+        (piece,) = pieces
+
+        def loss(z: Tensor, targets: Tensor) -> Tensor:
+            logits, (agreed, diverse) = piece.logits(z), targets.chunk(2, dim=1)
+            differing = ~diverse[:, 0].isnan()
+            apart = divergence(logits[differing], diverse[differing]).sum() / len(z)
+            return F.cross_entropy(logits, agreed.argmax(1)) + diversity * apart
+
+        return loss
+
+    return make
+
+
+def divergence(logits: Tensor, targets: Tensor) -> Tensor:
+    """KL(softmax(targets) || softmax(logits)) of each example, [B]."""
+    return F.kl_div(F.log_softmax(logits, 1), F.log_softmax(targets, 1), reduction="none", log_target=True).sum(1)
+
+
+@torch.no_grad()
+def logits_of(
+    blueprint: Blueprint,
+    arrays: Mapping[str, Array],
+    examples: Examples,
+    batch_size: int,
+    cap: MemoryCap,
+    threads: int = 1,
+) -> Tensor:
+    """What a model says of all examples, [N, C], in evaluation mode; batches of `batch_size` or a little more.
+
+    With other `threads` torch comes to slightly other numbers, here and in `distilled`.
+    """
+    found = []
+    with at_full_speed(threads):
+        model: PieceModel | None = None
+        for positions in np.array_split(np.arange(len(examples)), max(1, len(examples) // batch_size)):
+            with cap.first("logits", blueprint.name, len(positions)):
+                if model is None:
+                    (model,) = _whole(blueprint, arrays, PieceModel)
+                    model.train(False)
+                found.append(model.logits(examples.read(positions)))
+    return torch.cat(found)
+
+
+def distilled(
+    blueprint: Blueprint,
+    arrays: ArrayRecord,
+    examples: Examples,
+    targets: Tensor,
+    make_loss: MakeLoss,
+    recipe: Recipe,
+    rng: np.random.Generator,
+    cap: MemoryCap,
+    piece_class: type[PieceModel] = PieceModel,
+    threads: int = 1,
+) -> tuple[ArrayRecord, float]:
+    """A model that has learnt `targets` [N, ...] for `recipe.iterations` batches; and its mean loss."""
+    taught = Examples(examples.read, targets.numpy())
+    trainee = Trainee(partial(_whole, blueprint, arrays, piece_class), recipe, make_loss)
+    with at_full_speed(threads):
+        for _ in trainee.epochs():
+            trainee.epoch(taught, rng, cap, f"distil {blueprint.name}")
+        (model,) = trainee.finish()
+    found = {f"{unit}.{name}": value for unit, m in model.units().items() for name, value in m.state_dict().items()}
+    new = ArrayRecord({name: Array(found[name].detach().numpy()) for name in arrays})
+    return new, trainee.total_loss / trainee.seen
+
+
+def _whole(blueprint: Blueprint, arrays: Mapping[str, Array], piece_class: type[PieceModel]) -> list[PieceModel]:
+    fill: Callable[..., None] = partial(fill_unit, arrays)
+    return [piece_class(blueprint, range(len(blueprint.atoms)), "head", load_for_device(blueprint, fill))]

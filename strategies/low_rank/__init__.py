@@ -1,0 +1,1 @@
+"""Systems whose clients train models of lower rank: PriSM, and OrthDrop."""

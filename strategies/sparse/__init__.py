@@ -1,0 +1,1 @@
+"""Systems whose clients train masks: SpaFL, with Local, and FedPM."""

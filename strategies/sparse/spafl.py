@@ -1,0 +1,332 @@
+"""SpaFL ("Communication-Efficient Federated Learning with Sparse Models and Low Computational Overhead", NeurIPS 2024), the
+server's side, and `local`, its rival without communication.
+
+tau(t): the thresholds, a float32 array, all the server has: every client keeps a model of its own. Each round tau(t + 1) is the
+mean of the clients' thresholds, each alike (Eq. 7); alpha weighs the sparsity regulariser. How good clients' models are is told
+by them: evaluation is personal.
+
+Ours: thresholds are sent with their last change, which a client that was not asked before cannot know. What pruned filters
+would shift behind their batch norms is masked with them (the authors' code: `silent-norms = false`). With `target-density`
+alpha adapts (the paper cannot control sparsity).
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
+
+from piecework.client_app.trainers.sparse.forms import SparseModel, sparse_loss
+from piecework.client_app.trainers.sparse.spafl import CHANGE, THRESHOLDS, Orders, from_words, initial_model
+from piecework.device_profiles.profile import DeviceState
+from piecework.federation.aggregation import CheckedUpdate, Norms, UpdateRejectedError
+from piecework.federation.reports import ClientReport, finite
+from piecework.models.anatomy import Layer, anatomy
+from piecework.models.compact import layout
+from piecework.models.masked import thresholds
+from piecework.models.partition import Piece
+from piecework.models.variant import Variant
+from piecework.planning.counts import sparse_flops
+from piecework.planning.part import Part
+from piecework.planning.partition_policy import Rule, Stage
+from piecework.strategies.base import PieceStrategy
+from piecework.strategies.state import Experiment, StrategyState
+from piecework.training.messages import Outcome, Task
+
+BAND = 0.1  # of density, above `target-density`, in which alpha falls
+
+
+class SpaFLRule(Rule):
+    """One stage; the whole model with thresholds."""
+
+    caveat = "a model of its own for each client"
+
+    @property
+    def variant(self) -> Variant:
+        """The model with thresholds."""
+        return Variant(thresholds=self.settings.straight_through, silent=self.settings.silent_norms)
+
+    @cached_property
+    def whole(self) -> Part:
+        """The masked model. Raises ValueError where there is nothing to mask."""
+        name = "the whole model, masked"
+        atoms = tuple(range(len(self.model.atoms)))
+        return Part(self.model, atoms, make_loss=sparse_loss(1.0), name=name, piece_class=SparseModel)
+
+    def part(self, piece: Piece) -> Part:
+        """All atoms: there is no other piece."""
+        return self.whole
+
+    def least(self) -> int:
+        """The masked model's price."""
+        return self.bytes(self.whole.atoms)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The masked model."""
+        return [Stage("training", (self.whole,))]
+
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The masked model. Raises MemoryBudgetExceededError."""
+        return [self.within(self.whole, state)]
+
+    def values(self, parts: list[Part]) -> tuple[float, float]:
+        """Thresholds, down and up."""
+        count = sum(sum(thresholds(part.blueprint).values()) for part in parts)
+        return count, count
+
+    def wire(self, parts: list[Part]) -> tuple[int, int]:
+        """Four bytes a threshold; on the way down their change comes with them."""
+        count = int(self.values(parts)[0])
+        return 8 * count, 4 * count
+
+
+@dataclass
+class SpaFLState(StrategyState):
+    """`trained`: the clients that have a model; `density`: the mean over the layers and clients of the last round."""
+
+    trained: list[int] = field(default_factory=list)
+    density: float = 1.0
+
+
+class SpaFL(PieceStrategy):
+    """Personal sparse models; thresholds are averaged."""
+
+    name = "spafl"
+    rule_class = SpaFLRule
+    rule: SpaFLRule
+    measures = False
+    state_class = SpaFLState
+    state: SpaFLState
+    evaluation_keys = ("val-loss", "val-accuracy", "density")
+    shared: ClassVar[bool] = True
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        settings = self.settings
+        if settings.evaluation == "central":
+            raise ValueError(
+                f"evaluation = 'central': {self.name} has no model but those of the clients, set it to personal"
+            )
+        if settings.client_evaluation_every or settings.autoattack_examples:
+            raise ValueError(
+                f"client-evaluation-every = {settings.client_evaluation_every}, autoattack-examples = "
+                f"{settings.autoattack_examples}: {self.name} has no model to evaluate but those of the clients, which "
+                "evaluate by evaluate-every; set both to 0"
+            )
+        if settings.init_weights:
+            raise ValueError(
+                f"init-weights = {settings.init_weights!r}: {self.name}'s clients build their models from the seed"
+            )
+        if settings.batch_norm == "local":
+            raise ValueError(
+                f"batch-norm = 'local': {self.name} leaves norms with the clients anyhow, set it to running"
+            )
+        if settings.client_momentum and not settings.momentum:
+            raise ValueError(
+                "client-momentum = true keeps the clients' momentum, and momentum is 0.0: set it, or leave it off"
+            )
+        if settings.masked_every != 1 and not settings.silent_norms:
+            raise ValueError(
+                f"masked-every = {settings.masked_every}: with silent-norms = false pruned filters shift what is behind their "
+                "norms, so nothing can be left out; set it to 1"
+            )
+        if settings.masked_every != 1:
+            layout(self.rule.blueprint, self.blueprint)  # a model whose channels cannot be followed is refused here
+        self.layers = thresholds(self.rule.whole.blueprint)
+        self.masks: dict[int, np.ndarray] = {}
+        self.restarted: list[int] = []
+        self.lost: list[int] = []
+        self._told: dict[int, np.ndarray] = {}
+        self.density: float | None = None
+        self.tau = self.initial()[THRESHOLDS]
+
+    @property
+    def personal(self) -> bool:
+        """Always."""
+        return True
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the initial model, of which one unit at a time is held here, once."""
+        return initial_model(self.rule.whole.blueprint, self.settings.seed)
+
+    @cached_property
+    def anatomy(self) -> dict[str, Layer]:
+        """Of the layers with thresholds."""
+        model = self.rule.whole.blueprint
+        layers = [layer for unit in model.units() for layer in anatomy(model, unit).layers if layer.thresholds]
+        return dict(zip(self.layers, layers, strict=True))
+
+    @cached_property
+    def macs(self) -> dict[str, int]:
+        """Multiply-accumulates of one example."""
+        return {name: layer.macs for name, layer in self.anatomy.items()}
+
+    def by_layer(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        """What there is one of for each threshold, layer by layer."""
+        parts = np.split(values, np.cumsum([*self.layers.values()])[:-1])
+        return dict(zip(self.layers, parts, strict=True))
+
+    def initial(self) -> dict[str, np.ndarray]:
+        """Thresholds of 0."""
+        return {THRESHOLDS: np.zeros(sum(self.layers.values()), dtype=np.float32)}
+
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        """The masked model's."""
+        return {self.rule.whole.atoms: self.price(self.rule.whole.atoms)}
+
+    def alpha(self, server_round: int) -> float:
+        """The regulariser's weight."""
+        settings, alpha = self.settings, self.settings.sparsity
+        if settings.sparsity_ramp:
+            alpha /= 1 + math.exp(min(700, 5 - 10 * (server_round - 1)))
+        if settings.target_density:
+            alpha *= min(1.0, max(0.0, (self.state.density - settings.target_density) / BAND))
+        return alpha
+
+    def task(self, server_round: int, state: DeviceState) -> Task:
+        """With the regulariser's weight, and what the initial model is."""
+        orders = Orders(self.alpha(server_round), self.digest, self.shared)
+        return replace(super().task(server_round, state), own=orders.to_own())
+
+    def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
+        """Thresholds and their change, to be trained; to be evaluated nothing."""
+        if task.personal or not self.shared:
+            return ArrayRecord()
+        now = arrays[THRESHOLDS]
+        if THRESHOLDS not in self.kept:
+            return ArrayRecord({THRESHOLDS: now})
+        return ArrayRecord({THRESHOLDS: now, CHANGE: Array(now.numpy() - self.kept[THRESHOLDS].numpy())})
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """As usual; keeps the thresholds that the change of the next round is from."""
+        self.masks, self.restarted, self.lost, self.density = {}, [], [], None
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        self.kept = ArrayRecord({THRESHOLDS: self.post.arrays[THRESHOLDS]})
+        self.tau = (arrays or self.post.arrays)[THRESHOLDS].numpy()
+        if self.masks:
+            self.state.density = float(np.mean([*self.densities().values()]))
+        return arrays, metrics
+
+    def check(
+        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, most: Callable[[], float]
+    ) -> CheckedUpdate:
+        """Thresholds are from 0 to 1, which bounds how far they can be moved: norms need no limits."""
+        update = super().check(arrays, metrics, task, {}, lambda: math.inf)
+        found = update.arrays[THRESHOLDS]
+        if found.min() < 0 or found.max() > 1:
+            raise UpdateRejectedError(f"thresholds from {found.min():.4g} to {found.max():.4g}: they are 0 to 1")
+        return replace(update, norms={})
+
+    def combine(self, client: int, update: CheckedUpdate) -> None:
+        """Add thresholds; each client counts alike."""
+        self.mean.add(update.arrays, 1)
+        self.masks[client] = self._told[client]
+
+    def executed(self, task: Task, metrics: dict[str, Any]) -> float:
+        """By what the masked layers' forward passes took."""
+        macs = finite(metrics, "macs") or 0.0
+        dense = sum(self.macs.values()) * sum(int(n) for n in metrics["seen"])
+        if not 0 < macs <= 1.001 * dense:
+            raise UpdateRejectedError(f"macs is {macs!r}: they are at most {dense}")
+        return macs / dense
+
+    def note_answer(self, client: int, metrics: dict[str, Any]) -> None:
+        """Who has no model any more evaluated the initial one."""
+        if metrics.get("fresh") and client in self.state.trained:
+            self.lost.append(client)
+
+    def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
+        super()._note(report, outcome, metrics)
+        if outcome.status != "ok":
+            return
+        try:
+            mask = from_words(metrics["mask"], sum(self.layers.values()))
+        except (ValueError, OverflowError) as error:
+            raise UpdateRejectedError(f"mask: {error}") from error
+        self._told[report.client] = mask
+        epochs = round(sum(int(n) for n in metrics["seen"]) / max(1, report.examples))
+        batches = max(1, epochs) * math.ceil(report.examples / self.settings.batch_size)
+        density = {name: float(part.mean()) for name, part in self.by_layer(mask).items()}
+        seen, weights = sum(int(n) for n in metrics["seen"]), sum(math.prod(x.weight) for x in self.anatomy.values())
+        report.counted_flops = sparse_flops(self.macs, density, seen, batches, len(mask), weights)
+        if metrics.get("fresh") and report.client in self.state.trained:
+            report.add_note("its store has no model of its own any more: it began again with the initial one")
+            self.restarted.append(report.client)
+        self.state.trained = sorted({*self.state.trained, report.client})
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """As usual; keeps the mean density of the clients' models."""
+        found = super().aggregate_evaluate(server_round, replies)
+        self.density = float(found["density"]) if found is not None else None  # type: ignore[arg-type]
+        return found
+
+    def densities(self) -> dict[str, float]:
+        """Of every layer the share of filters that are not pruned, the mean over the clients of the round."""
+        return {
+            name: float(part.mean()) for name, part in self.by_layer(np.mean([*self.masks.values()], axis=0)).items()
+        }
+
+    def details(self) -> dict[str, Any]:
+        """Alpha; the mean density of all clients' models, where they were evaluated; of every layer the mean density and
+        threshold, and for each filter the share of the round's clients, in per cent, that do not prune it.
+        """
+        kept = np.mean([*self.masks.values()], axis=0) if self.masks else np.zeros(sum(self.layers.values()))
+        densities, taus = self.densities() if self.masks else {}, self.by_layer(self.tau)
+        layers = {
+            name: {
+                "density": densities.get(name),
+                "threshold": float(taus[name].mean()),
+                "open": [round(100 * float(share)) for share in part],
+            }
+            for name, part in self.by_layer(kept).items()
+        }
+        alphas = {Orders.of(task).alpha for task, _ in self._asked.values()}
+        return {
+            "alpha": max(alphas, default=None),
+            "density": self.density,
+            "restarted": self.restarted,
+            "lost": self.lost,
+            "filters": layers,
+        }
+
+    def model_details(self) -> dict[str, Any]:
+        """That this is none."""
+        return {"personal": True}
+
+
+class LocalRule(SpaFLRule):
+    """Nothing travels."""
+
+    def values(self, parts: list[Part]) -> tuple[float, float]:
+        """None."""
+        return 0, 0
+
+    def wire(self, parts: list[Part]) -> tuple[int, int]:
+        """No bytes of arrays."""
+        return 0, 0
+
+
+class Local(SpaFL):
+    """SpaFL without communication: every client trains its weights and thresholds for itself."""
+
+    name = "local"
+    rule_class = LocalRule
+    shared = False
+
+    def check(
+        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, most: Callable[[], float]
+    ) -> CheckedUpdate:
+        """There is nothing to check but the count, and that there are no arrays."""
+        examples = metrics.get("num-examples")
+        if arrays or not isinstance(examples, int) or examples <= 0:
+            raise UpdateRejectedError(
+                f"{len(arrays)} arrays of {examples!r} examples: a local model's stay with the client"
+            )
+        return CheckedUpdate({}, examples, {})

@@ -1,0 +1,1 @@
+"""Systems whose clients train the whole model: FedAvg, ExclusiveFL, jFAT and FedRBN."""

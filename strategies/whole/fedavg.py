@@ -1,0 +1,40 @@
+"""FedAvg (McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017).
+
+Algorithm 1: w <- sum_k n_k / n w_k over the clients of a round. Every client trains the whole model, at `model-width`;
+a client whose budget does not allow it says so.
+"""
+
+from functools import cached_property
+
+from piecework.device_profiles.profile import DeviceState
+from piecework.models.partition import Piece
+from piecework.planning.part import Part
+from piecework.planning.partition_policy import Rule, Stage
+from piecework.strategies.base import PieceStrategy
+
+
+class FedAvgRule(Rule):
+    """One stage; the whole model or nothing."""
+
+    adversarial = "optional"
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The whole model."""
+        return [Stage("training", (self.part(tuple(range(len(self.blueprint.atoms)))),))]
+
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The whole model. Raises MemoryBudgetExceededError."""
+        return [self.within(part, state) for part in self.stages[stage].parts]
+
+
+class FedAvg(PieceStrategy):
+    """FedAvg over the clients that can afford the whole model."""
+
+    name = "fedavg"
+    rule_class = FedAvgRule
+
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        """One price: the whole model's."""
+        whole = tuple(range(len(self.blueprint.atoms)))
+        return {whole: self.price(whole)}

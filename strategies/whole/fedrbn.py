@@ -1,0 +1,239 @@
+"""FedRBN (Hong et al., "Federated Robustness Propagation: Sharing Adversarial Robustness in Heterogeneous Federated Learning",
+AAAI 2023), the server's side, as FedProphet compares with it.
+
+Weights are averaged by numbers of examples. Of the statistics of batch norms, mu_l and v_l of layer l are of clean examples,
+mu'_l and v'_l of adversarial ones. S: the clients that trained adversarially in a round; t: one that trained plainly.
+Robustness propagates:
+
+  (mu'_t, v'_t) <- sum_{s in S} a_ts (mu'_s, v'_s),   a_t = softmax over s of c_ts / 0.01
+  c_ts = mean over layers of [cos(mu_t, mu_s) + cos(v_t, v_s)] / 2
+
+and nothing where S is empty. With `batch-norm = local`, FedRBN's own setting, clean statistics, scales and shifts stay with the
+clients, and the server keeps each client's adversarial statistics for it; with `running`, they are averaged over the clients of
+the round, propagated ones included, like everything else.
+
+As FedProphet runs it: clients with less memory than an adversarial step takes train plainly, and swap where they cannot do that
+either, at the price of simulated time alone; so budgets are not enforced, and FedRBN runs only where they are emulated. The
+model is tested with the statistics that are for what an example is (`evaluation-branch = oracle`). FedRBN's own test learns a
+detector; ours (`detector`) is a support vector machine with an RBF kernel on the clean logits of public examples and of
+attacks on them, anew for each evaluation.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
+
+from piecework.client_app.trainers.whole.fedrbn import DUAL, DualPiece, Orders, adversarial_loss, learner
+from piecework.device_profiles.profile import DeviceState
+from piecework.federation.aggregation import CheckedUpdate, WeightedMean, require_all, updated
+from piecework.federation.public_data import public_examples
+from piecework.models.cascade import has_statistics
+from piecework.models.dual_norm import COUNT, PREFIX, STATISTICS, begin_adversarial, is_adversarial
+from piecework.models.partition import Piece
+from piecework.models.variant import Variant
+from piecework.planning.part import Part
+from piecework.planning.partition_policy import Stage, Swapping
+from piecework.strategies.base import PieceStrategy
+from piecework.strategies.state import Experiment
+from piecework.strategies.whole.fedrbn_detector import branch_of, fit_detector
+from piecework.training.examples import Examples
+from piecework.training.loop import PieceModel
+from piecework.training.messages import Task, piece_key
+
+Statistics = Mapping[str, np.ndarray]  # by array name
+TEMPERATURE = 0.01
+
+
+class FedRBNRule(Swapping):
+    """One stage: the whole model, adversarially where there is memory for that, else plainly, whatever memory there is."""
+
+    adversarial = "always"
+
+    def part(self, piece: Piece) -> Part:
+        """(DUAL, 1): the whole model on adversarial examples, (DUAL, 0) on clean ones."""
+        model, weight = self.model, self.settings.clean_weight
+        atoms = tuple(range(len(model.atoms)))
+        if piece[1]:
+            name = "the whole model, attacked"
+            return Part(model, atoms, make_loss=adversarial_loss(weight), name=name, piece_class=learner(weight))
+        return Part(model, atoms, name="the whole model, clean", piece_class=DualPiece, clean=True)
+
+    @property
+    def variant(self) -> Variant:
+        """The model with two sets of statistics."""
+        return Variant(dual_norms=True)
+
+    def require_model(self) -> None:
+        """Raises ValueError where there are no statistics."""
+        if self.settings.batch_statistics:
+            raise ValueError(
+                f"batch-norm = {self.settings.batch_norm!r}: fedrbn propagates running statistics, use running or local"
+            )
+        if not any(has_statistics(self.blueprint, unit) for unit in self.blueprint.units()):
+            raise ValueError(
+                f"model {self.settings.model!r} has no batch norm, whose statistics fedrbn would propagate"
+            )
+
+    def robust(self, state: DeviceState) -> bool:
+        """Whether a device has memory to train adversarially."""
+        return self.bytes((DUAL, 1)) <= self.settings.allowance(state.budget_bytes)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The whole model, attacked."""
+        return [Stage("training", (self.part((DUAL, 1)),))]
+
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """The whole model."""
+        return [self.part((DUAL, int(self.robust(state))))]
+
+
+class FedRBN(PieceStrategy):
+    """Federated averaging whose adversarial statistics propagate. `kept` has a client's, by `<client>/<array>`."""
+
+    name = "fedrbn"
+    rule_class = FedRBNRule
+    rule: FedRBNRule
+    measures = False
+    evaluation_keys = ("val-loss", "val-accuracy", "val-adversarial-accuracy")
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        settings = self.settings
+        if settings.attack_warmup >= settings.num_rounds:
+            raise ValueError(
+                f"attack-warmup = {settings.attack_warmup} leaves no adversarial round of num-rounds = {settings.num_rounds}"
+            )
+        branch = settings.evaluation_branch
+        if branch == "detector" and (self.personal or settings.client_evaluation_every):
+            raise ValueError(
+                "evaluation-branch = 'detector': it learns from the server's public data, and clients evaluate"
+            )
+        self.public: Examples | None = public_examples(settings) if branch == "detector" else None
+        self.piece_class = branch_of(branch)
+        self._mean, self._found = WeightedMean(), dict[int, tuple[Statistics, int]]()
+
+    def begin(self) -> None:
+        """Raises ValueError for clients that cannot pretend to swap."""
+        self.require_emulated()
+
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        """None yet: what a client looks up depends on its device."""
+        return {}
+
+    def task(self, server_round: int, state: DeviceState) -> Task:
+        """The whole model; adversarially where there is memory, after the warm-up."""
+        robust = server_round > self.settings.attack_warmup and self.rule.robust(state)
+        piece = (DUAL, int(robust))
+        prices = {piece_key(piece): self.price(piece)}
+        return replace(super().task(server_round, state), adversarial=robust, prices=prices)
+
+    def ask(
+        self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
+    ) -> dict[int, tuple[Task, DeviceState]]:
+        """The tasks, each with its client's number."""
+        asked = super().ask(clients, server_round, arrays)
+        return {c: (replace(task, own=Orders(c).to_own()), state) for c, (task, state) in asked.items()}
+
+    def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
+        """The model; with the client's own adversarial statistics, where the server keeps them for it."""
+        prefix = f"{Orders.of(task).client}/"
+        return ArrayRecord({name: self.kept.get(prefix + name, array) for name, array in arrays.items()})
+
+    def untrained(self, task: Task) -> ArrayRecord:
+        """The model, as the client begins with it: for who trains adversarially, a second set never used is the clean one."""
+        sent = self.travelling(task, self.post.arrays)
+        return begun(sent) if task.adversarial else sent
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """As usual; statistics are looked at together, when all are there."""
+        self._mean, self._found = WeightedMean(), {}
+        return super().aggregate_train(server_round, replies)
+
+    def combine(self, client: int, update: CheckedUpdate) -> None:
+        """Add an update; its adversarial statistics wait. Raises UpdateRejectedError where it lacks some."""
+        require_all(update, self.post.arrays)
+        self._mean.add({n: a for n, a in update.arrays.items() if not is_adversarial(n)}, update.examples)
+        sets = {n: a for n, a in update.arrays.items() if is_adversarial(n) or n.endswith(STATISTICS)}
+        self._found[client] = sets, update.examples
+
+    def finish(self) -> ArrayRecord:
+        """The new model, with what has propagated."""
+        robust = {client for client, (task, _) in self._asked.items() if task.adversarial}
+        sources = [sets for client, (sets, _) in self._found.items() if client in robust]
+        kept = dict(self.kept)
+        for client, (sets, examples) in self._found.items() if sources else ():
+            own = adversarial(sets) if client in robust else propagated(sets, sources)
+            self._mean.add(own, examples)
+            kept |= {f"{client}/{name}": Array(array) for name, array in own.items()}
+        if self.settings.batch_norm == "local":
+            self.kept = ArrayRecord(kept)
+        return updated(self.post.arrays, self._mean)
+
+    def details(self) -> dict[str, Any]:
+        """Who was to train adversarially."""
+        return {"adversarial_clients": [c for c, (task, _) in self._asked.items() if task.adversarial]}
+
+    def evaluation_details(self) -> dict[str, Any]:
+        """Which statistics the model is evaluated with."""
+        return {"evaluation_branch": self.settings.evaluation_branch}
+
+    def model_details(self) -> dict[str, Any]:
+        """Which statistics it is evaluated with."""
+        return self.evaluation_details()
+
+    def prepare(self, piece: PieceModel) -> None:
+        """Choose a model's statistics; let it learn what attacks look like, where that is asked for."""
+        begin_adversarial(piece.units().values())
+        piece.expect(False)
+        if self.public is not None:
+            fit_detector(piece, self.public, self.settings)
+
+
+def begun(arrays: ArrayRecord) -> ArrayRecord:
+    """The arrays of a model whose adversarial set begins as the clean one, where it was never used."""
+    found, count = dict(arrays), PREFIX + COUNT
+    for layer in (name.removesuffix(count) for name in arrays if name.endswith(count) and not arrays[name].numpy()):
+        found |= {layer + PREFIX + name: arrays[layer + name] for name in STATISTICS}
+    return ArrayRecord(found)
+
+
+def adversarial(sets: Statistics) -> dict[str, np.ndarray]:
+    """The second set of a model's statistics."""
+    return {name: array for name, array in sets.items() if is_adversarial(name)}
+
+
+def similarity(one: Statistics, other: Statistics) -> float:
+    """c_ts of two models' clean statistics: the mean over layers of the cosines of means and of variances."""
+    clean = [name for name in one if name.endswith(STATISTICS) and not is_adversarial(name)]
+    return float(np.mean([cosine(one[name], other[name]) for name in clean]))
+
+
+def cosine(one: np.ndarray, other: np.ndarray) -> float:
+    """The cosine of two vectors; 0 where one has no length."""
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
+    return float(a @ b) / max(lengths, 1e-8)
+
+
+def propagated(own: Statistics, sources: list[Statistics]) -> dict[str, np.ndarray]:
+    """What a client that trained plainly gets of those that trained adversarially: a_ts weighs them. Counts are the largest."""
+    scores = np.array([similarity(own, source) for source in sources]) / TEMPERATURE
+    weights = np.exp(scores - scores.max())
+    weights /= weights.sum()
+    found = {}
+    for name, array in adversarial(sources[0]).items():
+        held = [source[name] for source in sources]
+        if np.issubdtype(array.dtype, np.floating):
+            found[name] = np.asarray(
+                sum(w * a.astype(np.float64) for w, a in zip(weights, held, strict=True)), array.dtype
+            )
+        else:
+            found[name] = np.asarray(np.max(held, axis=0))
+    return found

@@ -1,0 +1,88 @@
+"""How FedRBN's model is evaluated: which of its two sets of statistics an image meets.
+
+A detector sees an image's clean logits and says whether it was attacked. It learns from public examples and from attacks on
+them.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from piecework.client_app.trainers.whole.fedrbn import BRANCHES
+from piecework.models.dual_norm import use
+from piecework.training.attacks import by_backward, pgd
+from piecework.training.examples import Examples
+from piecework.training.loop import PieceModel, classification_loss, predictions
+from piecework.training.randomness import integer
+from piecework.training.settings import Settings, SettingsError
+from piecework.training.setup import image_attack, open_dataset
+
+LEARNT_FROM = 500  # public examples at most, clean and attacked
+
+Verdict = Callable[[np.ndarray], np.ndarray]  # logits [B, classes] -> whether attacked, bool [B]
+
+
+class DetectingPiece(PieceModel):
+    """Each image meets the statistics that a detector chooses for it; without one, all the adversarial ones."""
+
+    detector: Verdict | None = None
+
+    def logits_by(self, z: Tensor, *, adversarial: bool) -> Tensor:
+        """Logits[B, classes] with one of the sets."""
+        use(self.units().values(), adversarial=adversarial)
+        return super().logits(z)
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Logits[B, classes] of z[B, ...]; gradients come through the set that was chosen."""
+        robust = self.logits_by(z, adversarial=True)
+        if self.detector is None:
+            return robust
+        clean = self.logits_by(z, adversarial=False)
+        attacked = torch.from_numpy(self.detector(clean.detach().numpy()))
+        return torch.where(attacked.unsqueeze(1), robust, clean)
+
+
+def branch_of(name: str) -> type[PieceModel]:
+    """How a model is run in an evaluation."""
+    if name == "detector":
+        _sklearn("svm")  # before anything is trained
+        return DetectingPiece
+    return BRANCHES[name]
+
+
+def fit_detector(piece: PieceModel, public: Examples, settings: Settings) -> None:
+    """Let a piece's detector learn from public examples. Raises SettingsError without scikit-learn."""
+    assert isinstance(piece, DetectingPiece)
+    piece.detector = None
+    rows = np.linspace(0, len(public) - 1, min(LEARNT_FROM, len(public))).astype(int)
+    attack = image_attack(settings, open_dataset(settings.dataset, settings.data_dir), settings.attack_steps)
+    start = torch.Generator().manual_seed(integer(settings.seed, "detector"))
+    gradient = by_backward(lambda z, y: classification_loss(piece.logits(z), y))
+    met = []
+    for positions in np.array_split(rows, max(1, len(rows) // settings.eval_batch_size)):
+        z = public.read(positions)
+        with torch.no_grad():
+            y = predictions(
+                piece.logits_by(z, adversarial=False)
+            )  # public examples may have other labels than the run's
+        attacked = pgd(gradient, z, y, attack, start)
+        with torch.no_grad():
+            met.append([piece.logits_by(x, adversarial=False).numpy() for x in (z, attacked)])
+    clean, attacked_logits = (np.concatenate(part) for part in zip(*met, strict=True))
+    pipeline, preprocessing, svm = (_sklearn(module) for module in ("pipeline", "preprocessing", "svm"))
+    machine = pipeline.make_pipeline(preprocessing.StandardScaler(), svm.SVC(kernel="rbf"))
+    machine.fit(np.concatenate([clean, attacked_logits]), np.repeat([False, True], [len(clean), len(attacked_logits)]))
+    piece.detector = machine.predict
+
+
+def _sklearn(module: str) -> Any:
+    try:
+        return import_module(f"sklearn.{module}")
+    except ImportError as error:
+        raise SettingsError(
+            f"evaluation-branch = 'detector' needs scikit-learn ({error}): pip install 'piecework[data]', or use oracle"
+        ) from error

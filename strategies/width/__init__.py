@@ -1,0 +1,1 @@
+"""Systems whose clients train narrower models: HeteroFL, FedRolex, FedDrop, FjORD, SplitMix, OrigDrop, AllSmall."""

@@ -1,0 +1,90 @@
+"""AllSmall, a baseline of ProFL's Table 1: FedAvg with a model so narrow that the poorest client can train it.
+
+The share of the channels is the largest number of 64ths that fits; which one is decided once a run.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from piecework.models.partition import Piece
+from piecework.models.variant import Variant, vary
+from piecework.planning.part import Part, whole_model
+from piecework.strategies.state import Experiment, StrategyState
+from piecework.strategies.whole.fedavg import FedAvg, FedAvgRule
+
+STEPS = 64
+
+
+class AllSmallRule(FedAvgRule):
+    """One stage: the narrow model."""
+
+    share = 1.0
+
+    def fit(self, least: int, most: int) -> None:
+        """Raises ValueError where not even the narrowest model fits the poorest client."""
+        super().fit(least, most)
+        allowed, needed = self.settings.allowance(least), 0
+        low, high = 0, STEPS + 1  # of 64ths: the first fits, the second does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            needed = self.pricing.bytes(whole_model(vary(self.blueprint, Variant(width=middle / STEPS))))
+            low, high = (middle, high) if needed <= allowed else (low, middle)
+        if not low:
+            raise ValueError(
+                f"allsmall: with 1/{STEPS} of its channels the model needs {needed:,} bytes, and the poorest client has "
+                f"{least:,}; lower batch-size or model-width, or give clients more memory"
+            )
+        self.narrow(low / STEPS)
+
+    def part(self, piece: Piece) -> Part:
+        """All atoms of the narrow model."""
+        return replace(super().part(piece), name=f"{self.share:.4g} of the channels")
+
+    @property
+    def variant(self) -> Variant:
+        """The narrow model."""
+        return Variant(width=self.share)
+
+    def narrow(self, share: float) -> None:
+        """Take this share."""
+        self.share = share
+        self._bytes.clear()
+        for known in ("stages", "model"):
+            self.__dict__.pop(known, None)
+
+
+@dataclass
+class AllSmallState(StrategyState):
+    """`share`: of the channels; 0 = not decided yet."""
+
+    share: float = 0.0
+
+
+class AllSmall(FedAvg):
+    """FedAvg with a narrow model."""
+
+    name = "allsmall"
+    rule_class = AllSmallRule
+    rule: AllSmallRule
+    state_class = AllSmallState
+    state: AllSmallState
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        if self.settings.init_weights:
+            raise ValueError(
+                f"init-weights = {self.settings.init_weights!r}: allsmall narrows the model, which they do not fit"
+            )
+
+    def begin(self) -> None:
+        """Size the model, once a run. Raises ValueError."""
+        if not self.state.share:
+            budgets = self.budgets()
+            self.rule.fit(int(min(budgets)), int(max(budgets)))
+            self.state.share = self.rule.share
+        self.rule.narrow(self.state.share)
+        self.blueprint = self.rule.model
+
+    def details(self) -> dict[str, Any]:
+        """The share."""
+        return {"share": self.state.share}

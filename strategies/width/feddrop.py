@@ -1,0 +1,32 @@
+"""FedDrop, federated dropout (Caldas et al., "Expanding the Reach of Federated Learning by Reducing Client Resource
+Requirements", 2018; Wen, Jeon, Huang, "Federated Dropout", 2022).
+
+As HeteroFL, with channels that are drawn anew for every client and round, uniformly among those of a layer; channels that a
+residual sum joins are drawn together. What layers make is divided by the share of channels kept, as in dropout (`scaler`). All
+classes are trained everywhere. The mean of an entry is weighted by numbers of examples.
+"""
+
+from piecework.client_app.trainers.width.heterofl import Orders
+from piecework.models.width import Select, drawn
+from piecework.strategies.width.heterofl import HeteroFL, HeteroFLRule
+from piecework.training.messages import Task
+from piecework.training.randomness import generator
+
+
+class FedDropRule(HeteroFLRule):
+    """Without a mask."""
+
+    masks = False
+    moving = True
+
+
+class FedDrop(HeteroFL):
+    """Sub-models of channels drawn at random."""
+
+    name = "feddrop"
+    rule_class = FedDropRule
+    by_examples = True
+
+    def select(self, task: Task) -> Select:
+        """Drawn by (seed, round, client)."""
+        return drawn(generator(self.settings.seed, task.round, Orders.of(task).draw, "channels"))

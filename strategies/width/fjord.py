@@ -1,0 +1,108 @@
+"""FjORD (Horvath et al., "FjORD: Fair and Accurate Federated Learning under heterogeneous targets with Ordered Dropout",
+NeurIPS 2021), the server's side.
+
+p_max: of `width-shares` the largest whose step fits a client, or that which its fleet gives it (`keep`). The client is sent the
+first p_max C channels of every layer, and trains all nets of smaller shares within them (in its trainer). Each
+entry is averaged over the clients that had it, weighted by examples: the slices of FjORD's nested aggregation.
+
+`fjord-sampling = round` is what SpaFL compares with: one share is drawn for each client and round, and only that is sent and
+trained. There is no Scaler. Self-distillation: `fjord-distillation`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flwr.app import ArrayRecord
+
+from piecework.client_app.trainers.width.fjord import Orders, nested_loss
+from piecework.client_app.trainers.width.heterofl import WIDTH
+from piecework.device_profiles.profile import DeviceState
+from piecework.federation.aggregation import UpdateRejectedError
+from piecework.models.partition import Piece
+from piecework.planning.part import Part
+from piecework.planning.partition_policy import require_no_statistics
+from piecework.strategies.width.heterofl import HeteroFL, HeteroFLRule
+from piecework.training.messages import OwnFields, Task, piece_key
+from piecework.training.randomness import generator
+
+
+class FjORDRule(HeteroFLRule):
+    """As HeteroFL's; a step may run two nets."""
+
+    masks = False
+    scales = False
+
+    def require_model(self) -> None:
+        """Raises ValueError for norms with statistics, too."""
+        require_no_statistics(self.blueprint, self.settings, "fjord's nets have different statistics")
+        super().require_model()
+
+    @property
+    def distils(self) -> bool:
+        """Whether a client's widest net teaches the others."""
+        return self.settings.fjord_distillation and self.settings.fjord_sampling == "batch"
+
+    def nested(self, level: int) -> int:
+        """How many narrower nets a client with this share trains."""
+        return len(self.shares) - level - 1 if self.settings.fjord_sampling == "batch" else 0
+
+    def part(self, piece: Piece) -> Part:
+        """(WIDTH, n): the model with the n-th share, which trains all of it."""
+        return self.step(piece[1], 0)
+
+    def step(self, level: int, drawn: int) -> Part:
+        """The model with a share when the net of number `drawn` is trained in it: 0 is all of it, the next ones narrower."""
+        widths = tuple(self.models[level + 1 :][: self.nested(level)])
+        loss = nested_loss(widths, self.distils, drawn)
+        return replace(super().part((WIDTH, level)), make_loss=loss)
+
+    def bytes(self, piece: Piece) -> int:
+        """Of the step that takes most: a narrow net needs less for itself, and copies of parts of the model's arrays."""
+        level = piece[1]
+        if piece not in self._bytes:
+            steps = range(1 + self.nested(level))
+            self._bytes[piece] = max(self.pricing.bytes(self.step(level, drawn)) for drawn in steps)
+        return self._bytes[piece]
+
+
+class FjORD(HeteroFL):
+    """Ordered dropout."""
+
+    name = "fjord"
+    rule_class = FjORDRule
+    rule: FjORDRule
+    orders_class = Orders
+    by_examples: ClassVar[bool] = True
+
+    def orders(self, level: int) -> OwnFields:
+        """What is said of a share."""
+        shares = self.rule.shares
+        nested = shares[level + 1 :][: self.rule.nested(level)]
+        return Orders(level, nested, self.rule.distils)
+
+    def executed(self, task: Task, metrics: dict[str, Any]) -> float:
+        """By the nets that were drawn, of which the client says on how many examples each was trained."""
+        orders, seen = Orders.of(task), sum(int(n) for n in metrics["seen"])
+        told = metrics.get("widths")
+        if not isinstance(told, list) or len(told) != 1 + len(orders.nested) or sum(told) != seen or min(told) < 0:
+            raise UpdateRejectedError(f"widths is {told!r:.100}: {seen} examples of {1 + len(orders.nested)} nets")
+        flops = [self.rule.pricing.traced(self.rule.step(orders.level, n)).flops for n in range(len(told))]
+        return float(sum(a * b for a, b in zip(flops, told, strict=True)) / (flops[0] * seen))
+
+    def ask(
+        self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
+    ) -> dict[int, tuple[Task, DeviceState]]:
+        """The tasks; where one share is drawn for a round, any that fits, by (seed, round, client)."""
+        asked = super().ask(clients, server_round, arrays)
+        if self.settings.fjord_sampling == "batch":
+            return asked
+        drawn = {}
+        for client, (task, state) in asked.items():
+            widest = Orders.of(task).level
+            rng = generator(self.settings.seed, server_round, client, "width")
+            level = int(rng.integers(widest, len(self.rule.shares)))
+            own = self.orders(level).to_own() | {"draw": client}
+            prices = {piece_key((WIDTH, level)): self.price((WIDTH, level))}
+            drawn[client] = replace(task, own=own, variant=self.rule.variant_of(level), prices=prices), state
+        return drawn

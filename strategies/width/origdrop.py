@@ -1,0 +1,52 @@
+"""OrigDrop, PriSM's rival in the original space: the first channels of every layer, for every client (ordered dropout).
+
+A client of keep ratio c (`keep-ratios`) trains HeteroFL's sub-model of that share of the channels, without Scaler and mask;
+each entry is averaged over the clients that had it. Channels that no client can ever have are 0 in the server's model (PriSM's
+authors' code), which is then the largest sub-model that any client trains. Ours: as in HeteroFL the first layer is cut too.
+"""
+
+from functools import cached_property
+
+import numpy as np
+from flwr.app import Array, ArrayRecord
+
+from piecework.client_app.trainers.width.heterofl import WIDTH
+from piecework.models.width import ordered, sub_indices
+from piecework.strategies.width.heterofl import HeteroFL, HeteroFLRule
+
+
+class OrigDropRule(HeteroFLRule):
+    """As HeteroFL's, with PriSM's ratios."""
+
+    caveat = "other channels are zero"
+    masks = False
+    scales = False
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """The keep ratios."""
+        return self.settings.keeps()
+
+
+class OrigDrop(HeteroFL):
+    """Sub-models of the first channels; there are no others."""
+
+    name = "origdrop"
+    rule_class = OrigDropRule
+
+    def finish(self) -> ArrayRecord:
+        """The new model; 0 where nobody can train it."""
+        allowance = self.settings.allowance
+        levels = [(self.rule.level_of(state), allowance(state.budget_bytes)) for state in self.states()]
+        fitting = [level for level, allowed in levels if self.price((WIDTH, level)) <= allowed]
+        largest = self.rule.shapes[min(fitting, default=-1)]
+        kept = sub_indices(self.axes, self.full, largest, ordered)
+        return ArrayRecord({name: Array(only(array.numpy(), kept[name])) for name, array in super().finish().items()})
+
+
+def only(array: np.ndarray, indices: tuple[np.ndarray, ...]) -> np.ndarray:
+    """The array with 0 outside of these indices of each dimension."""
+    found = np.zeros_like(array)
+    place = np.ix_(*indices)
+    found[place] = array[place]
+    return found

@@ -1,0 +1,152 @@
+"""SplitMix (Hong et al., "Efficient Split-Mix Federated Learning for On-Demand and In-Situ Customization", ICLR 2022), the
+server's side.
+
+a: `mix-share`, a base net's share of the channels; there are round(1 / a) of them, which share no weight. A client trains as
+many as its budget allows, or as make the share that its fleet gives it (`keep`): one by turns, so that all are trained alike,
+the others drawn. Each net is averaged over the clients that trained it, weighted by examples; nets that nobody trained stay as
+they were. The model is the mean of all nets' logits.
+
+Ours: nets are not rescaled by 1 / a (the authors' HeteroFL-like Scaler), which batch norms would undo.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from flwr.app import ArrayRecord
+
+from piecework.client_app.trainers.width.heterofl import WIDTH
+from piecework.client_app.trainers.width.splitmix import mixed_loss
+from piecework.device_profiles.profile import DeviceState
+from piecework.models.cascade import Blueprint
+from piecework.models.mix import net_of
+from piecework.models.partition import Piece
+from piecework.models.variant import Variant, vary
+from piecework.planning.part import Part
+from piecework.planning.partition_policy import Rule, Stage
+from piecework.strategies.base import PieceStrategy
+from piecework.strategies.state import Experiment
+from piecework.training.messages import Task, piece_key
+from piecework.training.randomness import generator
+
+
+class SplitMixRule(Rule):
+    """One stage: each device as many base nets as fit."""
+
+    moving = True
+
+    adversarial = "optional"
+    adapts = True
+    caveat = "an ensemble of narrow nets"
+
+    @property
+    def count(self) -> int:
+        """How many base nets there are."""
+        return max(1, round(1 / self.settings.mix_share))
+
+    @property
+    def variant(self) -> Variant:
+        """All base nets."""
+        return self.variant_of(range(self.count))
+
+    def variant_of(self, nets: Iterable[int]) -> Variant:
+        """Some of them, by their numbers."""
+        return Variant(width=self.settings.mix_share, nets=tuple(nets))
+
+    @cached_property
+    def mixes(self) -> list[Blueprint]:
+        """One base net, two, .. and all of them."""
+        return [vary(self.blueprint, self.variant_of(range(n))) for n in range(1, self.count + 1)]
+
+    def part(self, piece: Piece) -> Part:
+        """(WIDTH, n): n base nets."""
+        model = self.mixes[piece[1] - 1]
+        name = f"{piece[1]} base nets" if piece[1] > 1 else "a base net"
+        return Part(model, tuple(range(len(model.atoms))), make_loss=mixed_loss, name=name)
+
+    def nets(self, budget: int) -> int:
+        """How many a budget (bytes) allows, at least one."""
+        allowed = self.settings.allowance(budget)
+        return next((n for n in range(self.count, 1, -1) if self.bytes((WIDTH, n)) <= allowed), 1)
+
+    def nets_of(self, state: DeviceState) -> int:
+        """How many a device trains: those that make the share that its fleet gives it, else as many as fit."""
+        if state.keep is None:
+            return self.nets(state.budget_bytes)
+        return min(self.count, max(1, round(state.keep / self.settings.mix_share)))
+
+    def least(self) -> int:
+        """A base net's price."""
+        return self.bytes((WIDTH, 1))
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """What the poorest device trains."""
+        return [Stage("training", (self.part((WIDTH, self.nets(self.smallest))),))]
+
+    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+        """As many base nets as fit. Raises MemoryBudgetExceededError."""
+        return [self.within(self.part((WIDTH, self.nets_of(state))), state)]
+
+
+class SplitMix(PieceStrategy):
+    """An ensemble of narrow nets."""
+
+    name = "splitmix"
+    rule_class = SplitMixRule
+    rule: SplitMixRule
+    measures = False
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        for key, value, bad in (
+            ("batch-norm", self.settings.batch_norm, "local"),
+            ("init-weights", self.settings.init_weights, self.settings.init_weights or None),
+        ):
+            if value == bad:
+                raise ValueError(f"{key} = {value!r}: splitmix trains narrow nets, which change from round to round")
+
+    def least_of(self, state: DeviceState) -> int:
+        """The price of the nets that its fleet gives the device, if it does, else of one."""
+        return self.rule.least() if state.keep is None else self.price((WIDTH, self.rule.nets_of(state)))
+
+    def prices_for(self, budget: int) -> dict[Piece, int]:
+        """None yet: what a client looks up depends on its device."""
+        return {}
+
+    def ask(
+        self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
+    ) -> dict[int, tuple[Task, DeviceState]]:
+        """The tasks, each with its nets."""
+        asked = {}
+        for place, (client, (task, state)) in enumerate(super().ask(clients, server_round, arrays).items()):
+            piece = (WIDTH, self.rule.nets_of(state))
+            variant = self.rule.variant_of(self.nets(server_round, place, client, piece[1]))
+            prices = {piece_key(piece): self.price(piece)}
+            asked[client] = replace(task, variant=variant, prices=prices), state
+        return asked
+
+    def nets(self, server_round: int, place: int, client: int, wanted: int) -> list[int]:
+        """The first by turns, in an order that is drawn anew for each turn of all; the others at random."""
+        count, seed = self.rule.count, self.settings.seed
+        done = (server_round - 1) * (self.settings.clients_per_round or len(self.roster.members))
+        turn, number = divmod(done + place, count)
+        first = int(generator(seed, turn, "turns").permutation(count)[number])
+        others = generator(seed, server_round, client, "nets").permutation(
+            [net for net in range(count) if net != first]
+        )
+        return sorted([first, *(int(net) for net in others[: wanted - 1])])
+
+    def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
+        """The nets of a task."""
+        nets = set(task.variant.nets)
+        return ArrayRecord({name: array for name, array in arrays.items() if net_of(name) in nets})
+
+    def untrained(self, task: Task) -> ArrayRecord:
+        """The nets, as they were sent."""
+        return self.travelling(task, self.post.arrays)
+
+    def details(self) -> dict[str, Any]:
+        """The nets of each client."""
+        return {"nets": {str(client): list(task.variant.nets) for client, (task, _) in self._asked.items()}}

@@ -1,0 +1,497 @@
+"""The accounting of training memory: against hand-computed tensors, against itself, against torch.profiler, against a paper."""
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import RecordingGrid, a_client, a_recipe, fleet_json, random_examples, run_local, tiny_settings
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from piecework.client_app.trainers.cascade.fedepth import decompose, mutual_loss
+from piecework.device_profiles.fleet import load_fleet
+from piecework.device_profiles.memory import (
+    MemoryBudgetExceededError,
+    PeakMemory,
+    trace,
+)
+from piecework.models.cascade import Blueprint
+from piecework.models.partition import (
+    AtomTooLargeError,
+    Piece,
+    atom_names,
+    fits,
+    greedy_partition,
+    leave_out_input_side,
+    runs,
+)
+from piecework.models.zoo import build_blueprint
+from piecework.planning.step_cost import fake_batch, fake_load, piece_price
+from piecework.strategies.cascade.fedepth import fedepth_full_bytes, fedepth_price
+from piecework.training.examples import Examples
+from piecework.training.loop import MakeLoss, PieceModel, Trainee, single_loss, start, train_step
+from piecework.training.memory_cap import MemoryCap
+
+ROOT = Path(__file__).resolve().parents[2]
+MiB = 2**20
+
+
+# ---- PeakMemory on tensors that can be counted by hand; a float32 is 4 bytes
+
+
+def test_allocations_frees_views_and_in_place() -> None:
+    memory = PeakMemory()
+    with memory:
+        a = torch.zeros(100)
+        assert (memory.live, memory.peak) == (400, 400)
+        b = a + 1
+        assert (memory.live, memory.peak) == (800, 800)
+        view = b[10:].view(9, 10)
+        b.add_(1)
+        view.mul_(2)
+        torch.add(a, b, out=b)
+        assert (memory.live, memory.peak) == (800, 800)
+        del a
+        assert (memory.live, memory.peak) == (400, 800)
+        del b  # the view keeps the whole storage
+        assert memory.live == 400
+        del view
+        assert (memory.live, memory.peak) == (0, 800)
+        c = torch.zeros(10, dtype=torch.float64) + torch.ones(10, dtype=torch.float64) * 2
+        # zeros, ones and ones * 2 live while the sum is made: no, ones is freed before it
+        assert (memory.live, memory.peak) == (80, 800)
+        assert c.tolist() == [2.0] * 10
+
+
+def test_the_peak_holds_operands_and_result_at_once() -> None:
+    memory = PeakMemory()
+    with memory:
+        kept = (torch.zeros(100) + 1) * 2  # zeros and its sum; then that sum and its double
+    assert (memory.live, memory.peak) == (400, 800)
+    assert kept[0] == 2
+
+
+def test_a_tensor_from_outside_counts_from_its_first_use() -> None:
+    outside, never = torch.zeros(50), torch.zeros(1000)
+    memory = PeakMemory()
+    with memory:
+        assert memory.live == 0
+        _ = outside.sum()  # 200 bytes read, 4 made
+        assert memory.live == 204
+        _ = outside[:5] + outside[5:10]  # the old result, 4 bytes, is there until the new one, 20 bytes, takes its name
+        assert (memory.live, memory.peak) == (220, 224)
+    assert never.numel() == 1000
+
+
+def test_reentered_what_stays_alive_stays_counted() -> None:
+    memory = PeakMemory()
+    with memory:
+        a = torch.zeros(100)
+    outside = torch.zeros(10_000)
+    with memory:
+        b = torch.zeros(50)
+        assert (memory.live, memory.peak) == (600, 600)
+    del a  # frees are seen outside too
+    assert (memory.live, memory.peak) == (200, 600)
+    with memory:
+        c = torch.zeros(50)
+    assert (memory.live, memory.peak) == (400, 600)
+    assert len(b) + len(c) + len(outside) == 10_100
+
+
+def test_a_storage_that_grows_counts_its_growth() -> None:
+    memory = PeakMemory()
+    with memory:
+        a = torch.zeros(10)
+        a.resize_(25)
+    assert (memory.live, memory.peak) == (100, 100)
+
+
+def test_past_the_budget_raises_with_both_figures() -> None:
+    memory = PeakMemory(allowed=1000, where="this phase")
+    with memory:
+        a = torch.zeros(200)
+        b = torch.zeros(50)  # 1,000 bytes: exactly what is allowed
+        with pytest.raises(MemoryBudgetExceededError) as caught:
+            torch.zeros(25)
+    assert (caught.value.needed, caught.value.allowed, caught.value.where) == (1100, 1000, "this phase")
+    assert str(caught.value) == "this phase needs 1,100 bytes of training memory, the budget allows 1,000"
+    assert memory.peak == 1100
+    del caught  # its traceback held the tensor that was too much
+    assert memory.live == 1000
+    assert len(a) + len(b) == 250
+
+
+def test_past_the_budget_inside_a_backward_pass() -> None:
+    w = torch.zeros(100, requires_grad=True)
+
+    def forward() -> Tensor:
+        return (w * w).sum()
+
+    def backward() -> None:
+        forward().backward()
+
+    whole = PeakMemory()
+    with whole:
+        value = forward()
+    forward_peak = whole.peak
+    assert forward_peak == 804  # w, its square, the sum
+    del value
+    memory = PeakMemory(allowed=1000)
+    with memory:
+        value = forward()
+        with pytest.raises(MemoryBudgetExceededError) as caught:
+            value.backward()
+    assert caught.value.needed > caught.value.allowed == 1000
+    assert w.grad is None
+    w.grad = None
+    measured = PeakMemory()
+    with measured:
+        backward()
+    assert caught.value.needed <= measured.peak
+
+
+def test_a_trace_allocates_nothing_and_leaves_the_generator_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(3)
+    tebi = 2**40
+    price = trace(lambda: torch.rand(tebi // 4) + 1)
+    assert price.peak_bytes == 2 * tebi
+    assert torch.rand(2).tolist() == expected
+
+
+def test_flops_are_two_a_multiply_accumulate() -> None:
+    def work() -> None:
+        w = torch.zeros(7, 5, requires_grad=True)
+        (torch.zeros(3, 5) @ w.T).sum().backward()
+
+    # [3,5] x [5,7] forward; backward the gradient of w alone, [7,3] x [3,5]
+    assert trace(work).flops == 2 * 2 * 3 * 5 * 7
+
+
+# ---- a traced step is the real step
+
+
+def model(name: str, shape: tuple[int, int, int], batch_norm: str = "batch", **options: str) -> Blueprint:
+    return build_blueprint(name, num_classes=10, input_shape=shape, batch_norm=batch_norm, **options)
+
+
+CONVNET = ("convnet", (1, 8, 8))
+PRERESNET = ("preresnet20", (1, 28, 28))
+STEPS = [
+    (CONVNET, "batch", (0,), "head", 1),
+    (CONVNET, "running", (1, 2), "head", 1),
+    (CONVNET, "local", (1, 2), "exits.2", 1),
+    (CONVNET, "batch", (4,), "head", 1),
+    (CONVNET, "batch", (0, 2, 3), "head", 1),
+    (CONVNET, "running", (0, 1, 2, 3, 4), "head", 1),
+    (CONVNET, "batch", (0, 1, 2, 3, 4), "head", 2),
+    (PRERESNET, "batch", (0, 1), "exits.1", 1),
+    (PRERESNET, "running", (4, 5, 6), "head", 1),
+    (PRERESNET, "batch", (7, 8, 9), "head", 1),
+    (("lenet5", (1, 28, 28)), "batch", (0,), "head", 1),
+    (("lenet5", (1, 28, 28)), "batch", (0, 1), "head", 3),
+    (("resnet18", (3, 16, 16)), "running", (2, 3), "head", 1),
+    (("vgg11", (3, 32, 32)), "batch", (1, 2), "head", 1),
+]
+
+
+def step_id(case: object) -> str:
+    return str(case).replace("'", "").replace(" ", "")
+
+
+@pytest.mark.parametrize(("of", "batch_norm", "atoms", "head", "copies"), STEPS, ids=step_id)
+def test_a_traced_step_is_the_real_one_exactly(of, batch_norm, atoms, head, copies) -> None:
+    blueprint = model(*of, batch_norm)
+    recipe = a_recipe(8)
+    make_loss: MakeLoss = single_loss if copies == 1 else mutual_loss("paper")
+    price = piece_price(blueprint, atoms, head, recipe, copies, make_loss)
+    cap = MemoryCap(price.peak_bytes, enforced=True)
+    trainee = Trainee(
+        lambda: [PieceModel(blueprint, atoms, head, fake_load(blueprint)) for _ in range(copies)], recipe, make_loss
+    )
+    examples = random_examples(24, blueprint.shape_before(atoms[0]))
+    trainee.epoch(examples, np.random.default_rng(0), cap, "train")
+    assert trainee.seen == 24
+    assert cap.peak_bytes == price.peak_bytes
+
+    # the same step once more, with all that it left behind still alive, needs no more
+    again = PeakMemory()
+    with again:
+        train_step(trainee._loss, trainee.optimiser, examples.read(np.arange(8)), examples.targets(np.arange(8)))
+    assert again.peak <= price.peak_bytes
+
+
+def test_one_byte_less_than_the_price_is_refused() -> None:
+    blueprint = model(*CONVNET)
+    price = piece_price(blueprint, (0, 1), "head", a_recipe(8)).peak_bytes
+    trainee = Trainee(lambda: [PieceModel(blueprint, (0, 1), "head", fake_load(blueprint))], a_recipe(8))
+    cap = MemoryCap(price - 1, enforced=True)
+    with pytest.raises(MemoryBudgetExceededError) as caught:
+        trainee.epoch(random_examples(8, (1, 8, 8)), np.random.default_rng(0), cap, "train")
+    assert (caught.value.needed, caught.value.allowed) == (price, price - 1)
+
+
+def test_a_cap_that_does_not_enforce_only_measures() -> None:
+    cap = MemoryCap(10, enforced=False)
+    with cap.first("phase"):
+        torch.zeros(100)
+    assert cap.peak_bytes == 400
+
+
+def test_a_cap_counts_the_first_run_of_a_phase_and_key() -> None:
+    cap = MemoryCap(10**6, enforced=True)
+    for phase, key, size, peak in [
+        ("a", 1, 100, 400),
+        ("a", 1, 500, 400),
+        ("a", 2, 200, 800),
+        ("b", 1, 300, 1200),
+    ]:
+        with cap.first(phase, key):
+            torch.zeros(size)
+        assert cap.peak_bytes == peak
+
+
+# ---- an independent oracle: what torch's allocator reports to its profiler
+
+
+def profiled_peak(work: Callable[[], object]) -> int:
+    """The peak of the running sum of all allocations and frees of `work`, also those inside operators."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]
+    assert len(sizes) > 50
+    return int(np.cumsum(sizes).max())
+
+
+# The accounting charges what convolutions and pooling allocate inside themselves (piecework.device_profiles.workspace).
+@pytest.mark.parametrize(
+    ("of", "atoms", "batch_size"),
+    [
+        (PRERESNET, (0, 1), 32),
+        (PRERESNET, (4, 5, 6), 32),
+        (PRERESNET, tuple(range(10)), 32),
+        *[
+            (CONVNET, piece, 16)
+            for piece in [(0,), (0, 1), (1, 2), (2,), (3,), (4,), (0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3, 4)]
+        ],
+        (("lenet5", (1, 28, 28)), (0, 1), 32),
+        (("resnet18", (1, 28, 28)), (8,), 8),
+        (("vgg11", (1, 28, 28)), (0, 1, 2), 8),
+    ],
+    ids=step_id,
+)
+def test_prices_against_the_profiler(of, atoms, batch_size) -> None:
+    blueprint, recipe = model(*of), a_recipe(batch_size)
+    price = piece_price(blueprint, atoms, "head", recipe).peak_bytes
+
+    def work() -> None:
+        pieces = [PieceModel(blueprint, atoms, "head", fake_load(blueprint))]
+        loss, optimiser = start(pieces, recipe, single_loss)
+        z = fake_batch(blueprint, atoms[0], batch_size).fill_(0.5)
+        train_step(loss, optimiser, z, torch.zeros(batch_size, dtype=torch.int64))
+
+    measured = profiled_peak(work)
+    assert measured == pytest.approx(price, rel=0.03)
+
+
+# ---- FeDepth's own memory (Table 1; facts 4.5): PreResNet-20 on CIFAR-10, batch 32
+
+
+@lru_cache
+def cifar_preresnet() -> Blueprint:
+    return model("preresnet20", (3, 32, 32), "running")
+
+
+def test_fedepth_prices_by_hand() -> None:
+    blueprint, half_price = cifar_preresnet(), 4 * 32
+    # bn1, conv1, bn2, conv2, block: five maps of 16x32x32; two convolutions of 16x16x9 and two norms of 16
+    block1 = 2 * half_price * 5 * 16 * 32 * 32 + 4 * (2 * 16 * 16 * 9 + 4 * 16)
+    assert fedepth_price(blueprint, [1]) == fedepth_price(blueprint, [3]) == block1
+    # bn1 of 16x32x32; conv1, bn2, conv2, shortcut, block of 32x16x16; the shortcut has no parameters
+    parameters = 16 * 32 * 9 + 32 * 32 * 9 + 2 * 16 + 2 * 32
+    block4 = 2 * half_price * (16 * 32 * 32 + 5 * 32 * 16 * 16) + 4 * parameters
+    assert fedepth_price(blueprint, [4]) == block4
+    assert fedepth_price(blueprint, [0]) == 0
+    assert fedepth_price(blueprint, [0, 1, 2, 4]) == 2 * block1 + block4
+    assert fedepth_price(blueprint, [1], batch_size=64) == block1 + 2 * half_price * 5 * 16 * 32 * 32
+
+
+@pytest.mark.parametrize(
+    ("block", "mib"),
+    [(1, 20.02), (2, 20.02), (3, 20.02), (4, 14.05), (5, 10.07), (6, 10.07), (7, 7.21), (8, 5.28), (9, 5.28)],
+)
+def test_fedepth_prices_of_table_1(block: int, mib: float) -> None:
+    assert fedepth_price(cifar_preresnet(), [block]) / MiB == pytest.approx(mib, abs=0.01)
+
+
+def test_fedepth_full_model_and_widths_of_table_1() -> None:
+    full = fedepth_full_bytes(cifar_preresnet()) / MiB
+    assert full == pytest.approx(116.04, abs=0.01)
+    widths = [14.51, 19.34, 38.68, 58.02, 116.04]
+    assert [full * r for r in (1 / 8, 1 / 6, 1 / 3, 1 / 2, 1)] == pytest.approx(widths, abs=0.01)
+
+
+# ---- cuts
+
+
+@pytest.mark.parametrize(
+    ("ratio", "pieces"),
+    [
+        (1 / 6, "0-1 2 3 4 5-6 7-9"),
+        (1 / 3, "0-2 3-4 5-9"),
+        (1 / 2, "0-3 4-9"),
+        (1, "0-9"),
+        (1 / 8, "0,4 5 6 7-8 9"),  # lack: blocks 1-3 are left out, the stem rides with block 4
+    ],
+)
+def test_fedepth_decompositions(ratio: float, pieces: str) -> None:
+    blueprint = cifar_preresnet()
+    allowed = int(1.05 * ratio * fedepth_full_bytes(blueprint))
+    found = decompose(10, lambda piece: int(fedepth_price(blueprint, piece)), allowed, atom_names(blueprint))
+    assert " ".join(map(runs, found)) == pieces
+
+
+def test_a_sixth_by_the_letter_leaves_the_first_blocks_out() -> None:
+    # 116.04 / 6 = 19.34 < 20.02: without tolerance the paper's own 1/6 client could not train blocks 1-3
+    blueprint = cifar_preresnet()
+    allowed = int(fedepth_full_bytes(blueprint) / 6)
+    found = decompose(10, lambda piece: int(fedepth_price(blueprint, piece)), allowed, atom_names(blueprint))
+    assert found[0] == (0, 4)
+
+
+@lru_cache
+def preresnet_price(piece: Piece) -> int:
+    return piece_price(model(*PRERESNET), piece, "head", a_recipe(32)).peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "ratio", "pieces"),
+    [
+        ("tight", 0.341, "0-1 2 3 4-6 7-9"),
+        ("small", 0.49, "0-2 3-5 6-9"),
+        ("medium", 0.65, "0-3 4-9"),
+        ("full", 1.0, "0-9"),
+    ],
+)
+def test_the_traced_fair_fleet(device: str, ratio: float, pieces: str) -> None:
+    (profile,) = [d for d in load_fleet("fedepth-fair-traced").devices if d.name == device]
+    assert profile.memory_ratio == ratio
+    allowed = profile.budget(preresnet_price(tuple(range(10))))
+    found = decompose(10, preresnet_price, allowed, atom_names(model(*PRERESNET)))
+    assert " ".join(map(runs, found)) == pieces
+
+
+GIGABYTES = (3.0, 2.0, 1.0, 0.5, 0.5, 0.5)  # the layers of FeDepth's Figure 4
+LAYERS = [f"layer{i}" for i in range(6)]
+
+
+def tenths(piece: Piece) -> int:
+    return round(10 * sum(GIGABYTES[atom] for atom in piece))
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "pieces"),
+    [
+        (3, [(0,), (1, 2), (3, 4, 5)]),
+        (5, [(0, 1), (2, 3, 4, 5)]),
+        (7.4, [(0, 1, 2, 3, 4), (5,)]),
+        (7.5, [(*range(6),)]),
+    ],
+)
+def test_greedy_partition(gigabytes: float, pieces: list[Piece]) -> None:
+    assert greedy_partition(range(6), tenths, round(10 * gigabytes), LAYERS) == pieces
+
+
+def test_greedy_partition_names_the_atom_that_does_not_fit() -> None:
+    with pytest.raises(AtomTooLargeError) as caught:
+        greedy_partition([1, 2, 3, 0], tenths, 29, LAYERS)
+    assert (caught.value.name, caught.value.needed) == ("layer0", 30)
+    assert str(caught.value) == (
+        "atom 'layer0' needs 30 bytes, the budget allows 29 bytes: raise the budget, or lower batch-size"
+    )
+    with pytest.raises(AtomTooLargeError, match="'layer2' needs more than any price listed"):
+        greedy_partition([2], lambda _: None, 10**9, LAYERS)
+
+
+def test_leave_out_skips_what_does_not_fit_but_never_the_last() -> None:
+    assert leave_out_input_side(range(6), tenths, 30) == [0, 1, 2, 3, 4, 5]
+    assert leave_out_input_side(range(6), tenths, 10) == [2, 3, 4, 5]
+    assert leave_out_input_side(range(6), tenths, 1) == [5]
+    with pytest.raises(AtomTooLargeError, match="'layer5' needs 5 bytes"):
+        decompose(6, tenths, 1, LAYERS)
+
+
+def test_fits() -> None:
+    assert fits(10, 10)
+    assert not fits(11, 10)
+    assert not fits(None, 10)
+
+
+# ---- what a device pays for
+
+
+def test_streaming_and_evaluating_stay_within_the_training_price(tmp_path: Path) -> None:
+    client = a_client(tmp_path, tiny_settings(batch_norm="running"))
+    price = piece_price(client.blueprint, (0,), "head", client.recipe).peak_bytes
+    client.cap = MemoryCap(price, enforced=True)
+    piece = PieceModel(client.blueprint, (0,), "head", client.load())
+    piece.train(False)
+    features: Examples = client.stream(piece, client.share(0), "train-0", 1)
+    assert len(features) == 40
+    assert client.evaluate(piece.logits, client.validation)["val-examples"] == 20
+    assert 0 < client.cap.peak_bytes <= price
+
+
+TASKS = """
+import pickle, sys
+from pathlib import Path
+from piecework.strategies.cascade.fedepth import fedepth_full_bytes, fedepth_price
+from piecework.server_app.local_grid import answer, identify
+identify(1)
+for data, config in pickle.loads(Path(sys.argv[1]).read_bytes()):
+    reply = pickle.loads(answer([data], config, 20, {}))
+    assert not reply.has_error(), reply.error.reason
+    outcome = dict(reply.content.config_records["outcome"])
+    print(outcome["status"], "|".join(outcome["pieces"]), len(reply.content.array_records["arrays"]))
+print(sorted(m for m in ("torch._dynamo", "torch._inductor", "sympy", "torchvision", "sklearn") if m in sys.modules))
+"""
+
+
+class KeepsTheFirstTask(RecordingGrid):
+    """The first train message of a run, as it was sent."""
+
+    task = b""
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        if messages[0].metadata.message_type == "train" and not KeepsTheFirstTask.task:
+            KeepsTheFirstTask.task = pickle.dumps(messages[0])
+        return super().push_messages(messages)
+
+
+def test_a_client_imports_no_compiler_and_no_data_set_library(tmp_path: Path) -> None:
+    tasks = []
+    for strategy, ratio in (("fedavg", 1.0), ("fedepth", 0.53), ("m-fedepth", 0.53), ("fedepth", 2.2)):
+        settings = {"strategy": strategy, "fleet": fleet_json(one=ratio), "clients_per_round": 1}
+        KeepsTheFirstTask.task = b""
+        run_local(tmp_path / f"{strategy}-{ratio}", KeepsTheFirstTask, **settings)
+        tasks.append((KeepsTheFirstTask.task, tiny_settings(**settings).to_run_config()))
+    (tmp_path / "tasks.pickle").write_bytes(pickle.dumps(tasks))
+    command = [sys.executable, "-c", TASKS, str(tmp_path / "tasks.pickle")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-5:] == [
+        "ok 0,1,2,3,4 32",  # with running statistics
+        "ok 0,1|2|3|4 17",
+        "ok 0,1,2|3|4 25",  # with two own heads of four arrays
+        "ok -1,2 17",
+        "[]",
+    ]

@@ -1,0 +1,107 @@
+"""Personal evaluation: whose part of the test split is what, and the mean over clients."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import FEW, TRIO, few_digits, fleet_json, run_local, tiny_settings
+
+import piecework
+from piecework.federated_data.partition import make_shares
+from piecework.federated_data.personal import shares_of_test
+from piecework.strategies import STRATEGIES
+from piecework.training.examples import normalised
+from piecework.training.loop import predictions
+from piecework.training.settings import SettingsError
+from piecework.training.setup import all_shares, open_dataset
+
+SKEWED = {
+    "partition": "dirichlet",
+    "partition_alpha": 0.3,
+    "partition_balanced": False,
+    "clients_per_round": 2,
+    "num_rounds": 3,
+    "batch_norm": "running",
+}
+
+
+def test_a_class_of_the_test_split_is_shared_as_the_training_examples_of_it_are() -> None:
+    labels = np.array([0] * 8 + [1] * 4 + [2] * 2)
+    shares = [np.array([0, 1, 8, 9, 10, 11]), np.array([2, 3, 4, 5, 6, 7])]  # 2 and 6 of class 0, all of class 1
+    test_labels = np.array([1, 0, 0, 0, 0, 2, 1])
+    first, second = shares_of_test(labels, shares, test_labels, seed=3)
+    assert [int(np.sum(test_labels[rows] == 0)) for rows in (first, second)] == [1, 3]  # a quarter of four
+    assert [int(np.sum(test_labels[rows] == 1)) for rows in (first, second)] == [2, 0]
+    assert 5 not in {*first, *second}, "nobody trains on class 2"
+    assert not set(first) & set(second)
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet", "pathological"])
+def test_all_of_the_test_split_is_given_away_once(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    labels, test_labels = rng.integers(0, 10, 6000), rng.integers(0, 10, 1000)
+    settings: dict[str, Any] = {"alpha": 0.2, "balanced": False, "classes_per_client": 2, "skew": 0.8}
+    shares = make_shares(kind, labels, 30, 5, **settings)
+    own = shares_of_test(labels, shares, test_labels, 5)
+    assert np.array_equal(np.sort(np.concatenate(own)), np.arange(1000))
+    for rows, test_rows in zip(shares, own, strict=True):
+        expected = np.bincount(labels[rows], minlength=10) / np.bincount(labels, minlength=10)
+        found = np.bincount(test_labels[test_rows], minlength=10)
+        assert np.abs(found - expected * np.bincount(test_labels, minlength=10)).max() <= 1
+    assert all(map(np.array_equal, own, shares_of_test(labels, shares, test_labels, 5)))
+
+
+def test_every_client_evaluates_on_its_part_and_each_counts_alike(tmp_path: Path) -> None:
+    settings = tiny_settings(**TRIO | {"dataset": f"npz:{few_digits()}"} | SKEWED)
+    run_dir = run_local(tmp_path, strategy="fedavg", evaluation="personal", evaluate_every=2, **TRIO | SKEWED)
+    first, second, third = run_dir.rounds()
+    assert (first["accuracy"], first["loss"], first["bytes_evaluation"]) == (None, None, 0)
+    assert second["accuracy"] is not None
+    data, model = open_dataset(settings.dataset, ""), piecework.load(run_dir.path, normalise=False)
+    own = shares_of_test(data.labels, all_shares(settings, 3), data.test_labels, settings.seed)
+    assert len({len(rows) for rows in own}) > 1
+    right = [
+        (predictions(model(normalised(data.test_inputs[rows], data))).numpy() == data.test_labels[rows]).mean()
+        for rows in own
+    ]
+    assert third["accuracy"] == pytest.approx(np.mean(right))
+    assert third["personal"]
+    assert (third["clients_evaluated"], third["evaluation"]["asked"]) == (3, 3)
+    assert run_dir.summary()["accuracy"] == third["accuracy"]
+
+
+def test_some_clients_are_drawn(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, strategy="fedavg", evaluation="personal", evaluation_clients=2, **TRIO)
+    assert run_dir.rounds()[0]["evaluation"]["asked"] == 2
+
+
+def test_it_leaves_the_clients_validation_alone() -> None:
+    with pytest.raises(SettingsError, match="client-evaluation-every = 2: with evaluation = 'personal'"):
+        tiny_settings(dataset=FEW, evaluation="personal", client_evaluation_every=2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_evaluates_personally_or_refuses(tmp_path: Path, strategy: str) -> None:
+    """Also clients that were not in the round; every one counts alike."""
+    changes = TRIO | {"clients_per_round": 2, "strategy": strategy, "momentum": 0.0}
+    changes |= {
+        "attack_steps": 1,
+        "evaluation_attack_steps": 1,
+        "local_iterations": 1,
+        "distil_rounds": 0,
+        "fleet": fleet_json(rich=4.0),
+    }
+    changes |= {"family": "convnet", "public_share": 0.1, "server_iterations": 1}
+    if strategy == "fedrbn":
+        changes |= {"batch_norm": "running"}
+    if strategy in ("fedprophet", "jfat"):
+        with pytest.raises(ValueError, match=r"evaluation = 'personal': clients of .* tell by their validation shares"):
+            run_local(tmp_path, evaluation="personal", **changes)
+        return
+    if strategy == "profl":
+        changes |= {"num_rounds": 6, "evaluate_every": 0}
+    record = run_local(tmp_path, evaluation="personal", **changes).rounds()[-1]
+    assert record["accuracy"] is not None
+    assert record["clients_evaluated"] == 3
+    assert record["evaluation"]["others"] == []

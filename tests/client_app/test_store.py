@@ -1,0 +1,447 @@
+"""A client's store on disk, its features, and the messages between server and client."""
+
+import hashlib
+import json
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from torch import nn
+
+from piecework.client_app import task_folder
+from piecework.client_app.store import FeatureWriter, Store
+from piecework.models.variant import Variant
+from piecework.server_app.local_grid import identify
+from piecework.training.messages import NodeInfo, Outcome, Question, Task, content_bytes, piece_key, piece_of, reply
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path, "experiment", 3, "train-1")
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+A = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+# ---- units
+
+
+def test_one_file_a_unit(tmp_path: Path, store: Store) -> None:
+    count = np.array(7, dtype=np.int64)
+    store.write_units({"atoms.1.w": A, "atoms.10.w": A + 1, "head.fc.bias": A[0], "atoms.1.n": count})
+    assert store.root == tmp_path / "experiment" / "3"
+    assert files(store.model) == [f"{name}.safetensors" for name in ("atoms.1", "atoms.10", "head")]
+    assert files(store.root) == ["train-1/lock", *(f"train-1/model/{name}" for name in files(store.model))]
+    read = dict(store.read(["head", "atoms.1"]))
+    assert list(read) == ["head.fc.bias", "atoms.1.n", "atoms.1.w"]
+    assert read["atoms.1.w"].tolist() == A.tolist()
+    assert read["atoms.1.n"].dtype == np.int64
+    assert (read["atoms.1.n"].shape, int(read["atoms.1.n"])) == ((), 7)
+
+
+def test_arrays_in_another_memory_order_keep_their_values(store: Store) -> None:
+    store.write_units({"head.w": A.T, "head.v": A[:, ::2]})
+    read = dict(store.read(["head"]))
+    assert read["head.w"].tolist() == A.T.tolist()
+    assert read["head.v"].tolist() == [[0, 2], [3, 5]]
+
+
+def test_save_and_load_a_module(store: Store) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
+
+    torch.manual_seed(0)
+    module, other = build(), build()
+    module[0].weight.data = module[0].weight.data.contiguous(memory_format=torch.channels_last)
+    module[1].running_mean.fill_(5)
+    module[1].num_batches_tracked.fill_(9)
+    store.save("atoms.2", module)
+    weight = other[0].weight
+    store.load("atoms.2", other)
+    assert other[0].weight is weight  # in place
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_a_unit_that_was_not_sent(store: Store) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"no atoms\.4\.safetensors in .*model: the task named a unit it did not send"
+    ):
+        store.load("atoms.4", nn.Linear(1, 1))
+    with pytest.raises(FileNotFoundError, match=r"no head\.safetensors"):
+        list(store.read(["head"]))
+
+
+def test_rewriting_a_unit_replaces_it(store: Store) -> None:
+    store.write_units({"head.w": A, "head.b": A})
+    store.write_units({"head.w": A + 1})
+    assert [name for name, _ in store.read(["head"])] == ["head.w"]
+    assert files(store.model) == ["head.safetensors"]
+
+
+def test_overlay_replaces_by_name(store: Store, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    store.write_units({"head.w": A, "head.bn": A, "atoms.0.w": A})
+    store.write_units({"head.bn": A * 10}, kept)
+    store.overlay(kept)
+    read = dict(store.read(["head", "atoms.0"]))
+    assert read["head.bn"].tolist() == (A * 10).tolist()
+    assert read["head.w"].tolist() == read["atoms.0.w"].tolist() == A.tolist()
+
+
+def test_closing_keeps_the_state(store: Store) -> None:
+    store.write_units({"head.w": A})
+    for name in ("features-train-0.npy", "features-train-1.tmp", "momentum.safetensors"):
+        (store.task / name).write_bytes(b"x")
+    folder = store.new_state(1)
+    (folder / "kept").write_text("x")
+    store.commit_state(folder)
+    store.close()
+    assert files(store.root) == ["state/1/kept", "state/1/manifest.json"]
+
+
+# ---- states
+
+
+def commit(store: Store, server_round: int) -> None:
+    folder = store.new_state(server_round)
+    (folder / "value").write_text(str(server_round))
+    store.commit_state(folder)
+
+
+def states(store: Store) -> list[str]:
+    return sorted(path.name for path in (store.root / "state").iterdir())
+
+
+def test_no_state_yet(store: Store) -> None:
+    assert store.newest_state(5) is None
+
+
+def test_the_last_two_states_are_kept(store: Store) -> None:
+    for server_round in (2, 9, 10):  # in the order of numbers, not of names
+        commit(store, server_round)
+    assert states(store) == ["10", "9"]
+    newest = store.newest_state(10)
+    assert newest is not None
+    assert (newest / "value").read_text() == "10"
+
+
+def test_newer_states_are_discarded(store: Store) -> None:
+    commit(store, 4)
+    commit(store, 7)
+    newest = store.newest_state(6)
+    assert newest is not None
+    assert newest.name == "4"
+    assert states(store) == ["4"]
+    assert store.newest_state(3) is None
+    assert states(store) == []
+
+
+def test_a_state_that_was_not_committed_is_none(store: Store) -> None:
+    commit(store, 1)
+    (store.new_state(2) / "half").write_text("x")
+    newest = store.newest_state(5)
+    assert newest is not None
+    assert newest.name == "1"
+    assert list(store.new_state(2).iterdir()) == []  # begun anew
+
+
+def test_committing_a_round_again_replaces_it(store: Store) -> None:
+    commit(store, 1)
+    folder = store.new_state(1)
+    (folder / "other").write_text("x")
+    store.commit_state(folder)
+    assert files(store.root / "state") == ["1/manifest.json", "1/other"]
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+class Executed(Exception):
+    """Raised by the pickle below, should anybody load it."""
+
+
+def a_pickle(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Bomb()))
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[type[Exception], tuple[str]]:
+        return Executed, ("a pickle was loaded",)
+
+
+def a_sealed_pickle(path: Path) -> None:
+    """As someone would put it there who knows about manifests."""
+    a_pickle(path)
+    manifest = path.parent / "manifest.json"
+    listed = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(listed | {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}))
+
+
+def a_foreign_file(path: Path) -> None:
+    (path.parent / "extra.bin").write_bytes(b"x")
+
+
+def no_manifest(path: Path) -> None:
+    (path.parent / "manifest.json").unlink()
+
+
+DAMAGES = {
+    flip_a_bit: "head.safetensors does not match its checksum",
+    cut_short: "head.safetensors does not match its checksum",
+    a_pickle: "head.safetensors does not match its checksum",
+    a_sealed_pickle: "head.safetensors is no safetensors file",
+    a_foreign_file: "extra.bin is not in its manifest",
+    Path.unlink: "head.safetensors is missing",
+    no_manifest: "manifest.json cannot be read (FileNotFoundError)",
+    lambda path: (path.parent / "manifest.json").write_text("[1]"): "manifest.json cannot be read (TypeError)",
+    lambda path: (path.parent / "manifest.json").write_bytes(
+        b"\xff"
+    ): "manifest.json cannot be read (UnicodeDecodeError)",
+}
+
+
+@pytest.mark.parametrize(("harm", "fault"), DAMAGES.items(), ids=DAMAGES.values())
+def test_a_damaged_state_is_discarded_and_told(store: Store, harm: Callable[[Path], None], fault: str) -> None:
+    for server_round in (1, 2):
+        folder = store.new_state(server_round)
+        store.write_units({"head.w": A + server_round}, folder)
+        store.commit_state(folder)
+    harm(store.root / "state" / "2" / "head.safetensors")
+    assert store.newest_state(5) == store.root / "state" / "1"
+    assert store.notes == [f"discarded its state of round 2 ({fault}), goes on from that of round 1"]
+    assert states(store) == ["1"]
+    harm(store.root / "state" / "1" / "head.safetensors")
+    assert store.newest_state(5) is None
+    assert store.notes[1:] == [f"discarded its state of round 1 ({fault}), starts anew"]
+    assert states(store) == []
+
+
+def test_a_file_in_place_of_a_state(store: Store) -> None:
+    (store.root / "state").mkdir()
+    a_pickle(store.root / "state" / "3")
+    assert store.newest_state(3) is None
+    assert store.notes == [
+        "discarded its state of round 3 (manifest.json cannot be read (NotADirectoryError)), starts anew"
+    ]
+    assert states(store) == []
+
+
+# ---- tasks beside each other
+
+
+def test_a_task_that_still_runs_keeps_its_folder(tmp_path: Path, store: Store) -> None:
+    store.write_units({"head.w": A})
+    following, again = Store(tmp_path, "experiment", 3, "train-2"), Store(tmp_path, "experiment", 3, "train-1")
+    assert (following.task.name, again.task.name) == ("train-2", "train-1-2")
+    assert files(again.model) == []
+    assert following.notes == again.notes == []
+    assert files(store.model) == ["head.safetensors"]
+    store.close()
+    assert Store(tmp_path, "experiment", 3, "train-1").task == store.task
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from piecework.client_app.store import Store
+store = Store(Path(sys.argv[1]), "experiment", 3, sys.argv[2])
+store.write_units({"head.w": np.zeros(3)})
+store.new_state(4)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("following", ["train-4", "train-3"])  # the next round, and the same one once more
+def test_what_a_killed_task_left_is_removed(tmp_path: Path, store: Store, following: str) -> None:
+    commit(store, 1)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), "train-3"], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert files(store.root / "train-3") == ["lock", "model/head.safetensors"]
+    assert (store.root / "train-3" / "state" / "4").is_dir()
+    task = Store(tmp_path, "experiment", 3, following)
+    assert task.notes == ["removed train-3, left by a task whose process died"]
+    assert files(task.task) == ["lock"]
+    assert sorted(path.name for path in store.root.iterdir()) == ["state", "train-1", following]
+
+
+def test_without_locks_nothing_of_others_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_folder, "fcntl", None)
+    (tmp_path / "experiment" / "3" / "train-1").mkdir(parents=True)
+    one, other = (Store(tmp_path, "experiment", 3, f"train-{number}") for number in (2, 3))
+    assert one.notes == other.notes == []
+    assert sorted(path.name for path in one.root.iterdir()) == ["train-1", "train-2", "train-3"]
+
+
+# ---- features
+
+
+def test_features_are_written_batch_by_batch(tmp_path: Path) -> None:
+    path = tmp_path / "features-train.npy"
+    writer = FeatureWriter(path, 5, (2, 3), limit=5 * 6 * 4)
+    blocks = np.arange(30, dtype=np.float32).reshape(5, 2, 3)
+    writer.append(blocks[:2])
+    writer.append(blocks[2:].transpose(0, 1, 2)[:, :, :])
+    assert not path.exists()
+    features = writer.close()
+    assert isinstance(features, np.memmap)
+    assert not features.flags.writeable
+    assert features.tolist() == blocks.tolist()
+    assert files(tmp_path) == ["features-train.npy"]
+
+
+def test_features_in_another_order_or_type(tmp_path: Path) -> None:
+    writer = FeatureWriter(tmp_path / "f.npy", 2, (3, 2), limit=10**6)
+    block = np.arange(12, dtype=np.float64).reshape(2, 2, 3).transpose(0, 2, 1)
+    writer.append(block)
+    features = writer.close()
+    assert features.dtype == np.float32
+    assert features.tolist() == block.tolist()
+
+
+def test_features_over_the_limit_say_so_before_writing(tmp_path: Path) -> None:
+    message = (
+        r"features of 1000 examples of shape \(16, 8\) take 512,000 bytes, feature-cache-bytes allows 511,999: "
+        "raise it, or give the client fewer examples"
+    )
+    with pytest.raises(OSError, match=message):
+        FeatureWriter(tmp_path / "f.npy", 1000, (16, 8), limit=511_999)
+    assert files(tmp_path) == []
+
+
+# ---- messages
+
+TASK = Task(
+    experiment_id="abc",
+    round=3,
+    state_round=2,
+    strategy="fedepth",
+    budget=2**40,
+    reference=12_345,
+    lr=0.1,
+    state_dir="/somewhere",
+    enforced=False,
+    prices={"0,1": 10, "-1,2": 20},
+    frozen={"atoms.0": "ab" * 32},
+)
+
+
+def test_a_task_round_trips() -> None:
+    sent = TASK.to_record()
+    assert sent["state-round"] == 2
+    assert sent["prices"] == '{"0,1":10,"-1,2":20}'
+    assert sent["frozen"] == f'{{"atoms.0":"{"ab" * 32}"}}'
+    assert Task.from_record(sent) == TASK
+    assert Task.from_record(replace(TASK, prices={}).to_record()).prices == {}
+
+
+def test_a_task_carries_the_network_and_whether_it_is_attacked() -> None:
+    narrow = replace(TASK, variant=Variant(width=0.5, nets=(0, 3)), adversarial=True)
+    assert narrow.to_record()["variant"] == '{"width":0.5,"nets":[0,3]}'
+    assert Task.from_record(narrow.to_record()) == narrow
+
+
+def test_what_a_node_says_of_itself_is_text() -> None:
+    info = NodeInfo("board-a", "python 3.11.7, torch 2.15.0")
+    assert NodeInfo.from_record(info.to_record()) == info
+    with pytest.raises(TypeError, match="node device is 7: expected str"):
+        NodeInfo.from_record(ConfigRecord({"device": 7, "software": ""}))
+    with pytest.raises(TypeError, match="'software'"):
+        NodeInfo.from_record(ConfigRecord({"device": "board-a"}))
+
+
+def test_keys_of_pieces() -> None:
+    for piece, key in (((0, 1, 2), "0,1,2"), ((3,), "3"), ((), "head")):
+        assert (piece_key(piece), piece_of(key)) == (key, piece)
+
+
+def test_prices() -> None:
+    assert TASK.price((0, 1)) == 10
+    assert TASK.price((-1, 2)) == 20
+    assert TASK.price((0,)) is None
+
+
+def test_tasks_of_another_version() -> None:
+    record = TASK.to_record()
+    with pytest.raises(TypeError, match="'new_field'"):
+        Task.from_record(ConfigRecord({**record, "new-field": 1}))
+    del record["lr"]
+    with pytest.raises(TypeError, match="'lr'"):
+        Task.from_record(record)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [Outcome("ok"), Outcome("memory", 5, 4, "too much"), Outcome("failed", reason="no data", note="x", lacking=["ab"])],
+)
+def test_an_outcome_round_trips(outcome: Outcome) -> None:
+    assert Outcome.from_record(outcome.to_record()) == outcome
+    assert (
+        Outcome.from_record(ConfigRecord.inflate(outcome.to_record().deflate())) == outcome
+    )  # as it goes over the wire
+
+
+@pytest.mark.parametrize("wanted", [[], ["ab", "cd"]])
+def test_a_question_round_trips(wanted: list[str]) -> None:
+    question = Question("abc", "/somewhere", wanted)
+    assert Question.from_record(ConfigRecord.inflate(question.to_record().deflate())) == question
+
+
+def test_an_unknown_outcome() -> None:
+    record = Outcome("ok").to_record()
+    record["status"] = "great"
+    with pytest.raises(ValueError, match="outcome status 'great': expected ok, memory or failed"):
+        Outcome.from_record(record)
+    with pytest.raises(TypeError, match="'mood'"):
+        Outcome.from_record(ConfigRecord({"status": "ok", "mood": "fine"}))
+
+
+def test_a_reply() -> None:
+    identify(1)
+    message = Message(RecordDict(), dst_node_id=7, message_type="train")
+    answer = reply(message, Outcome("ok"), {"num-examples": 3, "loss": 0.5})
+    assert answer.metadata.src_node_id == 7
+    assert dict(answer.content.metric_records["metrics"]) == {"num-examples": 3, "loss": 0.5}
+    assert len(answer.content.array_records["arrays"]) == 0
+    arrays = ArrayRecord({"a": Array(A)})
+    assert reply(message, Outcome("ok"), {}, arrays).content.array_records["arrays"] == arrays
+
+
+def test_content_bytes() -> None:
+    array = Array(A)
+    assert len(array.data) == 128 + 24  # a .npy header and six floats
+    metrics = MetricRecord({"ab": 1, "c": [1.0, 2.0]})
+    config = ConfigRecord({"name": "four", "none": "", "flag": True, "n": 3, "list": ["a", "bc"], "empty": []})
+    metric_size = 2 + 8 + 1 + 16
+    config_size = (4 + 4) + (4 + 0) + (4 + 1) + (1 + 8) + (4 + 3) + (5 + 0)
+    assert content_bytes(RecordDict({"m": metrics})) == metric_size
+    assert content_bytes(RecordDict({"c": config})) == config_size
+    arrays = ArrayRecord({"w": array})
+    assert content_bytes(RecordDict({"a": arrays})) == arrays.count_bytes() >= 152
+    assert content_bytes(RecordDict({"a": arrays, "m": metrics, "c": config})) == (
+        arrays.count_bytes() + metric_size + config_size
+    )
+    assert content_bytes(RecordDict({"o": Outcome("ok").to_record(), "j": ConfigRecord({"j": json.dumps({})})})) > 0

@@ -1,0 +1,243 @@
+"""What each trainer does to a client's share of the model."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import a_client, same, tiny_settings
+from torch.nn import functional as F
+
+from piecework.client_app.client import Client, Update
+from piecework.client_app.trainers import fedavg, fedepth, find_trainer, m_fedepth
+from piecework.client_app.trainers.cascade.fedepth import MUTUAL, choose_pieces
+from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.models.cascade import Cascade
+from piecework.models.partition import Piece
+from piecework.training.examples import Examples
+from piecework.training.loop import PieceModel, Trainee
+from piecework.training.memory_cap import MemoryCap
+from piecework.training.messages import Task, piece_key
+
+# ---- trainers; here an atom costs 100 bytes, whatever it really takes
+
+
+def a_task(strategy: str = "fedepth", extra: dict[Piece, int] | None = None, mutual: int = 10**9) -> Task:
+    prices: dict[Piece, int] = {
+        tuple(range(start, stop)): 100 * (stop - start) for start in range(5) for stop in range(start + 1, 6)
+    }
+    prices |= {(MUTUAL, 2): mutual} | (extra or {})
+    return Task(
+        experiment_id="experiment",
+        round=1,
+        state_round=0,
+        strategy=strategy,
+        budget=10**9,
+        reference=500,
+        lr=0.05,
+        state_dir="",
+        enforced=False,
+        prices={piece_key(piece): price for piece, price in prices.items()},
+    )
+
+
+def poor_client(folder: Path, allowed: int, **settings: Any) -> Client:
+    chosen = tiny_settings(**{"local_epochs": 2} | settings)
+    return a_client(folder, chosen, allowed, cap=MemoryCap(allowed, enforced=False))
+
+
+def stored(client: Client, units: Iterable[str]) -> dict[str, np.ndarray]:
+    return dict(client.store.read(units))
+
+
+def test_fedepth_in_one_piece_is_fedavg(tmp_path: Path) -> None:
+    one, other = poor_client(tmp_path / "1", 500), poor_client(tmp_path / "2", 500)
+    whole, pieces = fedavg.train(a_task("fedavg"), one), fedepth.train(a_task(), other)
+    assert whole.pieces == pieces.pieces == [(0, 1, 2, 3, 4)]
+    assert whole.units == pieces.units == one.blueprint.units()
+    assert whole.metrics == pieces.metrics
+    assert whole.seen == pieces.seen == [80]
+    assert same(stored(one, whole.units), stored(other, pieces.units))
+
+
+class Watched:
+    """What a client's store held after each save."""
+
+    def __init__(self, client: Client) -> None:
+        self.saves: list[dict[str, np.ndarray]] = []
+        save = client.save
+
+        def watching(piece: PieceModel) -> None:
+            save(piece)
+            self.saves.append(stored(client, piece.units()))
+
+        client.save = watching  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("batch_norm", ["running", "batch"])
+def test_frozen_atoms_do_not_change(tmp_path: Path, batch_norm: str) -> None:
+    client = poor_client(tmp_path, 200, batch_norm=batch_norm)
+    before = stored(client, client.blueprint.units())
+    watched = Watched(client)
+    update = fedepth.train(a_task(), client)
+    assert update.pieces == [(0, 1), (2, 3), (4,)]
+    assert update.seen == [80, 80, 80]
+    assert update.units == ["atoms.0", "atoms.1", "head", "atoms.2", "atoms.3", "atoms.4"]
+    after = stored(client, update.units)
+    assert len(watched.saves) == 3
+    for save in watched.saves:
+        atoms = [name for name in save if name.startswith("atoms")]
+        assert same(save, after, atoms)  # as its piece left them
+        assert not any(np.array_equal(save[name], before[name]) for name in atoms)  # which trained them
+    heads = [save["head.fc.weight"] for save in [before, *watched.saves]]
+    assert all(not np.array_equal(a, b) for i, a in enumerate(heads) for b in heads[:i])
+    if batch_norm == "running":  # 40 images are 3 batches; 2 epochs of the own piece, no other
+        assert [int(after[f"atoms.{i}.bn.num_batches_tracked"]) for i in range(5)] == [6] * 5
+
+
+def test_validation_is_of_the_whole_model(tmp_path: Path) -> None:
+    client = poor_client(tmp_path, 100, batch_norm="running")
+    update = fedepth.train(a_task(), client)
+    model = Cascade(client.blueprint).eval()
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in stored(client, update.units).items()})
+    with torch.no_grad():
+        positions = np.arange(20)
+        output, y = model(client.validation.read(positions)), client.validation.targets(positions)
+    assert update.metrics["val-examples"] == 20
+    assert update.metrics["val-accuracy"] == (output.argmax(1) == y).sum().item() / 20
+    assert update.metrics["val-loss"] == pytest.approx(F.cross_entropy(output, y).item(), rel=1e-5)
+    assert update.metrics["predicted-peak"] == 100
+
+
+def test_m_fedepth_trains_own_heads(tmp_path: Path) -> None:
+    client = poor_client(tmp_path, 200)
+    before = stored(client, client.blueprint.units(exits=True))
+    update = m_fedepth.train(a_task("m-fedepth"), client)
+    assert update.pieces == [(0, 1), (2, 3), (4,)]
+    assert set(update.units) == {*(f"atoms.{i}" for i in range(5)), "exits.1", "exits.3", "head"}
+    after = stored(client, client.blueprint.units(exits=True))
+    changed = {name for name in after if not same(before, after, [name])}
+    sent = {name for name in after if any(name.startswith(f"{unit}.") for unit in update.units)}
+    assert changed == sent
+
+
+def test_a_piece_goes_on_with_the_head_of_the_one_before(tmp_path: Path) -> None:
+    """Equation 1, done by hand: phi starts where the piece before left it, theta where the server did, z from the store."""
+    client = poor_client(tmp_path / "1", 400)
+    watched = Watched(client)
+    assert fedepth.train(a_task(), client).pieces == [(0, 1, 2, 3), (4,)]
+    by_hand = poor_client(tmp_path / "2", 400)
+    by_hand.store.write_units(watched.saves[0])
+    front = PieceModel(by_hand.blueprint, range(4), "head", by_hand.load())
+    front.train(False)
+    features = by_hand.stream(front, by_hand.share(0), "train-0", 4)
+    trainee = Trainee(lambda: [PieceModel(by_hand.blueprint, (4,), "head", by_hand.load())], by_hand.recipe)
+    for epoch in range(2):
+        trainee.epoch(features, by_hand.rng("batches", 1, epoch), by_hand.cap, "train")
+    by_hand.save(*trainee.finish())
+    assert same(stored(client, ["atoms.4", "head"]), stored(by_hand, ["atoms.4", "head"]))
+
+
+@pytest.mark.parametrize("batch_norm", ["running", "batch"])
+@pytest.mark.parametrize("strategy", ["fedepth", "m-fedepth"])
+def test_without_a_feature_cache_the_weights_are_the_same(tmp_path: Path, strategy: str, batch_norm: str) -> None:
+    kept = poor_client(tmp_path / "kept", 200, batch_norm=batch_norm)
+    anew = poor_client(tmp_path / "anew", 200, batch_norm=batch_norm, feature_cache=False)
+    one, other = (find_trainer(strategy)(a_task(strategy), client) for client in (kept, anew))
+    assert one.pieces == other.pieces
+    assert one.seen == other.seen
+    assert same(stored(kept, one.units), stored(anew, other.units))
+    assert one.metrics == pytest.approx(other.metrics)
+
+
+@pytest.mark.parametrize(("cache", "fills"), [(True, [0]), (False, [0, 1, 2, 1, 2, 1, 2])])
+def test_augmentation_is_drawn_once_a_cache_fill(tmp_path: Path, cache: bool, fills: list[int]) -> None:
+    client = poor_client(tmp_path, 200, feature_cache=cache, local_epochs=3)
+    asked: list[int] = []
+    share = client.share
+
+    def asking(fill: int) -> Examples:
+        asked.append(fill)
+        return share(fill)
+
+    client.share = asking
+    fedepth.train(a_task(), client)
+    assert asked == fills
+
+
+def test_a_client_leaves_out_what_it_cannot_train(tmp_path: Path) -> None:
+    task = a_task(extra={(1,): 300, (0, 2): 150})
+    client = poor_client(tmp_path / "1", 200)
+    before = stored(client, ["atoms.1"])
+    update = fedepth.train(task, client)
+    assert update.pieces == [(0, 2), (3, 4)]
+    assert "atoms.1" not in update.units
+    assert same(before, stored(client, ["atoms.1"]))
+    diluting = poor_client(tmp_path / "2", 200, partial_training="dilute")
+    update = fedepth.train(task, diluting)
+    assert set(update.units) == set(client.blueprint.units())
+    assert same(before, stored(diluting, ["atoms.1"]))
+
+
+def test_mutual_models(tmp_path: Path) -> None:
+    client = poor_client(tmp_path, 600)
+    before = stored(client, client.blueprint.units())
+    update = fedepth.train(a_task(mutual=600), client)
+    assert update.pieces == [(MUTUAL, 2)]
+    assert update.units == client.blueprint.units()
+    assert not same(before, stored(client, update.units))
+    client.commit()
+    state = client.store.newest_state(1)
+    assert state is not None
+    companion = state / "companion-1"
+    assert sorted(path.stem for path in companion.iterdir()) == sorted(client.blueprint.units())
+    module = client.blueprint.build_unit("head")
+    client.store.load("head", module, companion)
+    assert not np.array_equal(module.fc.weight.detach().numpy(), stored(client, ["head"])["head.fc.weight"])
+
+
+@pytest.mark.parametrize(
+    ("allowed", "mutual_models", "pieces"),
+    [
+        (499, 3, [(0, 1, 2, 3), (4,)]),
+        (500, 3, [(0, 1, 2, 3, 4)]),
+        (1000, 3, [(MUTUAL, 2)]),
+        (1500, 3, [(MUTUAL, 3)]),
+        (9999, 3, [(MUTUAL, 3)]),
+        (9999, 1, [(0, 1, 2, 3, 4)]),
+    ],
+)
+def test_choice_of_pieces(allowed: int, mutual_models: int, pieces: list[Piece]) -> None:
+    def price(piece: Piece) -> int:
+        return 500 * piece[1] if piece[0] == MUTUAL else 100 * len(piece)
+
+    assert choose_pieces(list("abcde"), price, allowed, mutual_models) == pieces
+
+
+def test_refusals(tmp_path: Path) -> None:
+    client = poor_client(tmp_path, 99)
+    with pytest.raises(
+        MemoryBudgetExceededError, match=r"training atom 'conv5' needs 100 bytes .* allows 99"
+    ) as caught:
+        fedepth.train(a_task(), client)
+    assert (caught.value.needed, caught.value.allowed) == (100, 99)
+    with pytest.raises(MemoryBudgetExceededError, match=r"training the whole model needs 500 bytes .* allows 99"):
+        fedavg.train(a_task("fedavg"), client)
+
+
+def test_unknown_trainer() -> None:
+    with pytest.raises(
+        ValueError, match="strategy 'magic' has no trainer: known are allsmall, depthfl, exclusivefl, fedavg"
+    ):
+        find_trainer("magic")
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    losses = []
+    for epochs in (1, 8):
+        client = poor_client(tmp_path / str(epochs), 100, local_epochs=epochs)
+        update: Update = fedepth.train(a_task(), client)
+        losses.append(update.metrics["train-loss"])
+    assert losses[1] < 0.6 * losses[0]

@@ -1,0 +1,346 @@
+"""The report page, the comparison and the terminal's tables, on small run folders written by hand."""
+
+import io
+import json
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from piecework.compare import compare_json, group_runs
+from piecework.compare_view import compare_table, write_curves
+from piecework.display import memory_rows, memory_table, percent, reasons, summary_table
+from piecework.page import ReportError
+from piecework.progress import RoundProgress
+from piecework.report import write_report
+from piecework.server_app.records import CheckpointError, RunDir
+from piecework.server_app.summary import summarise
+from piecework.training.settings import Settings
+
+pytest.importorskip("plotly")
+
+
+def client(number: int, **changes: Any) -> dict[str, Any]:
+    """A client's record: 900 of 1000 bytes, trained."""
+    record = {
+        "client": number,
+        "device": "small",
+        "budget": 1000,
+        "bytes_down": 10,
+        "status": "ok",
+        "reason": "",
+        "bytes_up": 5,
+        "needed": 0,
+        "predicted_peak": 900,
+        "measured_peak": 900,
+        "val_accuracy": 0.5,
+        "val_examples": 4,
+    }
+    return record | changes
+
+
+def round_record(number: int, accuracy: float | None, clients: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    """A round's record from its clients'."""
+    ok = [c for c in clients if c["status"] == "ok"]
+    record = {
+        "round": number,
+        "stage": "",
+        "accuracy": accuracy,
+        "loss": None if accuracy is None else 1.0 - accuracy,
+        "train_loss": 0.5 if ok else None,
+        "client_accuracy": None,
+        "accuracy_by_device": {c["device"]: 0.5 for c in ok},
+        "asked": len(clients),
+        "answered": len(ok),
+        "failed": len(clients) - len(ok),
+        "bytes_down": sum(c["bytes_down"] for c in clients),
+        "bytes_up": sum(c["bytes_up"] for c in clients),
+        "bytes_evaluation": 0,
+        "enforced": True,
+        "seconds": 2.0,
+        "simulated_seconds": 3.0,
+        "clients": clients,
+    }
+    return record | changes
+
+
+def refused(number: int, reason: str = "") -> dict[str, Any]:
+    """A client whose budget was too small."""
+    reason = reason or f"needs 2,000 bytes, the budget allows {1000 + number:,}"
+    nothing = {"predicted_peak": 0, "measured_peak": 0, "val_accuracy": None, "val_examples": 0}
+    return client(number, status="memory", reason=reason, needed=2000, **nothing)
+
+
+def make_run(
+    path: Path, rounds: list[dict[str, Any]], status: str = "completed", reason: str = "", **settings: Any
+) -> RunDir:
+    """A run's folder; no summary where `status` is empty."""
+    run_dir = RunDir(path)
+    values = {key.replace("_", "-"): value for key, value in settings.items()}
+    run_dir.create(Settings.from_run_config({"num-rounds": 2, "run-name": path.name, **values}))
+    for record in rounds:
+        run_dir.append_round(record)
+    if status:
+        run_dir.write_summary({"status": status, "reason": reason, "rounds": len(rounds), "seconds": 10.0})
+    return run_dir
+
+
+def two_rounds(*accuracies: float | None, **changes: Any) -> list[dict[str, Any]]:
+    return [round_record(i + 1, a, [client(0, **changes), client(1)]) for i, a in enumerate(accuracies)]
+
+
+class Attributes(HTMLParser):
+    """Tags, and what would make a browser ask for something; script contents are not tags."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+
+
+def text_of(*renderables: Any, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    for renderable in renderables:
+        console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def assert_self_contained(page: str) -> None:
+    found = Attributes(page)
+    assert found.links == []
+    assert {"link", "iframe", "img"}.isdisjoint(found.tags)
+    assert "url(" not in page[page.index("<style>") : page.index("</style>")]
+    assert page.count("* plotly.js v") == 1
+    assert "default-src 'none'" in page
+
+
+def test_page_of_a_completed_run(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", two_rounds(0.25, 0.75, val_accuracy=1.0))
+    path = write_report(run_dir)
+    assert path == run_dir.path / "report.html"
+    page = path.read_text(encoding="utf-8")
+    assert_self_contained(page)
+    assert "last 75.00%, best 75.00%" in page
+    assert "4 clients asked, 4 answered, 0 failed" in page
+    assert "40 B / 20 B" in page
+    assert "<td>90.00%</td>" in page
+    assert "<th>Simulated time</th><td>6.0 s</td>" in page  # two rounds of 3 s
+    assert "No client failed." in page
+    assert page.count('class="plotly-graph-div"') == 5
+
+
+def test_page_of_a_run_that_failed_in_its_first_round(tmp_path: Path) -> None:
+    script = "<script>alert(1)</script>"
+    clients = [refused(0), refused(1), refused(2, script)]
+    run_dir = make_run(
+        tmp_path / "<b>", [round_record(1, None, clients)], "failed", f"nobody: {script}", dataset=f"npz:{script}"
+    )
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    assert_self_contained(page)
+    assert script not in page
+    assert "nobody: &lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "<b>" not in page[page.index("<body>") :][:300]
+    assert '<small class="failed">failed</small>' in page
+    assert "No client reported a validation accuracy." in page
+
+
+def test_page_without_rounds(tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path / "a", [], status="")).read_text(encoding="utf-8")
+    assert "No round was finished." in page
+    assert "unfinished" in page
+    assert len(page) < 20_000
+
+
+def test_budgets_not_enforced(tmp_path: Path) -> None:
+    rounds = [round_record(1, 0.5, [client(0, measured_peak=5000)], enforced=False)]
+    run_dir = make_run(tmp_path / "a", rounds, memory_model="fedepth")
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    assert "500.00%" not in page[page.index("<body>") : page.index("<section>")]
+    assert page.count("<td>not enforced</td>") == 2
+    assert compare_json(group_runs([run_dir]))["groups"][0]["max_peak_over_budget"] is None
+
+
+def test_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
+    rounds = [round_record(n, n / 301, [client(c, reason="x" * 400) for c in range(100)]) for n in range(1, 301)]
+    small = write_report(make_run(tmp_path / "a", rounds[:2])).stat().st_size
+    assert write_report(make_run(tmp_path / "b", rounds)).stat().st_size < small + 100_000
+
+
+def test_runs_from_before_there_were_simulated_seconds(tmp_path: Path) -> None:
+    rounds = two_rounds(0.25, 0.75)
+    for record in rounds:
+        del record["simulated_seconds"]
+    run_dir = make_run(tmp_path / "a", rounds)
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    assert "<th>Simulated time</th><td>-</td>" in page
+    assert "No simulated times were recorded." in page
+    groups = group_runs([run_dir])
+    assert compare_json(groups)["groups"][0]["simulated_seconds_mean"] is None
+    shown = text_of(compare_table(groups), summary_table({"status": "completed", "rounds": 2}, rounds))
+    assert (
+        len([line for line in shown.splitlines() if "simulated time" in line and line.rstrip(" │").endswith("-")]) == 2
+    )
+    assert summarise(run_dir, "completed", "", 1.0)["simulated_seconds"] == 0
+
+
+def test_report_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match="is not the folder of a run"):
+        write_report(RunDir(tmp_path / "none"))
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    with pytest.raises(ReportError, match=r"pip install 'piecework\[report\]'"):
+        write_report(make_run(tmp_path / "a", two_rounds(0.5)))
+
+
+def test_reasons_are_grouped_by_what_is_not_a_number() -> None:
+    rounds = [
+        round_record(1, None, [refused(0), refused(1), client(2, status="failed", reason="no answer")]),
+        round_record(2, None, [refused(3), client(4)]),
+    ]
+    assert reasons(rounds) == [
+        ("memory", "3", "needs 2,000 bytes, the budget allows 1,000 (client 0, round 1)"),
+        ("failed", "1", "no answer (client 2, round 1)"),
+    ]
+
+
+def test_seeds_are_one_group_and_other_settings_are_not(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / "a1", two_rounds(0.9, 0.6), seed=1, workers=3),
+        make_run(
+            tmp_path / "wide", two_rounds(0.2, 0.3, measured_peak=950), seed=1, model_width=0.33, strategy="fedavg"
+        ),
+        make_run(tmp_path / "a2", two_rounds(0.7, 0.8), seed=2),
+        make_run(tmp_path / "a3", two_rounds(0.1, 0.7), seed=3),
+    ]
+    groups = group_runs([*runs, runs[0]])
+    assert [group.label for group in groups] == [
+        "strategy=fedepth model-width=1.0",
+        "strategy=fedavg model-width=0.33",
+    ]
+    several, single = compare_json(groups)["groups"]
+    assert several["seeds"] == [1, 2, 3]
+    assert several["accuracy_mean"] == pytest.approx(0.7)
+    assert several["accuracy_std"] == pytest.approx(0.1)  # sqrt((0.01 + 0.01 + 0) / 2)
+    assert several["best_accuracy_mean"] == pytest.approx(0.8)  # (0.9 + 0.8 + 0.7) / 3
+    assert several["bytes_down_mean"] == 40
+    assert several["bytes_up_mean"] == 20
+    assert several["max_peak_over_budget"] == 0.9
+    assert several["seconds_mean"] == 10.0
+    assert several["simulated_seconds_mean"] == 6.0
+    assert several["status"] == {"completed": 3}
+    assert single["accuracy_mean"] == 0.3
+    assert single["accuracy_std"] is None
+    assert single["largest_measured_peak"] == 950
+    assert single["differs"] == {"strategy": "fedavg", "model-width": 0.33}
+    shown = text_of(compare_table(groups))
+    assert "70.00% ± 10.00%" in shown
+    assert "30.00% ±" not in shown
+    json.dumps(compare_json(groups))
+
+
+def test_number_of_rounds_parts_groups(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / "a", two_rounds(0.5, 0.5)),
+        make_run(tmp_path / "b", two_rounds(0.9), seed=2, num_rounds=1),
+    ]
+    assert [group.label for group in group_runs(runs)] == ["num-rounds=2", "num-rounds=1"]
+
+
+def test_repeating_a_seed_gives_no_spread(tmp_path: Path) -> None:
+    groups = group_runs([make_run(tmp_path / name, two_rounds(a)) for name, a in (("a", 0.4), ("b", 0.6))])
+    (group,) = compare_json(groups)["groups"]
+    assert (group["label"], group["seeds"], group["accuracy_mean"]) == ("strategy=fedepth", [1, 1], 0.5)
+    assert group["accuracy_std"] is None
+
+
+def test_compare_without_finished_rounds(tmp_path: Path) -> None:
+    groups = group_runs([make_run(tmp_path / "a", [], "failed", "no nodes"), make_run(tmp_path / "b", [], "", lr=0.2)])
+    first = compare_json(groups)["groups"][0]
+    assert (first["accuracy_mean"], first["rounds"], first["status"]) == (None, [0], {"failed": 1})
+    assert first["bytes_down_mean"] is None
+    accuracy = next(line for line in text_of(compare_table(groups)).splitlines() if "accuracy" in line)
+    assert accuracy.count(" - ") == 2
+    page = write_curves(groups, tmp_path / "curves.html").read_text(encoding="utf-8")
+    assert "No round of these runs was evaluated." in page
+    with pytest.raises(CheckpointError, match="is not the folder of a run"):
+        group_runs([RunDir(tmp_path / "none")])
+
+
+def test_long_fleets_have_different_labels(tmp_path: Path) -> None:
+    start = '{"name": "' + "x" * 40
+    groups = group_runs([make_run(tmp_path / end, two_rounds(0.5), fleet=f'{start}{end}"}}') for end in "ab"])
+    labels = {group.label for group in groups}
+    assert len(labels) == 2
+    assert max(map(len, labels)) < 45
+
+
+def test_curves(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"s{seed}", two_rounds(0.2 * seed, None, 0.3 * seed), seed=seed) for seed in (1, 2)]
+    page = write_curves(group_runs(runs), tmp_path / "curves.html").read_text(encoding="utf-8")
+    assert_self_contained(page)
+    data = page[page.rindex("Plotly.newPlot(") :]
+    assert '"x":[30.0,90.0]' in data  # a round moves 2 * 10 bytes down and 2 * 5 up
+    means = json.loads(
+        data[data.index('"y":[', data.index('"y":[', data.index('"y":[') + 1) + 1) + 4 :].split("]")[0] + "]"
+    )
+    assert means == pytest.approx([0.3, 0.45])
+
+
+def test_progress_without_a_terminal() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    with RoundProgress(3, console) as progress:
+        progress.update(round_record(1, 0.25, [client(0), refused(1)]))
+        progress.update(round_record(2, None, [client(0, device="[red]")], seconds=4.0, enforced=False))
+        progress.update(round_record(3, None, [client(0)], seconds=3.0) | {"stage": "map, block 3", "blocks": 4})
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "round 1/3  accuracy 25.0%  loss 0.750  1/2 clients ok  peak 90.0% of budget  2.0 s/round  4.0 s left",
+        "round 2/3  1/1 clients ok  3.0 s/round  3.0 s left",
+        "round 3/3  map, block 3 of 4  1/1 clients ok  peak 90.0% of budget  3.0 s/round",
+    ]
+
+
+def test_progress_on_a_terminal() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, _environ={"TERM": "xterm"})
+    with RoundProgress(1, console) as progress:
+        progress.update(round_record(1, 0.25, [client(0)]))
+    assert "accuracy 25.0%" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_tables_at_the_end_of_a_run() -> None:
+    rounds = [
+        round_record(1, 0.5, [client(0), client(1, measured_peak=800)]),
+        round_record(2, 0.25, [client(0, budget=2000), refused(2), client(3, device="[big]", budget=64_300_000)]),
+    ]
+    assert memory_rows(rounds) == [
+        ("[big]", "1", "64.3 MB", "900 B", "900 B", "0.0%", "1", "1", "0"),
+        ("small", "3", "1 kB to 2 kB", "900 B", "900 B", "90.0%", "4", "3", "1"),
+    ]
+    assert "[big]" in text_of(memory_table(rounds), width=120)
+    counts = {"clients_asked": 5, "clients_answered": 4, "clients_failed": 1, "bytes_down": 50, "bytes_up": 64_300_000}
+    shown = text_of(summary_table({"status": "completed", "rounds": 2, "seconds": 200.0, **counts}, rounds))
+    for part in ("25.00% (best 50.00%)", "asked 5, answered 4, failed 1", "64.3 MB", "3 min 20 s", "6.0 s"):
+        assert part in shown
+    assert "failed" in text_of(summary_table({"status": "failed", "rounds": 0}, []))
+
+
+def test_a_peak_just_over_its_budget_is_not_shown_as_the_same() -> None:
+    rounds = [round_record(1, 0.5, [client(0, budget=9_000_000, predicted_peak=9_000_000, measured_peak=9_014_480)])]
+    assert memory_rows(rounds)[0][2:5] == ("9 MB", "9 MB", "9.01 MB")
+
+
+def test_only_a_full_budget_is_shown_as_full() -> None:
+    assert [percent(share, 1) for share in (None, 0.98765, 0.99999, 1.0, 1.00001)] == [
+        "-",
+        "98.8%",
+        "99.9%",
+        "100.0%",
+        "100.1%",
+    ]

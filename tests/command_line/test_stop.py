@@ -1,0 +1,135 @@
+"""Ctrl-C and SIGTERM: a run says that it was stopped and how to go on with it, and what it started ends with it."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from flwr.app import Message
+from helpers import TRIO, RecordingGrid, run_local, tiny_settings
+from typer.testing import CliRunner
+
+from piecework.cli import app, how_to_go_on
+from piecework.launch import halt, note_stop
+from piecework.processes import Connection, FlowerHome, process
+from piecework.server_app.local_grid import without_interrupts
+from piecework.server_app.records import RunDir
+from piecework.server_app.run_lock import run_lock, writer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Interrupted(RecordingGrid):
+    """Ctrl-C comes while the clients of round 2 train."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        if any(m.metadata.message_type == "train" and m.metadata.group_id == "2" for m in self.sent):
+            raise KeyboardInterrupt
+        return super().pull_messages(message_ids)
+
+
+def test_a_stopped_run_says_so_and_goes_on(tmp_path: Path) -> None:
+    settings = TRIO | {"strategy": "fedavg", "num_rounds": 3}
+    with pytest.raises(KeyboardInterrupt):
+        run_local(tmp_path, Interrupted, **settings)
+    run = RunDir(tmp_path / "run")
+    summary = run.summary() or {}
+    assert (summary["status"], summary["rounds"], summary["last_complete_round"]) == ("stopped", 1, 1)
+    assert summary["reason"] == "stopped by a signal, after round 1"
+    assert writer(run.path) is None
+    run_local(tmp_path, resume_from=str(run.path), **settings)
+    assert ((run.summary() or {})["status"], len(run.rounds())) == ("completed", 3)
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "workers"),
+    [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)],
+    ids=["ctrl-c-with-workers", "sigterm"],
+)
+def test_the_command_says_how_to_go_on(tmp_path: Path, sent: signal.Signals, code: int, workers: int) -> None:
+    """Ctrl-C goes to all processes of the terminal; SIGTERM to the one that is named."""
+    sets = ["num-rounds=500", "clients=4", "clients-per-round=2", "local-epochs=1", "run-name=a run", "lr=0.07"]
+    call = [sys.executable, "-m", "piecework.cli", "run", *(f"--set={text}" for text in (*sets, f"workers={workers}"))]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        call, stdout=-1, stderr=-1, text=True, cwd=tmp_path, env=environment, start_new_session=True
+    ) as command:
+        assert command.stderr is not None
+        assert "can be trained by all clients" in command.stderr.readline()
+        assert [command.stderr.readline().split()[1] for _ in range(2)] == ["1/500", "2/500"]  # so round 1 is complete
+        (os.killpg if sent is signal.SIGINT else os.kill)(command.pid, sent)
+        shown, said = command.communicate()
+    assert command.returncode == code
+    assert "Traceback" not in said
+    run = RunDir(tmp_path / "runs" / "a run")
+    last = run.last_complete_round()
+    assert f"stopped: stopped by a signal, after round {last}" in said
+    assert said.splitlines()[-1] == f"go on with it: piecework run --set 'resume-from={run.path}'"
+    assert "status          stopped" in shown
+
+    if sent is signal.SIGINT:
+        again = shlex.split(said.splitlines()[-1].removeprefix("go on with it: piecework "))
+        done = CliRunner().invoke(app, [*again, "--json", "--set=workers=1", f"--set=num-rounds={last + 1}"])
+        assert done.exit_code == 0, done.stderr
+        summary = json.loads(done.stdout)
+        assert (summary["status"], summary["rounds"], run.settings()["lr"]) == ("completed", last + 1, 0.07)
+
+
+def test_workers_never_see_ctrl_c() -> None:
+    """Also not before they could ignore it, while they import torch."""
+    blocked = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    call = [sys.executable, "-c", blocked]
+    with without_interrupts():
+        inside = subprocess.run(call, capture_output=True, text=True, check=True).stdout
+    after = subprocess.run(call, capture_output=True, text=True, check=True).stdout
+    assert (inside, after) == ("True\n", "False\n")
+
+
+def test_the_server_app_is_ended_before_its_clients(tmp_path: Path) -> None:
+    """Else it would end by itself, as a run whose clients are gone."""
+    home = FlowerHome(tmp_path)
+    with ExitStack() as stack:
+        for name in ("superlink", "superexec", "supernode-0"):
+            stack.enter_context(process(home, name, sys.executable, "-c", "import signal; signal.pause()"))
+        started = {name: child for name, (_, child) in home.processes.items()}
+        halt(home, "1")
+        assert {name for name, child in started.items() if child.poll() is not None} == {"superexec"}
+    assert all(child.poll() is not None for child in started.values())
+
+
+def test_the_launcher_writes_the_summary_of_a_server_app_that_could_not(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    note_stop(run, 5.0)
+    assert not run.path.exists()  # it never began
+    run.create(tiny_settings())
+    run.append_round({"round": 1, "clients": [], "enforced": True, "accuracy": None} | dict.fromkeys(SUMS, 0))
+    with run_lock(run.path):
+        note_stop(run, 5.0)
+        assert run.summary() is None  # the ServerApp goes on, and will write its own
+    note_stop(run, 5.0)
+    summary = run.summary() or {}
+    assert (summary["status"], summary["rounds"], summary["seconds"]) == ("stopped", 1, 5.0)
+    assert summary["reason"] == "stopped by a signal, before its first round was complete"
+    run.write_summary({"status": "completed"})
+    note_stop(run, 5.0)
+    assert run.summary() == {"status": "completed"}
+
+
+SUMS = ("asked", "answered", "failed", "bytes_down", "bytes_up")
+
+
+def test_the_command_that_goes_on_has_what_is_no_setting(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    assert how_to_go_on(run, None) == "nothing has been written yet: run the same command again"
+    run.create(tiny_settings())
+    begin = f"go on with it: piecework run --set resume-from={run.path}"
+    assert how_to_go_on(run, None) == begin
+    assert how_to_go_on(run, Connection("host:1", None)) == f"{begin} --superlink host:1 --insecure"
+    secured = how_to_go_on(run, Connection("host:1", Path("/ca.crt")))
+    assert secured == f"{begin} --superlink host:1 --root-certificates /ca.crt"

@@ -1,0 +1,269 @@
+"""A client's process: what it tells of its store, what it does without memory checks or memory, what it imports and holds."""
+
+import errno
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+from helpers import TRIO, clients_of, digits, first_arrays, fleet_json, run_local, tiny_settings
+from safetensors import SafetensorError
+
+from piecework.client_app.prepare import encode
+from piecework.server_app.local_grid import FIRST_NODE, identify
+from piecework.server_app.records import RunDir
+from piecework.training.memory_cap import is_out_of_memory
+from piecework.training.messages import Task, piece_key
+from piecework.training.setup import blueprint_for
+
+ROOT = Path(__file__).resolve().parents[2]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+
+
+# ---- the store
+
+
+def test_a_damaged_state_is_told_in_the_record(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {**TRIO, "strategy": "fedavg", "batch_norm": "local"}
+    run_dir = run_local(tmp_path, num_rounds=2, **settings)
+    assert {client["note"] for number in (1, 2) for client in clients_of(run_dir, number)} == {""}
+    (store,) = (run_dir.path / "clients").iterdir()
+    for path in (store / "1" / "state" / "2" / "batch-norm").iterdir():
+        path.write_bytes(pickle.dumps("no model"))
+    run_local(tmp_path, num_rounds=3, resume_from=str(run_dir.path), **settings)
+    fault = "batch-norm/atoms.0.safetensors does not match its checksum"
+    assert [(client["status"], client["note"]) for client in clients_of(run_dir, 3)] == [
+        ("ok", ""),
+        ("ok", f"discarded its state of round 2 ({fault}), goes on from that of round 1"),
+        ("ok", ""),
+    ]
+
+
+# ---- memory checks off, and no memory
+
+
+def test_without_checks_a_client_trains_over_its_budget(tmp_path: Path) -> None:
+    poor: dict[str, Any] = {"strategy": "fedavg", "clients_per_round": 2, "fleet": fleet_json(poor=0.5)}
+    run_dir = run_local(tmp_path, enforce_memory=False, **poor)
+    (record,) = run_dir.rounds()
+    assert record["enforced"] is False
+    for client in record["clients"]:
+        assert client["status"] == "ok"
+        assert client["measured_peak"] > 1.5 * client["budget"] > 0
+    assert (run_dir.summary() or {})["max_peak_over_budget"] is None
+    with pytest.raises(RuntimeError, match="2 refused for memory"):
+        run_local(tmp_path, run_name="checked", **poor)
+    (record,) = RunDir(tmp_path / "checked").rounds()
+    assert record["enforced"] is True
+
+
+def test_without_checks_a_cut_is_the_whole_model_on_both_sides(tmp_path: Path) -> None:
+    poor: dict[str, Any] = {"strategy": "fedepth", "clients_per_round": 1, "fleet": fleet_json(poor=0.5)}
+    assert [c["pieces"] for c in clients_of(run_local(tmp_path, mutual_models=1, enforce_memory=False, **poor))] == [
+        "0,1,2,3,4"
+    ]
+    (client,) = clients_of(run_local(tmp_path, mutual_models=1, run_name="checked", **poor))
+    assert "|" in client["pieces"]
+
+
+def a_message(folder: Path, **settings: Any) -> Path:
+    """A file with a pickled train message for client 0, of the whole model at once, and the run's configuration."""
+    chosen = tiny_settings(**settings)
+    blueprint = blueprint_for(chosen, digits())
+    task = Task(
+        experiment_id="experiment",
+        round=1,
+        state_round=0,
+        strategy=chosen.strategy,
+        budget=10**12,
+        reference=10**9,
+        lr=chosen.lr,
+        state_dir=str(folder / "clients"),
+        prices={piece_key(tuple(range(len(blueprint.atoms)))): 1},
+    )
+    arrays = ArrayRecord({name: Array(array) for name, array in first_arrays(chosen).items()})
+    identify(1)
+    content = RecordDict({"task": task.to_record(), "arrays": arrays})
+    message = pickle.dumps(Message(content, dst_node_id=FIRST_NODE, message_type="train"), protocol=5)
+    (folder / "message.pickle").write_bytes(pickle.dumps((message, chosen.to_run_config()), protocol=5))
+    return folder / "message.pickle"
+
+
+def in_a_fresh_process(code: str, *arguments: Path | str) -> str:
+    """What a script prints that runs in a process of its own."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+WITHOUT_MEMORY = """
+import json, pickle, resource, sys
+from pathlib import Path
+from piecework.server_app.local_grid import answer, identify
+import piecework.client_app.app, piecework.client_app.trainers.whole.fedavg
+identify(1)
+task, config = pickle.loads(Path(sys.argv[1]).read_bytes())
+size = int(next(x for x in open("/proc/self/status") if x.startswith("VmSize")).split()[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[2]), resource.RLIM_INFINITY))
+reply = pickle.loads(answer([task], config, 20, {}))
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert not reply.has_error(), reply.error.reason
+outcome = dict(reply.content.config_records["outcome"])
+print(json.dumps(outcome | {"arrays": len(reply.content.array_records["arrays"])}))
+"""
+
+
+@linux
+def test_no_memory_left_is_a_normal_answer(tmp_path: Path) -> None:
+    """A model of 45 MB needs three times as much to be trained; the process may have 130 MB more."""
+    task = a_message(tmp_path, strategy="fedavg", model="resnet18", validation_share=0.9)
+    outcome = json.loads(in_a_fresh_process(WITHOUT_MEMORY, task, str(130_000_000)))
+    assert outcome["status"] == "memory"
+    assert outcome["needed"] == 0
+    assert outcome["reason"].startswith("the device had no memory left: ")
+    assert outcome["arrays"] == 0
+    assert json.loads(in_a_fresh_process(WITHOUT_MEMORY, task, str(2_000_000_000)))["status"] == "ok"
+
+
+def raised(work: Any) -> Exception:
+    with pytest.raises(Exception) as caught:  # which it is depends on the library
+        work()
+    return caught.value
+
+
+def test_what_is_a_lack_of_memory() -> None:
+    assert is_out_of_memory(raised(lambda: torch.empty(2**50)))
+    assert is_out_of_memory(raised(lambda: np.empty(2**50)))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert is_out_of_memory(RuntimeError("std::bad_alloc"))
+    assert is_out_of_memory(RuntimeError("could not create a primitive"))  # oneDNN, seen under a limit
+    assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))
+    assert not is_out_of_memory(raised(lambda: torch.zeros(2) @ torch.zeros(3)))
+    assert not is_out_of_memory(SafetensorError("header too small"))
+
+
+# ---- what a process imports and holds
+
+LOADS = """
+import json, pickle, sys
+from pathlib import Path
+import flwr.supernode.runtime.run_clientapp, torch
+theirs = set(sys.modules)
+import piecework.client_app.app
+from flwr.app import Context, RecordDict
+from piecework.server_app.local_grid import identify
+
+identify(1)
+
+def size(key):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]) * 1024
+
+def answer(path):
+    data, config = pickle.loads(Path(path).read_bytes())
+    message = pickle.loads(data)
+    del data
+    Path("/proc/self/clear_refs").write_text("5")
+    context = Context(1, 2, {"partition-id": 0, "num-partitions": 20}, RecordDict(), config)
+    reply = piecework.client_app.app.app(message, context)
+    assert reply.content["outcome"]["status"] == "ok", reply.content["outcome"]["reason"]
+    return message, reply  # Flower keeps both
+"""
+
+IMPORTS = (
+    LOADS
+    + """
+answer(sys.argv[1])
+print(json.dumps([sorted(sys.modules), sorted(set(sys.modules) - theirs)]))
+"""
+)
+
+
+def roots(names: list[str]) -> set[str]:
+    """Modules with the packages that they lie in."""
+    parts = [name.split(".") for name in names]
+    return {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)}
+
+
+@linux
+def test_a_task_imports_nothing_heavy(tmp_path: Path) -> None:
+    """As in deployment: what flwr-clientapp and torch import is theirs, torch's fake tensors and rich among it."""
+    message = a_message(tmp_path, strategy="fedavg")
+    loaded, own = map(roots, json.loads(in_a_fresh_process(IMPORTS, message)))
+    assert {"piecework.client_app.trainers.whole.fedavg", "piecework.training.settings"} <= own
+    assert {"torch", "flwr"} <= loaded
+    heavy = {"torchvision", "ray", "sklearn", "pandas", "matplotlib", "plotly", "scipy"}
+    assert loaded & (heavy | {"torch._dynamo", "torch._inductor", "sympy", "triton"}) == set()
+    assert own & {"torch._subclasses", "torch.fx.experimental.symbolic_shapes", "rich", "typer", "torch.optim"} == set()
+
+
+HOLDS = (
+    LOADS
+    + """
+answer(sys.argv[1])  # libraries prepare themselves at the first task
+figures = {}
+floor = size("VmRSS")
+original, trainer = piecework.client_app.app.ResidentPeak, piecework.client_app.app.find_trainer
+
+def before_training():
+    figures.update(before=size("VmRSS") - floor, arriving=size("VmHWM") - floor)
+    return original()
+
+def find(name):
+    def train(task, client):
+        update = trainer(name)(task, client)
+        figures.update(trained=size("VmHWM") - floor, accounted=client.cap.peak_bytes)
+        piecework.training.memory_cap.return_free_memory()
+        Path("/proc/self/clear_refs").write_text("5")
+        return update
+    return train
+
+piecework.client_app.app.ResidentPeak, piecework.client_app.app.find_trainer = before_training, find
+message, reply = answer(sys.argv[2])
+figures.update(after=size("VmRSS") - floor, packing=size("VmHWM") - floor, left=len(message.content["arrays"]))
+figures["reply"] = sum(len(array.data) for array in reply.content["arrays"].values())
+print(json.dumps(figures))
+"""
+)
+
+
+@linux
+def test_a_message_is_held_once_and_not_while_training(tmp_path: Path) -> None:
+    """100 MB in and out, arrays of up to 21 MB. Measured: +0 MB before training, +1 over the message as it arrives.
+
+    While the reply is made +70 over it (the file of a unit, mapped, and a copy of an array), in the end +6.
+    """
+    for name in ("small", "large"):
+        (tmp_path / name).mkdir()
+    small = a_message(tmp_path / "small", strategy="fedavg")
+    shape: dict[str, Any] = {"model": "resnet18", "model_width": 1.5, "batch_size": 4, "validation_share": 0.9}
+    held = json.loads(in_a_fresh_process(HOLDS, small, a_message(tmp_path / "large", strategy="fedavg", **shape)))
+    size = held["reply"]
+    assert size > 100_000_000
+    assert held["left"] == 0
+    assert held["before"] < 24 * 2**20
+    assert size <= held["arriving"] + 8 * 2**20
+    assert held["arriving"] < size + 40 * 2**20
+    assert held["trained"] > held["accounted"] > 3 * size
+    assert held["packing"] < size + 80 * 2**20
+    assert held["after"] < size + 24 * 2**20
+
+
+@pytest.mark.parametrize(
+    "array", [np.array(7), np.zeros((0, 3)), np.eye(3, dtype=np.float32), np.array([True]), np.arange(5)]
+)
+def test_arrays_are_encoded_as_flower_does(array: np.ndarray) -> None:
+    ours, flowers = encode(array), Array(array)
+    assert ours == flowers
+    assert (ours.dtype, ours.shape, ours.stype, ours.data) == (
+        flowers.dtype,
+        flowers.shape,
+        flowers.stype,
+        flowers.data,
+    )

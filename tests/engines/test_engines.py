@@ -1,0 +1,411 @@
+"""The same run on the in-process grid, on Ray, and as real processes; and the resident set of a client that serves one task."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from helpers import FEW, fleet_json, run_local
+from typer.testing import CliRunner
+
+import piecework
+from piecework import processes
+from piecework.cli import app
+from piecework.client_app import prepare
+from piecework.launch import launch
+from piecework.options import read_preset, settings_from
+from piecework.processes import free_ports, stop
+from piecework.runs import stores
+from piecework.server_app.records import RunDir, read_arrays
+from piecework.server_app.rounds import resolve_run_dir
+from piecework.server_app.run_lock import run_lock
+from piecework.training.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["clients-per-round=2", "num-rounds=2", "local-epochs=1", "max-in-flight=2"]
+
+
+# Two of three modules, a round each: what was fixed travels by itself, and all clients measure it.
+CASCADE = ["strategy=fedprophet", "num-rounds=2", "stage-rounds=1", "batch-norm=running", "local-iterations=2"]
+CASCADE += ["attack-steps=1", "evaluation-attack-steps=1", "evaluation-attack-examples=10"]
+
+
+def run_engine(tmp_path: Path, engine: str, nodes: int, extra: list[str]) -> RunDir:
+    settings = settings_from("", [*SMALL, *extra], engine=engine, nodes=nodes, output_dir=str(tmp_path))
+    settings = settings.model_copy(update={"run_name": engine, "workers": 2})
+    run_dir = RunDir(tmp_path / engine)
+    summary = launch(settings, run_dir, lambda record: None)
+    assert summary["status"] == "completed"
+    assert summary["clients_answered"] == 2 * settings.num_rounds
+    return run_dir
+
+
+def model(run_dir: RunDir) -> dict[str, np.ndarray]:
+    return {name: array.numpy() for name, array in read_arrays(run_dir.path / "model.safetensors").items()}
+
+
+def started_here() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+@pytest.fixture
+def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where every Ray of this test keeps its files; a path short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        yield Path(folder)
+
+
+@contextmanager
+def foreign_cluster(folder: Path) -> Iterator[Callable[[], None]]:
+    """Another Ray cluster, which every plain `ray.init()` would join; gives a function that waits until it is there."""
+    call = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=1", "--port=0"]
+    call += ["--include-dashboard=false", "--disable-usage-stats"]
+    with subprocess.Popen(call, stdout=subprocess.DEVNULL) as cluster:
+
+        def wait() -> None:
+            while not (folder / "ray" / "ray_current_cluster").is_file():
+                assert not ended(cluster), "the other cluster did not start"
+
+        try:
+            yield wait
+            assert not ended(cluster), "the other cluster goes on"
+        finally:
+            stop(cluster)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("engine", "nodes", "extra"),
+    [("ray", 3, []), ("deployment", 2, CASCADE)],
+    ids=["ray", "deployment-cascade"],
+)
+def test_engines_agree(tmp_path: Path, ray_folder: Path, engine: str, nodes: int, extra: list[str]) -> None:
+    """Ray is ours, though another cluster runs beside it."""
+    with ExitStack() as stack:
+        wait = stack.enter_context(foreign_cluster(ray_folder)) if engine == "ray" else bool
+        before = started_here()
+        one = model(run_engine(tmp_path, "local", nodes, extra))
+        wait()
+        other = model(run_engine(tmp_path, engine, nodes, extra))
+        no_process_is_left(before)
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_allclose(array, other[name], rtol=0, atol=1e-6)
+
+
+def no_process_is_left(before: set[int]) -> None:
+    left = [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if p.pid not in before and "flower" in " ".join(p.cmdline())
+    ]
+    assert left == []
+
+
+@pytest.mark.processes
+def test_a_killed_simulation_is_started_again_and_ctrl_c_ends_it(tmp_path: Path, ray_folder: Path, wheel: Path) -> None:
+    """`--restarts`: the process of the ServerApp gets SIGKILL after two rounds; the run goes on where it was, until Ctrl-C.
+
+    All from the wheel, where a Ray cluster ran before and left its address behind.
+    """
+    (ray_folder / "ray").mkdir()
+    (ray_folder / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")
+    sets = [f"--set={text}" for text in ("num-rounds=400", "clients-per-round=2", "local-epochs=1", "run-name=run")]
+    call = [str(wheel), "run", "--engine=ray", "--nodes=2", "--restarts=1", *sets]
+    environment, family = without_checkout(), list[psutil.Process]()
+    with subprocess.Popen(
+        call, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as launcher:
+        run_dir, killed = RunDir(tmp_path / "runs" / "run"), False
+        while not ended(launcher):
+            if not killed and len(run_dir.rounds()) >= 2:
+                killed = kill_simulation(launcher.pid)
+            elif killed and not family and run_dir.last_complete_round() >= 3:
+                family = psutil.Process(launcher.pid).children(recursive=True)
+                os.killpg(launcher.pid, signal.SIGINT)
+        said = launcher.stderr.read() if launcher.stderr else ""
+    assert (killed, bool(family), launcher.returncode) == (True, True, 130), said
+    rounds = [record["round"] for record in run_dir.rounds()]
+    assert rounds == [*range(1, len(rounds) + 1)]
+    last = run_dir.last_complete_round()
+    assert (run_dir.summary() or {})["reason"] == f"stopped by a signal, after round {last}"
+    assert said.splitlines()[-1] == f"go on with it: piecework run --set resume-from={run_dir.path}"
+    assert [process for process in family if process.is_running()] == []
+    with run_lock(run_dir.path):  # which is free
+        pass
+
+
+def without_checkout() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"COLUMNS": "200"}
+
+
+def ended(launcher: "subprocess.Popen[Any]") -> bool:
+    """Whether it has; asked five times a second."""
+    with suppress(subprocess.TimeoutExpired):
+        launcher.wait(0.2)
+    return launcher.returncode is not None
+
+
+def kill_simulation(launcher: int) -> bool:
+    """Kill the simulation that this launcher started."""
+    for child in psutil.Process(launcher).children(recursive=True):
+        if any("flwr-simulation" in part for part in child.cmdline()):
+            child.kill()
+            return True
+    return False
+
+
+@pytest.mark.processes
+def test_a_node_is_killed_and_started_again(tmp_path: Path, wheel: Path) -> None:
+    """SIGKILL to a SuperNode and its executor after the first round: the others go on, it comes back under another node id.
+
+    All from the wheel.
+    """
+    values = {"num-rounds": 3, "clients-per-round": 0, "local-epochs": 1, "round-timeout": 20.0, "run-name": "run"}
+    sets = [f"--set={key}={value}" for key, value in values.items()]
+    call = [str(wheel), "run", "--engine=deployment", "--nodes=2", *sets]
+    with subprocess.Popen(call, cwd=tmp_path, env=without_checkout(), stderr=subprocess.PIPE, text=True) as launcher:
+        run_dir, killed = RunDir(tmp_path / "runs" / "run"), 0
+        while not ended(launcher):
+            if not killed and run_dir.rounds():
+                killed = kill_node(launcher.pid, 1)
+        said = launcher.stderr.read() if launcher.stderr else ""
+    assert (killed, launcher.returncode) == (2, 0), said
+    assert "supernode-1 ended with exit code -9: started again" in said
+    records = run_dir.rounds()
+    assert [(record["round"], record["aggregated"]) for record in records] == [(1, True), (2, True), (3, True)]
+    seen = [{c["client"]: c["status"] for c in record["clients"]} for record in records]
+    assert seen[0] == seen[2] == {0: "ok", 1: "ok"}
+    assert seen[1][0] == "ok"
+    # Killed at once after round 1, client 1 was asked in round 2 under its old node id, or was not there yet.
+    assert seen[1].get(1, "not asked") in ("timeout", "gone", "not asked")
+
+
+def kill_node(launcher: int, client: int) -> int:
+    """Kill the SuperNode of a client and the executor beside it; how many processes that were."""
+    family = psutil.Process(launcher).children()
+    node = next(p for p in family if f"partition-id={client} " in " ".join(p.cmdline()))
+    port = node.cmdline()[node.cmdline().index("--port") + 1]
+    executor = next(p for p in family if f"127.0.0.1:{port}" in p.cmdline())
+    for process in (node, executor):
+        process.kill()
+    return 2
+
+
+def test_plain_flwr_run_has_every_setting() -> None:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert document["tool"]["flwr"]["app"]["config"] == Settings().to_run_config()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf").glob("*.toml")), ids=lambda path: path.stem)
+def test_presets_are_valid(path: Path) -> None:
+    Settings.from_run_config(read_preset(path.stem))
+    assert f"piecework run --preset {path.stem}" in path.read_text(encoding="utf-8").splitlines()[1]
+
+
+def test_resident_set_stays_within_the_budget(tmp_path: Path) -> None:
+    """A model of 100 MB in a fresh process, with the heap of a device that has little memory: growth <= budget + 64 MB."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+        fresh.submit(train_with_little_memory, tmp_path).result()
+    ((client,),) = [record["clients"] for record in RunDir(tmp_path / "fedepth").rounds()]
+    weights = sum(array.nbytes for array in model(RunDir(tmp_path / "fedepth")).values())
+    assert weights > 100_000_000
+    assert client["status"] == "ok"
+    assert client["measured_peak"] <= client["budget"] < 2 * weights
+    assert client["rss_growth"] <= 200_000_000 + 64 * 2**20
+    ((client,),) = [record["clients"] for record in RunDir(tmp_path / "fedavg").rounds()]
+    assert client["status"] == "memory"
+    assert client["needed"] > 3 * weights
+
+
+def train_with_little_memory(folder: Path) -> None:
+    """FeDepth, and FedAvg, which is refused, where no more than 1 GB is available."""
+    prepare.available_memory = lambda: 10**9
+    common = {
+        "model": "resnet18",
+        "model_width": 1.5,
+        "batch_size": 4,
+        "dataset": FEW,
+        "clients": 1,
+        "partition": "iid",
+        "clients_per_round": 1,
+        "evaluate_every": 0,
+        "validation_share": 0.9,
+        "fleet": fleet_json(board=200_000_000),
+    }
+    run_local(folder, strategy="fedepth", run_name="fedepth", **common)
+    with pytest.raises(RuntimeError, match="1 refused for memory"):
+        run_local(folder, strategy="fedavg", run_name="fedavg", **common)
+
+
+def command(script: Path, *arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    call = [str(script), *arguments]
+    return subprocess.run(call, capture_output=True, text=True, check=False, cwd=cwd, env=without_checkout())
+
+
+def test_the_wheel_has_the_packages_and_the_presets(tmp_path: Path, wheel: Path) -> None:
+    """From an empty folder; nothing of the checkout can be imported."""
+    found = "import piecework, server_app, piecework.app_folder as a; print(piecework.__file__, server_app.__file__, a.PRESETS)"
+    said = command(wheel.with_name("python"), "-c", found, cwd=tmp_path).stdout.split()
+    assert len(said) == 3
+    assert all(Path(path).is_relative_to(wheel.parents[1]) for path in said)
+    shipped = {path.name: path.read_bytes() for path in Path(said[2]).iterdir()}
+    assert shipped == {path.name: path.read_bytes() for path in (ROOT / "conf").iterdir()}
+    done = command(wheel, "plan", "--json", "--preset", "spafl-digits", cwd=tmp_path)
+    assert json.loads(done.stdout)["strategy"] == "spafl", done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_of_a_run_and_what_can_be_done_with_it(tmp_path: Path, wheel: Path) -> None:
+    """With the wheel, from an empty folder."""
+    sets = [f"--set={text}" for text in ("num-rounds=1", "clients-per-round=2", "local-epochs=1", "workers=1")]
+    done = command(wheel, "run", "--json", "--seeds", "1,2", *sets, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["status"] == "completed"
+    assert "seed 2 (2 of 2)" in done.stderr  # stdout is for objects
+    assert {
+        "run_dir",
+        "status",
+        "rounds",
+        "accuracy",
+        "clients_asked",
+        "clients_answered",
+        "clients_failed",
+        "bytes_down",
+        "bytes_up",
+        "max_peak_over_budget",
+        "seconds",
+    } <= last.keys()
+    first = Path(last["run_dir"][0])
+    compared = json.loads(command(wheel, "compare", "--json", *last["run_dir"], cwd=tmp_path).stdout)
+    assert compared["groups"][0]["seeds"] == [1, 2]
+    page = json.loads(command(wheel, "report", "--json", str(first), cwd=tmp_path).stdout)["report"]
+    assert Path(page).is_file()
+    logits = piecework.load(first)(torch.zeros(2, 1, 8, 8))
+    assert logits.shape == (2, 10)
+    cleaned = json.loads(command(wheel, "clean", "--json", cwd=tmp_path).stdout)
+    assert len(cleaned["removed"]) == 2
+    assert list((first / "clients").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (
+            ["--set", "strategy=fedsgd"],
+            [
+                "strategy",
+                "'fedsgd'",
+                "fedepth, fedet, fedpm, fedprophet, fedrbn, fedrolex, fjord, heterofl, jfat, local, m-fedepth",
+            ],
+        ),
+        (["--set", "model=alexnet"], ["model", "'alexnet'", "preresnet20"]),
+        (["--set", "dataset=mnist3"], ["mnist3", "fashion-mnist"]),
+        (["--set", "fleet=nowhere"], ["nowhere", "fedepth-fair"]),
+        (["--set", "lr=fast"], ["lr", "'fast'", "number"]),
+        (["--set", "lr=-1"], ["lr", "-1", "greater than 0"]),
+        (["--set", "batchsize=3"], ["batchsize", "batch-size"]),
+        (["--set", "dataset=fashion-mnist", "--set", "data-dir=empty"], ["data-dir", "empty"]),
+        (["--set", "resume-from=nothing"], ["resume-from", "nothing"]),
+        (["--set", "clients=5000"], ["5000 clients", "1 to 1438"]),
+        (["--set", "partition=pathological", "--set", "partition-classes=11"], ["partition-classes", "11", "1 to 10"]),
+        (["--seeds", "1,a"], ["1,a", "whole numbers"]),
+        (["--preset", "no-such"], ["no-such", "fedepth-fmnist-fair"]),
+    ],
+)
+def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], messages: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["run", "--json", *arguments])
+    assert done.exit_code == 2
+    assert isinstance(done.exception, SystemExit)
+    assert json.loads(done.stdout.splitlines()[-1])["status"] == "failed"
+    for message in messages:
+        assert message in done.stderr
+
+
+def test_broken_fleet_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text('name = "mine"\n[[device]]\nname = "a"\nmemory = -3\n', encoding="utf-8")
+    done = CliRunner().invoke(app, ["run", "--set", "fleet=mine.toml"])
+    assert done.exit_code == 2
+    assert "mine.toml" in done.stderr
+    assert "-3" in done.stderr
+
+
+def test_a_budget_too_small_for_any_atom(tmp_path: Path, wheel: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(
+        'name = "tiny"\nassignment = "round-robin"\n'
+        '[[device]]\nname = "a"\nmemory = "20kB"\nflops = 1e9\nbandwidth = 1e6\ndisk-bandwidth = 1e7\n',
+        encoding="utf-8",
+    )
+    done = command(wheel, "run", "--set", "fleet=tiny.toml", "--set", "workers=1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "conv5" in " ".join(done.stderr.split())
+    assert "20,000" in done.stderr
+
+
+def test_clean_takes_only_what_clients_of_ended_runs_left(tmp_path: Path) -> None:
+    ours, other, running = tmp_path / "ours", tmp_path / "project", tmp_path / "running"
+    for folder in (ours, other, running):
+        for store in ("0" * 32, "data"):
+            (folder / "clients" / store).mkdir(parents=True)
+    (ours / "summary.json").write_text("{}")
+    for folder in (ours, running):
+        (folder / "settings.toml").write_text("")
+    assert stores(tmp_path) == [ours / "clients" / ("0" * 32)]
+
+
+@pytest.mark.parametrize(
+    "options", [["--engine=ray"], ["--engine=deployment"], ["--superlink=127.0.0.1:9", "--insecure"]]
+)
+def test_an_engine_that_does_not_start_leaves_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """Processes of Flower that are given no time to start, and a SuperLink that is not there."""
+    monkeypatch.setattr(processes, "START_SECONDS", 0)
+    done = CliRunner().invoke(app, ["run", "--json", "--nodes=2", "--output-dir", str(tmp_path / "runs"), *options])
+    assert done.exit_code == 1
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert (said["run_dir"], said["status"]) == (None, "failed")
+    assert said["reason"]
+    assert "run folder" not in done.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_ray_engine_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = CliRunner().invoke(app, ["run", "--engine=ray", "--output-dir", str(tmp_path / "runs")])
+    assert done.exit_code == 1
+    assert "--engine ray needs Ray, which is not installed: pip install 'piecework[simulation]'" in " ".join(
+        done.stderr.split()
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_name_is_not_taken_twice(tmp_path: Path) -> None:
+    settings = Settings.from_run_config({"output-dir": str(tmp_path), "run-name": "once"})
+    resolve_run_dir(settings).create(settings)
+    with pytest.raises(ValueError, match="run-name = 'once'"):
+        resolve_run_dir(settings)
+    unnamed = Settings.from_run_config({"output-dir": str(tmp_path)})
+    assert resolve_run_dir(unnamed).path != resolve_run_dir(unnamed).path
+
+
+def test_free_ports_are_different() -> None:
+    assert len(set(free_ports(5))) == 5

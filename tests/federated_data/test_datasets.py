@@ -1,0 +1,406 @@
+import gzip
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from piecework.federated_data import datasets, sources
+from piecework.federated_data.datasets import DatasetError, load, prepare
+
+REAL_DATA = Path(os.environ.get("PIECEWORK_DATA", "/nonexistent"))
+IDX = sources._FASHION_MNIST
+
+
+def write_idx(path, array):
+    header = bytes((0, 0, 8, array.ndim)) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    path.write_bytes(header + array.tobytes())
+
+
+@pytest.fixture
+def fashion(tmp_path):
+    """A data-dir in torchvision's layout: 6 training and 2 test images of 3x2, pixel = 10 * image number."""
+    raw = tmp_path / "data" / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for count, images, labels in ((6, IDX[0], IDX[1]), (2, IDX[2], IDX[3])):
+        pixels = np.arange(count, dtype=np.uint8) * 10
+        write_idx(raw / images, np.broadcast_to(pixels[:, None, None], (count, 3, 2)))
+        write_idx(raw / labels, np.arange(count, dtype=np.uint8))
+    return tmp_path / "data"
+
+
+def save_npz(path, **arrays):
+    np.savez(path, **arrays)
+    return path
+
+
+def prepared(name, cache, data_dir=""):
+    return load(prepare(name, data_dir=str(data_dir), cache_dir=cache), verify=True)
+
+
+def test_importing_datasets_loads_nothing_heavy():
+    code = "import sys, piecework.federated_data.datasets; print(*sys.modules)"
+    root = Path(datasets.__file__).parents[1]
+    out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
+    assert not {"torch", "torchvision", "sklearn", "scipy", "PIL"} & set(out.split())
+
+
+def test_digits(tmp_path):
+    data = prepared("digits", tmp_path)
+    assert data.input_shape == (1, 8, 8)
+    assert data.num_classes == 10
+    assert len(data.inputs) + len(data.test_inputs) == 1797
+    # A fifth of each class: class sizes are 178 182 177 183 181 182 181 179 174 180.
+    assert np.bincount(data.test_labels).tolist() == [36, 36, 35, 37, 36, 36, 36, 36, 35, 36]
+    assert np.bincount(data.labels).tolist() == [142, 146, 142, 146, 145, 146, 145, 143, 139, 144]
+    assert data.inputs.dtype == np.uint8
+    assert (data.inputs.min(), data.inputs.max()) == (0, 255)
+    assert data.mean == pytest.approx([np.mean(data.inputs / 255)])
+    assert data.std == pytest.approx([np.std(data.inputs / 255)])
+    assert isinstance(data.inputs, np.memmap)
+    assert not data.inputs.flags.writeable
+
+
+def test_digits_at_32_pixels(tmp_path):
+    small, large = prepared("digits", tmp_path), prepared("digits32", tmp_path)
+    assert large.input_shape == (1, 32, 32)
+    for one, other in ((small.inputs, large.inputs), (small.test_inputs, large.test_inputs)):
+        assert np.array_equal(other, np.kron(one, np.ones((1, 4, 4, 1), np.uint8)))
+    assert np.array_equal(small.labels, large.labels)
+    assert np.array_equal(small.test_labels, large.test_labels)
+    assert (large.mean, large.std) == (pytest.approx(small.mean), pytest.approx(small.std))
+    shape, classes, examples = datasets.PUBLISHED["digits32"]
+    assert (large.input_shape, large.num_classes, len(large.labels)) == (shape, classes, examples)
+
+
+def test_prepare_converts_once(tmp_path, fashion):
+    first = prepare("fashion-mnist", data_dir=str(fashion), cache_dir=tmp_path / "cache")
+    written = (first / "meta.json").stat().st_mtime_ns
+    (fashion / "FashionMNIST" / "raw" / IDX[0]).unlink()
+    assert prepare("fashion-mnist", data_dir=str(fashion), cache_dir=tmp_path / "cache") == first
+    assert (first / "meta.json").stat().st_mtime_ns == written
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [first.name]  # and no temporary folder is left
+
+
+def test_fashion_mnist_layout(tmp_path, fashion):
+    data = prepared("fashion-mnist", tmp_path, fashion)
+    assert data.inputs[:, 2, 1, 0].tolist() == [0, 10, 20, 30, 40, 50]
+    assert data.labels.tolist() == [0, 1, 2, 3, 4, 5]
+    assert data.labels.dtype == np.int64
+    assert data.test_inputs.shape == (2, 3, 2, 1)
+    assert (data.name, data.num_classes, data.mean, data.std) == ("fashion-mnist", 10, (0.2860,), (0.3530,))
+
+
+def test_fashion_mnist_gzipped(tmp_path, fashion):
+    plain = fashion / "FashionMNIST" / "raw" / IDX[1]
+    packed = plain.with_name(plain.name + ".gz")
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
+    assert prepared("fashion-mnist", tmp_path, fashion).labels.tolist() == [0, 1, 2, 3, 4, 5]
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(DatasetError, match=f"{IDX[1]}.gz cannot be read"):
+        prepare("fashion-mnist", data_dir=str(fashion), cache_dir=tmp_path / "other")
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"PNG!" + data[4:], lambda data: data[:7]])
+def test_a_damaged_idx_file_is_named(tmp_path, fashion, damage):
+    path = fashion / "FashionMNIST" / "raw" / IDX[2]
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DatasetError, match=f"{IDX[2]} is damaged"):
+        prepare("fashion-mnist", data_dir=str(fashion), cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_labels_that_do_not_match_the_images_are_an_error(tmp_path, fashion):
+    write_idx(fashion / "FashionMNIST" / "raw" / IDX[3], np.array([1], dtype=np.uint8))
+    with pytest.raises(DatasetError, match=r"t10k-\* do not match: 2 images of \(3, 2\), 1 labels"):
+        prepare("fashion-mnist", data_dir=str(fashion), cache_dir=tmp_path)
+
+
+@pytest.mark.skipif(not (REAL_DATA / "FashionMNIST" / "raw").is_dir(), reason="PIECEWORK_DATA has no FashionMNIST/raw")
+def test_real_fashion_mnist(tmp_path):
+    data = prepared("fashion-mnist", tmp_path, REAL_DATA)
+    assert data.inputs.shape == (60000, 28, 28, 1)
+    assert data.test_inputs.shape == (10000, 28, 28, 1)
+    assert np.bincount(data.labels).tolist() == [6000] * 10
+    assert np.mean(data.inputs) / 255 == pytest.approx(data.mean[0], abs=1e-4)
+    assert np.std(data.inputs) / 255 == pytest.approx(data.std[0], abs=1e-4)
+
+
+@pytest.mark.skipif(
+    not (REAL_DATA / "cifar-10-batches-py").is_dir(), reason="PIECEWORK_DATA has no cifar-10-batches-py"
+)
+def test_real_cifar10(tmp_path):
+    data = prepared("cifar10", tmp_path, REAL_DATA)
+    assert (data.inputs.shape, data.test_inputs.shape) == ((50000, 32, 32, 3), (10000, 32, 32, 3))
+    assert np.bincount(data.labels).tolist() == [5000] * 10
+    assert data.inputs[0, 0, 0].tolist() == [59, 62, 63]  # the frog; channels last
+    assert data.inputs[::50].mean((0, 1, 2)) / 255 == pytest.approx(data.mean, abs=0.01)
+
+
+def test_cifar10_with_a_wrong_md5_is_named_and_never_unpickled(tmp_path):
+    base = tmp_path / "cifar-10-batches-py"
+    base.mkdir()
+    bomb = tmp_path / "exploded"
+    for file in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"):
+        (base / file).write_bytes(f"cos\nmkdir\n(S'{bomb}'\ntR.".encode())
+    with pytest.raises(DatasetError, match="data_batch_1 is damaged: its md5 is not c99cafc152244af753f735de768cd75f"):
+        prepare("cifar10", data_dir=str(tmp_path), cache_dir=tmp_path / "cache")
+    assert not bomb.exists()
+
+
+def test_pickles_hold_numpy_arrays_and_nothing_else():
+    batch = {"data": np.arange(6, dtype=np.uint8).reshape(2, 3), "labels": [1, 2]}
+    read = sources.read_pickle(pickle.dumps(batch, protocol=4))
+    assert read["labels"] == [1, 2]
+    assert np.array_equal(read["data"], batch["data"])
+    with pytest.raises(DatasetError, match=r"a pickle asks for (posix|nt)\.mkdir; only numpy arrays"):
+        sources.read_pickle(pickle.dumps(os.mkdir))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("fashion-mnist", "FashionMNIST/raw/"), ("cifar10", "cifar-10-batches-py/"), ("cifar100", "cifar-100-python/")],
+)
+def test_a_missing_data_dir_names_the_setting_the_path_and_the_layout(tmp_path, name, layout):
+    with pytest.raises(DatasetError) as caught:
+        prepare(name, data_dir=str(tmp_path / "nowhere"), cache_dir=tmp_path / "cache")
+    for part in ("data-dir", str(tmp_path / "nowhere"), layout, "download = true"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["imagenet", "npz", "npz:", "folder", "digits:", "digits:x", ""])
+def test_an_unknown_name_lists_all(tmp_path, name):
+    with pytest.raises(DatasetError, match="unknown data set") as caught:
+        prepare(name, data_dir="", cache_dir=tmp_path)
+    known = "known: digits, digits32, fashion-mnist, cifar10, cifar100, caltech256, imdb, npz:<file>, folder:<dir>, text:<dir>"
+    assert known in str(caught.value)
+
+
+def test_npz_statistics_and_channels_last(tmp_path):
+    # Channel 0 is 0 and 255 in equal parts, channel 1 constant: means 0.5 and 0.2, deviations 0.5 and (constant) 1.
+    images = np.zeros((4, 5, 6, 2), dtype=np.uint8)
+    images[:2, ..., 0] = 255
+    images[..., 1] = 51
+    file = save_npz(
+        tmp_path / "own.npz", x_train=images, y_train=np.array([0, 1, 0, 1]), x_test=images, y_test=np.array([[2]] * 4)
+    )
+    data = prepared(f"npz:{file}", tmp_path / "cache")
+    assert data.input_shape == (2, 5, 6)
+    assert data.num_classes == 3
+    assert data.mean == pytest.approx([0.5, 0.2])
+    assert data.std == pytest.approx([0.5, 1.0])
+    assert data.test_labels.tolist() == [2, 2, 2, 2]
+    assert data.name == f"npz:{file}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "input_shape"), [((10, 8, 9), (1, 8, 9)), ((10, 8, 9, 3), (3, 8, 9)), ((10, 3, 8, 9), (3, 8, 9))]
+)
+def test_npz_layouts_and_hold_out(tmp_path, shape, input_shape):
+    images = np.random.default_rng(0).random(shape, dtype=np.float32)
+    save_npz(tmp_path / "own.npz", x_train=images, y_train=np.arange(10, dtype=np.uint8) % 2)
+    data = prepared("npz:own.npz", tmp_path / "cache", tmp_path)
+    assert data.input_shape == input_shape
+    assert data.inputs.dtype == np.float32
+    assert np.bincount(data.labels).tolist() == [4, 4]
+    assert np.bincount(data.test_labels).tolist() == [1, 1]
+    assert data.mean == pytest.approx(np.mean(data.inputs, axis=(0, 1, 2)).tolist(), rel=1e-4)
+    assert data.std == pytest.approx(np.std(data.inputs, axis=(0, 1, 2)).tolist(), rel=1e-4)
+
+
+def test_a_changed_npz_is_converted_again(tmp_path):
+    file = tmp_path / "own.npz"
+    for value in (1, 2):
+        save_npz(file, x_train=np.full((10, 4, 4 + value), value, dtype=np.uint8), y_train=np.zeros(10, dtype=int))
+        assert prepared(f"npz:{file}", tmp_path / "cache").inputs[0, 0, 0, 0] == value
+
+
+X, Y = np.zeros((5, 8, 8), dtype=np.uint8), np.zeros(5, dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x_train": X}, "has no y_train; it holds x_train"),
+        ({"x_train": X, "y_train": Y, "x_test": X}, "has no y_test"),
+        ({"x_train": X.astype(float), "y_train": Y}, "is float64; images are uint8 (0..255) or float32"),
+        ({"x_train": np.zeros((5, 8, 8, 7), np.uint8), "y_train": Y}, "has shape (5, 8, 8, 7); allowed are (N, H, W)"),
+        ({"x_train": np.full((5, 8, 8), np.nan, np.float32), "y_train": Y}, "not finite"),
+        ({"x_train": X, "y_train": Y[:4]}, "is int64 of shape (4,); labels are integers of shape (5,)"),
+        ({"x_train": X, "y_train": Y - 1}, "has a label -1; labels count from 0"),
+        ({"x_train": X, "y_train": np.array([{}] * 5)}, "is damaged or no .npz file of plain arrays"),
+        ({"x_train": X[:2], "y_train": Y[:2]}, "2 examples are too few to hold out a test set"),
+        ({"x_train": X, "y_train": Y, "x_test": X[:, 1:], "y_test": Y}, "they must be alike"),
+    ],
+)
+def test_npz_errors_name_the_array(tmp_path, arrays, message):
+    file = save_npz(tmp_path / "own.npz", **arrays)
+    with pytest.raises(DatasetError) as caught:
+        prepare(f"npz:{file}", data_dir="", cache_dir=tmp_path / "cache")
+    assert message in str(caught.value)
+
+
+def test_npz_missing_or_truncated(tmp_path):
+    with pytest.raises(DatasetError, match=r"no file .*own\.npz"):
+        prepare("npz:own.npz", data_dir=str(tmp_path), cache_dir=tmp_path / "cache")
+    file = save_npz(tmp_path / "own.npz", x_train=X, y_train=Y)
+    file.write_bytes(file.read_bytes()[:-30])
+    with pytest.raises(DatasetError, match=r"own\.npz is damaged"):
+        prepare("npz:own.npz", data_dir=str(tmp_path), cache_dir=tmp_path / "cache")
+
+
+def picture(path, level, size=(6, 4), mode="L"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, level).save(path)
+
+
+def test_folder_with_train_and_test(tmp_path):
+    for i, name in enumerate(("cat", "dog")):
+        for level in (10, 20):
+            picture(tmp_path / "pets" / "train" / name / f"{level}.png", level + i)
+    picture(tmp_path / "pets" / "test" / "dog" / "1.PNG", 99)
+    data = prepared("folder:pets", tmp_path / "cache", tmp_path)
+    assert data.input_shape == (1, 4, 6)
+    assert data.inputs[:, 0, 0, 0].tolist() == [10, 20, 11, 21]
+    assert data.labels.tolist() == [0, 0, 1, 1]
+    assert data.test_inputs[:, 3, 5, 0].tolist() == [99]
+    assert data.test_labels.tolist() == [1]
+    assert data.mean == pytest.approx([15.5 / 255])
+
+
+def test_folder_of_classes_holds_out_a_fifth_and_one_coloured_image_makes_all_rgb(tmp_path):
+    for i in range(5):
+        picture(tmp_path / "a" / f"{i}.png", 50)
+        picture(tmp_path / "b" / f"{i}.png", (1, 2, 3), mode="RGB")
+    data = prepared(f"folder:{tmp_path}", tmp_path / "cache")
+    assert data.input_shape == (3, 4, 6)
+    assert np.bincount(data.labels).tolist() == [4, 4]
+    assert np.bincount(data.test_labels).tolist() == [1, 1]
+    assert data.inputs[0, 0, 0].tolist() == [50, 50, 50]
+    assert data.inputs[-1, 0, 0].tolist() == [1, 2, 3]
+
+
+def test_folder_errors_name_the_file(tmp_path):
+    def message():
+        with pytest.raises(DatasetError) as caught:
+            prepare("folder:pets", data_dir=str(tmp_path), cache_dir=tmp_path / "cache")
+        return str(caught.value)
+
+    pets = tmp_path / "pets"
+    assert f"no folder {pets}" in message()
+    pets.mkdir()
+    assert f"no .png, .jpg or .jpeg in the class folders of {pets}" in message()
+    for i in range(6):
+        picture(pets / "train" / "a" / f"{i}.png", 5)
+    picture(pets / "train" / "a" / "3.png", 5, size=(7, 4))
+    assert f"{pets}/train/a/3.png is 7x4, {pets}/train/a/0.png is 6x4" in message()
+    (pets / "train" / "a" / "3.png").write_bytes((pets / "train" / "a" / "0.png").read_bytes()[:45])
+    assert f"{pets}/train/a/3.png cannot be read as an image" in message()
+    picture(pets / "train" / "a" / "3.png", 5, mode="I;16")
+    assert f"{pets}/train/a/3.png has more than 8 bits a channel" in message()
+    picture(pets / "train" / "a" / "3.png", 5)
+    picture(pets / "test" / "zebra" / "0.png", 5)
+    assert f"{pets}/test/zebra is no class of the training images; those are a" in message()
+
+
+@pytest.fixture
+def converted(tmp_path, fashion):
+    return prepare("fashion-mnist", data_dir=str(fashion), cache_dir=tmp_path / "cache")
+
+
+def test_meta_holds_the_md5_of_every_file(converted):
+    meta = json.loads((converted / "meta.json").read_text())
+    assert sorted(meta["md5"]) == ["test-images.npy", "test-labels.npy", "train-images.npy", "train-labels.npy"]
+    for file, md5 in meta["md5"].items():
+        assert hashlib.md5((converted / file).read_bytes()).hexdigest() == md5
+
+
+def test_a_flipped_byte_is_found_by_verify_only(converted):
+    path = converted / "train-images.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    load(converted)
+    with pytest.raises(DatasetError) as caught:
+        load(converted, verify=True)
+    assert f"{path} is damaged (its md5 differs); delete the folder {converted} and rerun" in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 50, 130])
+@pytest.mark.parametrize("file", ["train-images.npy", "test-labels.npy"])
+def test_a_truncated_array_is_found_without_verify(converted, file, keep):
+    path = converted / file
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DatasetError, match=f"{file} is damaged .* delete the folder"):
+        load(converted)
+
+
+def test_a_missing_or_foreign_array_is_an_error(converted):
+    np.save(converted / "train-labels.npy", np.zeros(3))
+    with pytest.raises(DatasetError, match=r"train-labels\.npy is damaged \(float64 \(3,\) for inputs uint8"):
+        load(converted)
+    (converted / "train-labels.npy").unlink()
+    with pytest.raises(DatasetError, match=r"train-labels\.npy is damaged \(.*No such file"):
+        load(converted)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"schema": 1}', '{"schema": 0}'])
+def test_an_unreadable_meta_is_an_error_for_load_and_replaced_by_prepare(converted, fashion, text):
+    (converted / "meta.json").write_text(text)
+    with pytest.raises(DatasetError, match=r"meta\.json is damaged .* delete the folder"):
+        load(converted)
+    assert prepare("fashion-mnist", data_dir=str(fashion), cache_dir=converted.parent) == converted
+    assert load(converted, verify=True).num_classes == 10
+    assert list(converted.parent.iterdir()) == [converted]
+
+
+def test_load_of_nothing_says_so(tmp_path):
+    with pytest.raises(DatasetError, match=r"no .*meta\.json: there is no prepared data set"):
+        load(tmp_path / "digits")
+
+
+def test_processes_that_prepare_at_once_agree(tmp_path):
+    save_npz(tmp_path / "own.npz", x_train=np.ones((2000, 28, 28), np.uint8), y_train=np.arange(2000) % 10)
+    code = (
+        "import sys; from pathlib import Path; from piecework.federated_data.datasets import *\n"
+        "print(prepare('npz:own.npz', data_dir=sys.argv[1], cache_dir=Path(sys.argv[1], 'cache')))"
+    )
+    root = Path(datasets.__file__).parents[1]
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    running = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    answers = {process.communicate()[0].strip() for process in running}
+    assert [process.returncode for process in running] == [0, 0, 0]
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert answers == {str(folder)}
+    assert len(load(folder, verify=True).inputs) == 1600
+
+
+def test_the_slower_of_two_processes_keeps_the_others_folder(tmp_path, converted):
+    before = (converted / "meta.json").stat().st_ino
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    (staging / "meta.json").write_text("{}")
+    datasets._install(staging, converted)
+    assert (converted / "meta.json").stat().st_ino == before
+
+
+def test_a_cache_that_cannot_be_written_says_which_setting(tmp_path, fashion):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DatasetError, match=r"cannot write the cache .*set PIECEWORK_CACHE"):
+        prepare("fashion-mnist", data_dir=str(fashion), cache_dir=tmp_path / "file" / "cache")
+
+
+def test_default_cache(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/u")
+    monkeypatch.delenv("PIECEWORK_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert datasets.default_cache() == Path("/home/u/.cache/piecework")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert datasets.default_cache() == Path("/xdg/piecework")
+    monkeypatch.setenv("PIECEWORK_CACHE", "~/own")
+    assert datasets.default_cache() == Path("/home/u/own")

@@ -1,0 +1,164 @@
+"""Models of one's own: every system plans them or says which layer is in its way, and a run says the same."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import TRIO, run_local, tiny_settings
+from torch import nn
+
+from piecework.models.cascade import Atom, Blueprint
+from piecework.models.zoo import MODELS
+from piecework.plan import make_plan
+from piecework.question import ask
+from piecework.strategies import STRATEGIES
+
+
+class Pooled(nn.Module):
+    """A head behind maps of c channels."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.last = nn.Linear(channels, classes)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.last(z.mean((2, 3)))
+
+
+class Shortcut(nn.Module):
+    """A block with a projection, but where it has as many channels before and behind it."""
+
+    def __init__(self, before: int, behind: int) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(before, behind, 3, padding=1)
+        self.skip = nn.Identity() if before == behind else nn.Conv2d(before, behind, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.body(x) + self.skip(x)).relu()
+
+
+def mlp(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
+    """That of docs/extend.md."""
+    pixels, hidden = input_shape[0] * input_shape[1] * input_shape[2], max(1, int(64 * width))
+    first = partial(lambda: nn.Sequential(nn.Flatten(), nn.Linear(pixels, hidden), nn.ReLU()))
+    second = partial(lambda: nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU()))
+    atoms = (Atom("fc1", first, (hidden,)), Atom("fc2", second, (hidden,)))
+    return Blueprint("mlp", input_shape, num_classes, atoms, partial(nn.Linear, hidden, num_classes), batch_norm)
+
+
+def maps(blocks: Any) -> Any:
+    """A convolutional model of atoms that `blocks` makes of (channels of the image, c, batch_norm)."""
+
+    def build(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
+        colours, *edges = input_shape
+        made = blocks(colours, max(1, int(16 * width)), batch_norm)
+        atoms = tuple(Atom(name, module, (channels, *edges)) for name, module, channels in made)
+        return Blueprint("mine", input_shape, num_classes, atoms, partial(Pooled, made[-1][2], num_classes), batch_norm)
+
+    return build
+
+
+def convs(colours: int, c: int, batch_norm: str) -> list[Any]:
+    """Plain chains whose layers have numbers for names."""
+    norm = partial(nn.BatchNorm2d, c, track_running_stats=batch_norm != "batch")
+
+    def chain(channels: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(channels, c, 3, padding=1), norm(), nn.ReLU())
+
+    return [("stem", partial(chain, colours), c), ("body", partial(chain, c), c)]
+
+
+def deaf(colours: int, c: int, batch_norm: str) -> list[Any]:
+    """Norms that keep statistics whatever the settings say."""
+    return convs(colours, c, "running")
+
+
+def projected(colours: int, c: int, batch_norm: str) -> list[Any]:
+    """With one channel before and behind it, the block has no projection."""
+    wide = max(1, int(1.5 * c))
+    return [("stem", partial(nn.Conv2d, colours, c, 3, padding=1), c), ("block", partial(Shortcut, c, wide), wide)]
+
+
+def grouped(colours: int, c: int, batch_norm: str) -> list[Any]:
+    stem = partial(nn.Conv2d, colours, c, 3, padding=1)
+    return [("stem", stem, c), ("four", partial(nn.Conv2d, c, c, 3, padding=1, groups=4 if c % 4 == 0 else 1), c)]
+
+
+def flattened(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
+    """Maps, then an atom that flattens them: the head reads features of one dimension."""
+    colours, *edges = input_shape
+    maps, hidden = 4 * edges[0] * edges[1], max(1, int(16 * width))
+    last = partial(lambda: nn.Sequential(nn.Flatten(), nn.Linear(maps, hidden)))
+    atoms = (Atom("stem", partial(nn.Conv2d, colours, 4, 3, padding=1), (4, *edges)), Atom("flat", last, (hidden,)))
+    return Blueprint("mine", input_shape, num_classes, atoms, partial(nn.Linear, hidden, num_classes), batch_norm)
+
+
+OWN = {
+    "mlp": mlp,
+    "convs": maps(convs),
+    "deaf": maps(deaf),
+    "projected": maps(projected),
+    "grouped": maps(grouped),
+    "flattened": flattened,
+}
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """The models of this file by name, while a test lasts."""
+    MODELS.update(OWN)
+    yield
+    for name in OWN:
+        del MODELS[name]
+
+
+def refusal(model: str, strategy: str) -> str:
+    """Why a system does not plan a model; empty where it does."""
+    settings = tiny_settings(model=model, strategy=strategy, clients=2, family="cnn3")
+    try:
+        assert make_plan(settings, ask(settings))["modules"]
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+CHAIN = "cannot be cut by rank: it is a chain of"
+REFUSED = {
+    ("mlp", "prism"): f"atom 'fc2' of mlp {CHAIN} 0 (Linear), 1 (ReLU), and of chains those are cut that have one plain conv",
+    ("mlp", "orthdrop"): f"atom 'fc2' of mlp {CHAIN} 0 (Linear)",
+    ("mlp", "spafl"): "mlp has neither convolutions nor linear layers without bias to mask",
+    ("convs", "prism"): f"atom 'body' of mine {CHAIN} 0 (Conv2d), 1 (BatchNorm2d), 2 (ReLU)",
+    ("convs", "orthdrop"): f"atom 'body' of mine {CHAIN} 0 (Conv2d)",
+    ("deaf", "fjord"): "atoms.0 of mine keeps statistics although batch-norm = 'measured', and fjord's nets have different",
+    ("deaf", "fedpm"): "atoms.0 of mine keeps statistics although batch-norm = 'measured', and fedpm sends masks",
+    ("flattened", "fedepth"): "mine cannot be trained block by block: atom 'stem' makes features of shape (4, 8, 8), which",
+    ("projected", "fjord"): "mine cannot be cut by width: with 0.0625 of its channels it lacks 'bias' of 'atoms.1.skip'",
+    ("projected", "heterofl"): "mine cannot be cut by width: with 0.0625 of its channels it lacks 'bias' of 'atoms.1.skip'",
+    ("grouped", "feddrop"): "mine cannot be cut by width: in atom 'four', channels cannot be followed through a convolution",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["mlp", "convs"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_system_takes_a_model_of_ones_own_or_says_why_not(model: str, strategy: str) -> None:
+    """A ValueError, and no other; of the systems that take every model, none."""
+    said = refusal(model, strategy)
+    if strategy in ("fedavg", "exclusivefl", "allsmall", "fedepth", "m-fedepth", "heterofl", "fjord", "depthfl"):
+        assert said == ""
+
+
+@pytest.mark.parametrize(("model", "strategy"), REFUSED)
+def test_the_layer_and_the_reason_are_named(model: str, strategy: str) -> None:
+    assert refusal(model, strategy).startswith(REFUSED[model, strategy])
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"), [("mlp", "prism"), ("deaf", "fjord"), ("projected", "heterofl"), ("mlp", "spafl")]
+)
+def test_a_run_says_what_the_plan_says(model: str, strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:
+        run_local(tmp_path, **TRIO | {"model": model, "strategy": strategy})
+    assert str(caught.value) == refusal(model, strategy)

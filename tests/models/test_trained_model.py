@@ -1,0 +1,193 @@
+"""A trained model's file needs nothing beside it, and the module scales its inputs itself."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import TRIO, digits, run_local
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import piecework
+from piecework.models.trained_model import ModelFileError, TrainedModel, description
+from piecework.server_app.records import RunDir
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return run_local(tmp_path_factory.mktemp("trained"), strategy="fedavg", **TRIO | {"local_epochs": 2})
+
+
+@pytest.fixture(scope="module")
+def model(run: RunDir) -> TrainedModel:
+    return piecework.load(run.path)
+
+
+@pytest.fixture(scope="module")
+def pixels() -> torch.Tensor:
+    return torch.tensor(digits().test_inputs[:20]).permute(0, 3, 1, 2)
+
+
+def test_pixels_in_every_form_give_the_same_logits(run: RunDir, model: TrainedModel, pixels: torch.Tensor) -> None:
+    inputs = description(run.path / "model.safetensors")["inputs"]
+    (mean,), (std,) = inputs["mean"], inputs["std"]
+    with torch.no_grad():
+        logits, plain = model(pixels), piecework.load(run.path, normalise=False)
+        torch.testing.assert_close(model(pixels.float() / 255), logits)
+        torch.testing.assert_close(plain((pixels.float() / 255 - mean) / std), logits)
+        assert not torch.allclose(plain(pixels.float()), logits)
+        with pytest.raises(ValueError, match=r"images are torch\.uint8: with normalise=False they must be floats"):
+            plain(pixels)
+
+
+def test_floats_that_are_no_pixels_are_refused(model: TrainedModel, pixels: torch.Tensor) -> None:
+    with pytest.raises(
+        ValueError, match=r"images are torch.float32 from 0 to 255: floats are pixels / 255, in \[0, 1\]"
+    ):
+        model(pixels.float())
+    with pytest.raises(ValueError, match=r"images are torch.float32 from nan to nan"):
+        model(pixels.float() * torch.nan)
+    with pytest.raises(ValueError, match="there are no images"):
+        model.predict(pixels[:0])
+    with pytest.raises(ValueError, match=r"images have shape \(20, 8, 8\): this model takes \[B, 1, 8, 8\]"):
+        model(pixels[:, 0])
+
+
+def test_predictions_of_arrays_tensors_and_one_image(model: TrainedModel, pixels: torch.Tensor) -> None:
+    arrays = digits().test_inputs[:20]
+    found = model.predict(arrays)
+    assert found.classes.shape == (20,)
+    torch.testing.assert_close(found.probabilities.sum(1), torch.ones(20))
+    assert found.names == [str(n) for n in found.classes.tolist()]
+    for same in (model.predict(pixels), model.predict(arrays[..., 0])):
+        torch.testing.assert_close(same.probabilities, found.probabilities)
+    for one in (model.predict(arrays[3]), model.predict(arrays[3, ..., 0]), model.predict(pixels[3])):
+        torch.testing.assert_close(one.probabilities, found.probabilities[3:4])
+
+
+def test_a_model_moves_as_modules_do(model: TrainedModel) -> None:
+    assert {buffer.dtype for name, buffer in model.double().named_buffers() if name in ("mean", "std")} == {
+        torch.float64
+    }
+    model.float()
+
+
+LOADS = """
+import sys
+import piecework
+model = piecework.load(sys.argv[1])
+import numpy as np
+print(model.predict(np.zeros((1, 8, 8, 1), np.uint8)).probabilities.shape)
+print(sorted(name for name in ("flwr", "sklearn", "torchvision", "ray") if name in sys.modules))
+"""
+
+
+def test_a_file_alone_is_enough_and_flower_is_not_imported(run: RunDir, tmp_path: Path) -> None:
+    """In another process, without a data set: its cache is an empty folder, and the run's folder is gone."""
+    alone = tmp_path / "model.safetensors"
+    shutil.copy(run.path / "model.safetensors", alone)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS, str(alone)],
+        env={"PIECEWORK_CACHE": str(tmp_path / "none"), "PATH": "", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["torch.Size([1, 10])", "[]"]
+
+
+def test_a_run_outlives_its_data(tmp_path: Path) -> None:
+    file = tmp_path / "mine.npz"
+    data = digits()
+    np.savez(
+        file,
+        x_train=data.inputs[:90],
+        y_train=data.labels[:90],
+        x_test=data.test_inputs[:9],
+        y_test=data.test_labels[:9],
+    )
+    run = run_local(tmp_path, strategy="fedavg", **TRIO | {"dataset": f"npz:{file}"})
+    file.unlink()
+    assert piecework.load(run.path).predict(data.test_inputs[:5]).classes.shape == (5,)
+
+
+def test_floats_of_ones_own_keep_their_scale(tmp_path: Path) -> None:
+    file = tmp_path / "floats.npz"
+    values = digits().inputs[:90].astype(np.float32) - 100
+    np.savez(file, x_train=values, y_train=digits().labels[:90])
+    model = piecework.load(run_local(tmp_path, strategy="fedavg", **TRIO | {"dataset": f"npz:{file}"}).path)
+    assert model.predict(values[:5]).classes.shape == (5,)
+    with pytest.raises(ValueError, match="images are uint8: this model was trained on float32 values"):
+        model.predict(digits().inputs[:5])
+
+
+def changed(run: RunDir, folder: Path, **changes: Any) -> Path:
+    """A copy of a run's model whose description differs."""
+    source, file = run.path / "model.safetensors", folder / "model.safetensors"
+    save_file(load_file(source), file, metadata={"piecework": json.dumps(description(source) | changes)})
+    return file
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 1}, "was written by another version of Piecework .format 1, this is 3.: resume the finished run"),
+        ({"atoms": [0, 99]}, "cannot be read: IndexError"),
+        ({"model": {"name": "convnet"}}, "cannot be read: KeyError"),
+        (
+            {"model": {"name": "mine"}},
+            "was trained with model 'mine', which Piecework does not have: first import the module",
+        ),
+        ({"personal": True}, "holds thresholds alone"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(
+    run: RunDir, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelFileError, match=f"{tmp_path}/model.safetensors {message}"):
+        piecework.load(changed(run, tmp_path, **changes))
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=f"{tmp_path} holds no model.safetensors: has the run completed?"):
+        piecework.load(tmp_path)
+
+
+def test_class_names_come_from_the_folders(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    data = digits()
+    for label, name in ((3, "three"), (7, "seven")):
+        folder = tmp_path / "pictures" / name
+        folder.mkdir(parents=True)
+        for n, row in enumerate(np.flatnonzero(data.labels == label)[:40]):
+            image.fromarray(data.inputs[row, ..., 0]).save(folder / f"{n}.png")
+    settings = TRIO | {"dataset": f"folder:{tmp_path / 'pictures'}", "partition": "iid"}
+    model = piecework.load(run_local(tmp_path, strategy="fedavg", **settings).path)
+    assert model.class_names == ("seven", "three")
+    assert set(model.predict(data.inputs[:10]).names) <= {"seven", "three"}
+
+
+def test_python_m_piecework_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "piecework", "--help"], capture_output=True, text=True, check=True)
+    assert "Train one model across devices" in done.stdout
+
+
+def test_the_description_holds_what_is_needed(run: RunDir) -> None:
+    with safe_open(run.path / "model.safetensors", framework="np") as file:
+        described = json.loads(file.metadata()["piecework"])
+    assert described["model"] == {
+        "name": "convnet",
+        "width": 1.0,
+        "options": {},
+        "batch_norm": "running",
+        "input_shape": [1, 8, 8],
+        "num_classes": 10,
+    }
+    assert described["inputs"]["dtype"] == "uint8"
+    assert described["inputs"]["dataset"] == "npz:few-digits.npz"

@@ -1,0 +1,71 @@
+"""A variant, sent as values, is built alike everywhere."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers import a_blueprint
+
+from piecework.models.variant import Variant, vary
+from piecework.models.width import shapes
+from piecework.models.zoo import build_blueprint
+
+BLOCKS = ((0, 1), (2, 3), (4,))
+# Each with what it makes of the demo's model: a few of its arrays and their shapes. None: there is no such array.
+MADE: list[tuple[Variant, dict[str, tuple[int, ...] | None]]] = [
+    (Variant(), {"atoms.0.conv.weight": (16, 1, 3, 3), "head.fc.weight": (10, 256)}),
+    (Variant(width=0.5), {"atoms.0.conv.weight": (8, 1, 3, 3), "head.fc.weight": (10, 128)}),
+    (Variant(architecture="cnn3", width=0.5), {"head.fc1.weight": (10, 256)}),
+    (Variant(dual_norms=True), {"atoms.0.bn.adversarial_running_mean": (16,)}),
+    (Variant(width=0.25, nets=(1, 3)), {"atoms.0.1.conv.weight": (4, 1, 3, 3), "atoms.0.0.conv.weight": None}),
+    (Variant(keep=0.5), {"atoms.1.conv.v.weight": (8, 16, 3, 3)}),
+    (Variant(thresholds="paper"), {"atoms.0.conv.tau": (16,)}),
+    (Variant(scores="paper", seed=3), {"atoms.0.conv.weight": (16, 1, 3, 3), "atoms.0.bn.weight": None}),
+    (Variant(exits=BLOCKS), {"atoms.5.fc.weight": (10, 64), "atoms.6.fc.weight": (10, 64)}),
+    (Variant(basic_layers=BLOCKS), {"atoms.5.weight": (32, 16, 3, 3), "atoms.6.weight": (64, 32, 3, 3)}),
+    (Variant(statistics=True), {"atoms.0.bn.running_mean": (16,)}),
+]
+
+
+def as_json(variant: Variant) -> Any:
+    return json.loads(json.dumps(variant.to_values()))
+
+
+@pytest.mark.parametrize(("variant", "arrays"), MADE, ids=[next(reversed(as_json(each)), "own") for each, _ in MADE])
+def test_values_and_network(variant: Variant, arrays: dict[str, tuple[int, ...] | None]) -> None:
+    model = a_blueprint(batch_norm="running" if variant.dual_norms else "batch")
+    assert Variant.from_values(as_json(variant)) == variant
+    found = shapes(vary(model, variant))
+    assert found == shapes(vary(model, Variant.from_values(as_json(variant))))
+    assert {name: found.get(name) for name in arrays} == arrays
+
+
+def test_nothing_to_do_gives_the_very_same_model() -> None:
+    model = a_blueprint()
+    assert vary(model, Variant()) is model
+
+
+def test_what_cannot_be_built_is_refused() -> None:
+    with pytest.raises(TypeError, match="depth"):
+        Variant.from_values({"depth": 3})
+    for values, message in (([], r"a variant is \[\]"), (None, "a variant is None")):
+        with pytest.raises(TypeError, match=message):
+            Variant.from_values(values)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="furst"):
+        Variant.from_values({"keep": 0.5, "channels": "furst"})
+    with pytest.raises(ValueError, match="keep"):
+        Variant.from_values({"keep": "x"})
+    with pytest.raises(ValueError, match="'cnn9'"):
+        vary(a_blueprint(), Variant(architecture="cnn9"))
+    unknown = replace(a_blueprint(), zoo_name="")
+    with pytest.raises(ValueError, match="convnet was not built by"):
+        vary(unknown, Variant(width=0.5))
+
+
+def test_options_go_with_the_model_and_to_others_that_have_them() -> None:
+    vgg = build_blueprint("vgg16", num_classes=10, input_shape=(1, 32, 32), width=0.1, classifier="fedprophet")
+    narrow = vary(vgg, Variant(width=0.5))
+    assert (narrow.width, dict(narrow.options)) == (0.05, {"classifier": "fedprophet"})
+    assert dict(vary(vgg, Variant(architecture="vgg11")).options) == {"classifier": "fedprophet"}
+    assert vary(vgg, Variant(architecture="cnn3")).options == ()

@@ -1,0 +1,274 @@
+"""Which parts of the model a fleet can train and a run has trained, in systems for which that means different things."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import FEW, clients_of, few_digits, fleet_json, run_local, tiny_settings
+from rich.console import Console
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from piecework.cli import app
+from piecework.device_profiles.fleet import load_fleet
+from piecework.display import summary_table
+from piecework.models.cascade import initial_state
+from piecework.models.zoo import build_blueprint
+from piecework.options import settings_from
+from piecework.plan import rule_for, trainers
+from piecework.planning.coverage import Trainer, consecutive, coverage, coverage_sentence, trained_rows
+from piecework.question import ask
+from piecework.report import write_report
+from piecework.server_app.start import covered
+from piecework.training.settings import SettingsError, check_resume
+
+# One step of conv2 alone takes 869,120 bytes with batches of 32, the dearest of all; conv5 takes 802,688.
+SMALL, LARGE = 810_000, 870_000
+CONV = {"batch_size": 32, "batch_norm": "batch"}
+
+
+def found_for(fleet: str, **changes: Any) -> dict[str, Any]:
+    """What a plan says."""
+    settings = tiny_settings(**{"clients": 4, "fleet": fleet} | CONV | changes)
+    rule, states = rule_for(load_fleet(settings.fleet), settings, ask(settings))
+    return covered(rule, trainers(states, settings))
+
+
+def by_part(found: dict[str, Any]) -> dict[str, int]:
+    return {row["part"]: row["clients"] for row in found["parts"]}
+
+
+# ---- who can train what
+
+
+def test_coverage_by_hand() -> None:
+    settings = tiny_settings(clients=4, fleet=fleet_json(large=LARGE, small=SMALL), **CONV)
+    rule, states = rule_for(load_fleet(settings.fleet), settings, ask(settings))
+    (of_clients,) = states[:1]
+    rows = coverage(rule, {n: Trainer(state, 10 * (n + 1)) for n, state in enumerate(of_clients)})
+    everyone = {"devices": ["large", "small"], "clients": 4, "share": 1.0, "channels": 1.0}
+    large = {"devices": ["large"], "clients": 2, "share": (10 + 30) / 100, "channels": 1.0}
+    assert rows == [
+        {"part": part} | (large if part == "conv2" else everyone)
+        for part in ("conv1", "conv2", "conv3", "conv4", "conv5", "head")
+    ]
+    assert coverage_sentence(rows, 4) == (
+        "the parts of the model can be trained by: conv1 by all clients; conv2 by 2 of 4 clients, 40% of the data; "
+        "conv3..head by all clients"
+    )
+
+
+NOBODY = (
+    "no client can train conv2, so it keeps random initial weights: conv2 needs 869,120 bytes, and the richest client has "
+    "810,000"
+)
+
+
+@pytest.mark.parametrize("changes", [{}, {"partial_training": "dilute"}], ids=["leave-out", "dilute"])
+def test_a_part_that_no_client_can_train(changes) -> None:
+    found = found_for(fleet_json(small=SMALL), **changes)
+    assert by_part(found) == {"conv1": 4, "conv2": 0, "conv3": 4, "conv4": 4, "conv5": 4, "head": 4}
+    assert found["level"] == "error"
+    assert found["says"].startswith(f"{NOBODY}. Give some clients more memory")
+    allowed = found_for(fleet_json(small=SMALL), allow_untrained=True, **changes)
+    assert (allowed["level"], allowed["says"]) == ("warning", f"{NOBODY} (allow-untrained = true)")
+
+
+def test_a_pretrained_part_is_no_error(tmp_path: Path) -> None:
+    blueprint = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="batch")
+    arrays = dict(initial_state(blueprint, 7))
+    save_file(arrays, tmp_path / "all.safetensors")
+    save_file({n: v for n, v in arrays.items() if "atoms.1" not in n}, tmp_path / "rest.safetensors")
+    fleet = fleet_json(small=SMALL)
+    found = found_for(fleet, init_weights=str(tmp_path / "all.safetensors"))
+    assert (found["level"], found["says"]) == (
+        "note",
+        "no client can train conv2: what no client trains stays as init-weights has it",
+    )
+    assert found_for(fleet, init_weights=str(tmp_path / "rest.safetensors"))["level"] == "error"
+
+
+def test_that_no_client_can_train_anything_is_a_warning() -> None:
+    """The first round of a run then ends it, and says what is missing."""
+    for strategy in ("fedavg", "fedepth"):
+        found = found_for(fleet_json(tiny=1000), strategy=strategy)
+        assert set(by_part(found).values()) == {0}
+        assert found["level"] == "warning"
+        assert found["says"].startswith("no client can train anything: ")
+        assert found["says"].endswith(" the richest client has 1,000 bytes")
+        assert coverage_sentence(found["parts"], 4) == "no part of the model can be trained by any client"
+
+
+def test_clients_without_two_examples_are_an_error() -> None:
+    settings = tiny_settings(clients=4, fleet=fleet_json(large=2.2))
+    rule, _ = rule_for(load_fleet(settings.fleet), settings, ask(settings))
+    found = covered(rule, {})
+    assert (found["level"], found["says"]) == (
+        "error",
+        "no client has two training examples or more: give clients more data, or lower `clients`",
+    )
+
+
+def test_a_network_sub_problem_trains_its_block_the_first_atom_and_the_head() -> None:
+    settings = tiny_settings(clients=4, fleet=fleet_json(large=2.2), sub_problem="network")
+    rule, _ = rule_for(load_fleet(settings.fleet), settings, ask(settings))
+    piece = rule.part((2, 3))
+    assert piece.whole
+    assert rule.covered(piece) == ["atoms.0", "atoms.2", "atoms.3", "head"]
+    assert rule.left_out([piece]) == ["conv2", "conv5"]
+
+
+def test_stages_of_fedprophet_and_profl() -> None:
+    found = found_for(fleet_json(large=2.2, small=0.7), strategy="fedprophet")
+    assert (set(by_part(found).values()), found["level"]) == ({4}, "")
+    found = found_for(fleet_json(large=2.2, small=0.5), strategy="profl")
+    counts = by_part(found)
+    assert counts["conv1"] == counts["conv2"] == 2  # step 1
+    assert counts["head"] == 4  # who cannot afford a step trains the output layer alone
+    assert found["level"] == ""
+
+
+def test_widths() -> None:
+    fleet = fleet_json(small=0.6)
+    found = found_for(fleet, strategy="heterofl")
+    assert (set(by_part(found).values()), {row["channels"] for row in found["parts"]}) == ({4}, {0.5})
+    assert found["level"] == "warning"
+    assert found["says"] == (
+        "no client can train more than 0.5 of the channels, and the others keep random initial weights"
+    )
+    for strategy in ("fedrolex", "splitmix", "allsmall"):  # all channels in turn, or there are no more
+        found = found_for(fleet, strategy=strategy)
+        assert (found["level"], {row["channels"] for row in found["parts"]}) == ("", {1.0})
+
+
+def test_a_model_that_ends_where_training_does() -> None:
+    found = found_for(fleet_json(small=1.6), strategy="depthfl")
+    assert by_part(found) == {"conv1": 4, "conv2": 4, "conv3": 4, "conv4": 4, "conv5": 0, "head": 0}
+    assert (found["level"], found["says"]) == ("warning", "no client can train conv5, head: the model ends there")
+
+
+@pytest.mark.parametrize(("ratio", "clients", "level"), [(0.001, 0, "warning"), (0.6, 0, "note"), (1.0, 4, "")])
+def test_a_server_that_distils(ratio: float, clients: int, level: str) -> None:
+    model = {"model": "conv4", "family": "convnet", "dataset": "digits32", "public_share": 0.1}
+    found = found_for(fleet_json(small=ratio), strategy="feddf", **model)
+    assert (set(by_part(found).values()), found["level"]) == ({clients}, level)
+
+
+def test_who_trains_nothing_of_the_servers_model_is_a_note() -> None:
+    settings = settings_from("robust-fmnist-fedet", [])
+    rule, states = rule_for(load_fleet(settings.fleet), settings, ask(settings))
+    found = covered(rule, trainers(states, settings))
+    assert (found["level"], found["says"]) == (
+        "note",
+        "no client can train conv1..conv13: the server trains the whole model by distillation",
+    )
+    assert by_part(found)["head"] == 20
+
+
+@pytest.mark.parametrize("preset", ["fedepth-cifar10-authors", "fedepth-cifar10-fair"])
+def test_presets_train_every_part(preset: str) -> None:
+    settings = settings_from(preset, [])
+    rule, states = rule_for(load_fleet(settings.fleet), settings, ask(settings))
+    found = covered(rule, trainers(states, settings))
+    assert found["level"] == ""
+    assert all(row["clients"] == found["clients"] for row in found["parts"])
+
+
+# ---- words
+
+
+def test_runs_of_parts() -> None:
+    parts = ["stem", "block1", "block2", "block3", "head"]
+    assert consecutive(["stem", "block1", "block3", "head"], parts) == "stem, block1, block3, head"
+    assert consecutive(["stem", "block1", "block2", "head"], parts) == "stem..block2, head"
+
+
+def test_the_plan_says_so_in_bold() -> None:
+    options = ("plan", "--set", f"fleet={fleet_json(small=SMALL)}", "--set", "batch-size=32", "--nodes", "4")
+    options += ("--set", "batch-norm=batch")
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0
+    assert f"error: {NOBODY}. Give" in done.stdout
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    for line in ("conv1 all clients", "conv2 no client", "conv3..head all clients"):
+        assert line in lines
+    found = json.loads(CliRunner().invoke(app, [*options, "--json"]).stdout)["coverage"]
+    assert found == found_for(fleet_json(small=SMALL))
+
+
+def test_rows_of_a_round() -> None:
+    trained = {0: ["a", "head"], 2: ["a", "b", "head"]}
+    rows = trained_rows(["a", "b", "c", "head"], trained, {0: 10, 1: 20, 2: 50})
+    assert [(row["part"], row["clients"], row["share"]) for row in rows] == [
+        ("a", 2, 60 / 80),
+        ("b", 1, 50 / 80),
+        ("c", 0, 0.0),
+        ("head", 2, 60 / 80),
+    ]
+
+
+# ---- runs
+
+
+def refused(folder: Path, **changes: Any) -> str:
+    with pytest.raises(ValueError, match="no client can train") as caught:
+        run_local(folder, clients=4, fleet=fleet_json(small=SMALL), **CONV | changes)
+    return str(caught.value)
+
+
+def test_a_run_that_would_leave_a_part_random_does_not_begin(tmp_path: Path) -> None:
+    plan = found_for(fleet_json(small=SMALL))["says"]
+    assert refused(tmp_path) == plan
+    assert not list(tmp_path.glob("run/rounds.jsonl"))
+    one = tiny_settings()
+    check_resume(one.to_run_config(), tiny_settings(allow_untrained=True))  # it decides no number
+    with pytest.raises(SettingsError, match="partial-training"):
+        check_resume(one.to_run_config(), tiny_settings(partial_training="dilute"))
+
+
+def test_a_run_says_at_its_start_in_its_records_and_at_its_end_who_trained_what(tmp_path: Path, caplog) -> None:
+    caplog.set_level("INFO", "piecework")
+    fleet = fleet_json(small=SMALL, smaller=SMALL - 1, large=LARGE)
+    changes = {"clients": 6, "clients_per_round": 2, "num_rounds": 2, "fleet": fleet, **CONV}
+    run = run_local(tmp_path, dataset=FEW, **changes)
+    start = run.coverage()
+    assert start is not None
+    planned = found_for(**changes | {"dataset": f"npz:{few_digits()}"})
+    keys = ("part", "devices", "clients", "channels")  # examples differ by one between clients
+    assert [[row[key] for key in keys] for row in start["parts"]] == [
+        [row[key] for key in keys] for row in planned["parts"]
+    ]
+    assert by_part(start)["conv2"] == 2
+    assert "conv2 by 2 of 6 clients, 33% of the data" in caplog.text
+    rounds, held = run.rounds(), {}
+    for record in rounds:
+        clients = clients_of(run, record["round"])
+        rows = {row["part"]: row for row in record["trained"]}
+        assert [*rows] == ["conv1", "conv2", "conv3", "conv4", "conv5", "head"]
+        able = [c for c in clients if c["device"] == "large"]
+        assert rows["conv2"]["clients"] == len(able)
+        assert rows["conv2"]["share"] == pytest.approx(sum(c["examples"] for c in able) / record["examples"])
+        assert rows["conv1"]["clients"] == 2
+        held |= {c["client"]: c for c in clients}
+    summary = {row["part"]: row for row in (run.summary() or {})["trained"]}
+    assert summary["head"]["clients"] == len(held)
+    large = [c for c in held.values() if c["device"] == "large"]
+    assert summary["conv2"]["clients"] == len(large)
+    assert summary["conv1"]["rounds"] == 2
+
+
+def test_what_was_never_trained_is_in_the_table_and_the_page(tmp_path: Path, caplog) -> None:
+    fleet = fleet_json(small=SMALL)
+    changes = {"clients": 2, "clients_per_round": 0, "dataset": FEW, "fleet": fleet, "allow_untrained": True, **CONV}
+    run = run_local(tmp_path, **changes)
+    assert f"{NOBODY} (allow-untrained = true)" in caplog.text
+    summary = run.summary()
+    assert summary is not None
+    console = Console(width=100, record=True)
+    console.print(summary_table(summary, run.rounds()))
+    assert "never trained: conv2" in console.export_text()
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "<strong>Never trained in this run: conv2.</strong>" in page
+    assert f"<strong>At the start: {NOBODY} (allow-untrained = true).</strong>" in page
+    assert "<td>conv2</td><td>0</td><td>0%</td><td>never trained</td>" in page

@@ -1,0 +1,336 @@
+"""How the systems cut a model: sub-models, masks and output modules as real modules, rules on devices by hand."""
+
+import math
+from functools import lru_cache, partial
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import num_parameters
+
+from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.device_profiles.profile import DeviceState
+from piecework.models.anatomy import anatomy, unit_signature
+from piecework.models.basic_layers import basic_atoms, blocks_of, cascade_at, step_atoms, with_basic_layers
+from piecework.models.cascade import Atom, Blueprint, auxiliary_head, initial_state
+from piecework.models.low_rank import low_rank
+from piecework.models.masked import masked
+from piecework.models.partition import Piece
+from piecework.models.zoo import MODELS, build_blueprint, usual_input
+from piecework.planning.costs import pricing_for
+from piecework.planning.paper_memory import fedepth, fedprophet, prism, profl
+from piecework.planning.part import Part, whole_model
+from piecework.planning.partition_policy import Rule, label
+from piecework.strategies import STRATEGIES, find_rule, find_strategy
+from piecework.training.loop import PieceModel, Recipe, classification_loss, predictions
+from piecework.training.settings import Settings
+
+
+@lru_cache
+def blueprint_of(name: str, width: float = 1.0, **options: str) -> Blueprint:
+    shape, classes = usual_input(name)
+    return build_blueprint(name, num_classes=classes, input_shape=shape, width=width, **options)
+
+
+def state(budget: float, flops: float = 1e9) -> DeviceState:
+    return DeviceState("board", int(budget), flops, math.inf, 1e8, 0.0)
+
+
+@lru_cache
+def rule_of(
+    strategy: str, model: str, memory_model: str, smallest: float = 0, batch_size: int = 64, tokens: int = 500
+) -> Rule:
+    norm = "running" if strategy == "fedrbn" else "batch"
+    settings = Settings(model=model, family=model, memory_model=memory_model, batch_size=batch_size, batch_norm=norm)
+    blueprint = blueprint_of(model, batch_norm=norm)
+    if blueprint.vocabulary:
+        blueprint = build_blueprint(model, num_classes=blueprint.num_classes, input_shape=(tokens,), batch_norm=norm)
+    return find_rule(strategy)(blueprint, pricing_for(settings, blueprint), settings, int(smallest))
+
+
+def forward(blueprint: Blueprint, atoms: Piece = ()) -> torch.Tensor:
+    piece = PieceModel(blueprint, atoms or range(len(blueprint.atoms)), "head", blueprint.build_unit)
+    return piece.logits(torch.rand(2, *blueprint.input_shape))
+
+
+def at_step(blueprint: Blueprint, t: int) -> tuple[Blueprint, Piece]:
+    """The model with basic layers, and its atoms in step t of ProFL."""
+    blocks = blocks_of(blueprint)
+    model = with_basic_layers(blueprint, blocks)
+    return model, cascade_at(model, blocks, t)
+
+
+# ---- anatomy
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_anatomy_counts_what_is_built(name) -> None:
+    blueprint = blueprint_of(name)
+    assert sum(anatomy(blueprint, unit).parameters for unit in blueprint.units()) == num_parameters(blueprint)
+    small = blueprint_of(name, 0.25)
+    state_bytes = sum(anatomy(small, unit).state_bytes for unit in small.units())
+    assert state_bytes == sum(value.numel() * value.element_size() for _, value in initial_state(small, 0))
+
+
+def test_a_layer_by_hand() -> None:
+    blueprint = blueprint_of("vgg16")
+    conv, bn, relu, pool = anatomy(blueprint, "atoms.1").layers
+    assert (conv.kind, conv.path, conv.inputs, conv.outputs) == ("Conv2d", "conv", 64 * 32 * 32, 64 * 32 * 32)
+    assert (conv.parameters, conv.weight, conv.macs) == (64 * 64 * 9 + 64, (64, 64, 3, 3), 64 * 32 * 32 * 64 * 9)
+    assert (bn.macs, relu.parameters, pool.outputs) == (0, 0, 64 * 16 * 16)
+    assert anatomy(blueprint, "atoms.1").flops == 2 * conv.macs
+    assert anatomy(blueprint, "head").flops == 2 * (512 * 512 * 2 + 5120)
+
+
+def test_units_that_are_built_alike_are_known() -> None:
+    blueprint = blueprint_of("resnet18")
+    same, other = (unit_signature(blueprint, f"atoms.{i}") for i in (1, 2))
+    assert same == other != unit_signature(blueprint, "atoms.3")
+    again = build_blueprint("resnet18", num_classes=10, input_shape=(3, 32, 32))
+    assert unit_signature(again, "atoms.1") == same
+    assert (
+        unit_signature(low_rank(again, 0.5), "atoms.2") == unit_signature(low_rank(blueprint, 0.5), "atoms.2") != same
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "classes", "inputs"),
+    [
+        ((64, 16, 16), 10, 64),  # s = ceil(sqrt(10 / 64)) = 1
+        ((64, 56, 56), 256, 256),  # s = 2
+        ((128, 28, 28), 256, 512),  # s = ceil(sqrt(2)) = 2
+        ((256, 14, 14), 256, 256),  # s = 1
+        ((512, 1, 1), 10, 512),  # no larger than s: as it is
+        ((4, 2, 2), 10, 16),
+        ((65, 192), 10, 192),  # tokens
+        ((84,), 10, 84),
+    ],
+)
+def test_auxiliary_heads(shape, classes, inputs) -> None:
+    head = auxiliary_head(shape, classes)
+    assert head.fc.weight.shape == (classes, inputs)
+    assert head(torch.rand(3, *shape)).shape == (3, classes)
+
+
+# ---- one logit
+
+
+def test_one_logit_is_a_binary_classifier() -> None:
+    logits, y = torch.tensor([[0.0], [2.0], [-1.0]]), torch.tensor([1, 1, 0])
+    by_hand = [math.log(2), math.log1p(math.exp(-2)), math.log1p(math.exp(-1))]
+    assert float(classification_loss(logits, y)) == pytest.approx(sum(by_hand) / 3)
+    assert float(classification_loss(logits, y, "sum")) == pytest.approx(sum(by_hand))
+    assert predictions(logits).tolist() == [0, 1, 0]
+    assert predictions(torch.tensor([[0.0, 1.0], [3.0, 1.0]])).tolist() == [1, 0]
+
+
+REFUSED = {
+    "feddf": ("lstm-imdb",),  # one logit
+    "fedet": ("lstm-imdb",),
+    "fedpm": ("deit-tiny", "lstm-imdb", "vit"),
+    "fedrbn": ("cnn-femnist", "deit-tiny", "lenet5", "lstm-imdb", "vit"),  # no batch norm
+    "local": ("lstm-imdb",),
+    "spafl": ("lstm-imdb",),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_system_cuts_every_model_or_says_why_not(strategy, name) -> None:
+    try:
+        rule = rule_of(strategy, name, "fedprophet", 1e12, tokens=20)  # of an LSTM every token is a step to trace
+        rule.require_model()
+        stages = rule.stages
+    except ValueError as error:
+        assert name in REFUSED.get(strategy, ()), error
+        return
+    assert name not in REFUSED.get(strategy, ())
+    for number in range(len(stages)):
+        parts = rule.work(number, state(1e12), slowest=1e9)
+        assert (min(rule.wire(parts)) > 0) == (strategy != "local")
+        for part in parts:
+            assert part.parameters > 0
+            assert part.forward_flops > 0
+
+
+# ---- SpaFL's thresholds
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "thresholds", "weights"),
+    [
+        ("lenet5", 1.0, 20 + 50 + 500 + 10, 430_500),
+        ("conv4", 1.0, 64 + 64 + 128 + 128 + 128 + 128 + 10, 804_800),
+        ("resnet18-preact", 1.0, 4800, 11_159_232),
+        ("resnet18-preact", 0.5, 2400, 2_790_240),
+    ],
+)
+def test_thresholds(name, width, thresholds, weights) -> None:
+    plain = blueprint_of(name, width)
+    names = dict(initial_state(masked(plain), 0))
+    assert sum(value.numel() for key, value in names.items() if key.endswith(".tau")) == thresholds
+    assert sum(value.numel() for key, value in names.items() if key.removesuffix("weight") + "tau" in names) == weights
+    part = whole_model(masked(plain))
+    assert part.parameters == whole_model(plain).parameters + thresholds
+    rule = rule_of("spafl", name, "traced") if width == 1 else None
+    if rule:
+        assert (rule.wire([part]), rule.values([part])) == ((8 * thresholds, 4 * thresholds), (thresholds, thresholds))
+
+
+# ---- ProFL's blocks and output modules
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sizes"),
+    [
+        ("resnet18", {}, [3, 2, 2, 2]),
+        ("resnet34", {}, [4, 4, 6, 3]),
+        ("preresnet20", {}, [4, 3, 3]),
+        ("vgg11", {"pooling": "profl"}, [4, 4]),
+        ("vgg16", {"pooling": "profl"}, [4, 4, 5]),
+        ("convnet", {}, [2, 2, 1]),
+        ("deit-tiny", {}, [5, 4, 4]),
+        ("lstm-imdb", {}, [1, 2]),
+    ],
+)
+def test_blocks_and_output_modules(name, options, sizes) -> None:
+    blueprint = blueprint_of(name, **options)
+    blocks = blocks_of(blueprint)
+    assert [len(block) for block in blocks] == sizes
+    assert [atom for block in blocks for atom in block] == list(range(len(blueprint.atoms)))
+    model = with_basic_layers(blueprint, blocks)
+    assert (model.feature_shape, model.spare) == (blueprint.feature_shape, len(blocks) - 1)
+    for t in range(1, len(blocks) + 1):
+        cascade = cascade_at(model, blocks, t)
+        assert cascade == (*range(blocks[t - 1][-1] + 1), *range(len(blueprint.atoms) + t - 1, len(model.atoms)))
+        assert cascade[-len(step_atoms(model, blocks, t)) :] == step_atoms(model, blocks, t)
+
+
+def test_the_output_module_of_resnet18() -> None:
+    model, atoms = at_step(blueprint_of("resnet18", 0.25), 2)
+    assert [model.atoms[atom].name for atom in atoms[-3:]] == ["block4", "basic3", "basic4"]
+    assert (basic_atoms(model), model.shape_before(10)) == ({2: 9, 3: 10, 4: 11}, (32, 16, 16))
+    basic = model.build_unit("atoms.10")
+    assert (basic.weight.shape, basic.stride, basic.bias) == ((64, 32, 3, 3), (2, 2), None)
+    assert forward(model, atoms).shape == (2, 10)
+
+
+# ---- rules
+
+
+def test_fedprophet_assigns_later_modules_by_memory_and_time() -> None:
+    rule = rule_of("fedprophet", "vgg16", "fedprophet", 60e6)
+    assert [label(stage.parts[0]) for stage in rule.stages][:3] == ["conv1+conv2", "conv3..conv5", "conv6..conv8"]
+    assert [stage.parts[0].head for stage in rule.stages][-2:] == ["aux.11", "head"]
+
+    def assigned(stage: int, budget: float, speed: float) -> str:
+        (part,) = rule.work(stage, state(budget, speed), slowest=1e9)
+        return label(part)
+
+    assert assigned(0, 60e6, 1e12) == "conv1+conv2"  # no memory for more
+    assert assigned(0, 400e6, 1e9) == "conv1+conv2"  # no time for more
+    assert assigned(0, 400e6, 1e12) == "the whole model"
+    # 39.52 and 75.50 M multiply-accumulates, 2560 of the head behind conv5: 2.911 times as long as the first alone
+    assert assigned(0, 400e6, 2.92e9) == "conv1..conv5"
+    assert assigned(0, 400e6, 2.9e9) == "conv1+conv2"
+    assert assigned(5, 400e6, 2e9) == "conv11..conv13"
+    assert assigned(0, 55e6, 1e12) == "conv1+conv2"  # the first always: by a paper's memory it is swapped
+    with pytest.raises(MemoryBudgetExceededError) as caught:
+        rule.within(rule.stages[0].parts[0], state(55e6))
+    # 12 bytes x 39,626 parameters; 4 x 64 x the inputs of conv1, bn1, conv2, bn2, of the head (16,384), and ten logits
+    needed = 12 * 39_626 + 4 * 64 * (3 * 1024 + 3 * 65_536 + 16_384 + 10)
+    assert (caught.value.needed, caught.value.allowed) == (needed, 55_000_000)
+
+
+def test_prism_takes_the_largest_that_fits() -> None:
+    rule = rule_of("prism", "resnet18", "prism", batch_size=32)
+    full = rule.pricing.reference_bytes
+    assert full == 4 * 15 * 65536 * 32
+
+    def taken(share: float) -> str:
+        return label(rule.work(0, state(share * full), 1e9)[0])
+
+    assert [taken(share) for share in (0.31, 0.61, 0.92, 1.3)] == [f"sub-model {keep}" for keep in (0.2, 0.4, 0.6, 0.8)]
+    with pytest.raises(MemoryBudgetExceededError):
+        taken(0.25)
+
+
+def test_profl_uses_the_authors_thresholds_where_they_are_known() -> None:
+    rule = rule_of("profl", "resnet18", "profl")
+    assert [rule.pricing.bytes(stage.parts[0]) for stage in rule.stages] == [506e6, 220e6, 112e6, 100e6]
+    assert rule.pricing.reference_bytes == 840e6
+    assert rule.pricing.bytes(Part(rule.blueprint, (0, 1, 2), "exits.2")) == 478e6
+    # another batch: the formula, 3 maps a convolution: 5 convolutions, 3 basic ones of 2, 1 and 0.5 x 2^-2
+    other = rule_of("profl", "resnet18", "profl", batch_size=32)
+    units = 3 * 5 + 1 / 2 + 1 / 4 + 1 / 8
+    assert other.pricing.bytes(other.stages[0].parts[0]) == int(10**6 * units * 32 / 2)
+
+
+def test_a_basic_layer_says_what_it_makes() -> None:
+    """From odd maps a convolution with stride does not end where poolings do."""
+    for name, shape, options in (
+        ("vgg16", (1, 28, 28), {"pooling": "profl"}),
+        ("vgg11", (3, 36, 36), {"pooling": "profl"}),
+    ):
+        model, atoms = at_step(build_blueprint(name, num_classes=10, input_shape=shape, width=0.1, **options), 1)
+        for number, atom in enumerate(model.atoms):
+            assert tuple(atom.build()(torch.rand(2, *model.shape_before(number))).shape[1:]) == atom.shape
+        assert forward(model, atoms).shape == (2, 10)
+
+
+def test_what_fedepth_leaves_out_is_said() -> None:
+    rule = rule_of("fedepth", "preresnet20", "fedepth", batch_size=32)
+    parts = rule.work(0, state(rule.pricing.reference_bytes / 8), 1e9)
+    assert rule.left_out(parts) == ["block1", "block2", "block3"]
+    assert rule.left_out(rule.work(0, state(rule.pricing.reference_bytes), 1e9)) == []
+
+
+def test_factories_with_lists_are_told_apart_by_themselves() -> None:
+    def stack(sizes: list[int]) -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in pairwise(sizes)))
+
+    atoms = tuple(Atom(name, partial(stack, [8, 8, 8]), (8,)) for name in ("a", "b"))
+    blueprint = Blueprint("mine", (8,), 2, atoms, partial(torch.nn.Linear, 8, 2), "running")
+    assert (
+        unit_signature(blueprint, "atoms.0")
+        == unit_signature(blueprint, "atoms.0")
+        != unit_signature(blueprint, "atoms.1")
+    )
+    assert anatomy(blueprint, "atoms.1").parameters == 2 * 72
+
+
+def test_an_unknown_system_is_told_the_known_ones() -> None:
+    for find in (find_strategy, find_rule):
+        with pytest.raises(ValueError, match=r"unknown strategy 'guess': known are allsmall, .*spafl"):
+            find("guess")
+
+
+# ---- memory-models on other systems' models
+
+
+def test_a_mask_does_not_hide_its_convolution() -> None:
+    plain, part = whole_model(blueprint_of("conv4")), whole_model(masked(blueprint_of("conv4")))
+    first, masked_first = (anatomy(p.blueprint, "atoms.0").layers[0] for p in (plain, part))
+    assert (masked_first.kind, masked_first.thresholds, first.thresholds) == ("Conv2d", 64, 0)
+    assert (masked_first.inputs, masked_first.outputs, masked_first.weight) == (
+        first.inputs,
+        first.outputs,
+        first.weight,
+    )
+    assert masked_first.parameters == first.parameters + 64
+    recipe = Recipe(lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=16, epochs=1)
+    by_fedprophet = [fedprophet.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)]
+    assert by_fedprophet[1] - by_fedprophet[0] == 12 * 650
+    assert len({profl.fitted_mb(p, 16) for p in (plain, part)}) == 1
+    assert len({prism.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)}) == 1
+    assert fedprophet.macs(part, 1) == fedprophet.macs(plain, 1)
+
+
+def test_fedepths_rule_counts_the_layers_of_sub_models_and_takes_widths_as_shares() -> None:
+    recipe = Recipe(lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=32, epochs=1)
+    full = blueprint_of("resnet18")
+    whole = fedepth.memory_bytes(whole_model(full), full, recipe)
+    assert fedepth.memory_bytes(whole_model(blueprint_of("resnet18", 0.5)), full, recipe) == whole / 2
+    sizes = [fedepth.memory_bytes(whole_model(low_rank(full, keep)), full, recipe) for keep in (0.2, 0.4, 0.6)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < 0.42 * whole

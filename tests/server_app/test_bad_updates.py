@@ -1,0 +1,376 @@
+"""Updates that must not get in, replies that are errors or never come: each is counted with its reason, the run goes on."""
+
+import io
+import json
+import pickle
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from helpers import (
+    TRIO,
+    RecordingGrid,
+    arrays_of,
+    average,
+    clients_of,
+    few_digits,
+    model_of,
+    numpy_of,
+    run_local,
+    tiny_settings,
+    training,
+)
+
+from piecework.federation import registry, transport
+from piecework.server_app import rounds
+from piecework.server_app.local_grid import FIRST_NODE, LocalGrid
+from piecework.server_app.records import RunDir
+from piecework.strategies.base import PieceStrategy
+from piecework.training.messages import Outcome
+
+# ---- updates that must not get in
+
+
+def edit(change: Callable[[dict[str, np.ndarray]], None]) -> Callable[[Message], Message]:
+    """A reply whose arrays went through `change`."""
+
+    def tamper(reply: Message) -> Message:
+        arrays = arrays_of(reply)
+        change(arrays)
+        reply.content["arrays"] = ArrayRecord({name: Array(array) for name, array in arrays.items()})
+        return reply
+
+    return tamper
+
+
+def put(name: str, value: Callable[[np.ndarray], np.ndarray]) -> Callable[[Message], Message]:
+    return edit(lambda arrays: arrays.update({name: value(arrays[name])}))
+
+
+def metric(name: str, value: Any) -> Callable[[Message], Message]:
+    def tamper(reply: Message) -> Message:
+        metrics = dict(reply.content.metric_records["metrics"])
+        metrics[name] = value
+        if value is None:
+            del metrics[name]
+        reply.content["metrics"] = MetricRecord(metrics)
+        return reply
+
+    return tamper
+
+
+def bytes_of(content: bytes) -> Callable[[Message], Message]:
+    def tamper(reply: Message) -> Message:
+        old = reply.content.array_records["arrays"]["head.fc.bias"]
+        reply.content.array_records["arrays"]["head.fc.bias"] = Array("float32", old.shape, old.stype, content)
+        return reply
+
+    return tamper
+
+
+def outcome(**fields: Any) -> Callable[[Message], Message]:
+    def tamper(reply: Message) -> Message:
+        reply.content["outcome"] = Outcome(**{"status": "ok", "pieces": ["0,1,2,3,4"]} | fields).to_record()
+        return reply
+
+    return tamper
+
+
+def without(record: str) -> Callable[[Message], Message]:
+    def tamper(reply: Message) -> Message:
+        del reply.content[record]
+        return reply
+
+    return tamper
+
+
+def poisoned(array: np.ndarray, value: float) -> np.ndarray:
+    array = array.copy()
+    array.flat[3] = value
+    return array
+
+
+def header_of(text: str) -> bytes:
+    """A .npy file with this header and no data."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (10,)})
+    return file.getvalue()[:10] + text.encode().ljust(len(file.getvalue()) - 11) + b"\n"
+
+
+W, B = "atoms.0.conv.weight", "head.fc.bias"
+BAD = {
+    "nan": (put(W, lambda a: poisoned(a, np.nan)), f"array '{W}' holds 1 non-finite values"),
+    "inf": (put(W, lambda a: poisoned(a, np.inf)), f"array '{W}' holds 1 non-finite values"),
+    "shape": (put(W, lambda a: a[:-1]), rf"array '{W}' has shape \(15, 1, 3, 3\), expected \(16, 1, 3, 3\)"),
+    "rank": (put(B, lambda a: a[None]), rf"array '{B}' has shape \(1, 10\), expected \(10,\)"),
+    "dtype": (put(W, lambda a: a.astype(np.float64)), f"array '{W}' has dtype float64, expected float32"),
+    "integers": (put(W, lambda a: a.astype(np.int64)), f"array '{W}' has dtype int64, expected float32"),
+    "name": (edit(lambda d: d.update(evil=d[W])), "array 'evil' is not part of the model"),
+    "empty": (edit(lambda d: d.clear()), "the update holds no arrays"),
+    "zero-count": (metric("num-examples", 0), "num-examples is 0: it must be a positive integer"),
+    "negative-count": (metric("num-examples", -5), "num-examples is -5: it must not be negative"),
+    "float-count": (metric("num-examples", 57.0), r"num-examples is 57\.0: it must be a positive integer"),
+    "infinite-count": (metric("num-examples", float("inf")), "OverflowError: "),
+    "no-count": (metric("num-examples", None), "num-examples is None: it must be a positive integer"),
+    "list-count": (metric("num-examples", [1, 2]), "list"),
+    "infinite-peak": (metric("measured-peak", float("inf")), "OverflowError: "),
+    "list-loss": (metric("train-loss", [1.0, 2.0]), r"train-loss is \[1\.0, 2\.0\]: it must be a finite number"),
+    "nan-loss": (metric("train-loss", float("nan")), "train-loss is nan: it must be a finite number"),
+    "list-accuracy": (metric("val-accuracy", [1.0]), r"val-accuracy is \[1\.0\]"),
+    "infinite-seconds": (metric("seconds", float("inf")), "seconds is inf"),
+    "no-seen": (metric("seen", None), "KeyError: 'seen'"),
+    "infinite-seen": (metric("seen", [float("inf")]), "OverflowError: "),
+    "negative-seen": (metric("seen", [-1]), "must not be negative"),
+    "two-seen": (metric("seen", [50, 50]), "zip"),
+    "other-pieces": (outcome(pieces=["0,1", "2,3"]), "piece '0,1' was not in the task's price list"),
+    "atom-out-of-range": (outcome(pieces=["99"]), "piece '99' was not in"),
+    "a-million-models": (outcome(pieces=["-1,1000000"]), "piece '-1,1000000' was not in"),
+    "no-pieces": (outcome(pieces=[]), "0 pieces, 1 are in the task's price list"),
+    "status": (outcome(status="great"), "outcome status 'great'"),
+    "no-outcome": (without("outcome"), "KeyError: 'outcome'"),
+    "no-metrics": (without("metrics"), "KeyError: 'metrics'"),
+    "no-arrays": (without("arrays"), "KeyError: 'arrays'"),
+    "garbage-bytes": (bytes_of(b"no array"), f"array '{B}' cannot be read"),
+    "no-bytes": (bytes_of(b""), f"array '{B}' cannot be read"),
+    "zip-bytes": (bytes_of(b"PK\x03\x04" + bytes(40)), f"array '{B}' cannot be read"),
+    "empty-zip": (bytes_of(b"PK\x05\x06" + bytes(18)), f"array '{B}' cannot be read"),
+    "broken-header": (bytes_of(header_of("{'descr': '<f4', 'shape': (((")), f"array '{B}' cannot be read"),
+    "huge-header": (
+        bytes_of(header_of("{'descr': '<f4', 'fortran_order': False, 'shape': (10000000000000,)}")),
+        f"array '{B}' cannot be read",
+    ),
+    "pickle-bytes": (bytes_of(b"\x80\x04K\x01."), f"array '{B}' cannot be read"),
+}
+
+
+class TamperingGrid(RecordingGrid):
+    """One client's answer of one round goes through `tamper`; the clients are numbered 0, 1, 2 within the round."""
+
+    tamper: Callable[[Message], Message]
+    victim, in_round = 1, 1
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = []
+        for reply in super().pull_messages(message_ids):
+            count = len(training(self.received))
+            hit = reply.metadata.message_type == "train" and count == 3 * (self.in_round - 1) + self.victim + 1
+            replies.append(type(self).tamper(reply) if hit else reply)
+        return replies
+
+
+@pytest.fixture(scope="module")
+def a_round(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], tuple[PieceStrategy, list[Message]]]]:
+    """A strategy that has asked three clients, and their true answers, anew with every call."""
+    folder = tmp_path_factory.mktemp("a-round")
+    settings = tiny_settings(strategy="fedavg", output_dir=str(folder), **TRIO | {"dataset": f"npz:{few_digits()}"})
+    run_dir = RunDir(folder / "run")
+    run_dir.create(settings)
+    with LocalGrid(3, settings.to_run_config()) as grid:
+        run = rounds.Run(grid, settings, run_dir)
+        run.gather()
+
+        def ask() -> list[Message]:
+            return list(run.strategy.configure_train(1, run.arrays, ConfigRecord(), grid))
+
+        answers = pickle.dumps(list(grid.send_and_receive(ask())))
+
+        def again() -> tuple[PieceStrategy, list[Message]]:
+            ask()
+            run.strategy.state = type(run.strategy.state)()
+            return run.strategy, pickle.loads(answers)
+
+        yield again
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_update_is_dropped_with_its_reason(a_round: Any, kind: str) -> None:
+    tamper, reason = BAD[kind]
+    strategy, replies = a_round()
+    first, _, third = pickle.loads(pickle.dumps(replies))
+    arrays, metrics = strategy.aggregate_train(1, iter([replies[0], tamper(replies[1]), replies[2]]))
+    reports = list(strategy.reports.values())
+    assert [report.status for report in reports] == ["ok", "rejected", "ok"]
+    assert re.search(reason, reports[1].reason)
+    for name, array in numpy_of(arrays).items():
+        np.testing.assert_array_equal(array, average([first, third], name))
+    losses = [(r.train_loss, r.examples) for r in (reports[0], reports[2])]
+    assert metrics["train-loss"] == pytest.approx(sum(a * n for a, n in losses) / sum(n for _, n in losses))
+    json.loads(json.dumps([asdict(report) for report in reports]), parse_constant=no_such_json)
+
+
+def test_nobody_trained_where_all_are_dropped(a_round: Any) -> None:
+    strategy, replies = a_round()
+    nan = put(W, lambda a: poisoned(a, np.nan))
+    assert strategy.aggregate_train(1, iter([nan(reply) for reply in replies])) == (None, None)
+    assert strategy.state.norms == {}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        without("metrics"),
+        metric("val-accuracy", [0.5]),
+        metric("val-accuracy", float("nan")),
+        metric("val-examples", float("inf")),
+        metric("val-examples", None),
+        metric("val-examples", -10),
+    ],
+)
+def test_a_bad_evaluation_is_dropped(a_round: Any, spoil: Callable[[Message], Message]) -> None:
+    strategy, replies = a_round()
+    rows = [dict(m.content.metric_records["metrics"]) for m in (replies[0], replies[2])]
+    result = strategy.aggregate_evaluate(1, iter([replies[0], spoil(replies[1]), replies[2]]))
+    total = sum(row["val-examples"] for row in rows)
+    assert result["val-accuracy"] == pytest.approx(sum(r["val-accuracy"] * r["val-examples"] for r in rows) / total)
+
+
+def test_momentum_is_compared_layer_by_layer(tmp_path: Path, grids: Any) -> None:
+    """What one layer's momentum hides among that of all would throw every honest client off in the next round."""
+    poison = put("momentum_atoms.0.bn.bias", lambda array: array + np.float32(10))
+    grid = grids(TamperingGrid, tamper=staticmethod(poison), in_round=2)
+    run = run_local(tmp_path, grid, strategy="prism", server_momentum=True, num_rounds=3, fleet="unlimited", **TRIO)
+    assert [[c["status"] for c in clients_of(run, n)] for n in (1, 2, 3)] == [
+        ["ok"] * 3,
+        ["ok", "rejected", "ok"],
+        ["ok"] * 3,
+    ]
+    assert "momentum_atoms.0" in clients_of(run, 2)[1]["reason"]
+
+
+def test_while_statistics_are_measured_weights_stay(tmp_path: Path, grids: Any) -> None:
+    grid = grids(TamperingGrid, tamper=staticmethod(put("atoms.1.conv.weight", lambda array: array * np.float32(-3))))
+    settings = TRIO | {"strategy": "profl", "batch_norm": "running", "num_rounds": 1, "fleet": "unlimited"}
+    run = run_local(tmp_path, grid, **settings, stage_rounds=1, distil_rounds=1)
+    sent = next(arrays_of(message) for message in training(grid.last.sent))
+    for name, array in model_of(run).items():
+        if name in sent and not name.endswith(("running_mean", "running_var", "num_batches_tracked")):
+            np.testing.assert_array_equal(array, sent[name])
+
+
+def test_a_run_goes_on_without_a_bad_update(tmp_path: Path, grids: Any) -> None:
+    grid = grids(TamperingGrid, tamper=staticmethod(BAD["nan"][0]))
+    run = run_local(tmp_path, grid, num_rounds=2, strategy="fedavg", **TRIO)
+    first, second = run.rounds()
+    assert [c["status"] for c in first["clients"]] == ["ok", "rejected", "ok"]
+    assert (first["asked"], first["answered"], first["failed"]) == (3, 2, 1)
+    assert [c["status"] for c in second["clients"]] == ["ok"] * 3
+    replies, checkpoint = training(grid.last.received), numpy_of(load(run, 1).arrays)
+    for name, array in checkpoint.items():
+        np.testing.assert_array_equal(array, average([replies[0], replies[2]], name))
+    assert run.summary()["status"] == "completed"
+
+
+def no_such_json(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def load(run: RunDir, server_round: int) -> Any:
+    from piecework.server_app.records import read_checkpoint
+
+    return read_checkpoint(run.checkpoints / f"round-{server_round:05d}")
+
+
+@pytest.mark.parametrize(("limit", "status"), [(10.0, "rejected"), (0.0, "ok")])
+def test_a_huge_update_in_a_later_round(tmp_path: Path, grids: Any, limit: float, status: str) -> None:
+    huge = put(W, lambda a: a + np.float32(1e6))
+    grid = grids(TamperingGrid, tamper=staticmethod(huge), in_round=2)
+    run = run_local(tmp_path, grid, num_rounds=2, strategy="fedavg", update_norm_limit=limit, **TRIO)
+    assert [c["status"] for c in clients_of(run, 1)] == ["ok"] * 3
+    assert [c["status"] for c in clients_of(run, 2)] == ["ok", status, "ok"]
+    if status == "rejected":
+        assert "past the limit" in clients_of(run, 2)[1]["reason"]
+        assert np.abs(model_of(run)[W]).max() < 10
+
+
+def test_an_error_reply_is_counted_with_its_reason(tmp_path: Path) -> None:
+    class Spoils(RecordingGrid):
+        """Client 1's task lacks a field, so the client itself fails."""
+
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            messages = list(messages)
+            for message in training(messages):
+                if message.metadata.dst_node_id == FIRST_NODE + 1:
+                    del message.content.config_records["task"]["lr"]
+            return super().push_messages(messages)
+
+    grid = Spoils
+    run = run_local(tmp_path, grid, strategy="fedavg", **TRIO)
+    (record,) = run.rounds()
+    assert [c["status"] for c in record["clients"]] == ["ok", "failed", "ok"]
+    assert record["clients"][1]["reason"].startswith("error 2: TypeError: ")
+    assert "'lr'" in record["clients"][1]["reason"]
+    first, _, third = training(grid.last.received)
+    np.testing.assert_array_equal(model_of(run)[W], average([first, third], W))
+
+
+def test_a_node_nobody_knows_is_not_listened_to(tmp_path: Path, grids: Any) -> None:
+    def stranger(reply: Message) -> Message:
+        reply.metadata.__dict__["_src_node_id"] = 999
+        return reply
+
+    run = run_local(tmp_path, grids(TamperingGrid, tamper=staticmethod(stranger)), strategy="fedavg", **TRIO)
+    assert [c["status"] for c in clients_of(run)] == ["ok", "timeout", "ok"]
+    assert clients_of(run)[1]["reason"] == "no answer within round-timeout"
+
+
+class Clock:
+    """A clock that stands still until it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.naps = 0
+        stand_in = SimpleNamespace(
+            monotonic=lambda: self.now, perf_counter=time.perf_counter, sleep=self.nap, strftime=time.strftime
+        )
+        for module in (rounds, transport, registry):
+            monkeypatch.setattr(module, "time", stand_in)
+
+    def nap(self, seconds: float) -> None:
+        self.now += seconds
+        self.naps += 1
+        assert self.naps < 100_000, "the loop waits for ever"
+
+
+def test_a_client_that_never_answers_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loses(RecordingGrid):
+        """The answer of client 1 in round 1 is lost on the way."""
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            return [
+                m
+                for m in super().pull_messages(message_ids)
+                if not (m.metadata.message_type == "train" and len(training(self.received)) == 2)
+            ]
+
+    clock = Clock(monkeypatch)
+    run = run_local(tmp_path, Loses, strategy="fedavg", num_rounds=2, round_timeout=50.0, **TRIO)
+    assert [c["status"] for c in clients_of(run, 1)] == ["ok", "timeout", "ok"]
+    assert clients_of(run, 1)[1]["reason"] == "no answer within round-timeout"
+    assert [c["client"] for c in clients_of(run, 2)] == [0, 2]  # client 1 may still be at its task
+    assert run.rounds()[1]["busy"] == [1]
+    assert 50 <= clock.now < 60
+
+
+def test_after_a_timeout_the_next_round_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    class Slow(RecordingGrid):
+        """The first train answer takes until after the deadline, when two tasks are still unanswered."""
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            replies = super().pull_messages(message_ids)
+            if len(training(self.received)) == 1:
+                clock.now += 1e6
+            return replies
+
+    run = run_local(tmp_path, Slow, strategy="fedavg", num_rounds=2, **TRIO)
+    assert [c["status"] for c in clients_of(run, 1)] == ["ok", "timeout", "timeout"]
+    assert [c["status"] for c in clients_of(run, 2)] == ["ok"] * 3
+    assert run.rounds()[1]["late_replies"] == [{"client": c, "round": 1, "status": "ok"} for c in (1, 2)]

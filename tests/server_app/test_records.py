@@ -1,0 +1,261 @@
+"""The folder of a run: checkpoints that survive, and files that were cut short, spoiled or written by somebody else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord
+from helpers import numpy_of, same, tiny_settings
+from safetensors import safe_open
+
+from piecework.server_app import records
+from piecework.server_app.records import (
+    CheckpointError,
+    RunDir,
+    newest_run,
+    read_arrays,
+    read_checkpoint,
+    write_atomically,
+)
+from piecework.training.settings import SettingsError
+
+
+def arrays(value: float = 0.5) -> ArrayRecord:
+    return ArrayRecord(
+        {
+            "atoms.0.w": Array(np.full((2, 3), value, dtype=np.float32)),
+            "atoms.0.n": Array(np.array(7, dtype=np.int64)),
+            "head.b": Array(np.array([np.nextafter(np.float32(value), np.float32(1))])),
+        }
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create(tiny_settings())
+    return run
+
+
+def save(run: RunDir, *rounds: int) -> None:
+    for server_round in rounds:
+        run.save_checkpoint(arrays(server_round), {"round": server_round})
+
+
+def names(run: RunDir) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+# ---- checkpoints
+
+
+def test_a_checkpoint_round_trips(run: RunDir) -> None:
+    values = {
+        "round": 3,
+        "best": None,
+        "settings": {"lr": 0.1},
+        "strategy-state": {"norms": {"head": [0.1, 1e-17, 3.0]}},
+    }
+    run.save_checkpoint(arrays(0.1), values)
+    checkpoint = run.load_checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.values == values
+    assert same(numpy_of(arrays(0.1)), numpy_of(checkpoint.arrays))
+    assert numpy_of(checkpoint.arrays)["atoms.0.n"].shape == ()
+    assert sorted(path.name for path in (run.checkpoints / "round-00003").iterdir()) == [
+        "arrays.safetensors",
+        "state.json",
+    ]
+
+
+def test_no_checkpoint(run: RunDir) -> None:
+    assert run.load_checkpoint() is None
+
+
+def test_the_first_and_the_newest_two_are_kept(run: RunDir) -> None:
+    save(run, 1, 2, 3)
+    assert names(run) == ["round-00001", "round-00002", "round-00003"]
+    save(run, 4, 5)
+    assert names(run) == ["round-00001", "round-00004", "round-00005"]
+    checkpoint = run.load_checkpoint()
+    assert checkpoint is not None
+    assert numpy_of(checkpoint.arrays)["atoms.0.w"][0, 0] == 5
+
+
+def test_a_checkpoint_that_was_not_finished_is_none(run: RunDir) -> None:
+    save(run, 1)
+    half = run.checkpoints / "round-00002.tmp"
+    half.mkdir()
+    (half / "arrays.safetensors").write_bytes(b"half")
+    checkpoint = run.load_checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.values["round"] == 1
+    save(run, 2)
+    assert names(run) == ["round-00001", "round-00002"]
+
+
+def test_a_round_saved_again_replaces_itself(run: RunDir) -> None:
+    save(run, 2)
+    run.save_checkpoint(arrays(9.0), {"round": 2, "again": True})
+    checkpoint = run.load_checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.values == {"round": 2, "again": True}
+    assert numpy_of(checkpoint.arrays)["atoms.0.w"][0, 0] == 9
+
+
+def spoil_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def set_schema(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 1}))
+
+
+def drop(key: str) -> Any:
+    def change(path: Path) -> None:
+        document = json.loads(path.read_text())
+        del document[key]
+        path.write_text(json.dumps(document))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "reason"),
+    [
+        ("arrays.safetensors", spoil_bit, r"arrays\.safetensors is damaged: it does not match its checksum"),
+        ("arrays.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-5]), "it does not match its checksum"),
+        ("arrays.safetensors", Path.unlink, r"is damaged \(FileNotFoundError: .*arrays\.safetensors"),
+        ("state.json", lambda p: p.write_text(p.read_text()[:20]), r"is damaged \(JSONDecodeError"),
+        ("state.json", lambda p: p.write_text("[1]"), "is damaged"),
+        ("state.json", lambda p: p.write_bytes(b"\xff\xfe"), "is damaged"),
+        ("state.json", Path.unlink, r"is damaged \(FileNotFoundError: .*state\.json"),
+        ("state.json", set_schema, r"was written by another version of Piecework \(schema is not 2\)"),
+        ("state.json", drop("schema"), r"is damaged \(KeyError: 'schema'"),
+        ("state.json", drop("arrays-sha256"), r"is damaged \(KeyError: 'arrays-sha256'"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(run: RunDir, file: str, change: Any, reason: str) -> None:
+    save(run, 1, 2)
+    path = run.checkpoints / "round-00002"
+    change(path / file)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        run.load_checkpoint()
+    assert str(path if change is set_schema else path / file) in str(caught.value)
+    assert read_checkpoint(run.checkpoints / "round-00001").values == {"round": 1}
+
+
+def test_arrays_that_are_no_safetensors_though_the_checksum_fits(run: RunDir) -> None:
+    save(run, 1)
+    path = run.checkpoints / "round-00001"
+    (path / "arrays.safetensors").write_bytes(b"no safetensors")
+    document = json.loads((path / "state.json").read_text())
+    document["arrays-sha256"] = records.sha256(path / "arrays.safetensors")
+    (path / "state.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"is damaged \(SafetensorError"):
+        run.load_checkpoint()
+
+
+# ---- round records
+
+
+def test_round_records(run: RunDir) -> None:
+    assert run.rounds() == []
+    for server_round in (1, 2, 3):
+        run.append_round({"round": server_round, "clients": []})
+    assert run.rounds_file.read_text() == "".join(f'{{"round":{r},"clients":[]}}\n' for r in (1, 2, 3))
+    assert [record["round"] for record in run.rounds()] == [1, 2, 3]
+
+
+def test_a_half_written_last_line_is_no_record(run: RunDir) -> None:
+    run.append_round({"round": 1})
+    with run.rounds_file.open("ab") as file:
+        file.write(b'{"round":2,"acc')
+    assert run.rounds() == [{"round": 1}]
+    run.forget_after(1)
+    run.append_round({"round": 2})
+    assert run.rounds() == [{"round": 1}, {"round": 2}]
+
+
+def test_forget_after(run: RunDir) -> None:
+    for server_round in (1, 2, 3):
+        run.append_round({"round": server_round, "x": "ü"})
+    run.forget_after(2)
+    assert run.rounds() == [{"round": 1, "x": "ü"}, {"round": 2, "x": "ü"}]
+    run.forget_after(0)
+    assert run.rounds() == []
+
+
+def test_forget_takes_records_and_checkpoints(run: RunDir) -> None:
+    run.append_round({"round": 1})
+    save(run, 1)
+    run.forget()
+    assert run.rounds() == []
+    assert run.load_checkpoint() is None
+    run.forget()  # nothing there is fine
+
+
+# ---- the rest of the folder
+
+
+def test_settings_of_a_run(run: RunDir) -> None:
+    assert run.settings() == tiny_settings().to_run_config()
+    (run.path / "settings.toml").write_text("lr = ")
+    with pytest.raises(CheckpointError, match="is not the folder of a run"):
+        run.settings()
+    with pytest.raises(CheckpointError, match="is not the folder of a run"):
+        RunDir(run.path / "nothing").settings()
+
+
+def test_the_model_file(run: RunDir) -> None:
+    run.save_model(arrays(), {"experiment-id": "e", "settings": {"lr": 0.1}})
+    path = run.path / "model.safetensors"
+    assert same(numpy_of(arrays()), numpy_of(read_arrays(path)))
+    with safe_open(path, framework="np") as file:
+        assert json.loads(file.metadata()["piecework"]) == {"experiment-id": "e", "settings": {"lr": 0.1}}
+    assert not (run.path / "model.tmp").exists()
+
+
+def test_the_summary(run: RunDir) -> None:
+    run.write_summary({"status": "failed", "reason": "ü"})
+    assert run.summary() == {"status": "failed", "reason": "ü"}
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+
+    def full(_: Path) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "sync", full)
+        with pytest.raises(OSError, match="no space"):
+            write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_the_newest_run_with_these_settings(tmp_path: Path) -> None:
+    import os
+
+    wanted, others = tiny_settings(seed=1), tiny_settings(seed=2)
+    for age, (name, settings) in enumerate([("c", wanted), ("a", wanted), ("b", others)]):
+        run = RunDir(tmp_path / name)
+        run.create(settings)
+        os.utime(run.path / "settings.toml", (1000 + age, 1000 + age))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "settings.toml").write_text("lr = [")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "settings.toml").write_text("no-longer-known = 1\n")
+    assert newest_run(tmp_path, wanted.hash()) == tmp_path / "a"
+    assert newest_run(tmp_path, others.hash()) == tmp_path / "b"
+    assert newest_run(tmp_path, tiny_settings(seed=3).hash()) is None
+    assert newest_run(tmp_path / "nowhere", wanted.hash()) is None
+    with pytest.raises(SettingsError):
+        tiny_settings(no_longer_known=1)

@@ -1,0 +1,163 @@
+"""A run that was broken off, or killed anywhere, resumes to the very weights of the unbroken one."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import (
+    TRIO,
+    fleet_json,
+    model_of,
+    run_local,
+    same,
+    tiny_settings,
+)
+
+from piecework.server_app.records import RunDir
+from piecework.server_app.rounds import resolve_run_dir
+from piecework.training.settings import SettingsError
+
+HERE = Path(__file__).resolve().parent
+
+
+# ---- resumption
+
+
+# A client that teaches a companion and keeps it, one that trains in pieces, one that trains the whole model.
+MUTUAL = TRIO | {"fleet": fleet_json(rich=2.2, poor=0.6, full=1.0)}
+LOCAL_NORMS = TRIO | {"fleet": fleet_json(poor=0.6, full=1.0), "batch_norm": "local"}
+RESUMABLE = {
+    "demo": {"fleet": "demo"},
+    "mutual-local-norms": MUTUAL | {"batch_norm": "local", "augment": True, "feature_cache": False, "local_epochs": 2},
+}
+UNTIMED = ("round", "accuracy", "loss", "train_loss", "accuracy_by_device")
+
+
+def results(run: RunDir) -> list[dict[str, Any]]:
+    """All that a run's records say, but for seconds, the resident set, and bytes: a resumed run asks again who is there."""
+    clients = ("client", "status", "pieces", "measured_peak", "train_loss", "val_accuracy", "examples", "flops")
+    return [
+        {key: record[key] for key in UNTIMED} | {"clients": [[c[k] for k in clients] for c in record["clients"]]}
+        for record in run.rounds()
+    ]
+
+
+def test_evaluation_on_clients_changes_nothing(tmp_path: Path) -> None:
+    settings = MUTUAL | {"batch_norm": "local", "num_rounds": 3}
+    without = run_local(tmp_path / "without", **settings)
+    evaluated = run_local(tmp_path / "with", client_evaluation_every=1, **settings)
+    assert [record["clients_evaluated"] for record in evaluated.rounds()] == [3, 3, 3]
+    assert same(model_of(without), model_of(evaluated))
+
+
+@pytest.mark.parametrize("kind", RESUMABLE)
+def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, kind: str) -> None:
+    settings = RESUMABLE[kind]
+    unbroken = run_local(tmp_path / "unbroken", num_rounds=4, **settings)
+    broken = run_local(tmp_path / "broken", num_rounds=2, **settings)
+    assert not same(model_of(unbroken), model_of(broken))
+    resumed = run_local(tmp_path / "elsewhere", num_rounds=4, resume_from=str(broken.path), **settings)
+    assert resumed.path == broken.path
+    assert same(model_of(unbroken), model_of(resumed))
+    assert results(unbroken) == results(resumed)
+
+
+@pytest.mark.parametrize("what", ["companion", "batch-norm"])
+def test_what_clients_remember_matters(tmp_path: Path, what: str) -> None:
+    """Else the test above would prove nothing about the clients' state."""
+    settings = MUTUAL if what == "companion" else LOCAL_NORMS
+    unbroken = run_local(tmp_path / "unbroken", num_rounds=2, **settings)
+    broken = run_local(tmp_path / "broken", num_rounds=1, **settings)
+    (kept,) = broken.path.glob(f"clients/*/0/state/1/{what}*")
+    assert kept.name == {"companion": "companion-1", "batch-norm": "batch-norm"}[what]
+    shutil.rmtree(broken.path / "clients")
+    resumed = run_local(tmp_path, num_rounds=2, resume_from=str(broken.path), **settings)
+    assert not same(model_of(unbroken), model_of(resumed))
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    run = run_local(tmp_path, num_rounds=2, strategy="fedavg", **TRIO)
+    before, records = model_of(run), run.rounds_file.read_bytes()
+    run_local(tmp_path, num_rounds=2, resume_from=str(run.path), strategy="fedavg", **TRIO)
+    assert same(before, model_of(run))
+    assert run.rounds_file.read_bytes() == records
+    assert run.summary()["status"] == "completed"
+
+
+def test_a_resumption_with_other_settings_is_refused_and_leaves_the_run_alone(tmp_path: Path) -> None:
+    run = run_local(tmp_path)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    with pytest.raises(SettingsError, match=r"setting lr = 0\.25 differs from 0\.05 of the run to resume"):
+        run_local(tmp_path, num_rounds=2, lr=0.25, resume_from=str(run.path))
+    after = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    changed = {path.name for path in before if after[path] != before[path]}
+    assert changed <= {"summary.json"}
+    assert after.keys() == before.keys()
+
+
+def test_a_new_run_of_an_old_name_does_not_take_the_old_ones_place_back(tmp_path: Path) -> None:
+    """The old run's checkpoints must neither be resumed from nor push out the new ones."""
+    settings = TRIO | {"strategy": "fedavg"}
+    run_local(tmp_path, num_rounds=4, seed=2, **settings)
+    new = run_local(tmp_path, num_rounds=1, seed=3, **settings)
+    assert [path.name for path in sorted(new.checkpoints.iterdir())] == ["round-00001"]
+    resumed = run_local(tmp_path, num_rounds=2, seed=3, resume_from=str(new.path), **settings)
+    assert same(model_of(resumed), model_of(run_local(tmp_path / "other", num_rounds=2, seed=3, **settings)))
+
+
+def test_resume_from_auto_takes_the_run_with_these_settings(tmp_path: Path) -> None:
+    run_local(tmp_path, run_name="one", seed=1, strategy="fedavg")
+    run_local(tmp_path, run_name="two", seed=2, strategy="fedavg")
+    settings = tiny_settings(seed=1, strategy="fedavg", num_rounds=3, resume_from="auto", output_dir=str(tmp_path))
+    assert resolve_run_dir(settings).path == tmp_path.resolve() / "one"
+    with pytest.raises(ValueError, match="no run with these settings"):
+        resolve_run_dir(tiny_settings(seed=3, resume_from="auto", output_dir=str(tmp_path)))
+    with pytest.raises(ValueError, match="not the folder of a run"):
+        resolve_run_dir(tiny_settings(resume_from=str(tmp_path), output_dir=str(tmp_path)))
+
+
+KILLED = MUTUAL | {"batch_norm": "local", "num_rounds": 3}
+POINTS = {  # where it was killed, and how many rounds the newest checkpoint holds
+    "first-round": 0,
+    "evaluation": 2,
+    "half-a-record": 2,
+    "inside-checkpoint": 2,
+    "after-checkpoint": 3,
+    "client-has-committed": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs, each of which was killed with SIGKILL at its point."""
+    folder = tmp_path_factory.mktemp("killed")
+    command = [sys.executable, str(HERE / "kill_driver.py"), str(folder), json.dumps(KILLED), *POINTS]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.stdout.splitlines()[-len(POINTS) :] == [f"{point} 9" for point in POINTS]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return run_local(tmp_path_factory.mktemp("never-killed"), **KILLED)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_killed_run_resumes_to_the_unbroken_one(killed: Path, never_killed: RunDir, point: str) -> None:
+    run_dir = RunDir(killed / point / "run")
+    checkpoint = run_dir.load_checkpoint()
+    assert (checkpoint.values["round"] if checkpoint else 0) == POINTS[point]
+    assert not (run_dir.path / "model.safetensors").exists()
+    resumed = run_local(killed / point, resume_from=str(run_dir.path), **KILLED)
+    assert same(model_of(resumed), model_of(never_killed))
+    assert results(resumed) == results(never_killed)
+    assert (resumed.path / "model.safetensors").read_bytes()[-1000:] == (
+        never_killed.path / "model.safetensors"
+    ).read_bytes()[-1000:]

@@ -1,0 +1,121 @@
+"""FeDepth on vision transformers: groups of encoders, what they save, and the authors' way."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import (
+    TRIO,
+    RecordingGrid,
+    arrays_of,
+    clients_of,
+    fleet_json,
+    run_local,
+    tiny_settings,
+    training,
+)
+from torch import nn
+
+from piecework.client_app.trainers.cascade.fedepth import network_piece
+from piecework.device_profiles.fleet import load_fleet
+from piecework.models.cascade import unit_of
+from piecework.models.zoo import build_blueprint
+from piecework.planning.costs import pricing_for
+from piecework.planning.part import whole_model
+from piecework.strategies.cascade.fedepth import FeDepthRule
+from piecework.training.settings import Settings
+
+# A transformer of 12 encoders on digits, narrow enough for seconds.
+SMALL: dict[str, Any] = TRIO | {
+    "strategy": "fedepth",
+    "model": "vit",
+    "model_options": "patch=4",
+    "model_width": 0.1,
+    "local_iterations": 1,
+    "mutual_models": 1,
+}
+
+
+@cache
+def whole_bytes() -> int:
+    """What a step of it takes."""
+    settings = tiny_settings(**SMALL | {"dataset": "digits"})
+    blueprint = build_blueprint("vit", num_classes=10, input_shape=(1, 8, 8), width=0.1, patch=4, batch_norm="batch")
+    return pricing_for(settings, blueprint).bytes(whole_model(blueprint))
+
+
+def fleet(**shares: float) -> str:
+    """Devices with shares of that."""
+    return fleet_json(**{name: int(share * whole_bytes()) for name, share in shares.items()})
+
+
+@cache
+def rule_of(shape: tuple[int, int, int], patch: int) -> FeDepthRule:
+    settings = Settings(strategy="fedepth", model="vit", batch_size=32, mutual_models=1)
+    blueprint = build_blueprint("vit", num_classes=10, input_shape=shape, patch=patch)
+    return FeDepthRule(blueprint, pricing_for(settings, blueprint), settings)
+
+
+@pytest.mark.parametrize(("shape", "patch"), [((1, 28, 28), 7), ((3, 32, 32), 4), ((3, 224, 224), 16)])
+def test_the_fleet_makes_groups_of_2_4_6_and_12_encoders(shape: tuple[int, int, int], patch: int) -> None:
+    rule = rule_of(shape, patch)
+    full = rule.pricing.reference_bytes
+    for device, size in zip(load_fleet("fedepth-vit").devices, (2, 4, 6, 12), strict=True):
+        pieces = rule.pieces(device.budget(full), rule.bytes)
+        assert pieces[0] == tuple(range(size + 1))  # the embedding, atom 0, with the first encoders
+        assert [len(piece) for piece in pieces[1:]] == [size] * (12 // size - 1)
+        peaks = [rule.bytes(piece) / full for piece in pieces]
+        assert max(peaks) <= {2: 0.21, 4: 0.37, 6: 0.53, 12: 1.0}[size]  # 0.45 is asked of the smallest
+
+
+@pytest.mark.parametrize("sub_problem", ["blocks", "network"])
+def test_measured_equals_traced(tmp_path: Path, sub_problem: str) -> None:
+    devices = fleet(pair=0.25, half=0.6, all=1.0) if sub_problem == "blocks" else fleet(most=0.9, all=1.0)
+    changes = {"fleet": devices, "sub_problem": sub_problem}
+    for client in clients_of(run_local(tmp_path, **SMALL | changes)):
+        assert client["status"] == "ok"
+        assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
+
+
+def test_the_embedding_is_trained_in_the_first_sub_problem_only(tmp_path: Path) -> None:
+    (client, *_) = clients_of(run_local(tmp_path, **SMALL | {"fleet": fleet(poor=0.25)}))
+    pieces = client["pieces"].split("|")
+    assert len(pieces) > 2
+    assert [piece.split(",")[0] == "0" for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+
+
+def test_in_the_network_gradients_reach_the_first_atom_the_block_and_the_head() -> None:
+    blueprint = build_blueprint("vit", num_classes=10, input_shape=(1, 8, 8), width=0.1, patch=4)
+    piece = network_piece((3, 4))(blueprint, range(13), "head", blueprint.build_unit)
+    piece.train(True)
+    learning = [unit for unit, m in piece.units().items() if all(p.requires_grad for p in m.parameters())]
+    assert learning == ["atoms.0", "atoms.3", "atoms.4", "head"]
+    frozen: nn.Module = piece.modules["atoms.5"]
+    assert not frozen.training and piece.modules["atoms.3"].training
+
+
+def test_the_authors_way_saves_little(tmp_path: Path) -> None:
+    """The paper's memory-model cuts it as it would be without the other blocks; the traced peak says what it takes."""
+    changes = {"sub_problem": "network", "memory_model": "fedepth", "fleet": fleet_json(poor=0.02)}
+    run_dir = run_local(tmp_path, RecordingGrid, **SMALL | changes)
+    (record,) = run_dir.rounds()
+    assert not record["enforced"]
+    client = record["clients"][0]
+    pieces = client["pieces"].split("|")
+    assert len(pieces) > 2
+    whole = clients_of(run_local(tmp_path / "whole", **SMALL | {"fleet": fleet(all=1.0)}))[0]
+    assert client["measured_peak"] > 0.6 * whole["measured_peak"]
+
+
+def test_what_is_not_trained_is_not_sent(tmp_path: Path) -> None:
+    """In the network, too: a client that cannot train encoders 1 to 11 sends the first atom, the last and the head."""
+    poor = {"fleet": fleet(poor=0.65), "allow_untrained": True}  # no client trains what is not sent
+    run_local(tmp_path, RecordingGrid, **SMALL | {"sub_problem": "network"} | poor)
+    found = arrays_of(training(RecordingGrid.last.received)[0])
+    assert {unit_of(name) for name in found} == {"atoms.0", "atoms.12", "head"}
+
+
+def test_own_heads_and_the_network_do_not_go_together(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sub-problem = 'network' trains the model's own head: m-fedepth has others"):
+        run_local(tmp_path, **SMALL | {"strategy": "m-fedepth", "sub_problem": "network"})

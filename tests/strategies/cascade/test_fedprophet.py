@@ -1,0 +1,495 @@
+"""FedProphet from the first round to the last module, on the in-process grid."""
+
+import json
+import shutil
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Error, Message
+from helpers import TRIO, RecordingGrid, arrays_of, clients_of, model_of, run_in_parts, run_local, same, training
+from torch import nn
+
+from piecework import load
+from piecework.models.cascade import unit_of
+from piecework.models.zoo import MODELS, build_blueprint
+from piecework.server_app.local_grid import FIRST_NODE
+from piecework.server_app.records import RunDir
+from piecework.server_app.rounds import RunAbortedError
+from piecework.training.settings import SettingsError
+
+
+def boards(**memory_and_speed: tuple[float | int, float]) -> str:
+    """A fleet of boards that clients get in turn: memory (bytes, or a share of a step) and FLOP/s."""
+    table = [
+        {"name": name, "memory" if isinstance(m, int) else "memory-ratio": m, "flops": speed}
+        | {"bandwidth": 1e6, "disk-bandwidth": 1e7}
+        for name, (m, speed) in memory_and_speed.items()
+    ]
+    return json.dumps({"name": "test", "assignment": "round-robin", "device": table})
+
+
+# The demo's convnet falls into three modules. Client 0 has no memory for more than one, 1 no time, 2 both.
+FLEET = boards(poor=(0.56, 1e10), slow=(1.3, 1e9), rich=(1.3, 1e11))
+MODULES = [(0, 1, 2), (3,), (4,)]
+SMALL: dict[str, Any] = TRIO | {
+    "strategy": "fedprophet",
+    "batch_norm": "running",
+    "local_iterations": 2,
+    "attack_steps": 1,
+    "evaluation_attack_steps": 1,
+    "evaluation_attack_examples": 20,
+    "validation_share": 0.3,
+    "num_rounds": 6,
+    "stage_rounds": 2,
+    "stage_patience": 0,
+    "lr": 0.02,
+    "fleet": FLEET,
+    "r_min": "0.55x",
+}
+
+
+def keys(*pieces: tuple[int, ...]) -> list[str]:
+    return [",".join(map(str, piece)) for piece in pieces]
+
+
+def settled(run_dir: RunDir) -> list[dict[str, Any]]:
+    """What the records say that does not depend on the clock or on who was asked who they are."""
+    dropped = (
+        "seconds",
+        "train_seconds",
+        "bytes_up",
+        "bytes_down",
+        "bytes_survey",
+        "bytes_evaluation",
+        "survey",  # its peak has the streaming of features that a run's end had removed
+        "simulated_seconds",
+    )
+    machine = (
+        "rss_peak",
+        "rss_growth",
+        "seconds",
+        "simulated_seconds",
+        "bytes_down",
+        "bytes_up",
+        "message_bytes",
+        "note",
+    )
+    return [
+        {k: v for k, v in record.items() if k not in (*dropped, "clients")}
+        | {"clients": [{k: v for k, v in client.items() if k not in machine} for client in record["clients"]]}
+        for record in run_dir.rounds()
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return run_local(tmp_path_factory.mktemp("whole"), **SMALL)
+
+
+def test_a_cascade_that_is_over_says_so_where_it_is_to_go_on(
+    whole_run: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The lengths of its stages come from the rounds of the first start: no rate is asked of rounds that will not be."""
+    run = RunDir(Path(shutil.copytree(whole_run.path, tmp_path / "run")))
+    run_local(tmp_path, **SMALL | {"num_rounds": 9}, resume_from=str(run.path))
+    assert "all stages ended after round 6 of num-rounds = 9" in caplog.text
+    assert len(run.rounds()) == 6
+    assert (run.summary() or {})["status"] == "completed"
+
+
+def test_module_after_module(whole_run: RunDir) -> None:
+    rounds = whole_run.rounds()
+    assert [record["stage"] for record in rounds] == ["module 1"] * 2 + ["module 2"] * 2 + ["module 3"] * 2
+    assert [record["bytes_survey"] > 0 for record in rounds] == [False, False, True, False, True, False]
+    assert rounds[0]["epsilon"] == pytest.approx(8 / 255)
+    for record in rounds[2:]:
+        assert record["epsilon"] == record["alpha"] * record["distance"] > 0
+    assert [record["alpha"] for record in rounds[::2]] == [1.0, 0.3, 0.3]
+    for record in rounds:
+        assert 0 <= record["client_adversarial_accuracy"] <= 1
+        assert (record["aggregated"], record["enforced"], record["clients_evaluated"]) == (True, True, 3)
+    assert whole_run.summary()["status"] == "completed"  # type: ignore[index]
+
+
+def test_prophets_train_what_memory_and_time_allow(whole_run: RunDir) -> None:
+    assigned = [[client["pieces"] for client in record["clients"]] for record in whole_run.rounds()]
+    assert assigned[0] == keys((0, 1, 2), (0, 1, 2), (0, 1, 2, 3, 4))
+    assert assigned[2] == keys((3,), (3,), (3, 4))
+    assert assigned[4] == keys((4,), (4,), (4,))
+
+
+def test_everybody_is_within_budget_and_as_predicted(whole_run: RunDir) -> None:
+    for record in whole_run.rounds():
+        for client in record["clients"]:
+            assert client["status"] == "ok"
+            assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
+            assert 0 < client["evaluation_peak"] <= client["budget"]
+
+
+class Checkpointed(RecordingGrid):
+    """Keeps what was sent and received."""
+
+
+def test_fixed_modules_travel_once_and_do_not_change(tmp_path: Path) -> None:
+    grids: list[Checkpointed] = []
+
+    class Kept(Checkpointed):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            grids.append(self)
+
+    run_dir = run_local(tmp_path, Kept, **SMALL)
+    (grid,) = grids
+    sent = {n: [m for m in training(grid.sent) if m.metadata.group_id == str(n)] for n in range(1, 7)}
+    units = [[sorted(set(map(unit_of, arrays_of(m)))) for m in sent[n]] for n in (1, 3, 5)]
+    one, two, three = ["atoms.0", "atoms.1", "atoms.2"], ["atoms.3"], ["atoms.4"]
+    assert units[0] == [[*one, "aux.2"], [*one, "aux.2"], [*one, *two, *three, "aux.2", "aux.3", "head"]]
+    assert units[1] == [[*two, "aux.3"], [*two, "aux.3"], [*two, *three, "aux.3", "head"]]
+    assert units[2] == [[*three, "head"]] * 3
+    brought = [sorted(set(map(unit_of, arrays_of(m)))) for m in grid.sent if m.metadata.message_type == "query.units"]
+    assert [b for b in brought if b] == [one] * 3 + [two] * 3  # to each client once, when the module is fixed
+    first = RunDir(run_dir.path).checkpoints / "round-00001"
+    assert first.is_dir()
+    last = model_of(run_dir)
+    best = {name for name in last if unit_of(name) in one}
+    fixed = [arrays_of(m) for m in grid.sent if m.metadata.message_type == "query.units" and len(arrays_of(m))]
+    assert same({name: fixed[0][name] for name in best}, {name: last[name] for name in best})
+
+
+def test_resumed_within_a_stage_and_at_its_end(tmp_path: Path, whole_run: RunDir) -> None:
+    resumed = run_in_parts(tmp_path, [1, 2, 3, 4], **SMALL)
+    assert same(model_of(resumed), model_of(whole_run))
+    assert settled(resumed) == settled(whole_run)
+    assert resumed.final() == whole_run.final()
+
+
+def test_workers_do_not_matter(tmp_path: Path, whole_run: RunDir) -> None:
+    assert same(model_of(run_local(tmp_path, **SMALL | {"workers": 2})), model_of(whole_run))
+
+
+class Forgetful(RecordingGrid):
+    """Before the training of a round, `lose` has its way with the folder of the clients' stores, once."""
+
+    root: Path
+    before = "6"
+    done = False
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        hit = any(m.metadata.message_type == "train" and m.metadata.group_id == self.before for m in messages)
+        if hit and not self.done:
+            self.done = True
+            (experiment,) = (self.root / "run" / "clients").iterdir()
+            self.lose(experiment)
+        return super().push_messages(messages)
+
+    def lose(self, experiment: Path) -> None:
+        """Client 0's features are gone, and client 1's are damaged."""
+        shutil.rmtree(experiment / "0" / "features")
+        (damaged,) = (experiment / "1" / "features").iterdir()
+        damaged.write_bytes(damaged.read_bytes()[:-1000])
+
+
+def test_lost_features_are_computed_anew_within_budget(tmp_path: Path, whole_run: RunDir) -> None:
+    grid = type("Here", (Forgetful,), {"root": tmp_path})
+    run_dir = run_local(tmp_path, grid, **SMALL)
+    assert same(model_of(run_dir), model_of(whole_run))
+    clients = clients_of(run_dir, 6)
+    assert "features behind atom 3 were damaged" in clients[1]["note"]
+    # from the images through two modules, one after another
+    assert all(client["measured_peak"] == client["predicted_peak"] <= client["budget"] for client in clients)
+
+
+class Bereft(Forgetful):
+    """In the last stage, all that client 0 had on disk is gone."""
+
+    before = "5"
+
+    def lose(self, experiment: Path) -> None:
+        """Its whole store."""
+        shutil.rmtree(experiment / "0")
+
+
+def test_a_lost_store_is_filled_again_within_budget(tmp_path: Path) -> None:
+    """It says what it lacks, is sent both fixed modules, and computes its features from images, one module after another."""
+    run_dir = run_local(tmp_path, type("Here", (Bereft,), {"root": tmp_path}), **SMALL)
+    lacking, again = clients_of(run_dir, 5)[0], clients_of(run_dir, 6)[0]
+    assert lacking["reason"].startswith("the client's store lacks the frozen units atoms.0, atoms.1, atoms.2, atoms.3")
+    assert again["status"] == "ok"
+    assert again["measured_peak"] == again["predicted_peak"] <= again["budget"]
+
+
+def test_a_client_that_comes_late_rebuilds_what_it_missed(tmp_path: Path) -> None:
+    """One client a round: in the last stage some meet modules that they have never seen."""
+    run_dir = run_local(tmp_path, **SMALL | {"clients_per_round": 1, "seed": 3})
+    for record in run_dir.rounds():
+        (client,) = record["clients"]
+        assert client["status"] == "ok"
+        assert client["measured_peak"] <= client["budget"]
+    assert len({record["clients"][0]["client"] for record in run_dir.rounds()[:4]}) < 3
+
+
+def test_without_adjustment_and_assignment(tmp_path: Path, whole_run: RunDir) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"apa": False, "dma": False})
+    rounds = run_dir.rounds()
+    assert {record["alpha"] for record in rounds[2:]} == {0.3}
+    for record in rounds:
+        module = MODULES[int(record["stage"].split()[1]) - 1]
+        assert [client["pieces"] for client in record["clients"]] == keys(module) * 3
+
+
+def test_a_stage_ends_early_with_its_best_round(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"stage_rounds": 50, "stage_patience": 1, "num_rounds": 30, "lr": 0.5})
+    rounds = run_dir.rounds()
+    last = [record for record, following in pairwise(rounds) if record["stage"] != following["stage"]]
+    assert len(last) == 2
+    for stage in {record["stage"] for record in rounds[: last[-1]["round"]]}:
+        own = [record for record in rounds if record["stage"] == stage]
+        rho = (
+            own[0]["fixed_accuracy"] / own[0]["fixed_adversarial_accuracy"]
+            if own[0]["fixed_adversarial_accuracy"]
+            else 1.0
+        )
+        scores = [r["client_accuracy"] + rho * r["client_adversarial_accuracy"] for r in own]
+        assert scores[-1] <= max(scores[:-1])  # the first that was not better ended it
+        assert all(b > a for a, b in pairwise(scores[:-1]))
+        best = own[scores.index(max(scores))]
+        following = next(record for record in rounds if record["round"] == own[-1]["round"] + 1)
+        assert following["fixed_accuracy"] == best["client_accuracy"]
+
+
+def test_what_training_ends_with_is_the_best_round(tmp_path: Path) -> None:
+    """Broken off in a stage's bad rounds, the model is that of its best one; the checkpoint goes on from the last."""
+    settings = SMALL | {"stage_rounds": 4, "num_rounds": 4, "lr": 0.9}
+    run_dir = run_local(tmp_path, **settings | {"num_rounds": 3})
+    scores = [r["client_accuracy"] + r["client_adversarial_accuracy"] for r in run_dir.rounds()]
+    checkpoint = run_dir.load_checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.values["strategy-state"]["best"]["round"] == 1 + scores.index(max(scores))
+    assert set(map(unit_of, checkpoint.kept)) == set(map(unit_of, checkpoint.arrays))
+
+
+def test_a_run_that_ends_with_a_stage_leaves_what_was_trained(tmp_path: Path) -> None:
+    """The next stage's module and head are as they were made."""
+    run_dir = run_local(tmp_path, **SMALL | {"num_rounds": 4})
+    final, rounds = run_dir.final(), run_dir.rounds()
+    assert final is not None
+    assert (final["accuracy"], final["loss"]) in [(record["accuracy"], record["loss"]) for record in rounds[2:]]
+    model = load(run_dir.path)
+    assert [
+        *dict.fromkeys(name.split(".")[1] for name in model.network.state_dict() if name.startswith("atoms"))
+    ] == list("0123")
+
+
+def test_clean_rounds_come_first(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"attack_warmup": 1, "num_rounds": 3})
+    assert [record["clean_round"] for record in run_dir.rounds()] == [True, False, True]
+    warm, hot = (record["clients"][0] for record in run_dir.rounds()[:2])
+    assert warm["flops"] < hot["flops"]
+    assert warm["simulated_seconds"] < hot["simulated_seconds"]
+
+
+def test_all_clients_validate(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"clients_per_round": 1, "num_rounds": 3})
+    assert [record["clients_evaluated"] for record in run_dir.rounds()] == [3, 3, 3]
+    assert [record["asked"] for record in run_dir.rounds()] == [1, 1, 1]
+
+
+LOCAL = SMALL | {"batch_norm": "local", "stage_rounds": 3, "stage_patience": 1, "num_rounds": 8, "lr": 0.3}
+
+
+def test_local_batch_norm_goes_back_with_the_model(tmp_path: Path) -> None:
+    """A stage that ended behind its best round voids the states of the rounds after it; resumed or not."""
+    unbroken = run_local(tmp_path / "unbroken", **LOCAL)
+    checkpoint = unbroken.load_checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.values["strategy-state"]["void"]
+    resumed = run_in_parts(tmp_path / "resumed", [3, 4], **LOCAL)
+    assert same(model_of(resumed), model_of(unbroken))
+    assert settled(resumed) == settled(unbroken)
+
+
+def test_features_of_emulated_clients_are_gone_in_the_end(whole_run: RunDir) -> None:
+    assert list((whole_run.path / "clients").glob("*/*"))
+    assert not list((whole_run.path / "clients").glob("*/*/features"))
+
+
+def test_a_papers_memory_assigns_the_first_module_always(tmp_path: Path) -> None:
+    fleet = boards(none=(1, 1e9), some=(10**7, 1e9), all=(10**9, 1e9))
+    run_dir = run_local(
+        tmp_path, **SMALL | {"memory_model": "fedprophet", "fleet": fleet, "num_rounds": 1, "r_min": "0.6x"}
+    )
+    (record,) = run_dir.rounds()
+    assert (record["enforced"], record["answered"]) == (False, 3)
+    none, some, _ = record["clients"]
+    assert none["pieces"] == some["pieces"]
+    assert none["simulated_seconds"] > some["simulated_seconds"]  # it swaps
+
+
+def test_everybody_measures_within_the_smallest_budget(tmp_path: Path) -> None:
+    """All have just what the largest module takes: the survey and validation take no more."""
+    settings = SMALL | {"num_rounds": 3, "stage_rounds": 1}
+    rich = run_local(tmp_path / "rich", **settings | {"fleet": boards(rich=(10**9, 1e9)), "dma": False})
+    needed = max(client["predicted_peak"] for record in rich.rounds() for client in record["clients"])
+    run_dir = run_local(tmp_path / "poor", **settings | {"fleet": boards(all=(needed, 1e9)), "r_min": ""})
+    surveys = [record["survey"] for record in run_dir.rounds() if record["survey"]]
+    assert len(surveys) >= 2
+    for found in (*surveys, *(record["evaluation"] for record in run_dir.rounds())):
+        assert (found["asked"], found["answered"], found["others"]) == (3, 3, [])
+        assert 0 < found["peak_over_budget"] <= 1
+
+
+class Lying(RecordingGrid):
+    """Client 1's verdict on the model, or its measurement, is not what it found."""
+
+    kind: str
+    lies: dict[str, float]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        for reply in super().pull_messages(message_ids):
+            metrics = reply.content.metric_records.get("metrics") if reply.has_content() else None
+            hit = reply.metadata.message_type == self.kind and metrics is not None
+            if hit and reply.metadata.src_node_id == FIRST_NODE + 1:
+                for key, value in self.lies.items():
+                    metrics[key] = value  # type: ignore[index]
+            yield reply
+
+
+@pytest.mark.parametrize(
+    ("lies", "reason"),
+    [
+        ({"val-accuracy": 1e300}, "val-accuracy is 1e+300: it must be a loss of 0 or more, or an accuracy from 0 to 1"),
+        ({"val-adversarial-accuracy": -0.5}, "val-adversarial-accuracy is -0.5: it must be"),
+        ({"val-loss": float("nan")}, "val-loss is nan: it must be a finite number"),
+        ({"val-examples": 10**9}, "val-examples is 1000000000: the client has 21"),
+    ],
+)
+def test_a_lie_about_the_model_does_not_count(tmp_path: Path, lies: dict[str, float], reason: str) -> None:
+    run_dir = run_local(
+        tmp_path, type("Here", (Lying,), {"kind": "evaluate", "lies": lies}), **SMALL | {"num_rounds": 1}
+    )
+    (record,) = run_dir.rounds()
+    assert (record["evaluation"]["answered"], record["clients_evaluated"]) == (2, 2)
+    ((other,),) = [record["evaluation"]["others"]]
+    assert (other["client"], other["status"]) == (1, "rejected")
+    assert other["reason"].startswith(reason)
+
+
+@pytest.mark.parametrize("distance", [1e5, 1e300])
+def test_a_measurement_far_from_all_others_does_not_count(tmp_path: Path, distance: float) -> None:
+    grid = type("Here", (Lying,), {"kind": "query.survey", "lies": {"perturbation": distance}})
+    record = run_local(tmp_path, grid, **SMALL | {"num_rounds": 3}).rounds()[2]
+    assert record["survey"]["answered"] == 2
+    assert record["distance"] < 100
+
+
+def test_a_client_whose_process_died_can_still_train_its_module(tmp_path: Path) -> None:
+    class Dying(RecordingGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            for reply in super().pull_messages(message_ids):
+                first = reply.metadata.message_type == "train" and reply.metadata.group_id == "1"
+                hit = first and reply.metadata.src_node_id == FIRST_NODE
+                yield Message(Error(8, "died"), reply_to=self.sent_to(reply)) if hit else reply
+
+        def sent_to(self, reply: Message) -> Message:
+            return next(m for m in self.sent if m.metadata.message_id == reply.metadata.reply_to_message_id)
+
+    run_dir = run_local(tmp_path, Dying, **SMALL | {"num_rounds": 2})
+    one, two = (record["clients"][0] for record in run_dir.rounds())
+    assert one["status"] == "crashed"
+    assert (two["status"], two["pieces"]) == ("ok", "0,1,2")
+    assert "given 75% of its budget" in two["note"]
+
+
+def test_one_image_is_enough_to_validate(tmp_path: Path) -> None:
+    (record,) = run_local(tmp_path, **SMALL | {"validation_share": 0.01, "num_rounds": 1}).rounds()
+    assert record["clients_evaluated"] == 3
+    assert record["client_accuracy"] is not None
+
+
+# ---- jFAT
+
+JOINT = SMALL | {"strategy": "jfat", "num_rounds": 2, "r_min": ""}
+
+
+def test_jfat_swaps_at_the_price_of_time(tmp_path: Path) -> None:
+    poor = run_local(tmp_path / "poor", **JOINT | {"fleet": boards(poor=(100_000, 1e9))})
+    rich = run_local(tmp_path / "rich", **JOINT | {"fleet": boards(rich=(10**9, 1e9))})
+    assert same(model_of(poor), model_of(rich))
+    for one, other in zip(poor.rounds(), rich.rounds(), strict=True):
+        assert not one["enforced"]
+        assert {client["pieces"] for client in one["clients"]} == {"0,1,2,3,4"}
+        assert one["simulated_seconds"] > other["simulated_seconds"]
+        assert all(client["measured_peak"] > client["budget"] for client in one["clients"])
+    summary = poor.summary()
+    assert summary is not None
+    assert summary["max_peak_over_budget"] is None
+
+
+def test_fedprophet_with_memory_for_everything_is_jfat(tmp_path: Path) -> None:
+    """One module is the whole model, with its own head: the paper's section 7.3."""
+    rich = SMALL | {"fleet": boards(rich=(10**9, 1e9)), "num_rounds": 2}
+    joint = run_local(tmp_path / "joint", **rich | {"strategy": "jfat"})
+    prophet = run_local(tmp_path / "prophet", **rich | {"r_min": "1x"})
+    assert same(model_of(joint), model_of(prophet))
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"r_min": "0.3x"},
+            r"setting r-min = '0.3x' is [\d,]+ bytes, and atom 'conv\d' alone needs [\d,]+: give at least",
+        ),
+        ({"r_min": "lots"}, r"setting r-min = 'lots': expected bytes as 60MB or 57MiB, or a share"),
+        ({"attack_warmup": 2}, r"attack-warmup = 2 leaves no adversarial round in stages of 2"),
+        ({"patience": 3}, r"patience = 3 compares the accuracies of different modules: use stage-patience"),
+        ({"apa_least": 0.5}, r"apa-least = 0.5 is more than apa-start = 0.3"),
+        ({"init_weights": "none.safetensors"}, r"init-weights = none.safetensors: there is no such file"),
+        ({"validation_share": 0.0}, r"validation-share is 0: fedprophet is steered"),
+        ({"attack_epsilon": 1.5}, r"setting attack-epsilon = 1.5: should be less than or equal to 1"),
+        ({"attack_epsilon": 0.0}, r"setting attack-epsilon = 0.0: should be greater than 0"),
+        ({"apa_margin": 1.0}, r"setting apa-margin = 1.0: should be less than 1"),
+    ],
+)
+def test_bad_settings_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, SettingsError), match=message):
+        run_local(tmp_path, **SMALL | changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_images_of_unknown_range_cannot_be_attacked(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {f"x_{part}": rng.normal(size=(60, 8, 8)).astype(np.float32) for part in ("train", "test")}
+    np.savez(tmp_path / "float.npz", **arrays, y_train=np.arange(60) % 3, y_test=np.arange(60) % 3)
+    with pytest.raises(
+        ValueError, match=r"float32 .*: an attack moves pixels within \[0, 1\], and needs images of 8 bits"
+    ):
+        run_local(tmp_path, **SMALL | {"dataset": f"npz:{tmp_path / 'float.npz'}"})
+
+
+def test_a_model_that_is_no_cascade(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "plain", lambda num_classes, input_shape, width, batch_norm: nn.Linear(64, num_classes))
+    with pytest.raises(
+        ValueError, match="model 'plain' is a Linear, not a cascade: its function has to return a Blueprint"
+    ):
+        build_blueprint("plain", num_classes=10, input_shape=(1, 8, 8))
+
+
+def test_nobody_can_measure_the_next_stage(tmp_path: Path) -> None:
+    class Silent(RecordingGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            kept = [m for m in messages if m.metadata.message_type != "query.survey"]
+            return super().push_messages(kept)
+
+    with pytest.raises(RunAbortedError, match="no client could measure what module 2 starts from: no answer within"):
+        run_local(tmp_path, Silent, **SMALL | {"round_timeout": 2.0})
+    resumed = run_local(tmp_path, **SMALL | {"round_timeout": 2.0}, resume_from=str(tmp_path / "run"))
+    assert resumed.summary()["status"] == "completed"  # type: ignore[index]

@@ -1,0 +1,146 @@
+"""FedProphet's Adaptive Perturbation Adjustment: Equation 12 on its boundaries, and from round to round."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fedprophet_helpers import a_run
+from flwr.app import MetricRecord
+
+from piecework.strategies.cascade.fedprophet import FedProphet
+from piecework.strategies.cascade.fedprophet_adjustment import FedProphetState, adjusted_alpha
+from piecework.training.settings import Settings
+
+# ---- on its boundaries
+
+GAMMA = Settings(apa_margin=0.25, apa_step=0.1)  # boundaries that are exact in binary
+FIXED = {"clean": 0.5, "adversarial": 0.25}  # C* / A* = 2: 2.5 and 1.5 are still within
+
+
+def up(x: float) -> float:
+    return math.nextafter(x, math.inf)
+
+
+def down(x: float) -> float:
+    return math.nextafter(x, -math.inf)
+
+
+@pytest.mark.parametrize(
+    ("clean", "adversarial", "alpha"),
+    [
+        (0.5, 0.25, 0.3),
+        (0.625, 0.25, 0.3),  # (1 + gamma) C* / A* itself
+        (up(0.625), 0.25, 0.4),
+        (0.375, 0.25, 0.3),  # (1 - gamma) C* / A* itself
+        (down(0.375), 0.25, 0.2),
+        (0.1, 0.0, 0.4),  # no robustness: the ratio is infinite
+        (0.0, 0.0, 0.3),  # no ratio
+        (0.0, 0.1, 0.2),
+    ],
+)
+def test_alpha_follows_the_ratio_of_accuracies(clean: float, adversarial: float, alpha: float) -> None:
+    assert adjusted_alpha(0.3, [[clean, adversarial]], FIXED, GAMMA) == alpha
+
+
+@pytest.mark.parametrize(("ratio", "alpha"), [(2.101, 0.4), (2.099, 0.3), (1.901, 0.3), (1.899, 0.2)])
+def test_alpha_with_the_papers_gamma(ratio: float, alpha: float) -> None:
+    assert adjusted_alpha(0.3, [[0.25 * ratio, 0.25]], FIXED, Settings(apa_margin=0.05, apa_step=0.1)) == alpha
+
+
+def test_a_stage_before_without_robustness() -> None:
+    """C* / A* is infinite: every ratio is less; where it is not defined, nothing changes."""
+    assert adjusted_alpha(0.3, [[0.5, 0.25]], {"clean": 0.5, "adversarial": 0.0}, GAMMA) == 0.2
+    assert adjusted_alpha(0.3, [[0.5, 0.0]], {"clean": 0.5, "adversarial": 0.0}, GAMMA) == 0.3
+    assert adjusted_alpha(0.3, [[0.5, 0.25]], {"clean": 0.0, "adversarial": 0.0}, GAMMA) == 0.3
+
+
+def test_alphas_lower_bound() -> None:
+    low = [[0.1, 0.25]]
+    assert adjusted_alpha(0.05, low, FIXED, GAMMA) == 0.0
+    authors = GAMMA.model_copy(update={"apa_least": 0.3})
+    assert adjusted_alpha(0.3, low, FIXED, authors) == 0.3
+    assert adjusted_alpha(0.35, low, FIXED, authors) == 0.3
+    assert adjusted_alpha(0.5, low, FIXED, authors) == 0.4
+
+
+def test_alpha_looks_at_the_mean_of_the_window() -> None:
+    assert adjusted_alpha(0.3, [[0.8, 0.25], [0.2, 0.25]], FIXED, GAMMA) == 0.3  # 3.2 and 0.8: 2
+    assert adjusted_alpha(0.3, [[0.8, 0.25], [0.5, 0.25]], FIXED, GAMMA) == 0.4  # 3.2 and 2: 2.6
+    assert adjusted_alpha(0.3, [[0.2, 0.25], [0.5, 0.25]], FIXED, GAMMA) == 0.2  # 0.8 and 2: 1.4
+
+
+def test_epsilon_is_alpha_times_the_mean_largest_perturbation() -> None:
+    assert FedProphetState(alpha=0.3, distance=5.0).epsilon == pytest.approx(1.5)
+    assert FedProphetState(alpha=0.3).epsilon == 0  # in the first stage
+
+
+# ---- from round to round
+
+
+def told(clean: float, adversarial: float) -> MetricRecord:
+    return MetricRecord({"val-loss": 1.0, "val-accuracy": clean, "val-adversarial-accuracy": adversarial})
+
+
+@pytest.fixture
+def second_stage(tmp_path: Path) -> Iterator[Callable[..., list[FedProphetState]]]:
+    """The state after each round of a second stage in which clients tell these accuracies; C* / A* = 2."""
+    with a_run(tmp_path) as run:
+        strategy = run.strategy
+        assert isinstance(strategy, FedProphet)
+
+        def states(accuracies: list[tuple[float, float]], stage: int = 1, **settings: Any) -> list[FedProphetState]:
+            changes = {"apa_margin": 0.25, "stage_patience": 0} | settings
+            strategy.settings = run.settings.model_copy(update=changes)
+            fixed = {"clean": 0.5, "adversarial": 0.25, "epsilon": 0.0, "nonnegative": True}
+            strategy.state = FedProphetState(
+                r_min=1,
+                stage_rounds=99,
+                stage=stage,
+                alpha=0.3,
+                distance=5.0,
+                nonnegative=True,
+                fixed=fixed,
+                norms={"head": [1.0]},
+            )
+            found = []
+            for number, accuracy in enumerate(accuracies, start=10):
+                strategy.conclude(number, run.arrays, told(*accuracy))
+                found.append(replace(strategy.state))
+            return found
+
+        yield states
+
+
+HIGH, LOW, EVEN = (0.7, 0.25), (0.2, 0.25), (0.5, 0.25)  # ratios 2.8, 0.8 and 2; within are 1.5 to 2.5
+Play = Callable[..., list[FedProphetState]]
+
+
+def test_alpha_from_round_to_round(second_stage: Play) -> None:
+    def alphas(accuracies: list[tuple[float, float]], **changes: Any) -> list[float]:
+        return [state.alpha for state in second_stage(accuracies, **changes)]
+
+    assert alphas([HIGH, HIGH, EVEN, LOW]) == [0.4, 0.5, 0.5, 0.4]
+    assert alphas([LOW] * 5) == [0.2, 0.1, 0.0, 0.0, 0.0]
+    assert alphas([HIGH, LOW], stage=0) == [0.3, 0.3]  # the radius around images is fixed
+    assert alphas([HIGH, LOW], apa=False) == [0.3, 0.3]
+    # the authors': the mean of a window, at every second round, after those that do not count, not below the start
+    assert alphas([HIGH, LOW, (0.3, 0.25)], apa_window=2) == [0.4, 0.4, 0.3]  # 2.8; 1.8; 1
+    assert alphas([HIGH] * 4, apa_every=2) == [0.3, 0.4, 0.4, 0.5]
+    assert alphas([HIGH] * 4, apa_after=1, attack_warmup=1) == [0.3, 0.3, 0.4, 0.5]
+    # clean rounds are not of the window: 3 x HIGH would be 5.6, LOW alone is 1.6
+    assert alphas([HIGH, HIGH, HIGH, LOW], apa_window=4, attack_warmup=3) == [0.3, 0.3, 0.3, 0.2]
+    assert alphas([LOW, HIGH, LOW, LOW], apa_least=0.3) == [0.3, 0.4, 0.3, 0.3]
+
+
+def test_what_a_stage_leaves_to_the_next(second_stage: Play) -> None:
+    """Its best round is the second, with a score of 0.6 + 2 x 0.35, whose weights were trained with alpha = 0.4."""
+    states = second_stage([HIGH, (0.6, 0.35), LOW, EVEN], stage_patience=2, apa_start=0.7)
+    assert [(state.stage, state.alpha) for state in states] == [(1, 0.4), (1, 0.4), (1, 0.3), (2, 0.7)]
+    assert states[1].best == {"score": pytest.approx(1.3), "clean": 0.6, "adversarial": 0.35, "alpha": 0.4, "round": 11}
+    assert states[3].fixed == {"clean": 0.6, "adversarial": 0.35, "epsilon": 0.4 * 5.0, "nonnegative": True}
+    assert states[3].void == [[12, 13]]
+    assert (states[3].distance, states[3].recent, states[3].best) == (None, [], {})
+    assert [state.norms for state in states] == [{"head": [1.0]}] * 3 + [{}]  # limits of updates are a stage's own

@@ -1,0 +1,222 @@
+"""FedProphet's server on real answers: the partial average of Equations 16 and 17, and the survey of Equation 11."""
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from fedprophet_helpers import a_run
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from helpers import arrays_of, average, examples_of, numpy_of
+
+from piecework.models.cascade import unit_of
+from piecework.server_app.rounds import Run
+from piecework.strategies.cascade.fedprophet import FedProphet
+from piecework.training.messages import Outcome
+
+
+@dataclass
+class Answers:
+    """A strategy that has asked three clients in round 1 or 2, which are one stage each, and their answers."""
+
+    run: Run
+    replies: dict[str, bytes]
+
+    def ask(self, what: str) -> tuple[FedProphet, list[Message]]:
+        """The strategy, having asked anew, and copies of the true answers to `first`, `survey` or `second`."""
+        run, strategy = self.run, self.run.strategy
+        assert isinstance(strategy, FedProphet)
+        strategy.state = strategy.state_class(r_min=370_000, stage_rounds=9)
+        server_round = 1 if what == "first" else 2
+        if server_round == 2:
+            strategy.state.stage, strategy.state.alpha = 1, 0.3
+            strategy.state.fixed = {"clean": 0.5, "adversarial": 0.25, "epsilon": 0.0, "nonnegative": False}
+            strategy.state.distance = None if what == "survey" else 2.0
+        if what == "survey":
+            messages = strategy.configure_survey(server_round, run.arrays, run.grid)
+            assert messages is not None
+        else:
+            messages = strategy.configure_train(server_round, run.arrays, ConfigRecord(), run.grid)
+        run._deliver(server_round)
+        asked = list(messages)
+        if what not in self.replies:
+            self.replies[what] = pickle.dumps(list(run.grid.send_and_receive(asked)))
+        return strategy, pickle.loads(self.replies[what])
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+    with a_run(tmp_path_factory.mktemp("answers")) as run:
+        yield Answers(run, {})
+
+
+def aggregated(strategy: FedProphet, replies: list[Message]) -> ArrayRecord:
+    copies = pickle.loads(pickle.dumps(replies))
+    arrays, _ = strategy.aggregate_train(1, iter(copies))
+    assert [report.status for report in strategy.reports.values() if report.status != "timeout"] == ["ok"] * len(
+        replies
+    )
+    assert arrays is not None
+    return arrays
+
+
+def by_unit(record: ArrayRecord) -> dict[str, list[str]]:
+    """The names of arrays by unit."""
+    units: dict[str, list[str]] = {}
+    for name in record:
+        units.setdefault(unit_of(name), []).append(name)
+    return units
+
+
+# ---- Equations 16 and 17
+
+
+@pytest.mark.parametrize(
+    ("what", "pieces", "trained"),
+    [
+        (
+            "first",
+            ["0,1", "0,1,2,3", "0,1,2,3,4"],
+            {"atoms.0": 3, "atoms.1": 3, "aux.1": 1, "atoms.2": 2, "atoms.3": 2, "aux.3": 1, "atoms.4": 1, "head": 1},
+        ),
+        ("second", ["2,3", "2,3,4", "2,3,4"], {"atoms.2": 3, "atoms.3": 3, "aux.3": 1, "atoms.4": 2, "head": 2}),
+    ],
+)
+def test_partial_average(answers: Answers, what: str, pieces: list[str], trained: dict[str, int]) -> None:
+    strategy, replies = answers.ask(what)
+    old, new = answers.run.arrays, aggregated(strategy, replies)
+    assert [report.pieces for report in strategy.reports.values()] == pieces
+    weights = [examples_of(reply) for reply in replies]
+    assert len(set(weights)) == 3  # so that a mean without weights would be another
+    assert list(new) == list(old)
+    for unit, names in by_unit(old).items():
+        holders = [reply for reply in replies if names[0] in arrays_of(reply)]
+        assert len(holders) == trained.get(unit, 0)
+        for name in names:
+            if not holders:
+                assert new[name].data is old[name].data
+            elif name.endswith("num_batches_tracked"):
+                assert new[name].numpy() == old[name].numpy() + 2  # local iterations
+                assert new[name].dtype == "int64"
+            else:
+                np.testing.assert_array_equal(new[name].numpy(), average(holders, name))
+                assert not np.array_equal(new[name].numpy(), old[name].numpy())
+
+
+def test_a_weighted_mean_by_hand(answers: Answers) -> None:
+    """The head behind the first module comes from the first client alone, the second module from the other two."""
+    strategy, replies = answers.ask("first")
+    first, second, third = map(arrays_of, replies)
+    new = numpy_of(aggregated(strategy, replies))
+    np.testing.assert_array_equal(new["aux.1.fc.weight"], first["aux.1.fc.weight"])
+    np.testing.assert_array_equal(new["aux.3.fc.bias"], second["aux.3.fc.bias"])
+    np.testing.assert_array_equal(new["head.fc.bias"], third["head.fc.bias"])
+    name, (_, two, three) = "atoms.2.conv.weight", [examples_of(reply) for reply in replies]
+    by_hand = (two * second[name].astype(np.float64) + three * third[name]) / (two + three)
+    np.testing.assert_allclose(new[name], by_hand, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("there", "untouched"),
+    [
+        ([0], {"atoms.2", "atoms.3", "atoms.4", "aux.3", "head"}),
+        ([1], {"atoms.4", "aux.1", "head"}),
+        ([0, 1], {"atoms.4", "head"}),
+        ([2], {"aux.1", "aux.3"}),
+    ],
+)
+def test_what_nobody_trained_is_the_very_same(answers: Answers, there: list[int], untouched: set[str]) -> None:
+    strategy, replies = answers.ask("first")
+    old, new = answers.run.arrays, aggregated(strategy, [replies[n] for n in there])
+    same = {name for name in old if new[name].data is old[name].data}  # Flower wraps the bytes anew
+    assert same == {name for name in old if unit_of(name) in untouched}
+    assert all((new[name].shape, new[name].dtype) == (old[name].shape, old[name].dtype) for name in old)
+
+
+def test_a_unit_that_was_not_assigned_is_not_taken(answers: Answers) -> None:
+    """A client of the first module alone sends a second one, and the head of another."""
+    for name in ("atoms.2.conv.weight", "aux.3.fc.bias", "head.fc.bias"):
+        strategy, replies = answers.ask("first")
+        replies[0].content.array_records["arrays"][name] = answers.run.arrays[name]
+        arrays, _ = strategy.aggregate_train(1, iter(replies))
+        assert strategy.reports[0].status == "rejected"
+        assert strategy.reports[0].reason == f"array {name!r} was not sent to be trained"
+        assert arrays is not None
+
+
+# ---- Equation 11: the mean over all examples
+
+
+def measured(reply: Message) -> dict[str, Any]:
+    return dict(reply.content.metric_records["metrics"])
+
+
+def put(reply: Message, **metrics: Any) -> None:
+    changed = measured(reply) | {name.replace("_", "-"): value for name, value in metrics.items()}
+    reply.content["metrics"] = MetricRecord({name: value for name, value in changed.items() if value is not None})
+
+
+def test_a_survey_of_all_clients(answers: Answers) -> None:
+    strategy, replies = answers.ask("survey")
+    rows = [measured(reply) for reply in replies]
+    assert [row["num-examples"] for row in rows] == [strategy.roster.members[client].examples for client in range(3)]
+    assert strategy.aggregate_survey(2, iter(replies))
+    total = sum(row["perturbation"] * row["num-examples"] for row in rows)
+    assert strategy.state.distance == pytest.approx(total / sum(row["num-examples"] for row in rows))
+    assert strategy.state.nonnegative  # behind a ReLU
+    assert strategy.state.epsilon == pytest.approx(0.3 * strategy.state.distance)
+
+
+def test_examples_are_the_weights(answers: Answers) -> None:
+    strategy, replies = answers.ask("survey")
+    for reply, distance, examples in zip(replies, (1.0, 2.0, 5.0), (10, 20, 10), strict=True):
+        put(reply, perturbation=distance, num_examples=examples)
+    assert strategy.aggregate_survey(2, iter(replies))
+    assert strategy.state.distance == pytest.approx((10 + 40 + 50) / 40)
+
+
+@pytest.mark.parametrize(("least", "nonnegative"), [(0.0, True), (-1e-6, False)])
+def test_one_client_with_features_below_zero_is_enough(answers: Answers, least: float, nonnegative: bool) -> None:
+    strategy, replies = answers.ask("survey")
+    put(replies[1], least_feature=least)
+    assert strategy.aggregate_survey(2, iter(replies))
+    assert strategy.state.nonnegative is nonnegative
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"perturbation": -1.0},
+        {"perturbation": None},
+        {"least_feature": None},
+        {"num_examples": 10**6},
+        {"num_examples": 0},
+        {"num_examples": None},
+        {"perturbation": float("nan")},
+        {"perturbation": float("inf")},
+        {"least_feature": float("nan")},
+        {"perturbation": [1.0, 2.0]},
+        {"num_examples": -5},
+        {"num_examples": float("inf")},
+        {"num_examples": [1, 2]},
+    ],
+    ids=str,
+)
+def test_a_measurement_that_makes_no_sense_does_not_count(answers: Answers, nonsense: dict[str, Any]) -> None:
+    strategy, replies = answers.ask("survey")
+    for reply, distance in zip(replies, (1.0, 100.0, 3.0), strict=True):
+        put(reply, perturbation=distance, num_examples=10)
+    put(replies[1], **nonsense)
+    assert strategy.aggregate_survey(2, iter(replies))
+    assert strategy.state.distance == pytest.approx(2.0)
+
+
+def test_a_survey_that_nobody_answers(answers: Answers) -> None:
+    strategy, replies = answers.ask("survey")
+    for reply in replies:
+        reply.content["outcome"] = Outcome("memory", 5, 4, "needs 5 bytes, allowed 4").to_record()
+    for answered in ([], replies):
+        assert not strategy.aggregate_survey(2, iter(answered))
+        assert strategy.state.distance is None

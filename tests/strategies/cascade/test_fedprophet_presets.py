@@ -1,0 +1,105 @@
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from piecework.device_profiles.fleet import load_fleet
+from piecework.federated_data.datasets import PUBLISHED
+from piecework.federated_data.partition import share_class_counts
+from piecework.options import read_preset, settings_from
+from piecework.planning.costs import pricing_for
+from piecework.question import budget_bytes
+from piecework.strategies.cascade.fedprophet_modules import FedProphetRule
+from piecework.training.settings import Settings, learning_rate
+from piecework.training.setup import blueprint_of_shape, client_shares
+
+SETTINGS = [
+    f"fedprophet-{data}-{level}"
+    for data, level in itertools.product(("cifar10", "caltech"), ("balanced", "unbalanced"))
+]
+AUTHORS_OWN = {
+    "batch-norm",
+    "lr-restart",
+    "fleet",
+    "attack-epsilon",
+    "attack-step",
+    "attack-warmup",
+    "apa-every",
+    "apa-after",
+    "apa-window",
+    "apa-least",
+    "validation-clients",
+}
+FEDPROPHETS_OWN = {
+    "strategy",
+    "num-rounds",
+    "r-min",
+    "convexity",
+    "stage-rounds",
+    "stage-patience",
+    "apa-start",
+    "apa-step",
+    "apa-margin",
+}
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    return {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+
+
+def labels_like(dataset: str) -> np.ndarray:
+    """Labels of as many images: CIFAR's classes are equal, of Caltech's 256 each has at least 55 training images."""
+    _, classes, examples = PUBLISHED[dataset]
+    least = examples // classes if dataset == "cifar10" else 55
+    rng = np.random.default_rng(0)
+    more = rng.multinomial(examples - least * classes, rng.dirichlet(np.ones(classes)))
+    return np.repeat(np.arange(classes), least + more)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_authors_variant_differs_where_their_code_does(name: str) -> None:
+    assert difference(read_preset(name), read_preset(f"{name}-authors")) == AUTHORS_OWN
+    assert read_preset(f"{name}-authors")["fleet"] == f"{read_preset(name)['fleet']}-authors"
+
+
+@pytest.mark.parametrize("variant", ["", "-authors"])
+@pytest.mark.parametrize("data", ["cifar10", "caltech"])
+def test_levels_of_heterogeneity_are_fleets(data: str, variant: str) -> None:
+    balanced, unbalanced = (read_preset(f"fedprophet-{data}-{level}{variant}") for level in ("balanced", "unbalanced"))
+    assert difference(balanced, unbalanced) == {"fleet"}
+    for level, values in (("balanced", balanced), ("unbalanced", unbalanced)):
+        assert load_fleet(str(values["fleet"])).name == f"fedprophet-{data}-{level}{variant}"
+
+
+def test_jfat_trains_on_the_same() -> None:
+    assert difference(read_preset("jfat-cifar10"), read_preset("fedprophet-cifar10-balanced")) == FEDPROPHETS_OWN
+
+
+@pytest.mark.parametrize(
+    ("name", "own"), [("fedprophet-cifar10-balanced", 0.84), ("fedprophet-caltech-balanced", 0.83)]
+)
+def test_clients_have_the_papers_skew(name: str, own: float) -> None:
+    settings = settings_from(name, [])
+    labels = labels_like(settings.dataset)
+    shares = client_shares(settings, labels, settings.clients)
+    counts = share_class_counts(labels, shares, PUBLISHED[settings.dataset][1])
+    assert {len(share) for share in shares} == {PUBLISHED[settings.dataset][2] // 100}
+    largest = np.sort(counts)[:, -settings.partition_classes :].sum(1) / counts.sum(1)
+    assert largest.mean() == pytest.approx(own, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["fedprophet-cifar10-balanced", "fedprophet-caltech-balanced"])
+def test_models_fall_into_the_papers_seven_modules(name: str) -> None:
+    settings = settings_from(name, [])
+    shape, classes, _ = PUBLISHED[settings.dataset]
+    blueprint = blueprint_of_shape(settings, shape, classes)
+    rule = FedProphetRule(blueprint, pricing_for(settings, blueprint), settings, budget_bytes(settings.r_min, 0))
+    assert len(rule.stages) == 7
+    assert settings.num_rounds == 7 * settings.stage_rounds
+    assert not settings.enforced
+
+
+def test_after_a_thousand_rounds_the_papers_rate_is_a_400th() -> None:
+    settings = Settings.from_run_config(read_preset("fedprophet-cifar10-balanced"))  # its header says so
+    assert settings.lr / learning_rate(settings, 1001) == pytest.approx(400, rel=0.03)

@@ -1,0 +1,391 @@
+"""ProFL from the last block's shrinking to the last one's growing, on the in-process grid."""
+
+import json
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    TRIO,
+    RecordingGrid,
+    a_blueprint,
+    arrays_of,
+    average,
+    clients_of,
+    few_digits,
+    model_of,
+    run_in_parts,
+    run_local,
+    same,
+    tiny_settings,
+    training,
+)
+from safetensors.torch import save_file
+
+from piecework import load
+from piecework.federated_data.datasets import PUBLISHED
+from piecework.models.cascade import unit_of
+from piecework.options import read_preset
+from piecework.plan import make_plan
+from piecework.planning.costs import pricing_for
+from piecework.question import ask
+from piecework.server_app.records import RunDir
+from piecework.strategies.cascade.profl import Leg, legs_of
+from piecework.strategies.cascade.profl_steps import ProFLRule
+from piecework.training.examples import normalised
+from piecework.training.settings import Settings
+from piecework.training.setup import blueprint_of_shape, open_dataset
+
+ROOT = Path(__file__).parents[3]
+
+
+def boards(**memory: float | int) -> str:
+    table = [
+        {"name": name, "memory" if isinstance(m, int) else "memory-ratio": m, "flops": 1e9}
+        | {"bandwidth": 1e6, "disk-bandwidth": 1e7}
+        for name, m in memory.items()
+    ]
+    return json.dumps({"name": "test", "assignment": "round-robin", "device": table})
+
+
+# The convnet has the blocks (0, 1), (2, 3) and (4,); 5 and 6 are the basic layers of the second and the third. Client 2 has
+# memory for the output layer in step 1, and for more later.
+SMALL: dict[str, Any] = TRIO | {
+    "strategy": "profl",
+    "batch_norm": "running",
+    "local_iterations": 2,
+    "stage_rounds": 2,
+    "distil_rounds": 1,
+    "distil_lr": 0.01,
+    "num_rounds": 13,
+    "lr": 0.02,
+    "fleet": boards(rich=1.5, some=1.2, poor=0.5),
+}
+BLOCKS = [[0, 1], [2, 3], [4]]
+LEGS = [
+    ("statistics", 1),
+    ("shrinking, step 3", 2),
+    ("map, block 3", 1),
+    ("shrinking, step 2", 2),
+    ("map, block 2", 1),
+    ("growing, step 1", 2),
+    ("growing, step 2", 2),
+    ("growing, step 3", 2),
+]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, RecordingGrid]:
+    grids: list[RecordingGrid] = []
+
+    class Kept(RecordingGrid):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            grids.append(self)
+
+    return run_local(tmp_path_factory.mktemp("whole"), Kept, **SMALL), grids[0]
+
+
+def test_legs_by_hand() -> None:
+    down = [Leg("shrinking", 3), Leg("map", 3), Leg("shrinking", 2), Leg("map", 2)]
+    up = [Leg("growing", 1), Leg("growing", 2), Leg("growing", 3)]
+    assert legs_of(3, shrinking=True, maps=[2, 3]) == down + up
+    assert legs_of(3, shrinking=True, maps=[3]) == down[:3] + up
+    assert legs_of(3, shrinking=True, maps=[]) == down[::2] + up
+    assert legs_of(3, shrinking=False, maps=[2, 3]) == up
+    assert legs_of(3, shrinking=True, maps=[2, 3], statistics=True) == [Leg("statistics", 3), *down, *up]
+    assert legs_of(3, shrinking=False, maps=[2, 3], statistics=True) == up
+    assert legs_of(1, shrinking=True, maps=[], statistics=True) == up[:1]
+
+
+def test_one_leg_after_another(whole_run: tuple[RunDir, RecordingGrid]) -> None:
+    rounds = whole_run[0].rounds()
+    assert [(stage, len(list(group))) for stage, group in groupby(record["stage"] for record in rounds)] == LEGS
+    assert [(each["leg"], each["converged"]) for each in rounds[-1]["frozen"]] == [(leg[0], False) for leg in LEGS[:-1]]
+    for record in rounds:
+        assert (record["answered"], record["enforced"]) == (3, True)
+        kind = record["stage"].split(",")[0]
+        assert (record["train_loss"] is None) == (kind in ("map", "statistics"))
+        assert (record["distillation_loss"] is None) == (kind != "map")
+        for client in record["clients"]:
+            assert 0 < client["measured_peak"] == client["predicted_peak"] <= client["budget"]
+
+
+def units(message: Any) -> set[str]:
+    return set(map(unit_of, arrays_of(message)))
+
+
+def test_only_the_block_and_its_output_module_travel(whole_run: tuple[RunDir, RecordingGrid]) -> None:
+    _, grid = whole_run
+    asked = {2: "4", 4: "4 6", 5: "2 3 6", 7: "2 3 5 6", 8: "0 1 5 6", 10: "2 3 6", 12: "4"}
+    came = {2: "4", 4: "6", 5: "2 3 6", 7: "5", 8: "0 1 5 6", 10: "2 3 6", 12: "4"}
+    heads = {2: 1, 4: 1, 5: 1, 7: 0, 8: 1, 10: 1, 12: 1}
+    for number, atoms in asked.items():
+        down = [units(m) for m in training(grid.sent) if m.metadata.group_id == str(number)]
+        assert down == [{f"atoms.{atom}" for atom in atoms.split()} | {"head"}] * 3
+        up = [units(m) for m in training(grid.received) if m.metadata.group_id == str(number)]
+        whole = {f"atoms.{atom}" for atom in came[number].split()} | ({"head"} if heads[number] else set())
+        assert max(up, key=len) == whole
+        assert all(each in (whole, {"head"}) for each in up)
+
+
+def test_who_cannot_afford_the_step_trains_the_output_layer(whole_run: tuple[RunDir, RecordingGrid]) -> None:
+    run_dir, grid = whole_run
+    pieces = {n: [client["pieces"] for client in clients_of(run_dir, n)] for n in (8, 12)}
+    assert pieces == {8: ["0,1,5,6", "0,1,5,6", "head"], 12: ["4"] * 3}
+    replies = [m for m in training(grid.received) if m.metadata.group_id == "8"]
+    assert [sorted({unit_of(name) for name in arrays_of(m)}) for m in replies][2] == ["head"]
+    before = {name: a for m in training(grid.sent) if m.metadata.group_id == "8" for name, a in arrays_of(m).items()}
+    after = next(arrays_of(m) for m in training(grid.sent) if m.metadata.group_id == "9")
+    for name, array in after.items():
+        np.testing.assert_array_equal(array, average(replies, name) if array.dtype.kind == "f" else array)
+        assert not np.array_equal(array, before[name]) or array.dtype.kind != "f"
+
+
+def sent_in(grid: RecordingGrid, number: int) -> dict[str, np.ndarray]:
+    """What clients get in a round, frozen units too."""
+    found: dict[str, np.ndarray] = {}
+    for message in grid.sent:
+        if message.metadata.group_id == str(number):
+            found |= arrays_of(message)
+    return found
+
+
+def part(arrays: Mapping[str, np.ndarray], *chosen: str) -> dict[str, np.ndarray]:
+    return {name: array for name, array in arrays.items() if unit_of(name) in chosen}
+
+
+def test_growing_starts_from_what_shrinking_left(whole_run: tuple[RunDir, RecordingGrid]) -> None:
+    """Block t from theta_t^ini, its output module as its step left it; step 1's from the last map."""
+    run_dir, grid = whole_run
+    shrunk3, shrunk2, mapped2 = sent_in(grid, 4), sent_in(grid, 7), sent_in(grid, 8)
+    grown2, grown3 = sent_in(grid, 10), sent_in(grid, 12)
+    assert same(part(grown2, "atoms.2", "atoms.3"), part(shrunk2, "atoms.2", "atoms.3"))
+    assert same(part(grown2, "atoms.6", "head"), part(shrunk2, "atoms.6", "head"))
+    assert same(part(grown3, "atoms.4", "head"), part(shrunk3, "atoms.4", "head"))
+    assert same(part(mapped2, "atoms.6", "head"), part(shrunk2, "atoms.6", "head"))
+    assert not same(part(mapped2, "atoms.5"), part(shrunk2, "atoms.5"))
+    first = sent_in(grid, 2)
+    assert same(part(mapped2, "atoms.0", "atoms.1"), part(first, "atoms.0", "atoms.1"))  # random until it is grown
+    final = model_of(run_dir)
+    assert not same(part(final, "atoms.0"), part(first, "atoms.0"))
+    model = load(run_dir.path)
+    assert len(model.network.atoms) == 5
+
+
+def test_resumed_anywhere(tmp_path: Path, whole_run: tuple[RunDir, RecordingGrid]) -> None:
+    resumed = run_in_parts(tmp_path, [1, 2, 3, 4, 6, 9], **SMALL)
+    assert same(model_of(resumed), model_of(whole_run[0]))
+    keys = ("stage", "accuracy", "effective_movement", "slope", "frozen")
+    assert [[r[key] for key in keys] for r in resumed.rounds()] == [
+        [r[key] for key in keys] for r in whole_run[0].rounds()
+    ]
+
+
+def test_a_teachers_output_layer_is_priced(tmp_path: Path) -> None:
+    """Where the last atom takes most, what it takes together with the output layer is what a map needs."""
+    changes = {"model": "resnet18", "model_width": 0.125, "fleet": boards(rich=2.0), "batch_norm": "running"}
+    changes |= {"dataset": "digits", "stage_rounds": 1, "num_rounds": 3, "local_iterations": 1}
+    record = run_local(tmp_path, **SMALL | changes).rounds()[2]
+    assert record["stage"] == "map, block 4"
+    for client in record["clients"]:
+        assert 0.98 * client["predicted_peak"] < client["measured_peak"] <= client["predicted_peak"]
+
+
+def test_random_blocks_get_statistics_before_shrinking(whole_run: tuple[RunDir, RecordingGrid]) -> None:
+    """The blocks before the last travel, and only what their batch norms have seen changes: the mean over the clients."""
+    run_dir, grid = whole_run
+    sent = [arrays_of(m) for m in training(grid.sent) if m.metadata.group_id == "1"]
+    replies = [m for m in training(grid.received) if m.metadata.group_id == "1"]
+    after = sent_in(grid, 2)
+    assert [set(map(unit_of, arrays)) for arrays in sent] == [{f"atoms.{atom}" for atom in range(4)}] * 3
+    for name, array in part(after, *(f"atoms.{atom}" for atom in range(4))).items():
+        if name.endswith(("running_mean", "running_var")):
+            np.testing.assert_allclose(array, average(replies, name), rtol=1e-6)
+            assert not np.allclose(array, sent[0][name], atol=1e-3)
+        elif not name.endswith("num_batches_tracked"):
+            np.testing.assert_array_equal(array, sent[0][name])
+    record = run_dir.rounds()[0]
+    assert record["accuracy"] is None
+    assert record["clients_evaluated"] == 0
+    assert record["train_loss"] is None
+
+
+@pytest.mark.parametrize(("atoms", "begins"), [((0, 1, 2, 3), "shrinking, step 3"), ((0, 1, 4), "statistics")])
+def test_statistics_that_init_weights_bring_are_not_measured(
+    tmp_path: Path, atoms: tuple[int, ...], begins: str
+) -> None:
+    """All of them, or all are measured."""
+    model, file = a_blueprint(batch_norm="running"), tmp_path / "some.safetensors"
+    units = {f"atoms.{atom}": model.build_unit(f"atoms.{atom}") for atom in atoms}
+    save_file({f"{u}.{n}": value for u, unit in units.items() for n, value in unit.state_dict().items()}, file)
+    run = run_local(tmp_path, **SMALL | {"init_weights": str(file), "num_rounds": 1})
+    assert run.rounds()[0]["stage"] == begins
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf").glob("profl-*.toml")))
+def test_presets_have_rounds_for_all_parts(name: str) -> None:
+    """So many that growing's last step may take all of its own."""
+    settings = Settings.from_run_config(read_preset(name))
+    shape, classes, _ = PUBLISHED[settings.dataset]
+    rule = ProFLRule(blueprint_of_shape(settings, shape, classes), pricing_for(settings, a_blueprint()), settings)
+    count, shrinking = len(rule.blocks), settings.shrinking
+    parts = legs_of(count, shrinking=shrinking, maps=range(2, count + 1), statistics=settings.batch_norm == "running")
+    rounds = {"map": settings.distil_rounds, "statistics": 1}
+    assert sum(rounds.get(leg.kind, settings.stage_rounds) for leg in parts) <= settings.num_rounds
+
+
+def test_movements_survive_a_stop(tmp_path: Path) -> None:
+    """Blocks freeze by their movements, after stops within a step, at its end and within a map as without any."""
+    changes = SMALL | {
+        "movement_window": 2,
+        "movement_times": 1,
+        "movement_share": 0.99,
+        "movement_scalars": 70,
+        "stage_rounds": 6,
+        "distil_rounds": 3,
+        "num_rounds": 11,
+        "lr_rounds": 60,
+    }
+    through = run_local(tmp_path / "a", **changes)
+    resumed = run_in_parts(tmp_path / "b", [4, 6, 8], **changes)
+    assert same(model_of(resumed), model_of(through))
+    keys = ("stage", "accuracy", "effective_movement", "slope", "slope_threshold", "times_below", "ended", "frozen")
+    assert [[r[key] for key in keys] for r in resumed.rounds()] == [[r[key] for key in keys] for r in through.rounds()]
+    assert any(leg["converged"] for leg in through.rounds()[-1]["frozen"])
+    assert any(record["effective_movement"] for record in through.rounds())
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 4, 7, 9, 10, 11])
+def test_a_run_that_ends_with_a_step_leaves_that_steps_model(tmp_path: Path, rounds: int) -> None:
+    """Within a leg and at its end: the model's file does as well on the test data as the last record says."""
+    run_dir = run_local(tmp_path, **SMALL | {"num_rounds": rounds})
+    record, model = run_dir.rounds()[-1], load(run_dir.path, normalise=False)
+    found = open_dataset(f"npz:{few_digits()}", "")
+    with torch.no_grad():
+        right = model(normalised(found.test_inputs, found)).argmax(1).numpy() == found.test_labels
+    assert record["accuracy"] == pytest.approx(right.mean(), abs=0.011)  # one image of 100 may lie on a border
+
+
+def test_a_block_that_converges_is_frozen_early(tmp_path: Path) -> None:
+    """With H = 2 and W = 1 the earliest is round 3; a rate that falls makes movements alike."""
+    changes = {"movement_window": 2, "movement_times": 1, "movement_share": 0.99, "stage_rounds": 20, "num_rounds": 60}
+    run_dir = run_local(tmp_path, **SMALL | changes | {"distil_rounds": 0, "evaluate_every": 0})
+    rounds = run_dir.rounds()
+    legs = [list(group) for _, group in groupby(rounds, key=lambda record: record["stage"])]
+    assert [each["converged"] for each in rounds[-1]["frozen"]] == [False] + [len(leg) < 20 for leg in legs[1:-1]]
+    assert any(3 <= len(leg) < 20 for leg in legs)
+    for leg in legs[1:]:
+        assert [record["effective_movement"] is None for record in leg] == [True] + [False] * (len(leg) - 1)
+        assert [record["slope"] is None for record in leg] == [True] * 2 + [False] * (len(leg) - 2)
+        assert [record["ended"] for record in leg] == [""] * (len(leg) - 1) + ["rounds" if len(leg) == 20 else "frozen"]
+
+
+def test_some_scalars_are_enough(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"movement_scalars": 50, "num_rounds": 2})
+    checkpoint = run_dir.load_checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.kept["scalars"].shape == (2, 50)
+
+
+def test_growing_alone(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"shrinking": False, "num_rounds": 6})
+    assert [record["stage"] for record in run_dir.rounds()] == [f"growing, step {t}" for t in (1, 1, 2, 2, 3, 3)]
+
+
+def test_rounds_by_parameters(tmp_path: Path) -> None:
+    """Ten rounds of blocks of 5,082, 16,522 and 21,130 parameters: one each, and of seven 0.83, 2.71 and 3.46."""
+    changes = {"shrinking": False, "freezing": "parameters", "num_rounds": 10, "stage_rounds": 3}
+    run_dir = run_local(tmp_path, **SMALL | changes)
+    counts = [len(list(group)) for _, group in groupby(record["stage"] for record in run_dir.rounds())]
+    assert counts == [2, 4, 4]
+
+
+def test_where_no_client_can_train_a_step_every_atom_is_a_block(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"fleet": boards(all=0.77), "shrinking": False, "num_rounds": 10})
+    assert "every atom is a block (layer-wise training)" in caplog.text
+    rounds = run_dir.rounds()
+    assert [record["stage"] for record in rounds][::2] == [f"growing, step {t}" for t in range(1, 6)]
+    assert {client["pieces"] for client in rounds[2]["clients"]} == {"1,5,6"}
+
+
+def test_a_plan_cuts_as_a_run_does() -> None:
+    def stages(**changes: Any) -> list[str]:
+        settings = tiny_settings(**SMALL | {"dataset": "digits"} | changes)
+        return [row["name"] for row in make_plan(settings, ask(settings))["modules"]]
+
+    assert stages() == ["conv1+conv2 + output module", "conv3+conv4 + output module", "conv5"]
+    assert stages(fleet=boards(all=0.77))[:2] == ["conv1 + output module", "conv2 + output module"]
+
+
+def test_blocks_for_a_budget(tmp_path: Path) -> None:
+    """As large as the poorest can train: everybody takes part in every step."""
+    run_dir = run_local(
+        tmp_path, **SMALL | {"blocks": "budget", "fleet": boards(a=0.8, b=1.5), "shrinking": False, "num_rounds": 4}
+    )
+    for record in run_dir.rounds():
+        assert all(client["pieces"] for client in record["clients"])
+        assert all(client["measured_peak"] <= client["budget"] for client in record["clients"])
+
+
+def test_a_run_with_frozen_blocks_in_training_mode(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"frozen_mode": "training", "num_rounds": 5})
+    for record in run_dir.rounds():
+        for client in record["clients"]:
+            assert client["measured_peak"] <= client["predicted_peak"] <= client["budget"]
+
+
+def test_a_vision_transformer_goes_through_all_stages(tmp_path: Path) -> None:
+    """On images of 64 x 64: twelve encoders in three blocks, each replaced by one."""
+    rng, path = np.random.default_rng(0), tmp_path / "images.npz"
+    arrays = {f"x_{part}": rng.integers(0, 256, (24, 64, 64, 3), np.uint8) for part in ("train", "test")}
+    np.savez(path, **arrays, **{f"y_{part}": np.arange(24) % 3 for part in ("train", "test")})
+    changes = {"dataset": f"npz:{path}", "model": "vit", "model_width": 0.125, "clients": 2, "batch_size": 4}
+    changes |= {
+        "stage_rounds": 1,
+        "num_rounds": 7,
+        "local_iterations": 1,
+        "fleet": boards(all=1.0),
+    }  # no batch norm, no statistics
+    run_dir = run_local(tmp_path, **SMALL | changes)
+    assert [record["stage"] for record in run_dir.rounds()] == [
+        *("shrinking, step 3", "map, block 3", "shrinking, step 2", "map, block 2"),
+        *(f"growing, step {t}" for t in (1, 2, 3)),
+    ]
+    for record in run_dir.rounds():
+        for client in record["clients"]:
+            assert client["status"] == "ok"
+            assert client["measured_peak"] <= client["predicted_peak"] <= client["budget"]
+            # a map's price has the streams that a client needs which missed earlier steps
+            assert client["measured_peak"] == client["predicted_peak"] or "map" in record["stage"]
+    assert load(run_dir.path)(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_norm": "local"}, "batch-norm = 'local': profl averages blocks whole"),
+        (
+            {"fleet": boards(all=0.5)},
+            "step 2 of layer-wise training needs 783,112 bytes, and the richest client has 515,284",
+        ),
+        (
+            {"stage_rounds": 0, "num_rounds": 7},
+            r"num-rounds = 7 is too few: 5 steps, and 2 maps of distil-rounds = 1, need 8, one of them for statistics",
+        ),
+        ({"patience": 3}, "patience = 3 compares the models of different steps: use stage-rounds and movement-times"),
+        ({"target_accuracy": 0.9}, r"target-accuracy = 0\.9 compares the models of different steps"),
+    ],
+)
+def test_settings_that_do_not_go_together(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_local(tmp_path, **SMALL | changes)

@@ -1,0 +1,437 @@
+"""FedDF and FedET: the rules by hand, prototypes from what clients sent, runs on the in-process grid."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord
+from helpers import (
+    TRIO,
+    RecordingGrid,
+    arrays_of,
+    average,
+    clients_of,
+    examples_of,
+    fleet_json,
+    model_of,
+    numpy_of,
+    random_examples,
+    run_local,
+    same,
+    tiny_settings,
+    training,
+)
+from torch import Tensor, nn
+
+from piecework import load
+from piecework.device_profiles.memory import PeakMemory
+from piecework.models.cascade import initial_state
+from piecework.models.zoo import build_blueprint
+from piecework.plan import make_plan
+from piecework.question import ask
+from piecework.strategies.distillation.server_training import (
+    AdamPiece,
+    Ensemble,
+    averaged,
+    consensus,
+    consensus_loss,
+    distilled,
+    divergence,
+    likeness_loss,
+    logits_of,
+)
+from piecework.training.loop import PieceModel, Recipe
+from piecework.training.memory_cap import MemoryCap
+
+# A ResNet-10 for the rich, a small network for the poor; nothing is cut.
+SMALL: dict[str, Any] = TRIO | {
+    "strategy": "feddf",
+    "model": "resnet10",
+    "model_width": 0.125,
+    "family": "cnn3",
+    "public_share": 0.2,
+    "local_iterations": 2,
+    "server_iterations": 3,
+    "server_batch_size": 8,
+    "fleet": fleet_json(rich=2_000_000, poor=300_000),
+}
+STILL = 1e-30  # a rate that moves nothing
+
+
+def ensemble(*members: list[list[float]]) -> Ensemble:
+    found = Ensemble()
+    for logits in members:
+        found.add(torch.tensor(logits))
+    return found
+
+
+# Three clients, three examples, two classes.
+ONE = [[2.0, 0.0], [3.0, 1.0], [0.0, 6.0]]
+TWO = [[0.0, 4.0], [5.0, 1.0], [4.0, 0.0]]
+THREE = [[1.0, 0.0], [0.0, -6.0], [1.0, 3.0]]
+
+
+def test_averaged_logits() -> None:
+    expected = torch.tensor([[1.0, 4 / 3], [8 / 3, -4 / 3], [5 / 3, 3.0]])
+    torch.testing.assert_close(averaged(ensemble(ONE, TWO, THREE)), expected)
+
+
+def test_variance_weights_and_diversity_logits() -> None:
+    """Variances (a - b)^2 / 4: of the first example 1, 4 and 1/4, of the second 1, 4 and 9, of the third 9, 4 and 1."""
+    found = consensus(ensemble(ONE, TWO, THREE))
+    agreed = [
+        [(1 * 2 + 4 * 0 + 0.25 * 1) / 5.25, (1 * 0 + 4 * 4 + 0.25 * 0) / 5.25],
+        [(1 * 3 + 4 * 5 + 9 * 0) / 14, (1 * 1 + 4 * 1 - 9 * 6) / 14],
+        [(9 * 0 + 4 * 4 + 1 * 1) / 14, (9 * 6 + 4 * 0 + 1 * 3) / 14],
+    ]
+    torch.testing.assert_close(found[:, :2], torch.tensor(agreed))
+    assert agreed[0][1] > agreed[0][0] and agreed[1][0] > agreed[1][1] and agreed[2][1] > agreed[2][0]
+    # The first example's label is 1: clients 1 and 3 disagree. The second's 0: nobody. The third's 1: client 2.
+    torch.testing.assert_close(found[0, 2:], torch.tensor([(1 * 2 + 0.25 * 1) / 1.25, 0.0]))
+    assert found[1, 2:].isnan().all()
+    torch.testing.assert_close(found[2, 2:], torch.tensor([4.0, 0.0]))
+
+
+def test_clients_without_an_opinion_weigh_nothing() -> None:
+    found = consensus(ensemble([[0.0, 2.0]], [[7.0, 7.0]]))
+    torch.testing.assert_close(found[0, :2], torch.tensor([0.0, 2.0]))
+    torch.testing.assert_close(consensus(ensemble([[7.0, 7.0]]))[0, :2], torch.tensor([7.0, 7.0]))
+
+
+def test_the_divergence_of_two_answers() -> None:
+    """KL((3/4, 1/4) || (1/2, 1/2)) = 3/4 log(3/2) + 1/4 log(1/2)."""
+    found = divergence(torch.tensor([[5.0, 5.0]]), torch.tensor([[math.log(3), 0.0]]))
+    assert found.item() == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5), abs=1e-6)
+
+
+class Said(PieceModel):
+    """A piece without atoms or head: its logits are its input."""
+
+    def __init__(self) -> None:
+        super().__init__(a_model()[0], (), None, lambda unit: nn.Identity())
+
+    def logits(self, z: Tensor) -> Tensor:
+        return z
+
+
+def test_the_losses_by_hand() -> None:
+    said = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])
+    targets = torch.tensor([[math.log(3), 0.0, 0.0, 1.0], [1.0, 0.0, math.nan, math.nan]])
+    likeness = likeness_loss([Said()])(said, targets[:, :2])
+    second = float(divergence(said[1:], targets[1:, :2]))
+    assert likeness.item() == pytest.approx((0.75 * math.log(1.5) + 0.25 * math.log(0.5) + second) / 2, abs=1e-6)
+    # Labels 0 and 0: -log(1/2), -log(3/4). Only the first example has diversity logits; the mean is over both.
+    apart = float(divergence(said[:1], targets[:1, 2:]))
+    expected = (math.log(2) - math.log(0.75)) / 2 + 0.05 * apart / 2
+    assert consensus_loss(0.05)([Said()])(said, targets).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_agreed_batch_has_a_gradient_without_holes() -> None:
+    said = torch.zeros(2, 2, requires_grad=True)
+    targets = torch.tensor([[1.0, 0.0, math.nan, math.nan]] * 2)
+    consensus_loss(0.05)([Said()])(said, targets).backward()  # type: ignore[no-untyped-call]
+    assert said.grad is not None
+    torch.testing.assert_close(said.grad, torch.tensor([[-0.25, 0.25]] * 2))
+
+
+def test_logits_wait_on_disk_client_by_client() -> None:
+    """What is held while targets are made does not depend on how many clients there are."""
+    peaks = []
+    for clients in (10, 100):
+        held = Ensemble()
+        for client in range(clients):
+            held.add(torch.full((50, 10), float(client)))
+        with PeakMemory(None) as meter:
+            averaged(held)
+            consensus(held)
+        peaks.append(meter.peak)
+        assert float(averaged(held)[0, 0]) == pytest.approx((clients - 1) / 2)
+    assert peaks[0] == peaks[1] < 50 * 10 * 8 * 10
+
+
+def test_logits_far_above_the_others_are_left_out() -> None:
+    held = ensemble(ONE, TWO, [[1000 * value for value in row] for row in THREE])
+    assert held.distrust(10.0) == [2]
+    torch.testing.assert_close(averaged(held), averaged(ensemble(ONE, TWO)))
+    assert held.distrust(0.0) == []
+    assert averaged(held).abs().max() > 300
+
+
+def a_model(batch_norm: str = "running") -> tuple[Any, ArrayRecord]:
+    blueprint = build_blueprint("cnn3", num_classes=4, input_shape=(1, 8, 8), width=0.125, batch_norm=batch_norm)
+    return blueprint, ArrayRecord({n: Array(v.numpy()) for n, v in initial_state(blueprint, 1)})
+
+
+@pytest.mark.parametrize("piece_class", [None, AdamPiece])
+def test_a_model_learns_what_it_is_told(piece_class: Any) -> None:
+    blueprint, arrays = a_model()
+    examples, targets = random_examples(20, (1, 8, 8), 4), 3 * torch.eye(4)[torch.arange(20) % 4]
+    recipe = Recipe(0.05, 0.9, 0.0, 8, 1, iterations=30)
+    cap, losses = MemoryCap(0, enforced=False), []
+    further = {} if piece_class is None else {"piece_class": piece_class}
+    new = arrays
+    for _ in range(3):
+        rng = np.random.default_rng(0)
+        new, loss = distilled(blueprint, new, examples, targets, likeness_loss, recipe, rng, cap, **further)
+        losses.append(loss)
+    assert losses[2] < losses[0] / 2
+    assert list(new) == list(arrays)
+    assert [(a.shape, a.dtype) for a in new.values()] == [(a.shape, a.dtype) for a in arrays.values()]
+    assert int(new["atoms.0.bn.num_batches_tracked"].numpy()) == 90
+    one, other = (
+        distilled(blueprint, arrays, examples, targets, likeness_loss, recipe, np.random.default_rng(0), cap, **further)
+        for _ in range(2)
+    )
+    assert same(numpy_of(one[0]), numpy_of(other[0]))
+
+
+def test_logits_are_of_all_examples_in_order() -> None:
+    blueprint, arrays = a_model()
+    examples, cap = random_examples(7, (1, 8, 8), 4), MemoryCap(0, enforced=False)
+    found = logits_of(blueprint, arrays, examples, 3, cap)
+    one = logits_of(blueprint, arrays, examples, 100, cap)
+    assert found.shape == (7, 4)
+    torch.testing.assert_close(found, one)
+    assert cap.peak_bytes > 0
+    # Batch statistics need two examples or more in a batch, whatever is left over.
+    blueprint, arrays = a_model("batch")
+    assert logits_of(blueprint, arrays, examples, 2, cap).isfinite().all()
+
+
+# ---- on the grid
+
+
+def test_each_client_trains_the_largest_model_that_fits(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"batch_norm": "running", "num_rounds": 2})
+    for record in run_dir.rounds():
+        assert record["architectures"] == {"0": "resnet10", "1": "cnn3", "2": "resnet10"}
+        assert record["public_examples"] == 42
+        assert record["distillation_loss"] > 0
+        assert record["server_peak"] > 100_000
+        rich, poor, _ = record["clients"]
+        assert (rich["status"], poor["status"]) == ("ok", "ok")
+        assert rich["measured_peak"] == rich["predicted_peak"] <= rich["budget"]
+        assert poor["measured_peak"] == poor["predicted_peak"] <= poor["budget"] < rich["predicted_peak"]
+        assert rich["bytes_up"] > 10 * poor["bytes_up"]
+    assert sum(p.numel() for p in load(run_dir.path).parameters()) == 77_858
+
+
+def prototypes(run_dir: Any) -> dict[str, np.ndarray]:
+    checkpoint = run_dir.load_checkpoint()
+    return numpy_of(checkpoint.kept)
+
+
+def test_prototypes_by_hand(tmp_path: Path) -> None:
+    """Two clients' ResNets of nothing but 1 and 4, of one and of two examples, are one of 3; the small network's is its 7."""
+
+    class Grid(RecordingGrid):
+        def pull_messages(self, message_ids: Any) -> Any:
+            replies = list(super().pull_messages(message_ids))
+            nodes = sorted(self.get_node_ids())
+            for reply in training(replies):
+                value, examples = [(1, 1), (7, 5), (4, 2)][nodes.index(reply.metadata.src_node_id)]
+                arrays = reply.content.array_records["arrays"]
+                for name in list(arrays):
+                    arrays[name] = Array(np.full_like(arrays[name].numpy(), value))
+                reply.content.metric_records["metrics"]["num-examples"] = examples
+            return replies
+
+    changes = {"server_lr": STILL, "batch_norm": "batch", "update_norm_limit": 0.0}
+    run_dir = run_local(tmp_path, Grid, **SMALL | changes)
+    assert [client["status"] for client in clients_of(run_dir)] == ["ok"] * 3
+    assert run_dir.rounds()[0]["architectures"] == {"0": "resnet10", "1": "cnn3", "2": "resnet10"}
+    assert {float(value) for array in model_of(run_dir).values() for value in array.flat} == {3.0}
+    assert {float(value) for array in prototypes(run_dir).values() for value in array.flat} == {7.0}
+
+
+def test_prototypes_are_means_of_their_own_clients(tmp_path: Path) -> None:
+    """With a rate that moves nothing; what nobody trained stays as it was."""
+    still = SMALL | {"server_lr": STILL, "batch_norm": "batch"}
+    run_dir = run_local(tmp_path / "a", RecordingGrid, **still)
+    replies = training(RecordingGrid.last.received)
+    rich, poor = [replies[0], replies[2]], [replies[1]]
+    model, kept = model_of(run_dir), prototypes(run_dir)
+    for name in arrays_of(rich[0]):
+        assert np.array_equal(model[name], average(rich, name))
+    for name in arrays_of(poor[0]):
+        assert np.array_equal(kept[f"cnn3/{name}"], average(poor, name))
+    assert len(kept) == len(arrays_of(poor[0]))
+    everybody_rich = run_local(tmp_path / "b", **still | {"fleet": fleet_json(rich=2_000_000)})
+    settings = tiny_settings(**still | {"dataset": "digits"})
+    first = dict(initial_state(build_cnn3(), settings.seed))
+    for name, value in first.items():  # zeros moved by 1e-30
+        np.testing.assert_allclose(prototypes(everybody_rich)[f"cnn3/{name}"], value.numpy(), rtol=0, atol=1e-25)
+
+
+def build_cnn3() -> Any:
+    return build_blueprint("cnn3", num_classes=10, input_shape=(1, 8, 8), width=0.125, batch_norm="batch")
+
+
+def test_architectures_that_nobody_trained_learn_too(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"batch_norm": "batch", "fleet": fleet_json(rich=2_000_000)})
+    first = dict(initial_state(build_cnn3(), 1))
+    kept = prototypes(run_dir)
+    assert not any(np.array_equal(kept[f"cnn3/{n}"], v.numpy()) for n, v in first.items() if "weight" in n)
+
+
+def test_fedet_shares_the_last_layer_and_nothing_else(tmp_path: Path) -> None:
+    changes = SMALL | {"strategy": "fedet", "batch_norm": "batch", "server_lr": STILL}
+    run_dir = run_local(tmp_path, RecordingGrid, **changes)
+    replies = training(RecordingGrid.last.received)
+    sent = [(arrays_of(m), examples_of(m)) for m in replies]
+    model, kept = model_of(run_dir), prototypes(run_dir)
+    names = ["head.fc.weight", "head.fc1.weight", "head.fc.weight"]
+    total = sum(n for _, n in sent)
+    head = sum(a[name].astype(np.float64) * n / total for (a, n), name in zip(sent, names, strict=True))
+    np.testing.assert_allclose(model["head.fc.weight"], head, rtol=1e-6)
+    assert np.array_equal(kept["resnet10/head.fc.weight"], model["head.fc.weight"])
+    assert np.array_equal(kept["cnn3/head.fc1.weight"], model["head.fc.weight"])
+    # The server's model is nobody's: but for its last layer it is as it began, where nothing is learnt.
+    settings = tiny_settings(**changes | {"dataset": "digits"})
+    blueprint = build_blueprint("resnet10", num_classes=10, input_shape=(1, 8, 8), width=0.125, batch_norm="batch")
+    first = {n: v.numpy() for n, v in initial_state(blueprint, settings.seed)}
+    for name, value in first.items():
+        if not name.startswith("head."):
+            np.testing.assert_allclose(model[name], value, rtol=0, atol=1e-25)
+            assert np.array_equal(kept[f"resnet10/{name}"], average([replies[0], replies[2]], name))
+
+
+@pytest.mark.parametrize("strategy", ["feddf", "fedet"])
+def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, strategy: str) -> None:
+    changes = SMALL | {"strategy": strategy, "batch_norm": "running", "num_rounds": 2}
+    through = run_local(tmp_path / "a", **changes)
+    halved = run_local(tmp_path / "b", **changes | {"num_rounds": 1, "lr_rounds": 2})
+    halved = run_local(tmp_path / "b", **changes | {"lr_rounds": 2, "resume_from": str(halved.path)})
+    assert same(model_of(through), model_of(halved))
+    assert same(prototypes(through), prototypes(halved))
+
+
+def test_clients_evaluate_the_prototype_of_their_architecture(tmp_path: Path) -> None:
+    changes = {"client_evaluation_every": 1, "validation_share": 0.2, "batch_norm": "running"}
+    (record,) = run_local(tmp_path, **SMALL | changes).rounds()
+    assert record["clients_evaluated"] == 3
+    assert all(0 < client["evaluation_peak"] <= client["budget"] for client in record["clients"])
+
+
+def test_clients_may_train_on_adversarial_examples(tmp_path: Path) -> None:
+    changes = {"adversarial": True, "attack_steps": 2, "evaluation_attack_examples": 50, "batch_norm": "running"}
+    (record,) = run_local(tmp_path, **SMALL | changes).rounds()
+    assert record["adversarial_accuracy"] is not None
+    clean = clients_of(run_local(tmp_path / "clean", **SMALL | {"batch_norm": "running"}))
+    assert [c["status"] for c in record["clients"]] == ["ok"] * 3
+    for attacked, plain in zip(record["clients"], clean, strict=True):
+        assert attacked["flops"] > 2 * plain["flops"]
+        assert attacked["measured_peak"] == attacked["predicted_peak"]
+
+
+def test_who_cannot_train_the_smallest_says_so(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"fleet": fleet_json(rich=2_000_000, none=50_000), "batch_norm": "batch"})
+    assert [client["status"] for client in clients_of(run_dir)] == ["ok", "memory", "ok"]
+    assert clients_of(run_dir)[1]["needed"] > 50_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"public_share": 0.0}, r"public-share = 0.0: feddf needs public examples on the server, and has 0"),
+        ({"family": ""}, r"family is empty: name the smaller models beside resnet10, as family=cnn3; only vgg16 and"),
+        ({"family": "cnn5"}, r"family = 'cnn5': model = 'cnn5' is not known"),
+        ({"family": "cnn4"}, r"family = 'cnn4': cnn4 needs images of at least 51x51 pixels"),
+        ({"batch_norm": "local"}, r"batch-norm = 'local': clients of feddf change architectures"),
+        ({"strategy": "fedet", "family": "convnet"}, r"the last layers of resnet10 and convnet have the shapes"),
+    ],
+)
+def test_settings_that_make_no_sense(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        run_local(tmp_path, **SMALL | {"batch_norm": "running"} | changes)
+
+
+def test_a_plan_refuses_what_a_run_refuses() -> None:
+    settings = tiny_settings(**SMALL | {"dataset": "digits", "strategy": "fedet", "family": "convnet"})
+    with pytest.raises(ValueError, match="the last layers of resnet10 and convnet have the shapes"):
+        make_plan(settings, ask(settings))
+
+
+def test_a_model_whose_logits_overflow_does_not_enter(tmp_path: Path) -> None:
+    """Weights that are finite and make logits that are not: its client is rejected, the others' models are not."""
+
+    class Grid(RecordingGrid):
+        def pull_messages(self, message_ids: Any) -> Any:
+            replies = list(super().pull_messages(message_ids))
+            for reply in training(replies):
+                if reply.metadata.src_node_id == self.spoilt():
+                    arrays = reply.content.array_records["arrays"]
+                    arrays["head.fc.bias"] = Array(np.full(10, 3e38, np.float32))
+                    arrays["head.fc.weight"] = Array(np.full((10, 64), 3e38, np.float32))
+            return replies
+
+        def spoilt(self) -> int:
+            return min(self.get_node_ids())
+
+    run_dir = run_local(tmp_path, Grid, **SMALL | {"batch_norm": "batch", "update_norm_limit": 0.0})
+    statuses = {client["client"]: (client["status"], client["reason"]) for client in clients_of(run_dir)}
+    assert sorted(status for status, _ in statuses.values()) == ["ok", "ok", "rejected"]
+    assert "logits of the public examples are not finite" in "".join(reason for _, reason in statuses.values())
+    assert all(np.isfinite(array).all() for array in model_of(run_dir).values())
+
+
+def test_distillation_that_diverges_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"batch_norm": "running", "server_lr": 1e6, "num_rounds": 2})
+    assert "lower server-lr = 1000000.0" in caplog.text
+    for record in run_dir.rounds():
+        assert record["aggregated"] and record["distillation_loss"] is None
+        assert [client["status"] for client in record["clients"]] == ["ok"] * 3
+    assert all(np.isfinite(array).all() for array in [*model_of(run_dir).values(), *prototypes(run_dir).values()])
+
+
+def test_variances_of_nothing_do_not_make_the_others_learn(tmp_path: Path) -> None:
+    """An update within all limits, whose batch norms divide by nothing: its logits do not enter the mean.
+
+    The next round, in which no update is whole, has nothing to say of it.
+    """
+
+    class Grid(RecordingGrid):
+        def pull_messages(self, message_ids: Any) -> Any:
+            replies = list(super().pull_messages(message_ids))
+            for reply in training(replies):
+                arrays = reply.content.array_records["arrays"]
+                if len(training(self.sent)) > 3:
+                    del arrays[next(iter(arrays))]
+                elif reply.metadata.src_node_id == max(self.get_node_ids()):
+                    for name in [name for name in arrays if name.endswith("running_var")]:
+                        arrays[name] = Array(np.zeros_like(arrays[name].numpy()))
+            return replies
+
+    changes = {"batch_norm": "running", "num_rounds": 2, "max_empty_rounds": 2}
+    first, second = run_local(tmp_path, Grid, **SMALL | changes).rounds()
+    assert [client["status"] for client in first["clients"]] == ["ok"] * 3
+    assert len(first["distrusted"]) == 1
+    assert not second["aggregated"]
+    assert (second["distrusted"], second["server_peak"]) == ([], 0)
+
+
+def test_a_model_that_is_not_whole_does_not_enter(tmp_path: Path) -> None:
+    class Grid(RecordingGrid):
+        def pull_messages(self, message_ids: Any) -> Any:
+            replies = list(super().pull_messages(message_ids))
+            for reply in training(replies)[:1]:
+                if not hasattr(self, "cut"):
+                    del reply.content.array_records["arrays"]["head.fc.bias"]
+                    self.cut = True
+            return replies
+
+    found = clients_of(run_local(tmp_path, Grid, **SMALL | {"batch_norm": "batch"}))
+    assert sorted(client["status"] for client in found) == ["ok", "ok", "rejected"]
+    assert "array 'head.fc.bias' is missing" in "".join(client["reason"] for client in found)
+
+
+def test_a_plan_agrees_with_a_run(tmp_path: Path) -> None:
+    changes = SMALL | {"dataset": "digits", "batch_norm": "running"}
+    found = make_plan(tiny_settings(**changes), ask(tiny_settings(**changes)))
+    (record,) = run_local(tmp_path, **changes).rounds()
+    (stage,) = found["fleet"]["stages"]
+    assert stage["peak_bytes"] == max(client["measured_peak"] for client in record["clients"])
+    assert stage["participation"] == 1

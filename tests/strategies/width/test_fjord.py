@@ -1,0 +1,134 @@
+"""FjORD: nets within nets, draws, self-distillation, nested means."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import TRIO, arrays_of, fleet_json, model_of, run_local, training
+from torch.nn import functional as F
+
+from piecework.client_app.trainers.width.fjord import NestedLoss
+from piecework.models.cascade import isolated_rng
+from piecework.models.channels import channel_axes
+from piecework.models.width import ordered, shapes, sub_indices, take
+from piecework.models.zoo import build_blueprint
+from piecework.training.loop import PieceModel
+
+FJORD = TRIO | {"strategy": "fjord", "width_shares": "1,0.5,0.25", "fleet": "spafl"}
+
+
+@pytest.mark.parametrize(("name", "shape"), [("convnet", (1, 8, 8)), ("lenet5", (1, 16, 16)), ("resnet18", (3, 8, 8))])
+def test_a_narrow_net_is_made_of_the_first_channels(name: str, shape: tuple[int, ...]) -> None:
+    """Its logits are those of a model of that width with these weights; gradients reach nothing else."""
+    full, half = (
+        build_blueprint(name, num_classes=10, input_shape=shape, width=width, batch_norm="batch")
+        for width in (0.25, 0.125)
+    )
+    with isolated_rng(4):
+        piece = PieceModel(full, range(len(full.atoms)), "head", full.build_unit)
+        z, y = torch.randn(6, *shape), torch.arange(6)
+    indices = sub_indices(channel_axes(full), shapes(full), shapes(half), ordered)
+    arrays = {f"{unit}.{k}": v for unit, module in piece.units().items() for k, v in module.state_dict().items()}
+
+    def load(unit: str) -> torch.nn.Module:
+        module = half.build_unit(unit)
+        state = {
+            k: torch.tensor(take(arrays[f"{unit}.{k}"].numpy(), indices[f"{unit}.{k}"])) for k in module.state_dict()
+        }
+        module.load_state_dict(state)
+        return module
+
+    small = PieceModel(half, range(len(half.atoms)), "head", load)
+    nested = NestedLoss(piece, [half], distil=False)
+    assert nested.level == 0
+    torch.testing.assert_close(nested(z, y), F.cross_entropy(piece.logits(z), y))
+    nested.level = 1
+    torch.testing.assert_close(nested.narrow(z), small.logits(z), rtol=1e-4, atol=1e-5)
+    nested(z, y).backward()
+    F.cross_entropy(small.logits(z), y).backward()
+    for unit, module in piece.units().items():
+        for key, parameter in module.named_parameters():
+            name_of, gradient = f"{unit}.{key}", parameter.grad
+            assert gradient is not None
+            place = np.ix_(*indices[name_of])
+            own = dict(small.units()[unit].named_parameters())[key].grad
+            torch.testing.assert_close(gradient[place], own, rtol=1e-3, atol=1e-5)
+            gradient[place] = 0
+            assert not gradient.any()
+
+
+def test_the_widest_net_teaches_the_others() -> None:
+    full, half = (build_blueprint("lenet5", num_classes=10, input_shape=(1, 16, 16), width=w) for w in (0.5, 0.25))
+    with isolated_rng(4):
+        piece = PieceModel(full, range(2), "head", full.build_unit)
+        z, y = torch.randn(6, 1, 16, 16), torch.arange(6)
+    nested = NestedLoss(piece, [half], distil=True, level=1)
+    with torch.no_grad():
+        wide, narrow = piece.logits(z), nested.narrow(z)
+        by_hand = F.cross_entropy(wide, y) - (wide.softmax(1) * narrow.log_softmax(1)).sum(1).mean()
+        assert float(nested(z, y)) == pytest.approx(float(by_hand), rel=1e-5)
+
+
+def test_entries_are_averaged_over_the_clients_that_had_them(tmp_path: Path, grids: Callable[..., Any]) -> None:
+    """Of 16 channels the first 4 from three clients, the next 4 from two, the others from one, weighted by examples."""
+    grid = grids()
+    fleet = fleet_json({"a": 1.0, "b": 0.5, "c": 0.25}, a=1.5, b=1.5, c=1.5)
+    changes = {"partition": "dirichlet", "partition_balanced": False, "partition_alpha": 0.5, "fleet": fleet}
+    run_dir = run_local(tmp_path, grid, **FJORD | changes)
+    name = "atoms.0.conv.weight"
+    replies = {len(arrays_of(m)[name]): m for m in training(grid.last.received)}
+    assert sorted(replies) == [4, 8, 16]
+    counts = {size: m.content.metric_records["metrics"]["num-examples"] for size, m in replies.items()}
+    assert len(set(counts.values())) > 1
+    got = model_of(run_dir)[name]
+    for channel in range(16):
+        having = [size for size in replies if size > channel]
+        weighted = sum(counts[s] * arrays_of(replies[s])[name][channel].astype(np.float64) for s in having)
+        assert np.allclose(got[channel], weighted / sum(counts[s] for s in having), atol=1e-7)
+
+
+def test_a_share_is_drawn_for_every_client_and_round(tmp_path: Path) -> None:
+    records = run_local(tmp_path / "a", **FJORD | {"fjord_sampling": "round", "num_rounds": 8}).rounds()
+    drawn = [share for record in records for share in record["shares"].values()]
+    assert set(drawn) == {1.0, 0.5, 0.25}
+    again = run_local(tmp_path / "b", **FJORD | {"fjord_sampling": "round", "num_rounds": 2}).rounds()
+    assert [record["shares"] for record in again] == [record["shares"] for record in records[:2]]
+
+
+def test_a_share_is_drawn_for_every_batch_of_those_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[tuple[int, int]] = []
+    original = NestedLoss.__call__
+
+    def noted(self: NestedLoss, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if z.device.type == "cpu" and type(z) is torch.Tensor:
+            levels.append((len(self.nets), self.level))
+        return original(self, z, y)
+
+    monkeypatch.setattr(NestedLoss, "__call__", noted)
+    fleet = fleet_json({"a": 1.0, "b": 0.5, "c": 0.25}, a=1.5, b=1.5, c=1.5)
+    run_local(tmp_path, **FJORD | {"fleet": fleet, "local_iterations": 12})
+    assert {level for nets, level in levels if nets == 2} == {0, 1, 2}
+    assert {level for nets, level in levels if nets == 1} == {0, 1}
+    assert {level for nets, level in levels if nets == 0} == {0}
+
+
+@pytest.mark.parametrize("distil", [False, True])
+@pytest.mark.parametrize(("model", "data"), [("convnet", "digits"), ("lenet5", "digits32")])
+def test_prices_are_what_the_step_takes_that_takes_most(tmp_path: Path, model: str, data: str, distil: bool) -> None:
+    """Of LeNet's, at a small batch, that is a narrow net's: it holds copies of parts of large arrays."""
+    changes = {"model": model, "dataset": data, "batch_size": 4, "width_shares": "1,0.95,0.5"}
+    changes |= {"fjord_distillation": distil, "local_iterations": 12, "fleet": fleet_json(rich=3.0)}
+    (record,) = run_local(tmp_path, **FJORD | changes).rounds()
+    assert all(c["measured_peak"] == c["predicted_peak"] for c in record["clients"])
+    whole = [c["flops"] for c in record["clients"]]
+    assert len(set(whole)) > 1, "nets are drawn, and what they execute is counted"
+
+
+def test_running_statistics_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="batch-norm = 'running': fjord's nets have different statistics, use measured"
+    ):
+        run_local(tmp_path, **FJORD | {"batch_norm": "running"})

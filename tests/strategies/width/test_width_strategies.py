@@ -1,0 +1,307 @@
+"""Baselines that scale the model by width, and those that leave poor devices out: on the in-process grid, and by hand."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    TRIO,
+    a_blueprint,
+    a_client,
+    clients_of,
+    first_arrays,
+    fleet_json,
+    model_of,
+    run_local,
+    same,
+    tiny_settings,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from piecework import load
+from piecework.client_app.trainers.width.heterofl import classes_of, input_shares, scale_up, width_loss
+from piecework.federation.aggregation import UpdateRejectedError
+from piecework.models.zoo import build_blueprint
+from piecework.plan import make_plan
+from piecework.question import ask
+from piecework.strategies.width.heterofl import classes
+from piecework.training.loop import PieceModel
+
+# A narrow convnet, of which clients train all, a half and a quarter.
+SMALL: dict[str, Any] = TRIO | {
+    "strategy": "heterofl",
+    "model": "convnet",
+    "width_shares": "1,0.5,0.25",
+    "local_iterations": 2,
+    "num_rounds": 2,
+    "fleet": fleet_json(rich=1.2, some=0.6, poor=0.3),
+}
+POOR = fleet_json(poor=0.3)
+
+
+def conv_of(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """A convolution between two others: all its channels are cut."""
+    (name,) = [name for name, array in arrays.items() if name.startswith("atoms.1.") and array.ndim == 4]
+    return arrays[name]
+
+
+@pytest.mark.parametrize("strategy", ["heterofl", "fedrolex", "feddrop"])
+def test_each_client_trains_the_widest_model_that_fits(tmp_path: Path, strategy: str) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"strategy": strategy})
+    for record in run_dir.rounds():
+        assert record["shares"] == {"0": 1.0, "1": 0.5, "2": 0.25}
+        assert [client["status"] for client in record["clients"]] == ["ok"] * 3
+        for client in record["clients"]:
+            assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
+        rich, some, poor = (client["bytes_down"] for client in record["clients"])
+        assert rich > 3 * some > 6 * poor
+        assert record["clients"][2]["flops"] < record["clients"][0]["flops"] / 8
+    assert run_dir.rounds()[-1]["train_loss"] < 3
+
+
+def test_channels_that_nobody_trains_stay_as_they_are(tmp_path: Path) -> None:
+    """Of 16 -> 32 channels a quarter: the first 4 and 8 of HeteroFL; in FedRolex's second round those from number 1 on."""
+    settings = tiny_settings(**SMALL | {"dataset": "digits"})
+    before = conv_of(first_arrays(settings))
+    out, into = before.shape[:2]
+    for strategy, rounds in (("heterofl", 2), ("fedrolex", 1), ("fedrolex", 2)):
+        changes = {"strategy": strategy, "fleet": POOR, "num_rounds": rounds}
+        run_dir = run_local(tmp_path / f"{strategy}{rounds}", **SMALL | changes)
+        moved = np.argwhere((conv_of(model_of(run_dir)) != before).any(axis=(2, 3)))
+        last = rounds if strategy == "fedrolex" else 1
+        windows = {(o + k, i + k) for k in range(last) for o in range(out // 4) for i in range(into // 4)}
+        assert {(int(o), int(i)) for o, i in moved} == windows, (strategy, rounds)
+
+
+def test_dropped_channels_differ_between_clients_and_rounds(tmp_path: Path) -> None:
+    before = conv_of(first_arrays(tiny_settings(**SMALL | {"dataset": "digits"})))
+    out, into = before.shape[:2]
+    run_dir = run_local(tmp_path, **SMALL | {"strategy": "feddrop", "fleet": POOR, "num_rounds": 1})
+    moved = (conv_of(model_of(run_dir)) != before).any(axis=(2, 3))
+    assert out * into // 16 < moved.sum() <= 3 * out * into // 16
+
+
+def test_at_full_width_it_is_federated_averaging(tmp_path: Path) -> None:
+    """To the bit: FedRolex weighs as FedAvg does."""
+    whole = {"width_shares": "1", "fleet": "unlimited", "masked_loss": False, "batch_norm": "running"}
+    rolled = run_local(tmp_path / "a", **SMALL | whole | {"strategy": "fedrolex"})
+    averaged = run_local(tmp_path / "b", **SMALL | whole | {"strategy": "fedavg"})
+    assert same(model_of(rolled), model_of(averaged))
+
+
+def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    for strategy in ("feddrop", "allsmall"):
+        changes = SMALL | {"strategy": strategy}
+        through = run_local(tmp_path / strategy / "a", **changes)
+        halved = run_local(tmp_path / strategy / "b", **changes | {"num_rounds": 1, "lr_rounds": 2})
+        halved = run_local(tmp_path / strategy / "b", **changes | {"lr_rounds": 2, "resume_from": str(halved.path)})
+        assert same(model_of(through), model_of(halved))
+
+
+def test_clients_evaluate_the_models_they_train(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"client_evaluation_every": 2})
+    first, second = run_dir.rounds()
+    assert first["client_accuracy"] is None
+    assert second["clients_evaluated"] == 3
+    for client in second["clients"]:
+        assert 0 < client["evaluation_peak"] <= client["budget"]
+
+
+def test_who_cannot_train_the_narrowest_says_so(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"fleet": fleet_json(rich=1.2, some=0.6, none=0.05), "num_rounds": 1})
+    assert [client["status"] for client in clients_of(run_dir)] == ["ok", "ok", "memory"]
+    assert clients_of(run_dir)[2]["needed"] > clients_of(run_dir)[2]["budget"]
+
+
+# ---- the loss
+
+
+def a_piece() -> PieceModel:
+    blueprint = a_blueprint()
+    torch.manual_seed(0)
+    return PieceModel(blueprint, range(len(blueprint.atoms)), "head", blueprint.build_unit)
+
+
+def test_the_scaler_divides_all_layers_but_the_last() -> None:
+    piece = a_piece()
+    layers = [m for unit in piece.units().values() for m in unit.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    made: dict[int, torch.Tensor] = {}
+    scale_up(piece, (*[0.25] * (len(layers) - 1), 1.0))
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(lambda layer, x, out, n=number: made.update({n: out / plain(layer, x[0])}))
+    piece.train(False)
+    piece.logits(torch.randn(4, 1, 8, 8))
+    for number in range(len(layers)):
+        expected = 1.0 if number == len(layers) - 1 else 4.0
+        torch.testing.assert_close(made[number], torch.full_like(made[number], expected), rtol=1e-3, atol=1e-3)
+
+
+def test_a_layers_share_is_that_of_its_inputs() -> None:
+    """Images are never cut, and the last layer is not scaled; 1 of 8 channels is what is left of a sixteenth."""
+    build = partial(build_blueprint, "convnet", num_classes=10, input_shape=(1, 8, 8))
+    shares = input_shares(build(width=0.5), build())
+    assert shares == (1.0, *[0.5] * (len(shares) - 2), 1.0)
+    resnet = partial(build_blueprint, "resnet18", num_classes=10, input_shape=(1, 28, 28))
+    shares = input_shares(resnet(width=0.0625 / 8), resnet(width=0.125))
+    assert (shares[0], shares[1], shares[-1]) == (1.0, 1 / 8, 1.0)
+
+
+def plain(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What a layer makes without hooks."""
+    found: torch.Tensor = layer.forward(x)
+    return found
+
+
+def test_logits_of_absent_classes_are_nought() -> None:
+    """Classes 0 to 3 are there: loss -z_y + ln(sum_0..3 e^z + 6 e^0), and no gradient on the other rows."""
+    piece = a_piece()
+    present = tuple(n < 4 for n in range(10))
+    loss = width_loss((), present)([piece])
+    x, y = torch.randn(6, 1, 8, 8), torch.tensor([0, 1, 2, 3, 0, 1])
+    z = piece.logits(x).detach()
+    by_hand = (-z[range(6), y] + (z[:, :4].exp().sum(1) + 6).log()).mean()
+    value = loss(x, y)
+    torch.testing.assert_close(value, by_hand)
+    value.backward()  # type: ignore[no-untyped-call]
+    gradient = next(iter(piece.head.parameters())).grad
+    assert gradient is not None
+    assert (gradient[4:] == 0).all()
+    assert (gradient[:4] != 0).any()
+    unmasked = width_loss((), ())([piece])(x, y)
+    torch.testing.assert_close(unmasked, F.cross_entropy(z, y))
+
+
+def test_rows_of_absent_classes_stay_as_they_are(tmp_path: Path) -> None:
+    """Each client has two of the ten classes; the rows of classes that are nobody's are bit-identical."""
+    changes = {"partition": "pathological", "partition_classes": 2, "num_rounds": 1}
+    run_dir = run_local(tmp_path, **SMALL | changes)
+    settings = tiny_settings(**SMALL | changes | {"dataset": "digits"})
+    before, after = first_arrays(settings), model_of(run_dir)
+    (name,) = [name for name, array in before.items() if name.startswith("head.") and array.ndim == 2]
+    moved = (before[name] != after[name]).any(axis=1).sum()
+    assert 2 <= moved <= 6
+    unmasked = run_local(tmp_path / "all", **SMALL | changes | {"masked_loss": False})
+    assert (before[name] != model_of(unmasked)[name]).any(axis=1).sum() == 10
+
+
+def test_classes_that_make_no_sense() -> None:
+    assert classes([3, 1, 3], 4) == [1, 3]
+    for told in (None, [], [4], [-1], [True], ["1"], 3, [1.0]):
+        with pytest.raises(UpdateRejectedError, match=r"classes is .*: it must list classes from 0 to 3"):
+            classes(told, 4)
+
+
+def test_a_clients_classes(tmp_path: Path) -> None:
+    client = a_client(tmp_path, tiny_settings())
+    labels = set(client.share(0).labels.tolist())
+    assert classes_of(client) == tuple(n in labels for n in range(10))
+
+
+# ---- those without sub-models
+
+
+def test_the_exclusive_ask_the_rich_alone(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"strategy": "exclusivefl"})
+    for record in run_dir.rounds():
+        assert [client["client"] for client in record["clients"]] == [0]
+        assert record["clients"][0]["status"] == "ok"
+
+
+def test_not_available_where_nobody_is_rich_enough(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"exclusivefl: NA\. Training the whole model needs [\d,]+ bytes, and the richest client has"
+    ):
+        run_local(tmp_path, **SMALL | {"strategy": "exclusivefl", "fleet": POOR})
+
+
+def test_all_small_is_as_wide_as_the_poorest_allows(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **SMALL | {"strategy": "allsmall"})
+    (share,) = {record["share"] for record in run_dir.rounds()}
+    assert 0 < share < 0.4
+    budget = min(client["budget"] for client in clients_of(run_dir))
+    for client in clients_of(run_dir):
+        assert 0.8 * budget < client["measured_peak"] == client["predicted_peak"] <= budget
+    logits = load(run_dir.path)(torch.zeros(2, 1, 8, 8))
+    assert logits.shape == (2, 10)
+    with pytest.raises(
+        ValueError, match=r"allsmall: with 1/64 of its channels the model needs [\d,]+ bytes, and the poorest"
+    ):
+        run_local(tmp_path / "none", **SMALL | {"strategy": "allsmall", "fleet": fleet_json(a=1.0, b=10_000)})
+
+
+# ---- adversarial training, plans, settings
+
+
+@pytest.mark.parametrize("strategy", ["heterofl", "depthfl"])
+def test_adversarial_training_is_an_option(tmp_path: Path, strategy: str) -> None:
+    changes = {
+        "strategy": strategy,
+        "adversarial": True,
+        "attack_steps": 2,
+        "attack_warmup": 1,
+        "batch_norm": "running",
+    }
+    changes |= {
+        "evaluation_attack_steps": 2,
+        "evaluation_attack_examples": 20,
+        "fleet": fleet_json(a=1.2, b=1.2, c=1.2),
+    }
+    run_dir = run_local(tmp_path, **SMALL | changes)
+    clean, attacked = run_dir.rounds()
+    assert attacked["adversarial_accuracy"] is not None
+    for before, client in zip(clean["clients"], attacked["clients"], strict=True):
+        assert before["predicted_peak"] == client["predicted_peak"] == client["measured_peak"] <= client["budget"]
+        assert 2 * before["flops"] < client["flops"]  # two attack steps, each forward and backward
+    plain = run_local(tmp_path / "plain", **SMALL | changes | {"adversarial": False})
+    assert not same(model_of(run_dir), model_of(plain))
+
+
+def test_not_every_strategy_has_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="adversarial = true: fedepth trains on clean examples only"):
+        run_local(tmp_path, **SMALL | {"strategy": "fedepth", "adversarial": True})
+
+
+@pytest.mark.parametrize("strategy", ["heterofl", "allsmall", "exclusivefl"])
+def test_a_plan_agrees_with_a_run(tmp_path: Path, strategy: str) -> None:
+    settings = tiny_settings(**SMALL | {"dataset": "digits", "strategy": strategy})
+    found = make_plan(settings, ask(settings))
+    record = run_local(tmp_path, **SMALL | {"dataset": "digits", "strategy": strategy, "num_rounds": 1}).rounds()[0]
+    (stage,) = found["fleet"]["stages"]
+    assert stage["peak_bytes"] == max(client["measured_peak"] for client in record["clients"])
+    assert stage["participation"] == len(record["clients"]) / 3
+
+
+@pytest.mark.parametrize("shares", ["", "0.5,x", "2,1", "0,1", "-1"])
+def test_shares_that_are_none(shares: str) -> None:
+    with pytest.raises(ValueError, match=r"width-shares = .*: give shares above 0 and up to 1"):
+        tiny_settings(width_shares=shares)
+
+
+def test_sub_models_keep_no_batch_norm_of_their_own(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="batch-norm = 'local': channels of heterofl's sub-models change"):
+        run_local(tmp_path, **SMALL | {"batch_norm": "local"})
+
+
+def test_an_attack_that_never_comes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"attack-warmup = 2 leaves no adversarial round of num-rounds = 2"):
+        run_local(tmp_path, **SMALL | {"adversarial": True, "attack_warmup": 2})
+
+
+def test_a_partial_update_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sends less than its sub-model: what it sent counts."""
+    from piecework.client_app.trainers import heterofl
+
+    train = heterofl.train
+
+    def less(task: Any, client: Any) -> Any:
+        update = train(task, client)
+        return replace(update, units=update.units[:1]) if client.number == 0 else update
+
+    monkeypatch.setattr(heterofl, "train", less)
+    run_dir = run_local(tmp_path, **SMALL | {"num_rounds": 1})
+    assert [client["status"] for client in clients_of(run_dir)] == ["ok"] * 3

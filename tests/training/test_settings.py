@@ -1,0 +1,223 @@
+"""Settings: what is refused and how the refusal reads, what a resumed run may change, the learning rate."""
+
+import math
+from typing import Any
+
+import pytest
+
+from piecework.training.settings import CHANGEABLE, EXTENDABLE, Settings, SettingsError, check_resume, learning_rate
+
+
+def read(**config: Any) -> Settings:
+    return Settings.from_run_config({key.replace("_", "-"): value for key, value in config.items()})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("lr", "abc", "should be a valid number"),
+        ("lr", "0.1", "should be a valid number"),
+        ("lr", 0.0, "should be greater than 0"),
+        ("lr", -1.5, "should be greater than 0"),
+        ("lr", math.nan, "should be"),
+        ("lr", math.inf, "should be a finite number"),
+        ("weight-decay", math.nan, "should be"),
+        ("update-norm-limit", math.inf, "should be a finite number"),
+        ("lr", True, "should be a valid number"),
+        ("num-rounds", 0, "should be greater than or equal to 1"),
+        ("num-rounds", 2.0, "should be a valid integer"),
+        ("num-rounds", True, "should be a valid integer"),
+        ("num-rounds", "3", "should be a valid integer"),
+        ("clients", -1, "should be greater than or equal to 0"),
+        ("batch-size", 1, "should be greater than or equal to 2"),
+        ("validation-share", 1.0, "should be less than 1"),
+        ("momentum", 1.0, "should be less than 1"),
+        ("model-width", 4.5, "should be less than or equal to 4"),
+        ("model-width", 0.0, "should be greater than 0"),
+        ("augment", 1, "should be a valid boolean"),
+        ("augment", "true", "should be a valid boolean"),
+        ("model", 3, "should be a valid string"),
+        ("batch-norm", "group", "should be 'auto', 'running', 'measured', 'batch' or 'local'"),
+        ("memory-model", "guess", "should be 'traced', 'fedepth', 'fedprophet', 'prism' or 'profl'"),
+        ("partition", "fair", "should be 'iid', 'dirichlet', 'pathological', 'skewed' or 'natural'"),
+        ("mutual-models", 0, "should be greater than or equal to 1"),
+        ("target-accuracy", 1.01, "should be less than or equal to 1"),
+    ],
+)
+def test_errors_name_key_value_and_what_is_allowed(key: str, value: object, allowed: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.from_run_config({key: value})  # type: ignore[dict-item]
+    assert str(caught.value).startswith(f"setting {key} = {value!r}: {allowed}")
+
+
+def test_all_wrong_values_are_told_at_once() -> None:
+    with pytest.raises(SettingsError) as caught:
+        read(lr=-1, clients="x")
+    assert [line.split(" = ")[0] for line in str(caught.value).splitlines()] == ["setting clients", "setting lr"]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("num-round", "unknown setting 'num-round': did you mean 'num-rounds'?"),
+        ("num_rounds", "unknown setting 'num_rounds': did you mean 'num-rounds'?"),
+        ("lerning-rate", "unknown setting 'lerning-rate'"),
+        ("batch_sizes", "unknown setting 'batch_sizes': did you mean 'batch-size'?"),
+    ],
+)
+def test_unknown_keys(key: str, message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.from_run_config({key: 1})
+    assert str(caught.value).startswith(message)
+
+
+def test_an_unknown_key_like_no_other_lists_all() -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.from_run_config({"xyzzy": 1})
+    assert "known are accelerator, adversarial, allow-untrained, apa, " in str(caught.value)
+
+
+def test_an_integer_will_do_for_a_number() -> None:
+    settings = read(lr=1, momentum=0, partition_alpha=3)
+    assert (settings.lr, settings.momentum, settings.partition_alpha) == (1.0, 0.0, 3.0)
+    assert type(settings.lr) is float
+    assert read(lr=1) == read(lr=1.0)
+    assert read(lr=1).hash() == read(lr=1.0).hash()
+
+
+@pytest.mark.parametrize(
+    ("key", "right", "wrong"), [("clients", 1, True), ("clients", 1, 1.0), ("augment", True, 1), ("lr", 1, True)]
+)
+def test_what_was_right_before_does_not_excuse_what_is_wrong_now(key: str, right: Any, wrong: Any) -> None:
+    Settings.from_run_config({key: right})
+    with pytest.raises(SettingsError, match=f"setting {key} = {wrong!r}"):
+        Settings.from_run_config({key: wrong})
+
+
+def test_the_run_configuration_round_trips() -> None:
+    settings = read(lr=0.3, fleet="unlimited", augment=True, clients=7)
+    config = settings.to_run_config()
+    assert config["clients-per-round"] == 10
+    assert all("_" not in key for key in config)
+    assert Settings.from_run_config(config) == settings
+    assert Settings.from_run_config({}) == Settings()
+
+
+def test_tolerance_is_for_papers_memory_models() -> None:
+    with pytest.raises(SettingsError, match="tolerance exists for a paper's memory-model only"):
+        read(tolerance=0.05)
+    assert read(tolerance=0.05, memory_model="fedepth").allowance(1000) == 1050
+    assert read().allowance(1001) == 1001
+
+
+# ---- resumption
+
+
+def other(value: object) -> object:
+    """Another value of the same type that is allowed for every key but those with choices."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    return value / 2 + 0.125 if isinstance(value, float) else f"{value}x"
+
+
+CHOICES = {
+    "batch-norm": "local",
+    "accelerator": "cuda",
+    "precision": "bfloat16",
+    "model-options": "shortcut_from=relu",
+    "partition": "iid",
+    "lr-schedule": "constant",
+    "memory-model": "fedepth",
+    "partial-training": "dilute",
+    "mutual-loss": "authors",
+    "sub-problem": "network",
+    "feature-norm": "linf",
+    "keep-ratios": "0.5",
+    "kernel-sampling": "uniform",
+    "output-channels": "random",
+    "validation-clients": "round",
+    "blocks": "budget",
+    "freezing": "parameters",
+    "frozen-mode": "training",
+    "fjord-sampling": "round",
+    "straight-through": "flowing",
+    "importance-update": "off",
+    "width-shares": "1,0.5",
+    "server-optimiser": "adam",
+    "engine": "ray",
+    "evaluation": "personal",
+    "evaluation-branch": "detector",
+}
+ALL = Settings().to_run_config()
+
+
+@pytest.mark.parametrize("key", ALL)
+def test_a_resumed_run_may_change_some_settings_only(key: str) -> None:
+    base = Settings.from_run_config({"memory-model": "fedepth"} if key == "tolerance" else {})
+    changed = Settings.from_run_config(base.to_run_config() | {key: CHOICES.get(key, other(ALL[key]))})  # type: ignore[dict-item]
+    assert changed != base
+    if key in CHANGEABLE | EXTENDABLE:
+        check_resume(base.to_run_config(), changed)
+        assert (changed.hash() == base.hash()) == (key in CHANGEABLE)
+    else:
+        with pytest.raises(
+            SettingsError, match=rf"setting {key} = .* differs from .* of the run to resume: a resumed run may"
+        ):
+            check_resume(base.to_run_config(), changed)
+        assert changed.hash() != base.hash()
+
+
+def test_what_may_change_when_a_run_is_resumed() -> None:
+    """Contracts: rounds, output, engine, workers, logging, evaluation cadence, and what does not touch the numbers."""
+    for key in ("num-rounds", "output-dir", "engine", "workers", "evaluate-every", "client-evaluation-every"):
+        assert key in CHANGEABLE
+    for key in (
+        "seed",
+        "clients",
+        "fleet",
+        "lr",
+        "lr-rounds",
+        "batch-size",
+        "torch-threads",
+        "memory-model",
+        "strategy",
+    ):
+        assert key not in CHANGEABLE
+
+
+def test_the_length_of_the_cosine_may_be_given_but_not_taken_back() -> None:
+    check_resume(read(num_rounds=20).to_run_config(), read(num_rounds=40, lr_rounds=40))
+    check_resume(read(lr_rounds=40).to_run_config(), read(lr_rounds=60))
+    with pytest.raises(
+        SettingsError, match=r"lr-rounds = 0 differs from 40 .* plain `flwr run` gives each its default"
+    ):
+        check_resume(read(lr_rounds=40).to_run_config(), read())
+
+
+def test_settings_that_an_older_version_did_not_have() -> None:
+    old = {key: value for key, value in ALL.items() if key != "mutual-loss"}
+    check_resume(old, Settings())
+
+
+# ---- learning rate
+
+
+def test_constant_learning_rate() -> None:
+    settings = read(lr=0.2, lr_schedule="constant", num_rounds=5)
+    assert [learning_rate(settings, r) for r in (1, 5, 99)] == [0.2, 0.2, 0.2]
+
+
+def test_cosine_learning_rate() -> None:
+    settings = read(lr=0.2, lr_schedule="cosine", num_rounds=4)
+    half, root = 0.1, math.sqrt(0.5)
+    expected = [0.2, half * (1 + root), half, half * (1 - root)]
+    assert [learning_rate(settings, r) for r in (1, 2, 3, 4)] == pytest.approx(expected)
+    assert learning_rate(settings, 5) == pytest.approx(0)
+    assert learning_rate(settings, 50) == pytest.approx(0)
+
+
+def test_the_length_of_the_cosine_can_be_set_apart() -> None:
+    settings = read(lr=0.2, lr_rounds=8, num_rounds=4)
+    assert learning_rate(settings, 5) == pytest.approx(0.1)

@@ -1,0 +1,36 @@
+"""Adam (Kingma and Ba, ICLR 2015), with torch's kernels and without torch's optimisers: these import its compiler."""
+
+from collections.abc import Sequence
+
+import torch
+
+from piecework.training.loop import SGD
+
+BETAS, EPSILON = (0.9, 0.999), 1e-8
+
+
+class Adam(SGD):
+    """Adam with the usual constants; the recipe's momentum does not concern it."""
+
+    def _allocate(self) -> None:
+        self.averages, self.squares = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
+        self.steps = [torch.zeros((), device=p.device) for p in self.parameters]
+
+    def _move(self, which: Sequence[int], weight_decay: float) -> None:
+        for i in which:
+            self.steps[i] += 1
+        torch._fused_adam_(
+            [self.parameters[i] for i in which],
+            [g for i in which if (g := self.parameters[i].grad) is not None],
+            [self.averages[i] for i in which],
+            [self.squares[i] for i in which],
+            [],
+            [self.steps[i] for i in which],
+            lr=self.recipe.lr,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            weight_decay=weight_decay,
+            eps=EPSILON,
+            amsgrad=False,
+            maximize=False,
+        )

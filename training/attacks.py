@@ -1,0 +1,94 @@
+"""Adversarial examples: projected gradient descent (Madry et al., "Towards Deep Learning Models Resistant to Adversarial
+Attacks", ICLR 2018), in an L-infinity or, per example, an L2 ball around an image or a feature map.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from piecework.training.accelerator import to_device
+
+Norm = Literal["linf", "l2"]
+Loss = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> scalar
+Gradient = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> the loss's gradient by the batch
+
+
+@dataclass(frozen=True)
+class Attack:
+    """`epsilon` is the ball's radius, `step` how far a step goes, `steps` how many; values stay within `low` and `high`.
+
+    With `std`, and `mean`, one a channel, the examples are normalised images, and all of this is said of their pixels.
+    """
+
+    norm: Norm
+    epsilon: float
+    step: float
+    steps: int
+    low: float = -math.inf
+    high: float = math.inf
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+
+def pgd(gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:
+    """Examples near z[B, ...] that raise a loss, from a random start in the ball. The model has to be in evaluation mode.
+
+    The generator is one of the processor's wherever z is: starts are the same on all devices.
+    """
+    if attack.std:
+        return _in_pixels(gradient, z, y, attack, generator)
+    adversarial = _start(z, attack, generator).add_(z).clamp_(attack.low, attack.high)
+    for _ in range(attack.steps):
+        ascent = gradient(adversarial, y)
+        moved = adversarial.sub_(z)  # in place, which also keeps the memory format
+        if attack.norm == "linf":
+            moved.add_(ascent.sign_(), alpha=attack.step).clamp_(-attack.epsilon, attack.epsilon)
+        else:
+            moved.addcmul_(ascent, attack.step / _norms(ascent))
+            moved.mul_((attack.epsilon / _norms(moved)).clamp_(max=1.0))
+        adversarial = moved.add_(z).clamp_(attack.low, attack.high)
+        del ascent, moved  # not held through the next step
+    return adversarial
+
+
+def by_backward(loss: Loss) -> Gradient:
+    """A loss's gradient by its input; weights get none."""
+
+    def gradient(z: Tensor, y: Tensor) -> Tensor:
+        z = z.detach().requires_grad_()
+        loss(z, y).backward(inputs=[z])  # type: ignore[no-untyped-call]
+        assert z.grad is not None
+        return z.grad
+
+    return gradient
+
+
+def _in_pixels(gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:
+    """The attack on the pixels behind normalised images z[B, C, H, W]; the result is normalised again."""
+    mean, std = (to_device(torch.tensor(v).view(1, -1, 1, 1), z.device) for v in (attack.mean, attack.std))
+
+    def by_pixels(x: Tensor, y: Tensor) -> Tensor:
+        return gradient((x - mean).div_(std), y).div_(std)
+
+    pixels = (z * std).add_(mean)
+    return pgd(by_pixels, pixels, y, replace(attack, mean=(), std=()), generator).sub_(mean).div_(std)
+
+
+def _start(z: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:
+    """Uniform in the box; or a Gaussian direction with a radius uniform in [0, epsilon]."""
+    if attack.norm == "linf":
+        start = torch.empty_like(z, device=generator.device)
+        return to_device(start.uniform_(-attack.epsilon, attack.epsilon, generator=generator), z.device)
+    direction = to_device(torch.empty_like(z, device=generator.device).normal_(generator=generator), z.device)
+    radius = torch.empty(z.shape[0], *(1,) * (z.dim() - 1)).uniform_(0, attack.epsilon, generator=generator)
+    return direction.mul_(to_device(radius, z.device) / _norms(direction))
+
+
+def _norms(z: Tensor) -> Tensor:
+    """The L2 norm of each example, [B, 1, ...]; never 0, so that a vanished gradient moves nothing."""
+    norms: Tensor = torch.linalg.vector_norm(z, dim=tuple(range(1, z.dim())), keepdim=True)
+    return norms.clamp_(min=1e-12)

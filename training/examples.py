@@ -1,0 +1,182 @@
+"""A client's examples, read in batches: its share of a data set, or features of them that lie in its store."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from piecework.federated_data.datasets import ArrayDataset
+from piecework.models.cascade import Shape, kept_places, padding
+from piecework.training.accelerator import CPU, to_device
+
+PADDING = 4  # pixels, of the random crop
+
+
+@dataclass(frozen=True)
+class Examples:
+    """`read(positions)` gives float32 [B, ...], or tokens, for int positions [B], on the device; `labels` is int64 [n], or
+    float32 [n, m] where there is more to learn of an example. `smaller(shape)` gives the same examples with their images
+    brought to that shape; stored features have none.
+    """
+
+    read: Callable[[np.ndarray], Tensor]
+    labels: np.ndarray
+    device: torch.device = CPU
+    smaller: Callable[[Shape], "Examples"] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def targets(self, positions: np.ndarray) -> Tensor:
+        """Labels [B], int64, or targets [B, m], on the device."""
+        return to_device(torch.tensor(self.labels[positions]), self.device)
+
+    def on(self, device: torch.device) -> "Examples":
+        """The same, for a device."""
+        if device == self.device:
+            return self
+        smaller = self.smaller
+        return Examples(
+            lambda positions: to_device(self.read(positions), device),
+            self.labels,
+            device,
+            (lambda shape: smaller(shape).on(device)) if smaller else None,
+        )
+
+    def entering(self, shape: Shape) -> "Examples":
+        """The same for an atom whose input has this shape: images are read as `fit_features` makes them, and no larger.
+
+        A step that is priced with such a batch has no room for the image beside it.
+        """
+        return self.smaller(shape) if self.smaller else self
+
+
+def batches(count: int, batch_size: int, rng: np.random.Generator, *, drop_single: bool) -> Iterator[np.ndarray]:
+    """Positions 0..count-1 in random order, cut into batches; a last batch of one is dropped where asked.
+
+    Batch norm has no statistics of one example.
+    """
+    order = rng.permutation(count)
+    for start in range(0, count, batch_size):
+        positions = order[start : start + batch_size]
+        if not (drop_single and len(positions) == 1):
+            yield positions
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """A flip and a crop for each example of a share, drawn once per cache fill: `flips` bool [n], `shifts` int [n, 2]."""
+
+    flips: np.ndarray
+    shifts: np.ndarray
+
+    @classmethod
+    def draw(cls, count: int, rng: np.random.Generator) -> "Augmentation":
+        """Flip one in two; shift by up to 4 pixels each way."""
+        return cls(rng.random(count) < 0.5, rng.integers(0, 2 * PADDING + 1, size=(count, 2)))
+
+    def read(
+        self,
+        images_NHWC: np.ndarray,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        down: slice = slice(None),
+        across: slice = slice(None),
+    ) -> np.ndarray:
+        """These rows of the images, augmented as the positions [B] say, at some heights and widths; what a shift uncovers is
+        zero.
+        """
+        height, width = images_NHWC.shape[1:3]
+        columns = np.arange(width)
+        columns = np.where(self.flips[positions, None], columns[::-1], columns)[:, across]
+        y = self.shifts[positions, 0, None] - PADDING + np.arange(height)[down]
+        x = self.shifts[positions, 1, None] - PADDING + columns
+        rows, ys, xs = rows[:, None, None], y.clip(0, height - 1)[:, :, None], x.clip(0, width - 1)[:, None, :]
+        taken: np.ndarray = images_NHWC[rows, ys, xs]
+        taken[(y < 0) | (y >= height)] = 0
+        taken.swapaxes(1, 2)[(x < 0) | (x >= width)] = 0
+        return taken
+
+
+def share_examples(
+    data: ArrayDataset, rows: np.ndarray, augmentation: Augmentation | None = None, shape: Shape = ()
+) -> Examples:
+    """A share of the training examples: rows is int [n]; batches are as `as_inputs` has them, images brought to `shape` if
+    there is one.
+    """
+    return _examples(data, data.inputs, rows, data.labels[rows], augmentation, shape)
+
+
+def examples_of_test(data: ArrayDataset, rows: np.ndarray) -> Examples:
+    """Examples of the test split: rows is int [n]."""
+    return _examples(data, data.test_inputs, rows, data.test_labels[rows])
+
+
+def _examples(
+    data: ArrayDataset,
+    inputs: np.ndarray,
+    rows: np.ndarray,
+    labels: np.ndarray,
+    augmentation: Augmentation | None = None,
+    shape: Shape = (),
+) -> Examples:
+    """Rows of inputs. An image is read at the places that `shape` keeps of it: there is never more of it in memory."""
+    channels, *spatial = shape or data.input_shape
+    places = [kept_places(have, want) for have, want in zip(data.input_shape[1:], spatial, strict=True)]
+
+    def read(positions: np.ndarray) -> Tensor:
+        chosen = rows[positions]
+        if augmentation is not None:
+            return _owned_images(augmentation.read(inputs, chosen, positions, places[0], places[1]), data, channels)
+        taken = inputs[(slice(None), *places)][chosen]
+        return _owned_tokens(taken) if data.vocabulary else _owned_images(taken, data, channels)
+
+    return Examples(
+        read,
+        labels,
+        smaller=lambda wanted: _examples(data, inputs, rows, labels, augmentation, wanted),
+    )
+
+
+def as_inputs(rows: np.ndarray, data: ArrayDataset) -> Tensor:
+    """What a model reads of rows of a data set: `normalised` images, or tokens [B, length], int64."""
+    return _owned_tokens(np.array(rows)) if data.vocabulary else normalised(rows, data)
+
+
+def normalised(images_BHWC: np.ndarray, data: ArrayDataset) -> Tensor:
+    """Float images [B, C, H, W], in channels-last memory because the pixels lie so on disk."""
+    return _owned_images(np.array(images_BHWC), data, images_BHWC.shape[-1])
+
+
+# Arrays that nobody else has become tensors as they are, and are counted as such from the first operation on.
+
+
+def _owned_tokens(rows: np.ndarray) -> Tensor:
+    return torch.from_numpy(rows).long()
+
+
+def _owned_images(images_BHWC: np.ndarray, data: ArrayDataset, channels: int) -> Tensor:
+    """With so many channels, of which those that the images lack are zero."""
+    pixels = torch.from_numpy(images_BHWC)
+    if channels == pixels.shape[-1]:
+        x = own = pixels.float()
+    else:
+        before, _ = padding(pixels.shape[-1], channels)
+        x = torch.zeros(*pixels.shape[:-1], channels)
+        own = x[..., before : before + pixels.shape[-1]].copy_(pixels)
+    if pixels.dtype == torch.uint8:
+        own.div_(255)
+    own.sub_(torch.tensor(data.mean)).div_(torch.tensor(data.std))
+    return x.permute(0, 3, 1, 2)
+
+
+def feature_examples(features: np.ndarray, labels: np.ndarray) -> Examples:
+    """Features from a store: float32 [n, H, W, C] (read as [B, C, H, W]) or [n, F]."""
+
+    def read(positions: np.ndarray) -> Tensor:
+        z = torch.from_numpy(features[positions])
+        return z.permute(0, 3, 1, 2) if z.dim() == 4 else z
+
+    return Examples(read, labels)

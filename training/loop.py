@@ -1,0 +1,384 @@
+"""The local loop that every trainer uses: a piece of the model, a small SGD, and one function that runs epochs.
+
+A piece is written as setup plus step, and both also run on fake tensors: that is how it is priced (planning/step_cost.py).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from typing import ClassVar, Literal, Protocol
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from piecework.models.cascade import Blueprint, fit_features, isolated_rng, run_atoms
+from piecework.models.static_norms import count_first_alike
+from piecework.training.accelerator import CPU, release_cache
+from piecework.training.attacks import Attack, Gradient, Loss, by_backward, pgd
+from piecework.training.examples import Examples, batches
+from piecework.training.memory_cap import MemoryCap, return_free_memory
+
+Load = Callable[[str], nn.Module]
+Precision = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What local training needs to know besides the model: `momentum` in [0, 1); with `attack`, it is adversarial.
+
+    It takes `iterations` batches, or where that is 0 `epochs` epochs. A gradient of all parameters that is longer than
+    `clip_norm` > 0 is cut to it; weight decay comes after. In `bfloat16` forward passes run under torch.autocast:
+    activations take half; weights, their gradients and losses stay float32.
+    """
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    batch_size: int
+    epochs: int
+    iterations: int = 0
+    attack: Attack | None = None
+    precision: Precision = "float32"
+    clip_norm: float = 0.0
+
+
+class PieceModel:
+    """Atoms and a head that a device holds at once. `head` is a unit: `head`, `exits.<i>` for a piece's own, or None.
+
+    `optimiser`: what moves it, where that is not SGD.
+    """
+
+    optimiser: ClassVar["type[SGD] | None"] = None
+
+    def __init__(self, blueprint: Blueprint, atoms: Sequence[int], head: str | None, load: Load) -> None:
+        self.blueprint, self.atoms, self.head_unit = blueprint, tuple(atoms), head
+        self.modules = {f"atoms.{index}": load(f"atoms.{index}") for index in atoms}
+        self.head = load(head) if head else nn.Identity()
+
+    def units(self) -> dict[str, nn.Module]:
+        """The modules by unit name, the head last."""
+        return self.modules | ({self.head_unit: self.head} if self.head_unit else {})
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation mode."""
+        for module in self.units().values():
+            module.train(mode)
+
+    def features(self, z: Tensor) -> Tensor:
+        """What the atoms make of z[B, ...]."""
+        return run_atoms(self.blueprint, self.atoms, list(self.modules.values()), z)
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Logits[B, classes]; towards the shared head, features skip the rest of the model by zero padding."""
+        z = self.features(z)
+        logits: Tensor = self.head(fit_features(z, self.blueprint.feature_shape) if self.head_unit == "head" else z)
+        return logits
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, in order."""
+        return [p for module in self.units().values() for p in module.parameters()]
+
+    def undecayed(self) -> list[nn.Parameter]:
+        """The parameters that weight decay leaves alone."""
+        return []
+
+    def settle(self) -> None:
+        """What is done to the parameters after each step: nothing."""
+
+    def expect(self, attacked: bool) -> None:
+        """Get ready for examples that were attacked, or for clean ones: there is no difference."""
+
+    def before_attack(self, loss: Loss, z: Tensor, y: Tensor) -> None:
+        """What is done with clean examples in training, before they are attacked: nothing."""
+
+
+class SGD:
+    """SGD with momentum and weight decay, as torch.optim.SGD; constructing any torch optimiser imports torch's compiler.
+
+    The momentum buffers exist from the start, so that the first step already shows the peak.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        recipe: Recipe,
+        undecayed: Iterable[nn.Parameter] = (),
+        settle: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self.parameters, self._settle = list(parameters), settle
+        self.recipe = recipe
+        self._undecayed = {id(p) for p in undecayed}
+        self.buffers: list[Tensor] = []
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Make what is remembered between steps."""
+        if self.recipe.momentum:
+            self.buffers = [torch.zeros_like(p) for p in self.parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step; gradients are dropped at once. Parameters without a gradient do not move."""
+        if self.recipe.clip_norm:
+            nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip_norm)
+        with_grad = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        decayed = [i for i in with_grad if id(self.parameters[i]) not in self._undecayed]
+        self._move(decayed, self.recipe.weight_decay)
+        if len(decayed) < len(with_grad):
+            self._move([i for i in with_grad if id(self.parameters[i]) in self._undecayed], 0.0)
+        for parameter in self.parameters:
+            parameter.grad = None
+        for settle in self._settle:
+            settle()
+
+    def _move(self, which: Sequence[int], weight_decay: float) -> None:
+        torch._fused_sgd_(
+            [self.parameters[i] for i in which],
+            [g for i in which if (g := self.parameters[i].grad) is not None],
+            [self.buffers[i] for i in which] if self.buffers else [],
+            weight_decay=weight_decay,
+            momentum=self.recipe.momentum,
+            lr=self.recipe.lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the momentum buffers to a file."""
+        save_file({str(i): buffer.contiguous() for i, buffer in enumerate(self.buffers)}, path)
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        """Read the momentum buffers from a file."""
+        with safe_open(path, framework="np") as file:
+            for i, buffer in enumerate(self.buffers):
+                buffer.copy_(torch.from_numpy(file.get_tensor(str(i))))
+
+
+Perturb = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> adversarial batch
+MakeLoss = Callable[[list[PieceModel]], Loss]
+
+
+def single_loss(pieces: list[PieceModel]) -> Loss:
+    """Cross-entropy of one piece with its head."""
+    (piece,) = pieces
+    return lambda z, y: classification_loss(piece.logits(z), y)
+
+
+def classification_loss(logits: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy of logits[B, classes] in float32; of one logit, [B, 1], the binary one."""
+    logits = logits.float()
+    if logits.shape[1] == 1:
+        return F.binary_cross_entropy_with_logits(logits[:, 0], y.to(logits.dtype), reduction=reduction)
+    return F.cross_entropy(logits, y, reduction=reduction)
+
+
+def train_step(loss: Loss, optimiser: SGD, z: Tensor, y: Tensor, perturb: Perturb | None = None) -> Tensor:
+    """Forward, backward, update; on perturbed examples, if asked. Returns the detached loss."""
+    value = loss(z if perturb is None else perturb(z, y), y)
+    value.backward()  # type: ignore[no-untyped-call]
+    optimiser.step()
+    return value.detach()
+
+
+class Carried(Protocol):
+    """What is done with an optimiser's buffers where momentum does not begin at zero in every round."""
+
+    def restore(self, pieces: list[PieceModel], optimiser: SGD) -> None:
+        """Before the first step."""
+
+    def keep(self, pieces: list[PieceModel], optimiser: SGD) -> None:
+        """After the last one."""
+
+
+class Trainee:
+    """Pieces in training on a device, with their optimiser; made inside the accounting, by the first batch."""
+
+    def __init__(
+        self,
+        make: Callable[[], list[PieceModel]],
+        recipe: Recipe,
+        make_loss: MakeLoss = single_loss,
+        carried: Carried | None = None,
+    ) -> None:
+        self._make, self.recipe, self._make_loss, self._carried = make, recipe, make_loss, carried
+        self.pieces: list[PieceModel] = []
+        self.total_loss, self.seen, self.batches = 0.0, 0, 0
+        self._paused: Path | None = None
+        self._young = recipe.attack is None  # attacks look at running statistics, which are not to jump under them
+
+    def epochs(self) -> Iterator[int]:
+        """The numbers of the epochs there are to do; the last one ends with the last iteration."""
+        iterations = self.recipe.iterations
+        for epoch in count():
+            if epoch >= self.recipe.epochs if not iterations else self.batches >= iterations or epoch > self.batches:
+                return
+            yield epoch
+
+    def epoch(self, examples: Examples, rng: np.random.Generator, cap: MemoryCap, phase: str) -> None:
+        """One pass over the examples, in random batches, or what is left of the iterations."""
+        total = torch.zeros((), device=examples.device)
+        left = self.recipe.iterations - self.batches if self.recipe.iterations else None
+        with isolated_rng(_dropout_seed(rng)):
+            for positions in islice(batches(len(examples), self.recipe.batch_size, rng, drop_single=True), left):
+                with cap.first(phase, *self._form(), len(positions)):
+                    if not self.pieces:
+                        self._begin()
+                    value = self._step(examples.read(positions), examples.targets(positions), rng)
+                total += value * len(positions)
+                del value  # or the next step, if it is counted, holds it too
+                self.seen += len(positions)
+                self.batches += 1
+        self.total_loss += float(total)
+
+    def _form(self) -> Sequence[int]:
+        """What tells steps apart that take different memory."""
+        return ()
+
+    def _step(self, z: Tensor, y: Tensor, rng: np.random.Generator) -> Tensor:
+        """Train on a batch. Returns the detached loss."""
+        if self._young:
+            self._young = count_first_alike(unit for piece in self.pieces for unit in piece.units().values())
+        return train_step(self._loss, self.optimiser, z, y, self._perturb(rng))
+
+    def _begin(self) -> None:
+        self.pieces = self._make()
+        self._loss, self.optimiser = start(self.pieces, self.recipe, self._make_loss)
+        if self._paused is not None:
+            self.optimiser.load(self._paused)
+        elif self._carried is not None:
+            self._carried.restore(self.pieces, self.optimiser)
+        return_free_memory()  # what loading left in the heap would stay beside what training takes
+
+    def _perturb(self, rng: np.random.Generator) -> Perturb | None:
+        if self.recipe.attack is None:
+            return None
+        return adversary(self.pieces, self._loss, self.recipe.attack, int(rng.integers(2**63)))
+
+    def pause(self, momentum: Path) -> None:
+        """Free the memory: momentum goes to a file, and the next epoch makes the pieces anew (save them before)."""
+        self.optimiser.save(momentum)
+        self._paused = momentum
+        self.pieces = []
+        del self.optimiser, self._loss
+        release_cache()
+
+    def finish(self) -> list[PieceModel]:
+        """Drop the optimiser, go into evaluation mode, and hand the pieces over. Raises ValueError if nothing was trained."""
+        if not self.pieces:
+            raise ValueError("no batch of two examples or more to train on")
+        if self._carried is not None:
+            self._carried.keep(self.pieces, self.optimiser)
+        del self.optimiser, self._loss
+        for piece in self.pieces:
+            piece.train(False)
+        return self.pieces
+
+
+def _dropout_seed(rng: np.random.Generator) -> int:
+    """Dropout draws from torch's global generator: a seed for it, from the one of `rng`, which is not moved."""
+    sequence = rng.bit_generator.seed_seq
+    assert isinstance(sequence, np.random.SeedSequence)
+    return int(sequence.generate_state(2, np.uint64)[1] >> 1)
+
+
+@torch.no_grad()
+def evaluate_examples(
+    logits: Callable[[Tensor], Tensor], examples: Examples, batch_size: int, rng: np.random.Generator, cap: MemoryCap
+) -> tuple[float, int, int]:
+    """Summed cross-entropy, correct predictions and examples seen."""
+    loss, correct, seen = 0.0, 0, 0
+    for positions in batches(len(examples), batch_size, rng, drop_single=True):
+        with cap.first("evaluate", len(positions)):
+            output, y = logits(examples.read(positions)), examples.targets(positions)
+            loss += float(classification_loss(output, y, "sum"))
+            correct += int((predictions(output) == y).sum())
+        seen += len(positions)
+    return loss, correct, seen
+
+
+def predictions(logits: Tensor) -> Tensor:
+    """The classes[B] that logits[B, classes] speak for; of one logit, [B, 1], class 1 where it is positive."""
+    return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(1)
+
+
+def channels_last(module: nn.Module) -> nn.Module:
+    """Convolution weights in the memory format in which CPUs are faster (1.4 times, seen), and tensor cores work."""
+    for parameter in module.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    return module
+
+
+def start(pieces: list[PieceModel], recipe: Recipe, make_loss: MakeLoss) -> tuple[Loss, SGD]:
+    """The setup of a step: training mode, one optimiser over all pieces, the loss."""
+    for piece in pieces:
+        piece.train(True)
+    loss = make_loss(pieces)
+    return (
+        in_bfloat16(loss) if recipe.precision == "bfloat16" else loss,
+        (pieces[0].optimiser or SGD)(
+            [p for piece in pieces for p in piece.parameters() if p.requires_grad],
+            recipe,
+            [p for piece in pieces for p in piece.undecayed()],
+            [piece.settle for piece in pieces],
+        ),
+    )
+
+
+def in_bfloat16(loss: Loss) -> Loss:
+    """The same loss with its forward pass in bfloat16, where torch's autocast holds that to be safe."""
+
+    def cast(z: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(z.device.type, torch.bfloat16):
+            return loss(z, y)
+
+    return cast
+
+
+def in_precision(function: Callable[[Tensor], Tensor], recipe: Recipe) -> Callable[[Tensor], Tensor]:
+    """A forward pass as training does it, for evaluation: what fits a device in training fits it here. Gives float32."""
+    if recipe.precision == "float32":
+        return function
+
+    def cast(z: Tensor) -> Tensor:
+        with torch.autocast(z.device.type, torch.bfloat16):
+            return function(z).float()
+
+    return cast
+
+
+def adversary(
+    pieces: list[PieceModel], loss: Loss, attack: Attack, seed: int, gradient: Callable[[Loss], Gradient] = by_backward
+) -> Perturb:
+    """Attacks pieces in evaluation mode, so that batch norms do not move, and leaves them in training mode."""
+
+    def perturb(z: Tensor, y: Tensor) -> Tensor:
+        for piece in pieces:
+            piece.before_attack(loss, z, y)
+            piece.train(False)
+        adversarial = pgd(gradient(loss), z, y, attack, torch.Generator().manual_seed(seed))
+        for piece in pieces:
+            piece.train(True)
+        return adversarial
+
+    return perturb
+
+
+def load_for_device(blueprint: Blueprint, fill: Callable[[str, nn.Module], None], device: torch.device = CPU) -> Load:
+    """Build a unit, fill it with weights and put it on the device, leaving torch's global generator as it was."""
+
+    def load(unit: str) -> nn.Module:
+        with isolated_rng(0):
+            module = channels_last(blueprint.build_unit(unit))
+        fill(unit, module)
+        return module.to(device)
+
+    return load

@@ -1,0 +1,191 @@
+"""The messages between server and client, typed.
+
+Down: ConfigRecord `task` and ArrayRecord `arrays`. Up: ConfigRecord `outcome`, ArrayRecord `arrays`, MetricRecord `metrics`.
+A refusal for memory is a normal reply: Flower's Error carries only a code and a text.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Self, cast
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from piecework.models.partition import Piece
+from piecework.models.variant import Variant
+
+Status = Literal["ok", "memory", "failed"]
+Metrics = dict[str, float | int | list[int]]
+AS_JSON = ("prices", "frozen", "void", "variant", "own")  # Flower's records hold neither mappings nor lists of lists
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a server asks of a client in a round.
+
+    `budget` and `reference` are bytes: what the server assumed the client may use, and one reference step, of which emulated
+    budgets are shares. `state_round` names the newest client state that may be used. `prices` maps a piece ("0,1,2") to the
+    bytes of training it; `enforced` says whether these are true bytes that the accounting holds the client to. `frozen` maps
+    the units that are not in this message, because nobody trains them any more, to their content hashes. `variant` is the
+    network that the client builds of the run's model. `own` are the system's own fields.
+
+    A server may go back to an earlier model: client states of the rounds in `void`, pairs of a first and a last one, are of a
+    discarded future, and the state of `kept_round`, or the newest before it, is kept because the server may go back to it.
+    `adversarial`: the client trains on adversarial examples; its recipe has the attack.
+    `personal`: evaluation is on the client's own part of the test split, not on its validation share. `atoms` and `head` are
+    the model that is served, where its batch norms are to be measured.
+    """
+
+    experiment_id: str
+    round: int
+    state_round: int
+    strategy: str
+    budget: int
+    reference: int
+    lr: float
+    state_dir: str
+    enforced: bool = True
+    prices: dict[str, int] = field(default_factory=dict)
+    frozen: dict[str, str] = field(default_factory=dict)
+    void: list[list[int]] = field(default_factory=list)
+    kept_round: int = 0
+    personal: bool = False
+    adversarial: bool = False
+    atoms: list[int] = field(default_factory=list)
+    head: str = ""
+    variant: Variant = field(default_factory=Variant)
+    own: dict[str, Any] = field(default_factory=dict)
+
+    def to_record(self) -> ConfigRecord:
+        """As a Flower record; what it cannot hold is a JSON string."""
+        fields = {key.replace("_", "-"): value for key, value in asdict(self).items()}
+        fields["variant"] = self.variant.to_values()
+        mappings = {key: json.dumps(fields[key], separators=(",", ":")) for key in AS_JSON}
+        return ConfigRecord({**fields, **mappings})
+
+    @classmethod
+    def from_record(cls, record: ConfigRecord) -> "Task":
+        """Read a task; raises TypeError for a field that is missing or not known."""
+        fields = {key.replace("-", "_"): value for key, value in record.items()}
+        mappings = {key: json.loads(str(record[key])) for key in AS_JSON}
+        return cls(**{**fields, **mappings, "variant": Variant.from_values(mappings["variant"])})
+
+    def price(self, piece: Piece) -> int | None:
+        """Bytes of training a piece, or None where the server lists none."""
+        return self.prices.get(piece_key(piece))
+
+
+class OwnFields:
+    """A system's own fields of a task, for a dataclass to build on."""
+
+    @classmethod
+    def of(cls, task: Task) -> Self:
+        """Those in a task; raises TypeError for a field that is missing or not known."""
+        return cls(**task.own)
+
+    def to_own(self) -> dict[str, Any]:
+        """As a task's own fields."""
+        return asdict(cast(Any, self))
+
+
+def piece_key(piece: Piece) -> str:
+    """The key of a piece in a price list: (0, 1, 2) -> `0,1,2`; without atoms it is the head alone, `head`."""
+    return ",".join(map(str, piece)) or "head"
+
+
+def piece_of(key: str) -> Piece:
+    """What `piece_key` made a key of. Raises ValueError."""
+    return tuple(map(int, key.split(","))) if key != "head" else ()
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What a node says of itself when it is first asked: its device's name, `auto` where it measures itself; its software."""
+
+    device: str
+    software: str
+
+    def to_record(self) -> ConfigRecord:
+        """As a Flower record."""
+        return ConfigRecord(asdict(self))
+
+    @classmethod
+    def from_record(cls, record: ConfigRecord) -> "NodeInfo":
+        """Read what a node says; raises TypeError for a field that is missing, not known, or no text."""
+        info = cls(**cast(dict[str, str], dict(record)))
+        for name, value in asdict(info).items():
+            if not isinstance(value, str):
+                raise TypeError(f"node {name} is {value!r:.100}: expected str")
+        return info
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a server asks of a client's frozen units: `wanted` is content hashes. Units that lack may come along."""
+
+    experiment_id: str
+    state_dir: str
+    wanted: list[str]
+
+    def to_record(self) -> ConfigRecord:
+        """As a Flower record."""
+        return ConfigRecord(asdict(self))
+
+    @classmethod
+    def from_record(cls, record: ConfigRecord) -> "Question":
+        """Read a question; raises TypeError for a field that is missing or not known."""
+        return cls(**cast(dict[str, object], dict(record)))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a task ended. `needed` and `allowed` are bytes, of a refusal for memory; `needed` is 0 where it is not known.
+
+    `pieces` are the keys of what was trained, one after another. `reason` says why a task was refused or failed.
+    `note` is what a person should hear of a task that went well nevertheless, such as a damaged file in the store. `lacking` is
+    the content hashes of frozen units that were asked for and are not there.
+    """
+
+    status: Status
+    needed: int = 0
+    allowed: int = 0
+    reason: str = ""
+    note: str = ""
+    lacking: list[str] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+
+    def to_record(self) -> ConfigRecord:
+        """As a Flower record."""
+        return ConfigRecord(asdict(self))
+
+    @classmethod
+    def from_record(cls, record: ConfigRecord) -> "Outcome":
+        """Read an outcome; raises ValueError for an unknown status, TypeError for a field of another type."""
+        outcome = cls(**cast(dict[str, object], dict(record)))  # type: ignore[arg-type]
+        for name, value in asdict(outcome).items():
+            if type(value) is not type(getattr(SAMPLE, name)):
+                raise TypeError(f"outcome {name} is {value!r:.100}: expected {type(getattr(SAMPLE, name)).__name__}")
+        if outcome.status not in ("ok", "memory", "failed"):
+            raise ValueError(f"outcome status {outcome.status!r}: expected ok, memory or failed")
+        return outcome
+
+
+SAMPLE = Outcome("ok")  # the types of its fields
+
+
+def reply(message: Message, outcome: Outcome, metrics: Metrics, arrays: ArrayRecord | None = None) -> Message:
+    """The answer to a task."""
+    content = RecordDict({"outcome": outcome.to_record(), "metrics": MetricRecord(cast(dict, metrics))})  # type: ignore[type-arg]
+    content["arrays"] = arrays if arrays is not None else ArrayRecord()
+    return Message(content, reply_to=message)
+
+
+def content_bytes(content: RecordDict) -> int:
+    """Bytes of a message's records, as Flower counts them; it refuses to count empty strings, which take none."""
+    return sum(map(_record_bytes, content.values()))
+
+
+def _record_bytes(record: ArrayRecord | ConfigRecord | MetricRecord) -> int:
+    if not isinstance(record, ConfigRecord):
+        return record.count_bytes()
+    counted = ConfigRecord({key: value for key, value in record.items() if value not in ("", b"", [])})
+    return counted.count_bytes() + sum(len(key) for key in record if key not in counted)
