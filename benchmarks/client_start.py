@@ -90,7 +90,7 @@ def write_task(folder: Path) -> Path:
         reference=10**9,
         lr=settings.lr,
         state_dir=str(folder),
-        prices={piece_key(tuple(range(len(blueprint.atoms)))): 1},
+        costs={piece_key(tuple(range(len(blueprint.atoms)))): 1},
     )
     arrays = ArrayRecord({name: Array(value.numpy()) for name, value in initial_state(blueprint, settings.seed)})
     identify(1)

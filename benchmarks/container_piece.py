@@ -27,8 +27,8 @@ CLASSES, SHAPE = 10, (3, 32, 32)
 def figure(text: str, *keys: str) -> int:
     """The sum of these lines of a memory.stat, in bytes. Raises ValueError for one that is not there."""
     lines = dict(line.split() for line in text.splitlines())
-    if lacking := [key for key in keys if key not in lines]:
-        raise ValueError(f"memory.stat has no {', '.join(lacking)}: this kernel's control groups are not known here")
+    if missing := [key for key in keys if key not in lines]:
+        raise ValueError(f"memory.stat has no {', '.join(missing)}: this kernel's control groups are not known here")
     return sum(int(lines[key]) for key in keys)
 
 
@@ -85,10 +85,10 @@ def train(task: dict[str, Any], folder: Path) -> None:
     from piecework.federated_data.datasets import ArrayDataset
     from piecework.models.cascade import isolated_rng
     from piecework.training.examples import Examples, feature_examples, share_examples
-    from piecework.training.loop import PieceModel, Trainee, load_for_device
+    from piecework.training.loop import LocalTrainer, PieceModel, load_for_device
     from piecework.training.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
     from piecework.training.settings import Settings
-    from piecework.training.setup import blueprint_of_shape, recipe_for
+    from piecework.training.setup import blueprint_of_shape, training_config_for
 
     settings = Settings.from_run_config({"model": task["model"], "batch-size": task["batch_size"]})
     torch.set_num_threads(settings.torch_threads)
@@ -120,13 +120,15 @@ def train(task: dict[str, Any], folder: Path) -> None:
     keep_heap_tight(task["budget"], available_memory())
     cap = MemoryCap(task["budget"], enforced=False)
     load = load_for_device(blueprint, store.load)
-    trainee = Trainee(lambda: [PieceModel(blueprint, atoms, "head", load)], recipe_for(settings, settings.lr))
+    trainer = LocalTrainer(
+        lambda: [PieceModel(blueprint, atoms, "head", load)], training_config_for(settings, settings.lr)
+    )
     started = time.process_time()
-    trainee.epoch(examples, rng, cap, "train")
+    trainer.epoch(examples, rng, cap, "train")
     seconds = time.process_time() - started
-    for unit, module in trainee.finish()[0].units().items():
+    for unit, module in trainer.finish()[0].units().items():
         store.save(unit, module)
-    say(done=cap.peak_bytes, seconds=seconds, loss=trainee.total_loss / trainee.seen)
+    say(done=cap.peak_bytes, seconds=seconds, loss=trainer.total_loss / trainer.seen)
 
 
 def main() -> None:

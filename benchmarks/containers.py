@@ -62,12 +62,12 @@ class Trial:
         return self.outcome == TRAINED and 0 < self.over <= slack
 
 
-def pieces_to_try(count: int, price: Callable[[Piece], int], budget: int, names: list[str]) -> dict[Piece, bool]:
+def pieces_to_try(count: int, cost: Callable[[Piece], int], budget: int, names: list[str]) -> dict[Piece, bool]:
     """The planner's pieces, each with one atom more, what it leaves out, and the whole model; True = it fits the budget."""
     from piecework.client_app.trainers.cascade.fedepth import decompose
 
     try:
-        pieces = decompose(count, price, budget, names)
+        pieces = decompose(count, cost, budget, names)
     except AtomTooLargeError:
         pieces = []
     kept = [atom for piece in pieces for atom in piece]
@@ -75,7 +75,7 @@ def pieces_to_try(count: int, price: Callable[[Piece], int], budget: int, names:
     for piece, following in pairwise([*pieces, ()]):
         asked += [piece, *([(*piece, following[0])] if following else [])]
     asked.append(tuple(range(count)))
-    return {piece: price(piece) <= budget for piece in dict.fromkeys(asked)}
+    return {piece: cost(piece) <= budget for piece in dict.fromkeys(asked)}
 
 
 def amounts(text: str) -> list[int]:
@@ -94,7 +94,7 @@ def piece_name(piece: Piece, names: Sequence[str]) -> str:
 
 
 def maxima(lines: Iterable[str]) -> dict[str, float]:
-    """The largest value of each figure in the JSON lines of a container; a line cut short by its end is left out."""
+    """The largest value of each figure in the JSON lines of a container; a line cut short by its end is excluded."""
     found: dict[str, float] = {}
     for line in lines:
         try:
@@ -132,28 +132,28 @@ def run_container(image: str, limit: int, task: dict[str, object]) -> tuple[str,
 def trials(options: argparse.Namespace, model: str, floor: int) -> Iterable[Trial]:
     """All trials of a model, the smallest limit first."""
     from piecework.models.partition import atom_names
-    from piecework.planning.costs import pricing_for
+    from piecework.planning.costs import cost_model_for
     from piecework.planning.part import Part
     from piecework.training.settings import Settings
     from piecework.training.setup import blueprint_of_shape
 
     settings = Settings.from_run_config({"model": model, "batch-size": options.batch_size})
     blueprint = blueprint_of_shape(settings, SHAPE, CLASSES)
-    pricing, names = pricing_for(settings, blueprint), atom_names(blueprint)
+    cost_model, names = cost_model_for(settings, blueprint), atom_names(blueprint)
 
-    def price(piece: Piece) -> int:
-        return pricing.bytes(Part(blueprint, piece))
+    def cost(piece: Piece) -> int:
+        return cost_model.bytes(Part(blueprint, piece))
 
     for limit in options.limits:
         budget = limit - floor - options.slack
-        for piece, fits in pieces_to_try(len(names), price, budget, names).items():
+        for piece, fits in pieces_to_try(len(names), cost, budget, names).items():
             task = {"model": model, "batch_size": options.batch_size, "atoms": piece, "steps": options.steps}
             outcome, found = run_container(options.image, limit, task | {"budget": max(budget, 0)})
             yield Trial(
                 limit=limit,
                 model=model,
                 piece=piece_name(piece, names),
-                predicted=price(piece),
+                predicted=cost(piece),
                 budget=budget,
                 fits=fits,
                 outcome=outcome,

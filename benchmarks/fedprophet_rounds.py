@@ -18,10 +18,10 @@ from piecework.device_profiles.fleet import Fleet, device_state, load_fleet
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.registry import sampled
 from piecework.models.partition import Piece
-from piecework.planning.costs import pricing_for
+from piecework.planning.costs import cost_model_for
 from piecework.planning.paper_memory.fedprophet import macs
 from piecework.question import budget_bytes
-from piecework.strategies.cascade.fedprophet_modules import FedProphetRule
+from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 from piecework.training.setup import blueprint_of_shape
 
 CLIENTS, ASKED, ITERATIONS, ATTACK_STEPS = 100, 10, 30, 10
@@ -68,21 +68,21 @@ class How:
 
 
 @cache
-def rule_for(flags: str) -> FedProphetRule:
+def policy_for(flags: str) -> FedProphetPolicy:
     """FedProphet's cut of a table's model for the table's R_min, by the authors' memory."""
     settings, question = asked(flags)
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
-    pricing = pricing_for(settings, blueprint, ATTACK_STEPS)
-    return FedProphetRule(blueprint, pricing, settings, budget_bytes(question.budget, 0))
+    cost_model = cost_model_for(settings, blueprint, ATTACK_STEPS)
+    return FedProphetPolicy(blueprint, cost_model, settings, budget_bytes(question.budget, 0))
 
 
 @cache
 def batches(setting: Setting, atoms: Piece, how: How) -> tuple[tuple[Batch, int], ...]:
     """The batches of a client's round on a piece, and how many of each. The memory of a full one is MemReq."""
-    rule = rule_for(setting.flags)
-    part, size = rule.part(atoms), rule.settings.batch_size
-    features = rule.pricing.bytes(part) // 4 - 3 * part.parameters
-    flops = rule.pricing.traced(part).flops if how.true_flops else 2 * macs(part, size) * (1 + how.attack_steps)
+    policy = policy_for(setting.flags)
+    part, size = policy.part(atoms), policy.settings.batch_size
+    features = policy.cost_model.bytes(part) // 4 - 3 * part.parameters
+    flops = policy.cost_model.traced(part).flops if how.true_flops else 2 * macs(part, size) * (1 + how.attack_steps)
     full, left_over = divmod(setting.examples, size)
     short = ITERATIONS // (full + 1) if how.remainder else 0
     steps = how.attack_steps if how.attack_swaps else 0
@@ -118,7 +118,7 @@ def draw(fleet: Fleet, seeds: Sequence[int], rounds: int) -> Rounds:
 
 def whole_model(setting: Setting) -> Piece:
     """All atoms."""
-    return tuple(chain(*(stage.parts[0].atoms for stage in rule_for(setting.flags).stages)))
+    return tuple(chain(*(stage.parts[0].atoms for stage in policy_for(setting.flags).stages)))
 
 
 def of_round(tasks: Sequence[Seconds], how: How) -> Seconds:
@@ -134,12 +134,12 @@ def jfat(setting: Setting, drawn: Rounds, how: How) -> list[Seconds]:
 
 def fedprophet(setting: Setting, drawn: Rounds, how: How, dma: bool = True) -> list[list[Seconds]]:
     """Seconds of FedProphet's rounds, as if all were of stage 1, of stage 2, ..."""
-    rule, stages = rule_for(setting.flags), []
-    for stage, (module, *_) in enumerate(each.parts for each in rule.stages):
+    policy, stages = policy_for(setting.flags), []
+    for stage, (module, *_) in enumerate(each.parts for each in policy.stages):
         rounds = []
         for states in drawn:
             slowest = min(state.flops_per_second for state in states)
-            pieces = [rule.assigned(stage, state, slowest) if dma else module.atoms for state in states]
+            pieces = [policy.assigned(stage, state, slowest) if dma else module.atoms for state in states]
             work = [batches(setting, piece, how) for piece in pieces]
             rounds.append(of_round(list(map(client_seconds, states, work)), how))
         stages.append(rounds)

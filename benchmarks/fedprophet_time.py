@@ -23,7 +23,7 @@ from benchmarks.fedprophet_rounds import (
     fedprophet,
     fleet_of,
     jfat,
-    rule_for,
+    policy_for,
     whole_model,
 )
 from benchmarks.tables.shared import table
@@ -70,7 +70,7 @@ def stage_table(seeds: Sequence[int], rounds: int) -> str:
     rows = []
     for setting in SETTINGS:
         drawn = draw(fleet_of(setting, True), seeds, rounds)
-        modules = [f"{m} {label(stage.parts[0])}" for m, stage in enumerate(rule_for(setting.flags).stages, start=1)]
+        modules = [f"{m} {label(stage.parts[0])}" for m, stage in enumerate(policy_for(setting.flags).stages, start=1)]
         found = [map(split, fedprophet(setting, drawn, How(), dma)) for dma in (True, False)]
         rows += [[setting.name, *row] for row in zip(modules, *found, strict=True)]
     return table(["setting", "module", "with DMA", "without"], rows)
@@ -104,7 +104,7 @@ def short_table(seeds: Sequence[int], rounds: int) -> str:
         drawn, work = draw(fleet, seeds, rounds), batches(setting, whole, How())
         slowest = [max(states, key=lambda state: sum(client_seconds(state, work))) for states in drawn]
         budgets = [[state.budget_bytes for state in states] for states in (chain(*drawn), slowest)]
-        limits = rule_for(setting.flags).bytes(whole) - 1, fleet.memory_floor
+        limits = policy_for(setting.flags).bytes(whole) - 1, fleet.memory_floor
         rows.append([setting.name, *(f"{fmean(b <= limit for b in some):.0%}" for some in budgets for limit in limits)])
     return table(["setting", "short", "on the floor", "slowest is short", "slowest is on the floor"], rows)
 

@@ -19,7 +19,7 @@ from piecework.models.kernels import decompose
 from piecework.models.low_rank import factors, low_rank
 from piecework.models.zoo import build_blueprint
 from piecework.planning.step_cost import fake_load
-from piecework.training.loop import PieceModel, Recipe, single_loss, start, train_step
+from piecework.training.loop import PieceModel, TrainingConfig, single_loss, start, train_step
 
 KEEPS = (0.8, 0.6, 0.4, 0.2)
 CLIENTS, IMAGES, EPOCHS, BATCH = 20, 500, 2, 32
@@ -28,8 +28,8 @@ CLIENTS, IMAGES, EPOCHS, BATCH = 20, 500, 2, 32
 def step_seconds(blueprint: Blueprint, steps: int, *, thin: bool) -> float:
     """The least of some steps, after one that does not count."""
     piece = (LowRankModel if thin else PieceModel)(blueprint, range(len(blueprint.atoms)), "head", fake_load(blueprint))
-    recipe = Recipe(lr=0.1, momentum=0.9, weight_decay=2e-4, batch_size=BATCH, epochs=1)
-    loss, optimiser = start([piece], recipe, low_rank_loss(2e-4) if thin else single_loss)
+    training_config = TrainingConfig(lr=0.1, momentum=0.9, weight_decay=2e-4, batch_size=BATCH, epochs=1)
+    loss, optimiser = start([piece], training_config, low_rank_loss(2e-4) if thin else single_loss)
     x, y = torch.rand(BATCH, *blueprint.input_shape), torch.randint(10, (BATCH,))
     taken = []
     for _ in range(steps + 1):

@@ -25,7 +25,7 @@ from piecework.models.compact import layout
 from piecework.models.masked import masked
 from piecework.models.zoo import build_blueprint, usual_input
 from piecework.training.accelerator import without_denormals
-from piecework.training.loop import MakeLoss, PieceModel, Recipe, channels_last, single_loss, start, train_step
+from piecework.training.loop import MakeLoss, PieceModel, TrainingConfig, channels_last, single_loss, start, train_step
 from piecework.training.memory_cap import keep_heap_tight
 
 
@@ -40,19 +40,19 @@ def pruned(blueprint: Blueprint, densities: list[float]) -> SparseModel:
     return model
 
 
-def measured(model: PieceModel, make_loss: MakeLoss, recipe: Recipe, steps: int) -> tuple[float, int]:
+def measured(model: PieceModel, make_loss: MakeLoss, training_config: TrainingConfig, steps: int) -> tuple[float, int]:
     """Seconds of a step, and its peak in bytes with weights and momentum."""
     meter = PeakMemory()
     with meter:
         for module in model.units().values():
             for tensor in [*module.parameters(), *module.buffers()]:
                 tensor.data = tensor.data.clone()
-        loss, optimiser = start([model], recipe, make_loss)
+        loss, optimiser = start([model], training_config, make_loss)
         channels, height, width = model.blueprint.input_shape
-        z = torch.rand(recipe.batch_size, height, width, channels).permute(
+        z = torch.rand(training_config.batch_size, height, width, channels).permute(
             0, 3, 1, 2
         )  # as `Examples` hands batches out
-        y = torch.randint(model.blueprint.num_classes, (recipe.batch_size,))
+        y = torch.randint(model.blueprint.num_classes, (training_config.batch_size,))
         train_step(loss, optimiser, z, y)
     taken = []
     with without_denormals():  # as in a client's task
@@ -83,15 +83,15 @@ def main() -> None:
         choices = [[float(each)] * (layers - 1) + [1.0] for each in given.densities.split(",")]
     torch.set_num_threads(1)
     keep_heap_tight(given.budget, available_memory())  # as a client's task does: it decides what allocating costs
-    recipe = Recipe(lr=1e-3, momentum=0.9, weight_decay=0.0, batch_size=given.batch_size, epochs=1)
+    training_config = TrainingConfig(lr=1e-3, momentum=0.9, weight_decay=0.0, batch_size=given.batch_size, epochs=1)
     dense = PieceModel(plain, range(len(plain.atoms)), "head", lambda unit: channels_last(plain.build_unit(unit)))
-    base = measured(dense, single_loss, recipe, given.steps)
+    base = measured(dense, single_loss, training_config, given.steps)
     rows: list[dict[str, Any]] = [{"form": "dense", "density": 1.0, "seconds": base[0], "bytes": base[1]}]
     rows.append(
         dict(
             zip(
                 ("seconds", "bytes"),
-                measured(pruned(whole, [1.0] * layers), sparse_loss(0.002), recipe, given.steps),
+                measured(pruned(whole, [1.0] * layers), sparse_loss(0.002), training_config, given.steps),
                 strict=True,
             )
         )
@@ -99,7 +99,7 @@ def main() -> None:
     rows[1] |= {"form": "masked", "density": 1.0}
     for densities in choices:
         small, _ = pruned(whole, densities).compacted(layout(plain, whole))
-        found = measured(small, sparse_loss(0.002), recipe, given.steps)
+        found = measured(small, sparse_loss(0.002), training_config, given.steps)
         rows.append({"form": "compact", "density": mean(densities), "seconds": found[0], "bytes": found[1]})
     if given.json:
         print(json.dumps(rows))

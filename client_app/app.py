@@ -26,7 +26,7 @@ from piecework.client_app.prepare import (
     unpack,
 )
 from piecework.client_app.served import SERVED, measure_served
-from piecework.client_app.trainers import find_evaluator, find_survey, find_trainer
+from piecework.client_app.trainers import find_evaluator, find_query, find_trainer
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import measure_device
 from piecework.federated_data.partition import split
@@ -77,8 +77,8 @@ def query_units(message: Message, context: Context) -> Message:
     question = Question.from_record(message.content.config_records["question"])
     with closing(open_store(context, question.state_dir, question.experiment_id, "units")) as store:
         unpack(message.content, partial(frozen.keep, store.frozen, store.task))
-        lacking = list(frozen.lacking(store.frozen, question.wanted))
-        return reply(message, Outcome("ok", note="; ".join(store.notes), lacking=lacking), {})
+        missing = list(frozen.not_held(store.frozen, question.wanted))
+        return reply(message, Outcome("ok", note="; ".join(store.notes), missing=missing), {})
 
 
 @app.train()
@@ -126,18 +126,18 @@ def statistics(message: Message, context: Context) -> Message:
         units = measure_served(task, client)
         found = [(name, array) for name, array in client.store.read(units) if is_statistic(name)]
         arrays = ArrayRecord({name: encode(array) for name, array in found})
-        counted: Metrics = {"num-examples": len(client.share(STAGES)), "predicted-peak": task.price(SERVED) or 0}
+        counted: Metrics = {"num-examples": len(client.share(STAGES)), "predicted-peak": task.cost(SERVED) or 0}
         return Outcome("ok"), counted, arrays
 
     return answer(message, context, work)
 
 
-@app.query("survey")
-def survey(message: Message, context: Context) -> Message:
+@app.query("query")
+def query(message: Message, context: Context) -> Message:
     """Measure what the strategy asks of all clients between rounds."""
 
     def work(client: Client, task: Task) -> Answer:
-        return Outcome("ok"), find_survey(task.strategy)(task, client), None
+        return Outcome("ok"), find_query(task.strategy)(task, client), None
 
     return answer(message, context, work)
 
@@ -157,8 +157,8 @@ def answer(message: Message, context: Context, work: Callable[[Client, Task], An
             metrics |= measured
         except MemoryBudgetExceededError as error:
             outcome = Outcome("memory", error.needed, error.allowed, str(error))
-        except frozen.LackingUnitsError as error:
-            outcome = Outcome("failed", reason=str(error), lacking=sorted(error.lacking.values()))
+        except frozen.MissingUnitsError as error:
+            outcome = Outcome("failed", reason=str(error), missing=sorted(error.missing.values()))
         except NoAcceleratorError as error:
             outcome = Outcome("failed", reason=str(error))
         except Exception as error:

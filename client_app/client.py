@@ -14,7 +14,7 @@ from piecework.models.cascade import Blueprint, fit_features
 from piecework.models.partition import Piece
 from piecework.training.accelerator import CPU
 from piecework.training.examples import Examples, batches, feature_examples
-from piecework.training.loop import Load, PieceModel, Recipe, evaluate_examples, in_precision, load_for_device
+from piecework.training.loop import Load, PieceModel, TrainingConfig, evaluate_examples, in_precision, load_for_device
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.messages import Metrics
 from piecework.training.randomness import generator
@@ -28,7 +28,7 @@ class Client:
     """One client in one round. `budget` and what a cut may use, `allowed`, are bytes.
 
     `blueprint` is the network of its task, `full` the run's own model, of which that is a variant.
-    `share(fill)` is its training share, augmented anew for each fill; for STAGES alike in all rounds.
+    `share(fill)` is its training share, augmented again for each fill; for STAGES alike in all rounds.
     """
 
     number: int
@@ -41,7 +41,7 @@ class Client:
     full: Blueprint
     store: Store
     cap: MemoryCap
-    recipe: Recipe
+    training_config: TrainingConfig
     share: Callable[[int], Examples]
     validation: Examples
     old_state: Path | None
@@ -75,7 +75,11 @@ class Client:
     def evaluate(self, logits: Callable[[torch.Tensor], torch.Tensor], examples: Examples) -> Metrics:
         """Validation metrics of the model as it stands after training; nothing where there are no examples."""
         loss, correct, seen = evaluate_examples(
-            in_precision(logits, self.recipe), examples, self.recipe.batch_size, self.rng("validate"), self.cap
+            in_precision(logits, self.training_config),
+            examples,
+            self.training_config.batch_size,
+            self.rng("validate"),
+            self.cap,
         )
         if not seen:
             return {}
@@ -85,12 +89,14 @@ class Client:
     def stream(self, piece: PieceModel, examples: Examples, part: str, to: int | None) -> Examples:
         """The features that frozen atoms make of examples for atom `to`, or the head, batch by batch into a file of the store.
 
-        The order is drawn anew, so that batch statistics come from mixed batches; a last batch of one has none.
+        The order is drawn again, so that batch statistics come from mixed batches; a last batch of one has none.
         """
-        single = self.settings.batch_statistics and len(examples) % self.recipe.batch_size == 1
-        labels, writer, forward = [], None, in_precision(piece.features, self.recipe)
+        single = self.settings.batch_statistics and len(examples) % self.training_config.batch_size == 1
+        labels, writer, forward = [], None, in_precision(piece.features, self.training_config)
         shape = self.blueprint.feature_shape if to is None else self.blueprint.shape_before(to)
-        for positions in batches(len(examples), self.recipe.batch_size, self.rng(f"stream {part}"), drop_single=single):
+        for positions in batches(
+            len(examples), self.training_config.batch_size, self.rng(f"stream {part}"), drop_single=single
+        ):
             with self.cap.first(f"stream {part}", len(positions)):
                 z = fit_features(forward(examples.read(positions)), shape)
                 block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy()

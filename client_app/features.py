@@ -1,7 +1,7 @@
 """What frozen modules make of a client's training share, for the module behind them: computed once, streamed, and kept.
 
 `<store>/features/<prefix hash>.npy` holds one row an example, in the share's order. The hash is of the frozen units' content:
-a client that missed a stage, or lost its file, finds that out and computes it anew. Nothing in it depends on the round.
+a client that missed a stage, or lost its file, finds that out and computes it again. Nothing in it depends on the round.
 """
 
 import hashlib
@@ -76,7 +76,7 @@ def _opened(client: Client, path: Path, module: Piece) -> np.ndarray | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError) as error:
-        client.store.notes.append(f"features behind atom {module[-1]} were damaged and are computed anew: {error}")
+        client.store.notes.append(f"features behind atom {module[-1]} were damaged and are computed again: {error}")
         return None
     expected = (len(client.share(STAGES)), *_shape_behind(client, module))
     return features if features.shape == expected and features.dtype == np.float32 else None
@@ -126,7 +126,7 @@ def _stream(
     if measured:
         measure_norms(piece.units().values())
         forget_statistics(piece.units().values())
-    forward = in_precision(piece.logits if head is not None else piece.features, client.recipe)
+    forward = in_precision(piece.logits if head is not None else piece.features, client.training_config)
     draft, writer = client.store.task / path.name, None
     for positions, fresh in _mixed(client, len(examples)):
         with client.cap.first(f"stream {runs(module)}", len(positions)), _dropout(client, module, positions, training):
@@ -160,7 +160,7 @@ def _mixed(client: Client, count: int) -> Iterator[tuple[np.ndarray, int]]:
     Batch statistics come from mixed batches; a last batch of one, which has none, is filled up with another example.
     """
     order = generator(client.settings.seed, client.number, "features").permutation(count)
-    size = client.recipe.batch_size
+    size = client.training_config.batch_size
     for start in range(0, count, size):
         positions = order[start : start + size]
         yield (positions, len(positions)) if len(positions) > 1 else (np.array([positions[0], order[0]]), 1)

@@ -15,12 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 
-class LackingUnitsError(LookupError):
-    """A task names frozen units that the client does not have, or not as they were sent: `lacking` is hashes by unit."""
+class MissingUnitsError(LookupError):
+    """A task names frozen units that the client does not have, or not as they were sent: `missing` is hashes by unit."""
 
-    def __init__(self, lacking: Mapping[str, str]) -> None:
-        self.lacking = dict(lacking)
-        super().__init__(f"the client's store lacks the frozen units {', '.join(lacking)}: they have to be sent again")
+    def __init__(self, missing: Mapping[str, str]) -> None:
+        self.missing = dict(missing)
+        super().__init__(f"the client's store lacks the frozen units {', '.join(missing)}: they have to be sent again")
 
 
 def content_hash(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
@@ -55,7 +55,7 @@ def keep(folder: Path, scratch: Path, arrays: Mapping[str, np.ndarray]) -> None:
     (scratch / digest).replace(_path(folder, digest))
 
 
-def lacking(folder: Path, wanted: Iterable[str]) -> Iterator[str]:
+def not_held(folder: Path, wanted: Iterable[str]) -> Iterator[str]:
     """Those hashes of which there is no sound file; damaged ones are removed."""
     for digest in wanted:
         path = _path(folder, digest)
@@ -69,10 +69,10 @@ def lacking(folder: Path, wanted: Iterable[str]) -> Iterator[str]:
 
 
 def lay(folder: Path, frozen: Mapping[str, str], model: Path) -> None:
-    """Put frozen units into a task's model folder without reading them. Raises LackingUnitsError."""
-    missing = set(lacking(folder, frozen.values()))
+    """Put frozen units into a task's model folder without reading them. Raises MissingUnitsError."""
+    missing = set(not_held(folder, frozen.values()))
     if missing:
-        raise LackingUnitsError({unit: digest for unit, digest in frozen.items() if digest in missing})
+        raise MissingUnitsError({unit: digest for unit, digest in frozen.items() if digest in missing})
     for unit, digest in frozen.items():
         try:
             os.link(_path(folder, digest), model / f"{unit}.safetensors")

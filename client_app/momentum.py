@@ -41,7 +41,7 @@ def _averaged(unit: str, module: nn.Module) -> Iterator[str]:
 
 
 class CarriedMomentum:
-    """What a trainee does with its optimiser's buffers at its start and at its end, one atom's or one array at a time.
+    """What a local trainer does with its optimiser's buffers at its start and at its end, one atom's or one array at a time.
 
     `sent`: the parameters whose buffers go to the server.
     """

@@ -31,7 +31,7 @@ from piecework.training.setup import (
     image_attack,
     open_dataset,
     open_own,
-    recipe_for,
+    training_config_for,
 )
 
 
@@ -44,7 +44,7 @@ def open_store(context: Context, state_dir: str, experiment_id: str, task: str) 
 def prepare_client(content: RecordDict, message_bytes: int, task: Task, context: Context, store: Store) -> Client:
     """Put the arrays that arrived on disk, release them, and set up what a trainer needs.
 
-    Raises LackingUnitsError, and NoAcceleratorError where the settings ask for a GPU that is not there.
+    Raises MissingUnitsError, and NoAcceleratorError where the settings ask for a GPU that is not there.
     """
     settings = Settings.from_run_config(context.run_config)
     torch.set_num_threads(settings.torch_threads)
@@ -86,7 +86,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         full=full,
         store=store,
         cap=MemoryCap(allowed, enforced=task.enforced, device=device),
-        recipe=replace(recipe_for(settings, task.lr), attack=attack),
+        training_config=replace(training_config_for(settings, task.lr), attack=attack),
         share=share,
         validation=validation.on(device),
         old_state=old_state,
@@ -109,7 +109,7 @@ def unpack(content: RecordDict, write: Callable[[dict[str, np.ndarray]], None]) 
 def pack(store: Store, units: list[str]) -> ArrayRecord:
     """The arrays of units for a reply. What training held, and each unit's copies, go back to the system on the way.
 
-    For a model of 100 MB, 170 MB that nobody used were seen to stay beside the reply.
+    For a model of 100 MB, 170 MB that no client used were seen to stay beside the reply.
     """
     arrays = ArrayRecord()
     for unit in units:

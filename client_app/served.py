@@ -6,7 +6,7 @@ from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.partition import fits
 from piecework.training.messages import Task
 
-SERVED = ()  # in a price list: the largest atom of the served model, forward only
+SERVED = ()  # in a cost list: the largest atom of the served model, forward only
 
 
 def measure_served(task: Task, client: Client) -> list[str]:
@@ -14,7 +14,7 @@ def measure_served(task: Task, client: Client) -> list[str]:
 
     Raises MemoryBudgetExceededError where not even one atom at a time fits.
     """
-    needed = task.price(SERVED)
+    needed = task.cost(SERVED)
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or 0, client.allowed, "measuring batch norms for the served model")
     measure_statistics(client, tuple(task.atoms), task.head)

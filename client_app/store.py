@@ -106,7 +106,7 @@ class Store:
                     return folder
                 discarded.append(f"{number} ({fault})")
             remove(folder)
-        self._note_discarded(discarded, "starts anew")
+        self._note_discarded(discarded, "starts again")
         return None
 
     def _note_discarded(self, discarded: list[str], then: str) -> None:
@@ -143,7 +143,7 @@ class Store:
         return [int(name) for name in names if name.isdecimal() and name == str(int(name))]
 
     def drop_features(self, *parts: str) -> None:
-        """Remove features that nobody reads any more."""
+        """Remove features that no client reads any more."""
         for part in parts:
             self.feature_path(part).unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
 """The folder of a task at work, and the folders of tasks whose process is gone.
 
 A task that the server gave up on may still run beside the next one, so no two share a folder, and a folder is removed by
-others only when nobody works in it. An flock on a file in it tells: the kernel gives it back when its holder ends, by
+others only when no client works in it. An flock on a file in it tells: the kernel gives it back when its holder ends, by
 kill -9 and power cuts too. Process ids would not do, because a container that starts again gives the same ones.
 """
 
@@ -65,7 +65,7 @@ def _is_still(path: Path, file: BinaryIO) -> bool:
 
 
 def remove_leftovers(root: Path, own: Path, kept: set[str]) -> list[str]:
-    """Remove the task folders in `root` that nobody works in; their names. `kept` are not folders of tasks."""
+    """Remove the task folders in `root` that no client works in; their names. `kept` are not folders of tasks."""
     if (unlocked := take(own)) is not None:  # it is ours, and locked where locks work
         unlocked.close()
         return []

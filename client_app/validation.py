@@ -1,7 +1,7 @@
 """How a cascade that a client may not train at once does on the client's own validation share, clean and under attack.
 
 The attack is end to end, from images to logits. Its gradient comes through the pieces one after another: forward, keeping what
-goes into each piece, then back from the last to the first, each piece computed anew. That is the gradient of the whole cascade
+goes into each piece, then back from the last to the first, each piece computed again. That is the gradient of the whole cascade
 for twice the forward passes, and never needs the activations of more than a piece. A client that cannot hold all weights beside
 them reads each piece from its store when it is its turn, and writes what goes into it there.
 """
@@ -82,7 +82,7 @@ class StreamedCascade:
     def _through(self, number: int, z: Tensor) -> Tensor:
         """What a piece makes of its input: logits where it is the last."""
         piece = self._piece(number)
-        return in_precision(piece.logits if number == self.last else piece.features, self.client.recipe)(z)
+        return in_precision(piece.logits if number == self.last else piece.features, self.client.training_config)(z)
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
@@ -109,15 +109,15 @@ def held_bytes(client: Client, pieces: Sequence[Piece]) -> int:
     return sum(weight_bytes(client, piece) for piece in pieces) + 4 * batch_size(client) * inputs
 
 
-def piece_bytes(client: Client, piece: Piece, price: int) -> int:
-    """At most what a piece takes to validate whose training step takes `price` bytes.
+def piece_bytes(client: Client, piece: Piece, cost: int) -> int:
+    """At most what a piece takes to validate whose training step takes `cost` bytes.
 
     A small validation share fills only a part of a batch. What does not go with the batch is less than twice the weights: a
     layer's may be copied for its backward pass, and there are neither gradients of weights nor momentum.
     """
     weights = weight_bytes(client, piece)
-    by_batch = max(0, price - weights) * batch_size(client) / client.recipe.batch_size
-    return min(price, 2 * weights + ceil(by_batch))
+    by_batch = max(0, cost - weights) * batch_size(client) / client.training_config.batch_size
+    return min(cost, 2 * weights + ceil(by_batch))
 
 
 def weight_bytes(client: Client, piece: Piece) -> int:
@@ -127,7 +127,7 @@ def weight_bytes(client: Client, piece: Piece) -> int:
 
 def batch_size(client: Client) -> int:
     """Images of the largest batch that is validated at once."""
-    return min(client.recipe.batch_size, len(client.validation))
+    return min(client.training_config.batch_size, len(client.validation))
 
 
 def validate(
@@ -147,7 +147,7 @@ def validate(
     examples, rng = client.validation, client.rng("validate")
     loss, correct, robust, seen = 0.0, 0, 0, 0
     alone = client.settings.batch_statistics  # an example alone has no statistics
-    for positions in batches(len(examples), client.recipe.batch_size, rng, drop_single=alone):
+    for positions in batches(len(examples), client.training_config.batch_size, rng, drop_single=alone):
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
         with client.cap.first("validate", len(positions)):
             x, y = examples.read(positions), examples.targets(positions)

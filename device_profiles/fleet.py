@@ -96,7 +96,7 @@ def load_fleet(source: str) -> Fleet:
     Raises FleetError.
     """
     table, rows = read_fleet(source)
-    rule, largest = table.degradation, max(table.memory_range or table.memories or (0,)) or None
+    policy, largest = table.degradation, max(table.memory_range or table.memories or (0,)) or None
     return Fleet(
         name=table.name,
         description=table.description,
@@ -105,11 +105,11 @@ def load_fleet(source: str) -> Fleet:
         shares=tuple(row.share for row in rows),
         clients=table.clients or (),
         memory_range=table.memory_range,
-        memory_loss=rule.memory,
-        flops_loss=rule.flops,
+        memory_loss=policy.memory,
+        flops_loss=policy.flops,
         memories=table.memories or (),
-        memory_floor=rule.memory_floor,
-        flops_left=rule.flops_left or (),
+        memory_floor=policy.memory_floor,
+        flops_left=policy.flops_left or (),
     )
 
 

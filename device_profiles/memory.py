@@ -1,6 +1,6 @@
 """The one accounting of training memory: the bytes of every live tensor storage, and their peak.
 
-`PeakMemory` is used three times: under fake tensors it *prices* a step without allocating anything (`trace`), around the real
+`PeakMemory` is used three times: under fake tensors it *costs* a step without allocating anything (`trace`), around the real
 run of a phase it *enforces* a budget, and tests hold the two against each other and against torch.profiler's memory events.
 The papers' own memory-models stand beside their strategies.
 """
@@ -96,15 +96,15 @@ class PeakMemory(Mode):  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
-class StepPrice:
+class StepCost:
     """What one training step costs: peak bytes, and FLOPs (2 per multiply-accumulate, forward and backward)."""
 
     peak_bytes: int
     flops: int
 
 
-def trace(work: Callable[[], object]) -> StepPrice:
-    """Run `work` on fake tensors: its price without its memory. Everything it uses must be made inside of it.
+def trace(work: Callable[[], object]) -> StepCost:
+    """Run `work` on fake tensors: its cost without its memory. Everything it uses must be made inside of it.
 
     A server's affair: fake tensors import torch's compiler, which no device should pay for.
     """
@@ -114,7 +114,7 @@ def trace(work: Callable[[], object]) -> StepPrice:
     fake = FakeTensorMode(allow_fallback_kernels=False)
     with torch.random.fork_rng(devices=[]), fake, _AsOnTheCPU(), memory, flops:
         work()
-    return StepPrice(memory.peak, flops.total)
+    return StepCost(memory.peak, flops.total)
 
 
 FILLS = {

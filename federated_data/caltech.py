@@ -16,7 +16,7 @@ _SHORT_EDGE, _EDGE, _TEST_IMAGES, _TEST_SEED = 256, 224, 25, 2024
 
 
 def caltech256(source: Path, download: bool) -> Source:
-    """256 classes, the clutter left out; 25 images of each, the same every time, are the test set.
+    """256 classes, the clutter excluded; 25 images of each, the same every time, are the test set.
 
     Normalised as ImageNet is, for weights that were trained on it. It takes 4.5 GB of memory, and as much of disk.
     """

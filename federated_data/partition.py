@@ -1,7 +1,7 @@
 """Who holds which examples: pure functions of (labels, clients, seed).
 
 Every partition returns one array of int64 example numbers a client, sorted, and no example is given twice. Examples
-that cannot be dealt out evenly, or whose class nobody was dealt, stay with nobody. Being client 3 rather than client 90
+that cannot be dealt out evenly, or whose class no client was dealt, stay with no client. Being client 3 rather than client 90
 decides nothing by itself, so a fleet may give memory by client number.
 """
 
@@ -152,7 +152,7 @@ def natural(
     labels: NDArray[Any], clients: int, seed: int, groups: NDArray[Any] | None, groups_per_client: int
 ) -> list[Ints]:
     """Whole groups of examples, such as what a writer wrote: `groups_per_client` drawn for each client, or, where that is 0,
-    all of them, as evenly as their number allows. PriSM's FEMNIST: ten writers a client; what is left stays with nobody.
+    all of them, as evenly as their number allows. PriSM's FEMNIST: ten writers a client; what is left stays with no client.
     """
     labels = _check(labels, clients)
     if groups is None:
@@ -213,12 +213,12 @@ def _balanced_counts(sizes: Ints, clients: int, alpha: float, rng: np.random.Gen
     return counts
 
 
-def _unbalanced_counts(sizes: Ints, clients: int, alpha: float, least: int, rng: np.random.Generator) -> Ints:
+def _unbalanced_counts(sizes: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator) -> Ints:
     """Examples of each class for each client, [clients, classes]; every column sums to the class's size."""
     total = int(sizes.sum())
-    if clients * least > total:
+    if clients * minimum > total:
         raise ValueError(
-            f"{clients} clients with at least {least} examples each need {clients * least}, there are {total}; "
+            f"{clients} clients with at least {minimum} examples each need {clients * minimum}, there are {total}; "
             "use fewer clients or less data a client must have (min-examples)"
         )
     best = 0
@@ -231,12 +231,12 @@ def _unbalanced_counts(sizes: Ints, clients: int, alpha: float, least: int, rng:
             cuts = np.rint(np.cumsum(shares) * sizes[k]).astype(np.int64)
             counts[:, k] = np.diff(cuts, prepend=0)
             held += counts[:, k]
-        if held.min() >= least:
+        if held.min() >= minimum:
             return counts
         best = max(best, int(held.min()))
     raise ValueError(
         f"partition-alpha {alpha}: in {_MAX_DRAWS} draws the poorest of {clients} clients got at most {best} of {total}, "
-        f"min-examples is {least}; use a larger partition-alpha, fewer clients, or partition-balanced = true"
+        f"min-examples is {minimum}; use a larger partition-alpha, fewer clients, or partition-balanced = true"
     )
 
 

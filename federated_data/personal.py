@@ -20,7 +20,7 @@ def shares_of_test(labels: NDArray[Any], shares: list[Ints], test_labels: NDArra
     """The rows of the test split that are each client's, sorted; no row is given twice.
 
     Of a class's test examples a client gets the share that it has of those training examples of the class which anybody has,
-    rounded so that all are given; a class that nobody trains on is nobody's. A client with few examples may get none.
+    rounded so that all are given; a class that no client trains on is no client's. A client with few examples may get none.
     """
     classes = int(labels.max(initial=-1)) + 1
     held = share_class_counts(labels, shares, classes)

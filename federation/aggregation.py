@@ -75,7 +75,7 @@ class Mean(Protocol):
 
 
 def updated(arrays: ArrayRecord, mean: Mean) -> ArrayRecord:
-    """The model with its means; arrays that nobody trained stay the very same objects."""
+    """The model with its means; arrays that no client trained stay the very same objects."""
     return ArrayRecord(
         {name: Array(mean.over(name, array.numpy())) if name in mean else array for name, array in arrays.items()}
     )
@@ -100,7 +100,7 @@ def check_update(
     previous: ArrayRecord,
     spec: Spec,
     limits: Mapping[str, float] | None = None,
-    most: Callable[[], float] = lambda: math.inf,
+    maximum: Callable[[], float] = lambda: math.inf,
 ) -> CheckedUpdate:
     """Known names, exact shapes and dtypes, finite values, positive counts, every unit's norm within its limit.
 
@@ -140,8 +140,10 @@ def check_update(
     require_within(norms, limits or {})
     weights = [unit for unit in norms if not unit.endswith(STATISTICS)]
     total = math.sqrt(sum(squares[unit] for unit in weights))
-    if any(unit not in (limits or {}) for unit in weights) and total > most():
-        raise UpdateRejectedError(f"the update's norm {total:.4g} is past the limit {most():.4g} (update-norm-limit)")
+    if any(unit not in (limits or {}) for unit in weights) and total > maximum():
+        raise UpdateRejectedError(
+            f"the update's norm {total:.4g} is past the limit {maximum():.4g} (update-norm-limit)"
+        )
     return CheckedUpdate(checked, examples, norms)
 
 

@@ -1,4 +1,4 @@
-"""What a strategy asks of clients, as messages, and which answers count: training, evaluation and surveys alike."""
+"""What a strategy asks of clients, as messages, and which answers count: training, evaluation and pre-round queries alike."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -8,26 +8,28 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from piecework.device_profiles.profile import is_limit
 from piecework.federation.faults import status_of
-from piecework.federation.registry import Roster
+from piecework.federation.registry import ClientRegistry
 from piecework.federation.reports import LONGEST, ClientReport, count
 from piecework.federation.transport import LIFE
-from piecework.federation.weight_cache import Delivery
+from piecework.federation.weight_cache import WeightCache
 from piecework.training.messages import Outcome, Task, content_bytes
 
 Travelling = Callable[[Task, ArrayRecord], ArrayRecord]
 OnError = Callable[[int, str], None]  # client, status
 
 
-class Post:
-    """The tasks that were configured last, by client. `ledger` holds a report of each, which takes the bytes and the reason.
+class Dispatcher:
+    """The tasks that were configured last, by client. `log` holds a report of each, which takes the bytes and the reason.
 
     `travelling` says which arrays of a model go with a task.
     """
 
-    def __init__(self, roster: Roster, delivery: Delivery, timeout: float, travelling: Travelling) -> None:
-        self.roster, self.delivery, self.timeout, self.travelling = roster, delivery, timeout, travelling
+    def __init__(
+        self, registry: ClientRegistry, weight_cache: WeightCache, timeout: float, travelling: Travelling
+    ) -> None:
+        self.registry, self.weight_cache, self.timeout, self.travelling = registry, weight_cache, timeout, travelling
         self.tasks: dict[int, Task] = {}
-        self.ledger: dict[int, ClientReport] = {}
+        self.log: dict[int, ClientReport] = {}
         self.arrays = ArrayRecord()
 
     def configure(
@@ -43,23 +45,23 @@ class Post:
         `travelling`: which arrays go with a task, where that differs.
         """
         self.tasks, self.arrays = dict(tasks), arrays
-        self.ledger = {client: ClientReport(client, "", 0) for client in tasks} if reports is None else dict(reports)
+        self.log = {client: ClientReport(client, "", 0) for client in tasks} if reports is None else dict(reports)
         return self._messages(kind, travelling or self.travelling)
 
     def _messages(self, kind: str, travelling: Travelling) -> Iterator[Message]:
         for client, task in self.tasks.items():
-            if client in self.delivery.unreached:
+            if client in self.weight_cache.unreached:
                 continue
             content = RecordDict({"task": task.to_record(), "arrays": travelling(task, self.arrays)})
-            self.ledger[client].bytes_down += content_bytes(content)
-            self.ledger[client].reason = "no answer within round-timeout"
-            node = self.roster.members[client].node_id
+            self.log[client].bytes_down += content_bytes(content)
+            self.log[client].reason = "no answer within round-timeout"
+            node = self.registry.members[client].node_id
             ttl = LIFE * self.timeout
             yield Message(content, dst_node_id=node, message_type=kind, group_id=str(task.round), ttl=ttl)
 
-    def waves(self) -> Iterator[Iterator[Message]]:
+    def batches(self) -> Iterator[Iterator[Message]]:
         """Messages with the frozen units that the tasks name."""
-        return self.delivery.waves(self.tasks, self.arrays, self.ledger)
+        return self.weight_cache.batches(self.tasks, self.arrays, self.log)
 
     def answers(self, replies: Iterable[Message], on_error: OnError) -> Iterator[tuple[int, dict[str, Any]]]:
         """The metrics of clients that did what they were asked besides training; what makes no sense does not count."""
@@ -70,10 +72,10 @@ class Post:
     ) -> Iterator[tuple[int, dict[str, Any], ArrayRecord]]:
         """The same, with the arrays that came along."""
         for message in replies:
-            client = self.roster.client_of(message.metadata.src_node_id)
-            if client is None or client not in self.ledger:
+            client = self.registry.client_of(message.metadata.src_node_id)
+            if client is None or client not in self.log:
                 continue
-            report = self.ledger[client]
+            report = self.log[client]
             if message.has_error():
                 report.status = status_of(message.error)
                 report.reason = f"error {message.error.code}: {message.error.reason}"[:LONGEST]
@@ -89,29 +91,29 @@ class Post:
                     yield client, metrics, message.content.array_records["arrays"]
                 else:
                     report.status, report.reason = outcome.status, outcome.reason[:LONGEST]
-                    self.delivery.forget(client, outcome.lacking)
+                    self.weight_cache.forget(client, outcome.missing)
 
     def reject(self, client: int, reason: str) -> None:
         """An answer makes no sense, and does not count."""
-        self.ledger[client].status, self.ledger[client].reason = "rejected", reason
+        self.log[client].status, self.log[client].reason = "rejected", reason
 
     def account(self) -> dict[str, Any]:
         """Who answered, who did not and why, and how near to its budget (bytes) the nearest came, as JSON values."""
-        rest = [report for report in self.ledger.values() if report.status != "ok"]
+        rest = [report for report in self.log.values() if report.status != "ok"]
         peaks = [
-            r.evaluation_peak / self.tasks[c].budget for c, r in self.ledger.items() if is_limit(self.tasks[c].budget)
+            r.evaluation_peak / self.tasks[c].budget for c, r in self.log.items() if is_limit(self.tasks[c].budget)
         ]
         return {
-            "asked": len(self.ledger),
-            "answered": len(self.ledger) - len(rest),
+            "asked": len(self.log),
+            "answered": len(self.log) - len(rest),
             "peak_over_budget": max(peaks, default=None),
             "others": [{"client": r.client, "status": r.status, "reason": r.reason} for r in rest],
         }
 
     def bytes(self) -> int:
         """Of messages that were configured last, both ways."""
-        return sum(report.bytes_down + report.bytes_up for report in self.ledger.values())
+        return sum(report.bytes_down + report.bytes_up for report in self.log.values())
 
     def silence(self) -> str:
         """Why clients did not answer what was configured last."""
-        return "; ".join(sorted({report.reason for report in self.ledger.values()})[:3]) or "none is connected"
+        return "; ".join(sorted({report.reason for report in self.log.values()})[:3]) or "none is connected"

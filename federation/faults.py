@@ -20,10 +20,10 @@ def status_of(error: Error) -> str:
 
 
 @dataclass
-class Setbacks:
+class CrashHistory:
     """Clients, by number as text (JSON's keys), whose process died.
 
-    `crashes` in a row; `shares` of its budget (0 to 1) that a client is given; `until`, the last round it is left out of.
+    `crashes` in a row; `shares` of its budget (0 to 1) that a client is given; `until`, the last round it is excluded of.
     """
 
     crashes: dict[str, int] = field(default_factory=dict)
@@ -50,6 +50,6 @@ class Setbacks:
         """Of its budget, what the client is given."""
         return self.shares.get(str(client), 1.0)
 
-    def left_out(self, server_round: int) -> dict[int, int]:
+    def excluded(self, server_round: int) -> dict[int, int]:
         """The clients that a round leaves out, and how often each crashed in a row."""
         return {int(c): self.crashes.get(c, 0) for c, until in self.until.items() if server_round <= until}

@@ -54,7 +54,7 @@ class Member:
 
 
 @dataclass
-class Roster:
+class ClientRegistry:
     """The members by client number. `clients` is how many the run is for (0 = decided by who connects).
 
     `busy` are the nodes that have not answered an earlier message.

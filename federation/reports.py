@@ -7,9 +7,9 @@ from typing import Any
 
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import UpdateRejectedError
-from piecework.planning.costs import Pricing
+from piecework.planning.costs import CostModel
 from piecework.planning.counts import bits, dense_flops
-from piecework.planning.partition_policy import Rule
+from piecework.planning.partition_policy import PartitionPolicy
 from piecework.planning.timing import work_flops, work_seconds
 from piecework.training.messages import Task, piece_of
 
@@ -67,8 +67,8 @@ class ClientReport:
         seen: list[int],
         task: Task,
         state: DeviceState,
-        rule: Rule,
-        pricing: Pricing,
+        policy: PartitionPolicy,
+        cost_model: CostModel,
         executed: float = 1.0,
     ) -> None:
         """FLOPs and simulated seconds of the `pieces` that a client trained, by their keys, each on so many examples (`seen`),
@@ -76,18 +76,18 @@ class ClientReport:
 
         Raises UpdateRejectedError for pieces that it was not asked to train.
         """
-        if unpriced := [key for key in pieces if key not in task.prices]:
-            raise UpdateRejectedError(f"piece {unpriced[0]!r} was not in the task's price list")
-        if not 0 < len(pieces) <= len(task.prices):
-            raise UpdateRejectedError(f"{len(pieces)} pieces, {len(task.prices)} are in the task's price list")
+        if unknown := [key for key in pieces if key not in task.costs]:
+            raise UpdateRejectedError(f"piece {unknown[0]!r} was not in the task's cost list")
+        if not 0 < len(pieces) <= len(task.costs):
+            raise UpdateRejectedError(f"{len(pieces)} pieces, {len(task.costs)} are in the task's cost list")
         self.pieces = "|".join(pieces)
-        parts = [rule.part(piece_of(key)) for key in pieces]
-        self.flops = work_flops(pricing, parts, seen, executed)
-        self.counted_bits = bits(*rule.values(parts))
+        parts = [policy.part(piece_of(key)) for key in pieces]
+        self.flops = work_flops(cost_model, parts, seen, executed)
+        self.counted_bits = bits(*policy.values(parts))
         dense = sum(dense_flops(p.forward_flops / 2, n) for p, n in zip(parts, seen, strict=True))
         self.counted_flops = executed * dense
         wire = self.bytes_down, self.bytes_up
-        self.simulated_seconds = work_seconds(rule, pricing, parts, seen, state, wire, executed)
+        self.simulated_seconds = work_seconds(policy, cost_model, parts, seen, state, wire, executed)
 
     def read(self, metrics: Mapping[str, Any]) -> None:
         """Take over what a client says of itself. Raises UpdateRejectedError, ValueError or TypeError for nonsense."""
@@ -102,15 +102,15 @@ class ClientReport:
         self.val_examples = count(metrics, "val-examples")
 
 
-def verdict(metrics: Mapping[str, Any], keys: tuple[str, ...], most: int) -> tuple[int, dict[str, float]]:
-    """On how many of at most `most` validation examples a client evaluated, and what it found. Raises UpdateRejectedError.
+def verdict(metrics: Mapping[str, Any], keys: tuple[str, ...], maximum: int) -> tuple[int, dict[str, float]]:
+    """On how many of at most `maximum` validation examples a client evaluated, and what it found. Raises UpdateRejectedError.
 
     A client that has none says nothing.
     """
     if not (examples := count(metrics, "val-examples")):
         return 0, {}
-    if examples > most:
-        raise UpdateRejectedError(f"val-examples is {examples}: the client has {most}")
+    if examples > maximum:
+        raise UpdateRejectedError(f"val-examples is {examples}: the client has {maximum}")
     found = {}
     for key in keys:
         value = finite(metrics, key)

@@ -19,7 +19,7 @@ class Sent:
     expires: float
 
 
-class Mail:
+class Transport:
     """What is out to the nodes of a grid. A round waits at most `timeout` seconds for its replies.
 
     A message still unanswered then is overdue: its node counts as busy until the reply comes or the message expires.
@@ -63,7 +63,7 @@ class Mail:
         while self.overdue and (replies := list(self.grid.pull_messages(set(self.overdue)))):
             for reply in replies:
                 sent = self.overdue.pop(reply.metadata.reply_to_message_id, None)
-                # Flower itself answers for messages that expired, by an error: nobody's late reply.
+                # Flower itself answers for messages that expired, by an error: no client's late reply.
                 if sent is not None and not (reply.has_error() and sent.expires <= now):
                     found.append((sent, reply))
         self.overdue = {i: sent for i, sent in self.overdue.items() if sent.expires > now}

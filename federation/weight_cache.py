@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 
 from piecework.client_app.frozen import content_hash
-from piecework.federation.registry import Roster
+from piecework.federation.registry import ClientRegistry
 from piecework.federation.reports import ClientReport
 from piecework.federation.transport import LIFE
 from piecework.models.cascade import unit_of
@@ -18,7 +18,7 @@ from piecework.training.messages import Outcome, Question, Task, content_bytes
 from piecework.training.settings import Settings
 
 
-def parcels(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+def chunks(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Units in order, as many in a message as `limit` bytes allow; one that is larger goes alone."""
     packed: list[list[str]] = []
     room = -1
@@ -33,8 +33,8 @@ def parcels(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 def without_units(arrays: ArrayRecord, units: Iterable[str]) -> ArrayRecord:
     """The arrays of all other units, not copied."""
-    left_out = set(units)
-    return ArrayRecord({name: a for name, a in arrays.items() if unit_of(name) not in left_out}) if left_out else arrays
+    excluded = set(units)
+    return ArrayRecord({name: a for name, a in arrays.items() if unit_of(name) not in excluded}) if excluded else arrays
 
 
 def units_of(arrays: ArrayRecord, units: Iterable[str]) -> dict[str, dict[str, Array]]:
@@ -56,11 +56,11 @@ class Holdings:
     hashes: set[str] = field(default_factory=set)
 
 
-class Delivery:
-    """What each client holds of the frozen units. `unreached` are the clients that have not answered their last parcel."""
+class WeightCache:
+    """What each client holds of the frozen units. `unreached` are the clients that have not answered their last chunk."""
 
-    def __init__(self, settings: Settings, roster: Roster, experiment_id: str, state_dir: str) -> None:
-        self.settings, self.roster = settings, roster
+    def __init__(self, settings: Settings, registry: ClientRegistry, experiment_id: str, state_dir: str) -> None:
+        self.settings, self.registry = settings, registry
         self.unreached: set[int] = set()
         self._address = experiment_id, state_dir
         self._held: dict[int, Holdings] = {}
@@ -79,18 +79,18 @@ class Delivery:
             named[unit] = digest
         return named
 
-    def waves(
+    def batches(
         self, tasks: Mapping[int, Task], arrays: ArrayRecord, reports: Mapping[int, ClientReport]
     ) -> Iterator[Iterator[Message]]:
-        """Messages that bring clients what their tasks name and they lack, one a client and wave.
+        """Messages that bring clients what their tasks name and they lack, one a client and batch.
 
-        `note` has to take in the replies to a wave before the next one is asked for.
+        `note` has to take in the replies to a batch before the next one is asked for.
         """
         for client in self.unreached:
             self._held.pop(client, None)
         self.unreached.clear()
         for client, task in tasks.items():
-            held, node = self._held.get(client), self.roster.members[client].node_id
+            held, node = self._held.get(client), self.registry.members[client].node_id
             if held is not None and held.node == node:
                 held.hashes &= set(task.frozen.values())  # a client drops what its task does not name
             else:
@@ -99,27 +99,27 @@ class Delivery:
         questions = {client: list(task.frozen) for client, task in tasks.items() if client not in self._held}
         if questions:
             yield self._messages(questions, tasks, arrays, reports, bring=False)
-        queues = {client: self._lacking(client, task, arrays) for client, task in tasks.items()}
-        while wave := {c: queue.pop(0) for c, queue in queues.items() if queue and c not in self.unreached}:
-            yield self._messages(wave, tasks, arrays, reports, bring=True)
+        queues = {client: self._missing(client, task, arrays) for client, task in tasks.items()}
+        while batch := {c: queue.pop(0) for c, queue in queues.items() if queue and c not in self.unreached}:
+            yield self._messages(batch, tasks, arrays, reports, bring=True)
 
-    def _lacking(self, client: int, task: Task, arrays: ArrayRecord) -> list[list[str]]:
+    def _missing(self, client: int, task: Task, arrays: ArrayRecord) -> list[list[str]]:
         if client not in self._held:
             return []  # it did not answer
-        lacking = [unit for unit, digest in task.frozen.items() if digest not in self._held[client].hashes]
-        sizes = {u: sum(len(a.data) for a in held.values()) for u, held in units_of(arrays, lacking).items()}
-        return parcels(sizes, self.settings.message_bytes)
+        missing = [unit for unit, digest in task.frozen.items() if digest not in self._held[client].hashes]
+        sizes = {u: sum(len(a.data) for a in held.values()) for u, held in units_of(arrays, missing).items()}
+        return chunks(sizes, self.settings.message_bytes)
 
     def _messages(
         self,
-        wave: Mapping[int, list[str]],
+        batch: Mapping[int, list[str]],
         tasks: Mapping[int, Task],
         arrays: ArrayRecord,
         reports: Mapping[int, ClientReport],
         *,
         bring: bool,
     ) -> Iterator[Message]:
-        for client, units in wave.items():
+        for client, units in batch.items():
             self._sent[client] = [tasks[client].frozen[unit] for unit in units]
             self.unreached.add(client)
             experiment_id, state_dir = self._address
@@ -134,7 +134,7 @@ class Delivery:
             reports[client].reason = "no answer to its frozen units within round-timeout"
             yield Message(
                 content,
-                dst_node_id=self.roster.members[client].node_id,
+                dst_node_id=self.registry.members[client].node_id,
                 message_type="query.units",
                 group_id=str(tasks[client].round),
                 ttl=LIFE * self.settings.round_timeout,
@@ -143,7 +143,7 @@ class Delivery:
     def note(self, replies: Iterable[Message], reports: Mapping[int, ClientReport]) -> Iterator[tuple[int, Message]]:
         """Take in what clients say they hold; yields the client and the message of those that failed."""
         for message in replies:
-            client = self.roster.client_of(message.metadata.src_node_id)
+            client = self.registry.client_of(message.metadata.src_node_id)
             if client is None or client not in self._sent or client not in reports:
                 continue
             if message.has_error():
@@ -153,7 +153,7 @@ class Delivery:
             try:
                 report.bytes_up += content_bytes(message.content)
                 outcome = Outcome.from_record(message.content.config_records["outcome"])
-                arrived = set(self._sent[client]) - set(outcome.lacking)
+                arrived = set(self._sent[client]) - set(outcome.missing)
             except (ValueError, TypeError, LookupError) as error:
                 report.status, report.reason = "rejected", f"{type(error).__name__}: {error}"
                 continue

@@ -222,7 +222,7 @@ def padding(have: int, want: int) -> tuple[int, int]:
 
 
 def run_atoms(blueprint: Blueprint, atoms: Sequence[int], modules: Sequence[nn.Module], z: Tensor) -> Tensor:
-    """Run atoms in order on z; where atoms in between are left out, the features are fitted to the next one."""
+    """Run atoms in order on z; where atoms in between are excluded, the features are fitted to the next one."""
     for index, module in zip(atoms, modules, strict=True):
         z = module(fit_features(z, blueprint.shape_before(index)))
     return z

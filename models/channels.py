@@ -34,7 +34,7 @@ class _Follower(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._links: list[Axis | None] = []  # of each group: what it turned out to be a part of, or the same as
-        self._noted: dict[int, tuple[Tensor, Axes]] = {}  # with the tensor, whose id nobody else can have then
+        self._noted: dict[int, tuple[Tensor, Axes]] = {}  # with the tensor, whose id no client else can have then
 
     def new(self, **layout: int) -> Axis:
         """An axis of channels that are not known yet."""
@@ -82,9 +82,9 @@ class _Follower(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, and note what it makes."""
         out = func(*args, **(kwargs or {}))
-        rule = RULES.get(func.__name__)
-        if rule is not None:
-            rule(self, out, *args, **(kwargs or {}))
+        policy = RULES.get(func.__name__)
+        if policy is not None:
+            policy(self, out, *args, **(kwargs or {}))
         elif isinstance(out, Tensor):
             self._carry(func.__name__, out, [each for each in args if isinstance(each, Tensor)])
         return out

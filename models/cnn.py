@@ -31,30 +31,35 @@ class Conv(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A network; `bias` of convolutions and hidden layers, batch norm or not behind either, the `least` edge it reads."""
+    """A network; `bias` of convolutions and hidden layers, batch norm or not behind either, the `minimum` edge it reads."""
 
     convs: tuple[Conv, ...]
     hidden: tuple[int, ...]
     bias: bool
     conv_norm: bool
     hidden_norm: bool
-    least: int
+    minimum: int
 
 
 TABLES = {
-    "cnn3": Table((Conv(64, 3, 1, 1), Conv(128, 3, 2, 1, grid=2)), (), True, True, False, least=3),
-    "cnn4": Table((Conv(64, 7, 2, 3, pool=2), Conv(128, 7, 2, 3, grid=7)), (512,), True, True, False, least=51),
+    "cnn3": Table((Conv(64, 3, 1, 1), Conv(128, 3, 2, 1, grid=2)), (), True, True, False, minimum=3),
+    "cnn4": Table((Conv(64, 7, 2, 3, pool=2), Conv(128, 7, 2, 3, grid=7)), (512,), True, True, False, minimum=51),
     "conv4": Table(
-        (Conv(64, 5), Conv(64, 5, pool=2), Conv(128, 5), Conv(128, 5, pool=2)), (128, 128), False, True, True, least=28
+        (Conv(64, 5), Conv(64, 5, pool=2), Conv(128, 5), Conv(128, 5, pool=2)),
+        (128, 128),
+        False,
+        True,
+        True,
+        minimum=28,
     ),
-    "cnn-femnist": Table((Conv(32, 5, 1, 2, pool=2), Conv(64, 5, 1, 2, pool=2)), (), True, False, False, least=4),
+    "cnn-femnist": Table((Conv(32, 5, 1, 2, pool=2), Conv(64, 5, 1, 2, pool=2)), (), True, False, False, minimum=4),
 }
 
 
 def _cnn(name: str, num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
     """Atoms `conv1`, `conv2` and so on, one for each row of the table."""
     table = TABLES[name]
-    require_size(name, input_shape, table.least)
+    require_size(name, input_shape, table.minimum)
     channels, size = input_shape[0], (input_shape[1], input_shape[2])
     atoms: list[Atom] = []
     for number, row in enumerate(table.convs, start=1):

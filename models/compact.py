@@ -1,6 +1,6 @@
 """A masked model without what is masked (SpaFL): rows of pruned filters, and the inputs that nothing comes from any more.
 
-A channel is left out where a single masked layer makes it and only its silent norm, ReLUs and poolings lie before what reads
+A channel is excluded where a single masked layer makes it and only its silent norm, ReLUs and poolings lie before what reads
 it: then it is zero. Where several layers make the same channels, as on the way of shortcuts, and where they are logits, each
 layer leaves out its own pruned filters, and puts zeros in their places.
 """

@@ -54,13 +54,13 @@ def pretrained_units(path: Path, blueprint: Blueprint) -> set[str]:
     return {unit for unit in blueprint.units() if taken >= {*parameter_names(blueprint, unit)}}
 
 
-def account(path: Path, taken: Mapping[str, np.ndarray], left_out: list[str]) -> str:
+def account(path: Path, taken: Mapping[str, np.ndarray], excluded: list[str]) -> str:
     """What `pretrained` did, in one sentence for the run's log."""
-    sentence = f"took {len(taken)} of {len(taken) + len(left_out)} arrays from {path}"
-    if not left_out:
+    sentence = f"took {len(taken)} of {len(taken) + len(excluded)} arrays from {path}"
+    if not excluded:
         return sentence
-    more = len(left_out) - SHOWN
-    return f"{sentence}; left out: {', '.join(left_out[:SHOWN])}" + (f" and {more} more" if more > 0 else "")
+    more = len(excluded) - SHOWN
+    return f"{sentence}; excluded: {', '.join(excluded[:SHOWN])}" + (f" and {more} more" if more > 0 else "")
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ CHAIN = "chain"
 
 @dataclass(frozen=True)
 class Cut:
-    """How a layer is thinned: the share c of kernels that is kept; whether output channels are left out too, any of them."""
+    """How a layer is thinned: the share c of kernels that is kept; whether output channels are excluded too, any of them."""
 
     keep: float
     narrow: bool = True

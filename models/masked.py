@@ -4,7 +4,7 @@ tau_i: the threshold of filter (convolution) or neuron (linear) i; p_i = 1 where
 tau_i, else 0 (Eq. 1). The pruned weights are p w. The gradient passes the step function as if it were the identity (Eq. 9),
 so that tau_i gets -sum_j g_ij w_ij, where g is the gradient by the pruned weights; the weights get p g (Eq. 3).
 
-A pruned filter is silent: its bias and what its own batch norm makes of it are masked too, so that it can be left out
+A pruned filter is silent: its bias and what its own batch norm makes of it are masked too, so that it can be excluded
 (models/compact.py). Linear layers with a bias stay as they are: the authors mask all layers of LeNet-5 and Conv4, none of which
 has a bias, and not the classifier of ResNet-18, which has one.
 

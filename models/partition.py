@@ -1,6 +1,6 @@
 """Cut a cascade into consecutive pieces that each fit a budget.
 
-A piece is a tuple of atom numbers in order. Its price comes from whoever asks: a traced step, a table that a server sent, or
+A piece is a tuple of atom numbers in order. Its cost comes from whoever asks: a traced step, a table that a server sent, or
 a paper's formula.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from piecework.models.cascade import Blueprint
 
 Piece = tuple[int, ...]
-Price = Callable[[Piece], int | None]  # bytes of training the piece; None = not priced, so it may not be trained
+Cost = Callable[[Piece], int | None]  # bytes of training the piece; None = not priced, so it may not be trained
 
 
 class AtomTooLargeError(ValueError):
@@ -17,13 +17,13 @@ class AtomTooLargeError(ValueError):
 
     def __init__(self, name: str, needed: int | None, allowed: int) -> None:
         self.name, self.needed, self.allowed = name, needed, allowed
-        cost = "more than any price listed" if needed is None else f"{needed:,} bytes"
+        cost = "more than any cost listed" if needed is None else f"{needed:,} bytes"
         super().__init__(
             f"atom {name!r} needs {cost}, the budget allows {allowed:,} bytes: raise the budget, or lower batch-size"
         )
 
 
-def greedy_partition(atoms: Sequence[int], price: Price, allowed: int, names: Sequence[str]) -> list[Piece]:
+def greedy_partition(atoms: Sequence[int], cost: Cost, allowed: int, names: Sequence[str]) -> list[Piece]:
     """Consecutive pieces of `atoms`, each as long as `allowed` bytes permit (FedProphet's Algorithm 1, FeDepth's section 4.1).
 
     A longer piece is taken to cost no less.
@@ -32,9 +32,9 @@ def greedy_partition(atoms: Sequence[int], price: Price, allowed: int, names: Se
     """
     left, pieces = tuple(atoms), list[Piece]()
     while left:
-        if not fits(needed := price(left[:1]), allowed):
+        if not fits(needed := cost(left[:1]), allowed):
             raise AtomTooLargeError(names[left[0]], needed, allowed)
-        pieces.append(longest_start(left, lambda piece: fits(price(piece), allowed)))
+        pieces.append(longest_start(left, lambda piece: fits(cost(piece), allowed)))
         left = left[len(pieces[-1]) :]
     return pieces
 
@@ -42,7 +42,7 @@ def greedy_partition(atoms: Sequence[int], price: Price, allowed: int, names: Se
 def longest_start(atoms: Piece, works: Callable[[Piece], bool]) -> Piece:
     """As many atoms from the first on as work together, where the first does and more are harder.
 
-    By doubling, then halving: a price may cost a trace.
+    By doubling, then halving: a cost may cost a trace.
     """
     low, high = 1, 2
     while high <= len(atoms) and works(atoms[:high]):
@@ -54,16 +54,16 @@ def longest_start(atoms: Piece, works: Callable[[Piece], bool]) -> Piece:
     return atoms[:low]
 
 
-def leave_out_input_side(atoms: Sequence[int], price: Price, allowed: int) -> list[int]:
+def exclude_input_side(atoms: Sequence[int], cost: Cost, allowed: int) -> list[int]:
     """The atoms left when those that do not fit even alone are skipped (FeDepth's partial training, section 4.2).
 
     The last atom always stays: a model whose output side does not fit cannot be trained at all.
     """
-    return [atom for atom in atoms if atom == atoms[-1] or fits(price((atom,)), allowed)]
+    return [atom for atom in atoms if atom == atoms[-1] or fits(cost((atom,)), allowed)]
 
 
 def fits(needed: int | None, allowed: int) -> bool:
-    """Whether a priced piece is within the budget; what has no price is not."""
+    """Whether a priced piece is within the budget; what has no cost is not."""
     return needed is not None and needed <= allowed
 
 

@@ -2,7 +2,7 @@
 
 Every weight and bias is +c or -c, c = e / sqrt(fan_in), its sign drawn from a seed and never changed; what is learned of each
 is a score s: it is there with probability theta = sigmoid(s). The arrays of such a model are its scores, under the names that
-weights have otherwise. In training each forward pass draws masks anew; in evaluation always the same, by the seed. Norms
+weights have otherwise. In training each forward pass draws masks again; in evaluation always the same, by the seed. Norms
 have neither scale nor shift.
 """
 

@@ -4,7 +4,7 @@ An atom is a convolution with its BN, its ReLU and the max-pooling that follows,
 count the average pooling and the classifier to the last convolution's atom, here they are the head. VGG-16 has
 15,253,578 parameters for 3 channels and 10 classes with the classifier `fedprophet`.
 
-A max-pooling that would leave less than one pixel is left out: from 28x28 the maps are 14, 7, 3, 1 and again 1. The
+A max-pooling that would leave less than one pixel is excluded: from 28x28 the maps are 14, 7, 3, 1 and again 1. The
 `classifier` is the one of a system:
 
   fedprophet  512-512-512-classes, dropout 0.5

@@ -1,7 +1,7 @@
 """Sub-models by width: a model of a share of the channels is a choice of indices of every array of the full one.
 
 HeteroFL takes the first channels (`ordered`), FedRolex a window that rolls on by one every round (`rolling`), FedDrop some
-that are drawn anew for every client and round (`drawn`). Channels that a residual sum joins are chosen together
+that are drawn again for every client and round (`drawn`). Channels that a residual sum joins are chosen together
 (models/channels.py).
 """
 
@@ -137,7 +137,7 @@ class CoverageMean:
         return name in self._sums
 
     def over(self, name: str, previous: np.ndarray) -> np.ndarray:
-        """The new array: what nobody covered is as before, to the bit."""
+        """The new array: what no client covered is as before, to the bit."""
         if not np.issubdtype(previous.dtype, np.floating):
             return np.asarray(self._sums[name])  # numpy makes scalars of arrays without dimensions
         weights = self._weights[name]

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 AUTHORITY_DAYS = 3650
-LAST_PART = 0.1  # of its time, in which a certificate is issued anew
+LAST_PART = 0.1  # of its time, in which a certificate is issued again
 EARLY = timedelta(days=1)  # certificates hold from yesterday: a board whose clock is behind says so itself, not TLS
 HERE = ("localhost", "127.0.0.1")
 LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
@@ -55,7 +55,7 @@ class Authority:
 def issue(names: Sequence[str], nodes: int, folder: Path, days: int = 825) -> list[Made]:
     """Make what is missing in `folder` for a server with these names and `nodes` nodes; nothing that is good is replaced.
 
-    A certificate is issued anew where its names changed or in the last tenth of its time. Names are DNS names or IP addresses;
+    A certificate is issued again where its names changed or in the last tenth of its time. Names are DNS names or IP addresses;
     localhost and 127.0.0.1 are always added; without names the server keeps those it has. Raises ValueError, OSError.
     """
     if nodes < 1:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from piecework.device_profiles.fleet import device_of, load_fleet, named_device
 from piecework.device_profiles.profile import DeviceProfile, format_bytes, is_unlimited, parse_bytes
-from piecework.planning.costs import pricing_for
+from piecework.planning.costs import cost_model_for
 from piecework.question import data_shape
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.setup import blueprint_of_shape
@@ -220,7 +220,7 @@ def reference_bytes(settings: Settings) -> int:
     """Bytes of one reference step, which ratio budgets are shares of."""
     shape, classes, _ = data_shape(settings)
     full = settings.model_copy(update={"model_width": 1.0})
-    return pricing_for(settings, blueprint_of_shape(full, shape, classes)).reference_bytes
+    return cost_model_for(settings, blueprint_of_shape(full, shape, classes)).reference_bytes
 
 
 def compose_file(clients: list[Place], floor: int, data: str, command: str) -> str:

@@ -88,8 +88,8 @@ def fleet_tables(rows: list[dict[str, Any]]) -> Group:
 def device_cells(row: dict[str, Any]) -> list[str]:
     """`COLUMNS` of a device."""
     ratio = row["memory_ratio"]
-    most = "up to " if row["assignment"] in ("uniform", "memories") else ""
-    memory = most + format_bytes(row["memory_bytes"]) if ratio is None else f"{ratio:.2f} x step"
+    maximum = "up to " if row["assignment"] in ("uniform", "memories") else ""
+    memory = maximum + format_bytes(row["memory_bytes"]) if ratio is None else f"{ratio:.2f} x step"
     network = f"{format_bytes(int(row['bandwidth']))}/s" if row["bandwidth"] else "-"
     disk = f"{format_bytes(int(row['disk_bandwidth']))}/s"
     return [row["name"], memory, f"{row['flops_per_second']:.2g}", network, disk]

@@ -66,9 +66,9 @@ def trained_rows(parts: Sequence[Record]) -> list[tuple[str, str]]:
     names = [row["part"] for row in parts]
     if never := [row["part"] for row in parts if not row["rounds"]]:
         return [("trained", f"{NEVER}: {consecutive(never, names)}")]
-    least = min(row["clients"] for row in parts)
-    fewest = [row for row in parts if row["clients"] == least]
-    by = f"{least} clients with {fewest[0]['share']:.0%} of the data"
+    minimum = min(row["clients"] for row in parts)
+    fewest = [row for row in parts if row["clients"] == minimum]
+    by = f"{minimum} clients with {fewest[0]['share']:.0%} of the data"
     if len(fewest) == len(parts):
         return [("trained", f"every part by {by}")]
     which = consecutive([row["part"] for row in fewest], names)

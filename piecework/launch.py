@@ -180,7 +180,7 @@ def executor(port: int) -> list[str]:
 def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRound, *arguments: str) -> None:
     """Submit the app and report its rounds until it ends. Raises RunAbortedError with the run's own reason.
 
-    A run on a SuperLink that is not ours is stopped where this process is interrupted: nobody would look after it.
+    A run on a SuperLink that is not ours is stopped where this process is interrupted: no client would look after it.
     """
     config = home.path / "run-config.toml"
     values = settings.to_run_config() | {"output-dir": str(run_dir.path.parent), "run-name": run_dir.path.name}

@@ -37,7 +37,7 @@ def settings_from(
     values, dropped = without_unused(asked_for, read_preset(preset)) if preset else (dict(asked_for), [])
     if dropped:
         LOG.warning(
-            "of --preset %s is left out, as it means nothing with what was given: %s", preset, ", ".join(dropped)
+            "of --preset %s is excluded, as it means nothing with what was given: %s", preset, ", ".join(dropped)
         )
     if engine:
         values["engine"] = engine

@@ -5,8 +5,8 @@ from functools import cache
 from typing import Any, Protocol
 
 from piecework.device_profiles.profile import DeviceState
-from piecework.models.anatomy import anatomy
 from piecework.models.cascade import Blueprint
+from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.part import Part
 
 Fractions = Mapping[str, float]  # of a unit's parameters, by unit
@@ -39,7 +39,7 @@ def trained_shares(full: Blueprint, tasks: list[list[list[Any]]], *, moving: boo
     Where sub-models are `moving`, clients come to all of a unit in time. Parameters that only stand in for others, as ProFL's
     output modules do, are none of the model's.
     """
-    sizes = {unit: anatomy(full, unit).parameters for unit in full.units()}
+    sizes = {unit: layer_statistics(full, unit).parameters for unit in full.units()}
     by_device: dict[str, list[float]] = {}
     everyone: list[Fractions] = []
     for number in range(len(tasks[0])):
@@ -59,9 +59,9 @@ def trained_shares(full: Blueprint, tasks: list[list[list[Any]]], *, moving: boo
 @cache
 def fractions(full: Blueprint, parts: tuple[Part, ...]) -> Fractions:
     """Of each unit of the full model, the share of its parameters that parts have; 1 at most."""
-    sizes = {unit: anatomy(full, unit).parameters for unit in full.units()}
+    sizes = {unit: layer_statistics(full, unit).parameters for unit in full.units()}
     return union(
-        {u: min(1.0, anatomy(part.blueprint, u).parameters / sizes[u]) for u in part.units if sizes.get(u)}
+        {u: min(1.0, layer_statistics(part.blueprint, u).parameters / sizes[u]) for u in part.units if sizes.get(u)}
         for part in parts
     )
 
@@ -81,7 +81,7 @@ def weighed(trained: Fractions, sizes: Mapping[str, int]) -> float:
 
 
 def pretence(full_bytes: int, tasks: list[list[list[Any]]]) -> dict[str, Any] | None:
-    """Who trains what does not fit its budget; None where nobody does. `full_bytes` is a step of the whole model."""
+    """Who trains what does not fit its budget; None where no client does. `full_bytes` is a step of the whole model."""
     everyone: list[Trains] = [task for rounds in tasks for of_round in rounds for task in of_round]
     beyond = [task for task in everyone if task.parts and task.needed > task.state.budget_bytes]
     if not beyond:

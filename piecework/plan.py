@@ -1,4 +1,4 @@
-"""What a fleet can train of a model, before anything is trained: pieces, prices, participation, times."""
+"""What a fleet can train of a model, before anything is trained: pieces, costs, participation, times."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.federation.registry import sampled
 from piecework.models.partition import AtomTooLargeError
 from piecework.parts import pretence, trained_shares
-from piecework.planning.costs import Pricing, pricing_for
+from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.coverage import Trainer, richest
 from piecework.planning.paper_memory import MACS
 from piecework.planning.part import Part, whole_model
-from piecework.planning.partition_policy import Rule, label
+from piecework.planning.partition_policy import PartitionPolicy, label
 from piecework.planning.timing import local_work, swapped_seconds, work_seconds
 from piecework.question import Question, budget_bytes
 from piecework.server_app.start import covered
-from piecework.strategies import find_rule
+from piecework.strategies import find_policy
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 
@@ -32,7 +32,7 @@ ROUNDS = 20  # of a fleet that changes from round to round, or of which not all 
 
 @dataclass(frozen=True)
 class Task:
-    """What a client does in a round: parts it trains, bytes needed, seconds, bytes down and up. No parts: it is left out."""
+    """What a client does in a round: parts it trains, bytes needed, seconds, bytes down and up. No parts: it is excluded."""
 
     client: int
     state: DeviceState
@@ -42,23 +42,23 @@ class Task:
     wire: tuple[int, int] = (0, 0)
 
 
-def make_plan(settings: Settings, question: Question, pricing: Pricing | None = None) -> dict[str, Any]:
+def make_plan(settings: Settings, question: Question, cost_model: CostModel | None = None) -> dict[str, Any]:
     """The whole answer, as JSON values. Raises ValueError where a setting makes no sense or the budget allows no cut.
 
-    `pricing` may be that of another plan of the same steps, which then are not traced again.
+    `cost_model` may be that of another plan of the same steps, which then are not traced again.
     Bytes and FLOPs of a module are those of one step (a batch); seconds are simulated, of one round.
     """
     fleet = load_fleet(settings.fleet)
-    rule, states = rule_for(fleet, settings, question, pricing)
+    policy, states = policy_for(fleet, settings, question, cost_model)
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
     model = whole_model(blueprint)
-    full = rule.pricing.bytes(model)
+    full = policy.cost_model.bytes(model)
     tasks = [
         [
-            tasks_of_round(rule, stage, number, of_round, question.examples)
+            tasks_of_round(policy, stage, number, of_round, question.examples)
             for number, of_round in enumerate(states, start=1)
         ]
-        for stage in range(len(rule.stages))
+        for stage in range(len(policy.stages))
     ]
     return {
         "strategy": settings.strategy,
@@ -67,49 +67,51 @@ def make_plan(settings: Settings, question: Question, pricing: Pricing | None = 
         "classes": question.num_classes,
         "batch_size": settings.batch_size,
         "precision": question.precision,
-        "attack_steps": rule.pricing.recipe.attack.steps if rule.pricing.recipe.attack else 0,
+        "attack_steps": policy.cost_model.training_config.attack.steps
+        if policy.cost_model.training_config.attack
+        else 0,
         "memory_model": settings.memory_model,
         "parameters": model.parameters,
         "full_memory_bytes": full,
-        "reference_bytes": rule.pricing.reference_bytes,
-        "budget_bytes": rule.smallest,
-        "cuts": rule.cuts,
-        "modules": [module_row(rule, stage.name, part) for stage in rule.stages for part in stage.parts],
-        "fleet": fleet_row(fleet, settings, rule, tasks),
-        "devices": device_rows(rule, tasks, question.examples),
-        "trained": trained_shares(blueprint, tasks, moving=rule.moving),
-        "pretence": pretence(full, tasks) if rule.swaps else None,
-        "coverage": covered(rule, trainers(states, settings)),
+        "reference_bytes": policy.cost_model.reference_bytes,
+        "budget_bytes": policy.smallest,
+        "cuts": policy.cuts,
+        "modules": [module_row(policy, stage.name, part) for stage in policy.stages for part in stage.parts],
+        "fleet": fleet_row(fleet, settings, policy, tasks),
+        "devices": device_rows(policy, tasks, question.examples),
+        "trained": trained_shares(blueprint, tasks, moving=policy.moving),
+        "pretence": pretence(full, tasks) if policy.swaps else None,
+        "coverage": covered(policy, trainers(states, settings)),
     }
 
 
-def rule_for(
-    fleet: Fleet, settings: Settings, question: Question, pricing: Pricing | None = None
-) -> tuple[Rule, list[list[DeviceState]]]:
+def policy_for(
+    fleet: Fleet, settings: Settings, question: Question, cost_model: CostModel | None = None
+) -> tuple[PartitionPolicy, list[list[DeviceState]]]:
     """The system's rule, its model cut or sized for the fleet, and what every client has, round by round. Raises ValueError."""
-    rule_class = find_rule(settings.strategy)
+    policy_class = find_policy(settings.strategy)
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
     reference = blueprint_of_shape(
         settings.model_copy(update={"model_width": 1.0}), question.input_shape, question.num_classes
     )
-    own = settings.attack_steps if rule_class.attacks(settings) else 0
+    own = settings.attack_steps if policy_class.attacks(settings) else 0
     steps = own if question.attack_steps is None else question.attack_steps
     if steps and blueprint.vocabulary:
         raise ValueError(
             f"{settings.model} reads tokens, which cannot be attacked by gradients: attack-steps must be 0"
         )
-    pricing = pricing or pricing_for(settings, reference, steps, question.precision)
-    full = pricing.bytes(whole_model(blueprint))
-    states = fleet_states(fleet, settings, pricing.reference_bytes)
+    cost_model = cost_model or cost_model_for(settings, reference, steps, question.precision)
+    full = cost_model.bytes(whole_model(blueprint))
+    states = fleet_states(fleet, settings, cost_model.reference_bytes)
     budgets = [state.budget_bytes for states_of_round in states for state in states_of_round]
-    budget = question.budget or (settings.r_min if rule_class.adversarial == "always" else "")
-    least = budget_bytes(budget, full) if budget else min(budgets)
-    rule = rule_class(blueprint, pricing, settings)
-    rule.require_model()
-    rule.fit(least, max(least, *budgets))
+    budget = question.budget or (settings.r_min if policy_class.adversarial == "always" else "")
+    minimum = budget_bytes(budget, full) if budget else min(budgets)
+    policy = policy_class(blueprint, cost_model, settings)
+    policy.require_model()
+    policy.fit(minimum, max(minimum, *budgets))
     if not budget:
-        rule.smallest = max(rule.smallest, rule.least())
-    return rule, states
+        policy.smallest = max(policy.smallest, policy.min_budget())
+    return policy, states
 
 
 def trainers(states: list[list[DeviceState]], settings: Settings) -> dict[int, Trainer]:
@@ -118,19 +120,19 @@ def trainers(states: list[list[DeviceState]], settings: Settings) -> dict[int, T
     return {client: Trainer(richest(of_client)) for client, of_client in enumerate(zip(*looked_at, strict=True))}
 
 
-def module_row(rule: Rule, stage: str, part: Part) -> dict[str, Any]:
+def module_row(policy: PartitionPolicy, stage: str, part: Part) -> dict[str, Any]:
     """One part: bytes and FLOPs of a step, bytes of arrays a round."""
-    batch, down_up = rule.pricing.recipe.batch_size, rule.wire([part])
+    batch, down_up = policy.cost_model.training_config.batch_size, policy.wire([part])
     return {
         "stage": stage,
         "name": label(part),
         "atoms": part.names(),
         "head": part.head,
         "parameters": part.parameters,
-        "memory_bytes": rule.pricing.bytes(part),
+        "memory_bytes": policy.cost_model.bytes(part),
         "forward_flops": part.forward_flops * batch,
-        "training_flops": rule.pricing.traced(part).flops,
-        "macs": count(part, batch) if (count := MACS.get(rule.settings.memory_model)) else None,
+        "training_flops": policy.cost_model.traced(part).flops,
+        "macs": count(part, batch) if (count := MACS.get(policy.settings.memory_model)) else None,
         "bytes_down": down_up[0],
         "bytes_up": down_up[1],
     }
@@ -147,11 +149,13 @@ def fleet_states(fleet: Fleet, settings: Settings, reference_bytes: int) -> list
     ]
 
 
-def tasks_of_round(rule: Rule, stage: int, number: int, states: list[DeviceState], examples: int) -> list[Task]:
+def tasks_of_round(
+    policy: PartitionPolicy, stage: int, number: int, states: list[DeviceState], examples: int
+) -> list[Task]:
     """What every client does in a round of a stage, were it asked: `number` says who is."""
-    speeds = [states[client].flops_per_second for client in asked(rule.settings, states, number)]
+    speeds = [states[client].flops_per_second for client in asked(policy.settings, states, number)]
     return [
-        client_task(rule, stage, client, state, min(*speeds, state.flops_per_second), examples)
+        client_task(policy, stage, client, state, min(*speeds, state.flops_per_second), examples)
         for client, state in enumerate(states)
     ]
 
@@ -161,41 +165,45 @@ def asked(settings: Settings, states: Sequence[object], number: int) -> list[int
     return sampled(range(len(states)), settings.clients_per_round, settings.seed, number)
 
 
-def client_task(rule: Rule, stage: int, client: int, state: DeviceState, slowest: float, examples: int) -> Task:
+def client_task(
+    policy: PartitionPolicy, stage: int, client: int, state: DeviceState, slowest: float, examples: int
+) -> Task:
     """What one client does in a round."""
     try:
-        parts = tuple(rule.work(stage, state, slowest))
+        parts = tuple(policy.work(stage, state, slowest))
     except (MemoryBudgetExceededError, AtomTooLargeError) as error:
         return Task(client, state, (), error.needed or 0)
-    needed, wire = totals(rule, parts)
-    return Task(client, state, parts, needed, seconds_of(rule, parts, state, examples), wire)
+    needed, wire = totals(policy, parts)
+    return Task(client, state, parts, needed, seconds_of(policy, parts, state, examples), wire)
 
 
-def seconds_of(rule: Rule, parts: Sequence[Part], state: DeviceState, examples: int) -> float:
+def seconds_of(policy: PartitionPolicy, parts: Sequence[Part], state: DeviceState, examples: int) -> float:
     """A round of a device that trains these parts on so many examples of its own."""
-    _, seen = local_work(rule.settings, examples)
-    return work_seconds(rule, rule.pricing, parts, [seen] * len(parts), state, totals(rule, tuple(parts))[1])
+    _, seen = local_work(policy.settings, examples)
+    return work_seconds(policy, policy.cost_model, parts, [seen] * len(parts), state, totals(policy, tuple(parts))[1])
 
 
-def swapping(rule: Rule, part: Part, state: DeviceState, examples: int) -> float:
+def swapping(policy: PartitionPolicy, part: Part, state: DeviceState, examples: int) -> float:
     """A round of a device that would train a part although it does not fit, by swapping to its disk."""
-    _, seen = local_work(rule.settings, examples)
-    return swapped_seconds(rule.settings, rule.pricing, part, seen, state, rule.wire([part]))
+    _, seen = local_work(policy.settings, examples)
+    return swapped_seconds(policy.settings, policy.cost_model, part, seen, state, policy.wire([part]))
 
 
 @cache
-def totals(rule: Rule, parts: tuple[Part, ...]) -> tuple[int, tuple[int, int]]:
+def totals(policy: PartitionPolicy, parts: tuple[Part, ...]) -> tuple[int, tuple[int, int]]:
     """Of parts trained one after another: most bytes of a step; bytes down and up."""
-    return max(rule.pricing.bytes(part) for part in parts), rule.wire(list(parts))
+    return max(policy.cost_model.bytes(part) for part in parts), policy.wire(list(parts))
 
 
-def fleet_row(fleet: Fleet, settings: Settings, rule: Rule, tasks: list[list[list[Task]]]) -> dict[str, Any]:
+def fleet_row(
+    fleet: Fleet, settings: Settings, policy: PartitionPolicy, tasks: list[list[list[Task]]]
+) -> dict[str, Any]:
     """Who takes part in which stage; seconds and bytes of a round, of the clients that would be asked, mean over rounds.
 
     `tasks` are by stage, round and client.
     """
     stages: list[dict[str, Any]] = []
-    for stage, rounds in zip(rule.stages, tasks, strict=True):
+    for stage, rounds in zip(policy.stages, tasks, strict=True):
         tasked = [
             [of_round[client] for client in asked(settings, of_round, number)]
             for number, of_round in enumerate(rounds, start=1)
@@ -207,7 +215,7 @@ def fleet_row(fleet: Fleet, settings: Settings, rule: Rule, tasks: list[list[lis
                 "stage": stage.name,
                 "participation": (len(everyone) - len(out)) / len(everyone),
                 "excluded_clients": sorted({task.client for task in out}),
-                "lacks_bytes": max((task.needed - task.state.budget_bytes for task in out), default=0),
+                "missing_bytes": max((task.needed - task.state.budget_bytes for task in out), default=0),
                 "round_seconds": fmean(round_seconds(task.seconds for task in of_round) for of_round in tasked),
                 "bytes_down": fmean(sum(task.wire[0] for task in of_round) for of_round in tasked),
                 "bytes_up": fmean(sum(task.wire[1] for task in of_round) for of_round in tasked),
@@ -221,7 +229,7 @@ def fleet_row(fleet: Fleet, settings: Settings, rule: Rule, tasks: list[list[lis
         "rounds": len(tasks[0]),
         "budget_quantiles_bytes": quantiles([task.state.budget_bytes for r in tasks[0] for task in r]),
         "participation": fmean(stage["participation"] for stage in stages),
-        "excluded": rule.excluded,
+        "excluded": policy.when_excluded,
         "stages": stages,
     }
 
@@ -232,9 +240,9 @@ def quantiles(budgets: list[int]) -> list[int]:
     return [ordered[max(0, ceil(len(ordered) * share / 20) - 1)] for share in range(21)]
 
 
-def device_rows(rule: Rule, tasks: list[list[list[Task]]], examples: int) -> list[dict[str, Any]]:
+def device_rows(policy: PartitionPolicy, tasks: list[list[list[Task]]], examples: int) -> list[dict[str, Any]]:
     """Each device of the fleet: its budgets, and stage by stage what its clients train and what they lack."""
-    names = sorted({task.state.device for task in tasks[0][0]}, key=lambda name: (least_budget(tasks[0], name), name))
+    names = sorted({task.state.device for task in tasks[0][0]}, key=lambda name: (min_budget(tasks[0], name), name))
     rows = []
     for name in names:
         own = [[task for of_round in rounds for task in of_round if task.state.device == name] for rounds in tasks]
@@ -245,23 +253,23 @@ def device_rows(rule: Rule, tasks: list[list[list[Task]]], examples: int) -> lis
                 "clients": len({task.client for task in own[0]}),
                 "budget_bytes": [min(budgets), max(budgets)],
                 "stages": [
-                    {"stage": stage.name} | stage_row(rule, stage.parts[-1], mine, examples)
-                    for stage, mine in zip(rule.stages, own, strict=True)
+                    {"stage": stage.name} | stage_row(policy, stage.parts[-1], mine, examples)
+                    for stage, mine in zip(policy.stages, own, strict=True)
                 ],
             }
         )
     return rows
 
 
-def least_budget(rounds: list[list[Task]], name: str) -> int:
+def min_budget(rounds: list[list[Task]], name: str) -> int:
     """The least budget that a device has."""
     return min(task.state.budget_bytes for of_round in rounds for task in of_round if task.state.device == name)
 
 
-def stage_row(rule: Rule, part: Part, tasks: list[Task], examples: int) -> dict[str, Any]:
-    """What the clients of a device train in a stage; where some are left out, what they lack and what swapping would take."""
+def stage_row(policy: PartitionPolicy, part: Part, tasks: list[Task], examples: int) -> dict[str, Any]:
+    """What the clients of a device train in a stage; where some are excluded, what they lack and what swapping would take."""
     trained = Counter(" | ".join(map(label, task.parts)) for task in tasks if task.parts)
-    skipped = {" | ".join(map(label, task.parts)): rule.left_out(list(task.parts)) for task in tasks if task.parts}
+    skipped = {" | ".join(map(label, task.parts)): policy.excluded(list(task.parts)) for task in tasks if task.parts}
     out = [task for task in tasks if not task.parts]
     poorest = min(out, key=lambda task: task.state.budget_bytes, default=None)
     return {
@@ -271,7 +279,7 @@ def stage_row(rule: Rule, part: Part, tasks: list[Task], examples: int) -> dict[
             for what, count in trained.most_common()
         ],
         "needed_bytes": poorest.needed if poorest else None,
-        "lacks_bytes": poorest.needed - poorest.state.budget_bytes if poorest else 0,
+        "missing_bytes": poorest.needed - poorest.state.budget_bytes if poorest else 0,
         "seconds": max((task.seconds for task in tasks if task.parts), default=None),
-        "swap_seconds": swapping(rule, part, poorest.state, examples) if poorest else None,
+        "swap_seconds": swapping(policy, part, poorest.state, examples) if poorest else None,
     }

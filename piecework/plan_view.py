@@ -125,7 +125,7 @@ def several_words(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> str:
 
 def shares(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> str:
     """Who takes part, and what the poorest lacks."""
-    lacks = max(stage["lacks_bytes"] for stage in stages)
+    lacks = max(stage["missing_bytes"] for stage in stages)
     said = participation(stages)
     return said if lacks <= 0 else f"{said}; the poorest lacks {format_bytes(lacks)} and {singular(fleet['excluded'])}"
 
@@ -136,7 +136,7 @@ def singular(excluded: str) -> str:
 
 
 def words(row: dict[str, Any]) -> str:
-    """What is trained, and which atoms are left out of it."""
+    """What is trained, and which atoms are excluded of it."""
     said: str = row["what"] if row["share"] == 1 else f"{row['share']:.0%} {row['what']}"
     return f"{said} (leaves out {', '.join(row['leaves_out'])})" if row["leaves_out"] else said
 
@@ -150,7 +150,7 @@ def stage_words(stage: dict[str, Any], fleet: dict[str, Any], needed: str) -> st
         swap = f"; by swapping, {duration(stage['swap_seconds'])} a round" if stage["swap_seconds"] else ""
         lines.append(
             f"{1 - stage['participation']:.0%} {fleet['excluded']}: needs {needed}, "
-            f"lacks up to {format_bytes(stage['lacks_bytes'])}{swap}"
+            f"lacks up to {format_bytes(stage['missing_bytes'])}{swap}"
         )
     return "\n".join(lines)
 

@@ -154,7 +154,7 @@ def wait_until_healthy(port: int, log: Path) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback address that nobody listens on now."""
+    """Ports of the loopback address that no client listens on now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for free in sockets:

@@ -18,7 +18,7 @@ def is_progressive(rounds: Sequence[Record]) -> bool:
 def movement_section(rounds: Sequence[Record], settings: Record) -> Section:
     """Movements, slopes, and where parts of the run ended."""
     window, share, times = (settings[f"movement-{key}"] for key in ("window", "share", "times"))
-    rule = (
+    policy = (
         f"A block is frozen when the slope of the line through its last {window} movements was below {share:g} of its first "
         f"slope in {times} rounds in a row"
         if settings["freezing"] == "movement"
@@ -26,7 +26,7 @@ def movement_section(rounds: Sequence[Record], settings: Record) -> Section:
     )
     return Section(
         "Effective movement of the block in training",
-        f"Over {window} rounds: 1 where all parameters went straight on, 0 where they came back. {rule}; dashed lines are "
+        f"Over {window} rounds: 1 where all parameters went straight on, 0 where they came back. {policy}; dashed lines are "
         "where a part of the run ended. Maps, in which a block is distilled into a basic layer, have no movement.",
         movement_figure(rounds),
         f'<div class="stages">{table(leg_rows(rounds), COLUMNS)}</div>',

@@ -74,7 +74,7 @@ def overview(settings: Record, rounds: Sequence[Record], final: Record | None, s
         ("Requests", f"{total['asked']} clients asked, {total['answered']} answered, {total['failed']} failed"),
         ("Bytes down / up", f"{format_bytes(total['bytes_down'])} / {format_bytes(total['bytes_up'])}"),
         ("Bytes for evaluation", format_bytes(total["bytes_evaluation"])),
-        *([("Bytes before stages", format_bytes(survey))] if (survey := survey_bytes(rounds)) else []),
+        *([("Bytes before stages", format_bytes(query))] if (query := query_bytes(rounds)) else []),
         ("Largest peak / budget", peak),
         ("Time", display.format_seconds(seconds)),
         ("Simulated time", display.simulated_time(rounds)),
@@ -136,13 +136,13 @@ def memory_section(rounds: Sequence[Record]) -> Section:
 def bytes_section(rounds: Sequence[Record]) -> Section:
     """What travelled."""
     caption = "Training messages of all clients; evaluation messages apart"
-    survey = ", and those before a stage, by which all clients measure what it starts from"
-    return Section("Bytes a round", caption + (survey if survey_bytes(rounds) else "") + ".", bytes_figure(rounds))
+    query = ", and those before a stage, by which all clients measure what it starts from"
+    return Section("Bytes a round", caption + (query if query_bytes(rounds) else "") + ".", bytes_figure(rounds))
 
 
-def survey_bytes(rounds: Sequence[Record]) -> int:
+def query_bytes(rounds: Sequence[Record]) -> int:
     """Messages in which clients were asked something before a round; 0 in older records."""
-    return sum(r.get("bytes_survey", 0) for r in rounds)
+    return sum(r.get("bytes_query", 0) for r in rounds)
 
 
 def failure_section(rounds: Sequence[Record]) -> Section:
@@ -266,7 +266,7 @@ def memory_figure(rounds: Sequence[Record]) -> Any:
 
 def bytes_figure(rounds: Sequence[Record]) -> Any:
     """Stacked: down, up, evaluation, and before a stage."""
-    names = {"down": "bytes_down", "up": "bytes_up", "evaluation": "bytes_evaluation", "before a stage": "bytes_survey"}
+    names = {"down": "bytes_down", "up": "bytes_up", "evaluation": "bytes_evaluation", "before a stage": "bytes_query"}
     values = {name: [r.get(key, 0) for r in rounds] for name, key in names.items()}
     figure = bars(rounds, {name: v for name, v in values.items() if any(v)}, "bytes")
     return figure.update_yaxes(tickformat="~s", ticksuffix="B")

@@ -18,7 +18,7 @@ ATTACKS = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square":
 NORMS = {"l2": "L2", "linf": "L-infinity"}
 STAGE_COLUMNS = ("stage", "rounds", "attacked from", "distance", "alpha", "epsilon", "builds on")
 DEPTH_COLUMNS = ("stage", "trained", "updates", "share", "clients", "devices")
-DEPTHS = [[0.0, "#eaf3fa"], [1.0, COLOURS[0]]]  # white is for what nobody trained
+DEPTHS = [[0.0, "#eaf3fa"], [1.0, COLOURS[0]]]  # white is for what no client trained
 CLEAN_AND_ATTACKED = (
     ("on the test data", "accuracy", "adversarial_accuracy"),
     ("on the clients' validation data", "client_accuracy", "client_adversarial_accuracy"),

@@ -13,10 +13,10 @@ from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import format_bytes, format_compared
 from piecework.models.cascade import Blueprint
 from piecework.plan import fleet_states, make_plan
-from piecework.planning.costs import Pricing, pricing_for
+from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.part import whole_model
 from piecework.question import Question
-from piecework.strategies import STRATEGIES, find_rule
+from piecework.strategies import STRATEGIES, find_policy
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 
@@ -35,20 +35,20 @@ def advise(settings: Settings, question: Question) -> dict[str, Any]:
     Else `rivals` are AllSmall and ExclusiveFL, `rows` the other systems in order, `refused` those that cannot, with the reason.
     Adversarial training is advised on where the settings ask for it, by `adversarial = true` or a system that always does it.
     """
-    attacked = settings.adversarial or find_rule(settings.strategy).adversarial == "always"
+    attacked = settings.adversarial or find_policy(settings.strategy).adversarial == "always"
     settings = settings.model_copy(update={"adversarial": attacked})
     simple = fedavg_verdict(settings, question)
     advice: dict[str, Any] = {"adversarial": attacked, "simple": simple, "rivals": [], "rows": [], "refused": []}
     if not simple["fits"]:
         measured = nearest(blueprint_of(settings, question), attacked)
         found = []
-        prices: dict[str, Pricing] = {}  # by what batch norms do, which a strategy may decide
+        costs: dict[str, CostModel] = {}  # by what batch norms do, which a strategy may decide
         for name in STRATEGIES:
             if name != "fedavg" and suits(name, attacked):
                 own = settings.model_copy(update={"strategy": name})
-                if own.norms not in prices:
-                    prices[own.norms] = pricing_of(own, question, simple["attack_steps"])
-                found.append(planned(own, question, prices[own.norms]) | {"measured": accuracies(name, measured)})
+                if own.norms not in costs:
+                    costs[own.norms] = cost_model_of(own, question, simple["attack_steps"])
+                found.append(planned(own, question, costs[own.norms]) | {"measured": accuracies(name, measured)})
         able = [row for row in found if not row["reason"]]
         advice["rivals"] = [row for row in able if row["strategy"] in SIMPLE]
         advice["rows"] = sorted((row for row in able if row["strategy"] not in SIMPLE), key=order)
@@ -61,7 +61,7 @@ def advise(settings: Settings, question: Question) -> dict[str, Any]:
 
 def suits(name: str, attacked: bool) -> bool:
     """Whether a system trains as it is asked to: on adversarial examples, or on clean ones."""
-    return find_rule(name).adversarial != ("never" if attacked else "always")
+    return find_policy(name).adversarial != ("never" if attacked else "always")
 
 
 def blueprint_of(settings: Settings, question: Question) -> Blueprint:
@@ -91,8 +91,8 @@ def fedavg_verdict(settings: Settings, question: Question) -> dict[str, Any]:
     }
     if not verdict["fits"]:
         for size in smaller_batches(settings.batch_size):
-            pricing = pricing_of(settings.model_copy(update={"batch_size": size}), question, plan["attack_steps"])
-            needed = pricing.bytes(whole_model(blueprint_of(settings, question)))
+            cost_model = cost_model_of(settings.model_copy(update={"batch_size": size}), question, plan["attack_steps"])
+            needed = cost_model.bytes(whole_model(blueprint_of(settings, question)))
             if needed <= settings.allowance(poorest):
                 verdict["smaller_batch"] = {"batch_size": size, "step_bytes": needed}
                 break
@@ -104,10 +104,10 @@ def smaller_batches(batch_size: int) -> list[int]:
     return [2**power for power in range(batch_size.bit_length(), 0, -1) if 2**power < batch_size]
 
 
-def pricing_of(settings: Settings, question: Question, attack_steps: int) -> Pricing:
-    """The prices of all systems' steps."""
+def cost_model_of(settings: Settings, question: Question, attack_steps: int) -> CostModel:
+    """The costs of all systems' steps."""
     reference = blueprint_of(settings.model_copy(update={"model_width": 1.0}), question)
-    return pricing_for(settings, reference, attack_steps, question.precision)
+    return cost_model_for(settings, reference, attack_steps, question.precision)
 
 
 def verdict_text(verdict: dict[str, Any]) -> str:
@@ -136,11 +136,11 @@ def verdict_text(verdict: dict[str, Any]) -> str:
 # ---- the others
 
 
-def planned(settings: Settings, question: Question, pricing: Pricing) -> dict[str, Any]:
+def planned(settings: Settings, question: Question, cost_model: CostModel) -> dict[str, Any]:
     """One system, planned by itself; `reason` where it cannot take the model, or no device can take part."""
     row: dict[str, Any] = {"strategy": settings.strategy, "reason": "", "participation": 0.0}
     try:
-        plan = make_plan(settings, question, pricing)
+        plan = make_plan(settings, question, cost_model)
     except ValueError as error:
         return row | {"reason": str(error)}
     if not plan["fleet"]["participation"]:
@@ -148,7 +148,7 @@ def planned(settings: Settings, question: Question, pricing: Pricing) -> dict[st
     stages, trained, cover = plan["fleet"]["stages"], plan["trained"], plan["coverage"]
     if cover["level"] == "error":
         return row | {"reason": cover["says"]}
-    caveats = [find_rule(settings.strategy).caveat, cover["says"] if cover["level"] == "warning" else ""]
+    caveats = [find_policy(settings.strategy).caveat, cover["says"] if cover["level"] == "warning" else ""]
     return row | {
         "participation": plan["fleet"]["participation"],
         "pretending": plan["pretence"]["share"] if plan["pretence"] else 0.0,
@@ -166,8 +166,8 @@ def nobody(plan: dict[str, Any]) -> str:
     """Why no device can train anything."""
     richest = max(device["budget_bytes"][1] for device in plan["devices"])
     needed = min(module["memory_bytes"] for module in plan["modules"])
-    least, most = format_compared(needed, richest)
-    return f"no device can: at least {least} are needed, the richest has {most}"
+    minimum, maximum = format_compared(needed, richest)
+    return f"no device can: at least {minimum} are needed, the richest has {maximum}"
 
 
 def order(row: dict[str, Any]) -> tuple[float, ...]:

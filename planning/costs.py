@@ -1,6 +1,6 @@
 """What parts of a model cost on a device: traced, or by a paper's own memory-model.
 
-Used by strategies for the prices in their tasks, and by plans; each question is answered once.
+Used by strategies for the costs in their tasks, and by plans; each question is answered once.
 """
 
 from collections.abc import Hashable
@@ -8,17 +8,17 @@ from dataclasses import replace
 from functools import cached_property
 
 from piecework.device_profiles.clock import Batch
-from piecework.device_profiles.memory import StepPrice
+from piecework.device_profiles.memory import StepCost
 from piecework.device_profiles.profile import parse_bytes
-from piecework.models.anatomy import unit_signature
 from piecework.models.cascade import Blueprint
+from piecework.models.layer_statistics import unit_signature
 from piecework.planning.paper_memory import MEMORY_MODELS, MemoryModel
 from piecework.planning.part import Part, whole_model
-from piecework.planning.step_cost import piece_price, stream_price
+from piecework.planning.step_cost import piece_cost, stream_cost
 from piecework.training.attacks import Attack, Norm
-from piecework.training.loop import Precision, Recipe
+from piecework.training.loop import Precision, TrainingConfig
 from piecework.training.settings import Settings
-from piecework.training.setup import recipe_for
+from piecework.training.setup import training_config_for
 
 
 def share_or_bytes(text: str, full: int) -> int:
@@ -32,33 +32,33 @@ def share_or_bytes(text: str, full: int) -> int:
     return found
 
 
-class Pricing:
-    """Prices of parts for one recipe. `memory_model` is None for traced bytes; `reference` is the model at width 1."""
+class CostModel:
+    """Costs of parts for one training config. `memory_model` is None for traced bytes; `reference` is the model at width 1."""
 
     def __init__(
         self,
-        recipe: Recipe,
+        training_config: TrainingConfig,
         memory_model: MemoryModel | None,
         reference: Blueprint,
         feature_norm: Norm = "l2",
         *,
         frozen_training: bool = False,
     ) -> None:
-        self.recipe, self.memory_model, self.reference = recipe, memory_model, reference
+        self.training_config, self.memory_model, self.reference = training_config, memory_model, reference
         self.feature_norm, self.frozen_training = feature_norm, frozen_training
-        self._traced: dict[Hashable, StepPrice] = {}
+        self._traced: dict[Hashable, StepCost] = {}
         self._by_paper: dict[Hashable, int] = {}
         self._streamed: dict[Hashable, int] = {}
 
-    def traced(self, part: Part) -> StepPrice:
+    def traced(self, part: Part) -> StepCost:
         """Peak bytes and FLOPs of one training step on fake tensors."""
         key = part.signature(), part.at_input
         if key not in self._traced:
-            self._traced[key] = piece_price(
+            self._traced[key] = piece_cost(
                 part.blueprint,
                 part.atoms,
                 part.head,
-                self._recipe_of(part),
+                self._config_of(part),
                 part.copies,
                 part.make_loss,
                 targets=part.targets,
@@ -76,17 +76,19 @@ class Pricing:
         training = self.frozen_training and head is None and not measured  # a teacher is always evaluated
         key = unit_signature(blueprint, f"atoms.{atom}"), head and unit_signature(blueprint, head), training, measured
         if key not in self._streamed:
-            self._streamed[key] = stream_price(
-                blueprint, atom, self.recipe, training=training, measured=measured, head=head
+            self._streamed[key] = stream_cost(
+                blueprint, atom, self.training_config, training=training, measured=measured, head=head
             )
         return self._streamed[key]
 
-    def _recipe_of(self, part: Part) -> Recipe:
-        if self.recipe.attack is None or part.clean:
-            return replace(self.recipe, attack=None)
+    def _config_of(self, part: Part) -> TrainingConfig:
+        if self.training_config.attack is None or part.clean:
+            return replace(self.training_config, attack=None)
         if part.at_input:
-            return self.recipe
-        return replace(self.recipe, attack=replace(self.recipe.attack, norm=self.feature_norm, std=()))
+            return self.training_config
+        return replace(
+            self.training_config, attack=replace(self.training_config.attack, norm=self.feature_norm, std=())
+        )
 
     def bytes(self, part: Part) -> int:
         """Bytes of training a part by the memory-model."""
@@ -94,27 +96,27 @@ class Pricing:
             return self.traced(part).peak_bytes
         key = part.blueprint.name, part.whole, part.atoms, part.signature()
         if key not in self._by_paper:
-            self._by_paper[key] = int(self.memory_model(part, self.reference, self.recipe))
+            self._by_paper[key] = int(self.memory_model(part, self.reference, self.training_config))
         return self._by_paper[key]
 
     @cached_property
-    def unattacked(self) -> "Pricing":
-        """The prices of the same step on clean examples."""
-        if self.recipe.attack is None:
+    def unattacked(self) -> "CostModel":
+        """The costs of the same step on clean examples."""
+        if self.training_config.attack is None:
             return self
-        recipe, frozen = replace(self.recipe, attack=None), self.frozen_training
-        return Pricing(recipe, self.memory_model, self.reference, self.feature_norm, frozen_training=frozen)
+        training_config, frozen = replace(self.training_config, attack=None), self.frozen_training
+        return CostModel(training_config, self.memory_model, self.reference, self.feature_norm, frozen_training=frozen)
 
     def batch(self, part: Part, size: float) -> Batch:
         """A training step of a part on `size` examples, for the clock of devices that swap."""
-        attack = self._recipe_of(part).attack
+        attack = self._config_of(part).attack
         return Batch(
-            flops=self.traced(part).flops * size / self.recipe.batch_size,
+            flops=self.traced(part).flops * size / self.training_config.batch_size,
             input_bytes=round(part.input_bytes * size),
             parameters=part.parameters,
             features=round(part.features * size),
             attack_steps=attack.steps if attack else 0,
-            optimizer_scale=3 if self.recipe.momentum else 2,
+            optimizer_scale=3 if self.training_config.momentum else 2,
         )
 
     @cached_property
@@ -123,19 +125,21 @@ class Pricing:
         return self.unattacked.bytes(whole_model(self.reference))
 
 
-def pricing_for(
+def cost_model_for(
     settings: Settings, reference: Blueprint, attack_steps: int = 0, precision: Precision | None = None
-) -> Pricing:
-    """The prices of a run: its local step, by its memory-model. Of an attack only its norm and its steps matter.
+) -> CostModel:
+    """The costs of a run: its local step, by its memory-model. Of an attack only its norm and its steps matter.
 
     `precision` is that of the settings, unless it is given.
     """
     attack, channels = None, (0.5,) * reference.input_shape[0]
     if attack_steps:
         attack = Attack("linf", 8 / 255, 2 / 255, attack_steps, 0.0, 1.0, mean=channels, std=channels)
-    recipe = replace(recipe_for(settings, 1.0), attack=attack, precision=precision or settings.precision)
-    return Pricing(
-        recipe,
+    training_config = replace(
+        training_config_for(settings, 1.0), attack=attack, precision=precision or settings.precision
+    )
+    return CostModel(
+        training_config,
         MEMORY_MODELS.get(settings.memory_model),
         reference,
         settings.feature_norm,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import Blueprint
-from piecework.planning.partition_policy import Rule
+from piecework.planning.partition_policy import PartitionPolicy
 
 Row = dict[str, Any]
 
@@ -33,15 +33,15 @@ def richest(states: Iterable[DeviceState]) -> DeviceState:
     return max(states, key=lambda state: state.budget_bytes)
 
 
-def coverage(rule: Rule, trainers: Mapping[int, Trainer]) -> list[Row]:
+def coverage(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> list[Row]:
     """For each part: the device classes and the number of clients that can train it in some stage, and their share of the data.
 
     `channels` is the largest share of a layer's channels that any of them ever trains.
     """
     slowest = min((each.state.flops_per_second for each in trainers.values()), default=1.0)
-    able = {state: abilities(rule, state, slowest) for state in {each.state for each in trainers.values()}}
+    able = {state: abilities(policy, state, slowest) for state in {each.state for each in trainers.values()}}
     total, rows = sum(each.examples for each in trainers.values()), []
-    for unit, name in part_names(rule.blueprint).items():
+    for unit, name in part_names(policy.blueprint).items():
         covering = [each for each in trainers.values() if unit in able[each.state]]
         rows.append(
             {
@@ -55,20 +55,20 @@ def coverage(rule: Rule, trainers: Mapping[int, Trainer]) -> list[Row]:
     return rows
 
 
-def abilities(rule: Rule, state: DeviceState, slowest: float) -> dict[str, float]:
+def abilities(policy: PartitionPolicy, state: DeviceState, slowest: float) -> dict[str, float]:
     """The units that a device can train in any stage, and the share of their channels."""
     found: dict[str, float] = {}
-    for stage in range(rule.stage_count):
-        for part in rule.trainable(stage, state, slowest):
-            for unit in rule.covered(part):
-                found[unit] = max(found.get(unit, 0.0), rule.channels(part))
+    for stage in range(policy.stage_count):
+        for part in policy.trainable(stage, state, slowest):
+            for unit in policy.covered(part):
+                found[unit] = max(found.get(unit, 0.0), policy.channels(part))
     return found
 
 
-def learned_names(rule: Rule, pieces: Sequence[tuple[int, ...]], seen: Sequence[int]) -> list[str]:
+def learned_names(policy: PartitionPolicy, pieces: Sequence[tuple[int, ...]], seen: Sequence[int]) -> list[str]:
     """The parts that a client trained: its pieces, each on so many examples."""
-    trained = {unit for piece, n in zip(pieces, seen, strict=True) if n for unit in rule.covered(rule.part(piece))}
-    return [name for unit, name in part_names(rule.blueprint).items() if unit in trained]
+    trained = {unit for piece, n in zip(pieces, seen, strict=True) if n for unit in policy.covered(policy.part(piece))}
+    return [name for unit, name in part_names(policy.blueprint).items() if unit in trained]
 
 
 def trained_rows(
@@ -100,24 +100,26 @@ class Finding:
     says: str = ""
 
 
-def judged(rule: Rule, rows: Sequence[Row], trainers: Mapping[int, Trainer], given: Collection[str] = ()) -> Finding:
+def judged(
+    policy: PartitionPolicy, rows: Sequence[Row], trainers: Mapping[int, Trainer], given: Collection[str] = ()
+) -> Finding:
     """What parts that no client can train mean for the trained model. `given` names the parts that begin pretrained."""
     if not trainers:
         return Finding(
             "error", "no client has two training examples or more: give clients more data, or lower `clients`"
         )
     missing = [row["part"] for row in rows if not row["clients"]]
-    if len(missing) == len(rows) and not anybody(rule, trainers):
-        most = richest(each.state for each in trainers.values()).budget_bytes
-        least = rule.least()
-        needed = f": at least {least:,} bytes are needed, and" if least else ":"
-        return Finding("warning", f"no client can train anything{needed} the richest client has {most:,} bytes")
+    if len(missing) == len(rows) and not anybody(policy, trainers):
+        maximum = richest(each.state for each in trainers.values()).budget_bytes
+        minimum = policy.min_budget()
+        needed = f": at least {minimum:,} bytes are needed, and" if minimum else ":"
+        return Finding("warning", f"no client can train anything{needed} the richest client has {maximum:,} bytes")
     if missing:
         said = f"no client can train {consecutive(missing, [row['part'] for row in rows])}"
-        if rule.untrained == "random":
-            return left_random(rule, said, [part for part in missing if part not in given], trainers)
+        if policy.untrained == "random":
+            return left_random(policy, said, [part for part in missing if part not in given], trainers)
         meaning = {"distilled": "the server trains the whole model by distillation", "cut off": "the model ends there"}
-        return Finding("note" if rule.untrained == "distilled" else "warning", f"{said}: {meaning[rule.untrained]}")
+        return Finding("note" if policy.untrained == "distilled" else "warning", f"{said}: {meaning[policy.untrained]}")
     if (widest := max(row["channels"] for row in rows)) < 1:
         return Finding(
             "warning",
@@ -126,19 +128,21 @@ def judged(rule: Rule, rows: Sequence[Row], trainers: Mapping[int, Trainer], giv
     return Finding()
 
 
-def anybody(rule: Rule, trainers: Mapping[int, Trainer]) -> bool:
+def anybody(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> bool:
     """Whether a client can train anything, if it is not of the run's own model."""
     states = {each.state for each in trainers.values()}
     slowest = min((state.flops_per_second for state in states), default=1.0)
-    return any(rule.trainable(stage, state, slowest) for state in states for stage in range(rule.stage_count))
+    return any(policy.trainable(stage, state, slowest) for state in states for stage in range(policy.stage_count))
 
 
-def left_random(rule: Rule, said: str, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> Finding:
+def left_random(policy: PartitionPolicy, said: str, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> Finding:
     """What it means that no client can train some parts, of which these are not pretrained either."""
     if not parts:
         return Finding("note", f"{said}: what no client trains stays as init-weights has it")
-    said += f", so {'they keep' if len(parts) > 1 else 'it keeps'} random initial weights{needs(rule, parts, trainers)}"
-    if rule.settings.allow_untrained:
+    said += (
+        f", so {'they keep' if len(parts) > 1 else 'it keeps'} random initial weights{needs(policy, parts, trainers)}"
+    )
+    if policy.settings.allow_untrained:
         return Finding("warning", f"{said} (allow-untrained = true)")
     return Finding(
         "error",
@@ -147,13 +151,13 @@ def left_random(rule: Rule, said: str, parts: Sequence[str], trainers: Mapping[i
     )
 
 
-def needs(rule: Rule, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> str:
+def needs(policy: PartitionPolicy, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> str:
     """What the first of these parts takes, where the system trains it alone, against what the richest client has."""
-    atom = next((n for n, atom in enumerate(rule.blueprint.atoms) if atom.name == parts[0]), None)
-    if atom is None or (needed := rule.alone(atom)) is None:
+    atom = next((n for n, atom in enumerate(policy.blueprint.atoms) if atom.name == parts[0]), None)
+    if atom is None or (needed := policy.alone(atom)) is None:
         return ""
-    most = richest(each.state for each in trainers.values()).budget_bytes
-    return f": {parts[0]} needs {needed:,} bytes, and the richest client has {most:,}"
+    maximum = richest(each.state for each in trainers.values()).budget_bytes
+    return f": {parts[0]} needs {needed:,} bytes, and the richest client has {maximum:,}"
 
 
 def consecutive(parts: Sequence[str], of: Sequence[str]) -> str:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from piecework.models.anatomy import anatomy, input_of, unit_signature
 from piecework.models.cascade import Blueprint
+from piecework.models.layer_statistics import input_of, layer_statistics, unit_signature
 from piecework.models.partition import Piece
 from piecework.training.loop import MakeLoss, PieceModel, single_loss
 
@@ -49,12 +49,12 @@ class Part:
     @property
     def parameters(self) -> int:
         """Trainable parameters of one copy."""
-        return sum(anatomy(self.blueprint, unit).parameters for unit in self.units)
+        return sum(layer_statistics(self.blueprint, unit).parameters for unit in self.units)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of parameters and buffers of one copy."""
-        return sum(anatomy(self.blueprint, unit).state_bytes for unit in self.units)
+        return sum(layer_statistics(self.blueprint, unit).state_bytes for unit in self.units)
 
     @property
     def input_bytes(self) -> int:
@@ -73,7 +73,7 @@ class Part:
     @cached_property
     def forward_flops(self) -> int:
         """FLOPs of one example on its way through atoms and head, 2 per multiply-accumulate."""
-        return self.copies * sum(anatomy(self.blueprint, unit).flops for unit in self.units)
+        return self.copies * sum(layer_statistics(self.blueprint, unit).flops for unit in self.units)
 
     @property
     def features(self) -> int:
@@ -86,7 +86,7 @@ class Part:
             if unit.startswith("aux."):
                 values += prod(input_of(self.blueprint, unit)) + self.blueprint.num_classes
             else:
-                layers = anatomy(self.blueprint, unit).layers
+                layers = layer_statistics(self.blueprint, unit).layers
                 counted = [x for x in layers if x.parameters and not (x.kind == "Conv2d" and x.on_shortcut)]
                 values += sum(layer.inputs for layer in counted)
         return values

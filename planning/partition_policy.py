@@ -10,11 +10,11 @@ from typing import ClassVar, Literal
 
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
-from piecework.models.anatomy import anatomy
 from piecework.models.cascade import Blueprint, has_statistics
+from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import AtomTooLargeError, Piece
 from piecework.models.variant import Variant, vary
-from piecework.planning.costs import Pricing
+from piecework.planning.costs import CostModel
 from piecework.planning.counts import entries
 from piecework.planning.part import Part
 from piecework.training.settings import Settings
@@ -28,12 +28,13 @@ class Stage:
     parts: tuple[Part, ...]
 
 
-class Rule(ABC):
-    """A system's rule for one model and fleet. `smallest` is the least budget (bytes) that a client will have.
+class PartitionPolicy(ABC):
+    """How a system cuts one model for one fleet. `smallest` is the smallest budget (bytes) that a client will have.
 
-    `cuts`: the model is cut for a budget; `adapts`: else narrowed or shortened for it. `excluded` says what becomes of a device
-    that cannot train; `adversarial`, whether the system trains on adversarial examples, `optional`: where the settings say so;
-    `caveat`, what advice has to say of the system beside its figures.
+    `cuts`: the model is cut to fit a budget. `adapts`: the model is not cut, but narrowed or shortened.
+    `when_excluded` says what becomes of a device that cannot train.
+    `adversarial`: whether the system trains on adversarial examples; with `optional` the settings decide.
+    `caveat` is what advice says of the system beside its figures.
     `untrained`: what becomes of a part of the model that no client trains. It keeps its initial weights, or the trained model
     ends before it, or the server trains it by distillation.
     """
@@ -44,11 +45,11 @@ class Rule(ABC):
     adversarial: ClassVar[Literal["never", "optional", "always"]] = "never"
     caveat: ClassVar[str] = ""
     moving: ClassVar[bool] = False  # whether sub-models have other channels, or are other nets, from round to round
-    excluded: ClassVar[str] = "left out"
+    when_excluded: ClassVar[str] = "excluded"
     untrained: ClassVar[Literal["random", "cut off", "distilled"]] = "random"
 
-    def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
-        self.blueprint, self.pricing, self.settings, self.smallest = blueprint, pricing, settings, smallest
+    def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, smallest: int = 0) -> None:
+        self.blueprint, self.cost_model, self.settings, self.smallest = blueprint, cost_model, settings, smallest
         self._bytes: dict[Piece, int] = {}
 
     @classmethod
@@ -82,25 +83,25 @@ class Rule(ABC):
 
     @property
     def swaps(self) -> bool:
-        """Whether a device trains also what does not fit, at the price of time."""
+        """Whether a device trains also what does not fit, at the cost of time."""
         return False
 
     def bytes(self, piece: Piece) -> int:
-        """The price of a piece, looked up once."""
+        """The cost of a piece, looked up once."""
         if piece not in self._bytes:
-            self._bytes[piece] = self.pricing.bytes(self.part(piece))
+            self._bytes[piece] = self.cost_model.bytes(self.part(piece))
         return self._bytes[piece]
 
-    def least(self) -> int:
+    def min_budget(self) -> int:
         """The least budget (bytes) for which there are stages."""
         return 0
 
-    def fit(self, least: int, most: int) -> None:
+    def fit(self, minimum: int, maximum: int) -> None:
         """Cut or size the model for clients of which none has less, or more, than so many bytes.
 
-        Raises ValueError where nobody could train anything.
+        Raises ValueError where no client could train anything.
         """
-        self.smallest = least
+        self.smallest = minimum
 
     def part(self, piece: Piece) -> Part:
         """What training a piece means: here its atoms with the model's own head."""
@@ -113,7 +114,7 @@ class Rule(ABC):
 
     @property
     def stage_count(self) -> int:
-        """How many stages there are: known also of a rule that cuts the model anew for each device."""
+        """How many stages there are: known also of a rule that cuts the model again for each device."""
         return 1
 
     @abstractmethod
@@ -146,7 +147,7 @@ class Rule(ABC):
     def wire(self, parts: list[Part]) -> tuple[int, int]:
         """Bytes of arrays down and up in a round for a client that trains `parts`: what it trains, there and back."""
         units = {unit: part.blueprint for part in parts for unit in part.units}
-        size = sum(anatomy(blueprint, unit).state_bytes for unit, blueprint in units.items())
+        size = sum(layer_statistics(blueprint, unit).state_bytes for unit, blueprint in units.items())
         return size, size
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
@@ -155,19 +156,19 @@ class Rule(ABC):
         count = sum(entries(blueprint, unit) for unit, blueprint in units.items())
         return count, count
 
-    def left_out(self, parts: list[Part]) -> list[str]:
+    def excluded(self, parts: list[Part]) -> list[str]:
         """The atoms that a client should train and cannot: none, unless a system goes on without them."""
         return []
 
     def within(self, part: Part, state: DeviceState) -> Part:
         """The part, if the device can train it. Raises MemoryBudgetExceededError."""
-        needed = self.pricing.bytes(part)
+        needed = self.cost_model.bytes(part)
         if needed > self.settings.allowance(state.budget_bytes):
             raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
         return part
 
 
-class Swapping(Rule):
+class Swapping(PartitionPolicy):
     """By which every device trains the whole model, and swaps, in pretence, what does not fit: budgets are not enforced."""
 
     caveat = "devices only pretend to swap"
@@ -182,7 +183,7 @@ class Swapping(Rule):
         """Never: what does not fit is swapped."""
         return False
 
-    def least(self) -> int:
+    def min_budget(self) -> int:
         """Nothing: it swaps."""
         return 0
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from piecework.device_profiles.memory import FlopCount, StepPrice, trace
+from piecework.device_profiles.memory import FlopCount, StepCost, trace
 from piecework.models.cascade import Blueprint, outputs
 from piecework.models.static_norms import measure_norms
 from piecework.training.attacks import Gradient, Loss, by_backward
@@ -15,7 +15,7 @@ from piecework.training.loop import (
     Load,
     MakeLoss,
     PieceModel,
-    Recipe,
+    TrainingConfig,
     adversary,
     channels_last,
     in_precision,
@@ -30,45 +30,45 @@ def fake_load(blueprint: Blueprint) -> Load:
     return lambda unit: channels_last(blueprint.build_unit(unit))
 
 
-def piece_price(
+def piece_cost(
     blueprint: Blueprint,
     atoms: Sequence[int],
     head: str,
-    recipe: Recipe,
+    training_config: TrainingConfig,
     copies: int = 1,
     make_loss: MakeLoss = single_loss,
     *,
     targets: bool = False,
     piece_class: type[PieceModel] = PieceModel,
-) -> StepPrice:
+) -> StepCost:
     """Bytes and FLOPs of one training step of a piece, or of `copies` of it that learn together, from fake tensors.
 
     With `targets` it learns logits, not labels.
     """
 
-    attack, attack_flops = recipe.attack, FlopCount()
+    attack, attack_flops = training_config.attack, FlopCount()
 
     def work() -> None:
         pieces = [piece_class(blueprint, tuple(atoms), head, fake_load(blueprint)) for _ in range(copies)]
-        loss, optimiser = start(pieces, recipe, make_loss)
+        loss, optimiser = start(pieces, training_config, make_loss)
         perturb = None
         if attack is not None:
             # Attack steps are all alike: one is traced, the others take no more memory and the same FLOPs.
             perturb = adversary(pieces, loss, replace(attack, steps=1), 0, partial(counted, flops=attack_flops))
-        z = fake_batch(blueprint, atoms[0] if atoms else None, recipe.batch_size)
-        shape = (recipe.batch_size, outputs(pieces[0].head)) if targets else (recipe.batch_size,)
+        z = fake_batch(blueprint, atoms[0] if atoms else None, training_config.batch_size)
+        shape = (training_config.batch_size, outputs(pieces[0].head)) if targets else (training_config.batch_size,)
         y = torch.zeros(shape, dtype=torch.float32 if targets else torch.int64)
         train_step(loss, optimiser, z, y, perturb)
 
-    price = trace(work)
+    cost = trace(work)
     further = attack.steps - 1 if attack is not None else 0
-    return StepPrice(price.peak_bytes, price.flops + further * attack_flops.total)
+    return StepCost(cost.peak_bytes, cost.flops + further * attack_flops.total)
 
 
-def stream_price(
+def stream_cost(
     blueprint: Blueprint,
     atom: int,
-    recipe: Recipe,
+    training_config: TrainingConfig,
     *,
     training: bool = False,
     measured: bool = False,
@@ -86,7 +86,7 @@ def stream_price(
         if measured:
             measure_norms(piece.units().values())
         forward = piece.features if head is None else piece.logits
-        in_precision(forward, recipe)(fake_batch(blueprint, atom, recipe.batch_size))
+        in_precision(forward, training_config)(fake_batch(blueprint, atom, training_config.batch_size))
 
     return trace(work).peak_bytes
 

@@ -5,9 +5,9 @@ from math import ceil
 
 from piecework.device_profiles.clock import simulated_seconds, task_seconds
 from piecework.device_profiles.profile import DeviceState
-from piecework.planning.costs import Pricing
+from piecework.planning.costs import CostModel
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import Rule
+from piecework.planning.partition_policy import PartitionPolicy
 from piecework.training.settings import Settings
 
 
@@ -25,15 +25,15 @@ def batches_of(settings: Settings, seen: int) -> int:
     return ceil(seen / (settings.local_epochs * settings.batch_size)) * settings.local_epochs
 
 
-def work_flops(pricing: Pricing, parts: Sequence[Part], seen: Sequence[int], executed: float = 1.0) -> float:
+def work_flops(cost_model: CostModel, parts: Sequence[Part], seen: Sequence[int], executed: float = 1.0) -> float:
     """FLOPs of parts, each on so many examples (`seen`), of which the fraction `executed` was."""
-    size = pricing.recipe.batch_size
-    return executed * sum(pricing.traced(part).flops * n / size for part, n in zip(parts, seen, strict=True))
+    size = cost_model.training_config.batch_size
+    return executed * sum(cost_model.traced(part).flops * n / size for part, n in zip(parts, seen, strict=True))
 
 
 def work_seconds(
-    rule: Rule,
-    pricing: Pricing,
+    policy: PartitionPolicy,
+    cost_model: CostModel,
     parts: Sequence[Part],
     seen: Sequence[int],
     state: DeviceState,
@@ -44,17 +44,17 @@ def work_seconds(
     and up. Each part is read from the disk once, its inputs with every batch. A system that swaps trains one part, which may
     be larger than the device's memory.
     """
-    if rule.swaps:
+    if policy.swaps:
         (part,), (n,) = parts, seen
-        return swapped_seconds(rule.settings, pricing, part, n, state, wire)
+        return swapped_seconds(policy.settings, cost_model, part, n, state, wire)
     disk_bytes = sum(p.copies * p.state_bytes + p.input_bytes * n for p, n in zip(parts, seen, strict=True))
-    batches = sum(batches_of(rule.settings, n) for n in seen)
-    return simulated_seconds(state, work_flops(pricing, parts, seen, executed), *wire, disk_bytes, batches)
+    batches = sum(batches_of(policy.settings, n) for n in seen)
+    return simulated_seconds(state, work_flops(cost_model, parts, seen, executed), *wire, disk_bytes, batches)
 
 
 def swapped_seconds(
-    settings: Settings, pricing: Pricing, part: Part, seen: int, state: DeviceState, wire: tuple[int, int]
+    settings: Settings, cost_model: CostModel, part: Part, seen: int, state: DeviceState, wire: tuple[int, int]
 ) -> float:
     """The same of a device that swaps what does not fit to its disk (FedProphet's model)."""
     steps = batches_of(settings, seen)
-    return task_seconds(state, [pricing.batch(part, seen / steps)] * steps, *wire)
+    return task_seconds(state, [cost_model.batch(part, seen / steps)] * steps, *wire)

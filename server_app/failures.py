@@ -38,9 +38,9 @@ def in_words(clients: Sequence[Record]) -> str:
     counted = [client for client in clients if client["needed"]]  # not where a device itself ran out of memory
     if not counted:
         return str(clients[0]["reason"])[:LONGEST]
-    lacking = {(c["needed"], c.get("allowed") or c["budget"]) for c in counted}
-    needed, allowed = min(lacking, key=lambda pair: pair[0] - pair[1])
-    return f"needed {needed:,}, allowed {allowed:,}" + (" where it was nearest to fitting" if len(lacking) > 1 else "")
+    missing = {(c["needed"], c.get("allowed") or c["budget"]) for c in counted}
+    needed, allowed = min(missing, key=lambda pair: pair[0] - pair[1])
+    return f"needed {needed:,}, allowed {allowed:,}" + (" where it was nearest to fitting" if len(missing) > 1 else "")
 
 
 def failure_text(row: Record) -> str:

@@ -19,8 +19,8 @@ from piecework.federated_data.datasets import ArrayDataset, default_cache, load,
 from piecework.federation.autoattack import require_autoattack
 from piecework.federation.evaluation import Evaluator, final_evaluation
 from piecework.federation.faults import status_of
-from piecework.federation.registry import Roster
-from piecework.federation.transport import Mail
+from piecework.federation.registry import ClientRegistry
+from piecework.federation.transport import Transport
 from piecework.models.cascade import Blueprint
 from piecework.models.init_weights import account, pretrained
 from piecework.models.partition import Piece
@@ -80,7 +80,7 @@ def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayData
     data = open_dataset(settings.dataset, settings.data_dir)
     check_shares(settings, data)
     check_augmentation(settings, data)
-    if strategy.rule_class.attacks(settings):
+    if strategy.policy_class.attacks(settings):
         image_attack(settings, data, settings.attack_steps)
     require_autoattack(settings, data)
     blueprint = blueprint_for(settings, data)
@@ -98,13 +98,13 @@ class Run:
         self.recovery = find_recovery(run_dir) if settings.resume_from else Recovery(None)
         checkpoint = self.recovery.checkpoint
         self.values = self._first_values() if checkpoint is None else resumed_values(checkpoint, settings)
-        self.roster = Roster(fleet, settings.seed, settings.clients, settings.reserve)
-        self.mail = Mail(grid, settings.max_in_flight or default_in_flight(settings), settings.round_timeout)
+        self.registry = ClientRegistry(fleet, settings.seed, settings.clients, settings.reserve)
+        self.transport = Transport(grid, settings.max_in_flight or default_in_flight(settings), settings.round_timeout)
         state_dir = settings.state_dir or str(run_dir.path / "clients")
         reference = blueprint_for(settings.model_copy(update={"model_width": 1.0}), self.data)
         # A resumed run may be longer; its learning rate goes on as it was planned at the first start.
         planned = settings.model_copy(update={"lr_rounds": self.values["lr-rounds"]})
-        experiment = Experiment(planned, blueprint, reference, self.roster, self.values["experiment-id"], state_dir)
+        experiment = Experiment(planned, blueprint, reference, self.registry, self.values["experiment-id"], state_dir)
         self.strategy: PieceStrategy = strategy_class(experiment)
         if checkpoint is not None:
             self.strategy.state = type(self.strategy.state).from_values(self.values["strategy-state"])
@@ -115,7 +115,7 @@ class Run:
         if checkpoint is not None:
             self.strategy.kept = self.served.restore(checkpoint.kept)
         attack, attacked = None, settings.evaluation_attack_examples
-        if self.strategy.rule.attacks(settings):
+        if self.strategy.policy.attacks(settings):
             attack = image_attack(settings, self.data, settings.evaluation_attack_steps)
         self.evaluate = Evaluator(blueprint, self.data, settings.eval_batch_size, attack, attacked, settings.seed)
 
@@ -159,7 +159,7 @@ class Run:
         if settings.resume_from and strategy.finished and self.values["round"] < settings.num_rounds:
             LOG.warning(
                 "all stages ended after round %s of num-rounds = %s: their lengths were planned when the run began, and a "
-                "longer run begins anew",
+                "longer run begins again",
                 self.values["round"],
                 settings.num_rounds,
             )
@@ -174,10 +174,10 @@ class Run:
 
     def gather(self) -> None:
         """Wait for the clients; a new run's model depends on who they are. Raises TooFewNodesError."""
-        self.roster.gather(self.grid, self.settings.node_timeout, self.settings.min_clients)
-        if told := too_many_asked(self.settings, self.roster.clients):
+        self.registry.gather(self.grid, self.settings.node_timeout, self.settings.min_clients)
+        if told := too_many_asked(self.settings, self.registry.clients):
             LOG.warning("%s; until then each round asks all of them", told)
-        if self.strategy.personal and not any(member.test for member in self.roster.members.values()):
+        if self.strategy.personal and not any(member.test for member in self.registry.members.values()):
             raise ValueError(
                 "evaluation is personal, and no client has a part of the test split: give the nodes some, as `piecework "
                 "export-data` does"
@@ -194,9 +194,9 @@ class Run:
         arrays = self.strategy.initial()
         if self.settings.init_weights:
             path = Path(self.settings.init_weights)
-            taken, left_out = pretrained(path, self.strategy.blueprint)
+            taken, excluded = pretrained(path, self.strategy.blueprint)
             arrays |= taken
-            self.values["init-weights"] = account(path, taken, left_out)
+            self.values["init-weights"] = account(path, taken, excluded)
         return ArrayRecord({name: Array(value) for name, value in arrays.items()})
 
     def _leave(self) -> None:
@@ -207,7 +207,7 @@ class Run:
         if not self.served.is_of(arrays, atoms, head):
             raise RunAbortedError(
                 "no client could measure the batch norms of the trained model (batch-norm = measured): "
-                f"{strategy.post.silence()}"
+                f"{strategy.dispatcher.silence()}"
             )
         arrays = self.served.complete(arrays)
         self.run_dir.save_model(
@@ -221,7 +221,7 @@ class Run:
                 **strategy.model_details(),
             },
         )
-        if strategy.rule.attacks(settings) or settings.autoattack_examples:
+        if strategy.policy.attacks(settings) or settings.autoattack_examples:
             if settings.autoattack_examples:
                 LOG.warning("AutoAttack on %s images begins: minutes to an hour", settings.autoattack_examples)
             found = final_evaluation(self.evaluate, arrays, atoms, head, settings)
@@ -230,15 +230,15 @@ class Run:
             shutil.rmtree(folder, ignore_errors=True)
 
     def one_round(self, server_round: int) -> dict[str, Any]:
-        """Survey, train, aggregate, evaluate. Returns the round's record."""
+        """Pre-round query, train, aggregate, evaluate. Returns the round's record."""
         started = time.perf_counter()
         settings, strategy, config = self.settings, self.strategy, ConfigRecord()
         late = self._assemble()
-        busy = self.roster.busy_clients()
-        survey, survey_bytes = self._survey(server_round)
+        busy = self.registry.busy_clients()
+        query, query_bytes = self._query_before_round(server_round)
         messages = strategy.configure_train(server_round, self.arrays, config, self.grid)
         self._deliver(server_round)
-        replies = self.mail.exchange(server_round, messages)
+        replies = self.transport.exchange(server_round, messages)
         arrays, train_metrics = strategy.aggregate_train(server_round, replies)
         trained = time.perf_counter()
         self.arrays = arrays if arrays is not None else self.arrays
@@ -247,7 +247,7 @@ class Run:
         measured, measured_bytes = self._measure(server_round, self.arrays, model) if central else (None, 0)
         questions = strategy.configure_evaluate(server_round, self.arrays, config, self.grid)
         self._deliver(server_round)
-        answers = self.mail.exchange(server_round, questions)
+        answers = self.transport.exchange(server_round, questions)
         client_metrics = strategy.aggregate_evaluate(server_round, answers)
         known = central and self.served.is_of(self.arrays, *model)
         found = self.evaluate(self.served.complete(self.arrays), *model) if known else None
@@ -272,26 +272,26 @@ class Run:
             "clients_evaluated": strategy.evaluated,
             "accuracy_by_device": accuracy_by_device(reports),
             "aggregated": arrays is not None,
-            "examples": sum(member.examples for member in self.roster.members.values()),
+            "examples": sum(member.examples for member in self.registry.members.values()),
             "trained": strategy.trained_rows(arrays is not None),
             "asked": len(reports),
             "answered": sum(report.status == "ok" for report in reports),
             "failed": sum(report.status != "ok" for report in reports),
             "late_replies": late,
             "busy": busy,
-            "devices": self.roster.devices(),
-            "unusable_nodes": self.roster.unusable(),
-            "warning": too_many_asked(settings, self.roster.clients),
-            "left_out": [{"client": c, "crashes": n} for c, n in sorted(strategy.left_out.items())],
+            "devices": self.registry.devices(),
+            "unusable_nodes": self.registry.unusable(),
+            "warning": too_many_asked(settings, self.registry.clients),
+            "excluded": [{"client": c, "crashes": n} for c, n in sorted(strategy.excluded.items())],
             "bytes_down": sum(report.bytes_down for report in reports),
-            "bytes_up": sum(report.bytes_up for report in reports) + self.roster.take_query_bytes(),
-            "bytes_evaluation": measured_bytes + strategy.post.bytes(),
-            "bytes_survey": survey_bytes,
+            "bytes_up": sum(report.bytes_up for report in reports) + self.registry.take_query_bytes(),
+            "bytes_evaluation": measured_bytes + strategy.dispatcher.bytes(),
+            "bytes_query": query_bytes,
             "batch_norm": self.served.recorded(personal),
             "statistics": measured,
-            "evaluation": strategy.post.account() if strategy.post.ledger else None,
-            "survey": survey,
-            "enforced": strategy.rule.enforced,
+            "evaluation": strategy.dispatcher.account() if strategy.dispatcher.log else None,
+            "query": query,
+            "enforced": strategy.policy.enforced,
             "seconds": time.perf_counter() - started,
             "train_seconds": trained - started,
             "simulated_seconds": round_seconds(report.simulated_seconds for report in reports),
@@ -301,20 +301,20 @@ class Run:
         return record
 
     def _deliver(self, server_round: int) -> None:
-        for wave in self.strategy.post.waves():
-            self.strategy.delivered(self.mail.exchange(server_round, wave))
+        for batch in self.strategy.dispatcher.batches():
+            self.strategy.delivered(self.transport.exchange(server_round, batch))
 
-    def _survey(self, server_round: int) -> tuple[dict[str, Any] | None, int]:
-        """What the strategy has to know before the round: who answered, and bytes. Raises RunAbortedError where nobody did."""
-        questions = self.strategy.configure_survey(server_round, self.arrays, self.grid)
+    def _query_before_round(self, server_round: int) -> tuple[dict[str, Any] | None, int]:
+        """What the strategy has to know before the round: who answered, and bytes. Raises RunAbortedError if no client did."""
+        questions = self.strategy.configure_query(server_round, self.arrays, self.grid)
         if questions is None:
             return None, 0
         self._deliver(server_round)
-        if not self.strategy.aggregate_survey(server_round, self.mail.exchange(server_round, questions)):
+        if not self.strategy.aggregate_query(server_round, self.transport.exchange(server_round, questions)):
             raise RunAbortedError(
-                f"no client could measure what {self.strategy.stage} starts from: {self.strategy.post.silence()}"
+                f"no client could measure what {self.strategy.stage} starts from: {self.strategy.dispatcher.silence()}"
             )
-        return self.strategy.post.account(), self.strategy.post.bytes()
+        return self.strategy.dispatcher.account(), self.strategy.dispatcher.bytes()
 
     def _measure(
         self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str]
@@ -324,28 +324,28 @@ class Run:
             return None, 0
         messages = self.served.configure(server_round, arrays, model, self.grid)
         self._deliver(server_round)
-        if not self.served.aggregate(server_round, self.mail.exchange(server_round, messages)):
+        if not self.served.aggregate(server_round, self.transport.exchange(server_round, messages)):
             LOG.warning(
                 "round %s: no client measured the batch norms of the model, which is not evaluated: %s",
                 server_round,
-                self.strategy.post.silence(),
+                self.strategy.dispatcher.silence(),
             )
-        return self.strategy.post.account(), self.strategy.post.bytes()
+        return self.strategy.dispatcher.account(), self.strategy.dispatcher.bytes()
 
     def _assemble(self) -> list[dict[str, Any]]:
         """Take note of replies that came late, and wait, at most node-timeout, for clients that are free; the late replies."""
         late, deadline = [], time.monotonic() + self.settings.node_timeout
         while True:
-            for sent, reply in self.mail.late():
-                client = self.roster.client_of(sent.node_id)
+            for sent, reply in self.transport.late():
+                client = self.registry.client_of(sent.node_id)
                 status = status_of(reply.error) if reply.has_error() else "ok"
                 if client is not None:
                     self.strategy.note_error(client, sent.server_round, status)
                 late.append({"client": client, "round": sent.server_round, "status": status})
-            self.roster.busy = self.mail.busy()
-            self.roster.update(self.grid)
-            enough = len(self.roster.present(self.grid)) >= max(1, self.settings.min_clients)
-            if (enough and not self.roster.expects()) or time.monotonic() > deadline:
+            self.registry.busy = self.transport.busy()
+            self.registry.update(self.grid)
+            enough = len(self.registry.present(self.grid)) >= max(1, self.settings.min_clients)
+            if (enough and not self.registry.expects()) or time.monotonic() > deadline:
                 return late
             time.sleep(0.2)
 
@@ -373,7 +373,7 @@ class Run:
 
 
 def metric(metrics: MetricRecord | None, key: str) -> float | None:
-    """A metric of a round; None where nobody told it."""
+    """A metric of a round; None where no client told it."""
     return float(metrics[key]) if metrics is not None and key in metrics else None  # type: ignore[arg-type]
 
 
@@ -425,7 +425,7 @@ def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: On
     started = time.perf_counter()
     with ExitStack() as held:
         if settings.resume_from:
-            held.enter_context(run_lock(run_dir.path))  # nobody may change what is read now
+            held.enter_context(run_lock(run_dir.path))  # no client may change what is read now
         run = Run(grid, settings, run_dir)  # refuses settings before anything is written
         if not settings.resume_from:
             held.enter_context(run_lock(run_dir.path))

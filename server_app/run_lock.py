@@ -49,7 +49,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def require_free(folder: Path, seconds: float = 0.0) -> None:
-    """Wait, at most so long, until nobody writes a run. Raises RunLockedError.
+    """Wait, at most so long, until no client writes a run. Raises RunLockedError.
 
     For a launcher whose ServerApp will write: what counts is the lock that the ServerApp takes.
     """
@@ -61,7 +61,7 @@ def require_free(folder: Path, seconds: float = 0.0) -> None:
 
 
 def writer(folder: Path) -> str | None:
-    """Who writes a run at the moment; None where nobody does, or nobody can tell."""
+    """Who writes a run at the moment; None where no client does, or no client can tell."""
     path = folder / LOCK_FILE
     if not path.is_file():
         return None

@@ -67,7 +67,7 @@ class ServedModel:
     @property
     def variant(self) -> Variant:
         """What the model that is evaluated is of the run's own."""
-        return replace(self.strategy.rule.variant, statistics=self.measured)
+        return replace(self.strategy.policy.variant, statistics=self.measured)
 
     @property
     def blueprint(self) -> Blueprint:
@@ -86,8 +86,8 @@ class ServedModel:
 
     def needed(self, atoms: Piece, head: str) -> int:
         """Bytes of the largest atom, forward only; the head runs behind the last one."""
-        price, model = self.strategy.rule.pricing.streamed, self.blueprint
-        return max(price(model, atom, head if atom == atoms[-1] else None, measured=True) for atom in atoms)
+        cost, model = self.strategy.policy.cost_model.streamed, self.blueprint
+        return max(cost(model, atom, head if atom == atoms[-1] else None, measured=True) for atom in atoms)
 
     def require_somebody(self) -> None:
         """Raises ValueError where clients cannot measure: they do not know the served model, or none has the memory."""
@@ -100,7 +100,7 @@ class ServedModel:
         if not self.is_of(ArrayRecord(), atoms, head):
             needed, richest = self.needed(atoms, head), int(max(self.strategy.budgets()))
             allowed = self.strategy.settings.allowance(richest)
-            if needed > allowed >= self.strategy.least_budget():  # where none can train, the first round says so
+            if needed > allowed >= self.strategy.min_budget():  # where none can train, the first round says so
                 raise ValueError(
                     f"batch-norm = 'measured': measuring the batch norms of the served model, one atom at a time, needs "
                     f"{needed:,} bytes, and the richest client has {richest:,}; lower batch-size, or use running or batch"
@@ -119,7 +119,7 @@ class ServedModel:
             for client in self.clients(server_round, grid)
             if strategy.affords(client, server_round, needed)
         }
-        return strategy.post.configure(
+        return strategy.dispatcher.configure(
             "query.statistics", tasks, sent, travelling=lambda task, model: without_units(model, task.frozen)
         )
 
@@ -132,7 +132,7 @@ class ServedModel:
         """What a client is asked."""
         strategy = self.strategy
         experiment, message = strategy.experiment, strategy.message_bytes
-        state = strategy.roster.state(client, server_round, strategy.reference_bytes, message)
+        state = strategy.registry.state(client, server_round, strategy.reference_bytes, message)
         return Task(
             experiment_id=experiment.experiment_id,
             round=server_round,
@@ -142,8 +142,8 @@ class ServedModel:
             reference=strategy.reference_bytes,
             lr=learning_rate(strategy.settings, server_round),
             state_dir=experiment.state_dir,
-            enforced=strategy.rule.enforced,
-            prices={piece_key(SERVED): needed},
+            enforced=strategy.policy.enforced,
+            costs={piece_key(SERVED): needed},
             atoms=list(model[0]),
             head=model[1],
             variant=self.variant,
@@ -152,12 +152,12 @@ class ServedModel:
     def aggregate(self, server_round: int, replies: Iterable[Message]) -> bool:
         """Take in what clients measured; whether any did."""
         strategy, moments = self.strategy, Moments()
-        post, factor = strategy.post, strategy.settings.update_norm_limit
+        dispatcher, factor = strategy.dispatcher, strategy.settings.update_norm_limit
         for client, update, limits in compared(self.received(server_round, replies), factor, ()):
             try:
                 require_within(update.norms, limits)
             except UpdateRejectedError as error:
-                post.reject(client, str(error))
+                dispatcher.reject(client, str(error))
                 continue
             moments.add(update.arrays, update.examples)
         self.statistics = moments.pooled()
@@ -168,14 +168,14 @@ class ServedModel:
     def received(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[int, CheckedUpdate]]:
         """The statistics of clients that make sense by themselves; how they compare with the others' is looked at later."""
         strategy = self.strategy
-        answers = strategy.post.contents(
+        answers = strategy.dispatcher.contents(
             replies, lambda client, status: strategy.note_error(client, server_round, status)
         )
         for client, metrics, arrays in answers:
             try:
                 update = self.checked(client, metrics, arrays)
             except (UpdateRejectedError, TypeError, ValueError) as error:
-                strategy.post.reject(client, str(error))
+                strategy.dispatcher.reject(client, str(error))
                 continue
             yield client, update
 
@@ -186,11 +186,11 @@ class ServedModel:
         expected = ArrayRecord({name: Array(array) for name, array in blank.items()})
         update = check_update(arrays, metrics.get("num-examples"), expected, spec_of(expected))
         require_all(update, expected)
-        if update.examples > (known := self.strategy.roster.members[client].examples):
+        if update.examples > (known := self.strategy.registry.members[client].examples):
             raise UpdateRejectedError(f"num-examples is {update.examples}: the client has {known}")
         for name, array in update.arrays.items():
-            if (most := float(np.abs(array).max(initial=0))) > LARGEST:
-                raise UpdateRejectedError(f"array {name!r} holds {most:.4g}: its square would not be a float32")
+            if (maximum := float(np.abs(array).max(initial=0))) > LARGEST:
+                raise UpdateRejectedError(f"array {name!r} holds {maximum:.4g}: its square would not be a float32")
         return update
 
     def kept(self, arrays: ArrayRecord) -> dict[str, Array]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from piecework.models.init_weights import pretrained_units
 from piecework.planning.coverage import Trainer, coverage, coverage_sentence, judged, part_names
-from piecework.planning.partition_policy import Rule
+from piecework.planning.partition_policy import PartitionPolicy
 from piecework.strategies.base import PieceStrategy
 
 LOG = logging.getLogger("piecework")
@@ -18,28 +18,28 @@ def look_at(strategy: PieceStrategy) -> dict[str, Any]:
 
     Raises ValueError where a part of the model would stay random and the settings do not allow that.
     """
-    found = covered(strategy.rule, strategy.trainers())
+    found = covered(strategy.policy, strategy.trainers())
     if found["level"] == "error":
         raise ValueError(found["says"])
     say(found)
     return found
 
 
-def covered(rule: Rule, trainers: Mapping[int, Trainer]) -> dict[str, Any]:
+def covered(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> dict[str, Any]:
     """The coverage by these clients and what it means, as JSON values; plans and runs have it in this form."""
-    rows = coverage(rule, trainers)
-    finding = judged(rule, rows, trainers, pretrained_parts(rule))
+    rows = coverage(policy, trainers)
+    finding = judged(policy, rows, trainers, pretrained_parts(policy))
     return {"clients": len(trainers), "parts": rows, "level": finding.level, "says": finding.says}
 
 
-def pretrained_parts(rule: Rule) -> set[str]:
+def pretrained_parts(policy: PartitionPolicy) -> set[str]:
     """The parts that begin with weights of `init-weights`; all, where a plan is made without that file."""
-    names, path = part_names(rule.blueprint), Path(rule.settings.init_weights)
-    if not rule.settings.init_weights:
+    names, path = part_names(policy.blueprint), Path(policy.settings.init_weights)
+    if not policy.settings.init_weights:
         return set()
     if not path.is_file():
         return set(names.values())
-    return {names[unit] for unit in pretrained_units(path, rule.blueprint)}
+    return {names[unit] for unit in pretrained_units(path, policy.blueprint)}
 
 
 def say(found: dict[str, Any]) -> None:

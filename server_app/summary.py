@@ -26,20 +26,20 @@ def accuracy_by_device(reports: list[ClientReport]) -> dict[str, float]:
 
 
 def why_empty(record: dict[str, Any], settings: Settings) -> str:
-    """Why nobody trained, in one message that says what to change."""
+    """Why no client trained, in one message that says what to change."""
     clients, trained = record["clients"], record["answered"]
     refused = [c for c in clients if c["status"] == "memory"]
     who = f"only {trained} clients trained (min-clients = {settings.min_clients})" if trained else "no client trained"
     lines = [f"{who} in round {record['round']}: {len(clients)} asked, {len(refused)} refused for memory"]
-    if not clients and not record["left_out"] and not record["busy"]:
+    if not clients and not record["excluded"] and not record["busy"]:
         lines[0] += f": of those connected, none has what {settings.strategy} needs in this round"
-    if record["left_out"]:
-        lines[0] += f", {len(record['left_out'])} left out because their processes had died"
+    if record["excluded"]:
+        lines[0] += f", {len(record['excluded'])} excluded because their processes had died"
     if record["busy"]:
         lines[0] += f", {len(record['busy'])} still at an earlier task"
     if counted := [
         c for c in refused if c["needed"]
-    ]:  # where a device had no memory left, nobody knows how much it lacked
+    ]:  # where a device had no memory left, no client knows how much it lacked
         nearest = min(counted, key=lambda c: c["needed"] - c["budget"])
         cut = settings.strategy in ("fedepth", "m-fedepth")  # which has no finer pieces to offer
         pieces = "" if cut else "a strategy that trains in pieces (strategy = fedepth), "

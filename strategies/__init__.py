@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from piecework.planning.partition_policy import Rule
+    from piecework.planning.partition_policy import PartitionPolicy
     from piecework.strategies.base import PieceStrategy
 
 STRATEGIES = {
@@ -45,9 +45,9 @@ def find_strategy(name: str) -> "type[PieceStrategy]":
     return found
 
 
-def find_rule(name: str) -> "type[Rule]":
+def find_policy(name: str) -> "type[PartitionPolicy]":
     """How the system of this name cuts a model. Raises ValueError, listing the known ones."""
-    return find_strategy(name).rule_class
+    return find_strategy(name).policy_class
 
 
 def _load(place: tuple[str, str]) -> Any:

@@ -1,7 +1,7 @@
 """What every strategy shares: sampling, tasks under budgets, checked updates, the running average, records.
 
 Flower's `Strategy` signatures are kept. `aggregate_train` takes an iterable of replies and works on them as they arrive. A
-method overrides what it does differently: how it cuts a model, which prices a task carries, how replies are combined.
+method overrides what it does differently: how it cuts a model, which costs a task carries, how replies are combined.
 """
 
 import math
@@ -32,17 +32,17 @@ from piecework.federation.aggregation import (
     spec_of,
     updated,
 )
-from piecework.federation.dispatcher import Post
+from piecework.federation.dispatcher import Dispatcher
 from piecework.federation.faults import SILENT, status_of
 from piecework.federation.registry import MIN_EXAMPLES, sampled
 from piecework.federation.reports import LONGEST, ClientReport, verdict
-from piecework.federation.weight_cache import Delivery, without_units
-from piecework.models.anatomy import anatomy
+from piecework.federation.weight_cache import WeightCache, without_units
 from piecework.models.cascade import initial_state, unit_of
+from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import Piece
-from piecework.planning.costs import Pricing, pricing_for
+from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.coverage import Row, Trainer, learned_names, part_names, richest, trained_rows
-from piecework.planning.partition_policy import Rule
+from piecework.planning.partition_policy import PartitionPolicy
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.training.loop import PieceModel
 from piecework.training.messages import Outcome, Task, content_bytes, piece_key, piece_of
@@ -54,14 +54,14 @@ FREE = 0.75  # of what a device measured as free: later it may be less
 
 
 class PieceStrategy(Strategy):
-    """Base of all strategies here. `rule_class` says how the method cuts a model.
+    """Base of all strategies here. `policy_class` says how the method cuts a model.
 
     `state` and the arrays of `kept` are what a checkpoint holds besides the model; `piece_class` is how the model is run.
     `measures` tells whether clients hold the model that is served, and can measure its batch norms.
     """
 
     name: ClassVar[str]
-    rule_class: ClassVar[type[Rule]]
+    policy_class: ClassVar[type[PartitionPolicy]]
     state_class: ClassVar[type[StrategyState]] = StrategyState
     piece_class: type[PieceModel] = PieceModel
     measures: ClassVar[bool] = True
@@ -69,22 +69,22 @@ class PieceStrategy(Strategy):
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.settings = experiment, experiment.settings
-        self.roster = experiment.roster
-        steps = self.settings.attack_steps if self.rule_class.attacks(self.settings) else 0
-        self.rule = self.rule_class(
-            experiment.blueprint, pricing_for(self.settings, experiment.reference, steps), self.settings
+        self.registry = experiment.registry
+        steps = self.settings.attack_steps if self.policy_class.attacks(self.settings) else 0
+        self.policy = self.policy_class(
+            experiment.blueprint, cost_model_for(self.settings, experiment.reference, steps), self.settings
         )
-        self.rule.require_model()
-        self.blueprint = self.rule.model
+        self.policy.require_model()
+        self.blueprint = self.policy.model
         self.state = self.state_class()
         self.kept = ArrayRecord()
         self.reports: dict[int, ClientReport] = {}
         self.evaluated = 0
-        self.left_out: dict[int, int] = {}
+        self.excluded: dict[int, int] = {}
         self.slowest = math.inf
         self._asked: dict[int, tuple[Task, DeviceState]] = {}
-        self.delivery = Delivery(self.settings, self.roster, experiment.experiment_id, experiment.state_dir)
-        self.post = Post(self.roster, self.delivery, self.settings.round_timeout, self.travelling)
+        self.weight_cache = WeightCache(self.settings, self.registry, experiment.experiment_id, experiment.state_dir)
+        self.dispatcher = Dispatcher(self.registry, self.weight_cache, self.settings.round_timeout, self.travelling)
 
     def initial(self) -> dict[str, np.ndarray]:
         """The arrays of the global model before the first round."""
@@ -96,10 +96,10 @@ class PieceStrategy(Strategy):
 
     def units(self) -> list[str]:
         """The units of the global model, in order."""
-        return self.blueprint.units(exits=self.rule.exits)
+        return self.blueprint.units(exits=self.policy.exits)
 
     def frozen_units(self, task: Task) -> list[str]:
-        """The units that a task reads and nobody trains any more: they are sent once, before the task."""
+        """The units that a task reads and no client trains any more: they are sent once, before the task."""
         return []
 
     def sent_units(self, task: Task) -> set[str] | None:
@@ -115,33 +115,33 @@ class PieceStrategy(Strategy):
 
     def untrained(self, task: Task) -> ArrayRecord:
         """What a client's update is compared with: the model, as far as the client was sent it."""
-        return self.post.arrays
+        return self.dispatcher.arrays
 
     @abstractmethod
-    def prices_for(self, budget: int) -> dict[Piece, int]:
-        """The price list of a client with this budget (bytes): all that its trainer will look up."""
+    def costs_for(self, budget: int) -> dict[Piece, int]:
+        """The cost list of a client with this budget (bytes): all that its trainer will look up."""
 
-    def price(self, piece: Piece) -> int:
+    def cost(self, piece: Piece) -> int:
         """Bytes of training a piece by the memory-model."""
-        return self.rule.bytes(piece)
+        return self.policy.bytes(piece)
 
-    def pricing_of(self, task: Task) -> Pricing:
-        """The prices of a task's steps: those without attack in clean rounds of adversarial training."""
-        return self.rule.pricing if task.adversarial else self.rule.pricing.unattacked
+    def cost_model_of(self, task: Task) -> CostModel:
+        """The costs of a task's steps: those without attack in clean rounds of adversarial training."""
+        return self.policy.cost_model if task.adversarial else self.policy.cost_model.unattacked
 
-    def least_budget(self) -> int:
+    def min_budget(self) -> int:
         """Bytes below which a client can do nothing in this round."""
-        return self.rule.least()
+        return self.policy.min_budget()
 
     @property
     def reference_bytes(self) -> int:
         """One reference step: the model at width 1, a FedAvg step; ratio budgets are shares of it."""
-        return self.rule.pricing.reference_bytes
+        return self.policy.cost_model.reference_bytes
 
     @property
     def message_bytes(self) -> int:
         """Of a message with the whole model."""
-        return sum(anatomy(self.blueprint, unit).state_bytes for unit in self.blueprint.units())
+        return sum(layer_statistics(self.blueprint, unit).state_bytes for unit in self.blueprint.units())
 
     def budgets(self) -> list[int]:
         """Bytes that the clients have to train with, of each in each of the first rounds."""
@@ -149,36 +149,36 @@ class PieceStrategy(Strategy):
 
     def states(self) -> list[DeviceState]:
         """What the clients have, each in each of the first rounds."""
-        return [state for client in self.roster.members for state in self.states_of(client)]
+        return [state for client in self.registry.members for state in self.states_of(client)]
 
     def states_of(self, client: int) -> list[DeviceState]:
         """What a client has in each of the first rounds; of memory that a device measured, what is sure to last."""
-        message, share = self.message_bytes, FREE if client in self.roster.auto else 1
+        message, share = self.message_bytes, FREE if client in self.registry.auto else 1
         rounds = range(1, min(self.settings.num_rounds, LOOKED_AT) + 1)
-        states = [self.roster.state(client, n, self.reference_bytes, message) for n in rounds]
+        states = [self.registry.state(client, n, self.reference_bytes, message) for n in rounds]
         return [replace(state, budget_bytes=int(share * state.budget_bytes)) for state in states]
 
     def trainers(self) -> dict[int, Trainer]:
         """The clients that have something to learn from."""
-        members = {c: m for c, m in sorted(self.roster.members.items()) if m.examples >= MIN_EXAMPLES}
+        members = {c: m for c, m in sorted(self.registry.members.items()) if m.examples >= MIN_EXAMPLES}
         return {c: Trainer(richest(self.states_of(c)), member.examples) for c, member in members.items()}
 
     def trained_rows(self, aggregated: bool) -> list[Row]:
         """What the clients trained in this round whose updates were accepted, if there is a new model."""
         accepted = [report for report in self.reports.values() if aggregated and report.status == "ok"]
         trained = {report.client: report.trained for report in accepted}
-        examples = {client: member.examples for client, member in self.roster.members.items()}
-        distilled = bool(trained) and self.rule.untrained == "distilled"
-        return trained_rows([*part_names(self.rule.blueprint).values()], trained, examples, distilled=distilled)
+        examples = {client: member.examples for client, member in self.registry.members.items()}
+        distilled = bool(trained) and self.policy.untrained == "distilled"
+        return trained_rows([*part_names(self.policy.blueprint).values()], trained, examples, distilled=distilled)
 
     def sample(self, server_round: int, grid: Grid) -> list[int]:
-        """The clients of a round: a function of (seed, round) and of who is connected, free and not left out."""
-        settings, left_out = self.settings, self.state.setbacks.left_out(server_round)
-        present = [client for client in self.roster.present(grid) if self.may_be_asked(client, server_round)]
-        chosen = [client for client in present if client not in left_out]
+        """The clients of a round: a function of (seed, round) and of who is connected, free and not excluded."""
+        settings, excluded = self.settings, self.state.crash_history.excluded(server_round)
+        present = [client for client in self.registry.present(grid) if self.may_be_asked(client, server_round)]
+        chosen = [client for client in present if client not in excluded]
         if len(chosen) < max(1, settings.min_clients):
             chosen = present  # rather those than too few
-        self.left_out = {client: left_out[client] for client in present if client not in chosen}
+        self.excluded = {client: excluded[client] for client in present if client not in chosen}
         return sampled(chosen, settings.clients_per_round, settings.seed, server_round) if chosen else []
 
     def may_be_asked(self, client: int, server_round: int) -> bool:
@@ -187,14 +187,14 @@ class PieceStrategy(Strategy):
 
     def affords(self, client: int, server_round: int, needed: int) -> bool:
         """Whether a client has so many bytes in a round."""
-        state = self.roster.state(client, server_round, self.reference_bytes, self.message_bytes)
+        state = self.registry.state(client, server_round, self.reference_bytes, self.message_bytes)
         return needed <= self.settings.allowance(state.budget_bytes)
 
     def require_emulated(self) -> None:
         """Raises ValueError where clients pretend to swap, and one has a memory of its own."""
-        if self.rule.swaps and self.roster.auto:
+        if self.policy.swaps and self.registry.auto:
             raise ValueError(
-                f"{self.name} only pretends to swap here, and client {self.roster.auto[0]} has device = 'auto', a memory of "
+                f"{self.name} only pretends to swap here, and client {self.registry.auto[0]} has device = 'auto', a memory of "
                 "its own: give it the name of a device of the fleet, or train by strategy = fedprophet with memory-model = "
                 "traced"
             )
@@ -204,50 +204,50 @@ class PieceStrategy(Strategy):
         richest = int(max(self.budgets()))
         if needed > self.settings.allowance(richest):
             raise ValueError(
-                f"{self.name}: NA. {doing} needs {needed:,} bytes, and the richest client has {richest:,}: nobody can take "
+                f"{self.name}: NA. {doing} needs {needed:,} bytes, and the richest client has {richest:,}: no client can take "
                 "part; lower batch-size or model-width, or give clients more memory"
             )
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One task a client. Prices are traced now; messages are made when they are sent, `max-in-flight` at a time."""
+        """One task a client. Costs are traced now; messages are made when they are sent, `max-in-flight` at a time."""
         self._asked = self.ask(self.sample(server_round, grid), server_round, arrays)
         self.reports = {c: ClientReport(c, state.device, state.budget_bytes) for c, (_, state) in self._asked.items()}
         for client, report in self.reports.items():
-            if (share := self.state.setbacks.share(client)) < 1:
+            if (share := self.state.crash_history.share(client)) < 1:
                 report.note = f"given {share:.0%} of its budget since its process died"
         tasks = {client: task for client, (task, _) in self._asked.items()}
-        return self.post.configure("train", tasks, arrays, self.reports)
+        return self.dispatcher.configure("train", tasks, arrays, self.reports)
 
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
     ) -> dict[int, tuple[Task, DeviceState]]:
         """The tasks of clients in a round, and what they have in it. Who has a memory of its own cannot pretend to swap."""
         states = {}
-        for client in [client for client in clients if not (self.rule.swaps and client in self.roster.auto)]:
-            state = self.roster.state(client, server_round, self.reference_bytes, arrays.count_bytes())
+        for client in [client for client in clients if not (self.policy.swaps and client in self.registry.auto)]:
+            state = self.registry.state(client, server_round, self.reference_bytes, arrays.count_bytes())
             states[client] = replace(state, budget_bytes=self._share_of(state, client))
         self.slowest = min((state.flops_per_second for state in states.values()), default=math.inf)
         return {c: (self.with_hashes(self.task(server_round, state), arrays), state) for c, state in states.items()}
 
     def with_hashes(self, task: Task, arrays: ArrayRecord) -> Task:
         """The task, naming its frozen units."""
-        return replace(task, frozen=self.delivery.hashes(arrays, self.frozen_units(task)))
+        return replace(task, frozen=self.weight_cache.hashes(arrays, self.frozen_units(task)))
 
     def _share_of(self, state: DeviceState, client: int) -> int:
         """Bytes a client is given of its budget: all, or less since its process died, but what it needs to train at all."""
-        share, budget = self.state.setbacks.share(client), state.budget_bytes
-        return budget if share == 1 else max(int(share * budget), min(budget, self.least_of(state)))
+        share, budget = self.state.crash_history.share(client), state.budget_bytes
+        return budget if share == 1 else max(int(share * budget), min(budget, self.min_budget_of(state)))
 
-    def least_of(self, state: DeviceState) -> int:
+    def min_budget_of(self, state: DeviceState) -> int:
         """Bytes below which a client with such a device can do nothing in this round."""
-        return self.least_budget()
+        return self.min_budget()
 
     def delivered(self, replies: Iterable[Message]) -> None:
         """Take note of which frozen units arrived."""
-        for client, message in self.delivery.note(replies, self.post.ledger):
-            self._fail(message, self.post.ledger[client])
+        for client, message in self.weight_cache.note(replies, self.dispatcher.log):
+            self._fail(message, self.dispatcher.log[client])
 
     def rate(self, server_round: int) -> float:
         """The learning rate of the round that begins."""
@@ -272,20 +272,20 @@ class PieceStrategy(Strategy):
             reference=self.reference_bytes,
             lr=self.rate(server_round),
             state_dir=self.experiment.state_dir,
-            enforced=self.rule.enforced,
-            prices={piece_key(piece): price for piece, price in self.prices_for(state.budget_bytes).items()},
+            enforced=self.policy.enforced,
+            costs={piece_key(piece): cost for piece, cost in self.costs_for(state.budget_bytes).items()},
             adversarial=self.is_adversarial(server_round),
-            variant=self.rule.variant,
+            variant=self.policy.variant,
         )
 
     def is_adversarial(self, server_round: int) -> bool:
         """Whether clients train on adversarial examples in a round: after the warm-up, where system or settings ask for it."""
-        return self.rule.attacks(self.settings) and server_round > self.settings.attack_warmup
+        return self.policy.attacks(self.settings) and server_round > self.settings.attack_warmup
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Take in replies one by one. Returns (None, None) when nobody trained, or fewer than `min-clients`."""
+        """Take in replies one by one. Returns (None, None) when no client trained, or fewer than `min-clients`."""
         self.mean, accepted, norms = WeightedMean(), 0, dict[str, list[float]]()
         known = self.state.norms
         for report, update, limits in compared(self._received(replies), self.settings.update_norm_limit, known):
@@ -304,13 +304,16 @@ class PieceStrategy(Strategy):
 
     def _received(self, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
         factor = self.settings.update_norm_limit
-        limits, most = norm_limits(self.state.norms, factor), cache(partial(first_limit, factor, self.post.arrays))
+        limits, maximum = (
+            norm_limits(self.state.norms, factor),
+            cache(partial(first_limit, factor, self.dispatcher.arrays)),
+        )
         for message in replies:
-            client = self.roster.client_of(message.metadata.src_node_id)
+            client = self.registry.client_of(message.metadata.src_node_id)
             if client is None or client not in self.reports:
                 continue
             report = self.reports[client]
-            if (update := self.receive(message, report, limits, most)) is not None:
+            if (update := self.receive(message, report, limits, maximum)) is not None:
                 yield report, update
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
@@ -318,11 +321,11 @@ class PieceStrategy(Strategy):
         self.mean.add(update.arrays, update.examples)
 
     def finish(self) -> ArrayRecord:
-        """The new model; arrays that nobody trained stay the very same objects."""
-        return updated(self.post.arrays, self.mean)
+        """The new model; arrays that no client trained stay the very same objects."""
+        return updated(self.dispatcher.arrays, self.mean)
 
     def receive(
-        self, message: Message, report: ClientReport, limits: Norms, most: Callable[[], float]
+        self, message: Message, report: ClientReport, limits: Norms, maximum: Callable[[], float]
     ) -> CheckedUpdate | None:
         """Fill in the report; the update, if it may enter the model."""
         if message.has_error():
@@ -336,11 +339,11 @@ class PieceStrategy(Strategy):
             if outcome.status != "ok":
                 report.status, report.reason = outcome.status, outcome.reason[:LONGEST]
                 report.needed, report.allowed = outcome.needed, outcome.allowed
-                self.delivery.forget(report.client, outcome.lacking)
+                self.weight_cache.forget(report.client, outcome.missing)
                 return None
             arrays = message.content.array_records["arrays"]
-            update = self.check(arrays, metrics, self._asked[report.client][0], limits, most)
-            if report.examples > (known := self.roster.members[report.client].examples):
+            update = self.check(arrays, metrics, self._asked[report.client][0], limits, maximum)
+            if report.examples > (known := self.registry.members[report.client].examples):
                 raise UpdateRejectedError(f"num-examples is {report.examples}: the client has {known}")
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:
             report.status = "rejected"
@@ -348,15 +351,15 @@ class PieceStrategy(Strategy):
             report.reason = reason[:LONGEST]
             return None
         report.status, report.reason = "ok", ""
-        self.state.setbacks.answered(report.client)
+        self.state.crash_history.answered(report.client)
         return update
 
     def check(
-        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, most: Callable[[], float]
+        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, maximum: Callable[[], float]
     ) -> CheckedUpdate:
         """An update, if it may enter the model. Raises UpdateRejectedError."""
         previous = self.untrained(task)
-        update = check_update(arrays, metrics.get("num-examples"), previous, spec_of(previous), limits, most)
+        update = check_update(arrays, metrics.get("num-examples"), previous, spec_of(previous), limits, maximum)
         sent = self.sent_units(task)
         if sent is not None and (strange := [name for name in update.arrays if unit_of(name) not in sent]):
             raise UpdateRejectedError(f"array {strange[0]!r} was not sent to be trained")
@@ -365,24 +368,24 @@ class PieceStrategy(Strategy):
     def _fail(self, message: Message, report: ClientReport) -> None:
         report.status = status_of(message.error)
         report.reason = f"error {message.error.code}: {message.error.reason}"[:LONGEST]
-        self.note_error(report.client, self.post.tasks[report.client].round, report.status)
+        self.note_error(report.client, self.dispatcher.tasks[report.client].round, report.status)
 
     def note_error(self, client: int, server_round: int, status: str) -> None:
         """What a client's error in a round means for later ones; also of an error that comes late."""
         if status == "crashed":
-            self.state.setbacks.crashed(client, server_round, self.rule.cuts or self.rule.adapts)
+            self.state.crash_history.crashed(client, server_round, self.policy.cuts or self.policy.adapts)
 
     def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
         report.add_note(outcome.note)
         report.read(metrics)
         if "memory-available" in metrics:
-            self.roster.note_free_memory(report.client, int(metrics["memory-available"]))
+            self.registry.note_free_memory(report.client, int(metrics["memory-available"]))
         task, state = self._asked[report.client]
         report.simulated_seconds = simulated_seconds(state, 0, report.bytes_down, report.bytes_up)
         if outcome.status == "ok":
             seen, executed = [int(n) for n in metrics["seen"]], self.executed(task, metrics)
-            report.account(outcome.pieces, seen, task, state, self.rule, self.pricing_of(task), executed)
-            report.trained = learned_names(self.rule, [piece_of(key) for key in outcome.pieces], seen)
+            report.account(outcome.pieces, seen, task, state, self.policy, self.cost_model_of(task), executed)
+            report.trained = learned_names(self.policy, [piece_of(key) for key in outcome.pieces], seen)
 
     def _train_metrics(self) -> MetricRecord:
         trained = [r for r in self.reports.values() if r.status == "ok"]
@@ -393,7 +396,7 @@ class PieceStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Personal evaluation; or every `client-evaluation-every`-th round the round's clients evaluate the new model."""
-        return self.post.configure("evaluate", self.evaluation_tasks(server_round, arrays, grid), arrays)
+        return self.dispatcher.configure("evaluate", self.evaluation_tasks(server_round, arrays, grid), arrays)
 
     def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
         """Who evaluates the new model, and by which task."""
@@ -415,7 +418,7 @@ class PieceStrategy(Strategy):
     def personal_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
         """The tasks of all clients, or of `evaluation-clients` that are drawn, but for those that were silent in the round."""
         settings = self.settings
-        chosen = sampled(self.roster.present(grid), settings.evaluation_clients, settings.seed + 1, server_round)
+        chosen = sampled(self.registry.present(grid), settings.evaluation_clients, settings.seed + 1, server_round)
         tasks = {
             client: task for client, (task, _) in self._asked.items() if client in chosen and self.reachable(client)
         }
@@ -425,7 +428,7 @@ class PieceStrategy(Strategy):
 
     def reachable(self, client: int) -> bool:
         """Whether a client of the round is worth asking again in the same round."""
-        return client not in self.delivery.unreached and self.reports[client].status not in SILENT
+        return client not in self.weight_cache.unreached and self.reports[client].status not in SILENT
 
     def after_training(self, task: Task) -> Task:
         """Training of this round may have left a state: it is the newest that an evaluation may use, and must keep."""
@@ -435,15 +438,17 @@ class PieceStrategy(Strategy):
         """Mean over all validation examples of the clients that answered; of personal models over clients, each alike."""
         self.evaluated = 0
         total, sums = 0, dict.fromkeys(self.evaluation_keys, 0.0)
-        for client, metrics in self.post.answers(replies, lambda c, status: self.note_error(c, server_round, status)):
+        for client, metrics in self.dispatcher.answers(
+            replies, lambda c, status: self.note_error(c, server_round, status)
+        ):
             if client in self.reports:
-                self.reports[client].evaluation_peak = self.post.ledger[client].evaluation_peak
+                self.reports[client].evaluation_peak = self.dispatcher.log[client].evaluation_peak
             try:
-                member = self.roster.members[client]
-                most = member.test if self.personal else member.validation
-                examples, values = verdict(metrics, tuple(sums), most)
+                member = self.registry.members[client]
+                maximum = member.test if self.personal else member.validation
+                examples, values = verdict(metrics, tuple(sums), maximum)
             except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-                self.post.reject(client, str(error)[:LONGEST])
+                self.dispatcher.reject(client, str(error)[:LONGEST])
                 continue
             self.note_answer(client, metrics)
             weight = min(examples, 1) if self.personal else examples
@@ -460,11 +465,11 @@ class PieceStrategy(Strategy):
         """The share of its pieces' FLOPs that a client executed. Raises UpdateRejectedError."""
         return 1.0
 
-    def configure_survey(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:
+    def configure_query(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:
         """Questions to clients that have to be answered before the round; None = there are none."""
         return None
 
-    def aggregate_survey(self, server_round: int, replies: Iterable[Message]) -> bool:
+    def aggregate_query(self, server_round: int, replies: Iterable[Message]) -> bool:
         """Take in the answers; whether the round can begin."""
         return True
 

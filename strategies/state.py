@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
-from piecework.federation.faults import Setbacks
-from piecework.federation.registry import Roster
+from piecework.federation.faults import CrashHistory
+from piecework.federation.registry import ClientRegistry
 from piecework.models.cascade import Blueprint
 from piecework.training.settings import Settings
 
@@ -17,7 +17,7 @@ class StrategyState:
     """
 
     norms: dict[str, list[float]] = field(default_factory=dict)
-    setbacks: Setbacks = field(default_factory=Setbacks)
+    crash_history: CrashHistory = field(default_factory=CrashHistory)
 
     def to_values(self) -> dict[str, Any]:
         """As JSON values."""
@@ -29,7 +29,7 @@ class StrategyState:
         known = {f.name for f in fields(cls)}
         if set(values) != known:
             raise ValueError(f"strategy state has the fields {sorted(values)}, expected {sorted(known)}")
-        return cls(**values | {"setbacks": Setbacks(**values["setbacks"])})
+        return cls(**values | {"crash_history": CrashHistory(**values["crash_history"])})
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,6 @@ class Experiment:
     settings: Settings
     blueprint: Blueprint
     reference: Blueprint
-    roster: Roster
+    registry: ClientRegistry
     experiment_id: str
     state_dir: str

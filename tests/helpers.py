@@ -19,10 +19,10 @@ from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import run_experiment
 from piecework.training.examples import Examples, feature_examples, share_examples
-from piecework.training.loop import Recipe
+from piecework.training.loop import TrainingConfig
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.settings import Settings
-from piecework.training.setup import blueprint_for, open_dataset, recipe_for
+from piecework.training.setup import blueprint_for, open_dataset, training_config_for
 
 torch.set_num_threads(1)
 
@@ -140,9 +140,11 @@ def clients_of(run_dir: RunDir, server_round: int = 1) -> list[dict[str, Any]]:
     return clients
 
 
-def a_recipe(batch_size: int = 16, **changes: Any) -> Recipe:
+def a_training_config(batch_size: int = 16, **changes: Any) -> TrainingConfig:
     """The demo's step."""
-    return Recipe(**{"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "batch_size": batch_size, "epochs": 1} | changes)
+    return TrainingConfig(
+        **{"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "batch_size": batch_size, "epochs": 1} | changes
+    )
 
 
 def a_blueprint(name: str = "convnet", shape: tuple[int, int, int] = (1, 8, 8), batch_norm: str = "batch") -> Blueprint:
@@ -179,7 +181,7 @@ def a_client(
             "full": blueprint,
             "store": store,
             "cap": MemoryCap(allowed, enforced=True),
-            "recipe": recipe_for(settings, settings.lr),
+            "training_config": training_config_for(settings, settings.lr),
             "share": lambda fill: share_examples(data, np.arange(rows)),
             "validation": share_examples(data, np.arange(rows, rows + 20)),
             "old_state": None,

@@ -2,8 +2,8 @@
 
 from piecework.client_app.client import Client, Update
 from piecework.models.partition import Piece
-from piecework.strategies.whole.fedavg import FedAvg, FedAvgRule
-from piecework.training.loop import PieceModel, Trainee
+from piecework.strategies.whole.fedavg import FedAvg, FedAvgPolicy
+from piecework.training.loop import LocalTrainer, PieceModel
 from piecework.training.messages import Task
 
 FROZEN = ["atoms.0", "atoms.1"]
@@ -14,10 +14,10 @@ class Tail(FedAvg):
     """The server's side; `frozen_units` may be taken away, then all units travel in every task."""
 
     name = "tail"
-    rule_class = FedAvgRule
+    policy_class = FedAvgPolicy
 
-    def prices_for(self, budget: int) -> dict[Piece, int]:
-        return {TRAINED: self.price(TRAINED)}
+    def costs_for(self, budget: int) -> dict[Piece, int]:
+        return {TRAINED: self.cost(TRAINED)}
 
     def frozen_units(self, task: Task) -> list[str]:
         return FROZEN
@@ -37,9 +37,11 @@ def train(task: Task, client: Client) -> Update:
     examples = client.stream(prefix, client.share(0), "prefix", 2)
     validation = client.stream(prefix, client.validation, "validation", 2)
     del prefix
-    trainee = Trainee(lambda: [PieceModel(client.blueprint, TRAINED, "head", client.load())], client.recipe)
-    trainee.epoch(examples, client.rng("batches"), client.cap, "train")
-    (piece,) = trainee.finish()
+    trainer = LocalTrainer(
+        lambda: [PieceModel(client.blueprint, TRAINED, "head", client.load())], client.training_config
+    )
+    trainer.epoch(examples, client.rng("batches"), client.cap, "train")
+    (piece,) = trainer.finish()
     client.save(piece)
-    metrics = client.evaluate(piece.logits, validation) | {"train-loss": trainee.total_loss / trainee.seen}
-    return Update([*piece.units()], metrics, [TRAINED], [trainee.seen])
+    metrics = client.evaluate(piece.logits, validation) | {"train-loss": trainer.total_loss / trainer.seen}
+    return Update([*piece.units()], metrics, [TRAINED], [trainer.seen])

@@ -24,9 +24,9 @@ def find_device(accelerator: str) -> torch.device:
     if accelerator == "none":
         return CPU
     if not torch.cuda.is_available():
-        lacking = "finds no GPU" if torch.version.cuda else "was built without CUDA"
+        missing = "finds no GPU" if torch.version.cuda else "was built without CUDA"
         raise NoAcceleratorError(
-            f"setting accelerator = {accelerator!r}: torch {torch.__version__} {lacking} here. Start this client where "
+            f"setting accelerator = {accelerator!r}: torch {torch.__version__} {missing} here. Start this client where "
             "`python -c 'import torch; print(torch.cuda.is_available())'` prints True, or set accelerator = none"
         )
     return torch.device("cuda", torch.cuda.current_device())
@@ -45,7 +45,7 @@ def without_denormals() -> Iterator[None]:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the processor on the device, in its memory format; to a GPU by pinned memory, so that nobody waits."""
+    """A tensor of the processor on the device, in its memory format; to a GPU by pinned memory, so that no client waits."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 

@@ -10,7 +10,7 @@ BETAS, EPSILON = (0.9, 0.999), 1e-8
 
 
 class Adam(SGD):
-    """Adam with the usual constants; the recipe's momentum does not concern it."""
+    """Adam with the usual constants; the training config's momentum does not concern it."""
 
     def _allocate(self) -> None:
         self.averages, self.squares = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
@@ -26,7 +26,7 @@ class Adam(SGD):
             [self.squares[i] for i in which],
             [],
             [self.steps[i] for i in which],
-            lr=self.recipe.lr,
+            lr=self.training_config.lr,
             beta1=BETAS[0],
             beta2=BETAS[1],
             weight_decay=weight_decay,

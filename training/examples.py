@@ -150,7 +150,7 @@ def normalised(images_BHWC: np.ndarray, data: ArrayDataset) -> Tensor:
     return _owned_images(np.array(images_BHWC), data, images_BHWC.shape[-1])
 
 
-# Arrays that nobody else has become tensors as they are, and are counted as such from the first operation on.
+# Arrays that no client else has become tensors as they are, and are counted as such from the first operation on.
 
 
 def _owned_tokens(rows: np.ndarray) -> Tensor:

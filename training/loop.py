@@ -28,7 +28,7 @@ Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingConfig:
     """What local training needs to know besides the model: `momentum` in [0, 1); with `attack`, it is adversarial.
 
     It takes `iterations` batches, or where that is 0 `epochs` epochs. A gradient of all parameters that is longer than
@@ -106,29 +106,29 @@ class SGD:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        recipe: Recipe,
+        training_config: TrainingConfig,
         undecayed: Iterable[nn.Parameter] = (),
         settle: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.parameters, self._settle = list(parameters), settle
-        self.recipe = recipe
+        self.training_config = training_config
         self._undecayed = {id(p) for p in undecayed}
         self.buffers: list[Tensor] = []
         self._allocate()
 
     def _allocate(self) -> None:
         """Make what is remembered between steps."""
-        if self.recipe.momentum:
+        if self.training_config.momentum:
             self.buffers = [torch.zeros_like(p) for p in self.parameters]
 
     @torch.no_grad()
     def step(self) -> None:
         """One step; gradients are dropped at once. Parameters without a gradient do not move."""
-        if self.recipe.clip_norm:
-            nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip_norm)
+        if self.training_config.clip_norm:
+            nn.utils.clip_grad_norm_(self.parameters, self.training_config.clip_norm)
         with_grad = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         decayed = [i for i in with_grad if id(self.parameters[i]) not in self._undecayed]
-        self._move(decayed, self.recipe.weight_decay)
+        self._move(decayed, self.training_config.weight_decay)
         if len(decayed) < len(with_grad):
             self._move([i for i in with_grad if id(self.parameters[i]) in self._undecayed], 0.0)
         for parameter in self.parameters:
@@ -142,8 +142,8 @@ class SGD:
             [g for i in which if (g := self.parameters[i].grad) is not None],
             [self.buffers[i] for i in which] if self.buffers else [],
             weight_decay=weight_decay,
-            momentum=self.recipe.momentum,
-            lr=self.recipe.lr,
+            momentum=self.training_config.momentum,
+            lr=self.training_config.lr,
             dampening=0.0,
             nesterov=False,
             maximize=False,
@@ -198,36 +198,44 @@ class Carried(Protocol):
         """After the last one."""
 
 
-class Trainee:
+class LocalTrainer:
     """Pieces in training on a device, with their optimiser; made inside the accounting, by the first batch."""
 
     def __init__(
         self,
         make: Callable[[], list[PieceModel]],
-        recipe: Recipe,
+        training_config: TrainingConfig,
         make_loss: MakeLoss = single_loss,
         carried: Carried | None = None,
     ) -> None:
-        self._make, self.recipe, self._make_loss, self._carried = make, recipe, make_loss, carried
+        self._make, self.training_config, self._make_loss, self._carried = make, training_config, make_loss, carried
         self.pieces: list[PieceModel] = []
         self.total_loss, self.seen, self.batches = 0.0, 0, 0
         self._paused: Path | None = None
-        self._young = recipe.attack is None  # attacks look at running statistics, which are not to jump under them
+        self._young = (
+            training_config.attack is None
+        )  # attacks look at running statistics, which are not to jump under them
 
     def epochs(self) -> Iterator[int]:
         """The numbers of the epochs there are to do; the last one ends with the last iteration."""
-        iterations = self.recipe.iterations
+        iterations = self.training_config.iterations
         for epoch in count():
-            if epoch >= self.recipe.epochs if not iterations else self.batches >= iterations or epoch > self.batches:
+            if (
+                epoch >= self.training_config.epochs
+                if not iterations
+                else self.batches >= iterations or epoch > self.batches
+            ):
                 return
             yield epoch
 
     def epoch(self, examples: Examples, rng: np.random.Generator, cap: MemoryCap, phase: str) -> None:
         """One pass over the examples, in random batches, or what is left of the iterations."""
         total = torch.zeros((), device=examples.device)
-        left = self.recipe.iterations - self.batches if self.recipe.iterations else None
+        left = self.training_config.iterations - self.batches if self.training_config.iterations else None
         with isolated_rng(_dropout_seed(rng)):
-            for positions in islice(batches(len(examples), self.recipe.batch_size, rng, drop_single=True), left):
+            for positions in islice(
+                batches(len(examples), self.training_config.batch_size, rng, drop_single=True), left
+            ):
                 with cap.first(phase, *self._form(), len(positions)):
                     if not self.pieces:
                         self._begin()
@@ -250,7 +258,7 @@ class Trainee:
 
     def _begin(self) -> None:
         self.pieces = self._make()
-        self._loss, self.optimiser = start(self.pieces, self.recipe, self._make_loss)
+        self._loss, self.optimiser = start(self.pieces, self.training_config, self._make_loss)
         if self._paused is not None:
             self.optimiser.load(self._paused)
         elif self._carried is not None:
@@ -258,12 +266,12 @@ class Trainee:
         return_free_memory()  # what loading left in the heap would stay beside what training takes
 
     def _perturb(self, rng: np.random.Generator) -> Perturb | None:
-        if self.recipe.attack is None:
+        if self.training_config.attack is None:
             return None
-        return adversary(self.pieces, self._loss, self.recipe.attack, int(rng.integers(2**63)))
+        return adversary(self.pieces, self._loss, self.training_config.attack, int(rng.integers(2**63)))
 
     def pause(self, momentum: Path) -> None:
-        """Free the memory: momentum goes to a file, and the next epoch makes the pieces anew (save them before)."""
+        """Free the memory: momentum goes to a file, and the next epoch makes the pieces again (save them before)."""
         self.optimiser.save(momentum)
         self._paused = momentum
         self.pieces = []
@@ -317,16 +325,16 @@ def channels_last(module: nn.Module) -> nn.Module:
     return module
 
 
-def start(pieces: list[PieceModel], recipe: Recipe, make_loss: MakeLoss) -> tuple[Loss, SGD]:
+def start(pieces: list[PieceModel], training_config: TrainingConfig, make_loss: MakeLoss) -> tuple[Loss, SGD]:
     """The setup of a step: training mode, one optimiser over all pieces, the loss."""
     for piece in pieces:
         piece.train(True)
     loss = make_loss(pieces)
     return (
-        in_bfloat16(loss) if recipe.precision == "bfloat16" else loss,
+        in_bfloat16(loss) if training_config.precision == "bfloat16" else loss,
         (pieces[0].optimiser or SGD)(
             [p for piece in pieces for p in piece.parameters() if p.requires_grad],
-            recipe,
+            training_config,
             [p for piece in pieces for p in piece.undecayed()],
             [piece.settle for piece in pieces],
         ),
@@ -343,9 +351,9 @@ def in_bfloat16(loss: Loss) -> Loss:
     return cast
 
 
-def in_precision(function: Callable[[Tensor], Tensor], recipe: Recipe) -> Callable[[Tensor], Tensor]:
+def in_precision(function: Callable[[Tensor], Tensor], training_config: TrainingConfig) -> Callable[[Tensor], Tensor]:
     """A forward pass as training does it, for evaluation: what fits a device in training fits it here. Gives float32."""
-    if recipe.precision == "float32":
+    if training_config.precision == "float32":
         return function
 
     def cast(z: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def return_free_memory() -> None:
 def keep_heap_tight(budget: int, available: int) -> None:
     """Make large blocks leave the resident set when they are freed (glibc only); `budget` and what is `available` in bytes.
 
-    By default glibc keeps blocks of up to 32 MiB: a model of 100 MB was seen to hold 90 MB that nobody used. Smaller blocks
+    By default glibc keeps blocks of up to 32 MiB: a model of 100 MB was seen to hold 90 MB that no client used. Smaller blocks
     stay in the heap, where they are quick to get but leave holes. With 2 MiB a PreResNet-20 step at batch 128 (200 MB) took
     just the traced peak; with 8 MiB 40 to 75 MB more, for 11 to 20 % less processor time. So the smaller limit is for devices
     and containers that have not much more than the budget.
@@ -111,7 +111,7 @@ def keep_heap_loose() -> None:
     """Keep what is freed, of any size, for the next to ask (glibc only): for a server, which has no budget.
 
     Under an attack every layer's activations come and go with each step. By default AutoAttack spent half its processor time
-    in the system, which takes pages back and clears them anew; so 3 %. `return_free_memory` ends it.
+    in the system, which takes pages back and clears them again; so 3 %. `return_free_memory` ends it.
     """
     if not _hand_back_from(2**30):
         _hand_back_from(LARGEST_IN_HEAP)

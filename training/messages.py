@@ -15,7 +15,7 @@ from piecework.models.variant import Variant
 
 Status = Literal["ok", "memory", "failed"]
 Metrics = dict[str, float | int | list[int]]
-AS_JSON = ("prices", "frozen", "void", "variant", "own")  # Flower's records hold neither mappings nor lists of lists
+AS_JSON = ("costs", "frozen", "void", "variant", "own")  # Flower's records hold neither mappings nor lists of lists
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Task:
     """What a server asks of a client in a round.
 
     `budget` and `reference` are bytes: what the server assumed the client may use, and one reference step, of which emulated
-    budgets are shares. `state_round` names the newest client state that may be used. `prices` maps a piece ("0,1,2") to the
+    budgets are shares. `state_round` names the newest client state that may be used. `costs` maps a piece ("0,1,2") to the
     bytes of training it; `enforced` says whether these are true bytes that the accounting holds the client to. `frozen` maps
-    the units that are not in this message, because nobody trains them any more, to their content hashes. `variant` is the
+    the units that are not in this message, because no client trains them any more, to their content hashes. `variant` is the
     network that the client builds of the run's model. `own` are the system's own fields.
 
     A server may go back to an earlier model: client states of the rounds in `void`, pairs of a first and a last one, are of a
     discarded future, and the state of `kept_round`, or the newest before it, is kept because the server may go back to it.
-    `adversarial`: the client trains on adversarial examples; its recipe has the attack.
+    `adversarial`: the client trains on adversarial examples; its training config has the attack.
     `personal`: evaluation is on the client's own part of the test split, not on its validation share. `atoms` and `head` are
     the model that is served, where its batch norms are to be measured.
     """
@@ -44,7 +44,7 @@ class Task:
     lr: float
     state_dir: str
     enforced: bool = True
-    prices: dict[str, int] = field(default_factory=dict)
+    costs: dict[str, int] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
     void: list[list[int]] = field(default_factory=list)
     kept_round: int = 0
@@ -69,12 +69,12 @@ class Task:
         mappings = {key: json.loads(str(record[key])) for key in AS_JSON}
         return cls(**{**fields, **mappings, "variant": Variant.from_values(mappings["variant"])})
 
-    def price(self, piece: Piece) -> int | None:
+    def cost(self, piece: Piece) -> int | None:
         """Bytes of training a piece, or None where the server lists none."""
-        return self.prices.get(piece_key(piece))
+        return self.costs.get(piece_key(piece))
 
 
-class OwnFields:
+class TaskConfig:
     """A system's own fields of a task, for a dataclass to build on."""
 
     @classmethod
@@ -82,13 +82,13 @@ class OwnFields:
         """Those in a task; raises TypeError for a field that is missing or not known."""
         return cls(**task.own)
 
-    def to_own(self) -> dict[str, Any]:
+    def to_values(self) -> dict[str, Any]:
         """As a task's own fields."""
         return asdict(cast(Any, self))
 
 
 def piece_key(piece: Piece) -> str:
-    """The key of a piece in a price list: (0, 1, 2) -> `0,1,2`; without atoms it is the head alone, `head`."""
+    """The key of a piece in a cost list: (0, 1, 2) -> `0,1,2`; without atoms it is the head alone, `head`."""
     return ",".join(map(str, piece)) or "head"
 
 
@@ -141,7 +141,7 @@ class Outcome:
     """How a task ended. `needed` and `allowed` are bytes, of a refusal for memory; `needed` is 0 where it is not known.
 
     `pieces` are the keys of what was trained, one after another. `reason` says why a task was refused or failed.
-    `note` is what a person should hear of a task that went well nevertheless, such as a damaged file in the store. `lacking` is
+    `note` is what a person should hear of a task that went well nevertheless, such as a damaged file in the store. `missing` is
     the content hashes of frozen units that were asked for and are not there.
     """
 
@@ -150,7 +150,7 @@ class Outcome:
     allowed: int = 0
     reason: str = ""
     note: str = ""
-    lacking: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
 
     def to_record(self) -> ConfigRecord:

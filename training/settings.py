@@ -119,7 +119,7 @@ class Settings(BaseModel):
         description="length of the cosine in rounds; 0 = num-rounds of the first start. A resumed run may be given another",
     )
     lr_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.994, description="factor a round, exponential")
-    lr_restart: bool = Field(False, description="the schedule begins anew with every stage")
+    lr_restart: bool = Field(False, description="the schedule begins again with every stage")
     momentum: Fraction = 0.9
     weight_decay: NonNegative = 5e-4
     clip_norm: NonNegative = Field(0.0, description="longest gradient of a local step; 0 = any")
@@ -138,7 +138,7 @@ class Settings(BaseModel):
         True, description="false, a test option: clients neither refuse nor stop at their budget"
     )
     reserve: Count = Field(64 * 2**20, description="bytes a device with device = 'auto' keeps free")
-    feature_cache: bool = Field(True, description="false: features of frozen atoms are computed anew every epoch")
+    feature_cache: bool = Field(True, description="false: features of frozen atoms are computed again every epoch")
     feature_cache_bytes: AtLeastOne = 4 * 10**9
 
     allow_untrained: bool = Field(
@@ -302,7 +302,9 @@ class Settings(BaseModel):
     client_evaluation_every: Count = Field(0, description="rounds between evaluations on the clients; 0 = never")
     target_accuracy: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="stop early when reached; 0 = off")
     patience: Count = Field(0, description="stop after so many evaluations without a better accuracy; 0 = off")
-    max_empty_rounds: AtLeastOne = Field(1, description="rounds in a row in which nobody trained before the run aborts")
+    max_empty_rounds: AtLeastOne = Field(
+        1, description="rounds in a row in which no client trained before the run aborts"
+    )
     update_norm_limit: NonNegative = Field(
         10.0, description="times the median accepted norm of a unit's updates, at first the model's; 0 = off"
     )

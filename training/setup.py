@@ -15,7 +15,7 @@ from piecework.federated_data.personal import shares_of_test
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.zoo import build_blueprint
 from piecework.training.attacks import Attack
-from piecework.training.loop import Recipe
+from piecework.training.loop import TrainingConfig
 from piecework.training.randomness import generator
 from piecework.training.settings import Scalar, Settings
 
@@ -147,9 +147,9 @@ def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int)
     )
 
 
-def recipe_for(settings: Settings, lr: float) -> Recipe:
+def training_config_for(settings: Settings, lr: float) -> TrainingConfig:
     """The local step of a round."""
-    return Recipe(
+    return TrainingConfig(
         lr,
         settings.momentum,
         settings.weight_decay,

@@ -1,6 +1,6 @@
 """FeDepth, Table 1: blocks and widths."""
 
-from benchmarks.tables.shared import COMPARED, MIB, beside, commands, full_bytes, rule_for, section, table
+from benchmarks.tables.shared import COMPARED, MIB, beside, commands, full_bytes, policy_for, section, table
 from piecework.planning.partition_policy import label
 
 OF_FEDEPTH = "--model preresnet20 --strategy fedepth --memory-model fedepth --batch-size 32"
@@ -12,9 +12,9 @@ WIDTHS = {"0.125": "14.51", "0.1666667": "19.34", "0.3333333": "38.68", "0.5": "
 
 def text() -> str:
     """The section."""
-    rule, flags = rule_for(CUT), f"{OF_FEDEPTH} --set model-width="
-    depth = [[f"B{n}", f"block{n}", *beside(mib, rule.bytes((n,)) / MIB)] for n, mib in enumerate(DEPTH, start=1)]
-    cuts = ["; ".join(label(part) for part in rule_for(each).stages[0].parts) for each in (CUT, SINGLE)]
+    policy, flags = policy_for(CUT), f"{OF_FEDEPTH} --set model-width="
+    depth = [[f"B{n}", f"block{n}", *beside(mib, policy.bytes((n,)) / MIB)] for n, mib in enumerate(DEPTH, start=1)]
+    cuts = ["; ".join(label(part) for part in policy_for(each).stages[0].parts) for each in (CUT, SINGLE)]
     width = [[width, *beside(mib, full_bytes(flags + width) / MIB)] for width, mib in WIDTHS.items()]
     return section(
         "## FeDepth, Table 1: blocks and widths",
@@ -24,7 +24,7 @@ def text() -> str:
         table(("block", "our atom", *COMPARED), depth),
         f"""The first command cuts in the paper's order: {cuts[0]}. 20.02 MiB do not fit the 19.34 MiB of a model 1/6 as wide,
         which the paper takes for equal; hence the tolerance. The second has the smaller blocks one by one: {cuts[1]}; the
-        larger ones do not fit and are left out. Neither the stem nor the head is charged.""",
+        larger ones do not fit and are excluded. Neither the stem nor the head is charged.""",
         "Widths are `full_memory_bytes` for the W of the table:",
         commands(flags + "W"),
         table(("W", *COMPARED), width),

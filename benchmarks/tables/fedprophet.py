@@ -1,6 +1,6 @@
 """FedProphet, Tables 7 and 8: modules, their memory and FLOPs."""
 
-from benchmarks.tables.shared import COMPARED, MB, beside, commands, full_bytes, rule_for, section, table
+from benchmarks.tables.shared import COMPARED, MB, beside, commands, full_bytes, policy_for, section, table
 from piecework.planning.paper_memory.fedprophet import macs
 from piecework.planning.partition_policy import label
 
@@ -14,11 +14,11 @@ RESNET34 = "148.6 3.9, 130.2 7.5, 130.2 7.5, 197.9 13.3, 221.6 28.1, 206.5 37.1,
 
 def modules(flags: str, printed: str, whole: str) -> str:
     """Modules of FedProphet: what is in them, MB, GFLOPs; the whole model's MB."""
-    rule, rows = rule_for(flags), []
-    for figures, stage in zip(printed.split(", "), rule.stages, strict=True):
+    policy, rows = policy_for(flags), []
+    for figures, stage in zip(printed.split(", "), policy.stages, strict=True):
         (part,), (memory, flops) = stage.parts, figures.split()
-        found = macs(part, rule.settings.batch_size) / 10**9
-        rows.append([label(part), *beside(memory, rule.pricing.bytes(part) / MB), *beside(flops, found)])
+        found = macs(part, policy.settings.batch_size) / 10**9
+        rows.append([label(part), *beside(memory, policy.cost_model.bytes(part) / MB), *beside(flops, found)])
     rows.append(["the whole model", *beside(whole, full_bytes(flags) / MB), *[""] * 4])
     names = "module", *(f"MB, {c}" for c in COMPARED), *(f"GFLOPs, {c}" for c in COMPARED)
     return table(names, rows)

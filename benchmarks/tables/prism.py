@@ -8,7 +8,7 @@ from math import ceil
 
 from torch import Tensor, nn
 
-from benchmarks.tables.shared import COMPARED, MB, beside, commands, layers_of, rule_for, section, table
+from benchmarks.tables.shared import COMPARED, MB, beside, commands, layers_of, policy_for, section, table
 from piecework.models.cascade import Atom, Blueprint
 from piecework.models.layers import named
 from piecework.models.low_rank import PadChannels, Padding, low_rank
@@ -83,9 +83,9 @@ def _thin_layer(layer: nn.Module, keep: float) -> nn.Module | None:
 
 def figures(part: Part) -> tuple[float, float, float]:
     """Millions of parameters, "MACs" in 10^9, "Mem" in millions of elements, as the columns of Table 1."""
-    pricing = rule_for(OF_PRISM).pricing
-    flops = part.forward_flops * pricing.recipe.batch_size
-    return part.parameters / 10**6, flops / 10**9, pricing.bytes(part) / 4 / 10**6
+    cost_model = policy_for(OF_PRISM).cost_model
+    flops = part.forward_flops * cost_model.training_config.batch_size
+    return part.parameters / 10**6, flops / 10**9, cost_model.bytes(part) / 4 / 10**6
 
 
 def submodels(printed: dict[float, str], parts: dict[float, Part]) -> str:
@@ -100,7 +100,7 @@ def submodels(printed: dict[float, str], parts: dict[float, Part]) -> str:
 def with_whole_shortcuts(full: Part, part: Part) -> tuple[float, float]:
     """Millions of parameters and "MACs" in 10^9 of a sub-model that would leave the shortcuts' convolutions whole."""
     params, macs, _ = figures(part)
-    batch = rule_for(OF_PRISM).pricing.recipe.batch_size
+    batch = policy_for(OF_PRISM).cost_model.training_config.batch_size
     for sign, one in ((1, full), (-1, part)):
         shortcuts = [layer for layer in layers_of(one) if layer.on_shortcut and layer.kind == "Conv2d"]
         params += sign * sum(layer.parameters for layer in shortcuts) / 10**6
@@ -110,12 +110,12 @@ def with_whole_shortcuts(full: Part, part: Part) -> tuple[float, float]:
 
 def real(full: Part, parts: dict[float, Part]) -> str:
     """The table of the sub-models that are trained: as Table 1 counts, and the traced peak of a step."""
-    pricing = rule_for(OF_TRACED).pricing
+    cost_model = policy_for(OF_TRACED).cost_model
     rows = []
     for keep, part in parts.items():
-        peak = pricing.bytes(part)
+        peak = cost_model.bytes(part)
         params, macs, memory = figures(part)
-        share = f"{peak / pricing.bytes(full):.3f}"
+        share = f"{peak / cost_model.bytes(full):.3f}"
         rows.append(
             [
                 "full" if keep == 1 else str(keep),
@@ -131,11 +131,11 @@ def real(full: Part, parts: dict[float, Part]) -> str:
 
 def text() -> str:
     """The section."""
-    rule = rule_for(OF_PRISM)
-    full = whole_model(rule.blueprint)
-    parts = {1.0: full} | {keep: whole_model(thin_everywhere(rule.blueprint, keep)) for keep in KEEP_RATIOS}
-    trained = {1.0: full} | {keep: whole_model(low_rank(rule.blueprint, keep)) for keep in KEEP_RATIOS}
-    fedhm = {keep: whole_model(low_rank(rule.blueprint, keep, narrow=False)) for keep in ORTHDROP}
+    policy = policy_for(OF_PRISM)
+    full = whole_model(policy.blueprint)
+    parts = {1.0: full} | {keep: whole_model(thin_everywhere(policy.blueprint, keep)) for keep in KEEP_RATIOS}
+    trained = {1.0: full} | {keep: whole_model(low_rank(policy.blueprint, keep)) for keep in KEEP_RATIOS}
+    fedhm = {keep: whole_model(low_rank(policy.blueprint, keep, narrow=False)) for keep in ORTHDROP}
     params, macs, memory = figures(parts[1.0])
     shortcuts = [with_whole_shortcuts(parts[1.0], parts[keep]) for keep in (0.4, 0.2)]
     unrounded = ", ".join(f"{1.5 * keep * memory:.2f}" for keep in KEEP_RATIOS)

@@ -13,7 +13,7 @@ from benchmarks.tables.shared import (
     commands,
     deviation,
     participation,
-    rule_for,
+    policy_for,
     section,
     table,
 )
@@ -46,23 +46,23 @@ def plan_of(model: str) -> str:
 
 def part_of(flags: str, what: str, t: int = 1) -> Part:
     """A part of a model that ProFL cuts: the `full` model, `block` t alone, `output` module t, or both, `step` t."""
-    rule = rule_for(flags)
+    policy = policy_for(flags)
     if what == "full":
-        return whole_model(rule.blueprint)
-    length, (step,) = len(blocks_of(rule.blueprint)[t - 1]), rule.stages[t - 1].parts
+        return whole_model(policy.blueprint)
+    length, (step,) = len(blocks_of(policy.blueprint)[t - 1]), policy.stages[t - 1].parts
     atoms = {"block": step.atoms[:length], "output": step.atoms[length:], "step": step.atoms}
     return replace(step, atoms=atoms[what])
 
 
 def by_formula(what: str, t: int = 1, flags: str = RES18) -> float:
     """The fitted formula's MB."""
-    return fitted_mb(part_of(flags, what, t), rule_for(flags).settings.batch_size)
+    return fitted_mb(part_of(flags, what, t), policy_for(flags).settings.batch_size)
 
 
 def implied(percent: int) -> tuple[float, float]:
     """The MB between which a threshold lies (above the first, at most the second) that so many of 100 devices reach."""
-    rule = rule_for(RES18)
-    states = fleet_states(load_fleet(rule.settings.fleet), rule.settings, rule.pricing.reference_bytes)[0]
+    policy = policy_for(RES18)
+    states = fleet_states(load_fleet(policy.settings.fleet), policy.settings, policy.cost_model.reference_bytes)[0]
     memories = sorted((state.budget_bytes / MB for state in states), reverse=True)
     return memories[percent], memories[percent - 1] if percent else inf
 

@@ -1,6 +1,6 @@
 """What all sections share: from the command line of a plan to its rule and figures, and how figures are laid beside each other.
 
-Each section gives the command line of `piecework plan`, and the same text is read here (`rule_for`).
+Each section gives the command line of `piecework plan`, and the same text is read here (`policy_for`).
 """
 
 import shlex
@@ -15,15 +15,15 @@ import typer
 from piecework.cli import app
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.memory import MemoryBudgetExceededError
-from piecework.models.anatomy import Layer, anatomy
 from piecework.models.cascade import Blueprint
+from piecework.models.layer_statistics import Layer, layer_statistics
 from piecework.options import settings_from
 from piecework.plan import fleet_states
-from piecework.planning.costs import pricing_for
+from piecework.planning.costs import cost_model_for
 from piecework.planning.part import Part, whole_model
-from piecework.planning.partition_policy import Rule
+from piecework.planning.partition_policy import PartitionPolicy
 from piecework.question import Question, ask, budget_bytes
-from piecework.strategies import find_rule
+from piecework.strategies import find_policy
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 
@@ -46,31 +46,31 @@ def asked(flags: str) -> tuple[Settings, Question]:
 
 
 @cache
-def rule_for(flags: str) -> Rule:
+def policy_for(flags: str) -> PartitionPolicy:
     """The rule that `piecework plan FLAGS` follows, for the budget that is named there."""
     settings, question = asked(flags)
     about = question.input_shape, question.num_classes
     blueprint = blueprint_of_shape(settings, *about)
     reference = blueprint_of_shape(settings.model_copy(update={"model_width": 1.0}), *about)
-    pricing = pricing_for(settings, reference)
-    budget = budget_bytes(question.budget, pricing.bytes(whole_model(blueprint))) if question.budget else 0
-    return find_rule(settings.strategy)(blueprint, pricing, settings, budget)
+    cost_model = cost_model_for(settings, reference)
+    budget = budget_bytes(question.budget, cost_model.bytes(whole_model(blueprint))) if question.budget else 0
+    return find_policy(settings.strategy)(blueprint, cost_model, settings, budget)
 
 
 def full_bytes(flags: str) -> int:
     """`full_memory_bytes` of the plan."""
-    rule = rule_for(flags)
-    return rule.pricing.bytes(whole_model(rule.blueprint))
+    policy = policy_for(flags)
+    return policy.cost_model.bytes(whole_model(policy.blueprint))
 
 
 def participation(flags: str, stage: int = 0) -> float:
     """`participation` of a stage: the share of the fleet's devices that have something to train."""
-    rule = rule_for(flags)
-    states = fleet_states(load_fleet(rule.settings.fleet), rule.settings, rule.pricing.reference_bytes)[0]
+    policy = policy_for(flags)
+    states = fleet_states(load_fleet(policy.settings.fleet), policy.settings, policy.cost_model.reference_bytes)[0]
     slowest, taking_part = min(state.flops_per_second for state in states), 0
     for state in states:
         try:
-            taking_part += bool(rule.work(stage, state, slowest))
+            taking_part += bool(policy.work(stage, state, slowest))
         except MemoryBudgetExceededError:
             continue
     return taking_part / len(states)
@@ -78,7 +78,7 @@ def participation(flags: str, stage: int = 0) -> float:
 
 def layers_of(part: Part) -> list[Layer]:
     """All layers of a part, the head's too."""
-    return [layer for unit in part.units for layer in anatomy(part.blueprint, unit).layers]
+    return [layer for unit in part.units for layer in layer_statistics(part.blueprint, unit).layers]
 
 
 def count(blueprint: Blueprint, what: str) -> int:

@@ -46,9 +46,9 @@ def find_evaluator(strategy: str) -> Callable[[Task, Client], Metrics]:
     return cast(Callable[[Task, Client], Metrics], getattr(_module(strategy), "evaluate", evaluate_whole))
 
 
-def find_survey(strategy: str) -> Callable[[Task, Client], Metrics]:
-    """What a strategy asks of all clients between rounds: its trainer's `survey`."""
-    return cast(Callable[[Task, Client], Metrics], _module(strategy).survey)
+def find_query(strategy: str) -> Callable[[Task, Client], Metrics]:
+    """What a strategy asks of all clients between rounds: its trainer's `query`."""
+    return cast(Callable[[Task, Client], Metrics], _module(strategy).query)
 
 
 def _module(strategy: str) -> ModuleType:

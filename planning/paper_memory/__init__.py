@@ -5,10 +5,10 @@ from collections.abc import Callable
 from piecework.models.cascade import Blueprint
 from piecework.planning.paper_memory import fedepth, fedprophet, prism, profl
 from piecework.planning.part import Part
-from piecework.training.loop import Recipe
+from piecework.training.loop import TrainingConfig
 
-# Bytes of training a part by a paper's own rule: (part, the model at width 1, recipe) -> bytes
-MemoryModel = Callable[[Part, Blueprint, Recipe], float]
+# Bytes of training a part by a paper's own rule: (part, the model at width 1, training config) -> bytes
+MemoryModel = Callable[[Part, Blueprint, TrainingConfig], float]
 
 MEMORY_MODELS: dict[str, MemoryModel] = {
     "fedepth": fedepth.memory_bytes,

@@ -1,19 +1,19 @@
 """FedProphet's memory of modules, MemReq of its Algorithm 1, and its authors' count of multiply-accumulates."""
 
-from piecework.models.anatomy import anatomy
 from piecework.models.cascade import Blueprint
+from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.part import Part
-from piecework.training.loop import Recipe
+from piecework.training.loop import TrainingConfig
 
 
-def memory_bytes(part: Part, reference: Blueprint, recipe: Recipe) -> float:
+def memory_bytes(part: Part, reference: Blueprint, training_config: TrainingConfig) -> float:
     """MemReq: weights, gradients and momentum, 4 bytes each, and what the backward pass needs of a whole batch."""
-    copies = 3 if recipe.momentum else 2
-    return 4 * part.copies * (copies * part.parameters + recipe.batch_size * part.features)
+    copies = 3 if training_config.momentum else 2
+    return 4 * part.copies * (copies * part.parameters + training_config.batch_size * part.features)
 
 
 def macs(part: Part, batch_size: int) -> int:
     """The authors' count of a batch's forward pass: multiply-accumulates, 5 an element of batch norm, 1 of average pooling."""
-    layers = [layer for unit in part.units for layer in anatomy(part.blueprint, unit).layers]
+    layers = [layer for unit in part.units for layer in layer_statistics(part.blueprint, unit).layers]
     others = {"BatchNorm2d": 5, "AdaptiveAvgPool2d": 1}
     return batch_size * sum(layer.macs + others.get(layer.kind, 0) * layer.inputs for layer in layers)

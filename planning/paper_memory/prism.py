@@ -5,25 +5,25 @@ shortcuts, nor the head count, nor zeros for channels that are not computed: the
 31.5 M. The table's unit is elements; 4 bytes each are ours.
 """
 
-from piecework.models.anatomy import anatomy
 from piecework.models.cascade import Blueprint
+from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.part import Part
-from piecework.training.loop import Recipe
+from piecework.training.loop import TrainingConfig
 
 NORMS = ("BatchNorm2d", "PaddedNorm")
 
 
-def memory_bytes(part: Part, reference: Blueprint, recipe: Recipe) -> float:
+def memory_bytes(part: Part, reference: Blueprint, training_config: TrainingConfig) -> float:
     """Bytes of training a part. Raises ValueError for a model without convolutions behind its first atom."""
     elements = 0
     for atom in part.atoms:
         if atom == 0:
             continue
-        for layer in anatomy(part.blueprint, f"atoms.{atom}").layers:
+        for layer in layer_statistics(part.blueprint, f"atoms.{atom}").layers:
             if not layer.on_shortcut:
                 elements += layer.outputs * (layer.kind == "Conv2d") + layer.inputs * (layer.kind in NORMS)
     if not elements:
         raise ValueError(
             f"memory-model prism counts convolutions behind the first atom: {part.blueprint.name} has none"
         )
-    return 4 * part.copies * recipe.batch_size * elements
+    return 4 * part.copies * training_config.batch_size * elements

@@ -1,10 +1,10 @@
 """The memory thresholds of ProFL's authors for ResNet-18, and a formula fitted to them for other models."""
 
-from piecework.models.anatomy import anatomy
 from piecework.models.cascade import Blueprint
 from piecework.models.depth_exits import EXIT
+from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.part import Part
-from piecework.training.loop import Recipe
+from piecework.training.loop import TrainingConfig
 
 # The thresholds in the authors' code for ResNet-18 on 32 x 32 images, batch 64, in their MB, by the atoms trained. Without an
 # output module it is what a method needs that trains block 1 with a classifier of its own, as DepthFL does.
@@ -26,13 +26,13 @@ AUTHORS_MB = {
 SETTING = ("resnet18", (3, 32, 32), 64, 64)  # model, images, batch size, channels of the first atom
 
 
-def memory_bytes(part: Part, reference: Blueprint, recipe: Recipe) -> float:
+def memory_bytes(part: Part, reference: Blueprint, training_config: TrainingConfig) -> float:
     """The authors' figure where their code has one, else the fitted formula; their MB are taken as 10^6 bytes."""
     model = part.blueprint
-    setting = (model.name, model.input_shape, recipe.batch_size, model.atoms[0].shape[0])
+    setting = (model.name, model.input_shape, training_config.batch_size, model.atoms[0].shape[0])
     names = tuple(name for name in part.names() if not name.startswith(EXIT))  # its DepthFL's classifiers cost nothing
     known = AUTHORS_MB.get(names) if setting == SETTING else None
-    return 10**6 * (fitted_mb(part, recipe.batch_size) if known is None else known)
+    return 10**6 * (fitted_mb(part, training_config.batch_size) if known is None else known)
 
 
 def fitted_mb(part: Part, batch_size: int) -> float:
@@ -46,7 +46,7 @@ def fitted_mb(part: Part, batch_size: int) -> float:
     for atom, unit in zip(part.atoms, part.units[:-1], strict=True):
         if part.blueprint.atoms[atom].name.startswith(EXIT):
             continue
-        layers = anatomy(part.blueprint, unit).layers
+        layers = layer_statistics(part.blueprint, unit).layers
         convolutions = [layer for layer in layers if layer.kind == "Conv2d"]
         if not convolutions:
             elements += sum(layer.outputs for layer in layers if layer.kind != "MaxPool2d")

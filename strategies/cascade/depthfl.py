@@ -19,11 +19,11 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from piecework.client_app.trainers.cascade.depthfl import (
+    DepthFLTaskConfig,
     ExitsModel,
-    Orders,
+    costed_loss,
     distillation_weight,
     piece_of_depth,
-    priced_loss,
 )
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
@@ -32,9 +32,9 @@ from piecework.models.basic_layers import blocks_of
 from piecework.models.cascade import Blueprint, parameter_names, unit_of
 from piecework.models.partition import Piece
 from piecework.models.variant import Variant
-from piecework.planning.costs import Pricing
+from piecework.planning.costs import CostModel
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import Rule, Stage
+from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.training.messages import Task
@@ -43,16 +43,16 @@ from piecework.training.settings import Settings
 H = "h/"  # in `kept`, FedDyn's h of each array, float32
 
 
-class DepthFLRule(Rule):
+class DepthFLPolicy(PartitionPolicy):
     """One stage: each device trains as many blocks, from the first one on, as fit."""
 
     adversarial = "optional"
     adapts = True
-    excluded = "not asked"
+    when_excluded = "not asked"
     untrained = "cut off"
 
-    def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
-        super().__init__(blueprint, pricing, settings, smallest)
+    def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, smallest: int = 0) -> None:
+        super().__init__(blueprint, cost_model, settings, smallest)
         self.blocks = blocks_of(blueprint)
 
     @property
@@ -70,7 +70,7 @@ class DepthFLRule(Rule):
         head = piece_of_depth(self.model, self.blocks, depth)[1]
         name = "the whole model" if depth == len(self.blocks) else "block 1" if depth == 1 else f"blocks 1 to {depth}"
         # how much self-distillation weighs changes nothing of what it takes
-        loss = priced_loss(1.0, self.settings.feddyn_alpha)
+        loss = costed_loss(1.0, self.settings.feddyn_alpha)
         return Part(self.model, piece, head, make_loss=loss, name=f"{name} and exits", piece_class=ExitsModel)
 
     def deepest(self, budget: int) -> int:
@@ -79,8 +79,8 @@ class DepthFLRule(Rule):
         depths = range(len(self.blocks), 0, -1)
         return next((d for d in depths if self.bytes(self.depth(d)) <= allowed), 0)
 
-    def least(self) -> int:
-        """The first block's price."""
+    def min_budget(self) -> int:
+        """The first block's cost."""
         return self.bytes(self.depth(1))
 
     @cached_property
@@ -92,7 +92,7 @@ class DepthFLRule(Rule):
         """The device's depth of the model. Raises MemoryBudgetExceededError."""
         depth = self.deepest(state.budget_bytes)
         if not depth:
-            raise MemoryBudgetExceededError(self.least(), state.budget_bytes, "training block 1 and its exit")
+            raise MemoryBudgetExceededError(self.min_budget(), state.budget_bytes, "training block 1 and its exit")
         return [self.part(self.depth(depth))]
 
 
@@ -107,8 +107,8 @@ class DepthFL(PieceStrategy):
     """Models of different depth, each with classifiers behind its blocks."""
 
     name = "depthfl"
-    rule_class = DepthFLRule
-    rule: DepthFLRule
+    policy_class = DepthFLPolicy
+    policy: DepthFLPolicy
     measures = False
     state_class = DepthFLState
     state: DepthFLState
@@ -123,48 +123,50 @@ class DepthFL(PieceStrategy):
 
     def begin(self) -> None:
         """Raises ValueError where no client can train the first block."""
-        self.require_somebody(self.rule.least(), "Training the first block with its exit")
+        self.require_somebody(self.policy.min_budget(), "Training the first block with its exit")
 
     def may_be_asked(self, client: int, server_round: int) -> bool:
-        """Who can afford the first block in this round; others are left out, as in ProFL's comparison."""
-        return self.affords(client, server_round, self.rule.least())
+        """Who can afford the first block in this round; others are excluded, as in ProFL's comparison."""
+        return self.affords(client, server_round, self.policy.min_budget())
 
-    def prices_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[Piece, int]:
         """Those of the assigned depth, or of one block, and of all shallower ones."""
-        pieces = [self.rule.depth(d) for d in range(1, max(1, self.rule.deepest(budget)) + 1)]
-        return {piece: self.price(piece) for piece in pieces}
+        pieces = [self.policy.depth(d) for d in range(1, max(1, self.policy.deepest(budget)) + 1)]
+        return {piece: self.cost(piece) for piece in pieces}
 
-    def least_budget(self) -> int:
+    def min_budget(self) -> int:
         """What the first block takes."""
-        return self.rule.least()
+        return self.policy.min_budget()
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """How deep the client trains."""
-        depth = max(1, self.rule.deepest(state.budget_bytes))
+        depth = max(1, self.policy.deepest(state.budget_bytes))
         weight = distillation_weight(server_round, self.settings.distillation_rounds)
-        return replace(super().task(server_round, state), own=Orders(depth, weight).to_own())
+        return replace(super().task(server_round, state), own=DepthFLTaskConfig(depth, weight).to_values())
 
     def sent_units(self, task: Task) -> set[str]:
         """The units of the client's depth."""
-        piece, head = piece_of_depth(self.rule.model, self.rule.blocks, Orders.of(task).depth)
+        piece, head = piece_of_depth(self.policy.model, self.policy.blocks, DepthFLTaskConfig.of(task).depth)
         return {*(f"atoms.{atom}" for atom in piece), head}
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
         """Every client that has an array counts the same."""
         self.mean.add(update.arrays, 1)
         trained = {unit_of(name) for name in update.arrays}
-        exits = [piece_of_depth(self.rule.model, self.rule.blocks, d)[1] for d in range(1, len(self.rule.blocks) + 1)]
+        exits = [
+            piece_of_depth(self.policy.model, self.policy.blocks, d)[1] for d in range(1, len(self.policy.blocks) + 1)
+        ]
         self.state.deepest = max(
             self.state.deepest, *(d for d, unit in enumerate(exits, start=1) if unit in trained), 0
         )
 
     def trained_model(self) -> tuple[Piece, str]:
         """The blocks that any client has trained, with their classifiers: others would speak at random."""
-        return piece_of_depth(self.rule.model, self.rule.blocks, self.state.deepest or len(self.rule.blocks))
+        return piece_of_depth(self.policy.model, self.policy.blocks, self.state.deepest or len(self.policy.blocks))
 
     def finish(self) -> ArrayRecord:
         """The mean; with FedDyn, less h / a."""
-        alpha, before = self.settings.feddyn_alpha, self.post.arrays
+        alpha, before = self.settings.feddyn_alpha, self.dispatcher.arrays
         after = super().finish()
         if not alpha:
             return after
@@ -172,7 +174,7 @@ class DepthFL(PieceStrategy):
         for name in [name for name in after if name in self.mean and name in dynamic]:
             theta, mean = before[name].numpy(), after[name].numpy()
             h = self.kept[H + name].numpy() if H + name in self.kept else np.zeros_like(theta)
-            h = h - alpha * self.mean.weight(name) / len(self.roster.members) * (mean - theta)
+            h = h - alpha * self.mean.weight(name) / len(self.registry.members) * (mean - theta)
             self.kept[H + name] = Array(h.astype(theta.dtype))
             after[name] = Array((mean - h / alpha).astype(theta.dtype))
         return after
@@ -183,8 +185,8 @@ class DepthFL(PieceStrategy):
 
     def details(self) -> dict[str, Any]:
         """How many blocks each client trains, and the weight of self-distillation."""
-        orders = {client: Orders.of(task) for client, (task, _) in self._asked.items()}
+        task_config = {client: DepthFLTaskConfig.of(task) for client, (task, _) in self._asked.items()}
         return {
-            "depths": {str(client): each.depth for client, each in orders.items()},
-            "distillation_weight": next((each.weight for each in orders.values()), None),
+            "depths": {str(client): each.depth for client, each in task_config.items()},
+            "distillation_weight": next((each.weight for each in task_config.values()), None),
         }

@@ -1,7 +1,7 @@
 """FeDepth ("Memory-adaptive Depth-wise Heterogeneous Federated Learning"), the server's side: Algorithm 1.
 
 W^{t+1} = sum_k p_k / sum_k' p_k' W_k^{t+1}, with p_k the number of training examples (line 7). Each client cuts the
-model by its own budget; the server prices what that cut will ask for, as one training step on fake tensors.
+model by its own budget; the server costs what that cut will ask for, as one training step on fake tensors.
 
 Ours, where the paper is silent: blocks that a client had to leave out are neither uploaded nor averaged
 (`partial-training = dilute` restores the authors' way). m-FeDepth's heads are part of the global model and are averaged
@@ -14,16 +14,16 @@ from functools import cached_property
 
 from piecework.client_app.trainers.cascade.fedepth import MUTUAL, indispensable, mutual_loss, network_piece, pieces_of
 from piecework.device_profiles.profile import DeviceState
-from piecework.models.anatomy import anatomy
 from piecework.models.cascade import can_fit
-from piecework.models.partition import AtomTooLargeError, Piece, Price, leave_out_input_side
+from piecework.models.layer_statistics import layer_statistics
+from piecework.models.partition import AtomTooLargeError, Cost, Piece, exclude_input_side
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import Rule, Stage, label
+from piecework.planning.partition_policy import PartitionPolicy, Stage, label
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.state import Experiment
 
 
-class FeDepthRule(Rule):
+class FeDepthPolicy(PartitionPolicy):
     """One stage: each device trains all the pieces of its own decomposition."""
 
     cuts = True
@@ -54,27 +54,27 @@ class FeDepthRule(Rule):
                 )
 
     def bytes(self, piece: Piece) -> int:
-        """The price of a piece; by a paper's memory-model that of its blocks, also where the whole network is there."""
-        if self.pricing.memory_model is None or piece[0] == MUTUAL or self.settings.sub_problem == "blocks":
+        """The cost of a piece; by a paper's memory-model that of its blocks, also where the whole network is there."""
+        if self.cost_model.memory_model is None or piece[0] == MUTUAL or self.settings.sub_problem == "blocks":
             return super().bytes(piece)
-        return self.pricing.bytes(Part(self.blueprint, piece))
+        return self.cost_model.bytes(Part(self.blueprint, piece))
 
-    def pieces(self, budget: int, price: Price) -> list[Piece]:
+    def pieces(self, budget: int, cost: Cost) -> list[Piece]:
         """The decomposition for a budget (bytes). Raises AtomTooLargeError where an atom does not fit that is always needed."""
-        return pieces_of(self.blueprint, self.settings, price, self.settings.allowance(budget))
+        return pieces_of(self.blueprint, self.settings, cost, self.settings.allowance(budget))
 
     def _parts(self, budget: int) -> list[Part]:
         return [self.part(piece) for piece in self.pieces(budget, self.bytes)]
 
-    def least(self) -> int:
-        """The last atom's price: what does not fit before it is left out, if it can be."""
+    def min_budget(self) -> int:
+        """The last atom's cost: what does not fit before it is excluded, if it can be."""
         atoms = range(len(self.blueprint.atoms))
         last = self.bytes((atoms[-1],))
         if self.settings.sub_problem == "network" or indispensable(self.blueprint, [atoms[-1]]) is None:
             return last
-        prices = sorted({last, *(price for atom in atoms if (price := self.bytes((atom,))) > last)})
-        kept = (leave_out_input_side(atoms, self.bytes, price) for price in prices)
-        return next(p for p, left in zip(prices, kept, strict=True) if indispensable(self.blueprint, left) is None)
+        costs = sorted({last, *(cost for atom in atoms if (cost := self.bytes((atom,))) > last)})
+        kept = (exclude_input_side(atoms, self.bytes, cost) for cost in costs)
+        return next(p for p, left in zip(costs, kept, strict=True) if indispensable(self.blueprint, left) is None)
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -85,7 +85,7 @@ class FeDepthRule(Rule):
         """The device's own decomposition. Raises AtomTooLargeError."""
         return self._parts(state.budget_bytes)
 
-    def left_out(self, parts: list[Part]) -> list[str]:
+    def excluded(self, parts: list[Part]) -> list[str]:
         """Atoms too large for the device even alone (section 4.2)."""
         trained = {unit for part in parts for unit in part.learned}
         return [atom.name for number, atom in enumerate(self.blueprint.atoms) if f"atoms.{number}" not in trained]
@@ -97,11 +97,11 @@ class FeDepthRule(Rule):
     def wire(self, parts: list[Part]) -> tuple[int, int]:
         """Down the whole model, with the heads of its pieces if they have some; up what was trained."""
         units = self.blueprint.units(exits=self.exits)
-        down = sum(anatomy(self.blueprint, unit).state_bytes for unit in units)
+        down = sum(layer_statistics(self.blueprint, unit).state_bytes for unit in units)
         return down, super().wire(parts)[1]
 
 
-class MFeDepthRule(FeDepthRule):
+class MFeDepthPolicy(FeDepthPolicy):
     """As FeDepth, with a head of its own for every piece."""
 
     exits = True
@@ -111,31 +111,31 @@ class FeDepth(PieceStrategy):
     """FeDepth with one head, shared by all sub-problems."""
 
     name = "fedepth"
-    rule_class = FeDepthRule
-    rule: FeDepthRule
+    policy_class = FeDepthPolicy
+    policy: FeDepthPolicy
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
-        if self.settings.sub_problem == "network" and self.rule.exits:
+        if self.settings.sub_problem == "network" and self.policy.exits:
             raise ValueError(
                 f"sub-problem = 'network' trains the model's own head: {self.name} has others, use fedepth"
             )
 
-    def prices_for(self, budget: int) -> dict[Piece, int]:
-        """All prices the client's decomposition looks up; the whole list for a device that measures itself."""
+    def costs_for(self, budget: int) -> dict[Piece, int]:
+        """All costs the client's decomposition looks up; the whole list for a device that measures itself."""
         asked: dict[Piece, int] = {}
 
         def look_up(piece: Piece) -> int:
-            asked[piece] = self.price(piece)
+            asked[piece] = self.cost(piece)
             return asked[piece]
 
-        with suppress(AtomTooLargeError):  # the client will refuse, with the price of the atom that does not fit
-            self.rule.pieces(budget, look_up)
-        if self.roster.auto:
-            self._price_all(look_up, budget)
+        with suppress(AtomTooLargeError):  # the client will refuse, with the cost of the atom that does not fit
+            self.policy.pieces(budget, look_up)
+        if self.registry.auto:
+            self._cost_all(look_up, budget)
         return asked
 
-    def _price_all(self, look_up: Callable[[Piece], int], budget: int) -> None:
+    def _cost_all(self, look_up: Callable[[Piece], int], budget: int) -> None:
         """Every run of atoms that fits: a device may find less memory free than the server assumed."""
         for start in range(len(self.blueprint.atoms)):
             for stop in range(start + 1, len(self.blueprint.atoms) + 1):
@@ -147,4 +147,4 @@ class MFeDepth(FeDepth):
     """m-FeDepth: every sub-problem has a head of its own (section 4.1)."""
 
     name = "m-fedepth"
-    rule_class = MFeDepthRule
+    policy_class = MFeDepthPolicy

@@ -25,7 +25,7 @@ from typing import Any
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from piecework.client_app.trainers.cascade.fedprophet import Orders, head_behind
+from piecework.client_app.trainers.cascade.fedprophet import FedProphetTaskConfig, head_behind
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import unit_of
 from piecework.models.partition import AtomTooLargeError, Piece
@@ -33,7 +33,7 @@ from piecework.planning.costs import share_or_bytes
 from piecework.planning.part import whole_model
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.cascade.fedprophet_adjustment import FedProphetState, adjusted_alpha, measurement
-from piecework.strategies.cascade.fedprophet_modules import FedProphetRule
+from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 from piecework.strategies.state import Experiment
 from piecework.training.messages import Task, piece_key
 from piecework.training.settings import learning_rate
@@ -45,8 +45,8 @@ class FedProphet(PieceStrategy):
     """The cascade, module after module."""
 
     name = "fedprophet"
-    rule_class = FedProphetRule
-    rule: FedProphetRule
+    policy_class = FedProphetPolicy
+    policy: FedProphetPolicy
     measures = False
     state_class = FedProphetState
     state: FedProphetState
@@ -86,22 +86,22 @@ class FedProphet(PieceStrategy):
             )
         self.require_emulated()
         if not state.r_min:
-            state.r_min = self.rule.smallest or max(int(min(self.budgets())), self.rule.least())
-        self.rule.smallest = state.r_min
+            state.r_min = self.policy.smallest or max(int(min(self.budgets())), self.policy.min_budget())
+        self.policy.smallest = state.r_min
         self._check_modules()
         if not state.stage_rounds:
-            state.stage_rounds = settings.stage_rounds or max(1, settings.num_rounds // len(self.rule.stages))
+            state.stage_rounds = settings.stage_rounds or max(1, settings.num_rounds // len(self.policy.stages))
         self._check_warmup(state.stage_rounds)
 
     def _check_modules(self) -> None:
-        if self.rule.swaps:
+        if self.policy.swaps:
             return
-        largest = max(self.rule.bytes(stage.parts[0].atoms) for stage in self.rule.stages)
+        largest = max(self.policy.bytes(stage.parts[0].atoms) for stage in self.policy.stages)
         richest = int(max(self.budgets()))
         if largest > self.settings.allowance(richest):
             raise ValueError(
                 f"R_min of {self.state.r_min:,} bytes (r-min = {self.settings.r_min!r}) makes a module of {largest:,} bytes, "
-                f"and the richest client has {richest:,}: nobody could train it; lower r-min"
+                f"and the richest client has {richest:,}: no client could train it; lower r-min"
             )
 
     def _check_warmup(self, stage_rounds: int) -> None:
@@ -114,12 +114,13 @@ class FedProphet(PieceStrategy):
     def _cut(self, r_min: str) -> None:
         """Cut the model for the setting `r-min`. Raises ValueError where it makes no sense."""
         try:
-            self.rule.smallest = share_or_bytes(r_min, self.rule.pricing.bytes(whole_model(self.blueprint)))
-            _ = self.rule.stages
+            self.policy.smallest = share_or_bytes(r_min, self.policy.cost_model.bytes(whole_model(self.blueprint)))
+            _ = self.policy.stages
         except AtomTooLargeError as error:
             raise ValueError(
-                f"setting r-min = {r_min!r} is {self.rule.smallest:,} bytes, and atom {error.name!r} alone needs "
-                f"{error.needed:,}: give at least what the largest atom needs, {self.rule.least():,} bytes, or lower batch-size"
+                f"setting r-min = {r_min!r} is {self.policy.smallest:,} bytes, and atom {error.name!r} alone needs "
+                f"{error.needed:,}: give at least what the largest atom needs, {self.policy.min_budget():,} bytes, or lower "
+                "batch-size"
             ) from None
         except ValueError as error:
             raise ValueError(f"setting r-min = {r_min!r}: {error}") from None
@@ -127,98 +128,104 @@ class FedProphet(PieceStrategy):
     @property
     def modules(self) -> list[Piece]:
         """The atoms of each module."""
-        return [stage.parts[0].atoms for stage in self.rule.stages]
+        return [stage.parts[0].atoms for stage in self.policy.stages]
 
     def units(self) -> list[str]:
         """The model's, and the auxiliary heads."""
         return [*super().units(), *(f"aux.{module[-1]}" for module in self.modules[:-1])]
 
-    def prices_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[Piece, int]:
         """None yet: what a client looks up depends on what it is assigned."""
         return {}
 
-    def orders(self, last: int) -> Orders:
+    def task_config(self, last: int) -> FedProphetTaskConfig:
         """What is said of the present stage to a client that trains up to module `last`."""
         state = self.state
         modules = [list(module) for module in self.modules]
-        return Orders(modules, state.stage, last, state.epsilon, state.nonnegative, self.rule.swaps)
+        return FedProphetTaskConfig(modules, state.stage, last, state.epsilon, state.nonnegative, self.policy.swaps)
 
     def is_adversarial(self, server_round: int) -> bool:
         """After the warm-up of each stage."""
         return self.state.stage_round >= self.settings.attack_warmup
 
     def task(self, server_round: int, state: DeviceState) -> Task:
-        """The modules of a client, with a price for each number of them that it may fall back to."""
+        """The modules of a client, with a cost for each number of them that it may fall back to."""
         stage = self.state.stage
-        assigned = self.rule.assigned(stage, state, self.slowest)
-        orders = self.orders(next(n for n in range(stage, len(self.modules)) if self.modules[n][-1] == assigned[-1]))
-        pieces = [orders.atoms(last) for last in range(stage, orders.last + 1)]
-        return self._ordered(super().task(server_round, state), orders, pieces)
+        assigned = self.policy.assigned(stage, state, self.slowest)
+        task_config = self.task_config(
+            next(n for n in range(stage, len(self.modules)) if self.modules[n][-1] == assigned[-1])
+        )
+        pieces = [task_config.atoms(last) for last in range(stage, task_config.last + 1)]
+        return self._ordered(super().task(server_round, state), task_config, pieces)
 
     def rate(self, server_round: int) -> float:
-        """By the round, or by the round of the stage where the schedule begins anew with each."""
+        """By the round, or by the round of the stage where the schedule begins again with each."""
         return learning_rate(self.settings, self.state.stage_round + 1 if self.settings.lr_restart else server_round)
 
     def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
         """Until the last stage has had all its rounds."""
-        state, most = self.state, self.state.stage_rounds
-        if not most:
+        state, maximum = self.state, self.state.stage_rounds
+        if not maximum:
             return
-        self.rule.smallest = state.r_min
-        left = (len(self.modules) - state.stage) * most - state.stage_round
+        self.policy.smallest = state.r_min
+        left = (len(self.modules) - state.stage) * maximum - state.stage_round
         for n, server_round in enumerate(range(first, min(last, first + left - 1) + 1)):
-            yield server_round, (state.stage_round + n) % most + 1 if self.settings.lr_restart else server_round
+            yield server_round, (state.stage_round + n) % maximum + 1 if self.settings.lr_restart else server_round
 
-    def _ordered(self, task: Task, orders: Orders, pieces: list[Piece]) -> Task:
-        prices = {piece_key(piece): self.price(piece) for piece in pieces}
+    def _ordered(self, task: Task, task_config: FedProphetTaskConfig, pieces: list[Piece]) -> Task:
+        costs = {piece_key(piece): self.cost(piece) for piece in pieces}
         return replace(
             task,
-            own=orders.to_own(),
-            prices=prices,
+            own=task_config.to_values(),
+            costs=costs,
             void=self.state.void,
             kept_round=int(self.state.best.get("round", 0)),
         )
 
-    def least_budget(self) -> int:
+    def min_budget(self) -> int:
         """What the stage's module takes."""
-        return self.price(self.modules[self.state.stage])
+        return self.cost(self.modules[self.state.stage])
 
     def frozen_units(self, task: Task) -> list[str]:
         """The fixed modules."""
-        return [f"atoms.{atom}" for module in Orders.of(task).fixed() for atom in module]
+        return [f"atoms.{atom}" for module in FedProphetTaskConfig.of(task).fixed() for atom in module]
 
     def sent_units(self, task: Task) -> set[str]:
         """The assigned modules, and the head behind each: a client may find that it has memory for fewer."""
-        orders = Orders.of(task)
-        heads = {head_behind(self.blueprint, self.modules[n][-1]) for n in range(orders.stage, orders.last + 1)}
-        return {f"atoms.{atom}" for atom in orders.atoms(orders.last)} | heads
+        task_config = FedProphetTaskConfig.of(task)
+        heads = {
+            head_behind(self.blueprint, self.modules[n][-1]) for n in range(task_config.stage, task_config.last + 1)
+        }
+        return {f"atoms.{atom}" for atom in task_config.atoms(task_config.last)} | heads
 
-    def configure_survey(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:
+    def configure_query(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:
         """Before the first round of a stage, all clients measure what attacks do to the features that it starts from."""
         state = self.state
         if not state.stage or state.distance is not None:
             return None
-        before = replace(self.orders(state.stage - 2), stage=state.stage - 1)
+        before = replace(self.task_config(state.stage - 2), stage=state.stage - 1)
         before = replace(before, epsilon=state.fixed["epsilon"], nonnegative=bool(state.fixed["nonnegative"]))
         tasks = {}
-        for client, (task, _) in self.ask(self.roster.present(grid), server_round, arrays).items():
+        for client, (task, _) in self.ask(self.registry.present(grid), server_round, arrays).items():
             tasks[client] = self.with_hashes(self._ordered(task, before, []), arrays)
-        return self.post.configure("query.survey", tasks, arrays)
+        return self.dispatcher.configure("query.query", tasks, arrays)
 
-    def aggregate_survey(self, server_round: int, replies: Iterable[Message]) -> bool:
-        """E[max ||Delta z||] over all examples (Eq. 11). False where nobody measured."""
+    def aggregate_query(self, server_round: int, replies: Iterable[Message]) -> bool:
+        """E[max ||Delta z||] over all examples (Eq. 11). False where no client measured."""
         answers: dict[int, tuple[float, float, int]] = {}
-        for client, metrics in self.post.answers(replies, lambda c, status: self.note_error(c, server_round, status)):
+        for client, metrics in self.dispatcher.answers(
+            replies, lambda c, status: self.note_error(c, server_round, status)
+        ):
             try:
-                answers[client] = measurement(metrics, self.roster.members[client].examples)
+                answers[client] = measurement(metrics, self.registry.members[client].examples)
             except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-                self.post.reject(client, str(error))
+                self.dispatcher.reject(client, str(error))
         factor = self.settings.update_norm_limit
-        most = factor * median_low([distance for distance, _, _ in answers.values()]) if answers and factor else inf
+        maximum = factor * median_low([distance for distance, _, _ in answers.values()]) if answers and factor else inf
         for client, (distance, _, _) in list(answers.items()):
-            if distance > most:
-                self.post.reject(
-                    client, f"perturbation is {distance:.4g}, past the limit {most:.4g} (update-norm-limit)"
+            if distance > maximum:
+                self.dispatcher.reject(
+                    client, f"perturbation is {distance:.4g}, past the limit {maximum:.4g} (update-norm-limit)"
                 )
                 del answers[client]
         if not answers:
@@ -231,13 +238,14 @@ class FedProphet(PieceStrategy):
         """The clients of the round, or all, tell C_m and A_m of the new model."""
         asked = {client: task for client, (task, _) in self._asked.items() if self.reachable(client)}
         if self.settings.validation_clients == "all":
-            others = [client for client in self.roster.present(grid) if client not in self._asked]
+            others = [client for client in self.registry.present(grid) if client not in self._asked]
             asked |= {client: task for client, (task, _) in self.ask(others, server_round, arrays).items()}
-        orders = self.orders(self.state.stage)
-        modules = self.modules[: orders.stage + 1]
+        task_config = self.task_config(self.state.stage)
+        modules = self.modules[: task_config.stage + 1]
         pieces = [*modules, tuple(atom for module in modules for atom in module)]
         return {
-            client: self.after_training(self._ordered(task, orders, pieces)) for client, task in sorted(asked.items())
+            client: self.after_training(self._ordered(task, task_config, pieces))
+            for client, task in sorted(asked.items())
         }
 
     def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
@@ -317,7 +325,7 @@ class FedProphet(PieceStrategy):
     @property
     def stage(self) -> str:
         """`module 1`, `module 2`, ..."""
-        return self.rule.stages[min(self.state.stage, len(self.modules) - 1)].name
+        return self.policy.stages[min(self.state.stage, len(self.modules) - 1)].name
 
     def details(self) -> dict[str, Any]:
         """epsilon of the stage's inputs and what it comes from; C* and A* of the module before."""

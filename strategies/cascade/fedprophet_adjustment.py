@@ -55,12 +55,12 @@ def adjusted_alpha(alpha: float, recent: list[list[float]], fixed: dict[str, flo
     return alpha
 
 
-def measurement(metrics: Mapping[str, Any], most: int) -> tuple[float, float, int]:
-    """A client's mean largest ||Delta z||, least feature, and number of examples (1 to `most`). Raises UpdateRejectedError."""
+def measurement(metrics: Mapping[str, Any], maximum: int) -> tuple[float, float, int]:
+    """A client's mean largest ||Delta z||, smallest feature, and examples (1 to `maximum`). Raises UpdateRejectedError."""
     distance, lowest = finite(metrics, "perturbation"), finite(metrics, "least-feature")
     examples = count(metrics, "num-examples")
-    if distance is None or distance < 0 or distance > LARGEST or lowest is None or not 0 < examples <= most:
+    if distance is None or distance < 0 or distance > LARGEST or lowest is None or not 0 < examples <= maximum:
         raise UpdateRejectedError(
-            f"perturbation {distance}, least-feature {lowest}, num-examples {examples} make no sense: the client has {most}"
+            f"perturbation {distance}, least-feature {lowest}, num-examples {examples} make no sense: the client has {maximum}"
         )
     return distance, lowest, examples

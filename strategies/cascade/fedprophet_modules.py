@@ -14,13 +14,13 @@ from functools import cached_property
 
 from piecework.client_app.trainers.cascade.fedprophet import head_behind, module_loss
 from piecework.device_profiles.profile import DeviceState
-from piecework.models.anatomy import anatomy
+from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import Piece, atom_names, greedy_partition
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import Rule, Stage
+from piecework.planning.partition_policy import PartitionPolicy, Stage
 
 
-class FedProphetRule(Rule):
+class FedProphetPolicy(PartitionPolicy):
     """One stage a module."""
 
     cuts = True
@@ -36,8 +36,8 @@ class FedProphetRule(Rule):
         head = head_behind(self.blueprint, piece[-1])
         return Part(self.blueprint, piece, head, make_loss=module_loss(self.settings.convexity))
 
-    def least(self) -> int:
-        """The largest atom's price."""
+    def min_budget(self) -> int:
+        """The largest atom's cost."""
         return max(self.bytes((atom,)) for atom in range(len(self.blueprint.atoms)))
 
     @cached_property
@@ -74,7 +74,9 @@ class FedProphetRule(Rule):
         """The atoms of w_m .. w_M: of w_m always, of others as Eqs. 14 and 15 allow."""
         assigned = self.stages[stage].parts[0].atoms
         flops = (
-            sum(anatomy(self.blueprint, f"atoms.{atom}").flops for atom in assigned) * state.flops_per_second / slowest
+            sum(layer_statistics(self.blueprint, f"atoms.{atom}").flops for atom in assigned)
+            * state.flops_per_second
+            / slowest
         )
         allowed = self.settings.allowance(state.budget_bytes)
         for later in self.stages[stage + 1 :] if self.settings.dma else []:

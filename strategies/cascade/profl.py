@@ -29,7 +29,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from piecework.client_app.trainers.cascade.profl import Orders, frozen_atoms
+from piecework.client_app.trainers.cascade.profl import ProFLTaskConfig, frozen_atoms
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate
 from piecework.models.basic_layers import basic_atoms, cascade_at
@@ -46,17 +46,17 @@ from piecework.strategies.cascade.profl_freezing import (
     threshold,
     times_below,
 )
-from piecework.strategies.cascade.profl_steps import ProFLRule
+from piecework.strategies.cascade.profl_steps import ProFLPolicy
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.training.messages import Task
 
-BEFORE = "before/"  # in `kept`, the output module as the last leg left it, until the next one begins
+BEFORE = "before/"  # in `kept`, the output module as the last phase left it, until the next one begins
 MEASURED = ("running_mean", "running_var", "num_batches_tracked")
 SCALARS = "scalars"  # in `kept`, float32 [rounds, scalars of the block]
 
 
 @dataclass(frozen=True)
-class Leg:
+class Phase:
     """A part of a run: `shrinking` or `growing`, in step t; the `map` of block t; or `statistics` of the blocks before t."""
 
     kind: str
@@ -74,27 +74,27 @@ class Leg:
         return f"map, block {self.t}" if self.kind == "map" else f"{self.kind}, step {self.t}"
 
 
-def legs_of(count: int, *, shrinking: bool, maps: Collection[int], statistics: bool = False) -> list[Leg]:
+def legs_of(count: int, *, shrinking: bool, maps: Collection[int], statistics: bool = False) -> list[Phase]:
     """Of a run with so many blocks, in order; `maps` are the blocks that are integrated into basic layers.
 
     `statistics`: whether the blocks that shrinking leaves random need some.
     """
-    legs = [Leg("statistics", count)] if statistics and shrinking and count > 1 else []
+    phases = [Phase("statistics", count)] if statistics and shrinking and count > 1 else []
     for t in range(count, 1, -1) if shrinking else ():
-        legs += [Leg("shrinking", t), *([Leg("map", t)] if t in maps else [])]
-    return legs + [Leg("growing", t) for t in range(1, count + 1)]
+        phases += [Phase("shrinking", t), *([Phase("map", t)] if t in maps else [])]
+    return phases + [Phase("growing", t) for t in range(1, count + 1)]
 
 
 @dataclass
 class ProFLState(StrategyState):
-    """Where the run is. `blocks`: the atoms of each; `most`: rounds that each leg may take; `leg`: its number, from 0.
+    """Where the run is. `blocks`: the atoms of each; `maximum`: rounds that each phase may take; `phase`: its number, from 0.
 
-    `leg_round`: rounds of it that are done; `movements`: of its block, that of round H first; `frozen`: where legs ended.
+    `leg_round`: rounds of it that are done; `movements`: of its block, that of round H first; `frozen`: where phases ended.
     """
 
     blocks: list[list[int]] = field(default_factory=list)
-    most: list[int] = field(default_factory=list)
-    leg: int = 0
+    maximum: list[int] = field(default_factory=list)
+    phase: int = 0
     leg_round: int = 0
     movements: list[float] = field(default_factory=list)
     frozen: list[dict[str, Any]] = field(default_factory=list)
@@ -104,8 +104,8 @@ class ProFL(PieceStrategy):
     """Step after step, block after block."""
 
     name = "profl"
-    rule_class = ProFLRule
-    rule: ProFLRule
+    policy_class = ProFLPolicy
+    policy: ProFLPolicy
     state_class = ProFLState
     state: ProFLState
 
@@ -120,24 +120,24 @@ class ProFL(PieceStrategy):
                     f"{key} = {value} compares the models of different steps: use stage-rounds and movement-times"
                 )
         self.freezing = Freezing(settings.movement_window, settings.movement_share, settings.movement_times)
-        self.legs: list[Leg] = []
+        self.phases: list[Phase] = []
 
     def begin(self) -> None:
-        """Cut the model and plan the legs, once a run. Raises ValueError where there are too few rounds."""
+        """Cut the model and plan the phases, once a run. Raises ValueError where there are too few rounds."""
         state = self.state
         if not state.blocks:
             budgets = self.budgets()
-            self.rule.fit(int(min(budgets)), int(max(budgets)))
-            state.blocks = [list(block) for block in self.rule.blocks]
-        self.rule.cut([tuple(block) for block in state.blocks])
-        self.blueprint = self.rule.model
-        self.legs = self._legs()
-        if not state.most:
-            state.most = self._rounds()
-        if len(state.most) != len(self.legs):
+            self.policy.fit(int(min(budgets)), int(max(budgets)))
+            state.blocks = [list(block) for block in self.policy.blocks]
+        self.policy.cut([tuple(block) for block in state.blocks])
+        self.blueprint = self.policy.model
+        self.phases = self._phases()
+        if not state.maximum:
+            state.maximum = self._rounds()
+        if len(state.maximum) != len(self.phases):
             raise ValueError(
-                f"the run to resume has {len(state.most)} parts, this version has {len(self.legs)} for these settings: finish "
-                "it with the version that began it, or begin anew"
+                f"the run to resume has {len(state.maximum)} parts, this version has {len(self.phases)} for these settings: "
+                "finish it with the version that began it, or begin again"
             )
 
     def _brought(self) -> set[str]:
@@ -147,15 +147,15 @@ class ProFL(PieceStrategy):
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
         """As usual; where statistics are measured nothing else may change."""
-        if self.leg.kind == "statistics":
+        if self.phase.kind == "statistics":
             measured = {name: array for name, array in update.arrays.items() if name.endswith(MEASURED)}
             update = replace(update, arrays=measured)
         super().combine(client, update)
 
     def _rounds(self) -> list[int]:
-        settings, legs = self.settings, self.legs
-        steps, maps = [leg for leg in legs if leg.is_step], sum(leg.kind == "map" for leg in legs)
-        statistics = len(legs) - len(steps) - maps
+        settings, phases = self.settings, self.phases
+        steps, maps = [phase for phase in phases if phase.is_step], sum(phase.kind == "map" for phase in phases)
+        statistics = len(phases) - len(steps) - maps
         left = settings.num_rounds - settings.distil_rounds * maps - statistics
         by_parameters = settings.freezing == "parameters"
         if settings.stage_rounds and not by_parameters:
@@ -167,64 +167,66 @@ class ProFL(PieceStrategy):
                 + (", one of them for statistics" if statistics else "")
             )
         else:
-            parameters = [self._parameters(leg.t) if by_parameters else 1 for leg in steps]
+            parameters = [self._parameters(phase.t) if by_parameters else 1 for phase in steps]
             dealt = rounds_by_parameters(parameters, left)
         rounds = iter(dealt)
         fixed = {"map": settings.distil_rounds, "statistics": 1}
-        return [next(rounds) if leg.is_step else fixed[leg.kind] for leg in legs]
+        return [next(rounds) if phase.is_step else fixed[phase.kind] for phase in phases]
 
     def _parameters(self, t: int) -> int:
-        return self.rule.part(self.rule.blocks[t - 1]).parameters
+        return self.policy.part(self.policy.blocks[t - 1]).parameters
 
-    def _legs(self) -> list[Leg]:
+    def _phases(self) -> list[Phase]:
         settings = self.settings
-        maps = basic_atoms(self.rule.model) if settings.distil_rounds else ()
-        random = [f"atoms.{atom}" for block in self.rule.blocks[:-1] for atom in block]
+        maps = basic_atoms(self.policy.model) if settings.distil_rounds else ()
+        random = [f"atoms.{atom}" for block in self.policy.blocks[:-1] for atom in block]
         known = self._brought() if settings.init_weights else set()
-        unknown = any(has_statistics(self.rule.model, unit) for unit in random if unit not in known)
-        return legs_of(len(self.rule.blocks), shrinking=settings.shrinking, maps=maps, statistics=unknown)
+        unknown = any(has_statistics(self.policy.model, unit) for unit in random if unit not in known)
+        return legs_of(len(self.policy.blocks), shrinking=settings.shrinking, maps=maps, statistics=unknown)
 
     @property
-    def leg(self) -> Leg:
+    def phase(self) -> Phase:
         """The present one, or the last where all are done."""
-        return self.legs[min(self.state.leg, len(self.legs) - 1)]
+        return self.phases[min(self.state.phase, len(self.phases) - 1)]
 
-    def prices_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[Piece, int]:
         """The step's and the output layer's; in a map the student's; of the blocks whose statistics are measured."""
-        needed = {"map": self.rule.needed_to_map, "statistics": self.rule.needed_to_measure}
-        return needed.get(self.leg.kind, self.rule.needed)(self.leg.t)
+        needed = {"map": self.policy.needed_to_map, "statistics": self.policy.needed_to_measure}
+        return needed.get(self.phase.kind, self.policy.needed)(self.phase.t)
 
-    def least_budget(self) -> int:
+    def min_budget(self) -> int:
         """What the cheapest of these takes."""
-        return min(self.prices_for(0).values())
+        return min(self.costs_for(0).values())
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The step."""
-        own = Orders(self.leg.t, self.leg.kind).to_own()
+        own = ProFLTaskConfig(self.phase.t, self.phase.kind).to_values()
         return replace(super().task(server_round, state), own=own)
 
     def rate(self, server_round: int) -> float:
         """Of a map its own."""
-        return self.settings.distil_lr if self.leg.kind == "map" else super().rate(server_round)
+        return self.settings.distil_lr if self.phase.kind == "map" else super().rate(server_round)
 
     def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
-        """Until the last leg has had all its rounds."""
-        left = sum(self.state.most[self.state.leg :]) - self.state.leg_round
+        """Until the last phase has had all its rounds."""
+        left = sum(self.state.maximum[self.state.phase :]) - self.state.leg_round
         return super().schedule(first, min(last, first + left - 1))
 
     def frozen_units(self, task: Task) -> list[str]:
         """The blocks before that of the step, once they have statistics."""
-        frozen = self.rule.blocks[: self.leg.t - 1] if self.leg.kind != "statistics" else []
+        frozen = self.policy.blocks[: self.phase.t - 1] if self.phase.kind != "statistics" else []
         return [f"atoms.{atom}" for block in frozen for atom in block]
 
     def sent_units(self, task: Task) -> set[str]:
         """The block of the step, the output module, and in a map the basic layer that is to stand for the block; for
         statistics the blocks before.
         """
-        orders = Orders.of(task)
-        if orders.doing == "statistics":
+        task_config = ProFLTaskConfig.of(task)
+        if task_config.doing == "statistics":
             return {f"atoms.{atom}" for atom in frozen_atoms(task)}
-        atoms = set(self.rule.step(orders.step)) | set(self.rule.student(orders.step) if orders.doing == "map" else ())
+        atoms = set(self.policy.step(task_config.step)) | set(
+            self.policy.student(task_config.step) if task_config.doing == "map" else ()
+        )
         return {f"atoms.{atom}" for atom in atoms} | {"head"}
 
     def configure_train(
@@ -233,7 +235,7 @@ class ProFL(PieceStrategy):
         """As usual; the block's scalars before its first round are where its movement begins."""
         for name in [name for name in self.kept if name.startswith(BEFORE)]:
             del self.kept[name]
-        if self.leg.is_step and SCALARS not in self.kept:
+        if self.phase.is_step and SCALARS not in self.kept:
             self.kept[SCALARS] = Array(self._scalars(arrays)[None])
         return super().configure_train(server_round, arrays, config, grid)
 
@@ -242,9 +244,9 @@ class ProFL(PieceStrategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """As usual; then look at how the block moved."""
         arrays, metrics = super().aggregate_train(server_round, replies)
-        if arrays is not None or self.leg.kind != "statistics":  # nothing else can be done without them
+        if arrays is not None or self.phase.kind != "statistics":  # nothing else can be done without them
             self.state.leg_round += 1
-        if arrays is not None and self.leg.is_step:
+        if arrays is not None and self.phase.is_step:
             self._note_movement(arrays)
         return arrays, metrics
 
@@ -254,18 +256,20 @@ class ProFL(PieceStrategy):
 
     @property
     def _ended(self) -> bool:
-        return self._converged or self.state.leg_round >= self.state.most[min(self.state.leg, len(self.legs) - 1)]
+        return (
+            self._converged or self.state.leg_round >= self.state.maximum[min(self.state.phase, len(self.phases) - 1)]
+        )
 
     def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
-        """End the leg where it is time."""
+        """End the phase where it is time."""
         state = self.state
         if not self._ended:
             return arrays
-        state.frozen = [*state.frozen, {"leg": self.stage, "round": server_round, "converged": self._converged}]
-        return self._next_leg(arrays)
+        state.frozen = [*state.frozen, {"phase": self.stage, "round": server_round, "converged": self._converged}]
+        return self._next_phase(arrays)
 
     def _note_movement(self, arrays: ArrayRecord) -> None:
-        """Of the block. A round in which nobody trained it does not count."""
+        """Of the block. A round in which no client trained it does not count."""
         seen, now = self.kept[SCALARS].numpy(), self._scalars(arrays)
         if not np.array_equal(seen[-1], now):
             seen = np.vstack([seen, now])[-self.freezing.window - 1 :]
@@ -275,26 +279,26 @@ class ProFL(PieceStrategy):
 
     def _scalars(self, arrays: ArrayRecord) -> np.ndarray:
         """The parameters of the step's block, or `movement-scalars` of them, the same in all its rounds."""
-        block = [f"atoms.{atom}" for atom in self.rule.blocks[self.leg.t - 1]]
+        block = [f"atoms.{atom}" for atom in self.policy.blocks[self.phase.t - 1]]
         names = [name for unit in block for name in parameter_names(self.blueprint, unit)]
         values = np.concatenate([arrays[name].numpy().reshape(-1) for name in names])
         wanted = self.settings.movement_scalars
         if not wanted or wanted >= len(values):
             return values
-        rng = np.random.default_rng([self.settings.seed, self.state.leg])
+        rng = np.random.default_rng([self.settings.seed, self.state.phase])
         return values[np.sort(rng.choice(len(values), wanted, replace=False))]
 
-    def _next_leg(self, arrays: ArrayRecord) -> ArrayRecord:
-        """What the output module is in growing is noted in shrinking; norms of updates and movements begin anew."""
-        state, leg = self.state, self.leg
+    def _next_phase(self, arrays: ArrayRecord) -> ArrayRecord:
+        """What the output module is in growing is noted in shrinking; norms of updates and movements begin again."""
+        state, phase = self.state, self.phase
         self.kept.pop(SCALARS, None)
-        if leg.kind == "shrinking":
-            for name, array in self._output_module(leg.t, arrays).items():
-                self.kept[f"step{leg.t}/{name}"] = array
-        self.state = replace(state, leg=state.leg + 1, leg_round=0, movements=[], norms={})
-        if self.finished or self.leg.kind != "growing":
+        if phase.kind == "shrinking":
+            for name, array in self._output_module(phase.t, arrays).items():
+                self.kept[f"step{phase.t}/{name}"] = array
+        self.state = replace(state, phase=state.phase + 1, leg_round=0, movements=[], norms={})
+        if self.finished or self.phase.kind != "growing":
             return arrays
-        noted = self._noted(f"step{self.leg.t}/")
+        noted = self._noted(f"step{self.phase.t}/")
         for name in noted:
             self.kept[BEFORE + name] = arrays[name]
         return ArrayRecord({name: noted.get(name, array) for name, array in arrays.items()})
@@ -303,34 +307,34 @@ class ProFL(PieceStrategy):
         return {name.removeprefix(prefix): array for name, array in self.kept.items() if name.startswith(prefix)}
 
     def final(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The model; where a leg has not begun, with the output module that the one before it ended with."""
+        """The model; where a phase has not begun, with the output module that the one before it ended with."""
         before = self._noted(BEFORE)
         return ArrayRecord({name: before.get(name, array) for name, array in arrays.items()})
 
     def _output_module(self, t: int, arrays: ArrayRecord) -> dict[str, Array]:
-        units = {f"atoms.{atom}" for atom in self.rule.step(t)[len(self.rule.blocks[t - 1]) :]} | {"head"}
+        units = {f"atoms.{atom}" for atom in self.policy.step(t)[len(self.policy.blocks[t - 1]) :]} | {"head"}
         return {name: array for name, array in arrays.items() if unit_of(name) in units}
 
     @property
     def finished(self) -> bool:
         """Whether the last block is grown."""
-        return self.state.leg == len(self.legs)
+        return self.state.phase == len(self.phases)
 
     @property
     def stage(self) -> str:
-        """The name of the leg."""
-        return str(self.leg)
+        """The name of the phase."""
+        return str(self.phase)
 
     def _train_metrics(self) -> MetricRecord:
         """The clients' loss; of a map, which is a distance between logits, under a name of its own."""
-        if self.leg.kind == "statistics":
+        if self.phase.kind == "statistics":
             return MetricRecord()
         metrics = super()._train_metrics()
-        return MetricRecord({"distillation-loss": metrics["train-loss"]}) if self.leg.kind == "map" else metrics
+        return MetricRecord({"distillation-loss": metrics["train-loss"]}) if self.phase.kind == "map" else metrics
 
     def details(self) -> dict[str, Any]:
-        """The last movement of the block, the slope of the line through the last ones and what freezes the block; legs that are
-        done.
+        """The last movement of the block, the slope of the line through the last ones and what freezes the block; phases
+        that are done.
         """
         movements = self.state.movements
         return {
@@ -338,8 +342,8 @@ class ProFL(PieceStrategy):
             "slope": next(reversed(slopes(movements, self.freezing.window)), None),
             "slope_threshold": threshold(movements, self.freezing),
             "times_below": times_below(movements, self.freezing),
-            "block": self.leg.t,
-            "blocks": len(self.rule.blocks),
+            "block": self.phase.t,
+            "blocks": len(self.policy.blocks),
             "ended": ("frozen" if self._converged else "rounds") if self._ended else "",
             "frozen": self.state.frozen,
         }
@@ -347,16 +351,16 @@ class ProFL(PieceStrategy):
     @property
     def measurable(self) -> bool:
         """Not before anything is trained."""
-        return self.leg.kind != "statistics"
+        return self.phase.kind != "statistics"
 
     def trained_model(self) -> tuple[Piece, str]:
         """The blocks up to that of the step, and its output module; in a map, without the block that is mapped."""
-        return self._cascade(self.leg)
+        return self._cascade(self.phase)
 
     def final_model(self) -> tuple[Piece, str]:
-        """That of the last round: where a leg has not begun, of the one before it."""
+        """That of the last round: where a phase has not begun, of the one before it."""
         state = self.state
-        return self._cascade(self.legs[state.leg - 1] if state.leg and not state.leg_round else self.leg)
+        return self._cascade(self.phases[state.phase - 1] if state.phase and not state.leg_round else self.phase)
 
-    def _cascade(self, leg: Leg) -> tuple[Piece, str]:
-        return cascade_at(self.blueprint, self.rule.blocks, leg.t - (leg.kind == "map")), "head"
+    def _cascade(self, phase: Phase) -> tuple[Piece, str]:
+        return cascade_at(self.blueprint, self.policy.blocks, phase.t - (phase.kind == "map")), "head"

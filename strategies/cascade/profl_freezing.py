@@ -44,23 +44,23 @@ def slopes(movements: Sequence[float], window: int) -> list[float]:
     return [slope(movements[end - window : end]) for end in range(window, len(movements) + 1)]
 
 
-def threshold(movements: Sequence[float], rule: Freezing) -> float | None:
+def threshold(movements: Sequence[float], policy: Freezing) -> float | None:
     """phi times the initial slope, which is known when there are H slopes."""
-    found = [abs(each) for each in slopes(movements, rule.window)]
-    return rule.share * max(found[: rule.window]) if len(found) >= rule.window else None
+    found = [abs(each) for each in slopes(movements, policy.window)]
+    return policy.share * max(found[: policy.window]) if len(found) >= policy.window else None
 
 
-def times_below(movements: Sequence[float], rule: Freezing) -> int:
+def times_below(movements: Sequence[float], policy: Freezing) -> int:
     """How often, up to now, the slope was below phi of the initial one."""
-    if (least := threshold(movements, rule)) is None:
+    if (minimum := threshold(movements, policy)) is None:
         return 0
-    below = [abs(each) < least for each in slopes(movements, rule.window)]
-    return sum(takewhile(bool, reversed(below))) if rule.in_row else sum(below)
+    below = [abs(each) < minimum for each in slopes(movements, policy.window)]
+    return sum(takewhile(bool, reversed(below))) if policy.in_row else sum(below)
 
 
-def converged(movements: Sequence[float], rule: Freezing) -> bool:
+def converged(movements: Sequence[float], policy: Freezing) -> bool:
     """Whether a block with these movements, that of round H first, is to be frozen."""
-    return times_below(movements, rule) >= rule.times
+    return times_below(movements, policy) >= policy.times
 
 
 def rounds_by_parameters(parameters: Sequence[int], rounds: int) -> list[int]:

@@ -16,33 +16,33 @@ from piecework.models.basic_layers import basic_atoms, blocks_of, cascade_at, st
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import AtomTooLargeError, Piece
 from piecework.models.variant import Variant
-from piecework.planning.costs import Pricing
+from piecework.planning.costs import CostModel
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import Rule, Stage, label
+from piecework.planning.partition_policy import PartitionPolicy, Stage, label
 from piecework.training.settings import Settings
 
 LOG = logging.getLogger("piecework")
 
 
-class ProFLRule(Rule):
+class ProFLPolicy(PartitionPolicy):
     """One stage a step of the growing phase, T of them; shrinking goes through the same steps backwards."""
 
-    excluded = "trains the output layer only"
+    when_excluded = "trains the output layer only"
 
-    def __init__(self, blueprint: Blueprint, pricing: Pricing, settings: Settings, smallest: int = 0) -> None:
-        super().__init__(blueprint, pricing, settings, smallest)
+    def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, smallest: int = 0) -> None:
+        super().__init__(blueprint, cost_model, settings, smallest)
         self.cut(blocks_of(blueprint))
 
-    def fit(self, least: int, most: int) -> None:
+    def fit(self, minimum: int, maximum: int) -> None:
         """By architecture unless settings say by budget; layer by layer, where a step is too large for every client.
 
         Raises AtomTooLargeError, and ValueError where not even layers fit.
         """
-        super().fit(least, most)
+        super().fit(minimum, maximum)
         if self.settings.blocks == "budget":
-            self.cut(self.by_budget(least))
+            self.cut(self.by_budget(minimum))
             return
-        allowed = self.settings.allowance(most)
+        allowed = self.settings.allowance(maximum)
         step, needed = self.largest()
         if needed > allowed:
             LOG.warning(
@@ -53,7 +53,7 @@ class ProFLRule(Rule):
             step, needed = self.largest()
         if needed > allowed:
             raise ValueError(
-                f"step {step} of layer-wise training needs {needed:,} bytes, and the richest client has {allowed:,}: nobody "
+                f"step {step} of layer-wise training needs {needed:,} bytes, and the richest client has {allowed:,}: no client "
                 "could train its atom; lower batch-size or model-width, or give clients more memory"
             )
 
@@ -116,17 +116,17 @@ class ProFLRule(Rule):
     def needed_to_map(self, t: int) -> dict[Piece, int]:
         """Bytes of integrating block t into its basic layer; the teacher is streamed, its last atom with the output layer."""
         student, teacher = self.student(t), cascade_at(self.model, self.blocks, t)
-        needed = max(self.with_streams(student, teacher), self.pricing.streamed(self.model, teacher[-1], "head"))
+        needed = max(self.with_streams(student, teacher), self.cost_model.streamed(self.model, teacher[-1], "head"))
         return {student: needed}
 
     def needed_to_measure(self, t: int) -> dict[Piece, int]:
         """Bytes of taking statistics of the blocks before t, one atom after another."""
         before = [atom for block in self.blocks[: t - 1] for atom in block]
-        return {tuple(before): max(self.pricing.streamed(self.model, atom, measured=True) for atom in before)}
+        return {tuple(before): max(self.cost_model.streamed(self.model, atom, measured=True) for atom in before)}
 
     def with_streams(self, piece: Piece, atoms: Iterable[int]) -> int:
         """Bytes of training a piece behind atoms, each of which is in memory alone before it."""
-        return max(self.bytes(piece), *(self.pricing.streamed(self.model, atom) for atom in atoms), 0)
+        return max(self.bytes(piece), *(self.cost_model.streamed(self.model, atom) for atom in atoms), 0)
 
     def student(self, t: int) -> Piece:
         """The basic layers of block t (from 2) and of those behind it."""

@@ -7,7 +7,7 @@ architecture p the server has a prototype w_p, and after a round, with D_p the c
   w_p <- sum_{k in D_p} n_k w_k / sum_{k in D_p} n_k                      (Algorithm 3; who trained nothing is not in it)
   w_p <- steps on KL(softmax(mean_k s_k(x)) || softmax(s_p(x))), x public    (Algorithm 3, AVGLOGITS)
 
-over the public examples, also for a p that nobody trained. The model of the run is the largest one's prototype. Here as in
+over the public examples, also for a p that no client trained. The model of the run is the largest one's prototype. Here as in
 FedProphet's authors' code: 128 batches of 64, SGD with momentum 0.9 at a constant rate, clean examples also where clients train
 on adversarial ones. FedDF's own: Adam (`server-optimiser`), a cosine, and 10,000 batches, ended early on a validation set.
 
@@ -27,7 +27,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from torch import Tensor
 
-from piecework.client_app.trainers.distillation.feddf import FAMILY, Orders
+from piecework.client_app.trainers.distillation.feddf import FAMILY, FedDFTaskConfig
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import (
     CheckedUpdate,
@@ -43,7 +43,7 @@ from piecework.models.cascade import Blueprint, initial_state, num_logits
 from piecework.models.partition import Piece
 from piecework.models.variant import Variant, vary
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import Rule, Stage
+from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.distillation.server_training import (
     AdamPiece,
@@ -54,7 +54,7 @@ from piecework.strategies.distillation.server_training import (
     logits_of,
 )
 from piecework.strategies.state import Experiment
-from piecework.training.loop import MakeLoss, PieceModel, Recipe
+from piecework.training.loop import MakeLoss, PieceModel, TrainingConfig
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.messages import Task, piece_key
 from piecework.training.randomness import generator
@@ -63,7 +63,7 @@ LOG = logging.getLogger("piecework")
 FAMILIES = {"vgg16": "vgg13,vgg11,cnn3", "resnet34": "resnet18,resnet10,cnn4"}  # FedProphet, appendix B.2
 
 
-class FamilyRule(Rule):
+class FamilyPolicy(PartitionPolicy):
     """One stage: each device trains the largest model of the family that fits."""
 
     adversarial = "optional"
@@ -125,8 +125,8 @@ class FamilyRule(Rule):
             return min(levels, key=lambda level: self.bytes((FAMILY, level)))
         return max(fitting, key=lambda level: self.part((FAMILY, level)).parameters)
 
-    def least(self) -> int:
-        """The price of the cheapest model."""
+    def min_budget(self) -> int:
+        """The cost of the cheapest model."""
         return min(self.bytes((FAMILY, level)) for level in range(len(self.names)))
 
     @cached_property
@@ -143,8 +143,8 @@ class FedDF(PieceStrategy):
     """Prototypes that learn from all clients' models. `kept` has those besides the model, by `<architecture>/<array>`."""
 
     name = "feddf"
-    rule_class = FamilyRule
-    rule: FamilyRule
+    policy_class = FamilyPolicy
+    policy: FamilyPolicy
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
@@ -152,7 +152,7 @@ class FedDF(PieceStrategy):
             raise ValueError(
                 f"batch-norm = 'local': clients of {self.name} change architectures, use measured, running or batch"
             )
-        self.models = self.rule.models
+        self.models = self.policy.models
         self.public = public_examples(self.settings)
         self.means: dict[int, WeightedMean] = {}
         self.ensemble, self.cap = Ensemble(), MemoryCap(0, enforced=False)
@@ -161,48 +161,48 @@ class FedDF(PieceStrategy):
 
     def begin(self) -> None:
         """Make the prototypes of a new run. Raises ValueError."""
-        for level, (name, model) in enumerate(zip(self.rule.names, self.models, strict=True)):
+        for level, (name, model) in enumerate(zip(self.policy.names, self.models, strict=True)):
             if level and not any(key.startswith(f"{name}/") for key in self.kept):
                 first = initial_state(model, self.settings.seed)
                 self.keep(level, ArrayRecord({key: Array(value.numpy()) for key, value in first}))
 
     def prototype(self, level: int, arrays: ArrayRecord) -> ArrayRecord:
         """The prototype of an architecture; `arrays` is the model of the run."""
-        prefix = f"{self.rule.names[level]}/"
+        prefix = f"{self.policy.names[level]}/"
         found = {key.removeprefix(prefix): array for key, array in self.kept.items() if key.startswith(prefix)}
         return ArrayRecord(found) if found else arrays
 
     def keep(self, level: int, arrays: Mapping[str, Array]) -> None:
         """Put a prototype beside the model."""
         self.kept = ArrayRecord(
-            {**self.kept, **{f"{self.rule.names[level]}/{name}": array for name, array in arrays.items()}}
+            {**self.kept, **{f"{self.policy.names[level]}/{name}": array for name, array in arrays.items()}}
         )
 
-    def prices_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[Piece, int]:
         """None yet: what a client looks up depends on its device."""
         return {}
 
     def task(self, server_round: int, state: DeviceState) -> Task:
-        """The model of the client's device, and its price."""
-        level = self.rule.level(state.budget_bytes)
-        prices = {piece_key((FAMILY, level)): self.price((FAMILY, level))}
-        own, variant = Orders(level).to_own(), self.rule.variant_of(level)
-        return replace(super().task(server_round, state), own=own, variant=variant, prices=prices)
+        """The model of the client's device, and its cost."""
+        level = self.policy.level(state.budget_bytes)
+        costs = {piece_key((FAMILY, level)): self.cost((FAMILY, level))}
+        own, variant = FedDFTaskConfig(level).to_values(), self.policy.variant_of(level)
+        return replace(super().task(server_round, state), own=own, variant=variant, costs=costs)
 
     def architecture(self, task: Task) -> str:
         """The name of a task's model."""
-        return self.rule.names[Orders.of(task).level]
+        return self.policy.names[FedDFTaskConfig.of(task).level]
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
         """The prototype of the task's architecture."""
-        return self.prototype(Orders.of(task).level, arrays)
+        return self.prototype(FedDFTaskConfig.of(task).level, arrays)
 
     def untrained(self, task: Task) -> ArrayRecord:
         """The prototype, as it was sent."""
-        return self.travelling(task, self.post.arrays)
+        return self.travelling(task, self.dispatcher.arrays)
 
     def check(
-        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, most: Callable[[], float]
+        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, maximum: Callable[[], float]
     ) -> CheckedUpdate:
         """As usual; units of different architectures have histories of their own."""
         prefix = f"{self.architecture(task)}/"
@@ -226,7 +226,7 @@ class FedDF(PieceStrategy):
     def combine(self, client: int, update: CheckedUpdate) -> None:
         """Take in a client's weights and logits. Raises UpdateRejectedError for a model that has not all of them."""
         task = self._asked[client][0]
-        level = Orders.of(task).level
+        level = FedDFTaskConfig.of(task).level
         require_all(update, self.untrained(task))
         arrays = {name: Array(array) for name, array in update.arrays.items()}
         model, settings = self.models[level], self.settings
@@ -246,9 +246,9 @@ class FedDF(PieceStrategy):
         """The new prototypes; the largest one is the model."""
         self.doubt()
         targets = averaged(self.ensemble)
-        model, self.loss = self.distil(0, self.merged(0, self.post.arrays), targets, likeness_loss)
-        for level in range(1, len(self.rule.names)):
-            self.keep(level, self.distil(level, self.merged(level, self.post.arrays), targets, likeness_loss)[0])
+        model, self.loss = self.distil(0, self.merged(0, self.dispatcher.arrays), targets, likeness_loss)
+        for level in range(1, len(self.policy.names)):
+            self.keep(level, self.distil(level, self.merged(level, self.dispatcher.arrays), targets, likeness_loss)[0])
         return model
 
     def doubt(self) -> None:
@@ -260,27 +260,27 @@ class FedDF(PieceStrategy):
     ) -> tuple[ArrayRecord, float]:
         """What a model learns of the public examples, and its mean loss; where that is not finite, the model as it was."""
         settings = self.settings
-        recipe = Recipe(
+        training_config = TrainingConfig(
             settings.server_lr, 0.9, 0.0, settings.server_batch_size, 1, iterations=settings.server_iterations
         )
         rng = generator(settings.seed, self.round, "distil", level)
         piece_class = AdamPiece if settings.server_optimiser == "adam" else PieceModel
         model, threads = self.models[level], settings.torch_threads
         new, loss = distilled(
-            model, arrays, self.public, targets, make_loss, recipe, rng, self.cap, piece_class, threads
+            model, arrays, self.public, targets, make_loss, training_config, rng, self.cap, piece_class, threads
         )
         if math.isfinite(loss) and all(np.isfinite(array.numpy()).all() for array in new.values()):
             return new, loss
         LOG.warning(
-            "distillation of %s in round %s diverged, and was left out: lower server-lr = %s",
-            self.rule.names[level],
+            "distillation of %s in round %s diverged, and was excluded: lower server-lr = %s",
+            self.policy.names[level],
             self.round,
             settings.server_lr,
         )
         return arrays, math.nan
 
     def details(self) -> dict[str, Any]:
-        """The architecture of each client, and whose logits were left out; the most bytes (by the accounting) that distillation
+        """The architecture of each client, and whose logits were excluded; the most bytes (by the accounting) that distillation
         held on the server.
         """
         chosen = {str(client): self.architecture(task) for client, (task, _) in self._asked.items()}

@@ -1,7 +1,7 @@
 """FedET (Cho et al., "Heterogeneous Ensemble Knowledge Transfer for Training Large Models in Federated Learning", IJCAI 2022),
 the server's side, as FedProphet compares with it.
 
-Clients as in FedDF. The server's model W, of the largest architecture, is nobody's: it learns from the ensemble alone. For
+Clients as in FedDF. The server's model W, of the largest architecture, is no client's: it learns from the ensemble alone. For
 client k's logits s_k, v_k(x) their variance over the classes, and phi the last linear layer, which all models have alike:
 
   1. phi of W <- sum_k n_k phi_k / sum_k n_k
@@ -21,11 +21,11 @@ from piecework.federation.aggregation import WeightedMean
 from piecework.models.cascade import Blueprint
 from piecework.models.width import last_layer
 from piecework.planning.part import Part
-from piecework.strategies.distillation.feddf import FamilyRule, FedDF
+from piecework.strategies.distillation.feddf import FamilyPolicy, FedDF
 from piecework.strategies.distillation.server_training import consensus, consensus_loss
 
 
-class SharedLastRule(FamilyRule):
+class SharedLastPolicy(FamilyPolicy):
     """A family whose models have their last linear layer in common."""
 
     def covered(self, part: Part) -> list[str]:
@@ -47,7 +47,7 @@ class FedET(FedDF):
     """A model that learns from an ensemble of smaller ones, with a last layer that all share."""
 
     name = "fedet"
-    rule_class = SharedLastRule
+    policy_class = SharedLastPolicy
 
     @cached_property
     def last(self) -> list[list[str]]:
@@ -63,13 +63,14 @@ class FedET(FedDF):
             head.add({names[name]: mean[name] for name in names}, mean.weight(self.last[level][0]))
         server = {
             name: Array(head.over(name, array.numpy())) if name in head else array
-            for name, array in self.post.arrays.items()
+            for name, array in self.dispatcher.arrays.items()
         }
         loss = consensus_loss(self.settings.diversity)
         model, self.loss = self.distil(0, ArrayRecord(server), consensus(self.ensemble), loss)
-        for level in range(len(self.rule.names)):
+        for level in range(len(self.policy.names)):
             names = dict(zip(self.last[level], self.last[0], strict=True))
             self.keep(
-                level, {**self.merged(level, self.post.arrays), **{own: model[name] for own, name in names.items()}}
+                level,
+                {**self.merged(level, self.dispatcher.arrays), **{own: model[name] for own, name in names.items()}},
             )
         return model

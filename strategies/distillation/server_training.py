@@ -21,7 +21,7 @@ from piecework.models.cascade import Blueprint
 from piecework.training.adam import Adam
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
-from piecework.training.loop import MakeLoss, PieceModel, Recipe, Trainee, load_for_device
+from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, TrainingConfig, load_for_device
 from piecework.training.memory_cap import MemoryCap
 
 LEAST_VARIANCE = 1e-12  # so that logits which are all alike weigh little, and a sum of weights is never 0
@@ -40,7 +40,7 @@ class Ensemble:
         self._file = TemporaryFile()  # noqa: SIM115 (open as long as the ensemble is there)
         self._shape = (0, 0)
         self.sizes: list[float] = []  # of each client's logits, root mean squares
-        self.most = math.inf
+        self.maximum = math.inf
 
     def add(self, logits: Tensor) -> None:
         """Append one client's logits [N, C]."""
@@ -50,13 +50,13 @@ class Ensemble:
 
     def distrust(self, factor: float) -> list[int]:
         """Leave out logits larger than `factor` times the clients' median (0 = none): whose, counted as they came."""
-        self.most = factor * median_low(self.sizes) if factor and self.sizes else math.inf
-        return [member for member, size in enumerate(self.sizes) if size > self.most]
+        self.maximum = factor * median_low(self.sizes) if factor and self.sizes else math.inf
+        return [member for member, size in enumerate(self.sizes) if size > self.maximum]
 
     def __iter__(self) -> Iterator[Tensor]:
         """The logits of each client that is trusted, in the order in which they came."""
         for member, size in enumerate(self.sizes):
-            if size > self.most:
+            if size > self.maximum:
                 continue
             self._file.seek(4 * member * self._shape[0] * self._shape[1])
             read = self._file.read(4 * self._shape[0] * self._shape[1])
@@ -157,22 +157,22 @@ def distilled(
     examples: Examples,
     targets: Tensor,
     make_loss: MakeLoss,
-    recipe: Recipe,
+    training_config: TrainingConfig,
     rng: np.random.Generator,
     cap: MemoryCap,
     piece_class: type[PieceModel] = PieceModel,
     threads: int = 1,
 ) -> tuple[ArrayRecord, float]:
-    """A model that has learnt `targets` [N, ...] for `recipe.iterations` batches; and its mean loss."""
+    """A model that has learnt `targets` [N, ...] for `training_config.iterations` batches; and its mean loss."""
     taught = Examples(examples.read, targets.numpy())
-    trainee = Trainee(partial(_whole, blueprint, arrays, piece_class), recipe, make_loss)
+    trainer = LocalTrainer(partial(_whole, blueprint, arrays, piece_class), training_config, make_loss)
     with at_full_speed(threads):
-        for _ in trainee.epochs():
-            trainee.epoch(taught, rng, cap, f"distil {blueprint.name}")
-        (model,) = trainee.finish()
+        for _ in trainer.epochs():
+            trainer.epoch(taught, rng, cap, f"distil {blueprint.name}")
+        (model,) = trainer.finish()
     found = {f"{unit}.{name}": value for unit, m in model.units().items() for name, value in m.state_dict().items()}
     new = ArrayRecord({name: Array(found[name].detach().numpy()) for name in arrays})
-    return new, trainee.total_loss / trainee.seen
+    return new, trainer.total_loss / trainer.seen
 
 
 def _whole(blueprint: Blueprint, arrays: Mapping[str, Array], piece_class: type[PieceModel]) -> list[PieceModel]:

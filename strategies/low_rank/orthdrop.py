@@ -8,10 +8,10 @@ comes of it in every round; kernels below the top stay in the server's model and
 
 from typing import Literal
 
-from piecework.strategies.low_rank.prism import PriSM, PriSMRule
+from piecework.strategies.low_rank.prism import PriSM, PriSMPolicy
 
 
-class OrthDropRule(PriSMRule):
+class OrthDropPolicy(PriSMPolicy):
     """As PriSM's; sub-models with all output channels."""
 
     @property
@@ -24,5 +24,5 @@ class OrthDrop(PriSM):
     """Sub-models of the top kernels."""
 
     name = "orthdrop"
-    rule_class = OrthDropRule
+    policy_class = OrthDropPolicy
     sampling = "top"

@@ -2,9 +2,9 @@
 2023), the server's side; OrthDrop, a rival of its own (FedHM's choice of kernels), is built on it.
 
 W = U S V^T: a layer's weight; u'_i = sqrt(sigma_i) u_i, v'_i = sqrt(sigma_i) v_i: its principal kernels, i < R; I_c: those of
-client c, r = ceil(keep R) of them, drawn anew for every round, client and layer with p_i = sigma_i^kappa / sum (Eq. 2).
+client c, r = ceil(keep R) of them, drawn again for every round, client and layer with p_i = sigma_i^kappa / sum (Eq. 2).
 
-A round: every layer that changed is decomposed anew (orthogonal space refresh); a client gets I_c's kernels, of each u'_i the
+A round: every layer that changed is decomposed again (orthogonal space refresh); a client gets I_c's kernels, of each u'_i the
 first r entries, and whatever else its sub-model is made of (models/low_rank.py). Each entry of u'_i and v'_i becomes the mean
 over the clients that had it, each counting the same (Eq. 5); the others are as they were. W = sum_i u'_i v'_i is the model.
 
@@ -22,7 +22,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from piecework.client_app.momentum import MOMENTUM, averaged
-from piecework.client_app.trainers.low_rank.prism import LowRankModel, Orders, low_rank_loss
+from piecework.client_app.trainers.low_rank.prism import LowRankModel, PriSMTaskConfig, low_rank_loss
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, updated
 from piecework.models.kernels import Sampling, compose, decompose, effective_rank, sample
@@ -31,14 +31,14 @@ from piecework.models.partition import Piece
 from piecework.models.variant import Variant, vary
 from piecework.models.width import Indices, shapes, take
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import Rule
+from piecework.planning.partition_policy import PartitionPolicy
 from piecework.strategies.state import Experiment
-from piecework.strategies.width.heterofl import HeteroFL, HeteroFLRule
-from piecework.training.messages import OwnFields, Task
+from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
+from piecework.training.messages import Task, TaskConfig
 from piecework.training.randomness import generator
 
 
-class PriSMRule(HeteroFLRule):
+class PriSMPolicy(HeteroFLPolicy):
     """One stage; each device the largest sub-model it can train."""
 
     masks = False
@@ -68,7 +68,7 @@ class PriSMRule(HeteroFLRule):
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
         """What the sub-model has."""
-        return Rule.values(self, parts)
+        return PartitionPolicy.values(self, parts)
 
     def part(self, piece: Piece) -> Part:
         """(WIDTH, n): the sub-model of the n-th keep ratio."""
@@ -86,8 +86,8 @@ class PriSM(HeteroFL):
     """Sub-models of sampled principal kernels."""
 
     name = "prism"
-    rule_class = PriSMRule
-    rule: PriSMRule
+    policy_class = PriSMPolicy
+    policy: PriSMPolicy
     sampling: ClassVar[Sampling | None] = None  # by `kernel-sampling`
 
     def __init__(self, experiment: Experiment) -> None:
@@ -96,8 +96,8 @@ class PriSM(HeteroFL):
             raise ValueError(
                 "server-momentum = true averages clients' momentum, and momentum is 0.0: set it, or leave it off"
             )
-        self.whole = vary(self.blueprint, self.rule.factorised(1.0))
-        self.scattered = self.rule.channels_computed == "random"
+        self.whole = vary(self.blueprint, self.policy.factorised(1.0))
+        self.scattered = self.policy.channels_computed == "random"
         self.factors, self.full = factors(self.whole), shapes(self.whole)
         self.carried = averaged(self.whole) if self.settings.server_momentum else []
         self.full |= {MOMENTUM + name: self.full[name] for name in self.carried}
@@ -106,12 +106,12 @@ class PriSM(HeteroFL):
         self.drawn: dict[int, dict[str, np.ndarray]] = {}  # by client and weight, I_c
         self.rows: dict[int, dict[str, np.ndarray]] = {}  # likewise, the output channels that are computed
 
-    def orders(self, level: int) -> OwnFields:
+    def task_config(self, level: int) -> TaskConfig:
         """What is said of a sub-model."""
-        return Orders(level)
+        return PriSMTaskConfig(level)
 
     def kernels(self, layer: Factors, arrays: ArrayRecord) -> tuple[np.ndarray, Array, Array]:
-        """sigma, v' and u' of a layer of the model; decomposed anew where it changed."""
+        """sigma, v' and u' of a layer of the model; decomposed again where it changed."""
         weight = arrays[layer.weight]
         known = self._kernels.get(layer.weight)
         if known is None or known[0] is not weight:
@@ -143,7 +143,7 @@ class PriSM(HeteroFL):
         self.drawn |= {client: {} for client in asked}
         self.rows |= {client: {} for client in asked}
         for client, (task, _) in asked.items():
-            small = self.rule.shapes[Orders.of(task).level]
+            small = self.policy.shapes[PriSMTaskConfig.of(task).level]
             for layer in self.factors:
                 rng = generator(settings.seed, server_round, client, "kernels", layer.weight)
                 sigma = self.kernels(layer, arrays)[0]
@@ -156,9 +156,9 @@ class PriSM(HeteroFL):
 
     def indices(self, task: Task) -> dict[str, Indices]:
         """Where the arrays of a task's sub-model lie in the model with all kernels."""
-        small = self.rule.shapes[Orders.of(task).level]
+        small = self.policy.shapes[PriSMTaskConfig.of(task).level]
         found: dict[str, Indices] = {name: tuple(map(np.arange, shape)) for name, shape in small.items()}
-        client = Orders.of(task).draw
+        client = PriSMTaskConfig.of(task).draw
         for name, made in self.computed.items():
             placed = [
                 self.rows[client][weight] if weight else where for weight, where in zip(made, found[name], strict=False)
@@ -183,7 +183,7 @@ class PriSM(HeteroFL):
 
     def finish(self) -> ArrayRecord:
         """The new model, put together from its kernels (Eq. 5)."""
-        new = updated(self.factored(self.post.arrays), self.coverage)
+        new = updated(self.factored(self.dispatcher.arrays), self.coverage)
         self.kept = ArrayRecord({name: array for name, array in new.items() if name.startswith(MOMENTUM)})
         return self.composed(new)
 
@@ -197,7 +197,7 @@ class PriSM(HeteroFL):
             found[layer.weight] = Array(compose(new_v.numpy(), new_u.numpy())) if changed else weight
             if layer.bias:
                 found[layer.bias[1]] = found.pop(layer.bias[0])
-        return ArrayRecord({name: found[name] for name in self.post.arrays})
+        return ArrayRecord({name: found[name] for name in self.dispatcher.arrays})
 
     def details(self) -> dict[str, Any]:
         """The keep ratio of each client; of every layer the kernels it needs (2^entropy), and how often kernels were drawn:

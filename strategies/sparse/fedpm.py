@@ -1,7 +1,7 @@
 """FedPM (Isik et al., "Sparse Random Networks for Communication-Efficient Federated Learning", ICLR 2023), the server's side.
 
 theta: for each weight of a frozen random network the probability that it is there. Each round starts from a Beta(1, 1) prior
-anew; with masks m_k of K clients its mode is theta = sum_k m_k / K (Algorithm 2), where masks count 0.01 and 0.99 for 0 and 1,
+again; with masks m_k of K clients its mode is theta = sum_k m_k / K (Algorithm 2), where masks count 0.01 and 0.99 for 0 and 1,
 as in the authors' code, so that scores stay finite. Down go scores, 32 bits each; up a mask, a bit each: records have as
 `coded_bits` what an arithmetic coder would leave of it, layer by layer.
 
@@ -23,13 +23,13 @@ from piecework.planning.counts import bits
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import require_no_statistics
 from piecework.strategies.state import Experiment
-from piecework.strategies.whole.fedavg import FedAvg, FedAvgRule
+from piecework.strategies.whole.fedavg import FedAvg, FedAvgPolicy
 from piecework.training.messages import Task
 
 LEAST = 0.01  # of a probability, as a mask's 0
 
 
-class FedPMRule(FedAvgRule):
+class FedPMPolicy(FedAvgPolicy):
     """The whole model with scores, or nothing."""
 
     adversarial = "optional"
@@ -59,8 +59,8 @@ class FedPM(FedAvg):
     """Masks of a frozen random network."""
 
     name = "fedpm"
-    rule_class = FedPMRule
-    rule: FedPMRule
+    policy_class = FedPMPolicy
+    policy: FedPMPolicy
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
@@ -75,20 +75,20 @@ class FedPM(FedAvg):
 
     def untrained(self, task: Task) -> ArrayRecord:
         """A mask, for its name and shape."""
-        return ArrayRecord({MASK: Array(np.zeros(-(-sum(self.sizes(self.post.arrays)) // 8), dtype=np.uint8))})
+        return ArrayRecord({MASK: Array(np.zeros(-(-sum(self.sizes(self.dispatcher.arrays)) // 8), dtype=np.uint8))})
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """As usual; masks are counted as they come."""
-        self.counts, self.votes, self.coded = np.zeros(sum(self.sizes(self.post.arrays)), dtype=np.int32), 0, {}
+        self.counts, self.votes, self.coded = np.zeros(sum(self.sizes(self.dispatcher.arrays)), dtype=np.int32), 0, {}
         return super().aggregate_train(server_round, replies)
 
     def check(
-        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, most: Callable[[], float]
+        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, maximum: Callable[[], float]
     ) -> CheckedUpdate:
         """A mask, with nothing behind its end."""
-        update = super().check(arrays, metrics, task, limits, most)
+        update = super().check(arrays, metrics, task, limits, maximum)
         if np.unpackbits(update.arrays[MASK], bitorder="little")[len(self.counts) :].any():
             raise UpdateRejectedError(f"the mask of {len(self.counts)} scores has bits behind its end")
         return update
@@ -98,7 +98,7 @@ class FedPM(FedAvg):
         mask = np.unpackbits(update.arrays[MASK], bitorder="little")[: len(self.counts)]
         self.counts += mask
         self.votes += 1
-        ends = np.cumsum(self.sizes(self.post.arrays))[:-1]
+        ends = np.cumsum(self.sizes(self.dispatcher.arrays))[:-1]
         self.coded[client] = sum(coded_bits(part) for part in np.split(mask, ends))
         self.reports[client].counted_bits = bits(len(mask), 0) + self.coded[client]
 
@@ -106,9 +106,9 @@ class FedPM(FedAvg):
         """The scores of the posterior's mode."""
         theta = LEAST + (1 - 2 * LEAST) * self.counts / self.votes
         scores = np.log(theta / (1 - theta)).astype(np.float32)
-        parts = np.split(scores, np.cumsum(self.sizes(self.post.arrays))[:-1])
-        new = dict(zip(sorted(self.post.arrays), parts, strict=True))
-        return ArrayRecord({n: Array(new[n].reshape(array.shape)) for n, array in self.post.arrays.items()})
+        parts = np.split(scores, np.cumsum(self.sizes(self.dispatcher.arrays))[:-1])
+        new = dict(zip(sorted(self.dispatcher.arrays), parts, strict=True))
+        return ArrayRecord({n: Array(new[n].reshape(array.shape)) for n, array in self.dispatcher.arrays.items()})
 
     def details(self) -> dict[str, Any]:
         """The share of weights that the clients' masks keep; bits of each client's mask, coded."""

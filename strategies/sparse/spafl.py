@@ -20,18 +20,18 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
 from piecework.client_app.trainers.sparse.forms import SparseModel, sparse_loss
-from piecework.client_app.trainers.sparse.spafl import CHANGE, THRESHOLDS, Orders, from_words, initial_model
+from piecework.client_app.trainers.sparse.spafl import CHANGE, THRESHOLDS, SpaFLTaskConfig, from_words, initial_model
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, Norms, UpdateRejectedError
 from piecework.federation.reports import ClientReport, finite
-from piecework.models.anatomy import Layer, anatomy
 from piecework.models.compact import layout
+from piecework.models.layer_statistics import Layer, layer_statistics
 from piecework.models.masked import thresholds
 from piecework.models.partition import Piece
 from piecework.models.variant import Variant
 from piecework.planning.counts import sparse_flops
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import Rule, Stage
+from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.training.messages import Outcome, Task
@@ -39,7 +39,7 @@ from piecework.training.messages import Outcome, Task
 BAND = 0.1  # of density, above `target-density`, in which alpha falls
 
 
-class SpaFLRule(Rule):
+class SpaFLPolicy(PartitionPolicy):
     """One stage; the whole model with thresholds."""
 
     caveat = "a model of its own for each client"
@@ -60,8 +60,8 @@ class SpaFLRule(Rule):
         """All atoms: there is no other piece."""
         return self.whole
 
-    def least(self) -> int:
-        """The masked model's price."""
+    def min_budget(self) -> int:
+        """The masked model's cost."""
         return self.bytes(self.whole.atoms)
 
     @cached_property
@@ -96,8 +96,8 @@ class SpaFL(PieceStrategy):
     """Personal sparse models; thresholds are averaged."""
 
     name = "spafl"
-    rule_class = SpaFLRule
-    rule: SpaFLRule
+    policy_class = SpaFLPolicy
+    policy: SpaFLPolicy
     measures = False
     state_class = SpaFLState
     state: SpaFLState
@@ -132,11 +132,11 @@ class SpaFL(PieceStrategy):
         if settings.masked_every != 1 and not settings.silent_norms:
             raise ValueError(
                 f"masked-every = {settings.masked_every}: with silent-norms = false pruned filters shift what is behind their "
-                "norms, so nothing can be left out; set it to 1"
+                "norms, so nothing can be excluded; set it to 1"
             )
         if settings.masked_every != 1:
-            layout(self.rule.blueprint, self.blueprint)  # a model whose channels cannot be followed is refused here
-        self.layers = thresholds(self.rule.whole.blueprint)
+            layout(self.policy.blueprint, self.blueprint)  # a model whose channels cannot be followed is refused here
+        self.layers = thresholds(self.policy.whole.blueprint)
         self.masks: dict[int, np.ndarray] = {}
         self.restarted: list[int] = []
         self.lost: list[int] = []
@@ -152,19 +152,19 @@ class SpaFL(PieceStrategy):
     @cached_property
     def digest(self) -> str:
         """Of the initial model, of which one unit at a time is held here, once."""
-        return initial_model(self.rule.whole.blueprint, self.settings.seed)
+        return initial_model(self.policy.whole.blueprint, self.settings.seed)
 
     @cached_property
-    def anatomy(self) -> dict[str, Layer]:
+    def layer_statistics(self) -> dict[str, Layer]:
         """Of the layers with thresholds."""
-        model = self.rule.whole.blueprint
-        layers = [layer for unit in model.units() for layer in anatomy(model, unit).layers if layer.thresholds]
+        model = self.policy.whole.blueprint
+        layers = [layer for unit in model.units() for layer in layer_statistics(model, unit).layers if layer.thresholds]
         return dict(zip(self.layers, layers, strict=True))
 
     @cached_property
     def macs(self) -> dict[str, int]:
         """Multiply-accumulates of one example."""
-        return {name: layer.macs for name, layer in self.anatomy.items()}
+        return {name: layer.macs for name, layer in self.layer_statistics.items()}
 
     def by_layer(self, values: np.ndarray) -> dict[str, np.ndarray]:
         """What there is one of for each threshold, layer by layer."""
@@ -175,9 +175,9 @@ class SpaFL(PieceStrategy):
         """Thresholds of 0."""
         return {THRESHOLDS: np.zeros(sum(self.layers.values()), dtype=np.float32)}
 
-    def prices_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[Piece, int]:
         """The masked model's."""
-        return {self.rule.whole.atoms: self.price(self.rule.whole.atoms)}
+        return {self.policy.whole.atoms: self.cost(self.policy.whole.atoms)}
 
     def alpha(self, server_round: int) -> float:
         """The regulariser's weight."""
@@ -190,8 +190,8 @@ class SpaFL(PieceStrategy):
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """With the regulariser's weight, and what the initial model is."""
-        orders = Orders(self.alpha(server_round), self.digest, self.shared)
-        return replace(super().task(server_round, state), own=orders.to_own())
+        task_config = SpaFLTaskConfig(self.alpha(server_round), self.digest, self.shared)
+        return replace(super().task(server_round, state), own=task_config.to_values())
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
         """Thresholds and their change, to be trained; to be evaluated nothing."""
@@ -208,14 +208,14 @@ class SpaFL(PieceStrategy):
         """As usual; keeps the thresholds that the change of the next round is from."""
         self.masks, self.restarted, self.lost, self.density = {}, [], [], None
         arrays, metrics = super().aggregate_train(server_round, replies)
-        self.kept = ArrayRecord({THRESHOLDS: self.post.arrays[THRESHOLDS]})
-        self.tau = (arrays or self.post.arrays)[THRESHOLDS].numpy()
+        self.kept = ArrayRecord({THRESHOLDS: self.dispatcher.arrays[THRESHOLDS]})
+        self.tau = (arrays or self.dispatcher.arrays)[THRESHOLDS].numpy()
         if self.masks:
             self.state.density = float(np.mean([*self.densities().values()]))
         return arrays, metrics
 
     def check(
-        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, most: Callable[[], float]
+        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, maximum: Callable[[], float]
     ) -> CheckedUpdate:
         """Thresholds are from 0 to 1, which bounds how far they can be moved: norms need no limits."""
         update = super().check(arrays, metrics, task, {}, lambda: math.inf)
@@ -254,7 +254,10 @@ class SpaFL(PieceStrategy):
         epochs = round(sum(int(n) for n in metrics["seen"]) / max(1, report.examples))
         batches = max(1, epochs) * math.ceil(report.examples / self.settings.batch_size)
         density = {name: float(part.mean()) for name, part in self.by_layer(mask).items()}
-        seen, weights = sum(int(n) for n in metrics["seen"]), sum(math.prod(x.weight) for x in self.anatomy.values())
+        seen, weights = (
+            sum(int(n) for n in metrics["seen"]),
+            sum(math.prod(x.weight) for x in self.layer_statistics.values()),
+        )
         report.counted_flops = sparse_flops(self.macs, density, seen, batches, len(mask), weights)
         if metrics.get("fresh") and report.client in self.state.trained:
             report.add_note("its store has no model of its own any more: it began again with the initial one")
@@ -287,7 +290,7 @@ class SpaFL(PieceStrategy):
             }
             for name, part in self.by_layer(kept).items()
         }
-        alphas = {Orders.of(task).alpha for task, _ in self._asked.values()}
+        alphas = {SpaFLTaskConfig.of(task).alpha for task, _ in self._asked.values()}
         return {
             "alpha": max(alphas, default=None),
             "density": self.density,
@@ -301,7 +304,7 @@ class SpaFL(PieceStrategy):
         return {"personal": True}
 
 
-class LocalRule(SpaFLRule):
+class LocalPolicy(SpaFLPolicy):
     """Nothing travels."""
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
@@ -317,11 +320,11 @@ class Local(SpaFL):
     """SpaFL without communication: every client trains its weights and thresholds for itself."""
 
     name = "local"
-    rule_class = LocalRule
+    policy_class = LocalPolicy
     shared = False
 
     def check(
-        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, most: Callable[[], float]
+        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, maximum: Callable[[], float]
     ) -> CheckedUpdate:
         """There is nothing to check but the count, and that there are no arrays."""
         examples = metrics.get("num-examples")

@@ -9,11 +9,11 @@ from functools import cached_property
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.partition import Piece
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import Rule, Stage
+from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
 
 
-class FedAvgRule(Rule):
+class FedAvgPolicy(PartitionPolicy):
     """One stage; the whole model or nothing."""
 
     adversarial = "optional"
@@ -32,9 +32,9 @@ class FedAvg(PieceStrategy):
     """FedAvg over the clients that can afford the whole model."""
 
     name = "fedavg"
-    rule_class = FedAvgRule
+    policy_class = FedAvgPolicy
 
-    def prices_for(self, budget: int) -> dict[Piece, int]:
-        """One price: the whole model's."""
+    def costs_for(self, budget: int) -> dict[Piece, int]:
+        """One cost: the whole model's."""
         whole = tuple(range(len(self.blueprint.atoms)))
-        return {whole: self.price(whole)}
+        return {whole: self.cost(whole)}

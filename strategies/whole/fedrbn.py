@@ -13,10 +13,10 @@ clients, and the server keeps each client's adversarial statistics for it; with 
 the round, propagated ones included, like everything else.
 
 As FedProphet runs it: clients with less memory than an adversarial step takes train plainly, and swap where they cannot do that
-either, at the price of simulated time alone; so budgets are not enforced, and FedRBN runs only where they are emulated. The
+either, at the cost of simulated time alone; so budgets are not enforced, and FedRBN runs only where they are emulated. The
 model is tested with the statistics that are for what an example is (`evaluation-branch = oracle`). FedRBN's own test learns a
 detector; ours (`detector`) is a support vector machine with an RBF kernel on the clean logits of public examples and of
-attacks on them, anew for each evaluation.
+attacks on them, again for each evaluation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
-from piecework.client_app.trainers.whole.fedrbn import DUAL, DualPiece, Orders, adversarial_loss, learner
+from piecework.client_app.trainers.whole.fedrbn import DUAL, DualPiece, FedRBNTaskConfig, adversarial_loss, learner
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, WeightedMean, require_all, updated
 from piecework.federation.public_data import public_examples
@@ -48,7 +48,7 @@ Statistics = Mapping[str, np.ndarray]  # by array name
 TEMPERATURE = 0.01
 
 
-class FedRBNRule(Swapping):
+class FedRBNPolicy(Swapping):
     """One stage: the whole model, adversarially where there is memory for that, else plainly, whatever memory there is."""
 
     adversarial = "always"
@@ -96,8 +96,8 @@ class FedRBN(PieceStrategy):
     """Federated averaging whose adversarial statistics propagate. `kept` has a client's, by `<client>/<array>`."""
 
     name = "fedrbn"
-    rule_class = FedRBNRule
-    rule: FedRBNRule
+    policy_class = FedRBNPolicy
+    policy: FedRBNPolicy
     measures = False
     evaluation_keys = ("val-loss", "val-accuracy", "val-adversarial-accuracy")
 
@@ -121,32 +121,32 @@ class FedRBN(PieceStrategy):
         """Raises ValueError for clients that cannot pretend to swap."""
         self.require_emulated()
 
-    def prices_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[Piece, int]:
         """None yet: what a client looks up depends on its device."""
         return {}
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The whole model; adversarially where there is memory, after the warm-up."""
-        robust = server_round > self.settings.attack_warmup and self.rule.robust(state)
+        robust = server_round > self.settings.attack_warmup and self.policy.robust(state)
         piece = (DUAL, int(robust))
-        prices = {piece_key(piece): self.price(piece)}
-        return replace(super().task(server_round, state), adversarial=robust, prices=prices)
+        costs = {piece_key(piece): self.cost(piece)}
+        return replace(super().task(server_round, state), adversarial=robust, costs=costs)
 
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
     ) -> dict[int, tuple[Task, DeviceState]]:
         """The tasks, each with its client's number."""
         asked = super().ask(clients, server_round, arrays)
-        return {c: (replace(task, own=Orders(c).to_own()), state) for c, (task, state) in asked.items()}
+        return {c: (replace(task, own=FedRBNTaskConfig(c).to_values()), state) for c, (task, state) in asked.items()}
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
         """The model; with the client's own adversarial statistics, where the server keeps them for it."""
-        prefix = f"{Orders.of(task).client}/"
+        prefix = f"{FedRBNTaskConfig.of(task).client}/"
         return ArrayRecord({name: self.kept.get(prefix + name, array) for name, array in arrays.items()})
 
     def untrained(self, task: Task) -> ArrayRecord:
         """The model, as the client begins with it: for who trains adversarially, a second set never used is the clean one."""
-        sent = self.travelling(task, self.post.arrays)
+        sent = self.travelling(task, self.dispatcher.arrays)
         return begun(sent) if task.adversarial else sent
 
     def aggregate_train(
@@ -158,7 +158,7 @@ class FedRBN(PieceStrategy):
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
         """Add an update; its adversarial statistics wait. Raises UpdateRejectedError where it lacks some."""
-        require_all(update, self.post.arrays)
+        require_all(update, self.dispatcher.arrays)
         self._mean.add({n: a for n, a in update.arrays.items() if not is_adversarial(n)}, update.examples)
         sets = {n: a for n, a in update.arrays.items() if is_adversarial(n) or n.endswith(STATISTICS)}
         self._found[client] = sets, update.examples
@@ -174,7 +174,7 @@ class FedRBN(PieceStrategy):
             kept |= {f"{client}/{name}": Array(array) for name, array in own.items()}
         if self.settings.batch_norm == "local":
             self.kept = ArrayRecord(kept)
-        return updated(self.post.arrays, self._mean)
+        return updated(self.dispatcher.arrays, self._mean)
 
     def details(self) -> dict[str, Any]:
         """Who was to train adversarially."""

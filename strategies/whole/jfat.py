@@ -16,10 +16,10 @@ from piecework.models.partition import Piece
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import Stage, Swapping
 from piecework.strategies.cascade.fedprophet import FedProphet
-from piecework.strategies.cascade.fedprophet_modules import FedProphetRule
+from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 
 
-class JFATRule(Swapping, FedProphetRule):
+class JFATPolicy(Swapping, FedProphetPolicy):
     """One stage, the whole model, whatever memory there is."""
 
     cuts = False
@@ -42,5 +42,5 @@ class JFAT(FedProphet):
     """Joint federated adversarial training."""
 
     name = "jfat"
-    rule_class = JFATRule
+    policy_class = JFATPolicy
     first_rho = 1.5

@@ -10,29 +10,29 @@ from piecework.models.partition import Piece
 from piecework.models.variant import Variant, vary
 from piecework.planning.part import Part, whole_model
 from piecework.strategies.state import Experiment, StrategyState
-from piecework.strategies.whole.fedavg import FedAvg, FedAvgRule
+from piecework.strategies.whole.fedavg import FedAvg, FedAvgPolicy
 
 STEPS = 64
 
 
-class AllSmallRule(FedAvgRule):
+class AllSmallPolicy(FedAvgPolicy):
     """One stage: the narrow model."""
 
     share = 1.0
 
-    def fit(self, least: int, most: int) -> None:
+    def fit(self, minimum: int, maximum: int) -> None:
         """Raises ValueError where not even the narrowest model fits the poorest client."""
-        super().fit(least, most)
-        allowed, needed = self.settings.allowance(least), 0
+        super().fit(minimum, maximum)
+        allowed, needed = self.settings.allowance(minimum), 0
         low, high = 0, STEPS + 1  # of 64ths: the first fits, the second does not
         while high - low > 1:
             middle = (low + high) // 2
-            needed = self.pricing.bytes(whole_model(vary(self.blueprint, Variant(width=middle / STEPS))))
+            needed = self.cost_model.bytes(whole_model(vary(self.blueprint, Variant(width=middle / STEPS))))
             low, high = (middle, high) if needed <= allowed else (low, middle)
         if not low:
             raise ValueError(
                 f"allsmall: with 1/{STEPS} of its channels the model needs {needed:,} bytes, and the poorest client has "
-                f"{least:,}; lower batch-size or model-width, or give clients more memory"
+                f"{minimum:,}; lower batch-size or model-width, or give clients more memory"
             )
         self.narrow(low / STEPS)
 
@@ -64,8 +64,8 @@ class AllSmall(FedAvg):
     """FedAvg with a narrow model."""
 
     name = "allsmall"
-    rule_class = AllSmallRule
-    rule: AllSmallRule
+    policy_class = AllSmallPolicy
+    policy: AllSmallPolicy
     state_class = AllSmallState
     state: AllSmallState
 
@@ -80,10 +80,10 @@ class AllSmall(FedAvg):
         """Size the model, once a run. Raises ValueError."""
         if not self.state.share:
             budgets = self.budgets()
-            self.rule.fit(int(min(budgets)), int(max(budgets)))
-            self.state.share = self.rule.share
-        self.rule.narrow(self.state.share)
-        self.blueprint = self.rule.model
+            self.policy.fit(int(min(budgets)), int(max(budgets)))
+            self.state.share = self.policy.share
+        self.policy.narrow(self.state.share)
+        self.blueprint = self.policy.model
 
     def details(self) -> dict[str, Any]:
         """The share."""

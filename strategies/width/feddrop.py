@@ -1,19 +1,19 @@
 """FedDrop, federated dropout (Caldas et al., "Expanding the Reach of Federated Learning by Reducing Client Resource
 Requirements", 2018; Wen, Jeon, Huang, "Federated Dropout", 2022).
 
-As HeteroFL, with channels that are drawn anew for every client and round, uniformly among those of a layer; channels that a
+As HeteroFL, with channels that are drawn again for every client and round, uniformly among those of a layer; channels that a
 residual sum joins are drawn together. What layers make is divided by the share of channels kept, as in dropout (`scaler`). All
 classes are trained everywhere. The mean of an entry is weighted by numbers of examples.
 """
 
-from piecework.client_app.trainers.width.heterofl import Orders
+from piecework.client_app.trainers.width.heterofl import HeteroFLTaskConfig
 from piecework.models.width import Select, drawn
-from piecework.strategies.width.heterofl import HeteroFL, HeteroFLRule
+from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
 from piecework.training.messages import Task
 from piecework.training.randomness import generator
 
 
-class FedDropRule(HeteroFLRule):
+class FedDropPolicy(HeteroFLPolicy):
     """Without a mask."""
 
     masks = False
@@ -24,9 +24,9 @@ class FedDrop(HeteroFL):
     """Sub-models of channels drawn at random."""
 
     name = "feddrop"
-    rule_class = FedDropRule
+    policy_class = FedDropPolicy
     by_examples = True
 
     def select(self, task: Task) -> Select:
         """Drawn by (seed, round, client)."""
-        return drawn(generator(self.settings.seed, task.round, Orders.of(task).draw, "channels"))
+        return drawn(generator(self.settings.seed, task.round, HeteroFLTaskConfig.of(task).draw, "channels"))

@@ -6,11 +6,11 @@ by numbers of examples.
 """
 
 from piecework.models.width import Select, rolling
-from piecework.strategies.width.heterofl import HeteroFL, HeteroFLRule
+from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
 from piecework.training.messages import Task
 
 
-class FedRolexRule(HeteroFLRule):
+class FedRolexPolicy(HeteroFLPolicy):
     """As HeteroFL's."""
 
     moving = True
@@ -20,7 +20,7 @@ class FedRolex(HeteroFL):
     """Sub-models of a rolling window of channels."""
 
     name = "fedrolex"
-    rule_class = FedRolexRule
+    policy_class = FedRolexPolicy
     by_examples = True
 
     def select(self, task: Task) -> Select:

@@ -15,19 +15,19 @@ from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord
 
-from piecework.client_app.trainers.width.fjord import Orders, nested_loss
+from piecework.client_app.trainers.width.fjord import FjORDTaskConfig, nested_loss
 from piecework.client_app.trainers.width.heterofl import WIDTH
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import UpdateRejectedError
 from piecework.models.partition import Piece
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import require_no_statistics
-from piecework.strategies.width.heterofl import HeteroFL, HeteroFLRule
-from piecework.training.messages import OwnFields, Task, piece_key
+from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
+from piecework.training.messages import Task, TaskConfig, piece_key
 from piecework.training.randomness import generator
 
 
-class FjORDRule(HeteroFLRule):
+class FjORDPolicy(HeteroFLPolicy):
     """As HeteroFL's; a step may run two nets."""
 
     masks = False
@@ -62,7 +62,7 @@ class FjORDRule(HeteroFLRule):
         level = piece[1]
         if piece not in self._bytes:
             steps = range(1 + self.nested(level))
-            self._bytes[piece] = max(self.pricing.bytes(self.step(level, drawn)) for drawn in steps)
+            self._bytes[piece] = max(self.cost_model.bytes(self.step(level, drawn)) for drawn in steps)
         return self._bytes[piece]
 
 
@@ -70,24 +70,24 @@ class FjORD(HeteroFL):
     """Ordered dropout."""
 
     name = "fjord"
-    rule_class = FjORDRule
-    rule: FjORDRule
-    orders_class = Orders
+    policy_class = FjORDPolicy
+    policy: FjORDPolicy
+    orders_class = FjORDTaskConfig
     by_examples: ClassVar[bool] = True
 
-    def orders(self, level: int) -> OwnFields:
+    def task_config(self, level: int) -> TaskConfig:
         """What is said of a share."""
-        shares = self.rule.shares
-        nested = shares[level + 1 :][: self.rule.nested(level)]
-        return Orders(level, nested, self.rule.distils)
+        shares = self.policy.shares
+        nested = shares[level + 1 :][: self.policy.nested(level)]
+        return FjORDTaskConfig(level, nested, self.policy.distils)
 
     def executed(self, task: Task, metrics: dict[str, Any]) -> float:
         """By the nets that were drawn, of which the client says on how many examples each was trained."""
-        orders, seen = Orders.of(task), sum(int(n) for n in metrics["seen"])
+        task_config, seen = FjORDTaskConfig.of(task), sum(int(n) for n in metrics["seen"])
         told = metrics.get("widths")
-        if not isinstance(told, list) or len(told) != 1 + len(orders.nested) or sum(told) != seen or min(told) < 0:
-            raise UpdateRejectedError(f"widths is {told!r:.100}: {seen} examples of {1 + len(orders.nested)} nets")
-        flops = [self.rule.pricing.traced(self.rule.step(orders.level, n)).flops for n in range(len(told))]
+        if not isinstance(told, list) or len(told) != 1 + len(task_config.nested) or sum(told) != seen or min(told) < 0:
+            raise UpdateRejectedError(f"widths is {told!r:.100}: {seen} examples of {1 + len(task_config.nested)} nets")
+        flops = [self.policy.cost_model.traced(self.policy.step(task_config.level, n)).flops for n in range(len(told))]
         return float(sum(a * b for a, b in zip(flops, told, strict=True)) / (flops[0] * seen))
 
     def ask(
@@ -99,10 +99,10 @@ class FjORD(HeteroFL):
             return asked
         drawn = {}
         for client, (task, state) in asked.items():
-            widest = Orders.of(task).level
+            widest = FjORDTaskConfig.of(task).level
             rng = generator(self.settings.seed, server_round, client, "width")
-            level = int(rng.integers(widest, len(self.rule.shares)))
-            own = self.orders(level).to_own() | {"draw": client}
-            prices = {piece_key((WIDTH, level)): self.price((WIDTH, level))}
-            drawn[client] = replace(task, own=own, variant=self.rule.variant_of(level), prices=prices), state
+            level = int(rng.integers(widest, len(self.policy.shares)))
+            own = self.task_config(level).to_values() | {"draw": client}
+            costs = {piece_key((WIDTH, level)): self.cost((WIDTH, level))}
+            drawn[client] = replace(task, own=own, variant=self.policy.variant_of(level), costs=costs), state
         return drawn

@@ -3,7 +3,7 @@ server's side; FedRolex and FedDrop choose other channels, and are built on it.
 
 W_l: the full model's weights of layer l; r: a client's share of the channels, the largest of `width-shares` whose step fits
 its budget. A client trains the first r C of every layer's C channels (inputs and classes are never cut). Each entry of the new
-W_l is the mean over the clients that had it, each counting the same; what nobody had stays as it was. Of the last layer only
+W_l is the mean over the clients that had it, each counting the same; what no client had stays as it was. Of the last layer only
 the rows of classes that a client has enter (masked cross-entropy; `masked-loss`).
 
 Its static batch norm is `batch-norm = measured`, the default here: norms keep no statistics in training, and those of the full
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
-from piecework.client_app.trainers.width.heterofl import WIDTH, Orders, input_shares, width_loss
+from piecework.client_app.trainers.width.heterofl import WIDTH, HeteroFLTaskConfig, input_shares, width_loss
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError, updated
 from piecework.federation.reports import ClientReport
@@ -41,13 +41,13 @@ from piecework.models.width import (
 )
 from piecework.planning.counts import entries
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import Rule, Stage
+from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.state import Experiment
-from piecework.training.messages import Outcome, OwnFields, Task, piece_key
+from piecework.training.messages import Outcome, Task, TaskConfig, piece_key
 
 
-class HeteroFLRule(Rule):
+class HeteroFLPolicy(PartitionPolicy):
     """One stage: each device trains the widest model that fits."""
 
     adversarial = "optional"
@@ -119,8 +119,8 @@ class HeteroFLRule(Rule):
             raise ValueError(f"keep = {state.keep:g} of device {state.device!r}: the run has the shares {known}")
         return self.shares.index(state.keep)
 
-    def least(self) -> int:
-        """The narrowest model's price."""
+    def min_budget(self) -> int:
+        """The narrowest model's cost."""
         return self.bytes((WIDTH, len(self.shares) - 1))
 
     @cached_property
@@ -147,9 +147,9 @@ class HeteroFL(PieceStrategy):
     """Sub-models of the first channels."""
 
     name = "heterofl"
-    rule_class = HeteroFLRule
-    rule: HeteroFLRule
-    orders_class: ClassVar[Any] = Orders
+    policy_class = HeteroFLPolicy
+    policy: HeteroFLPolicy
+    orders_class: ClassVar[Any] = HeteroFLTaskConfig
     by_examples: ClassVar[bool] = False
 
     def __init__(self, experiment: Experiment) -> None:
@@ -171,33 +171,33 @@ class HeteroFL(PieceStrategy):
         """The shapes of what is averaged."""
         return shapes(self.blueprint)
 
-    def prices_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[Piece, int]:
         """None yet: what a client looks up depends on its device."""
         return {}
 
-    def least_budget(self) -> int:
+    def min_budget(self) -> int:
         """What the narrowest model takes."""
-        return self.rule.least()
+        return self.policy.min_budget()
 
     def begin(self) -> None:
         """Raises ValueError for a fleet that gives a device a share which there is not."""
         for state in self.states():
-            self.rule.level_of(state)
+            self.policy.level_of(state)
 
-    def least_of(self, state: DeviceState) -> int:
-        """The price of the share that its fleet gives the device, if it does."""
-        return self.least_budget() if state.keep is None else self.price((WIDTH, self.rule.level_of(state)))
+    def min_budget_of(self, state: DeviceState) -> int:
+        """The cost of the share that its fleet gives the device, if it does."""
+        return self.min_budget() if state.keep is None else self.cost((WIDTH, self.policy.level_of(state)))
 
     def task(self, server_round: int, state: DeviceState) -> Task:
-        """The sub-model of the client's device, and its price."""
-        level = self.rule.level_of(state)
-        prices = {piece_key((WIDTH, level)): self.price((WIDTH, level))}
-        own, variant = self.orders(level).to_own(), self.rule.variant_of(level)
-        return replace(super().task(server_round, state), own=own, variant=variant, prices=prices)
+        """The sub-model of the client's device, and its cost."""
+        level = self.policy.level_of(state)
+        costs = {piece_key((WIDTH, level)): self.cost((WIDTH, level))}
+        own, variant = self.task_config(level).to_values(), self.policy.variant_of(level)
+        return replace(super().task(server_round, state), own=own, variant=variant, costs=costs)
 
-    def orders(self, level: int) -> OwnFields:
+    def task_config(self, level: int) -> TaskConfig:
         """What is said of a sub-model."""
-        return Orders(level, self.rule.scaled, self.rule.masked)
+        return HeteroFLTaskConfig(level, self.policy.scaled, self.policy.masked)
 
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
@@ -212,7 +212,9 @@ class HeteroFL(PieceStrategy):
 
     def indices(self, task: Task) -> dict[str, Indices]:
         """Where the arrays of a task's sub-model lie in the full ones."""
-        return sub_indices(self.axes, self.full, self.rule.shapes[self.orders_class.of(task).level], self.select(task))
+        return sub_indices(
+            self.axes, self.full, self.policy.shapes[self.orders_class.of(task).level], self.select(task)
+        )
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
         """The sub-model."""
@@ -221,7 +223,7 @@ class HeteroFL(PieceStrategy):
 
     def untrained(self, task: Task) -> ArrayRecord:
         """The sub-model, as it was sent."""
-        return self.travelling(task, self.post.arrays)
+        return self.travelling(task, self.dispatcher.arrays)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -232,20 +234,20 @@ class HeteroFL(PieceStrategy):
 
     def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
         super()._note(report, outcome, metrics)
-        if outcome.status == "ok" and self.rule.masked:
+        if outcome.status == "ok" and self.policy.masked:
             self._classes[report.client] = classes(metrics.get("classes"), self.blueprint.num_classes)
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
         """Add a sub-model; of the last layer the rows of classes that the client has."""
         arrays, indices = dict(update.arrays), self.indices(self._asked[client][0])
         if (rows := self._classes.get(client)) is not None:
-            for name in filter(arrays.__contains__, self.rule.last_layer):
+            for name in filter(arrays.__contains__, self.policy.last_layer):
                 arrays[name], indices[name] = arrays[name][rows], (np.array(rows), *indices[name][1:])
         self.coverage.add(arrays, indices, self.full, update.examples if self.by_examples else 1)
 
     def finish(self) -> ArrayRecord:
         """The new full model."""
-        return updated(self.post.arrays, self.coverage)
+        return updated(self.dispatcher.arrays, self.coverage)
 
     def details(self) -> dict[str, Any]:
         """The share of the channels that each client has."""

@@ -12,10 +12,10 @@ from flwr.app import Array, ArrayRecord
 
 from piecework.client_app.trainers.width.heterofl import WIDTH
 from piecework.models.width import ordered, sub_indices
-from piecework.strategies.width.heterofl import HeteroFL, HeteroFLRule
+from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
 
 
-class OrigDropRule(HeteroFLRule):
+class OrigDropPolicy(HeteroFLPolicy):
     """As HeteroFL's, with PriSM's ratios."""
 
     caveat = "other channels are zero"
@@ -32,14 +32,14 @@ class OrigDrop(HeteroFL):
     """Sub-models of the first channels; there are no others."""
 
     name = "origdrop"
-    rule_class = OrigDropRule
+    policy_class = OrigDropPolicy
 
     def finish(self) -> ArrayRecord:
-        """The new model; 0 where nobody can train it."""
+        """The new model; 0 where no client can train it."""
         allowance = self.settings.allowance
-        levels = [(self.rule.level_of(state), allowance(state.budget_bytes)) for state in self.states()]
-        fitting = [level for level, allowed in levels if self.price((WIDTH, level)) <= allowed]
-        largest = self.rule.shapes[min(fitting, default=-1)]
+        levels = [(self.policy.level_of(state), allowance(state.budget_bytes)) for state in self.states()]
+        fitting = [level for level, allowed in levels if self.cost((WIDTH, level)) <= allowed]
+        largest = self.policy.shapes[min(fitting, default=-1)]
         kept = sub_indices(self.axes, self.full, largest, ordered)
         return ArrayRecord({name: Array(only(array.numpy(), kept[name])) for name, array in super().finish().items()})
 

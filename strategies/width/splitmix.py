@@ -3,8 +3,8 @@ server's side.
 
 a: `mix-share`, a base net's share of the channels; there are round(1 / a) of them, which share no weight. A client trains as
 many as its budget allows, or as make the share that its fleet gives it (`keep`): one by turns, so that all are trained alike,
-the others drawn. Each net is averaged over the clients that trained it, weighted by examples; nets that nobody trained stay as
-they were. The model is the mean of all nets' logits.
+the others drawn. Each net is averaged over the clients that trained it, weighted by examples; nets that no client trained stay
+as they were. The model is the mean of all nets' logits.
 
 Ours: nets are not rescaled by 1 / a (the authors' HeteroFL-like Scaler), which batch norms would undo.
 """
@@ -24,14 +24,14 @@ from piecework.models.mix import net_of
 from piecework.models.partition import Piece
 from piecework.models.variant import Variant, vary
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import Rule, Stage
+from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.state import Experiment
 from piecework.training.messages import Task, piece_key
 from piecework.training.randomness import generator
 
 
-class SplitMixRule(Rule):
+class SplitMixPolicy(PartitionPolicy):
     """One stage: each device as many base nets as fit."""
 
     moving = True
@@ -76,8 +76,8 @@ class SplitMixRule(Rule):
             return self.nets(state.budget_bytes)
         return min(self.count, max(1, round(state.keep / self.settings.mix_share)))
 
-    def least(self) -> int:
-        """A base net's price."""
+    def min_budget(self) -> int:
+        """A base net's cost."""
         return self.bytes((WIDTH, 1))
 
     @cached_property
@@ -94,8 +94,8 @@ class SplitMix(PieceStrategy):
     """An ensemble of narrow nets."""
 
     name = "splitmix"
-    rule_class = SplitMixRule
-    rule: SplitMixRule
+    policy_class = SplitMixPolicy
+    policy: SplitMixPolicy
     measures = False
 
     def __init__(self, experiment: Experiment) -> None:
@@ -107,11 +107,11 @@ class SplitMix(PieceStrategy):
             if value == bad:
                 raise ValueError(f"{key} = {value!r}: splitmix trains narrow nets, which change from round to round")
 
-    def least_of(self, state: DeviceState) -> int:
-        """The price of the nets that its fleet gives the device, if it does, else of one."""
-        return self.rule.least() if state.keep is None else self.price((WIDTH, self.rule.nets_of(state)))
+    def min_budget_of(self, state: DeviceState) -> int:
+        """The cost of the nets that its fleet gives the device, if it does, else of one."""
+        return self.policy.min_budget() if state.keep is None else self.cost((WIDTH, self.policy.nets_of(state)))
 
-    def prices_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[Piece, int]:
         """None yet: what a client looks up depends on its device."""
         return {}
 
@@ -121,16 +121,16 @@ class SplitMix(PieceStrategy):
         """The tasks, each with its nets."""
         asked = {}
         for place, (client, (task, state)) in enumerate(super().ask(clients, server_round, arrays).items()):
-            piece = (WIDTH, self.rule.nets_of(state))
-            variant = self.rule.variant_of(self.nets(server_round, place, client, piece[1]))
-            prices = {piece_key(piece): self.price(piece)}
-            asked[client] = replace(task, variant=variant, prices=prices), state
+            piece = (WIDTH, self.policy.nets_of(state))
+            variant = self.policy.variant_of(self.nets(server_round, place, client, piece[1]))
+            costs = {piece_key(piece): self.cost(piece)}
+            asked[client] = replace(task, variant=variant, costs=costs), state
         return asked
 
     def nets(self, server_round: int, place: int, client: int, wanted: int) -> list[int]:
-        """The first by turns, in an order that is drawn anew for each turn of all; the others at random."""
-        count, seed = self.rule.count, self.settings.seed
-        done = (server_round - 1) * (self.settings.clients_per_round or len(self.roster.members))
+        """The first by turns, in an order that is drawn again for each turn of all; the others at random."""
+        count, seed = self.policy.count, self.settings.seed
+        done = (server_round - 1) * (self.settings.clients_per_round or len(self.registry.members))
         turn, number = divmod(done + place, count)
         first = int(generator(seed, turn, "turns").permutation(count)[number])
         others = generator(seed, server_round, client, "nets").permutation(
@@ -145,7 +145,7 @@ class SplitMix(PieceStrategy):
 
     def untrained(self, task: Task) -> ArrayRecord:
         """The nets, as they were sent."""
-        return self.travelling(task, self.post.arrays)
+        return self.travelling(task, self.dispatcher.arrays)
 
     def details(self) -> dict[str, Any]:
         """The nets of each client."""

@@ -1,6 +1,6 @@
-"""Wherever a piece begins, a client's step takes its traced price, to the byte.
+"""Wherever a piece begins, a client's step takes its traced cost, to the byte.
 
-It may begin behind atoms that are streamed, whose features are stored, or that are left out; here with every atom of the zoo
+It may begin behind atoms that are streamed, whose features are stored, or that are excluded; here with every atom of the zoo
 that differs from those before it, in the systems that cut models by atoms.
 """
 
@@ -16,24 +16,22 @@ from helpers import a_client, clients_of, fleet_json, run_local, tiny_settings
 
 from piecework.client_app.client import Client, Update
 from piecework.client_app.trainers import find_trainer
-from piecework.client_app.trainers.cascade.depthfl import Orders as DepthFLOrders
-from piecework.client_app.trainers.cascade.fedprophet import Orders as FedProphetOrders
-from piecework.client_app.trainers.cascade.fedprophet import head_behind
-from piecework.client_app.trainers.cascade.profl import OUTPUT_LAYER
-from piecework.client_app.trainers.cascade.profl import Orders as ProFLOrders
+from piecework.client_app.trainers.cascade.depthfl import DepthFLTaskConfig
+from piecework.client_app.trainers.cascade.fedprophet import FedProphetTaskConfig, head_behind
+from piecework.client_app.trainers.cascade.profl import OUTPUT_LAYER, ProFLTaskConfig
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
 from piecework.federated_data.datasets import ArrayDataset
-from piecework.models.anatomy import unit_signature
 from piecework.models.cascade import Blueprint, initial_state
+from piecework.models.layer_statistics import unit_signature
 from piecework.models.partition import AtomTooLargeError, Piece, runs
 from piecework.models.variant import Variant, vary
 from piecework.models.zoo import MODELS, build_blueprint, usual_input
-from piecework.planning.costs import pricing_for
-from piecework.strategies import find_rule
+from piecework.planning.costs import cost_model_for
+from piecework.strategies import find_policy
 from piecework.training.examples import share_examples
 from piecework.training.memory_cap import MemoryCap
-from piecework.training.messages import OwnFields, Task, piece_key
+from piecework.training.messages import Task, TaskConfig, piece_key
 
 BATCH = 4
 SMALL = {"cnn4": (3, 64, 64), "lstm-imdb": (20,), "preresnet20": (3, 8, 8), "vit": (3, 32, 32)}
@@ -77,10 +75,10 @@ def blueprint_of(name: str) -> Blueprint:
 
 
 @cache
-def rule_of(strategy: str, name: str) -> Any:
+def policy_of(strategy: str, name: str) -> Any:
     settings = tiny_settings(strategy=strategy, model=name, batch_size=BATCH, batch_norm="running", attack_steps=1)
-    pricing = pricing_for(settings, blueprint_of(name), 1 if strategy == "fedprophet" else 0)
-    return find_rule(strategy)(blueprint_of(name), pricing, settings)
+    cost_model = cost_model_for(settings, blueprint_of(name), 1 if strategy == "fedprophet" else 0)
+    return find_policy(strategy)(blueprint_of(name), cost_model, settings)
 
 
 @cache
@@ -95,15 +93,15 @@ def data_for(blueprint: Blueprint) -> ArrayDataset:
     return ArrayDataset("mine", images, labels, blueprint.num_classes, mean, std, images, labels)
 
 
-def client_of(folder: Path, rule: Any, allowed: int, units: Sequence[str] = (), **changes: object) -> Client:
+def client_of(folder: Path, policy: Any, allowed: int, units: Sequence[str] = (), **changes: object) -> Client:
     """A client with eight examples, of which it makes two batches; with `units` of the system's own model in its store."""
-    data, model = data_for(rule.blueprint), rule.model
+    data, model = data_for(policy.blueprint), policy.model
     client = a_client(
         folder,
-        rule.settings.model_copy(update=changes),
+        policy.settings.model_copy(update=changes),
         allowed,
-        blueprint=rule.blueprint,
-        full=rule.blueprint,
+        blueprint=policy.blueprint,
+        full=policy.blueprint,
         data=data,
         share=lambda fill: share_examples(data, np.arange(8)),
         validation=share_examples(data, np.arange(8, 12)),
@@ -116,12 +114,12 @@ def client_of(folder: Path, rule: Any, allowed: int, units: Sequence[str] = (), 
 def train(
     client: Client,
     strategy: str,
-    prices: dict[Piece, int],
-    own: OwnFields | None = None,
+    costs: dict[Piece, int],
+    own: TaskConfig | None = None,
     variant: Variant = Variant(),  # noqa: B008 (frozen)
 ) -> Update:
     """A round of a system's trainer."""
-    listed = {piece_key(piece): price for piece, price in prices.items()}
+    listed = {piece_key(piece): cost for piece, cost in costs.items()}
     task = Task(
         "e",
         1,
@@ -131,23 +129,23 @@ def train(
         1,
         0.05,
         "",
-        prices=listed,
+        costs=listed,
         adversarial=strategy == "fedprophet",
         variant=variant,
-        own=own.to_own() if own else {},
+        own=own.to_values() if own else {},
     )
     client.blueprint = vary(client.full, variant)
     return find_trainer(strategy)(task, client)
 
 
 def train_one_by_one(folder: Path, strategy: str, name: str, atoms: list[int], **changes: object) -> None:
-    """FeDepth of these atoms, each alone, without the others; each step takes its price, all else no more than the largest."""
-    rule = rule_of(strategy, name)
-    prices: dict[Piece, int] = {(atom,): rule.bytes((atom,)) for atom in atoms}
-    client = client_of(folder, rule, max(prices.values()), **changes)
-    update = train(client, strategy, prices)
-    assert update.pieces == [*prices]
-    assert {piece: client.cap.peaks[f"train piece {runs(piece)}"] for piece in prices} == prices
+    """FeDepth of these atoms, each alone, without the others; each step takes its cost, all else no more than the largest."""
+    policy = policy_of(strategy, name)
+    costs: dict[Piece, int] = {(atom,): policy.bytes((atom,)) for atom in atoms}
+    client = client_of(folder, policy, max(costs.values()), **changes)
+    update = train(client, strategy, costs)
+    assert update.pieces == [*costs]
+    assert {piece: client.cap.peaks[f"train piece {runs(piece)}"] for piece in costs} == costs
     assert client.cap.peak_bytes == client.allowed == update.metrics["predicted-peak"]
 
 
@@ -172,40 +170,40 @@ def test_behind_atoms_that_are_left_out(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", FIXED_FIRST)
 def test_what_cannot_be_left_out(tmp_path: Path, name: str) -> None:
-    """The client refuses with the price of the atom; the plan gives the device nothing to train; `least` is what it takes."""
-    rule = rule_of("fedepth", name)
-    last = len(rule.blueprint.atoms) - 1
-    prices: dict[Piece, int] = {(0,): 10**6, (1,): 10**6 - 2, (last,): 10}
+    """The client refuses with the cost of the atom; the plan gives the device nothing to train; `minimum` is what it takes."""
+    policy = policy_of("fedepth", name)
+    last = len(policy.blueprint.atoms) - 1
+    costs: dict[Piece, int] = {(0,): 10**6, (1,): 10**6 - 2, (last,): 10}
     for allowed in (10**6 - 1, 10):
-        client = client_of(tmp_path / str(allowed), rule, allowed)
-        with pytest.raises(MemoryBudgetExceededError, match=f"atom '{rule.blueprint.atoms[0].name}' needs") as caught:
-            train(client, "fedepth", prices)
+        client = client_of(tmp_path / str(allowed), policy, allowed)
+        with pytest.raises(MemoryBudgetExceededError, match=f"atom '{policy.blueprint.atoms[0].name}' needs") as caught:
+            train(client, "fedepth", costs)
         assert (caught.value.needed, caught.value.allowed) == (10**6, allowed)
-    needed = rule.least()
-    assert needed == max(rule.bytes((0,)), rule.bytes((last,)))
-    assert rule.work(0, state(needed), 1.0)
+    needed = policy.min_budget()
+    assert needed == max(policy.bytes((0,)), policy.bytes((last,)))
+    assert policy.work(0, state(needed), 1.0)
     with pytest.raises(AtomTooLargeError):
-        rule.work(0, state(needed - 1), 1.0)
+        policy.work(0, state(needed - 1), 1.0)
 
 
 def test_behind_stored_features_under_attack(tmp_path: Path) -> None:
     """FedProphet, every atom a module; those before are streamed once, one at a time, and their features stay in the store."""
     seen = set()
     for name in sorted({*MODELS} - {"lstm-imdb"}):  # tokens cannot be attacked
-        rule, blueprint = rule_of("fedprophet", name), blueprint_of(name)
+        policy, blueprint = policy_of("fedprophet", name), blueprint_of(name)
         atoms = range(len(blueprint.atoms))
-        new = [atom for atom in distinct(blueprint) if rule.part((atom,)).signature() not in seen]
-        seen |= {rule.part((atom,)).signature() for atom in new}
+        new = [atom for atom in distinct(blueprint) if policy.part((atom,)).signature() not in seen]
+        seen |= {policy.part((atom,)).signature() for atom in new}
         units = [*blueprint.units()[:-1], *(head_behind(blueprint, atom) for atom in atoms)]
-        client = client_of(tmp_path / name, rule, 10**9, units)
+        client = client_of(tmp_path / name, policy, 10**9, units)
         for atom in new:
             client.cap = Phases(10**9)
-            orders = FedProphetOrders([[each] for each in atoms], atom, atom, epsilon=0.1)
-            update = train(client, "fedprophet", {(atom,): rule.bytes((atom,))}, orders)
+            task_config = FedProphetTaskConfig([[each] for each in atoms], atom, atom, epsilon=0.1)
+            update = train(client, "fedprophet", {(atom,): policy.bytes((atom,))}, task_config)
             found = client.cap.peaks[f"train {atom}"]
             assert (
                 (name, atom, found)
-                == (name, atom, rule.bytes((atom,)))
+                == (name, atom, policy.bytes((atom,)))
                 == (name, atom, update.metrics["predicted-peak"])
             )
 
@@ -213,35 +211,35 @@ def test_behind_stored_features_under_attack(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SOME)
 def test_behind_frozen_blocks(tmp_path: Path, name: str) -> None:
     """ProFL: each step with its output module; and the output layer alone, for which the step's own atoms are streamed too."""
-    rule = rule_of("profl", name)
-    for t in range(1, len(rule.blocks) + 1):
-        step, needed = rule.step(t), rule.needed(t)
+    policy = policy_of("profl", name)
+    for t in range(1, len(policy.blocks) + 1):
+        step, needed = policy.step(t), policy.needed(t)
         for piece, allowed in ((step, needed[step]), (OUTPUT_LAYER, needed[OUTPUT_LAYER])):
-            client = client_of(tmp_path / f"{t}-{len(piece)}", rule, allowed, rule.model.units())
-            prices = needed | {step: max(needed[step], allowed + (piece != step))}
-            train(client, "profl", prices, ProFLOrders(t, "growing"), rule.variant)
-            assert client.cap.peaks[f"train {runs(piece) or 'the output layer'}"] == rule.bytes(piece)
+            client = client_of(tmp_path / f"{t}-{len(piece)}", policy, allowed, policy.model.units())
+            costs = needed | {step: max(needed[step], allowed + (piece != step))}
+            train(client, "profl", costs, ProFLTaskConfig(t, "growing"), policy.variant)
+            assert client.cap.peaks[f"train {runs(piece) or 'the output layer'}"] == policy.bytes(piece)
             assert client.cap.peak_bytes <= allowed  # of streamed atoms the writing of features is not traced
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_the_first_blocks_with_their_exits(tmp_path: Path, name: str) -> None:
-    rule = rule_of("depthfl", name)
-    for depth in range(1, len(rule.blocks) + 1):
-        piece = rule.depth(depth)
-        client = client_of(tmp_path / str(depth), rule, rule.bytes(piece), rule.model.units())
-        train(client, "depthfl", {piece: rule.bytes(piece)}, DepthFLOrders(depth, 0.5), rule.variant)
-        assert client.cap.peak_bytes == rule.bytes(piece)
+    policy = policy_of("depthfl", name)
+    for depth in range(1, len(policy.blocks) + 1):
+        piece = policy.depth(depth)
+        client = client_of(tmp_path / str(depth), policy, policy.bytes(piece), policy.model.units())
+        train(client, "depthfl", {piece: policy.bytes(piece)}, DepthFLTaskConfig(depth, 0.5), policy.variant)
+        assert client.cap.peak_bytes == policy.bytes(piece)
 
 
 def test_a_run_whose_devices_leave_out_the_first_atoms(tmp_path: Path) -> None:
-    """The poor devices' budget is the price of their first piece: there is room for nothing beside its step."""
+    """The poor devices' budget is the cost of their first piece: there is room for nothing beside its step."""
     model = {"model": "vgg11", "model_width": 0.1, "batch_size": 64, "batch_norm": "batch"}
     blueprint = build_blueprint("vgg11", num_classes=10, input_shape=(1, 32, 32), width=0.1, batch_norm="batch")
     settings = tiny_settings(**model)
-    rule = find_rule("fedepth")(blueprint, pricing_for(settings, blueprint), settings)
-    rich, poor = rule.bytes((0,)), rule.bytes((2,))
-    assert [part.atoms for part in rule.work(0, state(poor), 1.0)] == [(2,), (4,), (5, 6), (7,)]
+    policy = find_policy("fedepth")(blueprint, cost_model_for(settings, blueprint), settings)
+    rich, poor = policy.bytes((0,)), policy.bytes((2,))
+    assert [part.atoms for part in policy.work(0, state(poor), 1.0)] == [(2,), (4,), (5, 6), (7,)]
     fleet = fleet_json(rich=rich, poor=poor)
     run = run_local(tmp_path, fleet=fleet, dataset="digits32", clients=8, clients_per_round=4, **model)
     clients = clients_of(run)

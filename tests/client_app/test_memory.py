@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import RecordingGrid, a_client, a_recipe, fleet_json, random_examples, run_local, tiny_settings
+from helpers import RecordingGrid, a_client, a_training_config, fleet_json, random_examples, run_local, tiny_settings
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -26,16 +26,16 @@ from piecework.models.partition import (
     AtomTooLargeError,
     Piece,
     atom_names,
+    exclude_input_side,
     fits,
     greedy_partition,
-    leave_out_input_side,
     runs,
 )
 from piecework.models.zoo import build_blueprint
-from piecework.planning.step_cost import fake_batch, fake_load, piece_price
-from piecework.strategies.cascade.fedepth import fedepth_full_bytes, fedepth_price
+from piecework.planning.paper_memory.fedepth import fedepth_cost, fedepth_full_bytes
+from piecework.planning.step_cost import fake_batch, fake_load, piece_cost
 from piecework.training.examples import Examples
-from piecework.training.loop import MakeLoss, PieceModel, Trainee, single_loss, start, train_step
+from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, single_loss, start, train_step
 from piecework.training.memory_cap import MemoryCap
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,8 +162,8 @@ def test_a_trace_allocates_nothing_and_leaves_the_generator_alone() -> None:
     expected = torch.rand(2).tolist()
     torch.manual_seed(3)
     tebi = 2**40
-    price = trace(lambda: torch.rand(tebi // 4) + 1)
-    assert price.peak_bytes == 2 * tebi
+    cost = trace(lambda: torch.rand(tebi // 4) + 1)
+    assert cost.peak_bytes == 2 * tebi
     assert torch.rand(2).tolist() == expected
 
 
@@ -210,33 +210,35 @@ def step_id(case: object) -> str:
 @pytest.mark.parametrize(("of", "batch_norm", "atoms", "head", "copies"), STEPS, ids=step_id)
 def test_a_traced_step_is_the_real_one_exactly(of, batch_norm, atoms, head, copies) -> None:
     blueprint = model(*of, batch_norm)
-    recipe = a_recipe(8)
+    training_config = a_training_config(8)
     make_loss: MakeLoss = single_loss if copies == 1 else mutual_loss("paper")
-    price = piece_price(blueprint, atoms, head, recipe, copies, make_loss)
-    cap = MemoryCap(price.peak_bytes, enforced=True)
-    trainee = Trainee(
-        lambda: [PieceModel(blueprint, atoms, head, fake_load(blueprint)) for _ in range(copies)], recipe, make_loss
+    cost = piece_cost(blueprint, atoms, head, training_config, copies, make_loss)
+    cap = MemoryCap(cost.peak_bytes, enforced=True)
+    trainer = LocalTrainer(
+        lambda: [PieceModel(blueprint, atoms, head, fake_load(blueprint)) for _ in range(copies)],
+        training_config,
+        make_loss,
     )
     examples = random_examples(24, blueprint.shape_before(atoms[0]))
-    trainee.epoch(examples, np.random.default_rng(0), cap, "train")
-    assert trainee.seen == 24
-    assert cap.peak_bytes == price.peak_bytes
+    trainer.epoch(examples, np.random.default_rng(0), cap, "train")
+    assert trainer.seen == 24
+    assert cap.peak_bytes == cost.peak_bytes
 
     # the same step once more, with all that it left behind still alive, needs no more
     again = PeakMemory()
     with again:
-        train_step(trainee._loss, trainee.optimiser, examples.read(np.arange(8)), examples.targets(np.arange(8)))
-    assert again.peak <= price.peak_bytes
+        train_step(trainer._loss, trainer.optimiser, examples.read(np.arange(8)), examples.targets(np.arange(8)))
+    assert again.peak <= cost.peak_bytes
 
 
 def test_one_byte_less_than_the_price_is_refused() -> None:
     blueprint = model(*CONVNET)
-    price = piece_price(blueprint, (0, 1), "head", a_recipe(8)).peak_bytes
-    trainee = Trainee(lambda: [PieceModel(blueprint, (0, 1), "head", fake_load(blueprint))], a_recipe(8))
-    cap = MemoryCap(price - 1, enforced=True)
+    cost = piece_cost(blueprint, (0, 1), "head", a_training_config(8)).peak_bytes
+    trainer = LocalTrainer(lambda: [PieceModel(blueprint, (0, 1), "head", fake_load(blueprint))], a_training_config(8))
+    cap = MemoryCap(cost - 1, enforced=True)
     with pytest.raises(MemoryBudgetExceededError) as caught:
-        trainee.epoch(random_examples(8, (1, 8, 8)), np.random.default_rng(0), cap, "train")
-    assert (caught.value.needed, caught.value.allowed) == (price, price - 1)
+        trainer.epoch(random_examples(8, (1, 8, 8)), np.random.default_rng(0), cap, "train")
+    assert (caught.value.needed, caught.value.allowed) == (cost, cost - 1)
 
 
 def test_a_cap_that_does_not_enforce_only_measures() -> None:
@@ -290,17 +292,17 @@ def profiled_peak(work: Callable[[], object]) -> int:
     ids=step_id,
 )
 def test_prices_against_the_profiler(of, atoms, batch_size) -> None:
-    blueprint, recipe = model(*of), a_recipe(batch_size)
-    price = piece_price(blueprint, atoms, "head", recipe).peak_bytes
+    blueprint, training_config = model(*of), a_training_config(batch_size)
+    cost = piece_cost(blueprint, atoms, "head", training_config).peak_bytes
 
     def work() -> None:
         pieces = [PieceModel(blueprint, atoms, "head", fake_load(blueprint))]
-        loss, optimiser = start(pieces, recipe, single_loss)
+        loss, optimiser = start(pieces, training_config, single_loss)
         z = fake_batch(blueprint, atoms[0], batch_size).fill_(0.5)
         train_step(loss, optimiser, z, torch.zeros(batch_size, dtype=torch.int64))
 
     measured = profiled_peak(work)
-    assert measured == pytest.approx(price, rel=0.03)
+    assert measured == pytest.approx(cost, rel=0.03)
 
 
 # ---- FeDepth's own memory (Table 1; facts 4.5): PreResNet-20 on CIFAR-10, batch 32
@@ -312,17 +314,17 @@ def cifar_preresnet() -> Blueprint:
 
 
 def test_fedepth_prices_by_hand() -> None:
-    blueprint, half_price = cifar_preresnet(), 4 * 32
+    blueprint, half_cost = cifar_preresnet(), 4 * 32
     # bn1, conv1, bn2, conv2, block: five maps of 16x32x32; two convolutions of 16x16x9 and two norms of 16
-    block1 = 2 * half_price * 5 * 16 * 32 * 32 + 4 * (2 * 16 * 16 * 9 + 4 * 16)
-    assert fedepth_price(blueprint, [1]) == fedepth_price(blueprint, [3]) == block1
+    block1 = 2 * half_cost * 5 * 16 * 32 * 32 + 4 * (2 * 16 * 16 * 9 + 4 * 16)
+    assert fedepth_cost(blueprint, [1]) == fedepth_cost(blueprint, [3]) == block1
     # bn1 of 16x32x32; conv1, bn2, conv2, shortcut, block of 32x16x16; the shortcut has no parameters
     parameters = 16 * 32 * 9 + 32 * 32 * 9 + 2 * 16 + 2 * 32
-    block4 = 2 * half_price * (16 * 32 * 32 + 5 * 32 * 16 * 16) + 4 * parameters
-    assert fedepth_price(blueprint, [4]) == block4
-    assert fedepth_price(blueprint, [0]) == 0
-    assert fedepth_price(blueprint, [0, 1, 2, 4]) == 2 * block1 + block4
-    assert fedepth_price(blueprint, [1], batch_size=64) == block1 + 2 * half_price * 5 * 16 * 32 * 32
+    block4 = 2 * half_cost * (16 * 32 * 32 + 5 * 32 * 16 * 16) + 4 * parameters
+    assert fedepth_cost(blueprint, [4]) == block4
+    assert fedepth_cost(blueprint, [0]) == 0
+    assert fedepth_cost(blueprint, [0, 1, 2, 4]) == 2 * block1 + block4
+    assert fedepth_cost(blueprint, [1], batch_size=64) == block1 + 2 * half_cost * 5 * 16 * 32 * 32
 
 
 @pytest.mark.parametrize(
@@ -330,7 +332,7 @@ def test_fedepth_prices_by_hand() -> None:
     [(1, 20.02), (2, 20.02), (3, 20.02), (4, 14.05), (5, 10.07), (6, 10.07), (7, 7.21), (8, 5.28), (9, 5.28)],
 )
 def test_fedepth_prices_of_table_1(block: int, mib: float) -> None:
-    assert fedepth_price(cifar_preresnet(), [block]) / MiB == pytest.approx(mib, abs=0.01)
+    assert fedepth_cost(cifar_preresnet(), [block]) / MiB == pytest.approx(mib, abs=0.01)
 
 
 def test_fedepth_full_model_and_widths_of_table_1() -> None:
@@ -350,13 +352,13 @@ def test_fedepth_full_model_and_widths_of_table_1() -> None:
         (1 / 3, "0-2 3-4 5-9"),
         (1 / 2, "0-3 4-9"),
         (1, "0-9"),
-        (1 / 8, "0,4 5 6 7-8 9"),  # lack: blocks 1-3 are left out, the stem rides with block 4
+        (1 / 8, "0,4 5 6 7-8 9"),  # lack: blocks 1-3 are excluded, the stem rides with block 4
     ],
 )
 def test_fedepth_decompositions(ratio: float, pieces: str) -> None:
     blueprint = cifar_preresnet()
     allowed = int(1.05 * ratio * fedepth_full_bytes(blueprint))
-    found = decompose(10, lambda piece: int(fedepth_price(blueprint, piece)), allowed, atom_names(blueprint))
+    found = decompose(10, lambda piece: int(fedepth_cost(blueprint, piece)), allowed, atom_names(blueprint))
     assert " ".join(map(runs, found)) == pieces
 
 
@@ -364,13 +366,13 @@ def test_a_sixth_by_the_letter_leaves_the_first_blocks_out() -> None:
     # 116.04 / 6 = 19.34 < 20.02: without tolerance the paper's own 1/6 client could not train blocks 1-3
     blueprint = cifar_preresnet()
     allowed = int(fedepth_full_bytes(blueprint) / 6)
-    found = decompose(10, lambda piece: int(fedepth_price(blueprint, piece)), allowed, atom_names(blueprint))
+    found = decompose(10, lambda piece: int(fedepth_cost(blueprint, piece)), allowed, atom_names(blueprint))
     assert found[0] == (0, 4)
 
 
 @lru_cache
-def preresnet_price(piece: Piece) -> int:
-    return piece_price(model(*PRERESNET), piece, "head", a_recipe(32)).peak_bytes
+def preresnet_cost(piece: Piece) -> int:
+    return piece_cost(model(*PRERESNET), piece, "head", a_training_config(32)).peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -385,8 +387,8 @@ def preresnet_price(piece: Piece) -> int:
 def test_the_traced_fair_fleet(device: str, ratio: float, pieces: str) -> None:
     (profile,) = [d for d in load_fleet("fedepth-fair-traced").devices if d.name == device]
     assert profile.memory_ratio == ratio
-    allowed = profile.budget(preresnet_price(tuple(range(10))))
-    found = decompose(10, preresnet_price, allowed, atom_names(model(*PRERESNET)))
+    allowed = profile.budget(preresnet_cost(tuple(range(10))))
+    found = decompose(10, preresnet_cost, allowed, atom_names(model(*PRERESNET)))
     assert " ".join(map(runs, found)) == pieces
 
 
@@ -418,14 +420,14 @@ def test_greedy_partition_names_the_atom_that_does_not_fit() -> None:
     assert str(caught.value) == (
         "atom 'layer0' needs 30 bytes, the budget allows 29 bytes: raise the budget, or lower batch-size"
     )
-    with pytest.raises(AtomTooLargeError, match="'layer2' needs more than any price listed"):
+    with pytest.raises(AtomTooLargeError, match="'layer2' needs more than any cost listed"):
         greedy_partition([2], lambda _: None, 10**9, LAYERS)
 
 
 def test_leave_out_skips_what_does_not_fit_but_never_the_last() -> None:
-    assert leave_out_input_side(range(6), tenths, 30) == [0, 1, 2, 3, 4, 5]
-    assert leave_out_input_side(range(6), tenths, 10) == [2, 3, 4, 5]
-    assert leave_out_input_side(range(6), tenths, 1) == [5]
+    assert exclude_input_side(range(6), tenths, 30) == [0, 1, 2, 3, 4, 5]
+    assert exclude_input_side(range(6), tenths, 10) == [2, 3, 4, 5]
+    assert exclude_input_side(range(6), tenths, 1) == [5]
     with pytest.raises(AtomTooLargeError, match="'layer5' needs 5 bytes"):
         decompose(6, tenths, 1, LAYERS)
 
@@ -441,20 +443,20 @@ def test_fits() -> None:
 
 def test_streaming_and_evaluating_stay_within_the_training_price(tmp_path: Path) -> None:
     client = a_client(tmp_path, tiny_settings(batch_norm="running"))
-    price = piece_price(client.blueprint, (0,), "head", client.recipe).peak_bytes
-    client.cap = MemoryCap(price, enforced=True)
+    cost = piece_cost(client.blueprint, (0,), "head", client.training_config).peak_bytes
+    client.cap = MemoryCap(cost, enforced=True)
     piece = PieceModel(client.blueprint, (0,), "head", client.load())
     piece.train(False)
     features: Examples = client.stream(piece, client.share(0), "train-0", 1)
     assert len(features) == 40
     assert client.evaluate(piece.logits, client.validation)["val-examples"] == 20
-    assert 0 < client.cap.peak_bytes <= price
+    assert 0 < client.cap.peak_bytes <= cost
 
 
 TASKS = """
 import pickle, sys
 from pathlib import Path
-from piecework.strategies.cascade.fedepth import fedepth_full_bytes, fedepth_price
+from piecework.planning.paper_memory.fedepth import fedepth_cost, fedepth_full_bytes
 from piecework.server_app.local_grid import answer, identify
 identify(1)
 for data, config in pickle.loads(Path(sys.argv[1]).read_bytes()):

@@ -33,7 +33,7 @@ def test_a_class_of_the_test_split_is_shared_as_the_training_examples_of_it_are(
     first, second = shares_of_test(labels, shares, test_labels, seed=3)
     assert [int(np.sum(test_labels[rows] == 0)) for rows in (first, second)] == [1, 3]  # a quarter of four
     assert [int(np.sum(test_labels[rows] == 1)) for rows in (first, second)] == [2, 0]
-    assert 5 not in {*first, *second}, "nobody trains on class 2"
+    assert 5 not in {*first, *second}, "no client trains on class 2"
     assert not set(first) & set(second)
 
 

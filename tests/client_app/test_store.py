@@ -158,7 +158,7 @@ def test_a_state_that_was_not_committed_is_none(store: Store) -> None:
     newest = store.newest_state(5)
     assert newest is not None
     assert newest.name == "1"
-    assert list(store.new_state(2).iterdir()) == []  # begun anew
+    assert list(store.new_state(2).iterdir()) == []  # begun again
 
 
 def test_committing_a_round_again_replaces_it(store: Store) -> None:
@@ -235,7 +235,7 @@ def test_a_damaged_state_is_discarded_and_told(store: Store, harm: Callable[[Pat
     assert states(store) == ["1"]
     harm(store.root / "state" / "1" / "head.safetensors")
     assert store.newest_state(5) is None
-    assert store.notes[1:] == [f"discarded its state of round 1 ({fault}), starts anew"]
+    assert store.notes[1:] == [f"discarded its state of round 1 ({fault}), starts again"]
     assert states(store) == []
 
 
@@ -244,7 +244,7 @@ def test_a_file_in_place_of_a_state(store: Store) -> None:
     a_pickle(store.root / "state" / "3")
     assert store.newest_state(3) is None
     assert store.notes == [
-        "discarded its state of round 3 (manifest.json cannot be read (NotADirectoryError)), starts anew"
+        "discarded its state of round 3 (manifest.json cannot be read (NotADirectoryError)), starts again"
     ]
     assert states(store) == []
 
@@ -344,7 +344,7 @@ TASK = Task(
     lr=0.1,
     state_dir="/somewhere",
     enforced=False,
-    prices={"0,1": 10, "-1,2": 20},
+    costs={"0,1": 10, "-1,2": 20},
     frozen={"atoms.0": "ab" * 32},
 )
 
@@ -352,10 +352,10 @@ TASK = Task(
 def test_a_task_round_trips() -> None:
     sent = TASK.to_record()
     assert sent["state-round"] == 2
-    assert sent["prices"] == '{"0,1":10,"-1,2":20}'
+    assert sent["costs"] == '{"0,1":10,"-1,2":20}'
     assert sent["frozen"] == f'{{"atoms.0":"{"ab" * 32}"}}'
     assert Task.from_record(sent) == TASK
-    assert Task.from_record(replace(TASK, prices={}).to_record()).prices == {}
+    assert Task.from_record(replace(TASK, costs={}).to_record()).costs == {}
 
 
 def test_a_task_carries_the_network_and_whether_it_is_attacked() -> None:
@@ -379,9 +379,9 @@ def test_keys_of_pieces() -> None:
 
 
 def test_prices() -> None:
-    assert TASK.price((0, 1)) == 10
-    assert TASK.price((-1, 2)) == 20
-    assert TASK.price((0,)) is None
+    assert TASK.cost((0, 1)) == 10
+    assert TASK.cost((-1, 2)) == 20
+    assert TASK.cost((0,)) is None
 
 
 def test_tasks_of_another_version() -> None:
@@ -395,7 +395,7 @@ def test_tasks_of_another_version() -> None:
 
 @pytest.mark.parametrize(
     "outcome",
-    [Outcome("ok"), Outcome("memory", 5, 4, "too much"), Outcome("failed", reason="no data", note="x", lacking=["ab"])],
+    [Outcome("ok"), Outcome("memory", 5, 4, "too much"), Outcome("failed", reason="no data", note="x", missing=["ab"])],
 )
 def test_an_outcome_round_trips(outcome: Outcome) -> None:
     assert Outcome.from_record(outcome.to_record()) == outcome

@@ -1,6 +1,6 @@
 """Every model of the zoo: a traced step is the real one to the byte and agrees with torch.profiler; FLOPs counted by hand.
 
-Prices are those of one thread (`torch-threads`), the default, which `helpers` sets.
+Costs are those of one thread (`torch-threads`), the default, which `helpers` sets.
 """
 
 from collections.abc import Callable
@@ -8,16 +8,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from helpers import a_recipe, random_examples
+from helpers import a_training_config, random_examples
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from piecework.device_profiles.memory import PeakMemory, trace
 from piecework.models.cascade import Blueprint
 from piecework.models.zoo import MODELS, build_blueprint, usual_input
-from piecework.planning.step_cost import fake_batch, fake_load, piece_price
+from piecework.planning.step_cost import fake_batch, fake_load, piece_cost
 from piecework.training.examples import Examples
-from piecework.training.loop import PieceModel, Trainee, single_loss, start, train_step
+from piecework.training.loop import LocalTrainer, PieceModel, single_loss, start, train_step
 from piecework.training.memory_cap import MemoryCap
 
 RNN = torch.ops.aten.mkldnn_rnn_layer
@@ -90,21 +90,21 @@ STEPS = [
 def test_a_traced_step_is_the_real_one(name, changes, atoms, head) -> None:
     blueprint = blueprint_of(name, **changes)
     atoms = atoms or tuple(range(len(blueprint.atoms)))
-    recipe = a_recipe(2 if name in ("resnet34", "vit", "cnn4") else 4)
-    price = piece_price(blueprint, atoms, head, recipe).peak_bytes
-    cap = MemoryCap(price, enforced=True)
-    trainee = Trainee(lambda: [PieceModel(blueprint, atoms, head, fake_load(blueprint))], recipe)
-    trainee.epoch(examples_for(blueprint, atoms[0], recipe.batch_size), np.random.default_rng(0), cap, "train")
-    assert cap.peak_bytes == price
-    del trainee
+    training_config = a_training_config(2 if name in ("resnet34", "vit", "cnn4") else 4)
+    cost = piece_cost(blueprint, atoms, head, training_config).peak_bytes
+    cap = MemoryCap(cost, enforced=True)
+    trainer = LocalTrainer(lambda: [PieceModel(blueprint, atoms, head, fake_load(blueprint))], training_config)
+    trainer.epoch(examples_for(blueprint, atoms[0], training_config.batch_size), np.random.default_rng(0), cap, "train")
+    assert cap.peak_bytes == cost
+    del trainer
 
     def step() -> None:
         pieces = [PieceModel(blueprint, atoms, head, fake_load(blueprint))]
-        loss, optimiser = start(pieces, recipe, single_loss)
-        z = fake_batch(blueprint, atoms[0], recipe.batch_size).fill_(1)
-        train_step(loss, optimiser, z, torch.zeros(recipe.batch_size, dtype=torch.int64))
+        loss, optimiser = start(pieces, training_config, single_loss)
+        z = fake_batch(blueprint, atoms[0], training_config.batch_size).fill_(1)
+        train_step(loss, optimiser, z, torch.zeros(training_config.batch_size, dtype=torch.int64))
 
-    assert profiled_peak(step) == pytest.approx(price, rel=0.005)
+    assert profiled_peak(step) == pytest.approx(cost, rel=0.005)
 
 
 # ---- inside operators: (bytes that the accounting adds) against (what the profiler sees)
@@ -207,9 +207,9 @@ def test_inside_the_optimiser(layout) -> None:
 @pytest.mark.parametrize("name", ["cnn3", "deit-tiny", "resnet10", "resnet18-preact"])
 def test_gradients_and_momentum_lie_as_their_weights_do(name, precision) -> None:
     """torch._fused_sgd_ goes through memory in order: where formats differ, it silently pairs the wrong numbers."""
-    blueprint, recipe = blueprint_of(name), a_recipe(2, precision=precision)
+    blueprint, training_config = blueprint_of(name), a_training_config(2, precision=precision)
     pieces = [PieceModel(blueprint, range(len(blueprint.atoms)), "head", fake_load(blueprint))]
-    loss, optimiser = start(pieces, recipe, single_loss)
+    loss, optimiser = start(pieces, training_config, single_loss)
     loss(fake_batch(blueprint, 0, 2).fill_(1), torch.zeros(2, dtype=torch.int64)).backward()
 
     def layout(tensor: Tensor) -> list[int]:
@@ -223,7 +223,7 @@ def test_gradients_and_momentum_lie_as_their_weights_do(name, precision) -> None
 
 
 def flops(name: str, atoms: tuple[int, ...], head: str, batch: int, **changes) -> int:
-    return piece_price(blueprint_of(name, **changes), atoms, head, a_recipe(batch)).flops
+    return piece_cost(blueprint_of(name, **changes), atoms, head, a_training_config(batch)).flops
 
 
 def test_flops_of_a_transformer() -> None:

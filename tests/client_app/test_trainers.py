@@ -11,13 +11,15 @@ from helpers import a_client, same, tiny_settings
 from torch.nn import functional as F
 
 from piecework.client_app.client import Client, Update
-from piecework.client_app.trainers import fedavg, fedepth, find_trainer, m_fedepth
+from piecework.client_app.trainers import find_trainer
+from piecework.client_app.trainers.cascade import fedepth, m_fedepth
 from piecework.client_app.trainers.cascade.fedepth import MUTUAL, choose_pieces
+from piecework.client_app.trainers.whole import fedavg
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Cascade
 from piecework.models.partition import Piece
 from piecework.training.examples import Examples
-from piecework.training.loop import PieceModel, Trainee
+from piecework.training.loop import LocalTrainer, PieceModel
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.messages import Task, piece_key
 
@@ -25,10 +27,10 @@ from piecework.training.messages import Task, piece_key
 
 
 def a_task(strategy: str = "fedepth", extra: dict[Piece, int] | None = None, mutual: int = 10**9) -> Task:
-    prices: dict[Piece, int] = {
+    costs: dict[Piece, int] = {
         tuple(range(start, stop)): 100 * (stop - start) for start in range(5) for stop in range(start + 1, 6)
     }
-    prices |= {(MUTUAL, 2): mutual} | (extra or {})
+    costs |= {(MUTUAL, 2): mutual} | (extra or {})
     return Task(
         experiment_id="experiment",
         round=1,
@@ -39,7 +41,7 @@ def a_task(strategy: str = "fedepth", extra: dict[Piece, int] | None = None, mut
         lr=0.05,
         state_dir="",
         enforced=False,
-        prices={piece_key(piece): price for piece, price in prices.items()},
+        costs={piece_key(piece): cost for piece, cost in costs.items()},
     )
 
 
@@ -133,10 +135,12 @@ def test_a_piece_goes_on_with_the_head_of_the_one_before(tmp_path: Path) -> None
     front = PieceModel(by_hand.blueprint, range(4), "head", by_hand.load())
     front.train(False)
     features = by_hand.stream(front, by_hand.share(0), "train-0", 4)
-    trainee = Trainee(lambda: [PieceModel(by_hand.blueprint, (4,), "head", by_hand.load())], by_hand.recipe)
+    trainer = LocalTrainer(
+        lambda: [PieceModel(by_hand.blueprint, (4,), "head", by_hand.load())], by_hand.training_config
+    )
     for epoch in range(2):
-        trainee.epoch(features, by_hand.rng("batches", 1, epoch), by_hand.cap, "train")
-    by_hand.save(*trainee.finish())
+        trainer.epoch(features, by_hand.rng("batches", 1, epoch), by_hand.cap, "train")
+    by_hand.save(*trainer.finish())
     assert same(stored(client, ["atoms.4", "head"]), stored(by_hand, ["atoms.4", "head"]))
 
 
@@ -210,10 +214,10 @@ def test_mutual_models(tmp_path: Path) -> None:
     ],
 )
 def test_choice_of_pieces(allowed: int, mutual_models: int, pieces: list[Piece]) -> None:
-    def price(piece: Piece) -> int:
+    def cost(piece: Piece) -> int:
         return 500 * piece[1] if piece[0] == MUTUAL else 100 * len(piece)
 
-    assert choose_pieces(list("abcde"), price, allowed, mutual_models) == pieces
+    assert choose_pieces(list("abcde"), cost, allowed, mutual_models) == pieces
 
 
 def test_refusals(tmp_path: Path) -> None:

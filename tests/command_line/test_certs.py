@@ -122,7 +122,7 @@ def test_again_keeps_everything(folder: Path) -> None:
     made = certs.issue(["superlink", "10.1.2.3"], 2, folder)
     assert contents(folder) == before
     assert {file.done for file in made} == {"kept"}
-    certs.issue([], 1, folder)  # no names: those it has; fewer nodes: nobody's key is removed
+    certs.issue([], 1, folder)  # no names: those it has; fewer nodes: no client's key is removed
     assert contents(folder) == before
 
 

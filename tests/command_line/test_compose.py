@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from piecework.cli import app
 from piecework.device_profiles.fleet import load_fleet
 from piecework.options import settings_from
-from piecework.planning.costs import pricing_for
+from piecework.planning.costs import cost_model_for
 from piecework.training.setup import blueprint_for, open_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def test_a_ratio_is_of_the_reference_step() -> None:
     found = services("--nodes", "2", "--floor", "100MB", "--fleet", "demo")
     settings = settings_from("", [], nodes=2, named={"fleet": "demo"})
     blueprint = blueprint_for(settings, open_dataset(settings.dataset, settings.data_dir))
-    reference = pricing_for(settings, blueprint).reference_bytes
+    reference = cost_model_for(settings, blueprint).reference_bytes
     ratios = [device.memory_ratio for device in load_fleet("demo").devices]
     limits = [found[f"client-{i}"]["mem_limit"] - 100 * MB for i in range(2)]
     assert all(limit in {int((ratio or 0) * reference) for ratio in ratios} for limit in limits)

@@ -14,12 +14,12 @@ FITTED = Trial(
 )
 
 
-def price(piece: tuple[int, ...]) -> int:
+def cost(piece: tuple[int, ...]) -> int:
     return sum((30, 80, 50, 20)[atom] for atom in piece)
 
 
 def test_what_is_tried() -> None:
-    assert pieces_to_try(4, price, 100, NAMES) == {
+    assert pieces_to_try(4, cost, 100, NAMES) == {
         (0,): True,
         (0, 1): False,
         (1,): True,
@@ -27,16 +27,16 @@ def test_what_is_tried() -> None:
         (2, 3): True,
         (0, 1, 2, 3): False,
     }
-    # what is too large alone is left out, and a piece goes on behind it
-    assert pieces_to_try(4, price, 70, NAMES) == {
+    # what is too large alone is excluded, and a piece goes on behind it
+    assert pieces_to_try(4, cost, 70, NAMES) == {
         (1,): False,
         (0,): True,
         (0, 2): False,
         (2, 3): True,
         (0, 1, 2, 3): False,
     }
-    assert pieces_to_try(4, price, 180, NAMES) == {(0, 1, 2, 3): True}
-    assert not any(pieces_to_try(4, price, 10, NAMES).values())
+    assert pieces_to_try(4, cost, 180, NAMES) == {(0, 1, 2, 3): True}
+    assert not any(pieces_to_try(4, cost, 10, NAMES).values())
 
 
 def test_a_piece_has_a_name() -> None:
@@ -56,9 +56,9 @@ def test_planner_and_trial() -> None:
     assert [trial.agrees for trial in (FITTED, killed, in_slack, wrong)] == [True, True, False, False]
     assert [trial.in_slack(slack) for trial in (FITTED, killed, in_slack, wrong)] == [False, False, True, False]
     assert row(in_slack, slack)[4:8] == ("190 MB", "14 MB", "too large", "trained, in the slack")
-    first, least, above = summary([FITTED, killed, in_slack], 312_000_000, slack)
+    first, minimum, above = summary([FITTED, killed, in_slack], 312_000_000, slack)
     assert first == "2 of 3 agree, 1 trained in the slack (over the budget by 14 MB at most)"
-    assert least.endswith("killed: 64 MB")
+    assert minimum.endswith("killed: 64 MB")
     assert "at most 2 MB above floor + predicted" in above
 
 

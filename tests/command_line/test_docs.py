@@ -15,7 +15,7 @@ from piecework.client_app.trainers import TRAINERS
 from piecework.device_profiles.fleet import load_fleet
 from piecework.models.zoo import MODELS
 from piecework.strategies import STRATEGIES
-from piecework.strategies.whole.fedavg import FedAvgRule
+from piecework.strategies.whole.fedavg import FedAvgPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,7 +92,7 @@ def test_a_strategy_of_ones_own_does_what_the_settings_ask(
         assert losses["fedprox", adversarial] == losses["fedavg", adversarial]
         assert flops["fedprox", adversarial] == flops["fedavg", adversarial]
     assert losses["fedprox", True] > losses["fedprox", False]
-    monkeypatch.setattr(FedAvgRule, "adversarial", "always")  # a system that does nothing else need not say more
+    monkeypatch.setattr(FedAvgPolicy, "adversarial", "always")  # a system that does nothing else need not say more
     always = run_local(tmp_path / "always", strategy="fedprox", **asked)
     assert [record["train_loss"] for record in always.rounds()] == losses["fedavg", True]
     assert [client["flops"] for client in clients_of(always)] == flops["fedavg", True]

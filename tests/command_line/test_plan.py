@@ -96,7 +96,7 @@ def test_who_is_left_out_and_what_is_missing() -> None:
     assert (stage["participation"], stage["excluded_clients"]) == (0, list(range(20)))
     poorest = found["devices"][0]["stages"][0]
     assert poorest["needed_bytes"] == found["full_memory_bytes"]
-    assert poorest["lacks_bytes"] == found["full_memory_bytes"] - int(0.53 * found["full_memory_bytes"])
+    assert poorest["missing_bytes"] == found["full_memory_bytes"] - int(0.53 * found["full_memory_bytes"])
     assert poorest["seconds"] is None
     options = ("--model", "convnet", "--dataset", "digits", "--strategy", "fedavg")
     poor, rich = (
@@ -159,7 +159,7 @@ def test_the_fleet_says_how_many_clients_there_are() -> None:
 def test_a_fleet_whose_poorest_device_fits_no_atom_is_still_planned() -> None:
     found = plan("--model", "cnn3", "--dataset", "cifar10", *FEDPROPHET, "--fleet", "fedprophet-cifar10-balanced")
     assert found["budget_bytes"] == max(module["memory_bytes"] for module in found["modules"])
-    # by the paper's memory nobody is held to a budget: who lacks some swaps
+    # by the paper's memory no client is held to a budget: who lacks some swaps
     assert found["fleet"]["participation"] == 1
     fleet = fleet_json(rich=10**9, poor=10**6)
     found = plan("--model", "cnn3", "--dataset", "cifar10", "--strategy", "fedprophet", "--set", f"fleet={fleet}")
@@ -237,15 +237,15 @@ def test_a_module_is_timed_against_the_slowest_that_is_asked(tmp_path: Path) -> 
 
 COST = """
 import resource, sys
-from piecework.planning.step_cost import piece_price
-from piecework.training.loop import Recipe
+from piecework.planning.step_cost import piece_cost
+from piecework.training.loop import TrainingConfig
 from piecework.models.zoo import build_blueprint
 from piecework.plan import make_plan
 from piecework.question import ask
 from piecework.training.settings import Settings
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 one = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8))
-piece_price(one, (0,), "exits.0", Recipe(0.1, 0.9, 0.0, 2, 1))
+piece_cost(one, (0,), "exits.0", TrainingConfig(0.1, 0.9, 0.0, 2, 1))
 before = peak()
 for strategy in ("fedepth", "prism", "spafl"):
     settings = Settings(model="resnet18", strategy=strategy, batch_size=32, clients=20)

@@ -12,8 +12,10 @@ from piecework.report import write_report
 pytest.importorskip("plotly")
 
 
-def progress(number: int, leg: str, movement: float | None, slope: float | None = None, **more: Any) -> dict[str, Any]:
-    record: dict[str, Any] = {"stage": leg, "effective_movement": movement, "slope": slope, "slope_threshold": None}
+def progress(
+    number: int, phase: str, movement: float | None, slope: float | None = None, **more: Any
+) -> dict[str, Any]:
+    record: dict[str, Any] = {"stage": phase, "effective_movement": movement, "slope": slope, "slope_threshold": None}
     return round_record(number, 0.5, [client(0)], **record | {"times_below": 0, "ended": ""} | more)
 
 

@@ -141,12 +141,12 @@ def test_page_of_a_run_that_failed_in_its_first_round(tmp_path: Path) -> None:
     script = "<script>alert(1)</script>"
     clients = [refused(0), refused(1), refused(2, script)]
     run_dir = make_run(
-        tmp_path / "<b>", [round_record(1, None, clients)], "failed", f"nobody: {script}", dataset=f"npz:{script}"
+        tmp_path / "<b>", [round_record(1, None, clients)], "failed", f"no client: {script}", dataset=f"npz:{script}"
     )
     page = write_report(run_dir).read_text(encoding="utf-8")
     assert_self_contained(page)
     assert script not in page
-    assert "nobody: &lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "no client: &lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "<b>" not in page[page.index("<body>") :][:300]
     assert '<small class="failed">failed</small>' in page
     assert "No client reported a validation accuracy." in page

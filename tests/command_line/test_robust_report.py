@@ -63,7 +63,7 @@ def robust_round(number: int, module: int, clients: list[dict[str, Any]], **chan
         "client_accuracy": 0.5,
         "client_adversarial_accuracy": 0.375,
         "accuracy_by_device": {},
-        "bytes_survey": 1000,
+        "bytes_query": 1000,
     }
     return round_record(number, 0.5 if even else None, clients, **record | changes)
 

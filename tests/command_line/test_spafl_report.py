@@ -13,7 +13,7 @@ pytest.importorskip("plotly")
 
 
 def rounds() -> list[dict[str, Any]]:
-    """A layer of two filters, of which the clients prune one half; nobody trained in the second round."""
+    """A layer of two filters, of which the clients prune one half; no client trained in the second round."""
 
     def filters(density: float | None, kept: list[int], threshold: float) -> dict[str, Any]:
         return {"atoms.0.conv.weight": {"density": density, "threshold": threshold, "open": kept}}

@@ -17,7 +17,7 @@ from piecework.models.zoo import MODELS, build_blueprint, usual_input
 from piecework.plan import make_plan
 from piecework.question import ask
 from piecework.strategies import STRATEGIES
-from piecework.suggest import ORDER, advise, fedavg_verdict, kind_of, measurements, nearest, order, pricing_of, suits
+from piecework.suggest import ORDER, advise, cost_model_of, fedavg_verdict, kind_of, measurements, nearest, order, suits
 from piecework.suggest import planned as plan_of
 from piecework.suggest_view import advice_tables
 from piecework.training.settings import Settings
@@ -74,7 +74,7 @@ def test_where_every_device_fits_the_model_federated_averaging_is_the_advice() -
 
 
 def test_a_smaller_batch_is_the_largest_that_fits() -> None:
-    """Its price is that of a plan at this batch."""
+    """Its cost is that of a plan at this batch."""
     needed = {}
     for size in (4, 8, 16):
         settings = Settings(clients=2, batch_size=size, strategy="fedavg")
@@ -182,14 +182,14 @@ def test_a_system_that_cannot_take_a_model_of_ones_own_does_not_stop_the_others(
     monkeypatch.setitem(MODELS, "mlp", mlp)
     settings = Settings(model="mlp", clients=4)
     question = ask(settings)
-    pricing = pricing_of(settings, question, 0)
-    rows = {n: plan_of(settings.model_copy(update={"strategy": n}), question, pricing) for n in ("prism", "fedepth")}
+    cost_model = cost_model_of(settings, question, 0)
+    rows = {n: plan_of(settings.model_copy(update={"strategy": n}), question, cost_model) for n in ("prism", "fedepth")}
     assert rows["prism"]["reason"].startswith("atom 'fc2' of mlp cannot be cut by rank: it is a chain of 0 (Linear)")
     assert rows["fedepth"]["participation"] > 0
 
 
 def test_a_row_is_what_a_plan_of_that_system_alone_says(demo: dict[str, Any]) -> None:
-    """Prices are shared among systems whose batch norms do alike, and only among those."""
+    """Costs are shared among systems whose batch norms do alike, and only among those."""
     for name in ("heterofl", "fedepth"):
         (row,) = [row for row in demo["rows"] if row["strategy"] == name]
         settings = Settings(clients=20, strategy=name)

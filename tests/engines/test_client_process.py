@@ -85,7 +85,7 @@ def a_message(folder: Path, **settings: Any) -> Path:
         reference=10**9,
         lr=chosen.lr,
         state_dir=str(folder / "clients"),
-        prices={piece_key(tuple(range(len(blueprint.atoms)))): 1},
+        costs={piece_key(tuple(range(len(blueprint.atoms)))): 1},
     )
     arrays = ArrayRecord({name: Array(array) for name, array in first_arrays(chosen).items()})
     identify(1)

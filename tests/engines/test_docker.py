@@ -138,17 +138,17 @@ def test_the_kernel_ends_what_does_not_fit(fleet: Containers, say: Callable[[str
         run = fleet.start_run(*whole)
         fleet.finish(run)
     first, second = fleet.rounds(run)
-    say(f"FedAvg unchecked: {story([first])}; killed by the kernel: {killed(seen)}; in round 2 {left_out(second)}")
+    say(f"FedAvg unchecked: {story([first])}; killed by the kernel: {killed(seen)}; in round 2 {excluded(second)}")
     small = sorted(set(range(CLIENTS)) - set(LARGE))
     assert sorted(killed(seen)) == small
     assert [c["client"] for c in first["clients"] if c["status"] == "crashed" and "error 8" in c["reason"]] == small
     assert all(status(first, client) == "ok" for client in LARGE)
-    assert [entry["client"] for entry in second["left_out"]] == small
+    assert [entry["client"] for entry in second["excluded"]] == small
     assert not first["enforced"]
 
 
-def left_out(record: dict[str, Any]) -> str:
-    return f"clients {', '.join(str(entry['client']) for entry in record['left_out'])} are left out"
+def excluded(record: dict[str, Any]) -> str:
+    return f"clients {', '.join(str(entry['client']) for entry in record['excluded'])} are excluded"
 
 
 def test_clients_refuse_before_the_kernel_acts(fleet: Containers, say: Callable[[str], None]) -> None:

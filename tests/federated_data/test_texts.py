@@ -56,7 +56,7 @@ def test_tokens_by_hand() -> None:
 
 
 def test_as_many_words_and_tokens_as_there_is_room_for() -> None:
-    """Of 1,002 words the two least frequent are left out; of a long text the beginning counts."""
+    """Of 1,002 words the two least frequent are excluded; of a long text the beginning counts."""
     words = [f"w{n:04}" for n in range(WORDS + 2)]
     tokens, _ = tokenised([" ".join(words), " ".join(words[:WORDS])], [])
     assert ends(tokens[0]) == list(range(1, LENGTH + 1))

@@ -301,9 +301,9 @@ def test_what_batch_norms_have_seen_has_no_first_limit() -> None:
     """Variances go with squares of features, of which nothing is known before; weights are held to the limit as ever."""
     model = record({"atoms.0.bn.running_var": floats(1, 1), "atoms.0.conv.weight": floats(3, 4)})
     spread = record({"atoms.0.bn.running_var": floats(7000, 1), "atoms.0.conv.weight": floats(3, 6)})
-    assert check_update(spread, 1, model, spec_of(model), most=lambda: 2.5).norms["atoms.0"] == math.sqrt(2)
+    assert check_update(spread, 1, model, spec_of(model), maximum=lambda: 2.5).norms["atoms.0"] == math.sqrt(2)
     with pytest.raises(UpdateRejectedError, match=r"the update's norm 2 is past the limit 1.5 \(update-norm-limit\)"):
-        check_update(spread, 1, model, spec_of(model), most=lambda: 1.5)
+        check_update(spread, 1, model, spec_of(model), maximum=lambda: 1.5)
 
 
 def limits_of(updates: list[dict[str, float]], factor: float, known: set[str]) -> list[tuple[int, dict[str, float]]]:

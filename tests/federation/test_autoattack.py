@@ -182,7 +182,7 @@ def test_statistics_of_a_batch_are_fixed_for_the_attack() -> None:
     x = torch.tensor([1.0, 3.0, 5.0, 7.0, 100.0]).view(5, 1, 1, 1)
     with fixed_statistics(norm, x, 2) as fixed:
         assert fixed
-        # batches (1, 3), (5, 7), and the last one left out: means 2 and 6, unbiased variances 2 and 2
+        # batches (1, 3), (5, 7), and the last one excluded: means 2 and 6, unbiased variances 2 and 2
         assert float(norm(torch.tensor(6.0).view(1, 1, 1, 1))) == pytest.approx((6 - 4) / 2**0.5)
         assert torch.equal(norm(x)[:1], norm(x[:1]))
     assert norm.running_mean is None

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tail import FROZEN
 
 from piecework.client_app import frozen
-from piecework.client_app.frozen import LackingUnitsError, content_hash
+from piecework.client_app.frozen import MissingUnitsError, content_hash
 from piecework.client_app.trainers import TRAINERS
-from piecework.federation.weight_cache import parcels, units_of, without_units
+from piecework.federation.weight_cache import chunks, units_of, without_units
 from piecework.models.cascade import unit_of
 from piecework.server_app.records import RunDir
 from piecework.strategies import STRATEGIES
@@ -123,7 +123,7 @@ def test_messages_are_bounded_and_one_at_a_time(tmp_path: Path, grids: Any, limi
     assert sizes[:questions] == [0] * questions
     assert len(sizes) == questions + 3 * (1 if sum(sizes) / 3 <= limit else 2)
     order = [m.metadata.dst_node_id for m in grid.sent if m.metadata.group_id == "1"]
-    assert all(order[i : i + 3] == [2, 3, 4] for i in range(0, len(order), 3))  # waves: nobody has two at once
+    assert all(order[i : i + 3] == [2, 3, 4] for i in range(0, len(order), 3))  # batches: no client has two at once
     assert {client["status"] for client in clients_of(run_dir)} == {"ok"}
 
 
@@ -175,7 +175,7 @@ def test_only_what_lacks_is_sent_after_a_restart(tmp_path: Path, grids: Any) -> 
 
 
 class FailsAtUnits(Interfering):
-    """Client 1 answers its first parcel with an error, client 2 with nonsense."""
+    """Client 1 answers its first chunk with an error, client 2 with nonsense."""
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         kinds = {m.metadata.message_id: m for m in self.sent}
@@ -187,7 +187,7 @@ class FailsAtUnits(Interfering):
                     replies.append(Message(Error(8, "its process ended"), reply_to=sent))
                     continue
                 if sent.metadata.dst_node_id == 4:
-                    reply.content["outcome"] = Outcome("ok", lacking=7).to_record()  # type: ignore[arg-type]
+                    reply.content["outcome"] = Outcome("ok", missing=7).to_record()  # type: ignore[arg-type]
             replies.append(reply)
         return replies
 
@@ -201,19 +201,19 @@ def test_a_client_that_fails_at_its_units_gets_no_task(tmp_path: Path, grids: An
     assert "TypeError" in reports[2]["reason"]
     trained = [m for m in grid.last.sent if m.metadata.message_type == "train" and m.metadata.group_id == "1"]
     assert [message.metadata.dst_node_id for message in trained] == [2]
-    assert grid.last.brought(2)[2, FROZEN[0]] == 1  # asked anew in round 2
+    assert grid.last.brought(2)[2, FROZEN[0]] == 1  # asked again in round 2
 
 
 # ---- parts
 
 
 @given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 60))
-def test_parcels(sizes: list[int], limit: int) -> None:
+def test_chunks(sizes: list[int], limit: int) -> None:
     units = {f"atoms.{number}": size for number, size in enumerate(sizes)}
-    packed = parcels(units, limit)
-    assert [unit for parcel in packed for unit in parcel] == list(units)
-    loads = [sum(units[unit] for unit in parcel) for parcel in packed]
-    assert all(load <= limit or len(parcel) == 1 for load, parcel in zip(loads, packed, strict=True))
+    packed = chunks(units, limit)
+    assert [unit for chunk in packed for unit in chunk] == list(units)
+    loads = [sum(units[unit] for unit in chunk) for chunk in packed]
+    assert all(load <= limit or len(chunk) == 1 for load, chunk in zip(loads, packed, strict=True))
     assert all(a + units[following[0]] > limit for a, following in zip(loads, packed[1:], strict=False))
 
 
@@ -251,15 +251,15 @@ def test_frozen_files(tmp_path: Path) -> None:
     for unit in (one, other):
         frozen.keep(folder, scratch, unit)
     assert list(scratch.iterdir()) == []
-    assert list(frozen.lacking(folder, [*hashes, "0" * 64])) == ["0" * 64]
+    assert list(frozen.not_held(folder, [*hashes, "0" * 64])) == ["0" * 64]
     frozen.lay(folder, {"atoms.0": hashes[0]}, model)
     assert (model / "atoms.0.safetensors").samefile(folder / f"{hashes[0]}.safetensors")  # no second copy
     frozen.forget_others(folder, {hashes[1]})
     assert [path.stem for path in folder.iterdir()] == [hashes[1]]
-    with pytest.raises(LackingUnitsError, match=r"lacks the frozen units atoms\.0"):
+    with pytest.raises(MissingUnitsError, match=r"lacks the frozen units atoms\.0"):
         frozen.lay(folder, {"atoms.0": hashes[0], "atoms.1": hashes[1]}, model)
     with pytest.raises(ValueError, match=r"'\.\./head' is not a content hash"):
-        list(frozen.lacking(folder, ["../head"]))
+        list(frozen.not_held(folder, ["../head"]))
 
 
 def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ from helpers import (
     training,
 )
 
-from piecework.federation.faults import Setbacks, status_of
+from piecework.federation.faults import CrashHistory, status_of
 from piecework.federation.registry import TooFewNodesError
-from piecework.federation.transport import Mail
+from piecework.federation.transport import Transport
 from piecework.launch import launch
 from piecework.server_app.local_grid import FIRST_NODE, LocalGrid, identify
 from piecework.server_app.records import RunDir
@@ -66,39 +66,39 @@ def test_errors_are_told_apart(code: int, status: str) -> None:
 
 
 def test_a_budget_shrinks_by_a_quarter_and_grows_by_a_fiftieth() -> None:
-    setbacks = Setbacks()
-    assert setbacks.share(3) == 1
-    setbacks.crashed(3, 1, cuts=True)
-    setbacks.crashed(3, 2, cuts=True)
-    assert setbacks.share(3) == 0.75 * 0.75
-    setbacks.answered(3)
-    assert setbacks.share(3) == pytest.approx(0.5825)
-    assert setbacks.left_out(3) == {}
+    crash_history = CrashHistory()
+    assert crash_history.share(3) == 1
+    crash_history.crashed(3, 1, cuts=True)
+    crash_history.crashed(3, 2, cuts=True)
+    assert crash_history.share(3) == 0.75 * 0.75
+    crash_history.answered(3)
+    assert crash_history.share(3) == pytest.approx(0.5825)
+    assert crash_history.excluded(3) == {}
     for _ in range(21):  # 0.5825 + 21 * 0.02 = 1.0025
-        setbacks.answered(3)
-    assert setbacks == Setbacks()
+        crash_history.answered(3)
+    assert crash_history == CrashHistory()
 
 
 def test_where_nothing_is_cut_a_client_is_left_out_for_1_2_4_rounds() -> None:
-    setbacks, rounds_left_out = Setbacks(), []
+    crash_history, rounds_excluded = CrashHistory(), []
     for server_round in range(1, 12):
-        if 5 in setbacks.left_out(server_round):
-            rounds_left_out.append(server_round)
+        if 5 in crash_history.excluded(server_round):
+            rounds_excluded.append(server_round)
         else:
-            setbacks.crashed(5, server_round, cuts=False)
-    assert rounds_left_out == [2, 4, 5, 7, 8, 9, 10]
-    assert setbacks.share(5) == 1
-    setbacks.answered(5)
-    assert setbacks == Setbacks()
+            crash_history.crashed(5, server_round, cuts=False)
+    assert rounds_excluded == [2, 4, 5, 7, 8, 9, 10]
+    assert crash_history.share(5) == 1
+    crash_history.answered(5)
+    assert crash_history == CrashHistory()
 
 
-def test_setbacks_are_part_of_the_checkpoint() -> None:
+def test_the_crash_history_is_part_of_the_checkpoint() -> None:
     state = StrategyState()
-    state.setbacks.crashed(1, 4, cuts=True)
-    state.setbacks.crashed(2, 4, cuts=False)
+    state.crash_history.crashed(1, 4, cuts=True)
+    state.crash_history.crashed(2, 4, cuts=False)
     again = StrategyState.from_values(state.to_values())
     assert again == state
-    assert (again.setbacks.share(1), again.setbacks.left_out(5)) == (0.75, {2: 1})
+    assert (again.crash_history.share(1), again.crash_history.excluded(5)) == (0.75, {2: 1})
 
 
 def test_fedavg_leaves_a_client_out_after_a_crash(tmp_path: Path, grids: Any) -> None:
@@ -107,7 +107,7 @@ def test_fedavg_leaves_a_client_out_after_a_crash(tmp_path: Path, grids: Any) ->
     assert statuses(run, 1) == {0: "ok", 1: "crashed", 2: "ok"}
     assert clients_of(run, 1)[1]["reason"] == "error 8: as told"
     assert [sorted(statuses(run, r)) for r in range(2, 7)] == [[0, 2], [0, 1, 2], [0, 2], [0, 2], [0, 1, 2]]
-    assert [record["left_out"] for record in run.rounds()] == [
+    assert [record["excluded"] for record in run.rounds()] == [
         [],
         [{"client": 1, "crashes": 1}],
         [],
@@ -189,12 +189,12 @@ def test_a_restart_does_not_make_an_aborted_run_complete(tmp_path: Path) -> None
 
 def test_a_client_is_not_given_less_than_it_needs_to_train(tmp_path: Path, grids: Any) -> None:
     """1.2 times the last atom: three quarters of it would be too little for anything."""
-    least = 499_456  # bytes of training the last atom of the convnet, by the plan
-    values = {"fleet": fleet_json(board=int(1.2 * least)), "mutual_models": 1, **TRIO}
+    minimum = 499_456  # bytes of training the last atom of the convnet, by the plan
+    values = {"fleet": fleet_json(board=int(1.2 * minimum)), "mutual_models": 1, **TRIO}
     run = run_local(tmp_path, grids(Faulty, errors={(1, 1): 8}), strategy="fedepth", num_rounds=2, **values)
     assert statuses(run, 1)[1] == "crashed"
     (again,) = [c for c in clients_of(run, 2) if c["client"] == 1]
-    assert (again["status"], again["budget"]) == ("ok", least)
+    assert (again["status"], again["budget"]) == ("ok", minimum)
 
 
 @pytest.mark.parametrize("asked", [{"clients": 2}, {"clients-per-round": 2}])
@@ -309,7 +309,7 @@ def test_a_run_begins_with_min_clients(tmp_path: Path, grids: Any) -> None:
     assert statuses(run, 1) == {0: "ok", 1: "ok"}
 
 
-class Post(LocalGrid):
+class Dispatcher(LocalGrid):
     """Answers when it is told to; keeps what was pushed. Node 9 cannot be reached."""
 
     def __init__(self) -> None:
@@ -336,18 +336,18 @@ def to(node: int, server_round: int, ttl: float = 100.0) -> Message:
 
 def test_late_replies_and_busy_nodes() -> None:
     identify(1)
-    grid = Post()
-    mail = Mail(grid, 10, timeout=0.05)
+    grid = Dispatcher()
+    transport = Transport(grid, 10, timeout=0.05)
     grid.ready = {"2/1"}
-    assert [r.metadata.src_node_id for r in mail.exchange(1, [to(2, 1), to(3, 1), to(9, 1)])] == [2]
-    assert (mail.busy(), mail.late()) == ({3}, [])
-    assert list(mail.exchange(2, [to(4, 2, ttl=0.01)])) == []
-    assert mail.busy() == {3, 4}
-    assert (mail.late(), mail.busy()) == ([], {3})  # what has expired is not waited for
+    assert [r.metadata.src_node_id for r in transport.exchange(1, [to(2, 1), to(3, 1), to(9, 1)])] == [2]
+    assert (transport.busy(), transport.late()) == ({3}, [])
+    assert list(transport.exchange(2, [to(4, 2, ttl=0.01)])) == []
+    assert transport.busy() == {3, 4}
+    assert (transport.late(), transport.busy()) == ([], {3})  # what has expired is not waited for
     grid.ready = {"3/1"}
-    ((sent, reply),) = mail.late()
+    ((sent, reply),) = transport.late()
     assert (sent.node_id, sent.server_round, reply.metadata.src_node_id) == (3, 1, 3)
-    assert mail.busy() == set()
+    assert transport.busy() == set()
 
 
 def test_a_late_crash_counts_as_one(tmp_path: Path, grids: Any) -> None:
@@ -364,7 +364,7 @@ def test_a_late_crash_counts_as_one(tmp_path: Path, grids: Any) -> None:
         over = False
 
         def get_node_ids(self) -> Iterable[int]:
-            self.over = len(training(self.sent)) >= 3  # nobody asks for nodes while a round is on
+            self.over = len(training(self.sent)) >= 3  # no client asks for nodes while a round is on
             return super().get_node_ids()
 
     grid = grids(Late, errors={(1, 1): 8, (3, 1): 8})
@@ -373,4 +373,4 @@ def test_a_late_crash_counts_as_one(tmp_path: Path, grids: Any) -> None:
     assert run.rounds()[1]["busy"] == [1]
     assert run.rounds()[2]["late_replies"] == [{"client": 1, "round": 1, "status": "crashed"}]
     assert statuses(run, 3) == {0: "ok", 1: "crashed", 2: "ok"}
-    assert run.rounds()[3]["left_out"] == [{"client": 1, "crashes": 2}]
+    assert run.rounds()[3]["excluded"] == [{"client": 1, "crashes": 2}]

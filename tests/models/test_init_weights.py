@@ -41,9 +41,9 @@ def torchvision_state(name: str, **options: object) -> dict[str, torch.Tensor]:
 
 def test_resnet_takes_everything_where_the_classes_are_as_many(saved):
     state = torchvision_state("resnet34", num_classes=256)
-    arrays, left_out = pretrained(saved(state), blueprint_of("resnet34", 224, 256))
+    arrays, excluded = pretrained(saved(state), blueprint_of("resnet34", 224, 256))
     model = Cascade(blueprint_of("resnet34", 224, 256))
-    assert left_out == []
+    assert excluded == []
     assert list(arrays) == list(model.state_dict())  # all of the model, in its order
     assert len(arrays) == len(state) == 218
     for our, their in (
@@ -58,8 +58,8 @@ def test_resnet_takes_everything_where_the_classes_are_as_many(saved):
 
 
 def test_a_classifier_of_another_size_and_another_stem_are_left_out(saved):
-    arrays, left_out = pretrained(saved(torchvision_state("resnet18")), blueprint_of("resnet18"))
-    assert sorted(left_out) == ["conv1.weight", "fc.bias", "fc.weight"]
+    arrays, excluded = pretrained(saved(torchvision_state("resnet18")), blueprint_of("resnet18"))
+    assert sorted(excluded) == ["conv1.weight", "fc.bias", "fc.weight"]
     assert len(arrays) == 122 - 3
     assert "atoms.0.bn1.weight" in arrays
 
@@ -69,10 +69,10 @@ def test_vgg_leaves_out_torchvisions_classifier(saved):
     with isolated_rng(5):
         model = models.vgg16_bn(weights=None, init_weights=False)
     model.classifier = nn.Sequential(nn.Linear(512, 20), nn.ReLU(), nn.Dropout(), nn.Linear(20, 1000))
-    arrays, left_out = pretrained(saved(model.state_dict()), blueprint_of("vgg16"))
+    arrays, excluded = pretrained(saved(model.state_dict()), blueprint_of("vgg16"))
     assert len(arrays) == 13 * 7
     assert {name.split(".")[0] for name in arrays} == {"atoms"}
-    assert sorted(left_out) == ["classifier.0.bias", "classifier.0.weight", "classifier.3.bias", "classifier.3.weight"]
+    assert sorted(excluded) == ["classifier.0.bias", "classifier.0.weight", "classifier.3.bias", "classifier.3.weight"]
     assert np.array_equal(arrays["atoms.12.bn.running_var"], model.features[41].running_var.numpy())
 
 
@@ -83,16 +83,16 @@ def test_weights_of_a_vgg_without_batch_norm_are_not_mixed_in(saved):
         plain = models.vgg16(weights=None, init_weights=False).features.state_dict()
     path = saved({f"features.{name}": value for name, value in plain.items()})
     assert list(pretrained(path, blueprint_of("vgg16"))[0]) == ["atoms.0.conv.weight", "atoms.0.conv.bias"]
-    arrays, left_out = pretrained(path, blueprint_of("vgg16", norm="none"))
-    assert (len(arrays), left_out) == (26, [])
+    arrays, excluded = pretrained(path, blueprint_of("vgg16", norm="none"))
+    assert (len(arrays), excluded) == (26, [])
 
 
 def test_batch_statistics_have_no_running_ones(saved):
-    arrays, left_out = pretrained(
+    arrays, excluded = pretrained(
         saved(torchvision_state("resnet18", num_classes=10)), blueprint_of("resnet18", 64, batch_norm="batch")
     )
     assert len(arrays) == 62
-    assert {name.rpartition(".")[2] for name in left_out} == {"running_mean", "running_var", "num_batches_tracked"}
+    assert {name.rpartition(".")[2] for name in excluded} == {"running_mean", "running_var", "num_batches_tracked"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -101,8 +101,8 @@ def test_our_own_names_in_any_float(saved, dtype):
     with isolated_rng(1):
         state = Cascade(blueprint).state_dict()
     path = saved({name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()})
-    arrays, left_out = pretrained(path, blueprint)
-    assert left_out == []
+    arrays, excluded = pretrained(path, blueprint)
+    assert excluded == []
     for name, value in state.items():
         expected = value.to(dtype).float() if value.is_floating_point() else value
         assert arrays[name].dtype == value.numpy().dtype
@@ -156,9 +156,9 @@ def test_the_sentence_for_the_log():
     path, three = Path("w.safetensors"), dict.fromkeys("abc", np.zeros(1))
     assert account(path, three, []) == "took 3 of 3 arrays from w.safetensors"
     assert account(path, three, ["fc.weight", "fc.bias"]) == (
-        "took 3 of 5 arrays from w.safetensors; left out: fc.weight, fc.bias"
+        "took 3 of 5 arrays from w.safetensors; excluded: fc.weight, fc.bias"
     )
-    assert account(path, three, [*"uvwxyz", "last"]).endswith("left out: u, v, w, x, y, z and 1 more")
+    assert account(path, three, [*"uvwxyz", "last"]).endswith("excluded: u, v, w, x, y, z and 1 more")
 
 
 def test_a_file_named_on_the_command_line_is_found_from_anywhere(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from piecework.models.cascade import Blueprint, Cascade, initial_state
 from piecework.models.kernels import compose, decompose, effective_rank, sample
 from piecework.models.low_rank import PaddedNorm, Pair, computed, factors, is_place, low_rank
 from piecework.models.zoo import build_blueprint
-from piecework.training.loop import PieceModel, Recipe, classification_loss, load_for_device, start
+from piecework.training.loop import PieceModel, TrainingConfig, classification_loss, load_for_device, start
 
 SHAPES = {"lstm-imdb": (6,), "cnn-femnist": (1, 28, 28), "lenet5": (1, 28, 28), "convnet": (1, 8, 8)}
 ELIGIBLE = [
@@ -293,8 +293,8 @@ def a_piece(decay: float) -> tuple[LowRankModel, Any, Any]:
         module.load_state_dict({n[len(unit) + 1 :]: v for n, v in state.items() if n.startswith(f"{unit}.")})
 
     piece = LowRankModel(blueprint, range(5), "head", load_for_device(blueprint, fill))
-    recipe = Recipe(lr=0.5, momentum=0.0, weight_decay=decay, batch_size=4, epochs=1)
-    return piece, *start([piece], recipe, low_rank_loss(decay))
+    training_config = TrainingConfig(lr=0.5, momentum=0.0, weight_decay=decay, batch_size=4, epochs=1)
+    return piece, *start([piece], training_config, low_rank_loss(decay))
 
 
 def test_the_gradient_of_the_decay_is_exact() -> None:
@@ -327,8 +327,8 @@ def test_a_long_gradient_is_cut() -> None:
     layer = nn.Linear(2, 1, bias=False)
     blueprint = blueprint_of("convnet")
     piece = PieceModel(blueprint, (), "head", lambda unit: layer)
-    recipe = Recipe(lr=1.0, momentum=0.0, weight_decay=0.5, batch_size=2, epochs=1, clip_norm=5.0)
-    _, optimiser = start([piece], recipe, lambda pieces: lambda z, y: z.sum())
+    training_config = TrainingConfig(lr=1.0, momentum=0.0, weight_decay=0.5, batch_size=2, epochs=1, clip_norm=5.0)
+    _, optimiser = start([piece], training_config, lambda pieces: lambda z, y: z.sum())
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[2.0, 4.0]]))
     layer.weight.grad = torch.tensor([[30.0, 40.0]])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import a_recipe
+from helpers import a_training_config
 from torch import nn
 
 from piecework.client_app.trainers.sparse.forms import SparseModel, sparse_loss
@@ -110,7 +110,7 @@ def test_a_step_moves_thresholds_by_their_gradient_and_the_regulariser() -> None
         added = float(losses[1](z, y) - losses[0](z, y))
     assert added == pytest.approx(0.5 * sum(float((-t).exp().sum()) for t in before), rel=1e-5)
     value.backward()
-    SGD(model.parameters(), a_recipe(lr=0.01, momentum=0.0, weight_decay=0.0), settle=[model.settle]).step()
+    SGD(model.parameters(), a_training_config(lr=0.01, momentum=0.0, weight_decay=0.0), settle=[model.settle]).step()
     for layer, tau, gradient in zip(layers, before, h, strict=True):
         expected = (tau - 0.01 * gradient + 0.5 * 0.01 * (-tau).exp()).clamp(0, 1)
         torch.testing.assert_close(layer.tau.detach(), expected)

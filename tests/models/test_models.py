@@ -263,10 +263,10 @@ def test_bad_requests_say_what_is_allowed():
     assert "one class and a width above 0, got 10 and 0" in message(width=0)
     assert "one class and a width above 0, got 0 and 1.0" in message(num_classes=0)
     assert message("vgg16", (3, 32, 15)) == "vgg16 needs images of at least 16x16 pixels, got 32x15"
-    for name, least in {"convnet": 8, "lenet5": 16, "preresnet20": 8, "resnet18": 8, "vgg11": 16}.items():
-        blueprint_of(name, (1, least, least))
-        assert name in message(name, (1, least - 1, least)) and f"{least}x{least}" in message(
-            name, (1, least - 1, least)
+    for name, minimum in {"convnet": 8, "lenet5": 16, "preresnet20": 8, "resnet18": 8, "vgg11": 16}.items():
+        blueprint_of(name, (1, minimum, minimum))
+        assert name in message(name, (1, minimum - 1, minimum)) and f"{minimum}x{minimum}" in message(
+            name, (1, minimum - 1, minimum)
         )
     assert "imagenet stem needs images of at least 32x32" in message(shape=(3, 28, 28), stem="imagenet")
 

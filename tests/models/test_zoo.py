@@ -336,9 +336,9 @@ def test_bad_requests_say_what_is_allowed():
     assert message("lenet5", (1, 15, 28)) == (
         "lenet5 in the caffe layout needs images of at least 16x16 pixels, got 15x28"
     )
-    for name, least in {"cnn3": 3, "cnn4": 51, "cnn-femnist": 4, "conv4": 28, "resnet18-preact": 8}.items():
-        blueprint_of(name, (1, least, least))
-        assert f"{name} needs images of at least {least}x{least}" in message(name, (1, least - 1, least))
+    for name, minimum in {"cnn3": 3, "cnn4": 51, "cnn-femnist": 4, "conv4": 28, "resnet18-preact": 8}.items():
+        blueprint_of(name, (1, minimum, minimum))
+        assert f"{name} needs images of at least {minimum}x{minimum}" in message(name, (1, minimum - 1, minimum))
 
 
 def test_options_come_as_text_or_number():

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from helpers import TRIO, few_digits, run_local, tiny_settings
 
-from piecework.models.anatomy import anatomy
+from piecework.models.layer_statistics import layer_statistics
 from piecework.models.masked import masked
 from piecework.models.zoo import build_blueprint
-from piecework.planning.costs import pricing_for
+from piecework.planning.costs import cost_model_for
 from piecework.planning.counts import bits, dense_flops, entries, sparse_flops
-from piecework.strategies import find_rule
+from piecework.strategies import find_policy
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_for, open_dataset
 
@@ -51,7 +51,7 @@ def test_records_count_values_both_ways(tmp_path: Path, strategy: str, share: fl
     for client in record["clients"]:
         assert client["counted_bits"] == 64 * share * values
     if strategy == "fedavg":
-        macs = sum(layer.macs for unit in model.units() for layer in anatomy(model, unit).layers)
+        macs = sum(layer.macs for unit in model.units() for layer in layer_statistics(model, unit).layers)
         assert record["clients"][0]["counted_flops"] == pytest.approx(3 * macs * record["clients"][0]["examples"])
 
 
@@ -61,7 +61,7 @@ def test_spafls_records_count_thresholds_and_densities(tmp_path: Path) -> None:
     (client,) = last["clients"]
     settings = tiny_settings(**changes | {"dataset": f"npz:{few_digits()}"})
     model = masked(blueprint_for(settings, open_dataset(settings.dataset, "")))
-    layers = [layer for unit in model.units() for layer in anatomy(model, unit).layers if layer.thresholds]
+    layers = [layer for unit in model.units() for layer in layer_statistics(model, unit).layers if layer.thresholds]
     densities = [layer["density"] for layer in last["filters"].values()]
     assert min(densities) < 1
     kept = sum(density * layer.macs for density, layer in zip(densities, layers, strict=True))
@@ -85,5 +85,5 @@ def test_rules_count_as_real_runs_do(model: str, shape: tuple[int, ...], sparse:
     classes = 100 if model == "resnet18-preact" else 10
     blueprint = build_blueprint(model, num_classes=classes, input_shape=shape, batch_norm="running")
     for strategy, values in (("spafl", sparse), ("fedavg", dense), ("heterofl", dense / 2)):
-        rule = find_rule(strategy)(blueprint, pricing_for(settings, blueprint), settings)
-        assert rule.values(list(rule.stages[0].parts)) == (values, values)
+        policy = find_policy(strategy)(blueprint, cost_model_for(settings, blueprint), settings)
+        assert policy.values(list(policy.stages[0].parts)) == (values, values)

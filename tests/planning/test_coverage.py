@@ -16,7 +16,7 @@ from piecework.display import summary_table
 from piecework.models.cascade import initial_state
 from piecework.models.zoo import build_blueprint
 from piecework.options import settings_from
-from piecework.plan import rule_for, trainers
+from piecework.plan import policy_for, trainers
 from piecework.planning.coverage import Trainer, consecutive, coverage, coverage_sentence, trained_rows
 from piecework.question import ask
 from piecework.report import write_report
@@ -31,8 +31,8 @@ CONV = {"batch_size": 32, "batch_norm": "batch"}
 def found_for(fleet: str, **changes: Any) -> dict[str, Any]:
     """What a plan says."""
     settings = tiny_settings(**{"clients": 4, "fleet": fleet} | CONV | changes)
-    rule, states = rule_for(load_fleet(settings.fleet), settings, ask(settings))
-    return covered(rule, trainers(states, settings))
+    policy, states = policy_for(load_fleet(settings.fleet), settings, ask(settings))
+    return covered(policy, trainers(states, settings))
 
 
 def by_part(found: dict[str, Any]) -> dict[str, int]:
@@ -44,9 +44,9 @@ def by_part(found: dict[str, Any]) -> dict[str, int]:
 
 def test_coverage_by_hand() -> None:
     settings = tiny_settings(clients=4, fleet=fleet_json(large=LARGE, small=SMALL), **CONV)
-    rule, states = rule_for(load_fleet(settings.fleet), settings, ask(settings))
+    policy, states = policy_for(load_fleet(settings.fleet), settings, ask(settings))
     (of_clients,) = states[:1]
-    rows = coverage(rule, {n: Trainer(state, 10 * (n + 1)) for n, state in enumerate(of_clients)})
+    rows = coverage(policy, {n: Trainer(state, 10 * (n + 1)) for n, state in enumerate(of_clients)})
     everyone = {"devices": ["large", "small"], "clients": 4, "share": 1.0, "channels": 1.0}
     large = {"devices": ["large"], "clients": 2, "share": (10 + 30) / 100, "channels": 1.0}
     assert rows == [
@@ -102,8 +102,8 @@ def test_that_no_client_can_train_anything_is_a_warning() -> None:
 
 def test_clients_without_two_examples_are_an_error() -> None:
     settings = tiny_settings(clients=4, fleet=fleet_json(large=2.2))
-    rule, _ = rule_for(load_fleet(settings.fleet), settings, ask(settings))
-    found = covered(rule, {})
+    policy, _ = policy_for(load_fleet(settings.fleet), settings, ask(settings))
+    found = covered(policy, {})
     assert (found["level"], found["says"]) == (
         "error",
         "no client has two training examples or more: give clients more data, or lower `clients`",
@@ -112,11 +112,11 @@ def test_clients_without_two_examples_are_an_error() -> None:
 
 def test_a_network_sub_problem_trains_its_block_the_first_atom_and_the_head() -> None:
     settings = tiny_settings(clients=4, fleet=fleet_json(large=2.2), sub_problem="network")
-    rule, _ = rule_for(load_fleet(settings.fleet), settings, ask(settings))
-    piece = rule.part((2, 3))
+    policy, _ = policy_for(load_fleet(settings.fleet), settings, ask(settings))
+    piece = policy.part((2, 3))
     assert piece.whole
-    assert rule.covered(piece) == ["atoms.0", "atoms.2", "atoms.3", "head"]
-    assert rule.left_out([piece]) == ["conv2", "conv5"]
+    assert policy.covered(piece) == ["atoms.0", "atoms.2", "atoms.3", "head"]
+    assert policy.excluded([piece]) == ["conv2", "conv5"]
 
 
 def test_stages_of_fedprophet_and_profl() -> None:
@@ -157,8 +157,8 @@ def test_a_server_that_distils(ratio: float, clients: int, level: str) -> None:
 
 def test_who_trains_nothing_of_the_servers_model_is_a_note() -> None:
     settings = settings_from("robust-fmnist-fedet", [])
-    rule, states = rule_for(load_fleet(settings.fleet), settings, ask(settings))
-    found = covered(rule, trainers(states, settings))
+    policy, states = policy_for(load_fleet(settings.fleet), settings, ask(settings))
+    found = covered(policy, trainers(states, settings))
     assert (found["level"], found["says"]) == (
         "note",
         "no client can train conv1..conv13: the server trains the whole model by distillation",
@@ -169,8 +169,8 @@ def test_who_trains_nothing_of_the_servers_model_is_a_note() -> None:
 @pytest.mark.parametrize("preset", ["fedepth-cifar10-authors", "fedepth-cifar10-fair"])
 def test_presets_train_every_part(preset: str) -> None:
     settings = settings_from(preset, [])
-    rule, states = rule_for(load_fleet(settings.fleet), settings, ask(settings))
-    found = covered(rule, trainers(states, settings))
+    policy, states = policy_for(load_fleet(settings.fleet), settings, ask(settings))
+    found = covered(policy, trainers(states, settings))
     assert found["level"] == ""
     assert all(row["clients"] == found["clients"] for row in found["parts"])
 

@@ -10,19 +10,19 @@ from helpers import num_parameters
 
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
-from piecework.models.anatomy import anatomy, unit_signature
 from piecework.models.basic_layers import basic_atoms, blocks_of, cascade_at, step_atoms, with_basic_layers
 from piecework.models.cascade import Atom, Blueprint, auxiliary_head, initial_state
+from piecework.models.layer_statistics import layer_statistics, unit_signature
 from piecework.models.low_rank import low_rank
 from piecework.models.masked import masked
 from piecework.models.partition import Piece
 from piecework.models.zoo import MODELS, build_blueprint, usual_input
-from piecework.planning.costs import pricing_for
+from piecework.planning.costs import cost_model_for
 from piecework.planning.paper_memory import fedepth, fedprophet, prism, profl
 from piecework.planning.part import Part, whole_model
-from piecework.planning.partition_policy import Rule, label
-from piecework.strategies import STRATEGIES, find_rule, find_strategy
-from piecework.training.loop import PieceModel, Recipe, classification_loss, predictions
+from piecework.planning.partition_policy import PartitionPolicy, label
+from piecework.strategies import STRATEGIES, find_policy, find_strategy
+from piecework.training.loop import PieceModel, TrainingConfig, classification_loss, predictions
 from piecework.training.settings import Settings
 
 
@@ -37,15 +37,15 @@ def state(budget: float, flops: float = 1e9) -> DeviceState:
 
 
 @lru_cache
-def rule_of(
+def policy_of(
     strategy: str, model: str, memory_model: str, smallest: float = 0, batch_size: int = 64, tokens: int = 500
-) -> Rule:
+) -> PartitionPolicy:
     norm = "running" if strategy == "fedrbn" else "batch"
     settings = Settings(model=model, family=model, memory_model=memory_model, batch_size=batch_size, batch_norm=norm)
     blueprint = blueprint_of(model, batch_norm=norm)
     if blueprint.vocabulary:
         blueprint = build_blueprint(model, num_classes=blueprint.num_classes, input_shape=(tokens,), batch_norm=norm)
-    return find_rule(strategy)(blueprint, pricing_for(settings, blueprint), settings, int(smallest))
+    return find_policy(strategy)(blueprint, cost_model_for(settings, blueprint), settings, int(smallest))
 
 
 def forward(blueprint: Blueprint, atoms: Piece = ()) -> torch.Tensor:
@@ -60,26 +60,26 @@ def at_step(blueprint: Blueprint, t: int) -> tuple[Blueprint, Piece]:
     return model, cascade_at(model, blocks, t)
 
 
-# ---- anatomy
+# ---- layer statistics
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_anatomy_counts_what_is_built(name) -> None:
+def test_layer_statistics_count_what_is_built(name) -> None:
     blueprint = blueprint_of(name)
-    assert sum(anatomy(blueprint, unit).parameters for unit in blueprint.units()) == num_parameters(blueprint)
+    assert sum(layer_statistics(blueprint, unit).parameters for unit in blueprint.units()) == num_parameters(blueprint)
     small = blueprint_of(name, 0.25)
-    state_bytes = sum(anatomy(small, unit).state_bytes for unit in small.units())
+    state_bytes = sum(layer_statistics(small, unit).state_bytes for unit in small.units())
     assert state_bytes == sum(value.numel() * value.element_size() for _, value in initial_state(small, 0))
 
 
 def test_a_layer_by_hand() -> None:
     blueprint = blueprint_of("vgg16")
-    conv, bn, relu, pool = anatomy(blueprint, "atoms.1").layers
+    conv, bn, relu, pool = layer_statistics(blueprint, "atoms.1").layers
     assert (conv.kind, conv.path, conv.inputs, conv.outputs) == ("Conv2d", "conv", 64 * 32 * 32, 64 * 32 * 32)
     assert (conv.parameters, conv.weight, conv.macs) == (64 * 64 * 9 + 64, (64, 64, 3, 3), 64 * 32 * 32 * 64 * 9)
     assert (bn.macs, relu.parameters, pool.outputs) == (0, 0, 64 * 16 * 16)
-    assert anatomy(blueprint, "atoms.1").flops == 2 * conv.macs
-    assert anatomy(blueprint, "head").flops == 2 * (512 * 512 * 2 + 5120)
+    assert layer_statistics(blueprint, "atoms.1").flops == 2 * conv.macs
+    assert layer_statistics(blueprint, "head").flops == 2 * (512 * 512 * 2 + 5120)
 
 
 def test_units_that_are_built_alike_are_known() -> None:
@@ -138,16 +138,16 @@ REFUSED = {
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_system_cuts_every_model_or_says_why_not(strategy, name) -> None:
     try:
-        rule = rule_of(strategy, name, "fedprophet", 1e12, tokens=20)  # of an LSTM every token is a step to trace
-        rule.require_model()
-        stages = rule.stages
+        policy = policy_of(strategy, name, "fedprophet", 1e12, tokens=20)  # of an LSTM every token is a step to trace
+        policy.require_model()
+        stages = policy.stages
     except ValueError as error:
         assert name in REFUSED.get(strategy, ()), error
         return
     assert name not in REFUSED.get(strategy, ())
     for number in range(len(stages)):
-        parts = rule.work(number, state(1e12), slowest=1e9)
-        assert (min(rule.wire(parts)) > 0) == (strategy != "local")
+        parts = policy.work(number, state(1e12), slowest=1e9)
+        assert (min(policy.wire(parts)) > 0) == (strategy != "local")
         for part in parts:
             assert part.parameters > 0
             assert part.forward_flops > 0
@@ -172,9 +172,12 @@ def test_thresholds(name, width, thresholds, weights) -> None:
     assert sum(value.numel() for key, value in names.items() if key.removesuffix("weight") + "tau" in names) == weights
     part = whole_model(masked(plain))
     assert part.parameters == whole_model(plain).parameters + thresholds
-    rule = rule_of("spafl", name, "traced") if width == 1 else None
-    if rule:
-        assert (rule.wire([part]), rule.values([part])) == ((8 * thresholds, 4 * thresholds), (thresholds, thresholds))
+    policy = policy_of("spafl", name, "traced") if width == 1 else None
+    if policy:
+        assert (policy.wire([part]), policy.values([part])) == (
+            (8 * thresholds, 4 * thresholds),
+            (thresholds, thresholds),
+        )
 
 
 # ---- ProFL's blocks and output modules
@@ -219,12 +222,12 @@ def test_the_output_module_of_resnet18() -> None:
 
 
 def test_fedprophet_assigns_later_modules_by_memory_and_time() -> None:
-    rule = rule_of("fedprophet", "vgg16", "fedprophet", 60e6)
-    assert [label(stage.parts[0]) for stage in rule.stages][:3] == ["conv1+conv2", "conv3..conv5", "conv6..conv8"]
-    assert [stage.parts[0].head for stage in rule.stages][-2:] == ["aux.11", "head"]
+    policy = policy_of("fedprophet", "vgg16", "fedprophet", 60e6)
+    assert [label(stage.parts[0]) for stage in policy.stages][:3] == ["conv1+conv2", "conv3..conv5", "conv6..conv8"]
+    assert [stage.parts[0].head for stage in policy.stages][-2:] == ["aux.11", "head"]
 
     def assigned(stage: int, budget: float, speed: float) -> str:
-        (part,) = rule.work(stage, state(budget, speed), slowest=1e9)
+        (part,) = policy.work(stage, state(budget, speed), slowest=1e9)
         return label(part)
 
     assert assigned(0, 60e6, 1e12) == "conv1+conv2"  # no memory for more
@@ -236,19 +239,19 @@ def test_fedprophet_assigns_later_modules_by_memory_and_time() -> None:
     assert assigned(5, 400e6, 2e9) == "conv11..conv13"
     assert assigned(0, 55e6, 1e12) == "conv1+conv2"  # the first always: by a paper's memory it is swapped
     with pytest.raises(MemoryBudgetExceededError) as caught:
-        rule.within(rule.stages[0].parts[0], state(55e6))
+        policy.within(policy.stages[0].parts[0], state(55e6))
     # 12 bytes x 39,626 parameters; 4 x 64 x the inputs of conv1, bn1, conv2, bn2, of the head (16,384), and ten logits
     needed = 12 * 39_626 + 4 * 64 * (3 * 1024 + 3 * 65_536 + 16_384 + 10)
     assert (caught.value.needed, caught.value.allowed) == (needed, 55_000_000)
 
 
 def test_prism_takes_the_largest_that_fits() -> None:
-    rule = rule_of("prism", "resnet18", "prism", batch_size=32)
-    full = rule.pricing.reference_bytes
+    policy = policy_of("prism", "resnet18", "prism", batch_size=32)
+    full = policy.cost_model.reference_bytes
     assert full == 4 * 15 * 65536 * 32
 
     def taken(share: float) -> str:
-        return label(rule.work(0, state(share * full), 1e9)[0])
+        return label(policy.work(0, state(share * full), 1e9)[0])
 
     assert [taken(share) for share in (0.31, 0.61, 0.92, 1.3)] == [f"sub-model {keep}" for keep in (0.2, 0.4, 0.6, 0.8)]
     with pytest.raises(MemoryBudgetExceededError):
@@ -256,14 +259,14 @@ def test_prism_takes_the_largest_that_fits() -> None:
 
 
 def test_profl_uses_the_authors_thresholds_where_they_are_known() -> None:
-    rule = rule_of("profl", "resnet18", "profl")
-    assert [rule.pricing.bytes(stage.parts[0]) for stage in rule.stages] == [506e6, 220e6, 112e6, 100e6]
-    assert rule.pricing.reference_bytes == 840e6
-    assert rule.pricing.bytes(Part(rule.blueprint, (0, 1, 2), "exits.2")) == 478e6
+    policy = policy_of("profl", "resnet18", "profl")
+    assert [policy.cost_model.bytes(stage.parts[0]) for stage in policy.stages] == [506e6, 220e6, 112e6, 100e6]
+    assert policy.cost_model.reference_bytes == 840e6
+    assert policy.cost_model.bytes(Part(policy.blueprint, (0, 1, 2), "exits.2")) == 478e6
     # another batch: the formula, 3 maps a convolution: 5 convolutions, 3 basic ones of 2, 1 and 0.5 x 2^-2
-    other = rule_of("profl", "resnet18", "profl", batch_size=32)
+    other = policy_of("profl", "resnet18", "profl", batch_size=32)
     units = 3 * 5 + 1 / 2 + 1 / 4 + 1 / 8
-    assert other.pricing.bytes(other.stages[0].parts[0]) == int(10**6 * units * 32 / 2)
+    assert other.cost_model.bytes(other.stages[0].parts[0]) == int(10**6 * units * 32 / 2)
 
 
 def test_a_basic_layer_says_what_it_makes() -> None:
@@ -279,10 +282,10 @@ def test_a_basic_layer_says_what_it_makes() -> None:
 
 
 def test_what_fedepth_leaves_out_is_said() -> None:
-    rule = rule_of("fedepth", "preresnet20", "fedepth", batch_size=32)
-    parts = rule.work(0, state(rule.pricing.reference_bytes / 8), 1e9)
-    assert rule.left_out(parts) == ["block1", "block2", "block3"]
-    assert rule.left_out(rule.work(0, state(rule.pricing.reference_bytes), 1e9)) == []
+    policy = policy_of("fedepth", "preresnet20", "fedepth", batch_size=32)
+    parts = policy.work(0, state(policy.cost_model.reference_bytes / 8), 1e9)
+    assert policy.excluded(parts) == ["block1", "block2", "block3"]
+    assert policy.excluded(policy.work(0, state(policy.cost_model.reference_bytes), 1e9)) == []
 
 
 def test_factories_with_lists_are_told_apart_by_themselves() -> None:
@@ -296,11 +299,11 @@ def test_factories_with_lists_are_told_apart_by_themselves() -> None:
         == unit_signature(blueprint, "atoms.0")
         != unit_signature(blueprint, "atoms.1")
     )
-    assert anatomy(blueprint, "atoms.1").parameters == 2 * 72
+    assert layer_statistics(blueprint, "atoms.1").parameters == 2 * 72
 
 
 def test_an_unknown_system_is_told_the_known_ones() -> None:
-    for find in (find_strategy, find_rule):
+    for find in (find_strategy, find_policy):
         with pytest.raises(ValueError, match=r"unknown strategy 'guess': known are allsmall, .*spafl"):
             find("guess")
 
@@ -310,7 +313,7 @@ def test_an_unknown_system_is_told_the_known_ones() -> None:
 
 def test_a_mask_does_not_hide_its_convolution() -> None:
     plain, part = whole_model(blueprint_of("conv4")), whole_model(masked(blueprint_of("conv4")))
-    first, masked_first = (anatomy(p.blueprint, "atoms.0").layers[0] for p in (plain, part))
+    first, masked_first = (layer_statistics(p.blueprint, "atoms.0").layers[0] for p in (plain, part))
     assert (masked_first.kind, masked_first.thresholds, first.thresholds) == ("Conv2d", 64, 0)
     assert (masked_first.inputs, masked_first.outputs, masked_first.weight) == (
         first.inputs,
@@ -318,19 +321,19 @@ def test_a_mask_does_not_hide_its_convolution() -> None:
         first.weight,
     )
     assert masked_first.parameters == first.parameters + 64
-    recipe = Recipe(lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=16, epochs=1)
-    by_fedprophet = [fedprophet.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)]
+    training_config = TrainingConfig(lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=16, epochs=1)
+    by_fedprophet = [fedprophet.memory_bytes(p, plain.blueprint, training_config) for p in (plain, part)]
     assert by_fedprophet[1] - by_fedprophet[0] == 12 * 650
     assert len({profl.fitted_mb(p, 16) for p in (plain, part)}) == 1
-    assert len({prism.memory_bytes(p, plain.blueprint, recipe) for p in (plain, part)}) == 1
+    assert len({prism.memory_bytes(p, plain.blueprint, training_config) for p in (plain, part)}) == 1
     assert fedprophet.macs(part, 1) == fedprophet.macs(plain, 1)
 
 
 def test_fedepths_rule_counts_the_layers_of_sub_models_and_takes_widths_as_shares() -> None:
-    recipe = Recipe(lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=32, epochs=1)
+    training_config = TrainingConfig(lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=32, epochs=1)
     full = blueprint_of("resnet18")
-    whole = fedepth.memory_bytes(whole_model(full), full, recipe)
-    assert fedepth.memory_bytes(whole_model(blueprint_of("resnet18", 0.5)), full, recipe) == whole / 2
-    sizes = [fedepth.memory_bytes(whole_model(low_rank(full, keep)), full, recipe) for keep in (0.2, 0.4, 0.6)]
+    whole = fedepth.memory_bytes(whole_model(full), full, training_config)
+    assert fedepth.memory_bytes(whole_model(blueprint_of("resnet18", 0.5)), full, training_config) == whole / 2
+    sizes = [fedepth.memory_bytes(whole_model(low_rank(full, keep)), full, training_config) for keep in (0.2, 0.4, 0.6)]
     assert sizes == sorted(sizes)
     assert sizes[0] < 0.42 * whole

@@ -129,10 +129,10 @@ BAD = {
     "infinite-seen": (metric("seen", [float("inf")]), "OverflowError: "),
     "negative-seen": (metric("seen", [-1]), "must not be negative"),
     "two-seen": (metric("seen", [50, 50]), "zip"),
-    "other-pieces": (outcome(pieces=["0,1", "2,3"]), "piece '0,1' was not in the task's price list"),
+    "other-pieces": (outcome(pieces=["0,1", "2,3"]), "piece '0,1' was not in the task's cost list"),
     "atom-out-of-range": (outcome(pieces=["99"]), "piece '99' was not in"),
     "a-million-models": (outcome(pieces=["-1,1000000"]), "piece '-1,1000000' was not in"),
-    "no-pieces": (outcome(pieces=[]), "0 pieces, 1 are in the task's price list"),
+    "no-pieces": (outcome(pieces=[]), "0 pieces, 1 are in the task's cost list"),
     "status": (outcome(status="great"), "outcome status 'great'"),
     "no-outcome": (without("outcome"), "KeyError: 'outcome'"),
     "no-metrics": (without("metrics"), "KeyError: 'metrics'"),
@@ -167,7 +167,7 @@ class TamperingGrid(RecordingGrid):
 
 @pytest.fixture(scope="module")
 def a_round(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], tuple[PieceStrategy, list[Message]]]]:
-    """A strategy that has asked three clients, and their true answers, anew with every call."""
+    """A strategy that has asked three clients, and their true answers, again with every call."""
     folder = tmp_path_factory.mktemp("a-round")
     settings = tiny_settings(strategy="fedavg", output_dir=str(folder), **TRIO | {"dataset": f"npz:{few_digits()}"})
     run_dir = RunDir(folder / "run")

@@ -99,5 +99,5 @@ def test_scripts_can_ask_for_an_exit_code(tmp_path: Path, options: list[str], co
     assert (f"--fail-on-excluded-class: {why}" in done.stderr) == bool(code)
     (record,) = RunDir(tmp_path / "run").rounds()
     assert record["devices"] == {"large": 2, "small": 2}
-    lacking = {c["client"]: (c["needed"], c["allowed"]) for c in record["clients"] if c["status"] == "memory"}
-    assert lacking == dict.fromkeys((1, 3), (1_030_568, 515_284))
+    missing = {c["client"]: (c["needed"], c["allowed"]) for c in record["clients"] if c["status"] == "memory"}
+    assert missing == dict.fromkeys((1, 3), (1_030_568, 515_284))

@@ -109,7 +109,7 @@ def test_the_rounds_to_come_of_a_cascade(restart: bool, last: int, places: list[
     """Three modules of at most four rounds; two rounds of the second are over. The first ended early."""
     state = SimpleNamespace(stage=1, stage_round=2, stage_rounds=4, r_min=1)
     strategy: Any = SimpleNamespace(
-        state=state, modules=[(0,), (1,), (2,)], rule=SimpleNamespace(), settings=SimpleNamespace(lr_restart=restart)
+        state=state, modules=[(0,), (1,), (2,)], policy=SimpleNamespace(), settings=SimpleNamespace(lr_restart=restart)
     )
     assert list(FedProphet.schedule(strategy, 8, last)) == places
     state.stage_rounds = 0  # a new run, which is not cut yet
@@ -119,6 +119,6 @@ def test_the_rounds_to_come_of_a_cascade(restart: bool, last: int, places: list[
 def test_the_rounds_to_come_of_progressive_training() -> None:
     """Legs of at most 3, 2 and 4 rounds; one of the second is over."""
     strategy: Any = object.__new__(ProFL)
-    strategy.state = SimpleNamespace(leg=1, leg_round=1, most=[3, 2, 4])
+    strategy.state = SimpleNamespace(phase=1, leg_round=1, maximum=[3, 2, 4])
     assert [place for _, place in strategy.schedule(5, 99)] == [5, 6, 7, 8, 9]
     assert [place for _, place in strategy.schedule(5, 6)] == [5, 6]

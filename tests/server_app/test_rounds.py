@@ -24,7 +24,7 @@ from helpers import (
 )
 
 from piecework.federation.registry import TooFewNodesError
-from piecework.federation.transport import Mail
+from piecework.federation.transport import Transport
 from piecework.server_app.local_grid import FIRST_NODE, LocalGrid, identify
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import RunAbortedError, run_experiment
@@ -214,12 +214,12 @@ class Echo(LocalGrid):
     def __init__(self, nodes: int) -> None:
         super().__init__(nodes, {})
         self.out: list[tuple[str, Message]] = []
-        self.most = 0
+        self.maximum = 0
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         new = [(f"id{m.metadata.dst_node_id}", m) for m in messages]
         self.out += new
-        self.most = max(self.most, len(self.out))
+        self.maximum = max(self.maximum, len(self.out))
         return [identifier for identifier, _ in new]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -229,8 +229,8 @@ class Echo(LocalGrid):
         return [Message(message.content, reply_to=message)]
 
 
-@pytest.mark.parametrize(("in_flight", "most"), [(1, 1), (2, 2), (7, 7), (50, 9)])
-def test_exchange_keeps_to_in_flight_and_makes_messages_late(in_flight: int, most: int) -> None:
+@pytest.mark.parametrize(("in_flight", "maximum"), [(1, 1), (2, 2), (7, 7), (50, 9)])
+def test_exchange_keeps_to_in_flight_and_makes_messages_late(in_flight: int, maximum: int) -> None:
     identify(1)
     grid, made = Echo(9), [0]
 
@@ -240,16 +240,16 @@ def test_exchange_keeps_to_in_flight_and_makes_messages_late(in_flight: int, mos
             yield Message(RecordDict(), dst_node_id=node + 2, message_type="train")
 
     answered = 0
-    for reply in Mail(grid, in_flight, 100).exchange(1, messages()):
+    for reply in Transport(grid, in_flight, 100).exchange(1, messages()):
         answered += 1
         assert made[0] <= answered - 1 + in_flight
         assert reply.metadata.src_node_id == answered + 1
-    assert (answered, grid.most) == (9, most)
+    assert (answered, grid.maximum) == (9, maximum)
 
 
 def test_a_run_keeps_to_max_in_flight(tmp_path: Path) -> None:
     class Counts(RecordingGrid):
-        most: dict[str, int]
+        maximum: dict[str, int]
 
         def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
             identifiers = super().push_messages(messages)
@@ -257,17 +257,17 @@ def test_a_run_keeps_to_max_in_flight(tmp_path: Path) -> None:
             out = sum(m.metadata.message_type == kind for m in self.sent) - sum(
                 m.metadata.message_type == kind for m in self.received
             )
-            self.most = getattr(self, "most", {})
-            self.most[kind] = max(self.most.get(kind, 0), out)
+            self.maximum = getattr(self, "maximum", {})
+            self.maximum[kind] = max(self.maximum.get(kind, 0), out)
             return identifiers
 
     grid = Counts
     run_local(tmp_path, grid, clients_per_round=5, max_in_flight=2, client_evaluation_every=1, strategy="fedavg")
-    assert grid.last.most["train"] == grid.last.most["evaluate"] == 2
+    assert grid.last.maximum["train"] == grid.last.maximum["evaluate"] == 2
 
 
 def test_an_exchange_without_messages_ends() -> None:
-    assert list(Mail(Echo(1), 4, 100).exchange(1, [])) == []
+    assert list(Transport(Echo(1), 4, 100).exchange(1, [])) == []
 
 
 # ---- how a run ends

@@ -17,7 +17,7 @@ from piecework.client_app.served import SERVED, measure_served
 from piecework.models.cascade import Blueprint
 from piecework.models.static_norms import count_first_alike, measure_norms, with_statistics
 from piecework.models.zoo import build_blueprint
-from piecework.planning.costs import pricing_for
+from piecework.planning.costs import cost_model_for
 from piecework.server_app.local_grid import FIRST_NODE, LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.served_model import Moments, empty_statistics
@@ -127,7 +127,7 @@ def test_measuring_takes_what_was_predicted(tmp_path: Path, name: str) -> None:
     model = build_blueprint(name, num_classes=10, input_shape=(1, 8, 8), width=0.25, batch_norm="batch")
     served = with_statistics(model)
     client = a_client(tmp_path, settings, rows=32, blueprint=served)
-    streamed = pricing_for(settings, model).streamed
+    streamed = cost_model_for(settings, model).streamed
     last = len(model.atoms) - 1
     needed = max(streamed(served, atom, "head" if atom == last else None, measured=True) for atom in range(last + 1))
     task = a_task(list(range(last + 1)), needed)
@@ -147,7 +147,7 @@ def a_task(atoms: list[int], needed: int) -> Task:
         reference=10**9,
         lr=0.1,
         state_dir="",
-        prices={piece_key(SERVED): needed},
+        costs={piece_key(SERVED): needed},
         atoms=atoms,
         head="head",
     )

@@ -1,4 +1,4 @@
-"""Settings that mean nothing beside the others: refused with the name of what they belong to, or left out of a preset."""
+"""Settings that mean nothing beside the others: refused with the name of what they belong to, or excluded of a preset."""
 
 import logging
 import re
@@ -120,7 +120,7 @@ def test_a_rival_in_a_presets_place_takes_none_of_its_systems_settings(caplog: p
     with caplog.at_level(logging.WARNING):
         settings = settings_from("profl-fmnist", ["strategy=allsmall"])
     assert (
-        "of --preset profl-fmnist is left out, as it means nothing with what was given: stage-rounds, " in caplog.text
+        "of --preset profl-fmnist is excluded, as it means nothing with what was given: stage-rounds, " in caplog.text
     )
     default = Settings()
     assert (settings.strategy, settings.stage_rounds, settings.movement_window) == (
@@ -176,7 +176,7 @@ def test_more_clients_asked_than_there_are() -> None:
         settings_from("", ["clients-per-round=50"])
     assert "set it to at most 20, or to 0 to ask all of them" in str(caught.value)
     assert settings_from("", ["clients-per-round=4"], nodes=4).clients_per_round == 4
-    assert settings_from("", [], nodes=4).clients_per_round == 10  # nobody asked for that
+    assert settings_from("", [], nodes=4).clients_per_round == 10  # no client asked for that
 
 
 def test_where_the_federation_says_how_many_there_are_a_warning_does(

@@ -10,7 +10,7 @@ import torch
 from helpers import (
     TRIO,
     a_blueprint,
-    a_recipe,
+    a_training_config,
     clients_of,
     fleet_json,
     model_of,
@@ -26,7 +26,7 @@ from piecework.cli import app
 from piecework.device_profiles.memory import PeakMemory
 from piecework.launch import gpu_share
 from piecework.models.static_norms import is_statistic
-from piecework.planning.step_cost import fake_batch, piece_price
+from piecework.planning.step_cost import fake_batch, piece_cost
 from piecework.server_app.records import RunDir
 from piecework.training.accelerator import CPU, NoAcceleratorError, find_device, to_device
 from piecework.training.attacks import Attack
@@ -143,7 +143,7 @@ def test_an_adversarial_step_stays_on_its_device(norm: Any) -> None:
     blueprint, std = a_blueprint(batch_norm="running"), (0.5,) if norm == "linf" else ()
     attack = Attack(norm, 0.1, 0.05, 2, mean=std, std=std)
     piece = PieceModel(blueprint, range(5), "head", load_for_device(blueprint, lambda unit, module: None, META))
-    loss, optimiser = start([piece], a_recipe(4, attack=attack), single_loss)
+    loss, optimiser = start([piece], a_training_config(4, attack=attack), single_loss)
     examples = random_examples(8, (1, 8, 8)).on(META)
     z, y = examples.read(np.arange(4)), examples.targets(np.arange(4))
     assert (z.device, y.device, z.stride()) == (META, META, fake_batch(blueprint, 0, 4).stride())
@@ -228,9 +228,9 @@ def test_a_round_in_bfloat16_takes_what_was_predicted(tmp_path: Path, case: dict
 
 
 def test_losses_and_what_evaluation_reads_are_float32() -> None:
-    blueprint, recipe = a_blueprint(batch_norm="running"), a_recipe(4, precision="bfloat16")
+    blueprint, training_config = a_blueprint(batch_norm="running"), a_training_config(4, precision="bfloat16")
     piece = PieceModel(blueprint, range(5), "head", load_for_device(blueprint, lambda unit, module: None))
-    loss, _ = start([piece], recipe, single_loss)
+    loss, _ = start([piece], training_config, single_loss)
     z, y = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(4)
     value = loss(z, y)
     value.backward()  # type: ignore[no-untyped-call]
@@ -238,7 +238,10 @@ def test_losses_and_what_evaluation_reads_are_float32() -> None:
     assert {p.grad.dtype for p in piece.parameters() if p.grad is not None} == {torch.float32}
     piece.train(False)
     with torch.no_grad():
-        rounded, exact = in_precision(piece.logits, recipe)(z), in_precision(piece.logits, a_recipe(4))(z)
+        rounded, exact = (
+            in_precision(piece.logits, training_config)(z),
+            in_precision(piece.logits, a_training_config(4))(z),
+        )
     assert rounded.dtype == exact.dtype == torch.float32
     assert not torch.equal(rounded, exact)
     torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.05)
@@ -248,14 +251,14 @@ def test_losses_and_what_evaluation_reads_are_float32() -> None:
 
 
 def test_bfloat16_prices_are_those_of_the_setting() -> None:
-    from piecework.planning.costs import pricing_for
+    from piecework.planning.costs import cost_model_for
     from piecework.planning.part import whole_model
 
     blueprint, settings = a_blueprint(), tiny_settings(precision="bfloat16")
-    recipe = replace(a_recipe(settings.batch_size), precision="bfloat16")
-    expected = piece_price(blueprint, range(5), "head", recipe).peak_bytes
-    assert pricing_for(settings, blueprint).bytes(whole_model(blueprint)) == expected
-    assert pricing_for(settings, blueprint, precision="float32").bytes(whole_model(blueprint)) > expected
+    training_config = replace(a_training_config(settings.batch_size), precision="bfloat16")
+    expected = piece_cost(blueprint, range(5), "head", training_config).peak_bytes
+    assert cost_model_for(settings, blueprint).bytes(whole_model(blueprint)) == expected
+    assert cost_model_for(settings, blueprint, precision="float32").bytes(whole_model(blueprint)) > expected
 
 
 def test_papers_memory_models_know_float32_only() -> None:

@@ -10,7 +10,7 @@ from helpers import (
     TRIO,
     a_blueprint,
     a_client,
-    a_recipe,
+    a_training_config,
     clients_of,
     fleet_json,
     model_of,
@@ -23,12 +23,12 @@ from test_traced_zoo import SMALL, blueprint_of
 import piecework.client_app.trainers.whole.fedavg
 from piecework.client_app.client import Client, Update
 from piecework.models.zoo import MODELS, is_token_model
-from piecework.planning.step_cost import piece_price
+from piecework.planning.step_cost import piece_cost
 from piecework.server_app.records import RunDir
 from piecework.training.accelerator import CPU, FRAGMENTS, WORKSPACES, find_device, free_memory, held_to, release_cache
 from piecework.training.attacks import Attack, Loss, by_backward, pgd
 from piecework.training.examples import Examples
-from piecework.training.loop import PieceModel, Precision, Trainee, load_for_device
+from piecework.training.loop import LocalTrainer, PieceModel, Precision, load_for_device
 from piecework.training.memory_cap import MemoryCap, is_out_of_memory
 from piecework.training.messages import Task
 
@@ -70,7 +70,7 @@ def test_a_round_gives_the_weights_of_the_processor(tmp_path: Path, case: dict[s
 
 
 def test_all_stages_of_fedprophet(tmp_path: Path) -> None:
-    """Features of fixed modules, the survey of perturbations and streamed validation, too."""
+    """Features of fixed modules, the pre-round query of perturbations and streamed validation, too."""
     run_dir = run_local(
         tmp_path, **TRIO, **PROPHET, accelerator="cuda", num_rounds=3, stage_rounds=1, fleet="reference-step"
     )
@@ -127,16 +127,18 @@ def test_a_pause_frees_the_gpu(tmp_path: Path) -> None:
     client = a_client(
         tmp_path, tiny_settings(batch_norm="running"), device=gpu(), cap=MemoryCap(10**9, enforced=True, device=gpu())
     )
-    trainee = Trainee(lambda: [PieceModel(client.blueprint, (0, 1), "head", client.load())], client.recipe)
+    trainer = LocalTrainer(
+        lambda: [PieceModel(client.blueprint, (0, 1), "head", client.load())], client.training_config
+    )
     release_cache()
     before = torch.cuda.memory_allocated()
-    trainee.epoch(client.share(0).on(gpu()), client.rng("batches", 0, 0), client.cap, "train")
+    trainer.epoch(client.share(0).on(gpu()), client.rng("batches", 0, 0), client.cap, "train")
     workspaces = torch.cuda.memory_allocated() - before
-    client.save(trainee.pieces[0])
-    trainee.pause(client.store.root / "momentum.safetensors")
+    client.save(trainer.pieces[0])
+    trainer.pause(client.store.root / "momentum.safetensors")
     assert torch.cuda.memory_allocated() - before < workspaces
-    trainee.epoch(client.share(0).on(gpu()), client.rng("batches", 0, 1), client.cap, "train")
-    (piece,) = trainee.finish()
+    trainer.epoch(client.share(0).on(gpu()), client.rng("batches", 0, 1), client.cap, "train")
+    (piece,) = trainer.finish()
     assert {p.device for p in piece.parameters()} == {gpu()}
 
 
@@ -144,7 +146,7 @@ def test_a_pause_frees_the_gpu(tmp_path: Path) -> None:
 
 
 def trained(name: str, device: torch.device, precision: Precision) -> tuple[list[torch.Tensor], int, int]:
-    """Weights after two batches under attack (tokens: clean), the accounting's peak, and the price."""
+    """Weights after two batches under attack (tokens: clean), the accounting's peak, and the cost."""
     blueprint = blueprint_of(name, **SMALL.get(name, {}))
     rng, shape = np.random.default_rng(0), blueprint.shape_before(0)
     if is_token_model(name):
@@ -153,26 +155,29 @@ def trained(name: str, device: torch.device, precision: Precision) -> tuple[list
     else:
         examples = random_examples(8, shape, classes=blueprint.num_classes)
     attack = None if is_token_model(name) else Attack("l2", 0.1, 0.05, 2)
-    recipe, atoms = a_recipe(4, lr=0.01, attack=attack, precision=precision), range(len(blueprint.atoms))
+    training_config, atoms = (
+        a_training_config(4, lr=0.01, attack=attack, precision=precision),
+        range(len(blueprint.atoms)),
+    )
     load = load_for_device(blueprint, lambda unit, module: None, device)
-    trainee, cap = (
-        Trainee(lambda: [PieceModel(blueprint, atoms, "head", load)], recipe),
+    trainer, cap = (
+        LocalTrainer(lambda: [PieceModel(blueprint, atoms, "head", load)], training_config),
         MemoryCap(10**12, enforced=False, device=device),
     )
     with cap.task():
-        trainee.epoch(examples.on(device), rng, cap, "train")
-    weights = [parameter.detach().cpu() for parameter in trainee.pieces[0].parameters()]
-    return weights, cap.peak_bytes, piece_price(blueprint, atoms, "head", recipe).peak_bytes
+        trainer.epoch(examples.on(device), rng, cap, "train")
+    weights = [parameter.detach().cpu() for parameter in trainer.pieces[0].parameters()]
+    return weights, cap.peak_bytes, piece_cost(blueprint, atoms, "head", training_config).peak_bytes
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_model_is_trained_within_its_price(name: str, precision: Precision) -> None:
-    weights, peak, price = trained(name, gpu(), precision)
+    weights, peak, cost = trained(name, gpu(), precision)
     assert all(weight.isfinite().all() for weight in weights)
     assert peak > 0
     if name not in ("deit-tiny", "lstm-imdb", "vit"):  # their layers keep other tensors than on the processor
-        assert peak <= price
+        assert peak <= cost
 
 
 def test_starts_of_attacks_do_not_depend_on_the_device() -> None:

@@ -1,4 +1,4 @@
-"""The local loop: optimiser, objectives, pieces, streaming, a trainee."""
+"""The local loop: optimiser, objectives, pieces, streaming, a local trainer."""
 
 import math
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import a_blueprint, a_client, a_recipe, digits, random_examples, same, tiny_settings
+from helpers import a_blueprint, a_client, a_training_config, digits, random_examples, same, tiny_settings
 from torch.nn import functional as F
 
 from piecework.client_app.trainers.cascade.fedepth import mutual_objective
 from piecework.models.cascade import Cascade, fit_features, isolated_rng
 from piecework.training.examples import batches, share_examples
-from piecework.training.loop import SGD, PieceModel, Trainee
+from piecework.training.loop import SGD, LocalTrainer, PieceModel
 from piecework.training.memory_cap import MemoryCap
 
 # ---- optimiser
@@ -27,7 +27,7 @@ def test_sgd_is_torchs(momentum: float, weight_decay: float) -> None:
     start[0] = start[0].contiguous(memory_format=torch.channels_last)
     ours = [torch.nn.Parameter(t.clone()) for t in start]
     theirs = [torch.nn.Parameter(t.clone()) for t in start]
-    mine = SGD(ours, a_recipe(lr=0.3, momentum=momentum, weight_decay=weight_decay))
+    mine = SGD(ours, a_training_config(lr=0.3, momentum=momentum, weight_decay=weight_decay))
     reference = torch.optim.SGD(theirs, lr=0.3, momentum=momentum, weight_decay=weight_decay)
     for _ in range(5):
         for one, other in zip(ours, theirs, strict=True):
@@ -46,7 +46,7 @@ def test_sgd_is_torchs(momentum: float, weight_decay: float) -> None:
 
 def test_sgd_by_hand() -> None:
     p = torch.nn.Parameter(torch.tensor([1.0]))
-    sgd = SGD([p], a_recipe(lr=0.5, momentum=0.5, weight_decay=0.25))
+    sgd = SGD([p], a_training_config(lr=0.5, momentum=0.5, weight_decay=0.25))
     p.grad = torch.tensor([1.0])
     sgd.step()  # g = 1 + 0.25, v = 1.25, p = 1 - 0.625
     assert p.item() == 0.375
@@ -57,7 +57,7 @@ def test_sgd_by_hand() -> None:
 
 def test_sgd_leaves_alone_what_has_no_gradient() -> None:
     still, moving = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    sgd = SGD([still, moving], a_recipe(lr=0.1, momentum=0.9, weight_decay=0.5))
+    sgd = SGD([still, moving], a_training_config(lr=0.1, momentum=0.9, weight_decay=0.5))
     for _ in range(3):
         moving.grad = torch.ones(2)
         sgd.step()
@@ -186,20 +186,22 @@ def test_a_stream_of_nothing(tmp_path: Path) -> None:
     assert client.evaluate(piece.logits, streamed) == {}
 
 
-# ---- a trainee
+# ---- a local trainer
 
 
 def trained(folder: Path, pause: bool) -> dict[str, np.ndarray]:
     client = a_client(folder, tiny_settings(batch_norm="running"))
-    trainee = Trainee(lambda: [PieceModel(client.blueprint, (0, 1), "head", client.load())], client.recipe)
+    trainer = LocalTrainer(
+        lambda: [PieceModel(client.blueprint, (0, 1), "head", client.load())], client.training_config
+    )
     for epoch in range(3):
-        trainee.epoch(client.share(0), client.rng("batches", 0, epoch), client.cap, "train")
+        trainer.epoch(client.share(0), client.rng("batches", 0, epoch), client.cap, "train")
         if pause and epoch < 2:
-            client.save(trainee.pieces[0])
-            trainee.pause(client.store.root / "momentum.safetensors")
-            assert trainee.pieces == []
-    assert trainee.seen == 120
-    client.save(*trainee.finish())
+            client.save(trainer.pieces[0])
+            trainer.pause(client.store.root / "momentum.safetensors")
+            assert trainer.pieces == []
+    assert trainer.seen == 120
+    client.save(*trainer.finish())
     return dict(client.store.read(["atoms.0", "atoms.1", "head"]))
 
 
@@ -218,19 +220,19 @@ def test_without_its_momentum_a_pause_would_show(tmp_path: Path, monkeypatch: py
 
 def test_the_loss_is_summed_over_examples() -> None:
     blueprint = a_blueprint()
-    recipe = a_recipe(8, lr=1e-30, momentum=0.0, weight_decay=0.0)
+    training_config = a_training_config(8, lr=1e-30, momentum=0.0, weight_decay=0.0)
     examples = random_examples(20, (1, 8, 8))
     with isolated_rng(1):
         built = {unit: blueprint.build_unit(unit) for unit in blueprint.units()}
-    trainee = Trainee(lambda: [PieceModel(blueprint, range(5), "head", built.__getitem__)], recipe)
-    trainee.epoch(examples, np.random.default_rng(3), MemoryCap(10**8, enforced=True), "train")
+    trainer = LocalTrainer(lambda: [PieceModel(blueprint, range(5), "head", built.__getitem__)], training_config)
+    trainer.epoch(examples, np.random.default_rng(3), MemoryCap(10**8, enforced=True), "train")
     piece = PieceModel(blueprint, range(5), "head", built.__getitem__)
     expected = 0.0
     for positions in batches(20, 8, np.random.default_rng(3), drop_single=True):
         loss = F.cross_entropy(piece.logits(examples.read(positions)), examples.targets(positions), reduction="sum")
         expected += loss.item()
-    assert trainee.total_loss == pytest.approx(expected, rel=1e-6)
-    assert trainee.seen == 20
+    assert trainer.total_loss == pytest.approx(expected, rel=1e-6)
+    assert trainer.seen == 20
 
 
 def test_dropout_is_a_function_of_the_seed(tmp_path: Path) -> None:
@@ -238,9 +240,9 @@ def test_dropout_is_a_function_of_the_seed(tmp_path: Path) -> None:
     trained = []
     for state in (1, 2):
         client = a_client(tmp_path / str(state), blueprint=a_blueprint("vgg11", (1, 16, 16)))
-        trainee = Trainee(lambda c=client: [PieceModel(c.blueprint, [7], "head", c.load())], a_recipe(4))
+        trainer = LocalTrainer(lambda c=client: [PieceModel(c.blueprint, [7], "head", c.load())], a_training_config(4))
         with isolated_rng(state):
-            trainee.epoch(random_examples(8, (512, 2, 2)), client.rng("batches"), client.cap, "train")
-        (piece,) = trainee.finish()
+            trainer.epoch(random_examples(8, (512, 2, 2)), client.rng("batches"), client.cap, "train")
+        (piece,) = trainer.finish()
         trained.append({name: value.numpy().copy() for name, value in piece.head.state_dict().items()})
     assert same(*trained)

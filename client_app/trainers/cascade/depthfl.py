@@ -30,14 +30,14 @@ from piecework.models.cascade import Blueprint
 from piecework.models.depth_exits import exits_of, mean_logits
 from piecework.models.partition import Piece, fits
 from piecework.training.attacks import Loss
-from piecework.training.loop import Load, MakeLoss, PieceModel, Trainee, classification_loss
-from piecework.training.messages import Metrics, OwnFields, Task
+from piecework.training.loop import Load, LocalTrainer, MakeLoss, PieceModel, classification_loss
+from piecework.training.messages import Metrics, Task, TaskConfig
 
 HISTORY = "feddyn"  # in the client's state, h_k
 
 
 @dataclass(frozen=True)
-class Orders(OwnFields):
+class DepthFLTaskConfig(TaskConfig):
     """What the server says: how many blocks to train at most; the weight of self-distillation."""
 
     depth: int
@@ -133,8 +133,8 @@ def corrected(parameter: Tensor, c: Tensor, alpha: float, gradient: Tensor) -> T
 
 
 @cache
-def priced_loss(weight: float, alpha: float) -> MakeLoss:
-    """The loss as a server prices it, which knows no client's state."""
+def costed_loss(weight: float, alpha: float) -> MakeLoss:
+    """The loss as a server costs it, which knows no client's state."""
     if not alpha:
         return depth_loss(weight)
     return dynamic(depth_loss(weight), alpha, lambda piece: [torch.zeros_like(p) for p in piece.parameters()])
@@ -142,32 +142,34 @@ def priced_loss(weight: float, alpha: float) -> MakeLoss:
 
 def train(task: Task, client: Client) -> Update:
     """Train as many blocks as fit. Raises MemoryBudgetExceededError where not even the first one does."""
-    orders, settings = Orders.of(task), client.settings
+    task_config, settings = DepthFLTaskConfig.of(task), client.settings
     atoms, head = deepest(task, client)
     alpha = settings.feddyn_alpha
-    make_loss = depth_loss(orders.weight)
+    make_loss = depth_loss(task_config.weight)
     if alpha:
         make_loss = dynamic(make_loss, alpha, lambda piece: corrections(client, piece, alpha))
-    trainee = Trainee(lambda: [ExitsModel(client.blueprint, atoms, head, client.load())], client.recipe, make_loss)
-    for epoch in trainee.epochs():
+    trainer = LocalTrainer(
+        lambda: [ExitsModel(client.blueprint, atoms, head, client.load())], client.training_config, make_loss
+    )
+    for epoch in trainer.epochs():
         examples = client.share(0 if settings.feature_cache else epoch)
-        trainee.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train")
-    (piece,) = trainee.finish()
+        trainer.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train")
+    (piece,) = trainer.finish()
     if alpha:
         remember(client, piece, alpha)  # before the store forgets what was sent
     client.save(piece)
     metrics = client.evaluate(piece.logits, client.validation)
-    metrics |= {"train-loss": trainee.total_loss / trainee.seen, "predicted-peak": task.price(atoms) or 0}
-    return Update([*piece.units()], metrics, [atoms], [trainee.seen])
+    metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": task.cost(atoms) or 0}
+    return Update([*piece.units()], metrics, [atoms], [trainer.seen])
 
 
 def deepest(task: Task, client: Client) -> tuple[Piece, str]:
     """As many of the assigned blocks as this client's own budget allows. Raises MemoryBudgetExceededError."""
-    for depth in range(Orders.of(task).depth, 0, -1):
+    for depth in range(DepthFLTaskConfig.of(task).depth, 0, -1):
         piece, head = piece_of_depth(client.blueprint, task.variant.exits, depth)
-        if fits(task.price(piece), client.allowed):
+        if fits(task.cost(piece), client.allowed):
             return piece, head
-    raise MemoryBudgetExceededError(task.price(piece) or 0, client.allowed, "training the first block")
+    raise MemoryBudgetExceededError(task.cost(piece) or 0, client.allowed, "training the first block")
 
 
 def corrections(client: Client, piece: PieceModel, alpha: float) -> list[Tensor]:

@@ -30,51 +30,58 @@ from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Blueprint, can_fit, isolated_rng
 from piecework.models.partition import (
     AtomTooLargeError,
+    Cost,
     Piece,
-    Price,
     atom_names,
+    exclude_input_side,
     fits,
     greedy_partition,
-    leave_out_input_side,
     runs,
 )
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
-from piecework.training.loop import MakeLoss, PieceModel, Trainee, channels_last, classification_loss, load_for_device
+from piecework.training.loop import (
+    LocalTrainer,
+    MakeLoss,
+    PieceModel,
+    channels_last,
+    classification_loss,
+    load_for_device,
+)
 from piecework.training.memory_cap import return_free_memory
 from piecework.training.messages import Metrics, Task
 from piecework.training.randomness import integer
 from piecework.training.settings import Settings
 
-MUTUAL = -1  # in a price list, the piece (MUTUAL, M) is M whole models that learn together
+MUTUAL = -1  # in a cost list, the piece (MUTUAL, M) is M whole models that learn together
 
 
-def decompose(count: int, price: Price, allowed: int, names: list[str]) -> list[Piece]:
-    """The sub-problems of a device: blocks too large even alone are left out at the input side (section 4.2), the rest is cut.
+def decompose(count: int, cost: Cost, allowed: int, names: list[str]) -> list[Piece]:
+    """The sub-problems of a device: blocks too large even alone are excluded at the input side (section 4.2), the rest is cut.
 
     Raises AtomTooLargeError where not even the last atom fits.
     """
-    return greedy_partition(leave_out_input_side(range(count), price, allowed), price, allowed, names)
+    return greedy_partition(exclude_input_side(range(count), cost, allowed), cost, allowed, names)
 
 
-def choose_pieces(names: list[str], price: Price, allowed: int, mutual_models: int) -> list[Piece]:
+def choose_pieces(names: list[str], cost: Cost, allowed: int, mutual_models: int) -> list[Piece]:
     """A device's decomposition; (MUTUAL, M) instead where it can afford M > 1 whole models (section 4.3)."""
-    pieces = decompose(len(names), price, allowed, names)
+    pieces = decompose(len(names), cost, allowed, names)
     if len(pieces) == 1 and len(pieces[0]) == len(names):
         for copies in range(mutual_models, 1, -1):
-            if fits(price((MUTUAL, copies)), allowed):
+            if fits(cost((MUTUAL, copies)), allowed):
                 return [(MUTUAL, copies)]
     return pieces
 
 
-def pieces_of(blueprint: Blueprint, settings: Settings, price: Price, allowed: int) -> list[Piece]:
-    """`choose_pieces` of a model. Raises AtomTooLargeError also for an atom that does not fit and cannot be left out."""
+def pieces_of(blueprint: Blueprint, settings: Settings, cost: Cost, allowed: int) -> list[Piece]:
+    """`choose_pieces` of a model. Raises AtomTooLargeError also for an atom that does not fit and cannot be excluded."""
     names = atom_names(blueprint)
-    pieces = choose_pieces(names, price, allowed, settings.mutual_models)
+    pieces = choose_pieces(names, cost, allowed, settings.mutual_models)
     if pieces[0][0] == MUTUAL or settings.sub_problem == "network":
         return pieces
     if (needed := indispensable(blueprint, [atom for piece in pieces for atom in piece])) is not None:
-        raise AtomTooLargeError(names[needed], price((needed,)), allowed)
+        raise AtomTooLargeError(names[needed], cost((needed,)), allowed)
     return pieces
 
 
@@ -116,11 +123,11 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     """FeDepth, or with `own_heads` m-FeDepth. Raises MemoryBudgetExceededError where no decomposition fits."""
     count = len(client.blueprint.atoms)
     try:
-        pieces = pieces_of(client.blueprint, client.settings, task.price, client.allowed)
+        pieces = pieces_of(client.blueprint, client.settings, task.cost, client.allowed)
     except AtomTooLargeError as error:
         raise MemoryBudgetExceededError(error.needed or 0, client.allowed, f"training atom {error.name!r}") from error
     if pieces[0][0] == MUTUAL:
-        return train_mutually(client, pieces[0][1], task.price(pieces[0]) or 0)
+        return train_mutually(client, pieces[0][1], task.cost(pieces[0]) or 0)
     if client.settings.sub_problem == "network":
         return train_network(task, client, pieces)
     trained: dict[str, None] = {}
@@ -130,17 +137,17 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     examples, validation = client.share(0).entering(entrance), client.validation.entering(entrance)
     for j, atoms in enumerate(pieces):
         head = f"exits.{atoms[-1]}" if own_heads and atoms[-1] != count - 1 else "head"
-        trainee = Trainee(partial(_load_piece, client, atoms, head), client.recipe)
-        for epoch in trainee.epochs():
+        trainer = LocalTrainer(partial(_load_piece, client, atoms, head), client.training_config)
+        for epoch in trainer.epochs():
             if epoch and not client.settings.feature_cache:
                 share = client.share(epoch).entering(entrance)
-                examples = _stream_anew(client, trainee, pieces[: j + 1], share) if j else share
-            trainee.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(atoms)}")
-        (piece,) = trainee.finish()
+                examples = _stream_anew(client, trainer, pieces[: j + 1], share) if j else share
+            trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(atoms)}")
+        (piece,) = trainer.finish()
         client.save(piece)
         trained |= dict.fromkeys(piece.units())
-        loss += trainee.total_loss
-        seen.append(trainee.seen)
+        loss += trainer.total_loss
+        seen.append(trainer.seen)
         if j + 1 < len(pieces):
             examples, validation = (
                 client.stream(piece, examples, f"train-{j}", pieces[j + 1][0]),
@@ -149,9 +156,9 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
             client.store.drop_features(f"train-{j - 1}", f"validation-{j - 1}")
         else:
             metrics |= client.evaluate(piece.logits, validation)
-        del piece, trainee
+        del piece, trainer
         return_free_memory()
-    metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.price(piece) or 0 for piece in pieces)}
+    metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.cost(piece) or 0 for piece in pieces)}
     skipped = [] if client.settings.partial_training == "leave-out" else client.blueprint.units()
     return Update([*dict.fromkeys([*trained, *skipped])], metrics, pieces, seen)
 
@@ -161,18 +168,20 @@ def train_network(task: Task, client: Client, pieces: list[Piece]) -> Update:
     whole = tuple(range(len(client.blueprint.atoms)))
     loss, seen, units = 0.0, list[int](), dict[str, None]()
     for j, atoms in enumerate(pieces):
-        trainee = Trainee(partial(_load_piece, client, whole, "head", network_piece(atoms)), client.recipe)
-        for epoch in trainee.epochs():
+        trainer = LocalTrainer(
+            partial(_load_piece, client, whole, "head", network_piece(atoms)), client.training_config
+        )
+        for epoch in trainer.epochs():
             examples = client.share(0 if client.settings.feature_cache else epoch)
-            trainee.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(atoms)}")
-        (piece,) = trainee.finish()
+            trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(atoms)}")
+        (piece,) = trainer.finish()
         client.save(piece)
         units |= dict.fromkeys(["atoms.0", *(f"atoms.{atom}" for atom in atoms), "head"])
-        loss, seen = loss + trainee.total_loss, [*seen, trainee.seen]
+        loss, seen = loss + trainer.total_loss, [*seen, trainer.seen]
         metrics = client.evaluate(piece.logits, client.validation) if j + 1 == len(pieces) else {}
-        del piece, trainee
+        del piece, trainer
         return_free_memory()
-    metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.price(piece) or 0 for piece in pieces)}
+    metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.cost(piece) or 0 for piece in pieces)}
     return Update([*units], metrics, pieces, seen)
 
 
@@ -182,10 +191,10 @@ def _load_piece(
     return [piece_class(client.blueprint, atoms, head, client.load())]
 
 
-def _stream_anew(client: Client, trainee: Trainee, pieces: list[Piece], examples: Examples) -> Examples:
+def _stream_anew(client: Client, trainer: LocalTrainer, pieces: list[Piece], examples: Examples) -> Examples:
     """The last piece's input from a freshly augmented share; its training state waits on disk, it may not fit beside."""
-    client.save(trainee.pieces[0])
-    trainee.pause(client.store.task / "momentum.safetensors")
+    client.save(trainer.pieces[0])
+    trainer.pause(client.store.task / "momentum.safetensors")
     for j, (atoms, following) in enumerate(pairwise(pieces)):
         piece = PieceModel(client.blueprint, atoms, None, client.load())
         piece.train(False)
@@ -201,15 +210,15 @@ def train_mutually(client: Client, copies: int, needed: int) -> Update:
     """
     atoms = tuple(range(len(client.blueprint.atoms)))
     loads = [client.load(), *(_load_companion(client, m) for m in range(1, copies))]
-    trainee = Trainee(
+    trainer = LocalTrainer(
         lambda: [PieceModel(client.blueprint, atoms, "head", load) for load in loads],
-        client.recipe,
+        client.training_config,
         mutual_loss(client.settings.mutual_loss),
     )
     examples = client.share(0)
-    for epoch in trainee.epochs():
-        trainee.epoch(examples, client.rng("batches", 0, epoch), client.cap, f"train {copies} models mutually")
-    first, *others = trainee.finish()
+    for epoch in trainer.epochs():
+        trainer.epoch(examples, client.rng("batches", 0, epoch), client.cap, f"train {copies} models mutually")
+    first, *others = trainer.finish()
     client.save(first)
     for m, piece in enumerate(others, start=1):
         folder = _companion_folder(client.new_state(), m)
@@ -217,8 +226,8 @@ def train_mutually(client: Client, copies: int, needed: int) -> Update:
         for unit, module in piece.units().items():
             client.store.save(unit, module, folder)
     metrics = client.evaluate(first.logits, client.validation)
-    metrics |= {"train-loss": trainee.total_loss / trainee.seen, "predicted-peak": needed}
-    return Update([*first.units()], metrics, [(MUTUAL, copies)], [trainee.seen])
+    metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": needed}
+    return Update([*first.units()], metrics, [(MUTUAL, copies)], [trainer.seen])
 
 
 def _companion_folder(state: Path, m: int) -> Path:

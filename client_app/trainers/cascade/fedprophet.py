@@ -29,13 +29,13 @@ from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece, fits, runs
 from piecework.training.attacks import Attack, Loss, pgd
 from piecework.training.examples import Examples, batches
-from piecework.training.loop import MakeLoss, PieceModel, Trainee, classification_loss, in_precision
-from piecework.training.messages import Metrics, OwnFields, Task
+from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, classification_loss, in_precision
+from piecework.training.messages import Metrics, Task, TaskConfig
 from piecework.training.setup import image_attack
 
 
 @dataclass(frozen=True)
-class Orders(OwnFields):
+class FedProphetTaskConfig(TaskConfig):
     """What the server says of a stage: the atoms of each module; the module m in training, from 0; M_k.
 
     `epsilon`: the radius around features; `nonnegative`: no client has features below 0;
@@ -58,7 +58,7 @@ class Orders(OwnFields):
         return [tuple(module) for module in self.modules[: self.stage]]
 
     def fixed(self) -> list[Piece]:
-        """The modules that nobody trains any more: also the stage's own, where `last` is before it."""
+        """The modules that no client trains any more: also the stage's own, where `last` is before it."""
         return [
             tuple(module) for module in self.modules[: max(self.stage, self.stage + 1 if self.last < self.stage else 0)]
         ]
@@ -89,86 +89,88 @@ def module_loss(mu: float) -> MakeLoss:
 
 def train(task: Task, client: Client) -> Update:
     """Train the assigned modules jointly. Raises MemoryBudgetExceededError where not even the stage's module fits."""
-    orders = Orders.of(task)
-    atoms = assigned(orders, task, client)
+    task_config = FedProphetTaskConfig.of(task)
+    atoms = assigned(task_config, task, client)
     head = head_behind(client.blueprint, atoms[-1])
-    examples = stage_examples(client, orders)
-    recipe = replace(client.recipe, attack=stage_attack(client, orders) if task.adversarial else None)
-    trainee = Trainee(
+    examples = stage_examples(client, task_config)
+    training_config = replace(
+        client.training_config, attack=stage_attack(client, task_config) if task.adversarial else None
+    )
+    trainer = LocalTrainer(
         lambda: [PieceModel(client.blueprint, atoms, head, client.load())],
-        recipe,
+        training_config,
         module_loss(client.settings.convexity),
     )
-    for epoch in trainee.epochs():
-        trainee.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(atoms)}")
-    (piece,) = trainee.finish()
+    for epoch in trainer.epochs():
+        trainer.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(atoms)}")
+    (piece,) = trainer.finish()
     client.save(piece)
-    metrics: Metrics = {"train-loss": trainee.total_loss / trainee.seen, "predicted-peak": task.price(atoms) or 0}
-    return Update([*piece.units()], metrics, [atoms], [trainee.seen])
+    metrics: Metrics = {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": task.cost(atoms) or 0}
+    return Update([*piece.units()], metrics, [atoms], [trainer.seen])
 
 
-def assigned(orders: Orders, task: Task, client: Client) -> Piece:
+def assigned(task_config: FedProphetTaskConfig, task: Task, client: Client) -> Piece:
     """The atoms to train: as many of the assigned modules as this client's own budget allows, the stage's module at least.
 
     Raises MemoryBudgetExceededError where that one does not fit.
     """
-    for last in range(orders.last, orders.stage, -1):
-        if fits(task.price(orders.atoms(last)), client.allowed):
-            return orders.atoms(last)
-    atoms = orders.atoms(orders.stage)
-    needed = task.price(atoms)
-    if not orders.swaps and not fits(needed, client.allowed):
-        raise MemoryBudgetExceededError(needed or 0, client.allowed, f"training module {orders.stage + 1}")
+    for last in range(task_config.last, task_config.stage, -1):
+        if fits(task.cost(task_config.atoms(last)), client.allowed):
+            return task_config.atoms(last)
+    atoms = task_config.atoms(task_config.stage)
+    needed = task.cost(atoms)
+    if not task_config.swaps and not fits(needed, client.allowed):
+        raise MemoryBudgetExceededError(needed or 0, client.allowed, f"training module {task_config.stage + 1}")
     return atoms
 
 
-def stage_examples(client: Client, orders: Orders) -> Examples:
+def stage_examples(client: Client, task_config: FedProphetTaskConfig) -> Examples:
     """z_{m-1} of the training share: images, or features of the fixed modules."""
-    return prefix_features(client, orders.before()) if orders.stage else client.share(0)
+    return prefix_features(client, task_config.before()) if task_config.stage else client.share(0)
 
 
-def stage_attack(client: Client, orders: Orders) -> Attack:
+def stage_attack(client: Client, task_config: FedProphetTaskConfig) -> Attack:
     """The attack on a stage's inputs."""
     settings = client.settings
     images = image_attack(settings, client.data, settings.attack_steps)
-    if not orders.stage:
+    if not task_config.stage:
         return images
-    epsilon = orders.epsilon
+    epsilon = task_config.epsilon
     if settings.feature_norm == "linf":
-        epsilon /= math.sqrt(math.prod(client.blueprint.shape_before(orders.atoms(orders.stage)[0])))
-    low = 0.0 if orders.nonnegative else -math.inf
+        epsilon /= math.sqrt(math.prod(client.blueprint.shape_before(task_config.atoms(task_config.stage)[0])))
+    low = 0.0 if task_config.nonnegative else -math.inf
     return Attack(settings.feature_norm, epsilon, 2.5 * epsilon / settings.attack_steps, settings.attack_steps, low)
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
     """C_m and A_m: clean and adversarial accuracy of w_1 .. w_m with theta_m on this client's validation share."""
-    orders = Orders.of(task)
-    pieces = [*orders.before(), orders.atoms(orders.stage)]
+    task_config = FedProphetTaskConfig.of(task)
+    pieces = [*task_config.before(), task_config.atoms(task_config.stage)]
     whole = tuple(atom for piece in pieces for atom in piece)
-    if not task.enforced or fits(validation_price(task, client, whole), client.allowed):
+    if not task.enforced or fits(validation_cost(task, client, whole), client.allowed):
         pieces = [whole]
-    largest = max(validation_price(task, client, piece) or client.allowed for piece in pieces)
+    largest = max(validation_cost(task, client, piece) or client.allowed for piece in pieces)
     held = len(pieces) == 1 or largest + held_bytes(client, pieces) <= client.allowed
     attack = image_attack(client.settings, client.data, client.settings.evaluation_attack_steps)
     return validate(client, pieces, head_behind(client.blueprint, whole[-1]), attack, held=held)
 
 
-def validation_price(task: Task, client: Client, piece: Piece) -> int | None:
-    """At most the bytes of validating a piece, or None where the server lists no price."""
-    price = task.price(piece)
-    return None if price is None else piece_bytes(client, piece, price)
+def validation_cost(task: Task, client: Client, piece: Piece) -> int | None:
+    """At most the bytes of validating a piece, or None where the server lists no cost."""
+    cost = task.cost(piece)
+    return None if cost is None else piece_bytes(client, piece, cost)
 
 
-def survey(task: Task, client: Client) -> Metrics:
+def query(task: Task, client: Client) -> Metrics:
     """Of the fixed module m, over the training share: the mean largest ||Delta z_m||_2 (Eq. 11), and the least feature."""
-    orders = Orders.of(task)
-    examples = stage_examples(client, orders)
-    atoms, attack = orders.atoms(orders.stage), stage_attack(client, orders)
+    task_config = FedProphetTaskConfig.of(task)
+    examples = stage_examples(client, task_config)
+    atoms, attack = task_config.atoms(task_config.stage), stage_attack(client, task_config)
     piece: PieceModel | None = None
-    total, seen, least, rng = 0.0, 0, math.inf, client.rng("perturbation")
+    total, seen, minimum, rng = 0.0, 0, math.inf, client.rng("perturbation")
     alone = client.settings.batch_statistics  # an example alone has no statistics
     # Halves of a batch: what is kept of the clean features comes on top of what training holds.
-    size = max(1 + alone, client.recipe.batch_size // 2)
+    size = max(1 + alone, client.training_config.batch_size // 2)
     for positions in batches(len(examples), size, rng, drop_single=alone):
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
         with client.cap.first("perturbation", len(positions)):
@@ -177,10 +179,10 @@ def survey(task: Task, client: Client) -> Metrics:
                 piece.train(False)
                 for parameter in piece.parameters():
                     parameter.requires_grad_(False)
-            forward = in_precision(piece.features, client.recipe)
+            forward = in_precision(piece.features, client.training_config)
             norms, low = largest_perturbation(forward, examples.read(positions), attack, generator)
-        total, seen, least = total + float(norms.sum()), seen + len(positions), min(least, low)
-    return {"perturbation": total / seen, "least-feature": least, "num-examples": seen} if seen else {}
+        total, seen, minimum = total + float(norms.sum()), seen + len(positions), min(minimum, low)
+    return {"perturbation": total / seen, "least-feature": minimum, "num-examples": seen} if seen else {}
 
 
 def largest_perturbation(

@@ -30,14 +30,14 @@ from piecework.models.basic_layers import cascade_at, step_atoms, student_atoms
 from piecework.models.partition import Piece, fits, runs
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
-from piecework.training.loop import MakeLoss, PieceModel, Trainee, single_loss
-from piecework.training.messages import Metrics, OwnFields, Task
+from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, single_loss
+from piecework.training.messages import Metrics, Task, TaskConfig
 
-OUTPUT_LAYER: Piece = ()  # theta_L alone, in a price list
+OUTPUT_LAYER: Piece = ()  # theta_L alone, in a cost list
 
 
 @dataclass(frozen=True)
-class Orders(OwnFields):
+class ProFLTaskConfig(TaskConfig):
     """What the server says of a step: t, from 1; what is done: `shrinking`, `growing`, the `map` of block t, or `statistics`
     of the blocks before it.
     """
@@ -48,26 +48,28 @@ class Orders(OwnFields):
 
 def frozen_atoms(task: Task) -> Piece:
     """The atoms before block t."""
-    return tuple(atom for block in task.variant.basic_layers[: Orders.of(task).step - 1] for atom in block)
+    return tuple(atom for block in task.variant.basic_layers[: ProFLTaskConfig.of(task).step - 1] for atom in block)
 
 
 def train(task: Task, client: Client) -> Update:
     """A round of a step, of a map, or of statistics. Raises MemoryBudgetExceededError where not even theta_L fits."""
-    orders, blocks = Orders.of(task), task.variant.basic_layers
-    if orders.doing == "statistics":
+    task_config, blocks = ProFLTaskConfig.of(task), task.variant.basic_layers
+    if task_config.doing == "statistics":
         return measure(task, client, frozen_atoms(task))
-    atoms = step_atoms(client.blueprint, blocks, orders.step)
-    whole = fits(task.price(atoms), client.allowed)
-    if orders.doing == "map":
-        require(task, client, student_atoms(client.blueprint, orders.step), f"integrating block {orders.step}")
+    atoms = step_atoms(client.blueprint, blocks, task_config.step)
+    whole = fits(task.cost(atoms), client.allowed)
+    if task_config.doing == "map":
+        require(
+            task, client, student_atoms(client.blueprint, task_config.step), f"integrating block {task_config.step}"
+        )
     elif not whole:
         require(task, client, OUTPUT_LAYER, "training the output layer")
     frozen = [(atom,) for atom in frozen_atoms(task)]
     training = client.settings.frozen_mode == "training"
-    # images are augmented anew in every round, features are not
+    # images are augmented again in every round, features are not
     z = prefix_features(client, frozen, training=training) if frozen else client.share(0)
-    if orders.doing == "map":
-        return integrate(task, client, orders.step, z)
+    if task_config.doing == "map":
+        return integrate(task, client, task_config.step, z)
     if whole:
         return learn(task, client, atoms, z)
     return learn(task, client, OUTPUT_LAYER, behind(client, z, atoms, None, "output"))
@@ -77,7 +79,7 @@ def measure(task: Task, client: Client, atoms: Piece) -> Update:
     """Running statistics of atoms that stay random; nothing is trained."""
     require(task, client, atoms, "measuring the statistics of random blocks")
     measure_statistics(client, atoms)
-    return Update([f"atoms.{atom}" for atom in atoms], {"predicted-peak": task.price(atoms) or 0}, [atoms], [0])
+    return Update([f"atoms.{atom}" for atom in atoms], {"predicted-peak": task.cost(atoms) or 0}, [atoms], [0])
 
 
 def integrate(task: Task, client: Client, t: int, z: Examples) -> Update:
@@ -120,26 +122,30 @@ def learn(
     make_loss: MakeLoss = single_loss,
 ) -> Update:
     """Local epochs on these atoms and theta_L, of which the units `trained`, or all, come back."""
-    trainee = Trainee(lambda: [PieceModel(client.blueprint, atoms, "head", client.load())], client.recipe, make_loss)
-    for epoch in trainee.epochs():
-        trainee.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(atoms) or 'the output layer'}")
-    (piece,) = trainee.finish()
+    trainer = LocalTrainer(
+        lambda: [PieceModel(client.blueprint, atoms, "head", client.load())], client.training_config, make_loss
+    )
+    for epoch in trainer.epochs():
+        trainer.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(atoms) or 'the output layer'}")
+    (piece,) = trainer.finish()
     client.save(piece)
     metrics: Metrics = {
-        "train-loss": trainee.total_loss / trainee.seen,
-        "predicted-peak": task.price(atoms) or 0,
+        "train-loss": trainer.total_loss / trainer.seen,
+        "predicted-peak": task.cost(atoms) or 0,
     }
-    return Update(list(trained or piece.units()), metrics, [atoms], [trainee.seen])
+    return Update(list(trained or piece.units()), metrics, [atoms], [trainer.seen])
 
 
 def require(task: Task, client: Client, piece: Piece, doing: str) -> None:
     """Raise MemoryBudgetExceededError where a piece does not fit."""
-    needed = task.price(piece)
+    needed = task.cost(piece)
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or 0, client.allowed, doing)
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss and accuracy of the step's model on the client's validation share, one atom in memory at a time."""
-    orders, blocks = Orders.of(task), task.variant.basic_layers
-    return evaluate_cascade(client, cascade_at(client.blueprint, blocks, orders.step - (orders.doing == "map")))
+    task_config, blocks = ProFLTaskConfig.of(task), task.variant.basic_layers
+    return evaluate_cascade(
+        client, cascade_at(client.blueprint, blocks, task_config.step - (task_config.doing == "map"))
+    )

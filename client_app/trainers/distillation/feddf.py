@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from piecework.client_app.client import Client, Update
 from piecework.client_app.trainers.whole.fedavg import train_whole
-from piecework.training.messages import OwnFields, Task
+from piecework.training.messages import Task, TaskConfig
 
-FAMILY = -3  # in a price list, the piece (FAMILY, n) is the n-th model of the family, from 0
+FAMILY = -3  # in a cost list, the piece (FAMILY, n) is the n-th model of the family, from 0
 
 
 @dataclass(frozen=True)
-class Orders(OwnFields):
+class FedDFTaskConfig(TaskConfig):
     """What the server says: the number of the model in the family."""
 
     level: int
@@ -22,4 +22,4 @@ class Orders(OwnFields):
 
 def train(task: Task, client: Client) -> Update:
     """Train the model. Raises MemoryBudgetExceededError."""
-    return train_whole(task, client, (FAMILY, Orders.of(task).level))
+    return train_whole(task, client, (FAMILY, FedDFTaskConfig.of(task).level))

@@ -18,11 +18,11 @@ from piecework.client_app.trainers.width.heterofl import WIDTH
 from piecework.models.low_rank import Pair
 from piecework.training.attacks import Loss
 from piecework.training.loop import MakeLoss, PieceModel, classification_loss
-from piecework.training.messages import OwnFields, Task
+from piecework.training.messages import Task, TaskConfig
 
 
 @dataclass(frozen=True)
-class Orders(OwnFields):
+class PriSMTaskConfig(TaskConfig):
     """What the server says of a sub-model: the number of its keep ratio.
 
     `draw` is for the server alone: which of the clients' choices of kernels this is.
@@ -73,6 +73,6 @@ def low_rank_loss(decay: float) -> MakeLoss:
 def train(task: Task, client: Client) -> Update:
     """Train the sub-model. Raises MemoryBudgetExceededError."""
     carried = CarriedMomentum(client, averaged(client.blueprint)) if client.settings.server_momentum else None
-    make_loss = low_rank_loss(client.recipe.weight_decay)
-    update = train_whole(task, client, (WIDTH, Orders.of(task).level), make_loss, LowRankModel, carried)
+    make_loss = low_rank_loss(client.training_config.weight_decay)
+    update = train_whole(task, client, (WIDTH, PriSMTaskConfig.of(task).level), make_loss, LowRankModel, carried)
     return replace(update, units=[*update.units, *carried.units()]) if carried else update

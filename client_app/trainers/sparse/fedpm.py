@@ -1,7 +1,7 @@
 """FedPM (Isik et al., "Sparse Random Networks for Communication-Efficient Federated Learning", ICLR 2023), the client's side.
 
 theta: the server's probabilities, which come as scores s = logit(theta). The client trains the scores with Adam, masks drawn
-anew in every step and passed by straight-through gradients, and sends back one mask drawn by them, a bit a weight. Frozen
+again in every step and passed by straight-through gradients, and sends back one mask drawn by them, a bit a weight. Frozen
 weights are drawn from the run's seed on both sides.
 """
 

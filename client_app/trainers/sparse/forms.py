@@ -1,7 +1,7 @@
 """Training a model whose filters are masked by thresholds (SpaFL), in its masked form or without what is masked.
 
 The masked form is the definition. In the compact form, which makes the same outputs, pruned filters, and weights on inputs that
-come from them, are neither computed nor moved: straight-through gradients of pruned filters are left out, which those before a
+come from them, are neither computed nor moved: straight-through gradients of pruned filters are excluded, which those before a
 ReLU do not have anyhow, momentum rests, and so do weight decay and the options by which gradients flow through masks.
 """
 
@@ -18,7 +18,7 @@ from piecework.models.compact import Compact, Layout, Places, compacted, kept_pa
 from piecework.models.masked import Masked, masked_layers
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
-from piecework.training.loop import Carried, MakeLoss, PieceModel, Trainee, classification_loss, start
+from piecework.training.loop import Carried, LocalTrainer, MakeLoss, PieceModel, classification_loss, start
 from piecework.training.memory_cap import MemoryCap
 
 WORTH = 0.75  # of the parameters: a compact form that keeps more saves next to nothing
@@ -80,7 +80,7 @@ def sparse_loss(alpha: float) -> MakeLoss:
     return make
 
 
-class SparseTrainee(Trainee):
+class SparseTrainer(LocalTrainer):
     """Trains a `SparseModel`. Every `masked_every`-th step is in the masked form, none where that is 0, all where it is 1, as
     published; the others are in the compact form of the mask that there was then, or with 0 at the beginning of the epoch.
 
@@ -97,7 +97,7 @@ class SparseTrainee(Trainee):
         carried: Carried | None,
         layout: Layout | None,
     ) -> None:
-        super().__init__(make, client.recipe, make_loss, carried)
+        super().__init__(make, client.training_config, make_loss, carried)
         self.client, self.layout, self.macs = client, layout, 0
         self._compact: Compact | None = None
         self._stays = False
@@ -170,7 +170,7 @@ class SparseTrainee(Trainee):
 
     def _take_up(self, model: SparseModel) -> None:
         self.pieces = [model]
-        self._loss, self.optimiser = start(self.pieces, self.recipe, self._make_loss)
+        self._loss, self.optimiser = start(self.pieces, self.training_config, self._make_loss)
 
     def finish(self) -> list[PieceModel]:
         """The masked form."""

@@ -22,7 +22,7 @@ import torch
 
 from piecework.client_app.client import Client, Update, fill_from
 from piecework.client_app.momentum import CarriedMomentum
-from piecework.client_app.trainers.sparse.forms import SparseModel, SparseTrainee, sparse_loss
+from piecework.client_app.trainers.sparse.forms import SparseModel, SparseTrainer, sparse_loss
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Blueprint, Shape, initial_state, unit_of
 from piecework.models.compact import Layout, layout
@@ -30,7 +30,7 @@ from piecework.models.masked import update_from_importance
 from piecework.models.partition import fits
 from piecework.models.variant import Variant, vary
 from piecework.training.loop import PieceModel, load_for_device
-from piecework.training.messages import Metrics, OwnFields, Task
+from piecework.training.messages import Metrics, Task, TaskConfig
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 
@@ -39,7 +39,7 @@ WORD = 32  # bits of a mask in an integer of a message
 
 
 @dataclass(frozen=True)
-class Orders(OwnFields):
+class SpaFLTaskConfig(TaskConfig):
     """What the server says: alpha of this round; the digest of the initial model; whether the client shares its thresholds."""
 
     alpha: float
@@ -63,51 +63,51 @@ def initial_model(
 
 def train(task: Task, client: Client) -> Update:
     """Train weights and thresholds. Raises MemoryBudgetExceededError, and RuntimeError for another initial model."""
-    orders, settings = Orders.of(task), client.settings
+    task_config, settings = SpaFLTaskConfig.of(task), client.settings
     layout, whole = own_layout(client, task.variant), tuple(range(len(client.blueprint.atoms)))
-    needed = task.price(whole)
+    needed = task.cost(whole)
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
-    source = own_model(client, orders)
+    source = own_model(client, task_config)
     carried = CarriedMomentum(client) if settings.client_momentum else None
     folder = client.new_state(anew=True)
 
     def begin() -> list[PieceModel]:
         model = load(client, source)
-        if orders.shared:
+        if task_config.shared:
             take_over(model, client)
         model.settle()
         return [model]
 
-    trainee = SparseTrainee(client, begin, sparse_loss(orders.alpha), carried, layout)
-    for epoch in trainee.epochs():
-        trainee.epoch(client.share(epoch), client.rng("batches", 0, epoch), client.cap, "train the masked model")
-    (model,) = trainee.finish()
+    trainer = SparseTrainer(client, begin, sparse_loss(task_config.alpha), carried, layout)
+    for epoch in trainer.epochs():
+        trainer.epoch(client.share(epoch), client.rng("batches", 0, epoch), client.cap, "train the masked model")
+    (model,) = trainer.finish()
     assert isinstance(model, SparseModel)
     for unit, module in model.units().items():
         client.store.save(unit, module, folder)
     metrics = client.evaluate(model.logits, client.validation)
     metrics |= {
-        "train-loss": trainee.total_loss / trainee.seen,
+        "train-loss": trainer.total_loss / trainer.seen,
         "predicted-peak": needed or 0,
         "mask": to_words(model.mask()),
-        "macs": trainee.macs,
+        "macs": trainer.macs,
         "fresh": int(source == client.store.model),
     }
-    if not orders.shared:
-        return Update([], metrics, [whole], [trainee.seen])
+    if not task_config.shared:
+        return Update([], metrics, [whole], [trainer.seen])
     client.store.write_units({THRESHOLDS: model.thresholds()})
-    return Update([THRESHOLDS], metrics, [whole], [trainee.seen])
+    return Update([THRESHOLDS], metrics, [whole], [trainer.seen])
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss, accuracy and density (the mean over layers) of the client's own model, as it left it. Raises as `train`."""
-    orders = Orders.of(task)
+    task_config = SpaFLTaskConfig.of(task)
     layout = own_layout(client, task.variant)
-    needed = task.price(tuple(range(len(client.blueprint.atoms))))
+    needed = task.cost(tuple(range(len(client.blueprint.atoms))))
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "evaluating the whole model")
-    source = own_model(client, orders)
+    source = own_model(client, task_config)
     model = load(client, source)
     density = float(np.mean([layer.mask().float().mean() for layer in model.layers()]))
     if layout is not None:
@@ -129,7 +129,7 @@ def _layout(settings: Settings, input_shape: Shape, num_classes: int, variant: V
     return layout(plain, vary(plain, variant))
 
 
-def own_model(client: Client, orders: Orders) -> Path:
+def own_model(client: Client, task_config: SpaFLTaskConfig) -> Path:
     """The folder of the client's model: that of its state, or the task's with the initial model.
 
     Raises RuntimeError where that is not the server's.
@@ -137,9 +137,9 @@ def own_model(client: Client, orders: Orders) -> Path:
     if client.old_state is not None:
         return client.old_state
     found = initial_model(client.blueprint, client.settings.seed, client.store.write_units)
-    if found != orders.initial:
+    if found != task_config.initial:
         raise RuntimeError(
-            f"the initial model of seed {client.settings.seed} is {found} here and {orders.initial} on the server: this "
+            f"the initial model of seed {client.settings.seed} is {found} here and {task_config.initial} on the server: this "
             f"device's torch ({torch.__version__}) draws other numbers; install the server's version"
         )
     return client.store.model

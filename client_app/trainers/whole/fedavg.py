@@ -10,7 +10,7 @@ from collections.abc import Callable
 from piecework.client_app.client import Client, Update
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.partition import Piece, fits
-from piecework.training.loop import Carried, MakeLoss, PieceModel, Trainee, single_loss
+from piecework.training.loop import Carried, LocalTrainer, MakeLoss, PieceModel, single_loss
 from piecework.training.messages import Task
 
 
@@ -26,12 +26,12 @@ def train_whole(
     make_loss: MakeLoss = single_loss,
     piece_class: type[PieceModel] = PieceModel,
     carried: Carried | None = None,
-    make_trainee: Callable[..., Trainee] = Trainee,
+    make_trainer: Callable[..., LocalTrainer] = LocalTrainer,
     *,
     swaps: bool = False,
 ) -> Update:
-    """The same for a model that price lists call `piece`; `swaps`: also where it does not fit."""
-    needed = task.price(piece)
+    """The same for a model that cost lists call `piece`; `swaps`: also where it does not fit."""
+    needed = task.cost(piece)
     if not swaps and not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
     atoms = tuple(range(len(client.blueprint.atoms)))
@@ -39,12 +39,12 @@ def train_whole(
     def make() -> list[PieceModel]:
         return [piece_class(client.blueprint, atoms, "head", client.load())]
 
-    trainee = make_trainee(make, client.recipe, make_loss, carried)
-    for epoch in trainee.epochs():
+    trainer = make_trainer(make, client.training_config, make_loss, carried)
+    for epoch in trainer.epochs():
         examples = client.share(0 if client.settings.feature_cache else epoch)
-        trainee.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train the whole model")
-    (model,) = trainee.finish()
+        trainer.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train the whole model")
+    (model,) = trainer.finish()
     client.save(model)
     metrics = client.evaluate(model.logits, client.validation)
-    metrics |= {"train-loss": trainee.total_loss / trainee.seen, "predicted-peak": needed or 0}
-    return Update([*model.units()], metrics, [piece], [trainee.seen])
+    metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": needed or 0}
+    return Update([*model.units()], metrics, [piece], [trainer.seen])

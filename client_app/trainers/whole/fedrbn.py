@@ -23,15 +23,15 @@ from piecework.client_app.trainers.whole.fedavg import train_whole
 from piecework.client_app.validation import validate
 from piecework.models.dual_norm import begin_adversarial, use
 from piecework.training.attacks import Loss
-from piecework.training.loop import MakeLoss, PieceModel, Trainee, single_loss
-from piecework.training.messages import Metrics, OwnFields, Task
+from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, single_loss
+from piecework.training.messages import Metrics, Task, TaskConfig
 from piecework.training.setup import image_attack
 
-DUAL = -4  # in a price list, (DUAL, 0) is the whole model on clean examples, (DUAL, 1) on adversarial ones
+DUAL = -4  # in a cost list, (DUAL, 0) is the whole model on clean examples, (DUAL, 1) on adversarial ones
 
 
 @dataclass(frozen=True)
-class Orders(OwnFields):
+class FedRBNTaskConfig(TaskConfig):
     """For the server itself: which client this is."""
 
     client: int
@@ -102,7 +102,7 @@ def adversarial_loss(clean_weight: float) -> MakeLoss:
     return make
 
 
-class AdversarialTrainee(Trainee):
+class AdversarialTrainer(LocalTrainer):
     """A learner, whose adversarial set begins as the clean one where it was never used."""
 
     def _begin(self) -> None:
@@ -136,7 +136,7 @@ def train(task: Task, client: Client) -> Update:
         (DUAL, 1),
         adversarial_loss(weight),
         learner(weight),
-        make_trainee=AdversarialTrainee,
+        make_trainer=AdversarialTrainer,
         swaps=True,
     )
 

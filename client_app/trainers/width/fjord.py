@@ -29,12 +29,12 @@ from piecework.models.channels import channel_axes
 from piecework.models.variant import Variant, vary
 from piecework.models.width import Indices, ordered, shapes, sub_indices
 from piecework.training.attacks import Loss
-from piecework.training.loop import MakeLoss, PieceModel, Trainee, classification_loss
-from piecework.training.messages import Metrics, OwnFields, Task
+from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, classification_loss
+from piecework.training.messages import Metrics, Task, TaskConfig
 
 
 @dataclass(frozen=True)
-class Orders(OwnFields):
+class FjORDTaskConfig(TaskConfig):
     """What the server says: the number of the client's share; the smaller ones that are drawn from in every batch.
 
     `draw` is for the server alone.
@@ -100,7 +100,7 @@ def nested_loss(widths: tuple[Blueprint, ...], distil: bool, level: int = 0) -> 
     return make
 
 
-class NestedTrainee(Trainee):
+class NestedTrainer(LocalTrainer):
     """Trains a piece and the nets within it: for every batch one of `count` is drawn."""
 
     def __init__(self, rng: np.random.Generator, count: int, *rest: Any) -> None:
@@ -128,21 +128,21 @@ class NestedTrainee(Trainee):
 
 def train(task: Task, client: Client) -> Update:
     """Train the nets up to p_max. Raises MemoryBudgetExceededError."""
-    orders = Orders.of(task)
-    widths = tuple(vary(client.full, Variant(width=share)) for share in orders.nested)
-    trained: list[NestedTrainee] = []
+    task_config = FjORDTaskConfig.of(task)
+    widths = tuple(vary(client.full, Variant(width=share)) for share in task_config.nested)
+    trained: list[NestedTrainer] = []
 
-    def make_trainee(*rest: Any) -> NestedTrainee:
-        trained.append(NestedTrainee(client.rng("widths"), 1 + len(widths), *rest))
+    def make_trainer(*rest: Any) -> NestedTrainer:
+        trained.append(NestedTrainer(client.rng("widths"), 1 + len(widths), *rest))
         return trained[0]
 
-    loss = nested_loss(widths, orders.distil)
-    update = train_whole(task, client, (WIDTH, orders.level), loss, make_trainee=make_trainee)
+    loss = nested_loss(widths, task_config.distil)
+    update = train_whole(task, client, (WIDTH, task_config.level), loss, make_trainer=make_trainer)
     update.metrics["widths"] = trained[0].trained
     return update
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss and accuracy of the net of p_max. Raises MemoryBudgetExceededError."""
-    own = heterofl.Orders(Orders.of(task).level).to_own()
+    own = heterofl.HeteroFLTaskConfig(FjORDTaskConfig.of(task).level).to_values()
     return heterofl.evaluate(replace(task, own=own), client)

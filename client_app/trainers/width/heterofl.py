@@ -26,13 +26,13 @@ from piecework.models.cascade import Blueprint, outputs
 from piecework.models.partition import fits
 from piecework.training.attacks import Loss
 from piecework.training.loop import MakeLoss, PieceModel, classification_loss
-from piecework.training.messages import Metrics, OwnFields, Task
+from piecework.training.messages import Metrics, Task, TaskConfig
 
-WIDTH = -2  # in a price list, the piece (WIDTH, n) is the whole model with the n-th of `width-shares`, from 0
+WIDTH = -2  # in a cost list, the piece (WIDTH, n) is the whole model with the n-th of `width-shares`, from 0
 
 
 @dataclass(frozen=True)
-class Orders(OwnFields):
+class HeteroFLTaskConfig(TaskConfig):
     """What the server says of a sub-model: the number of its share r; whether there is a Scaler and a mask.
 
     `draw` is for the server alone: which of the clients' choices of channels this is.
@@ -100,11 +100,11 @@ def classes_of(client: Client) -> tuple[bool, ...]:
 
 def train(task: Task, client: Client) -> Update:
     """Train the sub-model. Raises MemoryBudgetExceededError."""
-    orders, shares = Orders.of(task), scaler_of(task, client)
-    present = classes_of(client) if orders.masked else ()
+    task_config, shares = HeteroFLTaskConfig.of(task), scaler_of(task, client)
+    present = classes_of(client) if task_config.masked else ()
     loss = width_loss(shares, present)
-    update = train_whole(task, client, (WIDTH, orders.level), loss)
-    if orders.masked:
+    update = train_whole(task, client, (WIDTH, task_config.level), loss)
+    if task_config.masked:
         update.metrics["classes"] = [int(number) for number in np.flatnonzero(present)]
     return update
 
@@ -112,7 +112,7 @@ def train(task: Task, client: Client) -> Update:
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss and accuracy of the sub-model on the client's validation share. Raises MemoryBudgetExceededError."""
     shares = scaler_of(task, client)
-    needed = task.price((WIDTH, Orders.of(task).level))
+    needed = task.cost((WIDTH, HeteroFLTaskConfig.of(task).level))
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or 0, client.allowed, "evaluating the sub-model")
     piece = PieceModel(client.blueprint, range(len(client.blueprint.atoms)), "head", client.load())
@@ -123,4 +123,4 @@ def evaluate(task: Task, client: Client) -> Metrics:
 
 def scaler_of(task: Task, client: Client) -> tuple[float, ...]:
     """The shares that the layers of the client's sub-model have of their inputs, where there is a Scaler."""
-    return input_shares(client.blueprint, client.full) if Orders.of(task).scaler else ()
+    return input_shares(client.blueprint, client.full) if HeteroFLTaskConfig.of(task).scaler else ()

@@ -18,9 +18,9 @@ from piecework.models.cascade import num_logits, unit_of
 from piecework.models.depth_exits import ExitCascade, exits_of, with_exits
 from piecework.models.zoo import MODELS, build_blueprint
 from piecework.plan import make_plan
-from piecework.planning.costs import pricing_for
+from piecework.planning.costs import cost_model_for
 from piecework.question import Question, ask
-from piecework.strategies.cascade.depthfl import DepthFLRule
+from piecework.strategies.cascade.depthfl import DepthFLPolicy
 from piecework.training.examples import normalised
 from piecework.training.settings import Settings
 
@@ -212,8 +212,8 @@ def test_two_classes_of_one_logit() -> None:
 def test_the_papers_memory_counts_no_classifiers(depth: int, megabytes: int) -> None:
     resnet = build_blueprint("resnet18", num_classes=10, input_shape=(3, 32, 32))
     settings = Settings(model="resnet18", memory_model="profl", batch_size=64)
-    rule = DepthFLRule(resnet, pricing_for(settings, resnet), settings)
-    assert rule.bytes(rule.depth(depth)) == megabytes * 10**6
+    policy = DepthFLPolicy(resnet, cost_model_for(settings, resnet), settings)
+    assert policy.bytes(policy.depth(depth)) == megabytes * 10**6
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from piecework.client_app.trainers.cascade.fedepth import network_piece
 from piecework.device_profiles.fleet import load_fleet
 from piecework.models.cascade import unit_of
 from piecework.models.zoo import build_blueprint
-from piecework.planning.costs import pricing_for
+from piecework.planning.costs import cost_model_for
 from piecework.planning.part import whole_model
-from piecework.strategies.cascade.fedepth import FeDepthRule
+from piecework.strategies.cascade.fedepth import FeDepthPolicy
 from piecework.training.settings import Settings
 
 # A transformer of 12 encoders on digits, narrow enough for seconds.
@@ -42,7 +42,7 @@ def whole_bytes() -> int:
     """What a step of it takes."""
     settings = tiny_settings(**SMALL | {"dataset": "digits"})
     blueprint = build_blueprint("vit", num_classes=10, input_shape=(1, 8, 8), width=0.1, patch=4, batch_norm="batch")
-    return pricing_for(settings, blueprint).bytes(whole_model(blueprint))
+    return cost_model_for(settings, blueprint).bytes(whole_model(blueprint))
 
 
 def fleet(**shares: float) -> str:
@@ -51,27 +51,27 @@ def fleet(**shares: float) -> str:
 
 
 @cache
-def rule_of(shape: tuple[int, int, int], patch: int) -> FeDepthRule:
+def policy_of(shape: tuple[int, int, int], patch: int) -> FeDepthPolicy:
     settings = Settings(strategy="fedepth", model="vit", batch_size=32, mutual_models=1)
     blueprint = build_blueprint("vit", num_classes=10, input_shape=shape, patch=patch)
-    return FeDepthRule(blueprint, pricing_for(settings, blueprint), settings)
+    return FeDepthPolicy(blueprint, cost_model_for(settings, blueprint), settings)
 
 
 @pytest.mark.parametrize(("shape", "patch"), [((1, 28, 28), 7), ((3, 32, 32), 4), ((3, 224, 224), 16)])
 def test_the_fleet_makes_groups_of_2_4_6_and_12_encoders(shape: tuple[int, int, int], patch: int) -> None:
-    rule = rule_of(shape, patch)
-    full = rule.pricing.reference_bytes
+    policy = policy_of(shape, patch)
+    full = policy.cost_model.reference_bytes
     for device, size in zip(load_fleet("fedepth-vit").devices, (2, 4, 6, 12), strict=True):
-        pieces = rule.pieces(device.budget(full), rule.bytes)
+        pieces = policy.pieces(device.budget(full), policy.bytes)
         assert pieces[0] == tuple(range(size + 1))  # the embedding, atom 0, with the first encoders
         assert [len(piece) for piece in pieces[1:]] == [size] * (12 // size - 1)
-        peaks = [rule.bytes(piece) / full for piece in pieces]
+        peaks = [policy.bytes(piece) / full for piece in pieces]
         assert max(peaks) <= {2: 0.21, 4: 0.37, 6: 0.53, 12: 1.0}[size]  # 0.45 is asked of the smallest
 
 
 @pytest.mark.parametrize("sub_problem", ["blocks", "network"])
 def test_measured_equals_traced(tmp_path: Path, sub_problem: str) -> None:
-    devices = fleet(pair=0.25, half=0.6, all=1.0) if sub_problem == "blocks" else fleet(most=0.9, all=1.0)
+    devices = fleet(pair=0.25, half=0.6, all=1.0) if sub_problem == "blocks" else fleet(maximum=0.9, all=1.0)
     changes = {"fleet": devices, "sub_problem": sub_problem}
     for client in clients_of(run_local(tmp_path, **SMALL | changes)):
         assert client["status"] == "ok"

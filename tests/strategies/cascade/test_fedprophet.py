@@ -63,9 +63,9 @@ def settled(run_dir: RunDir) -> list[dict[str, Any]]:
         "train_seconds",
         "bytes_up",
         "bytes_down",
-        "bytes_survey",
+        "bytes_query",
         "bytes_evaluation",
-        "survey",  # its peak has the streaming of features that a run's end had removed
+        "query",  # its peak has the streaming of features that a run's end had removed
         "simulated_seconds",
     )
     machine = (
@@ -104,7 +104,7 @@ def test_a_cascade_that_is_over_says_so_where_it_is_to_go_on(
 def test_module_after_module(whole_run: RunDir) -> None:
     rounds = whole_run.rounds()
     assert [record["stage"] for record in rounds] == ["module 1"] * 2 + ["module 2"] * 2 + ["module 3"] * 2
-    assert [record["bytes_survey"] > 0 for record in rounds] == [False, False, True, False, True, False]
+    assert [record["bytes_query"] > 0 for record in rounds] == [False, False, True, False, True, False]
     assert rounds[0]["epsilon"] == pytest.approx(8 / 255)
     for record in rounds[2:]:
         assert record["epsilon"] == record["alpha"] * record["distance"] > 0
@@ -217,8 +217,8 @@ class Bereft(Forgetful):
 def test_a_lost_store_is_filled_again_within_budget(tmp_path: Path) -> None:
     """It says what it lacks, is sent both fixed modules, and computes its features from images, one module after another."""
     run_dir = run_local(tmp_path, type("Here", (Bereft,), {"root": tmp_path}), **SMALL)
-    lacking, again = clients_of(run_dir, 5)[0], clients_of(run_dir, 6)[0]
-    assert lacking["reason"].startswith("the client's store lacks the frozen units atoms.0, atoms.1, atoms.2, atoms.3")
+    missing, again = clients_of(run_dir, 5)[0], clients_of(run_dir, 6)[0]
+    assert missing["reason"].startswith("the client's store lacks the frozen units atoms.0, atoms.1, atoms.2, atoms.3")
     assert again["status"] == "ok"
     assert again["measured_peak"] == again["predicted_peak"] <= again["budget"]
 
@@ -331,14 +331,14 @@ def test_a_papers_memory_assigns_the_first_module_always(tmp_path: Path) -> None
 
 
 def test_everybody_measures_within_the_smallest_budget(tmp_path: Path) -> None:
-    """All have just what the largest module takes: the survey and validation take no more."""
+    """All have just what the largest module takes: the pre-round query and validation take no more."""
     settings = SMALL | {"num_rounds": 3, "stage_rounds": 1}
     rich = run_local(tmp_path / "rich", **settings | {"fleet": boards(rich=(10**9, 1e9)), "dma": False})
     needed = max(client["predicted_peak"] for record in rich.rounds() for client in record["clients"])
     run_dir = run_local(tmp_path / "poor", **settings | {"fleet": boards(all=(needed, 1e9)), "r_min": ""})
-    surveys = [record["survey"] for record in run_dir.rounds() if record["survey"]]
-    assert len(surveys) >= 2
-    for found in (*surveys, *(record["evaluation"] for record in run_dir.rounds())):
+    queries = [record["query"] for record in run_dir.rounds() if record["query"]]
+    assert len(queries) >= 2
+    for found in (*queries, *(record["evaluation"] for record in run_dir.rounds())):
         assert (found["asked"], found["answered"], found["others"]) == (3, 3, [])
         assert 0 < found["peak_over_budget"] <= 1
 
@@ -381,9 +381,9 @@ def test_a_lie_about_the_model_does_not_count(tmp_path: Path, lies: dict[str, fl
 
 @pytest.mark.parametrize("distance", [1e5, 1e300])
 def test_a_measurement_far_from_all_others_does_not_count(tmp_path: Path, distance: float) -> None:
-    grid = type("Here", (Lying,), {"kind": "query.survey", "lies": {"perturbation": distance}})
+    grid = type("Here", (Lying,), {"kind": "query.query", "lies": {"perturbation": distance}})
     record = run_local(tmp_path, grid, **SMALL | {"num_rounds": 3}).rounds()[2]
-    assert record["survey"]["answered"] == 2
+    assert record["query"]["answered"] == 2
     assert record["distance"] < 100
 
 
@@ -486,7 +486,7 @@ def test_a_model_that_is_no_cascade(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_can_measure_the_next_stage(tmp_path: Path) -> None:
     class Silent(RecordingGrid):
         def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            kept = [m for m in messages if m.metadata.message_type != "query.survey"]
+            kept = [m for m in messages if m.metadata.message_type != "query.query"]
             return super().push_messages(kept)
 
     with pytest.raises(RunAbortedError, match="no client could measure what module 2 starts from: no answer within"):

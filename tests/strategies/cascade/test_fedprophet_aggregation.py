@@ -1,4 +1,4 @@
-"""FedProphet's server on real answers: the partial average of Equations 16 and 17, and the survey of Equation 11."""
+"""FedProphet's server on real answers: the partial average of Equations 16 and 17, and the pre-round query of Equation 11."""
 
 import pickle
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Answers:
     replies: dict[str, bytes]
 
     def ask(self, what: str) -> tuple[FedProphet, list[Message]]:
-        """The strategy, having asked anew, and copies of the true answers to `first`, `survey` or `second`."""
+        """The strategy, having asked again, and copies of the true answers to `first`, `query` or `second`."""
         run, strategy = self.run, self.run.strategy
         assert isinstance(strategy, FedProphet)
         strategy.state = strategy.state_class(r_min=370_000, stage_rounds=9)
@@ -33,9 +33,9 @@ class Answers:
         if server_round == 2:
             strategy.state.stage, strategy.state.alpha = 1, 0.3
             strategy.state.fixed = {"clean": 0.5, "adversarial": 0.25, "epsilon": 0.0, "nonnegative": False}
-            strategy.state.distance = None if what == "survey" else 2.0
-        if what == "survey":
-            messages = strategy.configure_survey(server_round, run.arrays, run.grid)
+            strategy.state.distance = None if what == "query" else 2.0
+        if what == "query":
+            messages = strategy.configure_query(server_round, run.arrays, run.grid)
             assert messages is not None
         else:
             messages = strategy.configure_train(server_round, run.arrays, ConfigRecord(), run.grid)
@@ -130,7 +130,7 @@ def test_a_weighted_mean_by_hand(answers: Answers) -> None:
 def test_what_nobody_trained_is_the_very_same(answers: Answers, there: list[int], untouched: set[str]) -> None:
     strategy, replies = answers.ask("first")
     old, new = answers.run.arrays, aggregated(strategy, [replies[n] for n in there])
-    same = {name for name in old if new[name].data is old[name].data}  # Flower wraps the bytes anew
+    same = {name for name in old if new[name].data is old[name].data}  # Flower wraps the bytes again
     assert same == {name for name in old if unit_of(name) in untouched}
     assert all((new[name].shape, new[name].dtype) == (old[name].shape, old[name].dtype) for name in old)
 
@@ -159,10 +159,10 @@ def put(reply: Message, **metrics: Any) -> None:
 
 
 def test_a_survey_of_all_clients(answers: Answers) -> None:
-    strategy, replies = answers.ask("survey")
+    strategy, replies = answers.ask("query")
     rows = [measured(reply) for reply in replies]
-    assert [row["num-examples"] for row in rows] == [strategy.roster.members[client].examples for client in range(3)]
-    assert strategy.aggregate_survey(2, iter(replies))
+    assert [row["num-examples"] for row in rows] == [strategy.registry.members[client].examples for client in range(3)]
+    assert strategy.aggregate_query(2, iter(replies))
     total = sum(row["perturbation"] * row["num-examples"] for row in rows)
     assert strategy.state.distance == pytest.approx(total / sum(row["num-examples"] for row in rows))
     assert strategy.state.nonnegative  # behind a ReLU
@@ -170,18 +170,18 @@ def test_a_survey_of_all_clients(answers: Answers) -> None:
 
 
 def test_examples_are_the_weights(answers: Answers) -> None:
-    strategy, replies = answers.ask("survey")
+    strategy, replies = answers.ask("query")
     for reply, distance, examples in zip(replies, (1.0, 2.0, 5.0), (10, 20, 10), strict=True):
         put(reply, perturbation=distance, num_examples=examples)
-    assert strategy.aggregate_survey(2, iter(replies))
+    assert strategy.aggregate_query(2, iter(replies))
     assert strategy.state.distance == pytest.approx((10 + 40 + 50) / 40)
 
 
-@pytest.mark.parametrize(("least", "nonnegative"), [(0.0, True), (-1e-6, False)])
-def test_one_client_with_features_below_zero_is_enough(answers: Answers, least: float, nonnegative: bool) -> None:
-    strategy, replies = answers.ask("survey")
-    put(replies[1], least_feature=least)
-    assert strategy.aggregate_survey(2, iter(replies))
+@pytest.mark.parametrize(("minimum", "nonnegative"), [(0.0, True), (-1e-6, False)])
+def test_one_client_with_features_below_zero_is_enough(answers: Answers, minimum: float, nonnegative: bool) -> None:
+    strategy, replies = answers.ask("query")
+    put(replies[1], least_feature=minimum)
+    assert strategy.aggregate_query(2, iter(replies))
     assert strategy.state.nonnegative is nonnegative
 
 
@@ -205,18 +205,18 @@ def test_one_client_with_features_below_zero_is_enough(answers: Answers, least: 
     ids=str,
 )
 def test_a_measurement_that_makes_no_sense_does_not_count(answers: Answers, nonsense: dict[str, Any]) -> None:
-    strategy, replies = answers.ask("survey")
+    strategy, replies = answers.ask("query")
     for reply, distance in zip(replies, (1.0, 100.0, 3.0), strict=True):
         put(reply, perturbation=distance, num_examples=10)
     put(replies[1], **nonsense)
-    assert strategy.aggregate_survey(2, iter(replies))
+    assert strategy.aggregate_query(2, iter(replies))
     assert strategy.state.distance == pytest.approx(2.0)
 
 
 def test_a_survey_that_nobody_answers(answers: Answers) -> None:
-    strategy, replies = answers.ask("survey")
+    strategy, replies = answers.ask("query")
     for reply in replies:
         reply.content["outcome"] = Outcome("memory", 5, 4, "needs 5 bytes, allowed 4").to_record()
     for answered in ([], replies):
-        assert not strategy.aggregate_survey(2, iter(answered))
+        assert not strategy.aggregate_query(2, iter(answered))
         assert strategy.state.distance is None

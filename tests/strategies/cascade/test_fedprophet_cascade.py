@@ -15,7 +15,7 @@ from piecework.client_app.validation import StreamedCascade, held_bytes, piece_b
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
 from piecework.models.zoo import build_blueprint
-from piecework.planning.step_cost import piece_price
+from piecework.planning.step_cost import piece_cost
 from piecework.training.setup import image_attack
 
 MODULES: list[Piece] = [(0, 1), (2, 3), (4,)]
@@ -90,9 +90,9 @@ def test_what_validating_a_piece_takes(tmp_path: Path, model: str, count: int) -
     assert held_bytes(client, [whole]) == files + 4 * batch * 64
 
     attack = image_attack(client.settings, client.data, 2)
-    price = piece_price(client.blueprint, whole, "head", replace(client.recipe, attack=attack)).peak_bytes
+    cost = piece_cost(client.blueprint, whole, "head", replace(client.training_config, attack=attack)).peak_bytes
     validate(client, [whole], "head", attack, held=True)
-    assert 0 < client.cap.peak_bytes <= piece_bytes(client, whole, price)
+    assert 0 < client.cap.peak_bytes <= piece_bytes(client, whole, cost)
 
 
 @pytest.mark.parametrize("held", [True, False])

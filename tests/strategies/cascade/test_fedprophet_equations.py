@@ -12,13 +12,13 @@ from helpers import a_client, same, tiny_settings
 from torch import Tensor, nn
 
 from piecework.client_app.client import Client
-from piecework.client_app.trainers import fedprophet
-from piecework.client_app.trainers.cascade.fedprophet import Orders, largest_perturbation, module_loss
+from piecework.client_app.trainers.cascade import fedprophet
+from piecework.client_app.trainers.cascade.fedprophet import FedProphetTaskConfig, largest_perturbation, module_loss
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import Atom, Blueprint, initial_state
 from piecework.models.layers import pooled_linear
-from piecework.planning.costs import pricing_for
-from piecework.strategies.cascade.fedprophet_modules import FedProphetRule
+from piecework.planning.costs import cost_model_for
+from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 from piecework.training.attacks import Attack
 from piecework.training.loop import PieceModel
 from piecework.training.messages import Task, piece_key
@@ -60,9 +60,11 @@ def test_the_models_own_head_has_no_regulariser() -> None:
     assert float(module_loss(0.3)([piece])(z, y)) == pytest.approx((softplus(-8.5) + softplus(2.5)) / 2, rel=1e-6)
 
 
-def a_task(orders: Orders, prices: dict[tuple[int, ...], int] | None = None) -> Task:
-    assert orders.modules
-    listed = prices or {orders.atoms(last): 100 * (last + 1) for last in range(orders.stage, orders.last + 1)}
+def a_task(task_config: FedProphetTaskConfig, costs: dict[tuple[int, ...], int] | None = None) -> Task:
+    assert task_config.modules
+    listed = costs or {
+        task_config.atoms(last): 100 * (last + 1) for last in range(task_config.stage, task_config.last + 1)
+    }
     return Task(
         experiment_id="experiment",
         round=1,
@@ -72,8 +74,8 @@ def a_task(orders: Orders, prices: dict[tuple[int, ...], int] | None = None) -> 
         reference=500,
         lr=0.05,
         state_dir="",
-        prices={piece_key(piece): price for piece, price in listed.items()},
-        own=orders.to_own(),
+        costs={piece_key(piece): cost for piece, cost in listed.items()},
+        own=task_config.to_values(),
     )
 
 
@@ -106,7 +108,7 @@ def test_modules_are_trained_jointly_by_the_last_ones_loss(
         loss = loss + mu / 2 * z.square().sum() / 40
     loss.backward()
 
-    update = fedprophet.train(a_task(Orders(modules, 0, last)), client)
+    update = fedprophet.train(a_task(FedProphetTaskConfig(modules, 0, last)), client)
     assert update.pieces == [atoms]
     assert update.units == [*(f"atoms.{atom}" for atom in atoms), head]
     assert update.metrics["train-loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -135,29 +137,29 @@ def test_the_largest_perturbation_of_a_linear_module() -> None:
         with torch.no_grad():
             piece.modules["atoms.0"].weight.copy_(left @ torch.diag(values) @ right[:5])
         z = torch.randn(64, 6, generator=generator(seed))
-        found, least = largest_perturbation(piece.features, z, Attack("l2", 0.7, 0.175, 20), generator())
+        found, minimum = largest_perturbation(piece.features, z, Attack("l2", 0.7, 0.175, 20), generator())
         assert found.shape == (64,)
         assert found.max() <= 0.7 * sigma * (1 + 1e-5)
         assert found.max() >= 0.99 * 0.7 * sigma
         assert found.mean() >= 0.97 * 0.7 * sigma
-        assert least == piece.features(z).min().item()
+        assert minimum == piece.features(z).min().item()
 
 
 def test_the_largest_perturbation_of_features_that_are_never_negative() -> None:
     """(3, -4) z: 5 epsilon either way. At z = (1, 0), with no z below 0, 5 epsilon one way and 3 epsilon the other."""
     weight = torch.tensor([[3.0, -4.0]])
     module = partial(nn.functional.linear, weight=weight)
-    free, least = largest_perturbation(module, torch.zeros(40, 2), Attack("l2", 0.1, 0.025, 10), generator())
+    free, minimum = largest_perturbation(module, torch.zeros(40, 2), Attack("l2", 0.1, 0.025, 10), generator())
     assert free.max() <= 0.5 + 1e-6
     assert free.tolist() == pytest.approx([0.5] * 40, rel=0.02)
-    assert least == 0
+    assert minimum == 0
     z = torch.tensor([[1.0, 0.0]]).expand(40, 2)
-    found, least = largest_perturbation(module, z, Attack("l2", 0.1, 0.025, 20, low=0.0), generator())
+    found, minimum = largest_perturbation(module, z, Attack("l2", 0.1, 0.025, 20, low=0.0), generator())
     up = found < 0.4
     assert 0 < int(up.sum()) < 40
     assert found[up].tolist() == pytest.approx([0.3] * int(up.sum()), rel=0.02)
     assert found[~up].tolist() == pytest.approx([0.5] * int((~up).sum()), rel=0.02)
-    assert least == 3
+    assert minimum == 3
 
 
 def first_module() -> Blueprint:
@@ -180,7 +182,7 @@ def test_a_survey_of_the_first_module_by_hand(tmp_path: Path) -> None:
     """z = w x: the largest |Delta z| is the way of all pixels in w's direction or against it, as far as [0, 1] lets them."""
     settings = tiny_settings(strategy="fedprophet", attack_epsilon=0.1, attack_step=0.05, attack_steps=8)
     client = a_client(tmp_path, settings, blueprint=first_module())
-    metrics = fedprophet.survey(a_task(Orders([[0], [1]], 0, -1)), client)
+    metrics = fedprophet.query(a_task(FedProphetTaskConfig([[0], [1]], 0, -1)), client)
     state = dict(client.store.read(["atoms.0"]))
     weight, bias = (torch.from_numpy(state[f"atoms.0.1.{name}"]).double() for name in ("weight", "bias"))
     pixels = torch.tensor(client.data.inputs[:40]).double().flatten(1) / 255
@@ -198,15 +200,15 @@ def test_the_attack_on_a_stages_inputs(tmp_path: Path) -> None:
     settings = tiny_settings(strategy="fedprophet", attack_steps=5, attack_epsilon=0.1, attack_step=0.03)
     client = a_client(tmp_path / "l2", settings)
     modules = [[0, 1], [2, 3], [4]]
-    images = fedprophet.stage_attack(client, Orders(modules, 0, 0, epsilon=9.0))
+    images = fedprophet.stage_attack(client, FedProphetTaskConfig(modules, 0, 0, epsilon=9.0))
     assert (images.norm, images.epsilon, images.step, images.steps) == ("linf", 0.1, 0.03, 5)
     assert (images.low, images.high) == (0, 1)
-    assert fedprophet.stage_attack(client, Orders(modules, 1, 1, 0.8)) == Attack("l2", 0.8, 0.4, 5)
-    assert fedprophet.stage_attack(client, Orders(modules, 2, 2, 0.8, nonnegative=True)) == Attack(
+    assert fedprophet.stage_attack(client, FedProphetTaskConfig(modules, 1, 1, 0.8)) == Attack("l2", 0.8, 0.4, 5)
+    assert fedprophet.stage_attack(client, FedProphetTaskConfig(modules, 2, 2, 0.8, nonnegative=True)) == Attack(
         "l2", 0.8, 0.4, 5, low=0.0
     )
     box = a_client(tmp_path / "linf", settings.model_copy(update={"feature_norm": "linf"}))
-    found = fedprophet.stage_attack(box, Orders(modules, 1, 1, 0.8))  # z_1 is 16 x 8 x 8: 32^2 values
+    found = fedprophet.stage_attack(box, FedProphetTaskConfig(modules, 1, 1, 0.8))  # z_1 is 16 x 8 x 8: 32^2 values
     assert (found.norm, found.epsilon, found.step) == ("linf", pytest.approx(0.8 / 32), pytest.approx(0.8 / 64))
 
 
@@ -221,24 +223,24 @@ LAST_TWO = 12 * (20 + 30 + 12) + 8 * (3 + 5 + 5)
 PLENTY = 10**6
 
 
-def a_rule(**changes: Any) -> FedProphetRule:
+def a_policy(**changes: Any) -> FedProphetPolicy:
     blueprint = chain(4, linear(4, 3), linear(3, 5), linear(5, 5))
     settings = Settings(memory_model="fedprophet", batch_size=2, attack_steps=1, **changes)
-    rule = FedProphetRule(blueprint, pricing_for(settings, blueprint, 1), settings, smallest=600)
-    assert [stage.parts[0].atoms for stage in rule.stages] == [(0,), (1,), (2,)]
-    return rule
+    policy = FedProphetPolicy(blueprint, cost_model_for(settings, blueprint, 1), settings, smallest=600)
+    assert [stage.parts[0].atoms for stage in policy.stages] == [(0,), (1,), (2,)]
+    return policy
 
 
 def assigned(stage: int, budget: int, speed: float, slowest: float, **changes: Any) -> list[int]:
     """The atoms that a client with this budget trains; here each is a module."""
     device = DeviceState("board", budget, speed, math.inf, 1e8, 0.0)
-    return list(a_rule(**changes).assigned(stage, device, slowest))
+    return list(a_policy(**changes).assigned(stage, device, slowest))
 
 
 def test_the_memory_of_modules_by_hand() -> None:
-    rule = a_rule()
+    policy = a_policy()
     assert (ONE, TWO, ALL, LAST_TWO) == (348, 676, 1060, 848)
-    assert [rule.bytes(piece) for piece in ((0,), (0, 1), (0, 1, 2), (1, 2))] == [ONE, TWO, ALL, LAST_TWO]
+    assert [policy.bytes(piece) for piece in ((0,), (0, 1), (0, 1, 2), (1, 2))] == [ONE, TWO, ALL, LAST_TWO]
 
 
 @pytest.mark.parametrize(

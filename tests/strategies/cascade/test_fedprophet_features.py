@@ -1,4 +1,4 @@
-"""What FedProphet's clients keep: features behind modules that nobody trains any more, and states to go back to."""
+"""What FedProphet's clients keep: features behind modules that no client trains any more, and states to go back to."""
 
 import os
 from dataclasses import replace
@@ -115,7 +115,7 @@ def test_damaged_features_are_computed_anew(tmp_path: Path, damage: Any) -> None
     assert path.read_bytes() == sound
     assert again.read(np.arange(40)).isfinite().all()
     (note,) = client.store.notes
-    assert note.startswith("features behind atom 3 were damaged and are computed anew: ")
+    assert note.startswith("features behind atom 3 were damaged and are computed again: ")
 
 
 def test_features_of_another_number_of_examples_are_not_used(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from piecework.device_profiles.fleet import load_fleet
 from piecework.federated_data.datasets import PUBLISHED
 from piecework.federated_data.partition import share_class_counts
 from piecework.options import read_preset, settings_from
-from piecework.planning.costs import pricing_for
+from piecework.planning.costs import cost_model_for
 from piecework.question import budget_bytes
-from piecework.strategies.cascade.fedprophet_modules import FedProphetRule
+from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 from piecework.training.settings import Settings, learning_rate
 from piecework.training.setup import blueprint_of_shape, client_shares
 
@@ -51,10 +51,10 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
 def labels_like(dataset: str) -> np.ndarray:
     """Labels of as many images: CIFAR's classes are equal, of Caltech's 256 each has at least 55 training images."""
     _, classes, examples = PUBLISHED[dataset]
-    least = examples // classes if dataset == "cifar10" else 55
+    minimum = examples // classes if dataset == "cifar10" else 55
     rng = np.random.default_rng(0)
-    more = rng.multinomial(examples - least * classes, rng.dirichlet(np.ones(classes)))
-    return np.repeat(np.arange(classes), least + more)
+    more = rng.multinomial(examples - minimum * classes, rng.dirichlet(np.ones(classes)))
+    return np.repeat(np.arange(classes), minimum + more)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -94,8 +94,8 @@ def test_models_fall_into_the_papers_seven_modules(name: str) -> None:
     settings = settings_from(name, [])
     shape, classes, _ = PUBLISHED[settings.dataset]
     blueprint = blueprint_of_shape(settings, shape, classes)
-    rule = FedProphetRule(blueprint, pricing_for(settings, blueprint), settings, budget_bytes(settings.r_min, 0))
-    assert len(rule.stages) == 7
+    policy = FedProphetPolicy(blueprint, cost_model_for(settings, blueprint), settings, budget_bytes(settings.r_min, 0))
+    assert len(policy.stages) == 7
     assert settings.num_rounds == 7 * settings.stage_rounds
     assert not settings.enforced
 

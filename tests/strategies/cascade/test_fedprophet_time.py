@@ -15,7 +15,7 @@ from benchmarks.fedprophet_rounds import (
     fedprophet,
     fleet_of,
     jfat,
-    rule_for,
+    policy_for,
     whole_model,
 )
 from benchmarks.fedprophet_time import stage_length
@@ -38,16 +38,16 @@ def test_a_full_batch_takes_the_memory_of_the_papers_tables() -> None:
     for setting, whole in ((CIFAR10, 301_663_096), (CALTECH, 1_130_521_344)):
         ((batch, count),) = batches(setting, whole_model(setting), How())
         assert (batch.training_bytes, count) == (whole, ITERATIONS)
-        for stage in rule_for(setting.flags).stages:
+        for stage in policy_for(setting.flags).stages:
             (module, _), *_ = batches(setting, stage.parts[0].atoms, How())
-            assert module.training_bytes == rule_for(setting.flags).bytes(stage.parts[0].atoms)
+            assert module.training_bytes == policy_for(setting.flags).bytes(stage.parts[0].atoms)
 
 
 def test_the_last_batch_of_an_epoch_is_smaller() -> None:
     # 400 = 6 x 64 + 16: 30 batches are 4 epochs of 7 and two more; 187 = 5 x 32 + 27: 5 epochs of 6
     for setting, sizes in ((CIFAR10, [(64, 26), (16, 4)]), (CALTECH, [(32, 25), (27, 5)])):
         work = batches(setting, whole_model(setting), How(remainder=True))
-        image = rule_for(setting.flags).part((0,)).input_bytes
+        image = policy_for(setting.flags).part((0,)).input_bytes
         assert [(batch.input_bytes // image, count) for batch, count in work] == sizes
 
 
@@ -68,10 +68,10 @@ def test_jfat_on_one_device_by_hand() -> None:
 
 def test_module_assignment_does_not_make_rounds_longer() -> None:
     """Eq. 15, up to what the authors' count adds to multiply-accumulates; somebody is given more than one module."""
-    drawn, rule = draw(fleet_of(CIFAR10, True), (1,), 5), rule_for(CIFAR10.flags)
+    drawn, policy = draw(fleet_of(CIFAR10, True), (1,), 5), policy_for(CIFAR10.flags)
     slowest = [min(state.flops_per_second for state in states) for states in drawn]
-    pieces = {rule.assigned(0, s, least) for states, least in zip(drawn, slowest, strict=True) for s in states}
-    assert pieces - {rule.stages[0].parts[0].atoms}
+    pieces = {policy.assigned(0, s, minimum) for states, minimum in zip(drawn, slowest, strict=True) for s in states}
+    assert pieces - {policy.stages[0].parts[0].atoms}
     pairs = zip(*(fedprophet(CIFAR10, drawn, How(), dma) for dma in (True, False)), strict=True)
     for with_dma, without in chain(*(zip(*pair, strict=True) for pair in pairs)):
         assert sum(without) <= sum(with_dma) * (1 + 1e-9) <= sum(without) * 1.02

@@ -31,11 +31,11 @@ from piecework.federated_data.datasets import PUBLISHED
 from piecework.models.cascade import unit_of
 from piecework.options import read_preset
 from piecework.plan import make_plan
-from piecework.planning.costs import pricing_for
+from piecework.planning.costs import cost_model_for
 from piecework.question import ask
 from piecework.server_app.records import RunDir
-from piecework.strategies.cascade.profl import Leg, legs_of
-from piecework.strategies.cascade.profl_steps import ProFLRule
+from piecework.strategies.cascade.profl import Phase, legs_of
+from piecework.strategies.cascade.profl_steps import ProFLPolicy
 from piecework.training.examples import normalised
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape, open_dataset
@@ -91,13 +91,13 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Recordi
 
 
 def test_legs_by_hand() -> None:
-    down = [Leg("shrinking", 3), Leg("map", 3), Leg("shrinking", 2), Leg("map", 2)]
-    up = [Leg("growing", 1), Leg("growing", 2), Leg("growing", 3)]
+    down = [Phase("shrinking", 3), Phase("map", 3), Phase("shrinking", 2), Phase("map", 2)]
+    up = [Phase("growing", 1), Phase("growing", 2), Phase("growing", 3)]
     assert legs_of(3, shrinking=True, maps=[2, 3]) == down + up
     assert legs_of(3, shrinking=True, maps=[3]) == down[:3] + up
     assert legs_of(3, shrinking=True, maps=[]) == down[::2] + up
     assert legs_of(3, shrinking=False, maps=[2, 3]) == up
-    assert legs_of(3, shrinking=True, maps=[2, 3], statistics=True) == [Leg("statistics", 3), *down, *up]
+    assert legs_of(3, shrinking=True, maps=[2, 3], statistics=True) == [Phase("statistics", 3), *down, *up]
     assert legs_of(3, shrinking=False, maps=[2, 3], statistics=True) == up
     assert legs_of(1, shrinking=True, maps=[], statistics=True) == up[:1]
 
@@ -105,7 +105,9 @@ def test_legs_by_hand() -> None:
 def test_one_leg_after_another(whole_run: tuple[RunDir, RecordingGrid]) -> None:
     rounds = whole_run[0].rounds()
     assert [(stage, len(list(group))) for stage, group in groupby(record["stage"] for record in rounds)] == LEGS
-    assert [(each["leg"], each["converged"]) for each in rounds[-1]["frozen"]] == [(leg[0], False) for leg in LEGS[:-1]]
+    assert [(each["phase"], each["converged"]) for each in rounds[-1]["frozen"]] == [
+        (phase[0], False) for phase in LEGS[:-1]
+    ]
     for record in rounds:
         assert (record["answered"], record["enforced"]) == (3, True)
         kind = record["stage"].split(",")[0]
@@ -232,11 +234,13 @@ def test_presets_have_rounds_for_all_parts(name: str) -> None:
     """So many that growing's last step may take all of its own."""
     settings = Settings.from_run_config(read_preset(name))
     shape, classes, _ = PUBLISHED[settings.dataset]
-    rule = ProFLRule(blueprint_of_shape(settings, shape, classes), pricing_for(settings, a_blueprint()), settings)
-    count, shrinking = len(rule.blocks), settings.shrinking
+    policy = ProFLPolicy(
+        blueprint_of_shape(settings, shape, classes), cost_model_for(settings, a_blueprint()), settings
+    )
+    count, shrinking = len(policy.blocks), settings.shrinking
     parts = legs_of(count, shrinking=shrinking, maps=range(2, count + 1), statistics=settings.batch_norm == "running")
     rounds = {"map": settings.distil_rounds, "statistics": 1}
-    assert sum(rounds.get(leg.kind, settings.stage_rounds) for leg in parts) <= settings.num_rounds
+    assert sum(rounds.get(phase.kind, settings.stage_rounds) for phase in parts) <= settings.num_rounds
 
 
 def test_movements_survive_a_stop(tmp_path: Path) -> None:
@@ -256,13 +260,13 @@ def test_movements_survive_a_stop(tmp_path: Path) -> None:
     assert same(model_of(resumed), model_of(through))
     keys = ("stage", "accuracy", "effective_movement", "slope", "slope_threshold", "times_below", "ended", "frozen")
     assert [[r[key] for key in keys] for r in resumed.rounds()] == [[r[key] for key in keys] for r in through.rounds()]
-    assert any(leg["converged"] for leg in through.rounds()[-1]["frozen"])
+    assert any(phase["converged"] for phase in through.rounds()[-1]["frozen"])
     assert any(record["effective_movement"] for record in through.rounds())
 
 
 @pytest.mark.parametrize("rounds", [2, 3, 4, 7, 9, 10, 11])
 def test_a_run_that_ends_with_a_step_leaves_that_steps_model(tmp_path: Path, rounds: int) -> None:
-    """Within a leg and at its end: the model's file does as well on the test data as the last record says."""
+    """Within a phase and at its end: the model's file does as well on the test data as the last record says."""
     run_dir = run_local(tmp_path, **SMALL | {"num_rounds": rounds})
     record, model = run_dir.rounds()[-1], load(run_dir.path, normalise=False)
     found = open_dataset(f"npz:{few_digits()}", "")
@@ -276,13 +280,15 @@ def test_a_block_that_converges_is_frozen_early(tmp_path: Path) -> None:
     changes = {"movement_window": 2, "movement_times": 1, "movement_share": 0.99, "stage_rounds": 20, "num_rounds": 60}
     run_dir = run_local(tmp_path, **SMALL | changes | {"distil_rounds": 0, "evaluate_every": 0})
     rounds = run_dir.rounds()
-    legs = [list(group) for _, group in groupby(rounds, key=lambda record: record["stage"])]
-    assert [each["converged"] for each in rounds[-1]["frozen"]] == [False] + [len(leg) < 20 for leg in legs[1:-1]]
-    assert any(3 <= len(leg) < 20 for leg in legs)
-    for leg in legs[1:]:
-        assert [record["effective_movement"] is None for record in leg] == [True] + [False] * (len(leg) - 1)
-        assert [record["slope"] is None for record in leg] == [True] * 2 + [False] * (len(leg) - 2)
-        assert [record["ended"] for record in leg] == [""] * (len(leg) - 1) + ["rounds" if len(leg) == 20 else "frozen"]
+    phases = [list(group) for _, group in groupby(rounds, key=lambda record: record["stage"])]
+    assert [each["converged"] for each in rounds[-1]["frozen"]] == [False] + [len(phase) < 20 for phase in phases[1:-1]]
+    assert any(3 <= len(phase) < 20 for phase in phases)
+    for phase in phases[1:]:
+        assert [record["effective_movement"] is None for record in phase] == [True] + [False] * (len(phase) - 1)
+        assert [record["slope"] is None for record in phase] == [True] * 2 + [False] * (len(phase) - 2)
+        assert [record["ended"] for record in phase] == [""] * (len(phase) - 1) + [
+            "rounds" if len(phase) == 20 else "frozen"
+        ]
 
 
 def test_some_scalars_are_enough(tmp_path: Path) -> None:
@@ -362,7 +368,7 @@ def test_a_vision_transformer_goes_through_all_stages(tmp_path: Path) -> None:
         for client in record["clients"]:
             assert client["status"] == "ok"
             assert client["measured_peak"] <= client["predicted_peak"] <= client["budget"]
-            # a map's price has the streams that a client needs which missed earlier steps
+            # a map's cost has the streams that a client needs which missed earlier steps
             assert client["measured_peak"] == client["predicted_peak"] or "map" in record["stage"]
     assert load(run_dir.path)(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
 

@@ -15,7 +15,7 @@ from helpers import (
 from torch.nn import functional as F
 
 from piecework.client_app.features import _mixed, prefix_features, teacher_logits
-from piecework.client_app.trainers.cascade.profl import Orders, distillation, evaluate, train
+from piecework.client_app.trainers.cascade.profl import ProFLTaskConfig, distillation, evaluate, train
 from piecework.client_app.validation import evaluate_whole
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.basic_layers import blocks_of, cascade_at, step_atoms, with_basic_layers
@@ -37,7 +37,9 @@ def a_profl_client(folder: Path, allowed: int = 10**9) -> tuple[Any, Any]:
 
 def a_task(t: int, doing: str = "growing") -> Task:
     variant = Variant(basic_layers=tuple(blocks_of(a_blueprint())))
-    return Task("experiment", 1, 0, "profl", 10**9, 10**6, 0.05, "", variant=variant, own=Orders(t, doing).to_own())
+    return Task(
+        "experiment", 1, 0, "profl", 10**9, 10**6, 0.05, "", variant=variant, own=ProFLTaskConfig(t, doing).to_values()
+    )
 
 
 def held(client: Any, model: Any, atoms: tuple[int, ...]) -> PieceModel:
@@ -72,8 +74,8 @@ def test_a_map_brings_the_student_nearer_to_its_teacher(tmp_path: Path, t: int, 
         teacher = held(client, model, cascade_at(model, blocks, t)).logits(x)
         before = float(F.mse_loss(held(client, model, cascade_at(model, blocks, t - 1)).logits(x), teacher))
     student = ",".join(map(str, range(3 + t, 7)))
-    task = replace(a_task(t, "map"), prices={student: 10**6})
-    client.recipe = replace(client.recipe, lr=0.05, epochs=20)
+    task = replace(a_task(t, "map"), costs={student: 10**6})
+    client.training_config = replace(client.training_config, lr=0.05, epochs=20)
     update = train(task, client)
     assert set(update.units) == learns
     with torch.no_grad():
@@ -96,7 +98,7 @@ def test_distillation_by_hand(tmp_path: Path) -> None:
 
 def test_too_little_for_the_output_layer(tmp_path: Path) -> None:
     client, _ = a_profl_client(tmp_path, allowed=1000)
-    task = replace(a_task(1), prices={"0,1,5,6": 5000, "head": 1001})
+    task = replace(a_task(1), costs={"0,1,5,6": 5000, "head": 1001})
     with pytest.raises(MemoryBudgetExceededError) as caught:
         train(task, client)
     assert (caught.value.needed, caught.value.allowed) == (1001, 1000)
@@ -137,7 +139,7 @@ def test_frozen_blocks_in_training_mode_take_the_statistics_of_batches(tmp_path:
 def test_statistics_by_hand(tmp_path: Path) -> None:
     """Of the first norm: means of batches' means and variances of what its convolution makes of the client's images."""
     client, _ = a_profl_client(tmp_path)
-    examples, size = client.share(0), client.recipe.batch_size
+    examples, size = client.share(0), client.training_config.batch_size
     unit = client.blueprint.build_unit("atoms.0")
     client.store.load("atoms.0", unit)
     order = [positions for positions, _ in _mixed(client, len(examples))]
@@ -147,7 +149,7 @@ def test_statistics_by_hand(tmp_path: Path) -> None:
     with torch.no_grad():
         z = [layers[0](examples.read(positions)) for positions in order]
     before = dict(client.store.read(["atoms.0", "atoms.1", "atoms.2"]))
-    task = replace(a_task(2, "statistics"), prices={"0,1": 10**6})
+    task = replace(a_task(2, "statistics"), costs={"0,1": 10**6})
     update = train(task, client)
     assert update.units == ["atoms.0", "atoms.1"]
     after = dict(client.store.read(["atoms.0", "atoms.1", "atoms.2"]))
@@ -162,4 +164,4 @@ def test_statistics_by_hand(tmp_path: Path) -> None:
         for kind in (name.removeprefix("atoms.0."), name.removeprefix("atoms.0.").replace("mean", "var"))
     } | {name for name in after if name.endswith("num_batches_tracked") and unit_of(name) != "atoms.2"}
     with pytest.raises(MemoryBudgetExceededError, match="measuring the statistics of random blocks"):
-        train(replace(task, prices={"0,1": 10**10}), client)
+        train(replace(task, costs={"0,1": 10**10}), client)

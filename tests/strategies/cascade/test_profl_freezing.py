@@ -24,11 +24,11 @@ def movements(series: list[list[float]], window: int) -> list[float]:
     return [effective_movement(values[k - window : k + 1]) for k in range(window, len(values))]
 
 
-def rounds_until_frozen(series: list[float], rule: Freezing) -> int | None:
+def rounds_until_frozen(series: list[float], policy: Freezing) -> int | None:
     """The round in which a block with these movements is frozen; the first movement is that of round H."""
-    found = (k for k in range(1, len(series) + 1) if converged(series[:k], rule))
+    found = (k for k in range(1, len(series) + 1) if converged(series[:k], policy))
     first = next(found, None)
-    return None if first is None else first + rule.window - 1
+    return None if first is None else first + policy.window - 1
 
 
 def test_movement_by_hand() -> None:
@@ -87,9 +87,9 @@ def test_a_longer_window_smooths_an_outlier() -> None:
 
 def test_the_initial_slope_is_the_steepest_of_the_first_h() -> None:
     """0.5 comes as slope 2 of 2: half of it is 0.25. A steeper one later, -1, does not count."""
-    rule = Freezing(window=2, share=0.5, times=2)
+    policy = Freezing(window=2, share=0.5, times=2)
     series = [0.0, 0.25, 0.75, 1.75, 0.75, 0.55, 0.5]
-    assert rounds_until_frozen(series, rule) == 8
+    assert rounds_until_frozen(series, policy) == 8
 
 
 @given(

@@ -43,7 +43,7 @@ from piecework.strategies.distillation.server_training import (
     likeness_loss,
     logits_of,
 )
-from piecework.training.loop import PieceModel, Recipe
+from piecework.training.loop import PieceModel, TrainingConfig
 from piecework.training.memory_cap import MemoryCap
 
 # A ResNet-10 for the rich, a small network for the poor; nothing is cut.
@@ -89,7 +89,7 @@ def test_variance_weights_and_diversity_logits() -> None:
     ]
     torch.testing.assert_close(found[:, :2], torch.tensor(agreed))
     assert agreed[0][1] > agreed[0][0] and agreed[1][0] > agreed[1][1] and agreed[2][1] > agreed[2][0]
-    # The first example's label is 1: clients 1 and 3 disagree. The second's 0: nobody. The third's 1: client 2.
+    # The first example's label is 1: clients 1 and 3 disagree. The second's 0: no client. The third's 1: client 2.
     torch.testing.assert_close(found[0, 2:], torch.tensor([(1 * 2 + 0.25 * 1) / 1.25, 0.0]))
     assert found[1, 2:].isnan().all()
     torch.testing.assert_close(found[2, 2:], torch.tensor([4.0, 0.0]))
@@ -169,20 +169,30 @@ def a_model(batch_norm: str = "running") -> tuple[Any, ArrayRecord]:
 def test_a_model_learns_what_it_is_told(piece_class: Any) -> None:
     blueprint, arrays = a_model()
     examples, targets = random_examples(20, (1, 8, 8), 4), 3 * torch.eye(4)[torch.arange(20) % 4]
-    recipe = Recipe(0.05, 0.9, 0.0, 8, 1, iterations=30)
+    training_config = TrainingConfig(0.05, 0.9, 0.0, 8, 1, iterations=30)
     cap, losses = MemoryCap(0, enforced=False), []
     further = {} if piece_class is None else {"piece_class": piece_class}
     new = arrays
     for _ in range(3):
         rng = np.random.default_rng(0)
-        new, loss = distilled(blueprint, new, examples, targets, likeness_loss, recipe, rng, cap, **further)
+        new, loss = distilled(blueprint, new, examples, targets, likeness_loss, training_config, rng, cap, **further)
         losses.append(loss)
     assert losses[2] < losses[0] / 2
     assert list(new) == list(arrays)
     assert [(a.shape, a.dtype) for a in new.values()] == [(a.shape, a.dtype) for a in arrays.values()]
     assert int(new["atoms.0.bn.num_batches_tracked"].numpy()) == 90
     one, other = (
-        distilled(blueprint, arrays, examples, targets, likeness_loss, recipe, np.random.default_rng(0), cap, **further)
+        distilled(
+            blueprint,
+            arrays,
+            examples,
+            targets,
+            likeness_loss,
+            training_config,
+            np.random.default_rng(0),
+            cap,
+            **further,
+        )
         for _ in range(2)
     )
     assert same(numpy_of(one[0]), numpy_of(other[0]))
@@ -248,7 +258,7 @@ def test_prototypes_by_hand(tmp_path: Path) -> None:
 
 
 def test_prototypes_are_means_of_their_own_clients(tmp_path: Path) -> None:
-    """With a rate that moves nothing; what nobody trained stays as it was."""
+    """With a rate that moves nothing; what no client trained stays as it was."""
     still = SMALL | {"server_lr": STILL, "batch_norm": "batch"}
     run_dir = run_local(tmp_path / "a", RecordingGrid, **still)
     replies = training(RecordingGrid.last.received)
@@ -289,7 +299,7 @@ def test_fedet_shares_the_last_layer_and_nothing_else(tmp_path: Path) -> None:
     np.testing.assert_allclose(model["head.fc.weight"], head, rtol=1e-6)
     assert np.array_equal(kept["resnet10/head.fc.weight"], model["head.fc.weight"])
     assert np.array_equal(kept["cnn3/head.fc1.weight"], model["head.fc.weight"])
-    # The server's model is nobody's: but for its last layer it is as it began, where nothing is learnt.
+    # The server's model is no client's: but for its last layer it is as it began, where nothing is learnt.
     settings = tiny_settings(**changes | {"dataset": "digits"})
     blueprint = build_blueprint("resnet10", num_classes=10, input_shape=(1, 8, 8), width=0.125, batch_norm="batch")
     first = {n: v.numpy() for n, v in initial_state(blueprint, settings.seed)}

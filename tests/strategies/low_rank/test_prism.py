@@ -31,7 +31,7 @@ from piecework.models.kernels import compose, decompose
 from piecework.models.low_rank import low_rank
 from piecework.models.width import CoverageMean
 from piecework.strategies.low_rank.prism import PriSM
-from piecework.training.loop import Trainee
+from piecework.training.loop import LocalTrainer
 
 SMALL = {"strategy": "prism", "lr": 0.05}
 MIXED = fleet_json(rich=2.0, middle=0.7, poor=0.6)
@@ -64,7 +64,7 @@ def test_each_client_trains_the_largest_sub_model_that_fits(tmp_path: Path) -> N
 def test_entries_are_averaged_over_the_clients_that_had_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grids: Callable[..., Any], channels: str
 ) -> None:
-    """Eq. 5, from the messages themselves; what nobody had is as it was, to the bit, before the kernels are put together."""
+    """Eq. 5, from the messages themselves; what no client had is as it was, to the bit, before the kernels are put together."""
     made, aggregated = strategies(monkeypatch), list[ArrayRecord]()
     composed = PriSM.composed
     monkeypatch.setattr(PriSM, "composed", lambda self, whole: (aggregated.append(whole), composed(self, whole))[1])
@@ -233,7 +233,7 @@ def momentum_of(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def test_momentum_is_averaged_entry_by_entry_and_sent_to_the_next(tmp_path: Path, grids: Callable[..., Any]) -> None:
-    """Of factors and norms: who gets a kernel gets its momentum; what nobody had stays. The rest stays with the client."""
+    """Of factors and norms: who gets a kernel gets its momentum; what no client had stays. The rest stays with the client."""
     grid, changes = grids(), TRIO | SMALL | {"num_rounds": 3, "server_momentum": True, "keep_ratios": "0.5"}
     run = run_local(tmp_path, grid, **changes, fleet="unlimited")
     checkpoint = run.load_checkpoint()
@@ -270,15 +270,17 @@ def test_a_round_goes_on_with_the_momentum_of_the_last(tmp_path: Path) -> None:
             client.store.save(unit, client.blueprint.build_unit(unit))
         examples, atoms = client.share(0), range(len(client.blueprint.atoms))
         for number, count in enumerate(steps, start=1):
-            client.recipe = replace(client.recipe, momentum=0.9, iterations=count, batch_size=len(examples))
-            trainee = Trainee(
+            client.training_config = replace(
+                client.training_config, momentum=0.9, iterations=count, batch_size=len(examples)
+            )
+            trainer = LocalTrainer(
                 lambda: [LowRankModel(client.blueprint, atoms, "head", client.load())],
-                client.recipe,
+                client.training_config,
                 carried=CarriedMomentum(client),
             )
-            for _ in trainee.epochs():
-                trainee.epoch(examples, np.random.default_rng(0), client.cap, f"task {number}")
-            (piece,) = trainee.finish()
+            for _ in trainer.epochs():
+                trainer.epoch(examples, np.random.default_rng(0), client.cap, f"task {number}")
+            (piece,) = trainer.finish()
             client.save(piece)
             client.commit()
             client.old_state, client._new_state = client.store.newest_state(client.round), None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord
-from helpers import TRIO, RecordingGrid, a_recipe, arrays_of, model_of, run_local, same, training
+from helpers import TRIO, RecordingGrid, a_training_config, arrays_of, model_of, run_local, same, training
 from torch import nn
 
 import piecework
@@ -70,7 +70,7 @@ def test_masks_are_drawn_anew_in_training_and_alike_in_evaluation() -> None:
 def test_adam_moves_as_torchs_does() -> None:
     generator = torch.Generator().manual_seed(0)
     mine, theirs = (nn.Parameter(torch.arange(6.0)) for _ in range(2))
-    ours, reference = Adam([mine], a_recipe(lr=0.1, weight_decay=0.0)), torch.optim.Adam([theirs], lr=0.1)
+    ours, reference = Adam([mine], a_training_config(lr=0.1, weight_decay=0.0)), torch.optim.Adam([theirs], lr=0.1)
     for _ in range(5):
         gradient = torch.randn(6, generator=generator)
         mine.grad, theirs.grad = gradient.clone(), gradient.clone()

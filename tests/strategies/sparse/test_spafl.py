@@ -24,21 +24,21 @@ from helpers import (
 from safetensors.numpy import load_file
 
 import piecework
-from piecework.client_app.trainers.sparse.forms import SparseModel, SparseTrainee, sparse_loss
+from piecework.client_app.trainers.sparse.forms import SparseModel, SparseTrainer, sparse_loss
 from piecework.client_app.trainers.sparse.spafl import CHANGE, THRESHOLDS, from_words, initial_model, to_words
 from piecework.models.cascade import Blueprint, initial_state
 from piecework.models.compact import layout
 from piecework.models.masked import masked
 from piecework.models.trained_model import ModelFileError
 from piecework.models.zoo import build_blueprint
-from piecework.planning.step_cost import piece_price
+from piecework.planning.step_cost import piece_cost
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import Run
 from piecework.strategies.sparse.spafl import SpaFL
 from piecework.training.loop import PieceModel, load_for_device
 from piecework.training.settings import Settings
-from piecework.training.setup import blueprint_for, open_dataset, recipe_for
+from piecework.training.setup import blueprint_for, open_dataset, training_config_for
 
 SPAFL = TRIO | {"strategy": "spafl", "fleet": "spafl", "weight_decay": 0.0, "sparsity": 0.05, "local_epochs": 2}
 LOSS = sparse_loss(0.01)
@@ -232,7 +232,9 @@ def test_going_from_form_to_form_takes_no_more_than_a_masked_step(tmp_path: Path
     settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}", "model": "lenet5", "batch_size": batch_size})
     plain = build_blueprint("lenet5", num_classes=10, input_shape=(1, 32, 32))
     whole = masked(plain, settings.straight_through, silent=settings.silent_norms)
-    price = piece_price(whole, (0, 1), "head", recipe_for(settings, 0.1), make_loss=LOSS, piece_class=SparseModel)
+    cost = piece_cost(
+        whole, (0, 1), "head", training_config_for(settings, 0.1), make_loss=LOSS, piece_class=SparseModel
+    )
 
     def make(kept: float) -> Callable[[], list[PieceModel]]:
         def made() -> list[PieceModel]:
@@ -247,19 +249,19 @@ def test_going_from_form_to_form_takes_no_more_than_a_masked_step(tmp_path: Path
     examples, forms = random_examples(4 * batch_size, (1, 32, 32)), []
     for kept in (0.98, 0.85, 0.5, 0.2):
         client = a_client(tmp_path / str(kept), settings.model_copy(update={"masked_every": 0}), blueprint=whole)
-        trainee = SparseTrainee(client, make(kept), LOSS, None, layout(plain, whole))
+        trainer = SparseTrainer(client, make(kept), LOSS, None, layout(plain, whole))
         for _ in range(2):
-            trainee.epoch(examples, client.rng("batches"), client.cap, "train")
-        trainee.finish()
-        assert 0 < client.cap.peak_bytes <= price.peak_bytes
-        forms.append(trainee.macs)
+            trainer.epoch(examples, client.rng("batches"), client.cap, "train")
+        trainer.finish()
+        assert 0 < client.cap.peak_bytes <= cost.peak_bytes
+        forms.append(trainer.macs)
     assert forms == sorted(forms, reverse=True)
     assert forms[-1] < 0.2 * forms[0]
-    assert client.cap.peak_bytes < 0.8 * price.peak_bytes
+    assert client.cap.peak_bytes < 0.8 * cost.peak_bytes
 
 
 def test_the_forms_learn_alike(tmp_path: Path) -> None:
-    """Behind ReLU a pruned filter has no gradient: what is left out would not have moved but for momentum, which is 0 here."""
+    """Behind ReLU a pruned filter has no gradient: what is excluded would not have moved but for momentum, which is 0 here."""
     runs = [
         run_local(tmp_path / str(n), **SPAFL | {"masked_every": n, "momentum": 0.0, "num_rounds": 2, "lr": 0.1})
         for n in (1, 0)

@@ -33,13 +33,13 @@ from piecework.federation.public_data import public_examples
 from piecework.models.dual_norm import DualBatchNorm1d, DualBatchNorm2d, begin_adversarial, is_adversarial, use
 from piecework.models.zoo import build_blueprint
 from piecework.plan import make_plan
-from piecework.planning.costs import pricing_for
+from piecework.planning.costs import cost_model_for
 from piecework.planning.part import Part
 from piecework.question import ask
 from piecework.strategies.whole.fedrbn import begun, propagated, similarity
 from piecework.strategies.whole.fedrbn_detector import DetectingPiece, fit_detector
 from piecework.training.attacks import by_backward, pgd
-from piecework.training.loop import SGD, Recipe, start, train_step
+from piecework.training.loop import SGD, TrainingConfig, start, train_step
 from piecework.training.setup import image_attack, open_dataset
 
 # The first and the third client have memory for an adversarial step, the second has not; all train.
@@ -114,13 +114,13 @@ def test_the_gradient_is_of_both_losses(weight: float) -> None:
         def step(self) -> None:
             taken.extend(p.grad.clone() for p in self.parameters if p.grad is not None)
 
-    loss, _ = start([piece], Recipe(0.1, 0.9, 0.0, 6, 1), adversarial_loss(weight))
+    loss, _ = start([piece], TrainingConfig(0.1, 0.9, 0.0, 6, 1), adversarial_loss(weight))
 
     def perturb(z: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         piece.before_attack(loss, z, labels)
         return moved
 
-    train_step(loss, Noting(piece.parameters(), Recipe(0.1, 0.9, 0.0, 6, 1)), x, y, perturb)
+    train_step(loss, Noting(piece.parameters(), TrainingConfig(0.1, 0.9, 0.0, 6, 1)), x, y, perturb)
     for one, other in zip(taken, gradients, strict=True):
         torch.testing.assert_close(one, other)
     for name, value in piece.modules["atoms.1"].state_dict().items():
@@ -230,7 +230,7 @@ def test_local_statistics_stay_and_adversarial_ones_come_from_the_server(tmp_pat
 
 def test_a_client_keeps_its_clean_batch_norms_only(tmp_path: Path) -> None:
     from piecework.client_app.client import Client
-    from piecework.client_app.trainers import fedrbn
+    from piecework.client_app.trainers.whole import fedrbn
 
     seen: list[dict[str, np.ndarray]] = []
     train = fedrbn.train
@@ -294,12 +294,12 @@ def test_losses_of_clients_are_of_both_parts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory_model", ["fedepth", "prism", "profl", "fedprophet"])
 def test_papers_count_both_sets_as_one_batch_norm(memory_model: str) -> None:
-    prices = []
+    costs = []
     for norms in ("running", "dual"):
         settings = tiny_settings(**SMALL | {"memory_model": memory_model, "batch_size": 4})
         blueprint = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm=norms)
-        prices.append(pricing_for(settings, blueprint).bytes(Part(blueprint, tuple(range(len(blueprint.atoms))))))
-    assert prices[0] == prices[1]
+        costs.append(cost_model_for(settings, blueprint).bytes(Part(blueprint, tuple(range(len(blueprint.atoms))))))
+    assert costs[0] == costs[1]
 
 
 # ---- evaluation
@@ -400,7 +400,7 @@ def test_the_model_can_be_loaded(tmp_path: Path) -> None:
     assert not torch.allclose(model(x), clean)
     other = load(run_local(tmp_path / "adversarial", **SMALL | {"evaluation_branch": "adversarial"}).path)
     torch.testing.assert_close(other(x), model(x))
-    # nobody trains adversarially: the clean set stands in, as it did in the run's evaluation
+    # no client trains adversarially: the clean set stands in, as it did in the run's evaluation
     changes = {"evaluation_branch": "adversarial", "fleet": fleet_json(poor=0.3)}
     never = load(run_local(tmp_path / "never", **SMALL | changes).path)
     before = never(x)

@@ -177,7 +177,7 @@ def test_logits_of_absent_classes_are_nought() -> None:
 
 
 def test_rows_of_absent_classes_stay_as_they_are(tmp_path: Path) -> None:
-    """Each client has two of the ten classes; the rows of classes that are nobody's are bit-identical."""
+    """Each client has two of the ten classes; the rows of classes that are no client's are bit-identical."""
     changes = {"partition": "pathological", "partition_classes": 2, "num_rounds": 1}
     run_dir = run_local(tmp_path, **SMALL | changes)
     settings = tiny_settings(**SMALL | changes | {"dataset": "digits"})
@@ -294,7 +294,7 @@ def test_an_attack_that_never_comes_is_refused(tmp_path: Path) -> None:
 
 def test_a_partial_update_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends less than its sub-model: what it sent counts."""
-    from piecework.client_app.trainers import heterofl
+    from piecework.client_app.trainers.width import heterofl
 
     train = heterofl.train
 

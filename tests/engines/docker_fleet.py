@@ -17,7 +17,7 @@ from typing import Any
 
 from piecework.processes import free_ports
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "piecework:tests"
 CGROUPS = Path("/sys/fs/cgroup")
 POLL = 0.05  # seconds

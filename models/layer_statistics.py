@@ -45,7 +45,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class LayerStatistics:
     """A unit: its layers, trainable parameters, bytes of its state (buffers too), forward FLOPs of one example."""
 
     layers: tuple[Layer, ...]
@@ -54,11 +54,11 @@ class Anatomy:
     flops: int
 
 
-_KNOWN: dict[Hashable, Anatomy] = {}
+_KNOWN: dict[Hashable, LayerStatistics] = {}
 
 
 @lru_cache(maxsize=4096)
-def anatomy(blueprint: Blueprint, unit: str) -> Anatomy:
+def layer_statistics(blueprint: Blueprint, unit: str) -> LayerStatistics:
     """What a unit (`atoms.<i>`, `head`, `exits.<i>`, `aux.<i>`) consists of. Units that are built alike are looked at once."""
     key = unit_signature(blueprint, unit)
     if key not in _KNOWN:
@@ -98,7 +98,7 @@ def input_of(blueprint: Blueprint, unit: str) -> Shape:
     return blueprint.shape_before(int(index)) if kind == "atoms" else blueprint.atoms[int(index)].shape
 
 
-def _examine(blueprint: Blueprint, unit: str) -> Anatomy:
+def _examine(blueprint: Blueprint, unit: str) -> LayerStatistics:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from piecework.device_profiles.memory import FlopCount
@@ -125,7 +125,7 @@ def _examine(blueprint: Blueprint, unit: str) -> Anatomy:
         example = torch.zeros(EXAMPLES, *shape, dtype=torch.int64 if tokens else torch.float32)
         with FlopCount() as counter:
             module(example)
-    return Anatomy(
+    return LayerStatistics(
         layers=tuple(layers),
         parameters=sum(p.numel() for p in module.parameters()),
         state_bytes=sum(value.numel() * value.element_size() for value in module.state_dict().values()),
