@@ -70,8 +70,9 @@ def write_task(folder: Path) -> Path:
     from flwr.app import Array, ArrayRecord, Message, RecordDict
 
     from piecework.models.cascade import initial_state
+    from piecework.models.work_item import WorkItem
     from piecework.server_app.local_grid import FIRST_NODE, identify
-    from piecework.training.messages import Task, piece_key
+    from piecework.training.messages import Task
     from piecework.training.settings import Settings
     from piecework.training.setup import blueprint_for, open_dataset
 
@@ -90,7 +91,7 @@ def write_task(folder: Path) -> Path:
         reference=10**9,
         lr=settings.lr,
         state_dir=str(folder),
-        costs={piece_key(tuple(range(len(blueprint.atoms)))): 1},
+        costs={WorkItem(tuple(range(len(blueprint.atoms)))): 1},
     )
     arrays = ArrayRecord({name: Array(value.numpy()) for name, value in initial_state(blueprint, settings.seed)})
     identify(1)

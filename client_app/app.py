@@ -25,7 +25,7 @@ from piecework.client_app.prepare import (
     prepare_client,
     unpack,
 )
-from piecework.client_app.served import SERVED, measure_served
+from piecework.client_app.served import measure_served, served_item
 from piecework.client_app.trainers import find_evaluator, find_query, find_trainer
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import measure_device
@@ -34,7 +34,7 @@ from piecework.models.cascade import batch_norm_names, isolated_rng
 from piecework.models.static_norms import is_statistic
 from piecework.training.accelerator import NoAcceleratorError, find_device, without_denormals
 from piecework.training.memory_cap import ResidentPeak, is_out_of_memory
-from piecework.training.messages import Metrics, NodeInfo, Outcome, Question, Task, content_bytes, piece_key, reply
+from piecework.training.messages import Metrics, NodeInfo, Outcome, Question, Task, content_bytes, reply
 from piecework.training.settings import Settings
 
 app = ClientApp()
@@ -73,7 +73,7 @@ def query_device(message: Message, context: Context) -> Message:
 
 @app.query("units")
 def query_units(message: Message, context: Context) -> Message:
-    """Keep the frozen units that came, and say which of those that the server asks for are lacking."""
+    """Keep the frozen units that came, and say which of those that the server asks for are missing."""
     question = Question.from_record(message.content.config_records["question"])
     with closing(open_store(context, question.state_dir, question.experiment_id, "units")) as store:
         unpack(message.content, partial(frozen.keep, store.frozen, store.task))
@@ -103,7 +103,7 @@ def train(message: Message, context: Context) -> Message:
         }
         if context.node_config.get("device") == "auto":
             measured["memory-available"] = memory_for_training(client.device)
-        return Outcome("ok", pieces=[piece_key(piece) for piece in update.pieces]), measured, arrays
+        return Outcome("ok", done=tuple(update.done)), measured, arrays
 
     return answer(message, context, work)
 
@@ -126,7 +126,10 @@ def statistics(message: Message, context: Context) -> Message:
         units = measure_served(task, client)
         found = [(name, array) for name, array in client.store.read(units) if is_statistic(name)]
         arrays = ArrayRecord({name: encode(array) for name, array in found})
-        counted: Metrics = {"num-examples": len(client.share(STAGES)), "predicted-peak": task.cost(SERVED) or 0}
+        counted: Metrics = {
+            "num-examples": len(client.share(STAGES)),
+            "predicted-peak": task.cost(served_item(task)) or 0,
+        }
         return Outcome("ok"), counted, arrays
 
     return answer(message, context, work)

@@ -11,7 +11,7 @@ from torch import nn
 from piecework.client_app.store import FeatureWriter, Store
 from piecework.federated_data.datasets import ArrayDataset
 from piecework.models.cascade import Blueprint, fit_features
-from piecework.models.partition import Piece
+from piecework.models.work_item import WorkItem
 from piecework.training.accelerator import CPU
 from piecework.training.examples import Examples, batches, feature_examples
 from piecework.training.loop import Load, PieceModel, TrainingConfig, evaluate_examples, in_precision, load_for_device
@@ -113,14 +113,14 @@ class Client:
 
 @dataclass(frozen=True)
 class Update:
-    """What a trainer gives back: the units to upload, metrics, and for each piece how many examples it was trained on.
+    """What a trainer gives back: the units to upload, metrics, the work items done, and on how many examples each was trained.
 
-    A piece seen in two epochs of 50 examples counts 100.
+    An item that sees 50 examples in each of two epochs counts 100.
     """
 
     units: list[str]
     metrics: Metrics
-    pieces: list[Piece]
+    done: list[WorkItem]
     seen: list[int]
 
 

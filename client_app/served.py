@@ -4,9 +4,13 @@ from piecework.client_app.client import Client
 from piecework.client_app.features import measure_statistics
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.partition import fits
+from piecework.models.work_item import WorkItem
 from piecework.training.messages import Task
 
-SERVED = ()  # in a cost list: the largest atom of the served model, forward only
+
+def served_item(task: Task) -> WorkItem:
+    """The work item that measures the served model; it costs what its largest atom takes, forward only."""
+    return WorkItem(tuple(task.atoms), task.head, task.variant, measured=True)
 
 
 def measure_served(task: Task, client: Client) -> list[str]:
@@ -14,7 +18,7 @@ def measure_served(task: Task, client: Client) -> list[str]:
 
     Raises MemoryBudgetExceededError where not even one atom at a time fits.
     """
-    needed = task.cost(SERVED)
+    needed = task.cost(served_item(task))
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or 0, client.allowed, "measuring batch norms for the served model")
     measure_statistics(client, tuple(task.atoms), task.head)

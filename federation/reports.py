@@ -1,17 +1,18 @@
 """What the records say of one client in one round."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import UpdateRejectedError
+from piecework.models.work_item import WorkItem
 from piecework.planning.costs import CostModel
 from piecework.planning.counts import bits, dense_flops
 from piecework.planning.partition_policy import PartitionPolicy
 from piecework.planning.timing import work_flops, work_seconds
-from piecework.training.messages import Task, piece_of
+from piecework.training.messages import Task
 
 LONGEST = 500  # characters of a client's text that are kept
 
@@ -24,7 +25,8 @@ class ClientReport:
     `status`: ok; memory (refused, or stopped at its budget: `needed` and `allowed` tell); failed (it raised an exception);
     crashed (its process died); gone (its node left); timeout (no answer within round-timeout); rejected (an update that may not
     enter the model). `note` is what else there is to say, also of an ok. `trained` names the parts of the model that the client
-    trained. `counted_bits` and `counted_flops` are by the rules of SpaFL's Table 2.
+    trained, and `pieces` the atoms of each of its work items. `counted_bits` and `counted_flops` are by the rules of SpaFL's
+    Table 2.
     """
 
     client: int
@@ -45,7 +47,7 @@ class ClientReport:
     gpu_peak: int = 0
     rss_peak: int = 0
     rss_growth: int = 0
-    pieces: str = ""
+    pieces: list[list[int]] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
     examples: int = 0
     train_loss: float | None = None
@@ -63,7 +65,7 @@ class ClientReport:
 
     def account(
         self,
-        pieces: list[str],
+        done: Sequence[WorkItem],
         seen: list[int],
         task: Task,
         state: DeviceState,
@@ -71,17 +73,17 @@ class ClientReport:
         cost_model: CostModel,
         executed: float = 1.0,
     ) -> None:
-        """FLOPs and simulated seconds of the `pieces` that a client trained, by their keys, each on so many examples (`seen`),
-        where it executed that share of their FLOPs.
+        """FLOPs and simulated seconds of the work items that a client has `done`, each on so many examples (`seen`). It
+        executed the fraction `executed` of their FLOPs.
 
-        Raises UpdateRejectedError for pieces that it was not asked to train.
+        Raises UpdateRejectedError for work items that it was not asked for.
         """
-        if unknown := [key for key in pieces if key not in task.costs]:
-            raise UpdateRejectedError(f"piece {unknown[0]!r} was not in the task's cost list")
-        if not 0 < len(pieces) <= len(task.costs):
-            raise UpdateRejectedError(f"{len(pieces)} pieces, {len(task.costs)} are in the task's cost list")
-        self.pieces = "|".join(pieces)
-        parts = [policy.part(piece_of(key)) for key in pieces]
+        if unknown := [item for item in done if item not in task.costs]:
+            raise UpdateRejectedError(f"work item {unknown[0].to_values()} was not in the task's cost list")
+        if not 0 < len(done) <= len(task.costs):
+            raise UpdateRejectedError(f"{len(done)} work items, {len(task.costs)} are in the task's cost list")
+        self.pieces = [list(item.learns or item.atoms) for item in done]
+        parts = [policy.part(item) for item in done]
         self.flops = work_flops(cost_model, parts, seen, executed)
         self.counted_bits = bits(*policy.values(parts))
         dense = sum(dense_flops(p.forward_flops / 2, n) for p, n in zip(parts, seen, strict=True))

@@ -62,7 +62,10 @@ class Variant:
             raise TypeError(f"a variant is {values!r:.100}: expected names and values")
         if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
             raise TypeError(f"a variant has no {', '.join(unknown)}")
-        return TypeAdapter(cls).validate_python(dict(values))
+        return VARIANT.validate_python(dict(values))
+
+
+VARIANT = TypeAdapter(Variant)
 
 
 def plain(value: Any) -> Any:

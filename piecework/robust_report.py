@@ -12,7 +12,6 @@ from typing import Any
 from piecework.display import Record, percent
 from piecework.models.trained_model import description
 from piecework.page import COLOURS, Section, graph_objects, line, mark_stages, over_rounds, panels, table
-from piecework.training.messages import piece_of
 
 ATTACKS = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square"}
 NORMS = {"l2": "L2", "linf": "L-infinity"}
@@ -228,7 +227,7 @@ def depth_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
 def trained(records: Iterable[Record]) -> list[tuple[Record, tuple[int, ...]]]:
     """Clients whose updates entered the model, with the atoms they trained."""
     return [
-        (client, tuple(sorted(atom for key in client["pieces"].split("|") for atom in piece_of(key))))
+        (client, tuple(sorted(atom for piece in client["pieces"] for atom in piece)))
         for record in records
         for client in record["clients"]
         if client["status"] == "ok" and client["pieces"]

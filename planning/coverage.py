@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import Blueprint
+from piecework.models.work_item import WorkItem
 from piecework.planning.partition_policy import PartitionPolicy
 
 Row = dict[str, Any]
@@ -65,9 +66,9 @@ def abilities(policy: PartitionPolicy, state: DeviceState, slowest: float) -> di
     return found
 
 
-def learned_names(policy: PartitionPolicy, pieces: Sequence[tuple[int, ...]], seen: Sequence[int]) -> list[str]:
-    """The parts that a client trained: its pieces, each on so many examples."""
-    trained = {unit for piece, n in zip(pieces, seen, strict=True) if n for unit in policy.covered(policy.part(piece))}
+def learned_names(policy: PartitionPolicy, items: Sequence[WorkItem], seen: Sequence[int]) -> list[str]:
+    """The parts that a client trained: its work items, each on so many examples."""
+    trained = {unit for item, n in zip(items, seen, strict=True) if n for unit in policy.covered(policy.part(item))}
     return [name for unit, name in part_names(policy.blueprint).items() if unit in trained]
 
 

@@ -14,6 +14,7 @@ from piecework.models.cascade import Blueprint, has_statistics
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import AtomTooLargeError, Piece
 from piecework.models.variant import Variant, vary
+from piecework.models.work_item import WorkItem
 from piecework.planning.costs import CostModel
 from piecework.planning.counts import entries
 from piecework.planning.part import Part
@@ -50,7 +51,7 @@ class PartitionPolicy(ABC):
 
     def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, smallest: int = 0) -> None:
         self.blueprint, self.cost_model, self.settings, self.smallest = blueprint, cost_model, settings, smallest
-        self._bytes: dict[Piece, int] = {}
+        self._bytes: dict[WorkItem, int] = {}
 
     @classmethod
     def attacks(cls, settings: Settings) -> bool:
@@ -86,11 +87,20 @@ class PartitionPolicy(ABC):
         """Whether a device trains also what does not fit, at the cost of time."""
         return False
 
-    def bytes(self, piece: Piece) -> int:
-        """The cost of a piece, looked up once."""
-        if piece not in self._bytes:
-            self._bytes[piece] = self.cost_model.bytes(self.part(piece))
-        return self._bytes[piece]
+    def item(self, atoms: Piece) -> WorkItem:
+        """The work item that trains these atoms of the server's model with the head that belongs behind them."""
+        return WorkItem(atoms, variant=self.variant)
+
+    @property
+    def whole(self) -> WorkItem:
+        """The work item that trains the server's model."""
+        return self.item(tuple(range(len(self.model.atoms))))
+
+    def bytes(self, item: WorkItem) -> int:
+        """The memory cost of a work item, found once."""
+        if item not in self._bytes:
+            self._bytes[item] = self.cost_model.bytes(self.part(item))
+        return self._bytes[item]
 
     def min_budget(self) -> int:
         """The least budget (bytes) for which there are stages."""
@@ -103,9 +113,9 @@ class PartitionPolicy(ABC):
         """
         self.smallest = minimum
 
-    def part(self, piece: Piece) -> Part:
-        """What training a piece means: here its atoms with the model's own head."""
-        return Part(self.model, piece)
+    def part(self, item: WorkItem) -> Part:
+        """What a work item means: here its atoms of the server's model with their head."""
+        return Part(self.model, item.atoms, item.head)
 
     @cached_property
     @abstractmethod

@@ -19,7 +19,6 @@ import torch
 from flwr.app import Array, ArrayRecord, Message
 from flwr.serverapp import Grid
 
-from piecework.client_app.served import SERVED
 from piecework.federation.aggregation import (
     CheckedUpdate,
     UpdateRejectedError,
@@ -34,8 +33,9 @@ from piecework.models.cascade import Blueprint, unit_of
 from piecework.models.partition import Piece
 from piecework.models.static_norms import has_batch_norms, is_statistic, with_statistics
 from piecework.models.variant import Variant
+from piecework.models.work_item import WorkItem
 from piecework.strategies.base import PieceStrategy
-from piecework.training.messages import Task, piece_key
+from piecework.training.messages import Task
 from piecework.training.settings import learning_rate
 
 LARGEST = 1e18  # of a mean or a variance
@@ -133,6 +133,7 @@ class ServedModel:
         strategy = self.strategy
         experiment, message = strategy.experiment, strategy.message_bytes
         state = strategy.registry.state(client, server_round, strategy.reference_bytes, message)
+        item = WorkItem(*model, self.variant, measured=True)
         return Task(
             experiment_id=experiment.experiment_id,
             round=server_round,
@@ -143,10 +144,10 @@ class ServedModel:
             lr=learning_rate(strategy.settings, server_round),
             state_dir=experiment.state_dir,
             enforced=strategy.policy.enforced,
-            costs={piece_key(SERVED): needed},
-            atoms=list(model[0]),
-            head=model[1],
-            variant=self.variant,
+            costs={item: needed},
+            atoms=list(item.atoms),
+            head=item.head,
+            variant=item.variant,
         )
 
     def aggregate(self, server_round: int, replies: Iterable[Message]) -> bool:

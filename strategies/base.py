@@ -40,12 +40,13 @@ from piecework.federation.weight_cache import WeightCache, without_units
 from piecework.models.cascade import initial_state, unit_of
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import Piece
+from piecework.models.work_item import WorkItem
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.coverage import Row, Trainer, learned_names, part_names, richest, trained_rows
 from piecework.planning.partition_policy import PartitionPolicy
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.training.loop import PieceModel
-from piecework.training.messages import Outcome, Task, content_bytes, piece_key, piece_of
+from piecework.training.messages import Outcome, Task, content_bytes
 from piecework.training.settings import learning_rate
 
 NORMS_KEPT = 200  # of each unit
@@ -118,12 +119,12 @@ class PieceStrategy(Strategy):
         return self.dispatcher.arrays
 
     @abstractmethod
-    def costs_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """The cost list of a client with this budget (bytes): all that its trainer will look up."""
 
-    def cost(self, piece: Piece) -> int:
-        """Bytes of training a piece by the memory-model."""
-        return self.policy.bytes(piece)
+    def cost(self, item: WorkItem) -> int:
+        """Bytes of a work item by the memory-model."""
+        return self.policy.bytes(item)
 
     def cost_model_of(self, task: Task) -> CostModel:
         """The costs of a task's steps: those without attack in clean rounds of adversarial training."""
@@ -273,7 +274,7 @@ class PieceStrategy(Strategy):
             lr=self.rate(server_round),
             state_dir=self.experiment.state_dir,
             enforced=self.policy.enforced,
-            costs={piece_key(piece): cost for piece, cost in self.costs_for(state.budget_bytes).items()},
+            costs=self.costs_for(state.budget_bytes),
             adversarial=self.is_adversarial(server_round),
             variant=self.policy.variant,
         )
@@ -384,8 +385,8 @@ class PieceStrategy(Strategy):
         report.simulated_seconds = simulated_seconds(state, 0, report.bytes_down, report.bytes_up)
         if outcome.status == "ok":
             seen, executed = [int(n) for n in metrics["seen"]], self.executed(task, metrics)
-            report.account(outcome.pieces, seen, task, state, self.policy, self.cost_model_of(task), executed)
-            report.trained = learned_names(self.policy, [piece_of(key) for key in outcome.pieces], seen)
+            report.account(outcome.done, seen, task, state, self.policy, self.cost_model_of(task), executed)
+            report.trained = learned_names(self.policy, outcome.done, seen)
 
     def _train_metrics(self) -> MetricRecord:
         trained = [r for r in self.reports.values() if r.status == "ok"]

@@ -5,13 +5,14 @@ A refusal for memory is a normal reply: Flower's Error carries only a code and a
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from typing import Any, Literal, Self, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from piecework.models.partition import Piece
 from piecework.models.variant import Variant
+from piecework.models.work_item import WorkItem
 
 Status = Literal["ok", "memory", "failed"]
 Metrics = dict[str, float | int | list[int]]
@@ -23,8 +24,8 @@ class Task:
     """What a server asks of a client in a round.
 
     `budget` and `reference` are bytes: what the server assumed the client may use, and one reference step, of which emulated
-    budgets are shares. `state_round` names the newest client state that may be used. `costs` maps a piece ("0,1,2") to the
-    bytes of training it; `enforced` says whether these are true bytes that the accounting holds the client to. `frozen` maps
+    budgets are shares. `state_round` names the newest client state that may be used. `costs` maps a work item to the bytes
+    that it takes; `enforced` says whether these are true bytes that the accounting holds the client to. `frozen` maps
     the units that are not in this message, because no client trains them any more, to their content hashes. `variant` is the
     network that the client builds of the run's model. `own` are the system's own fields.
 
@@ -44,7 +45,7 @@ class Task:
     lr: float
     state_dir: str
     enforced: bool = True
-    costs: dict[str, int] = field(default_factory=dict)
+    costs: dict[WorkItem, int] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
     void: list[list[int]] = field(default_factory=list)
     kept_round: int = 0
@@ -57,21 +58,23 @@ class Task:
 
     def to_record(self) -> ConfigRecord:
         """As a Flower record; what it cannot hold is a JSON string."""
-        fields = {key.replace("_", "-"): value for key, value in asdict(self).items()}
+        fields = {f.name.replace("_", "-"): getattr(self, f.name) for f in dataclass_fields(self)}
         fields["variant"] = self.variant.to_values()
+        fields["costs"] = [[item.to_values(), cost] for item, cost in self.costs.items()]
         mappings = {key: json.dumps(fields[key], separators=(",", ":")) for key in AS_JSON}
         return ConfigRecord({**fields, **mappings})
 
     @classmethod
     def from_record(cls, record: ConfigRecord) -> "Task":
-        """Read a task; raises TypeError for a field that is missing or not known."""
+        """Read a task. Raises TypeError for a field that is missing or not known, ValueError for a bad value of a variant."""
         fields = {key.replace("-", "_"): value for key, value in record.items()}
         mappings = {key: json.loads(str(record[key])) for key in AS_JSON}
-        return cls(**{**fields, **mappings, "variant": Variant.from_values(mappings["variant"])})
+        costs = {WorkItem.from_values(item): int(cost) for item, cost in mappings["costs"]}
+        return cls(**{**fields, **mappings, "variant": Variant.from_values(mappings["variant"]), "costs": costs})
 
-    def cost(self, piece: Piece) -> int | None:
-        """Bytes of training a piece, or None where the server lists none."""
-        return self.costs.get(piece_key(piece))
+    def cost(self, item: WorkItem) -> int | None:
+        """Bytes of a work item, or None where the server lists none."""
+        return self.costs.get(item)
 
 
 class TaskConfig:
@@ -85,16 +88,6 @@ class TaskConfig:
     def to_values(self) -> dict[str, Any]:
         """As a task's own fields."""
         return asdict(cast(Any, self))
-
-
-def piece_key(piece: Piece) -> str:
-    """The key of a piece in a cost list: (0, 1, 2) -> `0,1,2`; without atoms it is the head alone, `head`."""
-    return ",".join(map(str, piece)) or "head"
-
-
-def piece_of(key: str) -> Piece:
-    """What `piece_key` made a key of. Raises ValueError."""
-    return tuple(map(int, key.split(","))) if key != "head" else ()
 
 
 @dataclass(frozen=True)
@@ -140,7 +133,7 @@ class Question:
 class Outcome:
     """How a task ended. `needed` and `allowed` are bytes, of a refusal for memory; `needed` is 0 where it is not known.
 
-    `pieces` are the keys of what was trained, one after another. `reason` says why a task was refused or failed.
+    `done` are the work items that were trained, one after another. `reason` says why a task was refused or failed.
     `note` is what a person should hear of a task that went well nevertheless, such as a damaged file in the store. `missing` is
     the content hashes of frozen units that were asked for and are not there.
     """
@@ -151,19 +144,26 @@ class Outcome:
     reason: str = ""
     note: str = ""
     missing: list[str] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
+    done: tuple[WorkItem, ...] = ()
 
     def to_record(self) -> ConfigRecord:
         """As a Flower record."""
-        return ConfigRecord(asdict(self))
+        done = json.dumps([item.to_values() for item in self.done], separators=(",", ":"))
+        return ConfigRecord({**asdict(replace(self, done=())), "done": done})
 
     @classmethod
     def from_record(cls, record: ConfigRecord) -> "Outcome":
-        """Read an outcome; raises ValueError for an unknown status, TypeError for a field of another type."""
-        outcome = cls(**cast(dict[str, object], dict(record)))  # type: ignore[arg-type]
-        for name, value in asdict(outcome).items():
+        """Read an outcome. Raises ValueError for an unknown status, TypeError for a field of another type."""
+        values = cast(dict[str, Any], dict(record))
+        done = values.pop("done", "[]")
+        if not isinstance(done, str):
+            raise TypeError(f"outcome done is {done!r:.100}: expected str")
+        outcome = cls(**values)
+        for name in values:
+            value = getattr(outcome, name)
             if type(value) is not type(getattr(SAMPLE, name)):
                 raise TypeError(f"outcome {name} is {value!r:.100}: expected {type(getattr(SAMPLE, name)).__name__}")
+        outcome = replace(outcome, done=tuple(map(WorkItem.from_values, json.loads(done))))
         if outcome.status not in ("ok", "memory", "failed"):
             raise ValueError(f"outcome status {outcome.status!r}: expected ok, memory or failed")
         return outcome

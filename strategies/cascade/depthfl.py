@@ -23,7 +23,7 @@ from piecework.client_app.trainers.cascade.depthfl import (
     ExitsModel,
     costed_loss,
     distillation_weight,
-    piece_of_depth,
+    item_of_depth,
 )
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
@@ -32,6 +32,7 @@ from piecework.models.basic_layers import blocks_of
 from piecework.models.cascade import Blueprint, parameter_names, unit_of
 from piecework.models.partition import Piece
 from piecework.models.variant import Variant
+from piecework.models.work_item import WorkItem
 from piecework.planning.costs import CostModel
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
@@ -60,18 +61,17 @@ class DepthFLPolicy(PartitionPolicy):
         """The model with exits behind its blocks."""
         return Variant(exits=tuple(self.blocks))
 
-    def depth(self, depth: int) -> Piece:
-        """The first `depth` blocks with their exits, as a piece."""
-        return piece_of_depth(self.model, self.blocks, depth)[0]
+    def depth(self, depth: int) -> WorkItem:
+        """The work item of the first `depth` blocks with their exits."""
+        return item_of_depth(self.model, self.variant, depth)
 
-    def part(self, piece: Piece) -> Part:
-        """The blocks in a piece, with their exits."""
-        depth = next(d for d in range(1, len(self.blocks) + 1) if self.depth(d) == piece)
-        head = piece_of_depth(self.model, self.blocks, depth)[1]
+    def part(self, item: WorkItem) -> Part:
+        """Blocks with their exits."""
+        depth = next(d for d in range(1, len(self.blocks) + 1) if self.depth(d) == item)
         name = "the whole model" if depth == len(self.blocks) else "block 1" if depth == 1 else f"blocks 1 to {depth}"
         # how much self-distillation weighs changes nothing of what it takes
         loss = costed_loss(1.0, self.settings.feddyn_alpha)
-        return Part(self.model, piece, head, make_loss=loss, name=f"{name} and exits", piece_class=ExitsModel)
+        return Part(self.model, item.atoms, item.head, make_loss=loss, name=f"{name} and exits", piece_class=ExitsModel)
 
     def deepest(self, budget: int) -> int:
         """How many blocks a budget (bytes) allows, 0 where not even the first one."""
@@ -129,10 +129,10 @@ class DepthFL(PieceStrategy):
         """Who can afford the first block in this round; others are excluded, as in ProFL's comparison."""
         return self.affords(client, server_round, self.policy.min_budget())
 
-    def costs_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """Those of the assigned depth, or of one block, and of all shallower ones."""
-        pieces = [self.policy.depth(d) for d in range(1, max(1, self.policy.deepest(budget)) + 1)]
-        return {piece: self.cost(piece) for piece in pieces}
+        items = [self.policy.depth(d) for d in range(1, max(1, self.policy.deepest(budget)) + 1)]
+        return {item: self.cost(item) for item in items}
 
     def min_budget(self) -> int:
         """What the first block takes."""
@@ -146,23 +146,22 @@ class DepthFL(PieceStrategy):
 
     def sent_units(self, task: Task) -> set[str]:
         """The units of the client's depth."""
-        piece, head = piece_of_depth(self.policy.model, self.policy.blocks, DepthFLTaskConfig.of(task).depth)
-        return {*(f"atoms.{atom}" for atom in piece), head}
+        item = self.policy.depth(DepthFLTaskConfig.of(task).depth)
+        return {*(f"atoms.{atom}" for atom in item.atoms), item.head}
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
         """Every client that has an array counts the same."""
         self.mean.add(update.arrays, 1)
         trained = {unit_of(name) for name in update.arrays}
-        exits = [
-            piece_of_depth(self.policy.model, self.policy.blocks, d)[1] for d in range(1, len(self.policy.blocks) + 1)
-        ]
+        exits = [self.policy.depth(d).head for d in range(1, len(self.policy.blocks) + 1)]
         self.state.deepest = max(
             self.state.deepest, *(d for d, unit in enumerate(exits, start=1) if unit in trained), 0
         )
 
     def trained_model(self) -> tuple[Piece, str]:
         """The blocks that any client has trained, with their classifiers: others would speak at random."""
-        return piece_of_depth(self.policy.model, self.policy.blocks, self.state.deepest or len(self.policy.blocks))
+        item = self.policy.depth(self.state.deepest or len(self.policy.blocks))
+        return item.atoms, item.head
 
     def finish(self) -> ArrayRecord:
         """The mean; with FedDyn, less h / a."""

@@ -12,11 +12,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 
-from piecework.client_app.trainers.cascade.fedepth import MUTUAL, indispensable, mutual_loss, network_piece, pieces_of
+from piecework.client_app.trainers.cascade.fedepth import (
+    ItemCost,
+    indispensable,
+    items_of,
+    mutual_loss,
+    network_piece,
+    sub_problem,
+)
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import can_fit
 from piecework.models.layer_statistics import layer_statistics
-from piecework.models.partition import AtomTooLargeError, Cost, Piece, exclude_input_side
+from piecework.models.partition import AtomTooLargeError, Piece, exclude_input_side
+from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage, label
 from piecework.strategies.base import PieceStrategy
@@ -28,17 +36,20 @@ class FeDepthPolicy(PartitionPolicy):
 
     cuts = True
 
-    def part(self, piece: Piece) -> Part:
-        """A piece with its head, or M whole models that learn together."""
-        whole = tuple(range(len(self.blueprint.atoms)))
-        if piece[0] == MUTUAL:
-            loss = mutual_loss(self.settings.mutual_loss)
-            return Part(self.blueprint, whole, "head", piece[1], loss, f"{piece[1]} whole models, mutually")
-        if self.settings.sub_problem == "network":
-            name = f"{label(Part(self.blueprint, piece))} of the network"
-            learns = tuple(dict.fromkeys(["atoms.0", *(f"atoms.{atom}" for atom in piece), "head"]))
-            return Part(self.blueprint, whole, name=name, piece_class=network_piece(piece), learns=learns)
-        return Part(self.blueprint, piece, f"exits.{piece[-1]}" if self.exits and piece[-1] != whole[-1] else "head")
+    def item(self, atoms: Piece) -> WorkItem:
+        """The sub-problem of a block."""
+        return sub_problem(self.blueprint, self.settings, atoms, own_heads=self.exits)
+
+    def part(self, item: WorkItem) -> Part:
+        """A block with its head, alone or within the network, or M whole models that learn together."""
+        if item.copies > 1:
+            loss, name = mutual_loss(self.settings.mutual_loss), f"{item.copies} whole models, mutually"
+            return Part(self.blueprint, item.atoms, item.head, item.copies, loss, name)
+        if item.learns:
+            name = f"{label(Part(self.blueprint, item.learns))} of the network"
+            learns = tuple(dict.fromkeys(["atoms.0", *(f"atoms.{atom}" for atom in item.learns), "head"]))
+            return Part(self.blueprint, item.atoms, name=name, piece_class=network_piece(item.learns), learns=learns)
+        return Part(self.blueprint, item.atoms, item.head)
 
     def require_model(self) -> None:
         """Raises ValueError for an atom whose features zero padding cannot bring to the head that all blocks share."""
@@ -53,27 +64,27 @@ class FeDepthPolicy(PartitionPolicy):
                     "the number of dimensions into the head, or use strategy = m-fedepth, whose blocks have heads of their own"
                 )
 
-    def bytes(self, piece: Piece) -> int:
-        """The cost of a piece; by a paper's memory-model that of its blocks, also where the whole network is there."""
-        if self.cost_model.memory_model is None or piece[0] == MUTUAL or self.settings.sub_problem == "blocks":
-            return super().bytes(piece)
-        return self.cost_model.bytes(Part(self.blueprint, piece))
+    def bytes(self, item: WorkItem) -> int:
+        """The cost of a work item; by a paper's memory-model that of its blocks, also where the whole network is there."""
+        if self.cost_model.memory_model is None or not item.learns:
+            return super().bytes(item)
+        return self.cost_model.bytes(Part(self.blueprint, item.learns))
 
-    def pieces(self, budget: int, cost: Cost) -> list[Piece]:
+    def items(self, budget: int, cost: ItemCost) -> list[WorkItem]:
         """The decomposition for a budget (bytes). Raises AtomTooLargeError where an atom does not fit that is always needed."""
-        return pieces_of(self.blueprint, self.settings, cost, self.settings.allowance(budget))
+        return items_of(self.blueprint, self.settings, cost, self.settings.allowance(budget), own_heads=self.exits)
 
     def _parts(self, budget: int) -> list[Part]:
-        return [self.part(piece) for piece in self.pieces(budget, self.bytes)]
+        return [self.part(item) for item in self.items(budget, self.bytes)]
 
     def min_budget(self) -> int:
         """The last atom's cost: what does not fit before it is excluded, if it can be."""
         atoms = range(len(self.blueprint.atoms))
-        last = self.bytes((atoms[-1],))
+        last = self.alone(atoms[-1])
         if self.settings.sub_problem == "network" or indispensable(self.blueprint, [atoms[-1]]) is None:
             return last
-        costs = sorted({last, *(cost for atom in atoms if (cost := self.bytes((atom,))) > last)})
-        kept = (exclude_input_side(atoms, self.bytes, cost) for cost in costs)
+        costs = sorted({last, *(cost for atom in atoms if (cost := self.alone(atom)) > last)})
+        kept = (exclude_input_side(atoms, lambda piece: self.bytes(self.item(piece)), cost) for cost in costs)
         return next(p for p, left in zip(costs, kept, strict=True) if indispensable(self.blueprint, left) is None)
 
     @cached_property
@@ -92,7 +103,7 @@ class FeDepthPolicy(PartitionPolicy):
 
     def alone(self, atom: int) -> int:
         """A piece of its own."""
-        return self.bytes((atom,))
+        return self.bytes(self.item((atom,)))
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
         """Down the whole model, with the heads of its pieces if they have some; up what was trained."""
@@ -121,25 +132,25 @@ class FeDepth(PieceStrategy):
                 f"sub-problem = 'network' trains the model's own head: {self.name} has others, use fedepth"
             )
 
-    def costs_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """All costs the client's decomposition looks up; the whole list for a device that measures itself."""
-        asked: dict[Piece, int] = {}
+        asked: dict[WorkItem, int] = {}
 
-        def look_up(piece: Piece) -> int:
-            asked[piece] = self.cost(piece)
-            return asked[piece]
+        def look_up(item: WorkItem) -> int:
+            asked[item] = self.cost(item)
+            return asked[item]
 
         with suppress(AtomTooLargeError):  # the client will refuse, with the cost of the atom that does not fit
-            self.policy.pieces(budget, look_up)
+            self.policy.items(budget, look_up)
         if self.registry.auto:
             self._cost_all(look_up, budget)
         return asked
 
-    def _cost_all(self, look_up: Callable[[Piece], int], budget: int) -> None:
+    def _cost_all(self, look_up: Callable[[WorkItem], int], budget: int) -> None:
         """Every run of atoms that fits: a device may find less memory free than the server assumed."""
         for start in range(len(self.blueprint.atoms)):
             for stop in range(start + 1, len(self.blueprint.atoms) + 1):
-                if look_up(tuple(range(start, stop))) > budget:
+                if look_up(self.policy.item(tuple(range(start, stop)))) > budget:
                     break
 
 

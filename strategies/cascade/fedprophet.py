@@ -29,13 +29,14 @@ from piecework.client_app.trainers.cascade.fedprophet import FedProphetTaskConfi
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import unit_of
 from piecework.models.partition import AtomTooLargeError, Piece
+from piecework.models.work_item import WorkItem
 from piecework.planning.costs import share_or_bytes
 from piecework.planning.part import whole_model
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.cascade.fedprophet_adjustment import FedProphetState, adjusted_alpha, measurement
 from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 from piecework.strategies.state import Experiment
-from piecework.training.messages import Task, piece_key
+from piecework.training.messages import Task
 from piecework.training.settings import learning_rate
 
 LOG = logging.getLogger("piecework")
@@ -96,7 +97,7 @@ class FedProphet(PieceStrategy):
     def _check_modules(self) -> None:
         if self.policy.swaps:
             return
-        largest = max(self.policy.bytes(stage.parts[0].atoms) for stage in self.policy.stages)
+        largest = max(self.policy.bytes(self.policy.item(stage.parts[0].atoms)) for stage in self.policy.stages)
         richest = int(max(self.budgets()))
         if largest > self.settings.allowance(richest):
             raise ValueError(
@@ -134,7 +135,7 @@ class FedProphet(PieceStrategy):
         """The model's, and the auxiliary heads."""
         return [*super().units(), *(f"aux.{module[-1]}" for module in self.modules[:-1])]
 
-    def costs_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """None yet: what a client looks up depends on what it is assigned."""
         return {}
 
@@ -173,18 +174,18 @@ class FedProphet(PieceStrategy):
             yield server_round, (state.stage_round + n) % maximum + 1 if self.settings.lr_restart else server_round
 
     def _ordered(self, task: Task, task_config: FedProphetTaskConfig, pieces: list[Piece]) -> Task:
-        costs = {piece_key(piece): self.cost(piece) for piece in pieces}
+        items = [self.policy.item(piece) for piece in pieces]
         return replace(
             task,
             own=task_config.to_values(),
-            costs=costs,
+            costs={item: self.cost(item) for item in items},
             void=self.state.void,
             kept_round=int(self.state.best.get("round", 0)),
         )
 
     def min_budget(self) -> int:
         """What the stage's module takes."""
-        return self.cost(self.modules[self.state.stage])
+        return self.cost(self.policy.item(self.modules[self.state.stage]))
 
     def frozen_units(self, task: Task) -> list[str]:
         """The fixed modules."""

@@ -12,10 +12,11 @@ Ours: the last module is priced with its own head; the authors add an auxiliary 
 
 from functools import cached_property
 
-from piecework.client_app.trainers.cascade.fedprophet import head_behind, module_loss
+from piecework.client_app.trainers.cascade.fedprophet import module_item, module_loss
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import Piece, atom_names, greedy_partition
+from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
 
@@ -31,25 +32,28 @@ class FedProphetPolicy(PartitionPolicy):
         """By the paper's own memory, a device that lacks some for the first module swaps."""
         return self.settings.memory_model == "fedprophet"
 
-    def part(self, piece: Piece) -> Part:
+    def item(self, atoms: Piece) -> WorkItem:
         """Atoms with the auxiliary head behind them, or with the model's own head at the end."""
-        head = head_behind(self.blueprint, piece[-1])
-        return Part(self.blueprint, piece, head, make_loss=module_loss(self.settings.convexity))
+        return module_item(self.blueprint, atoms)
+
+    def part(self, item: WorkItem) -> Part:
+        """Modules with the strongly convex loss."""
+        return Part(self.blueprint, item.atoms, item.head, make_loss=module_loss(self.settings.convexity))
 
     def min_budget(self) -> int:
         """The largest atom's cost."""
-        return max(self.bytes((atom,)) for atom in range(len(self.blueprint.atoms)))
+        return max(self.bytes(self.item((atom,))) for atom in range(len(self.blueprint.atoms)))
 
     @cached_property
     def stages(self) -> list[Stage]:
         """w_1, w_2, ... Raises AtomTooLargeError where an atom does not fit R_min alone."""
         modules = greedy_partition(
             range(len(self.blueprint.atoms)),
-            self.bytes,
+            lambda atoms: self.bytes(self.item(atoms)),
             self.settings.allowance(self.smallest),
             atom_names(self.blueprint),
         )
-        return [Stage(f"module {m}", (self.part(module),)) for m, module in enumerate(modules, start=1)]
+        return [Stage(f"module {m}", (self.part(self.item(module)),)) for m, module in enumerate(modules, start=1)]
 
     @property
     def stage_count(self) -> int:
@@ -63,12 +67,16 @@ class FedProphetPolicy(PartitionPolicy):
         """
         if not self.swaps:
             self.within(self.stages[stage].parts[0], state)
-        return [self.part(self.assigned(stage, state, slowest))]
+        return [self.part(self.item(self.assigned(stage, state, slowest)))]
 
     def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The module of the stage; those behind it have stages of their own."""
         part = self.stages[stage].parts[0]
-        return [part] if self.swaps or self.bytes(part.atoms) <= self.settings.allowance(state.budget_bytes) else []
+        return (
+            [part]
+            if self.swaps or self.bytes(self.item(part.atoms)) <= self.settings.allowance(state.budget_bytes)
+            else []
+        )
 
     def assigned(self, stage: int, state: DeviceState, slowest: float) -> Piece:
         """The atoms of w_m .. w_M: of w_m always, of others as Eqs. 14 and 15 allow."""
@@ -81,7 +89,8 @@ class FedProphetPolicy(PartitionPolicy):
         allowed = self.settings.allowance(state.budget_bytes)
         for later in self.stages[stage + 1 :] if self.settings.dma else []:
             longer = (*assigned, *later.parts[0].atoms)
-            if self.part(longer).forward_flops > flops or self.bytes(longer) > allowed:
+            item = self.item(longer)
+            if self.part(item).forward_flops > flops or self.bytes(item) > allowed:
                 break
             assigned = longer
         return assigned

@@ -36,6 +36,7 @@ from piecework.models.basic_layers import basic_atoms, cascade_at
 from piecework.models.cascade import has_statistics, parameter_names, unit_of
 from piecework.models.init_weights import pretrained
 from piecework.models.partition import Piece
+from piecework.models.work_item import WorkItem
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.cascade.profl_freezing import (
     Freezing,
@@ -174,7 +175,7 @@ class ProFL(PieceStrategy):
         return [next(rounds) if phase.is_step else fixed[phase.kind] for phase in phases]
 
     def _parameters(self, t: int) -> int:
-        return self.policy.part(self.policy.blocks[t - 1]).parameters
+        return self.policy.part(self.policy.item(self.policy.blocks[t - 1])).parameters
 
     def _phases(self) -> list[Phase]:
         settings = self.settings
@@ -189,7 +190,7 @@ class ProFL(PieceStrategy):
         """The present one, or the last where all are done."""
         return self.phases[min(self.state.phase, len(self.phases) - 1)]
 
-    def costs_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """The step's and the output layer's; in a map the student's; of the blocks whose statistics are measured."""
         needed = {"map": self.policy.needed_to_map, "statistics": self.policy.needed_to_measure}
         return needed.get(self.phase.kind, self.policy.needed)(self.phase.t)

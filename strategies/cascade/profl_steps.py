@@ -7,6 +7,7 @@ afford a step trains theta_L only.
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from piecework.client_app.trainers.cascade.profl import OUTPUT_LAYER, distillation, learners
@@ -16,6 +17,7 @@ from piecework.models.basic_layers import basic_atoms, blocks_of, cascade_at, st
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import AtomTooLargeError, Piece
 from piecework.models.variant import Variant
+from piecework.models.work_item import WorkItem
 from piecework.planning.costs import CostModel
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage, label
@@ -89,7 +91,7 @@ class ProFLPolicy(PartitionPolicy):
         before = [tuple(range(start))] if start else []
         self.cut([*before, tuple(range(start, end)), *later])
         t = len(before) + 1
-        return self.needed(t)[self.step(t)]
+        return self.needed(t)[self.item(self.step(t))]
 
     def by_layer(self) -> list[Piece]:
         """Every atom a block: "layer-wise training" (section 3.1)."""
@@ -99,41 +101,44 @@ class ProFLPolicy(PartitionPolicy):
         """theta_t and the basic layers behind it, t from 1."""
         return step_atoms(self.model, self.blocks, t)
 
-    def needed(self, t: int) -> dict[Piece, int]:
+    def needed(self, t: int) -> dict[WorkItem, int]:
         """Bytes of what a client may do in step t: the step, or the output layer alone.
 
         For both the blocks before are streamed, one atom after another; for the output layer also the step's own atoms.
         """
         step, before = self.step(t), [atom for block in self.blocks[: t - 1] for atom in block]
-        return {step: self.with_streams(step, before), OUTPUT_LAYER: self.with_streams(OUTPUT_LAYER, [*before, *step])}
+        streamed = {step: before, OUTPUT_LAYER: [*before, *step]}
+        return {self.item(atoms): self.with_streams(atoms, others) for atoms, others in streamed.items()}
 
     def largest(self) -> tuple[int, int]:
         """The step that needs most, and how many bytes."""
-        needed = {t: self.needed(t)[self.step(t)] for t in range(1, len(self.blocks) + 1)}
+        needed = {t: self.needed(t)[self.item(self.step(t))] for t in range(1, len(self.blocks) + 1)}
         t = max(needed, key=needed.__getitem__)
         return t, needed[t]
 
-    def needed_to_map(self, t: int) -> dict[Piece, int]:
+    def needed_to_map(self, t: int) -> dict[WorkItem, int]:
         """Bytes of integrating block t into its basic layer; the teacher is streamed, its last atom with the output layer."""
         student, teacher = self.student(t), cascade_at(self.model, self.blocks, t)
         needed = max(self.with_streams(student, teacher), self.cost_model.streamed(self.model, teacher[-1], "head"))
-        return {student: needed}
+        return {self.item(student): needed}
 
-    def needed_to_measure(self, t: int) -> dict[Piece, int]:
+    def needed_to_measure(self, t: int) -> dict[WorkItem, int]:
         """Bytes of taking statistics of the blocks before t, one atom after another."""
-        before = [atom for block in self.blocks[: t - 1] for atom in block]
-        return {tuple(before): max(self.cost_model.streamed(self.model, atom, measured=True) for atom in before)}
+        before = tuple(atom for block in self.blocks[: t - 1] for atom in block)
+        item = replace(self.item(before), measured=True)
+        return {item: max(self.cost_model.streamed(self.model, atom, measured=True) for atom in before)}
 
-    def with_streams(self, piece: Piece, atoms: Iterable[int]) -> int:
-        """Bytes of training a piece behind atoms, each of which is in memory alone before it."""
-        return max(self.bytes(piece), *(self.cost_model.streamed(self.model, atom) for atom in atoms), 0)
+    def with_streams(self, atoms: Piece, before: Iterable[int]) -> int:
+        """Bytes of training atoms behind others, each of which is in memory alone before them."""
+        return max(self.bytes(self.item(atoms)), *(self.cost_model.streamed(self.model, atom) for atom in before), 0)
 
     def student(self, t: int) -> Piece:
         """The basic layers of block t (from 2) and of those behind it."""
         return student_atoms(self.model, t)
 
-    def part(self, piece: Piece) -> Part:
-        """Atoms with theta_L; where it begins with a basic layer, a student."""
+    def part(self, item: WorkItem) -> Part:
+        """Atoms with theta_L; where they begin with a basic layer, a student."""
+        piece = item.atoms
         if piece == OUTPUT_LAYER:
             return Part(self.model, piece, name="the output layer")
         if piece[0] < len(self.blueprint.atoms):
@@ -165,7 +170,7 @@ class ProFLPolicy(PartitionPolicy):
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The block of the step with its output module. Raises MemoryBudgetExceededError."""
         (part,) = self.stages[stage].parts
-        needed = self.needed(stage + 1)[part.atoms]
+        needed = self.needed(stage + 1)[self.item(part.atoms)]
         if needed > self.settings.allowance(state.budget_bytes):
             raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
         return [part]
@@ -173,5 +178,5 @@ class ProFLPolicy(PartitionPolicy):
     def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The step, or where that does not fit the output layer alone."""
         allowed, needed = self.settings.allowance(state.budget_bytes), self.needed(stage + 1)
-        fitting = [piece for piece in (self.stages[stage].parts[0].atoms, OUTPUT_LAYER) if needed[piece] <= allowed]
-        return [self.part(piece) for piece in fitting[:1]]
+        items = [self.item(atoms) for atoms in (self.stages[stage].parts[0].atoms, OUTPUT_LAYER)]
+        return [self.part(item) for item in items if needed[item] <= allowed][:1]

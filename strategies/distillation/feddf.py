@@ -27,7 +27,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from torch import Tensor
 
-from piecework.client_app.trainers.distillation.feddf import FAMILY, FedDFTaskConfig
+from piecework.client_app.trainers.distillation.feddf import FedDFTaskConfig
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import (
     CheckedUpdate,
@@ -40,8 +40,8 @@ from piecework.federation.aggregation import (
 )
 from piecework.federation.public_data import public_examples
 from piecework.models.cascade import Blueprint, initial_state, num_logits
-from piecework.models.partition import Piece
 from piecework.models.variant import Variant, vary
+from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
@@ -56,7 +56,7 @@ from piecework.strategies.distillation.server_training import (
 from piecework.strategies.state import Experiment
 from piecework.training.loop import MakeLoss, PieceModel, TrainingConfig
 from piecework.training.memory_cap import MemoryCap
-from piecework.training.messages import Task, piece_key
+from piecework.training.messages import Task
 from piecework.training.randomness import generator
 
 LOG = logging.getLogger("piecework")
@@ -108,10 +108,14 @@ class FamilyPolicy(PartitionPolicy):
     def require_alike(self, models: list[Blueprint]) -> None:
         """Raises ValueError for models that cannot learn from each other: all can."""
 
-    def part(self, piece: Piece) -> Part:
-        """(FAMILY, n): the n-th model of the family."""
-        model = self.models[piece[1]]
-        return Part(model, tuple(range(len(model.atoms))), name=model.name)
+    def member(self, level: int) -> WorkItem:
+        """The work item of the n-th model of the family, from 0."""
+        return WorkItem(tuple(range(len(self.models[level].atoms))), variant=self.variant_of(level))
+
+    def part(self, item: WorkItem) -> Part:
+        """A model of the family."""
+        model = self.models[self.names.index(item.variant.architecture or self.names[0])]
+        return Part(model, item.atoms, name=model.name)
 
     def covered(self, part: Part) -> list[str]:
         """All of the run's model, or nothing of it where the part is another one."""
@@ -120,23 +124,23 @@ class FamilyPolicy(PartitionPolicy):
     def level(self, budget: int) -> int:
         """The number of the model with most parameters that a budget (bytes) allows; of the cheapest where none does."""
         levels, allowed = range(len(self.names)), self.settings.allowance(budget)
-        fitting = [level for level in levels if self.bytes((FAMILY, level)) <= allowed]
+        fitting = [level for level in levels if self.bytes(self.member(level)) <= allowed]
         if not fitting:
-            return min(levels, key=lambda level: self.bytes((FAMILY, level)))
-        return max(fitting, key=lambda level: self.part((FAMILY, level)).parameters)
+            return min(levels, key=lambda level: self.bytes(self.member(level)))
+        return max(fitting, key=lambda level: self.part(self.member(level)).parameters)
 
     def min_budget(self) -> int:
         """The cost of the cheapest model."""
-        return min(self.bytes((FAMILY, level)) for level in range(len(self.names)))
+        return min(self.bytes(self.member(level)) for level in range(len(self.names)))
 
     @cached_property
     def stages(self) -> list[Stage]:
         """The model of the poorest device."""
-        return [Stage("training", (self.part((FAMILY, self.level(self.smallest))),))]
+        return [Stage("training", (self.part(self.member(self.level(self.smallest))),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The device's model. Raises MemoryBudgetExceededError."""
-        return [self.within(self.part((FAMILY, self.level(state.budget_bytes))), state)]
+        return [self.within(self.part(self.member(self.level(state.budget_bytes))), state)]
 
 
 class FedDF(PieceStrategy):
@@ -178,16 +182,16 @@ class FedDF(PieceStrategy):
             {**self.kept, **{f"{self.policy.names[level]}/{name}": array for name, array in arrays.items()}}
         )
 
-    def costs_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """None yet: what a client looks up depends on its device."""
         return {}
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The model of the client's device, and its cost."""
         level = self.policy.level(state.budget_bytes)
-        costs = {piece_key((FAMILY, level)): self.cost((FAMILY, level))}
-        own, variant = FedDFTaskConfig(level).to_values(), self.policy.variant_of(level)
-        return replace(super().task(server_round, state), own=own, variant=variant, costs=costs)
+        item = self.policy.member(level)
+        own = FedDFTaskConfig(level).to_values()
+        return replace(super().task(server_round, state), own=own, variant=item.variant, costs={item: self.cost(item)})
 
     def architecture(self, task: Task) -> str:
         """The name of a task's model."""

@@ -27,9 +27,9 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, updated
 from piecework.models.kernels import Sampling, compose, decompose, effective_rank, sample
 from piecework.models.low_rank import Factors, computed, factors, is_place
-from piecework.models.partition import Piece
 from piecework.models.variant import Variant, vary
 from piecework.models.width import Indices, shapes, take
+from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy
 from piecework.strategies.state import Experiment
@@ -70,14 +70,13 @@ class PriSMPolicy(HeteroFLPolicy):
         """What the sub-model has."""
         return PartitionPolicy.values(self, parts)
 
-    def part(self, piece: Piece) -> Part:
-        """(WIDTH, n): the sub-model of the n-th keep ratio."""
-        keep, model = self.shares[piece[1]], self.models[piece[1]]
+    def part(self, item: WorkItem) -> Part:
+        """All of a sub-model."""
         return Part(
-            model,
-            tuple(range(len(model.atoms))),
+            self.models[self.levels[item.variant]],
+            item.atoms,
             make_loss=low_rank_loss(self.settings.weight_decay),
-            name=f"sub-model {keep:.4g}",
+            name=f"sub-model {item.variant.keep:.4g}",
             piece_class=LowRankModel,
         )
 

@@ -17,8 +17,8 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
 from piecework.client_app.trainers.sparse.fedpm import MASK, ScoredModel
 from piecework.federation.aggregation import CheckedUpdate, Norms, UpdateRejectedError
-from piecework.models.partition import Piece
 from piecework.models.variant import Variant, vary
+from piecework.models.work_item import WorkItem
 from piecework.planning.counts import bits
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import require_no_statistics
@@ -45,9 +45,9 @@ class FedPMPolicy(FedAvgPolicy):
         """The model with scores."""
         return Variant(scores=self.settings.straight_through, seed=self.settings.seed)
 
-    def part(self, piece: Piece) -> Part:
+    def part(self, item: WorkItem) -> Part:
         """All of it."""
-        return Part(self.model, piece, name="the whole model, its scores", piece_class=ScoredModel)
+        return Part(self.model, item.atoms, name="the whole model, its scores", piece_class=ScoredModel)
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
         """Scores down, a bit each up."""

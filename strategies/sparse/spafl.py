@@ -27,8 +27,8 @@ from piecework.federation.reports import ClientReport, finite
 from piecework.models.compact import layout
 from piecework.models.layer_statistics import Layer, layer_statistics
 from piecework.models.masked import thresholds
-from piecework.models.partition import Piece
 from piecework.models.variant import Variant
+from piecework.models.work_item import WorkItem
 from piecework.planning.counts import sparse_flops
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
@@ -49,29 +49,23 @@ class SpaFLPolicy(PartitionPolicy):
         """The model with thresholds."""
         return Variant(thresholds=self.settings.straight_through, silent=self.settings.silent_norms)
 
-    @cached_property
-    def whole(self) -> Part:
+    def part(self, item: WorkItem) -> Part:
         """The masked model. Raises ValueError where there is nothing to mask."""
         name = "the whole model, masked"
-        atoms = tuple(range(len(self.model.atoms)))
-        return Part(self.model, atoms, make_loss=sparse_loss(1.0), name=name, piece_class=SparseModel)
-
-    def part(self, piece: Piece) -> Part:
-        """All atoms: there is no other piece."""
-        return self.whole
+        return Part(self.model, item.atoms, make_loss=sparse_loss(1.0), name=name, piece_class=SparseModel)
 
     def min_budget(self) -> int:
         """The masked model's cost."""
-        return self.bytes(self.whole.atoms)
+        return self.bytes(self.whole)
 
     @cached_property
     def stages(self) -> list[Stage]:
         """The masked model."""
-        return [Stage("training", (self.whole,))]
+        return [Stage("training", (self.part(self.whole),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The masked model. Raises MemoryBudgetExceededError."""
-        return [self.within(self.whole, state)]
+        return [self.within(part, state) for part in self.stages[stage].parts]
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
         """Thresholds, down and up."""
@@ -136,7 +130,7 @@ class SpaFL(PieceStrategy):
             )
         if settings.masked_every != 1:
             layout(self.policy.blueprint, self.blueprint)  # a model whose channels cannot be followed is refused here
-        self.layers = thresholds(self.policy.whole.blueprint)
+        self.layers = thresholds(self.policy.model)
         self.masks: dict[int, np.ndarray] = {}
         self.restarted: list[int] = []
         self.lost: list[int] = []
@@ -152,12 +146,12 @@ class SpaFL(PieceStrategy):
     @cached_property
     def digest(self) -> str:
         """Of the initial model, of which one unit at a time is held here, once."""
-        return initial_model(self.policy.whole.blueprint, self.settings.seed)
+        return initial_model(self.policy.model, self.settings.seed)
 
     @cached_property
     def layer_statistics(self) -> dict[str, Layer]:
         """Of the layers with thresholds."""
-        model = self.policy.whole.blueprint
+        model = self.policy.model
         layers = [layer for unit in model.units() for layer in layer_statistics(model, unit).layers if layer.thresholds]
         return dict(zip(self.layers, layers, strict=True))
 
@@ -175,9 +169,9 @@ class SpaFL(PieceStrategy):
         """Thresholds of 0."""
         return {THRESHOLDS: np.zeros(sum(self.layers.values()), dtype=np.float32)}
 
-    def costs_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """The masked model's."""
-        return {self.policy.whole.atoms: self.cost(self.policy.whole.atoms)}
+        return {self.policy.whole: self.cost(self.policy.whole)}
 
     def alpha(self, server_round: int) -> float:
         """The regulariser's weight."""

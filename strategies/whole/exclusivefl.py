@@ -24,7 +24,7 @@ class ExclusiveFL(FedAvg):
 
     def needed(self) -> int:
         """Bytes of training the whole model."""
-        return self.cost(tuple(range(len(self.blueprint.atoms))))
+        return self.cost(self.policy.whole)
 
     def may_be_asked(self, client: int, server_round: int) -> bool:
         """Who can afford it in this round."""

@@ -7,7 +7,7 @@ a client whose budget does not allow it says so.
 from functools import cached_property
 
 from piecework.device_profiles.profile import DeviceState
-from piecework.models.partition import Piece
+from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
@@ -21,7 +21,7 @@ class FedAvgPolicy(PartitionPolicy):
     @cached_property
     def stages(self) -> list[Stage]:
         """The whole model."""
-        return [Stage("training", (self.part(tuple(range(len(self.blueprint.atoms)))),))]
+        return [Stage("training", (self.part(self.whole),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The whole model. Raises MemoryBudgetExceededError."""
@@ -34,7 +34,6 @@ class FedAvg(PieceStrategy):
     name = "fedavg"
     policy_class = FedAvgPolicy
 
-    def costs_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """One cost: the whole model's."""
-        whole = tuple(range(len(self.blueprint.atoms)))
-        return {whole: self.cost(whole)}
+        return {self.policy.whole: self.cost(self.policy.whole)}

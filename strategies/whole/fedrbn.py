@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
-from piecework.client_app.trainers.whole.fedrbn import DUAL, DualPiece, FedRBNTaskConfig, adversarial_loss, learner
+from piecework.client_app.trainers.whole.fedrbn import DualPiece, FedRBNTaskConfig, adversarial_loss, learner
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, WeightedMean, require_all, updated
 from piecework.federation.public_data import public_examples
 from piecework.models.cascade import has_statistics
 from piecework.models.dual_norm import COUNT, PREFIX, STATISTICS, begin_adversarial, is_adversarial
-from piecework.models.partition import Piece
 from piecework.models.variant import Variant
+from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import Stage, Swapping
 from piecework.strategies.base import PieceStrategy
@@ -42,7 +42,7 @@ from piecework.strategies.state import Experiment
 from piecework.strategies.whole.fedrbn_detector import branch_of, fit_detector
 from piecework.training.examples import Examples
 from piecework.training.loop import PieceModel
-from piecework.training.messages import Task, piece_key
+from piecework.training.messages import Task
 
 Statistics = Mapping[str, np.ndarray]  # by array name
 TEMPERATURE = 0.01
@@ -53,14 +53,13 @@ class FedRBNPolicy(Swapping):
 
     adversarial = "always"
 
-    def part(self, piece: Piece) -> Part:
-        """(DUAL, 1): the whole model on adversarial examples, (DUAL, 0) on clean ones."""
-        model, weight = self.model, self.settings.clean_weight
-        atoms = tuple(range(len(model.atoms)))
-        if piece[1]:
-            name = "the whole model, attacked"
-            return Part(model, atoms, make_loss=adversarial_loss(weight), name=name, piece_class=learner(weight))
-        return Part(model, atoms, name="the whole model, clean", piece_class=DualPiece, clean=True)
+    def part(self, item: WorkItem) -> Part:
+        """The whole model, on adversarial examples or on clean ones."""
+        weight = self.settings.clean_weight
+        if item.clean:
+            return Part(self.model, item.atoms, name="the whole model, clean", piece_class=DualPiece, clean=True)
+        loss, name = adversarial_loss(weight), "the whole model, attacked"
+        return Part(self.model, item.atoms, make_loss=loss, name=name, piece_class=learner(weight))
 
     @property
     def variant(self) -> Variant:
@@ -80,16 +79,16 @@ class FedRBNPolicy(Swapping):
 
     def robust(self, state: DeviceState) -> bool:
         """Whether a device has memory to train adversarially."""
-        return self.bytes((DUAL, 1)) <= self.settings.allowance(state.budget_bytes)
+        return self.bytes(self.whole) <= self.settings.allowance(state.budget_bytes)
 
     @cached_property
     def stages(self) -> list[Stage]:
         """The whole model, attacked."""
-        return [Stage("training", (self.part((DUAL, 1)),))]
+        return [Stage("training", (self.part(self.whole),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The whole model."""
-        return [self.part((DUAL, int(self.robust(state))))]
+        return [self.part(replace(self.whole, clean=not self.robust(state)))]
 
 
 class FedRBN(PieceStrategy):
@@ -121,16 +120,15 @@ class FedRBN(PieceStrategy):
         """Raises ValueError for clients that cannot pretend to swap."""
         self.require_emulated()
 
-    def costs_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """None yet: what a client looks up depends on its device."""
         return {}
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The whole model; adversarially where there is memory, after the warm-up."""
         robust = server_round > self.settings.attack_warmup and self.policy.robust(state)
-        piece = (DUAL, int(robust))
-        costs = {piece_key(piece): self.cost(piece)}
-        return replace(super().task(server_round, state), adversarial=robust, costs=costs)
+        item = replace(self.policy.whole, clean=not robust)
+        return replace(super().task(server_round, state), adversarial=robust, costs={item: self.cost(item)})
 
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord

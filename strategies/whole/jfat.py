@@ -27,7 +27,7 @@ class JFATPolicy(Swapping, FedProphetPolicy):
     @cached_property
     def stages(self) -> list[Stage]:
         """The whole model."""
-        return [Stage("training", (self.part(tuple(range(len(self.blueprint.atoms)))),))]
+        return [Stage("training", (self.part(self.whole),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The whole model."""

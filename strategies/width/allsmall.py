@@ -6,8 +6,8 @@ The share of the channels is the largest number of 64ths that fits; which one is
 from dataclasses import dataclass, replace
 from typing import Any
 
-from piecework.models.partition import Piece
 from piecework.models.variant import Variant, vary
+from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part, whole_model
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.strategies.whole.fedavg import FedAvg, FedAvgPolicy
@@ -36,9 +36,9 @@ class AllSmallPolicy(FedAvgPolicy):
             )
         self.narrow(low / STEPS)
 
-    def part(self, piece: Piece) -> Part:
+    def part(self, item: WorkItem) -> Part:
         """All atoms of the narrow model."""
-        return replace(super().part(piece), name=f"{self.share:.4g} of the channels")
+        return replace(super().part(item), name=f"{self.share:.4g} of the channels")
 
     @property
     def variant(self) -> Variant:

@@ -16,14 +16,13 @@ from typing import Any, ClassVar
 from flwr.app import ArrayRecord
 
 from piecework.client_app.trainers.width.fjord import FjORDTaskConfig, nested_loss
-from piecework.client_app.trainers.width.heterofl import WIDTH
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import UpdateRejectedError
-from piecework.models.partition import Piece
+from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import require_no_statistics
 from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
-from piecework.training.messages import Task, TaskConfig, piece_key
+from piecework.training.messages import Task, TaskConfig
 from piecework.training.randomness import generator
 
 
@@ -47,23 +46,23 @@ class FjORDPolicy(HeteroFLPolicy):
         """How many narrower nets a client with this share trains."""
         return len(self.shares) - level - 1 if self.settings.fjord_sampling == "batch" else 0
 
-    def part(self, piece: Piece) -> Part:
-        """(WIDTH, n): the model with the n-th share, which trains all of it."""
-        return self.step(piece[1], 0)
+    def part(self, item: WorkItem) -> Part:
+        """A sub-model when all of it is trained."""
+        return self.step(self.levels[item.variant], 0)
 
     def step(self, level: int, drawn: int) -> Part:
         """The model with a share when the net of number `drawn` is trained in it: 0 is all of it, the next ones narrower."""
         widths = tuple(self.models[level + 1 :][: self.nested(level)])
         loss = nested_loss(widths, self.distils, drawn)
-        return replace(super().part((WIDTH, level)), make_loss=loss)
+        return replace(super().part(self.sub_model(level)), make_loss=loss)
 
-    def bytes(self, piece: Piece) -> int:
-        """Of the step that takes most: a narrow net needs less for itself, and copies of parts of the model's arrays."""
-        level = piece[1]
-        if piece not in self._bytes:
+    def bytes(self, item: WorkItem) -> int:
+        """The cost of the largest step: a narrow net needs less for itself, and copies of parts of the model's arrays."""
+        if item not in self._bytes:
+            level = self.levels[item.variant]
             steps = range(1 + self.nested(level))
-            self._bytes[piece] = max(self.cost_model.bytes(self.step(level, drawn)) for drawn in steps)
-        return self._bytes[piece]
+            self._bytes[item] = max(self.cost_model.bytes(self.step(level, drawn)) for drawn in steps)
+        return self._bytes[item]
 
 
 class FjORD(HeteroFL):
@@ -103,6 +102,6 @@ class FjORD(HeteroFL):
             rng = generator(self.settings.seed, server_round, client, "width")
             level = int(rng.integers(widest, len(self.policy.shares)))
             own = self.task_config(level).to_values() | {"draw": client}
-            costs = {piece_key((WIDTH, level)): self.cost((WIDTH, level))}
-            drawn[client] = replace(task, own=own, variant=self.policy.variant_of(level), costs=costs), state
+            item = self.policy.sub_model(level)
+            drawn[client] = replace(task, own=own, variant=item.variant, costs={item: self.cost(item)}), state
         return drawn

@@ -20,13 +20,12 @@ from typing import Any, ClassVar
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
-from piecework.client_app.trainers.width.heterofl import WIDTH, HeteroFLTaskConfig, input_shares, width_loss
+from piecework.client_app.trainers.width.heterofl import HeteroFLTaskConfig, input_shares, width_loss
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError, updated
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.channels import Axes, channel_axes
-from piecework.models.partition import Piece
 from piecework.models.variant import Variant, vary
 from piecework.models.width import (
     CoverageMean,
@@ -39,12 +38,13 @@ from piecework.models.width import (
     sub_indices,
     take,
 )
+from piecework.models.work_item import WorkItem
 from piecework.planning.counts import entries
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.state import Experiment
-from piecework.training.messages import Outcome, Task, TaskConfig, piece_key
+from piecework.training.messages import Outcome, Task, TaskConfig
 
 
 class HeteroFLPolicy(PartitionPolicy):
@@ -63,6 +63,15 @@ class HeteroFLPolicy(PartitionPolicy):
     def variant_of(self, level: int) -> Variant:
         """The sub-model of a share."""
         return Variant(width=self.shares[level])
+
+    def sub_model(self, level: int) -> WorkItem:
+        """The work item of the sub-model of a share."""
+        return WorkItem(tuple(range(len(self.models[level].atoms))), variant=self.variant_of(level))
+
+    @cached_property
+    def levels(self) -> dict[Variant, int]:
+        """The number of the share of each sub-model."""
+        return {self.variant_of(level): level for level in reversed(range(len(self.shares)))}
 
     @cached_property
     def models(self) -> list[Blueprint]:
@@ -94,17 +103,18 @@ class HeteroFLPolicy(PartitionPolicy):
         """Whether sub-models have a Scaler."""
         return self.scales and self.settings.scaler
 
-    def part(self, piece: Piece) -> Part:
-        """(WIDTH, n): the whole model with the n-th share of the channels."""
-        share, model = self.shares[piece[1]], self.models[piece[1]]
+    def part(self, item: WorkItem) -> Part:
+        """All of a sub-model."""
+        level = self.levels[item.variant]
+        share, model = self.shares[level], self.models[level]
         present = (True,) * model.num_classes if self.masked else ()
         loss = width_loss(input_shares(model, self.blueprint) if self.scaled else (), present)
-        return Part(model, tuple(range(len(model.atoms))), make_loss=loss, name=f"{share:.4g} of the channels")
+        return Part(model, item.atoms, make_loss=loss, name=f"{share:.4g} of the channels")
 
     def level(self, budget: int) -> int:
         """The number of the largest share that a budget (bytes) allows, the last one where none does."""
         allowed = self.settings.allowance(budget)
-        fitting = (level for level in range(len(self.shares)) if self.bytes((WIDTH, level)) <= allowed)
+        fitting = (level for level in range(len(self.shares)) if self.bytes(self.sub_model(level)) <= allowed)
         return next(fitting, len(self.shares) - 1)
 
     def level_of(self, state: DeviceState) -> int:
@@ -121,12 +131,12 @@ class HeteroFLPolicy(PartitionPolicy):
 
     def min_budget(self) -> int:
         """The narrowest model's cost."""
-        return self.bytes((WIDTH, len(self.shares) - 1))
+        return self.bytes(self.sub_model(len(self.shares) - 1))
 
     @cached_property
     def stages(self) -> list[Stage]:
         """The model of the poorest device."""
-        return [Stage("training", (self.part((WIDTH, self.level(self.smallest))),))]
+        return [Stage("training", (self.part(self.sub_model(self.level(self.smallest))),))]
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
         """The share of the channels of what the full model has, and not its square: the paper's count."""
@@ -140,7 +150,7 @@ class HeteroFLPolicy(PartitionPolicy):
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The device's sub-model. Raises MemoryBudgetExceededError."""
-        return [self.within(self.part((WIDTH, self.level_of(state))), state)]
+        return [self.within(self.part(self.sub_model(self.level_of(state))), state)]
 
 
 class HeteroFL(PieceStrategy):
@@ -171,7 +181,7 @@ class HeteroFL(PieceStrategy):
         """The shapes of what is averaged."""
         return shapes(self.blueprint)
 
-    def costs_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """None yet: what a client looks up depends on its device."""
         return {}
 
@@ -186,14 +196,15 @@ class HeteroFL(PieceStrategy):
 
     def min_budget_of(self, state: DeviceState) -> int:
         """The cost of the share that its fleet gives the device, if it does."""
-        return self.min_budget() if state.keep is None else self.cost((WIDTH, self.policy.level_of(state)))
+        return (
+            self.min_budget() if state.keep is None else self.cost(self.policy.sub_model(self.policy.level_of(state)))
+        )
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The sub-model of the client's device, and its cost."""
         level = self.policy.level_of(state)
-        costs = {piece_key((WIDTH, level)): self.cost((WIDTH, level))}
-        own, variant = self.task_config(level).to_values(), self.policy.variant_of(level)
-        return replace(super().task(server_round, state), own=own, variant=variant, costs=costs)
+        item, own = self.policy.sub_model(level), self.task_config(level).to_values()
+        return replace(super().task(server_round, state), own=own, variant=item.variant, costs={item: self.cost(item)})
 
     def task_config(self, level: int) -> TaskConfig:
         """What is said of a sub-model."""

@@ -10,7 +10,6 @@ from functools import cached_property
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
-from piecework.client_app.trainers.width.heterofl import WIDTH
 from piecework.models.width import ordered, sub_indices
 from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
 
@@ -38,7 +37,7 @@ class OrigDrop(HeteroFL):
         """The new model; 0 where no client can train it."""
         allowance = self.settings.allowance
         levels = [(self.policy.level_of(state), allowance(state.budget_bytes)) for state in self.states()]
-        fitting = [level for level, allowed in levels if self.cost((WIDTH, level)) <= allowed]
+        fitting = [level for level, allowed in levels if self.cost(self.policy.sub_model(level)) <= allowed]
         largest = self.policy.shapes[min(fitting, default=-1)]
         kept = sub_indices(self.axes, self.full, largest, ordered)
         return ArrayRecord({name: Array(only(array.numpy(), kept[name])) for name, array in super().finish().items()})

@@ -16,18 +16,17 @@ from typing import Any
 
 from flwr.app import ArrayRecord
 
-from piecework.client_app.trainers.width.heterofl import WIDTH
 from piecework.client_app.trainers.width.splitmix import mixed_loss
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import Blueprint
 from piecework.models.mix import net_of
-from piecework.models.partition import Piece
 from piecework.models.variant import Variant, vary
+from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.state import Experiment
-from piecework.training.messages import Task, piece_key
+from piecework.training.messages import Task
 from piecework.training.randomness import generator
 
 
@@ -59,16 +58,21 @@ class SplitMixPolicy(PartitionPolicy):
         """One base net, two, .. and all of them."""
         return [vary(self.blueprint, self.variant_of(range(n))) for n in range(1, self.count + 1)]
 
-    def part(self, piece: Piece) -> Part:
-        """(WIDTH, n): n base nets."""
-        model = self.mixes[piece[1] - 1]
-        name = f"{piece[1]} base nets" if piece[1] > 1 else "a base net"
-        return Part(model, tuple(range(len(model.atoms))), make_loss=mixed_loss, name=name)
+    def mix(self, nets: Iterable[int]) -> WorkItem:
+        """The work item of some base nets. It costs what as many others cost."""
+        variant = self.variant_of(nets)
+        return WorkItem(tuple(range(len(self.mixes[len(variant.nets) - 1].atoms))), variant=variant)
+
+    def part(self, item: WorkItem) -> Part:
+        """Some base nets."""
+        count = len(item.variant.nets)
+        name = f"{count} base nets" if count > 1 else "a base net"
+        return Part(self.mixes[count - 1], item.atoms, make_loss=mixed_loss, name=name)
 
     def nets(self, budget: int) -> int:
         """How many a budget (bytes) allows, at least one."""
         allowed = self.settings.allowance(budget)
-        return next((n for n in range(self.count, 1, -1) if self.bytes((WIDTH, n)) <= allowed), 1)
+        return next((n for n in range(self.count, 1, -1) if self.bytes(self.mix(range(n))) <= allowed), 1)
 
     def nets_of(self, state: DeviceState) -> int:
         """How many a device trains: those that make the share that its fleet gives it, else as many as fit."""
@@ -78,16 +82,16 @@ class SplitMixPolicy(PartitionPolicy):
 
     def min_budget(self) -> int:
         """A base net's cost."""
-        return self.bytes((WIDTH, 1))
+        return self.bytes(self.mix([0]))
 
     @cached_property
     def stages(self) -> list[Stage]:
         """What the poorest device trains."""
-        return [Stage("training", (self.part((WIDTH, self.nets(self.smallest))),))]
+        return [Stage("training", (self.part(self.mix(range(self.nets(self.smallest)))),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """As many base nets as fit. Raises MemoryBudgetExceededError."""
-        return [self.within(self.part((WIDTH, self.nets_of(state))), state)]
+        return [self.within(self.part(self.mix(range(self.nets_of(state)))), state)]
 
 
 class SplitMix(PieceStrategy):
@@ -109,9 +113,10 @@ class SplitMix(PieceStrategy):
 
     def min_budget_of(self, state: DeviceState) -> int:
         """The cost of the nets that its fleet gives the device, if it does, else of one."""
-        return self.policy.min_budget() if state.keep is None else self.cost((WIDTH, self.policy.nets_of(state)))
+        nets = range(self.policy.nets_of(state) if state.keep is not None else 1)
+        return self.cost(self.policy.mix(nets))
 
-    def costs_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """None yet: what a client looks up depends on its device."""
         return {}
 
@@ -121,10 +126,9 @@ class SplitMix(PieceStrategy):
         """The tasks, each with its nets."""
         asked = {}
         for place, (client, (task, state)) in enumerate(super().ask(clients, server_round, arrays).items()):
-            piece = (WIDTH, self.policy.nets_of(state))
-            variant = self.policy.variant_of(self.nets(server_round, place, client, piece[1]))
-            costs = {piece_key(piece): self.cost(piece)}
-            asked[client] = replace(task, variant=variant, costs=costs), state
+            nets = self.nets(server_round, place, client, self.policy.nets_of(state))
+            item = self.policy.mix(nets)
+            asked[client] = replace(task, variant=item.variant, costs={item: self.cost(item)}), state
         return asked
 
     def nets(self, server_round: int, place: int, client: int, wanted: int) -> list[int]:

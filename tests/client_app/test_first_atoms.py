@@ -24,14 +24,15 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.federated_data.datasets import ArrayDataset
 from piecework.models.cascade import Blueprint, initial_state
 from piecework.models.layer_statistics import unit_signature
-from piecework.models.partition import AtomTooLargeError, Piece, runs
+from piecework.models.partition import AtomTooLargeError, runs
 from piecework.models.variant import Variant, vary
+from piecework.models.work_item import WorkItem
 from piecework.models.zoo import MODELS, build_blueprint, usual_input
 from piecework.planning.costs import cost_model_for
 from piecework.strategies import find_policy
 from piecework.training.examples import share_examples
 from piecework.training.memory_cap import MemoryCap
-from piecework.training.messages import Task, TaskConfig, piece_key
+from piecework.training.messages import Task, TaskConfig
 
 BATCH = 4
 SMALL = {"cnn4": (3, 64, 64), "lstm-imdb": (20,), "preresnet20": (3, 8, 8), "vit": (3, 32, 32)}
@@ -111,15 +112,17 @@ def client_of(folder: Path, policy: Any, allowed: int, units: Sequence[str] = ()
     return client
 
 
+PLAIN = Variant()
+
+
 def train(
     client: Client,
     strategy: str,
-    costs: dict[Piece, int],
+    costs: dict[WorkItem, int],
     own: TaskConfig | None = None,
-    variant: Variant = Variant(),  # noqa: B008 (frozen)
+    variant: Variant = PLAIN,
 ) -> Update:
     """A round of a system's trainer."""
-    listed = {piece_key(piece): cost for piece, cost in costs.items()}
     task = Task(
         "e",
         1,
@@ -129,7 +132,7 @@ def train(
         1,
         0.05,
         "",
-        costs=listed,
+        costs=costs,
         adversarial=strategy == "fedprophet",
         variant=variant,
         own=own.to_values() if own else {},
@@ -141,11 +144,11 @@ def train(
 def train_one_by_one(folder: Path, strategy: str, name: str, atoms: list[int], **changes: object) -> None:
     """FeDepth of these atoms, each alone, without the others; each step takes its cost, all else no more than the largest."""
     policy = policy_of(strategy, name)
-    costs: dict[Piece, int] = {(atom,): policy.bytes((atom,)) for atom in atoms}
+    costs = {item: policy.bytes(item) for item in (policy.item((atom,)) for atom in atoms)}
     client = client_of(folder, policy, max(costs.values()), **changes)
     update = train(client, strategy, costs)
-    assert update.pieces == [*costs]
-    assert {piece: client.cap.peaks[f"train piece {runs(piece)}"] for piece in costs} == costs
+    assert update.done == [*costs]
+    assert {item: client.cap.peaks[f"train piece {runs(item.atoms)}"] for item in costs} == costs
     assert client.cap.peak_bytes == client.allowed == update.metrics["predicted-peak"]
 
 
@@ -173,14 +176,14 @@ def test_what_cannot_be_left_out(tmp_path: Path, name: str) -> None:
     """The client refuses with the cost of the atom; the plan gives the device nothing to train; `minimum` is what it takes."""
     policy = policy_of("fedepth", name)
     last = len(policy.blueprint.atoms) - 1
-    costs: dict[Piece, int] = {(0,): 10**6, (1,): 10**6 - 2, (last,): 10}
+    costs = {WorkItem((0,)): 10**6, WorkItem((1,)): 10**6 - 2, WorkItem((last,)): 10}
     for allowed in (10**6 - 1, 10):
         client = client_of(tmp_path / str(allowed), policy, allowed)
         with pytest.raises(MemoryBudgetExceededError, match=f"atom '{policy.blueprint.atoms[0].name}' needs") as caught:
             train(client, "fedepth", costs)
         assert (caught.value.needed, caught.value.allowed) == (10**6, allowed)
     needed = policy.min_budget()
-    assert needed == max(policy.bytes((0,)), policy.bytes((last,)))
+    assert needed == max(policy.alone(0), policy.alone(last))
     assert policy.work(0, state(needed), 1.0)
     with pytest.raises(AtomTooLargeError):
         policy.work(0, state(needed - 1), 1.0)
@@ -192,18 +195,19 @@ def test_behind_stored_features_under_attack(tmp_path: Path) -> None:
     for name in sorted({*MODELS} - {"lstm-imdb"}):  # tokens cannot be attacked
         policy, blueprint = policy_of("fedprophet", name), blueprint_of(name)
         atoms = range(len(blueprint.atoms))
-        new = [atom for atom in distinct(blueprint) if policy.part((atom,)).signature() not in seen]
-        seen |= {policy.part((atom,)).signature() for atom in new}
+        new = [atom for atom in distinct(blueprint) if policy.part(policy.item((atom,))).signature() not in seen]
+        seen |= {policy.part(policy.item((atom,))).signature() for atom in new}
         units = [*blueprint.units()[:-1], *(head_behind(blueprint, atom) for atom in atoms)]
         client = client_of(tmp_path / name, policy, 10**9, units)
         for atom in new:
             client.cap = Phases(10**9)
             task_config = FedProphetTaskConfig([[each] for each in atoms], atom, atom, epsilon=0.1)
-            update = train(client, "fedprophet", {(atom,): policy.bytes((atom,))}, task_config)
+            item = policy.item((atom,))
+            update = train(client, "fedprophet", {item: policy.bytes(item)}, task_config)
             found = client.cap.peaks[f"train {atom}"]
             assert (
                 (name, atom, found)
-                == (name, atom, policy.bytes((atom,)))
+                == (name, atom, policy.bytes(item))
                 == (name, atom, update.metrics["predicted-peak"])
             )
 
@@ -214,11 +218,12 @@ def test_behind_frozen_blocks(tmp_path: Path, name: str) -> None:
     policy = policy_of("profl", name)
     for t in range(1, len(policy.blocks) + 1):
         step, needed = policy.step(t), policy.needed(t)
-        for piece, allowed in ((step, needed[step]), (OUTPUT_LAYER, needed[OUTPUT_LAYER])):
+        for piece, allowed in ((atoms, needed[policy.item(atoms)]) for atoms in (step, OUTPUT_LAYER)):
+            item = policy.item(step)
             client = client_of(tmp_path / f"{t}-{len(piece)}", policy, allowed, policy.model.units())
-            costs = needed | {step: max(needed[step], allowed + (piece != step))}
+            costs = needed | {item: max(needed[item], allowed + (piece != step))}
             train(client, "profl", costs, ProFLTaskConfig(t, "growing"), policy.variant)
-            assert client.cap.peaks[f"train {runs(piece) or 'the output layer'}"] == policy.bytes(piece)
+            assert client.cap.peaks[f"train {runs(piece) or 'the output layer'}"] == policy.bytes(policy.item(piece))
             assert client.cap.peak_bytes <= allowed  # of streamed atoms the writing of features is not traced
 
 
@@ -238,7 +243,7 @@ def test_a_run_whose_devices_leave_out_the_first_atoms(tmp_path: Path) -> None:
     blueprint = build_blueprint("vgg11", num_classes=10, input_shape=(1, 32, 32), width=0.1, batch_norm="batch")
     settings = tiny_settings(**model)
     policy = find_policy("fedepth")(blueprint, cost_model_for(settings, blueprint), settings)
-    rich, poor = policy.bytes((0,)), policy.bytes((2,))
+    rich, poor = policy.alone(0), policy.alone(2)
     assert [part.atoms for part in policy.work(0, state(poor), 1.0)] == [(2,), (4,), (5, 6), (7,)]
     fleet = fleet_json(rich=rich, poor=poor)
     run = run_local(tmp_path, fleet=fleet, dataset="digits32", clients=8, clients_per_round=4, **model)

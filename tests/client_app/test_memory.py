@@ -456,14 +456,15 @@ def test_streaming_and_evaluating_stay_within_the_training_price(tmp_path: Path)
 TASKS = """
 import pickle, sys
 from pathlib import Path
-from piecework.planning.paper_memory.fedepth import fedepth_cost, fedepth_full_bytes
 from piecework.server_app.local_grid import answer, identify
+from piecework.training.messages import Outcome
 identify(1)
 for data, config in pickle.loads(Path(sys.argv[1]).read_bytes()):
     reply = pickle.loads(answer([data], config, 20, {}))
     assert not reply.has_error(), reply.error.reason
-    outcome = dict(reply.content.config_records["outcome"])
-    print(outcome["status"], "|".join(outcome["pieces"]), len(reply.content.array_records["arrays"]))
+    outcome = Outcome.from_record(reply.content.config_records["outcome"])
+    atoms = [len(item.atoms) * item.copies for item in outcome.done]
+    print(outcome.status, *atoms, len(reply.content.array_records["arrays"]))
 print(sorted(m for m in ("torch._dynamo", "torch._inductor", "sympy", "torchvision", "sklearn") if m in sys.modules))
 """
 
@@ -491,9 +492,9 @@ def test_a_client_imports_no_compiler_and_no_data_set_library(tmp_path: Path) ->
     command = [sys.executable, "-c", TASKS, str(tmp_path / "tasks.pickle")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-5:] == [
-        "ok 0,1,2,3,4 32",  # with running statistics
-        "ok 0,1|2|3|4 17",
-        "ok 0,1,2|3|4 25",  # with two own heads of four arrays
-        "ok -1,2 17",
+        "ok 5 32",  # with running statistics
+        "ok 2 1 1 1 17",
+        "ok 3 1 1 25",  # with two own heads of four arrays
+        "ok 10 17",
         "[]",
     ]

@@ -19,8 +19,9 @@ from torch import nn
 from piecework.client_app import task_folder
 from piecework.client_app.store import FeatureWriter, Store
 from piecework.models.variant import Variant
+from piecework.models.work_item import WorkItem
 from piecework.server_app.local_grid import identify
-from piecework.training.messages import NodeInfo, Outcome, Question, Task, content_bytes, piece_key, piece_of, reply
+from piecework.training.messages import NodeInfo, Outcome, Question, Task, content_bytes, reply
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -344,7 +345,7 @@ TASK = Task(
     lr=0.1,
     state_dir="/somewhere",
     enforced=False,
-    costs={"0,1": 10, "-1,2": 20},
+    costs={WorkItem((0, 1)): 10, WorkItem((0, 1), copies=2): 20},
     frozen={"atoms.0": "ab" * 32},
 )
 
@@ -352,7 +353,7 @@ TASK = Task(
 def test_a_task_round_trips() -> None:
     sent = TASK.to_record()
     assert sent["state-round"] == 2
-    assert sent["costs"] == '{"0,1":10,"-1,2":20}'
+    assert sent["costs"] == '[[{"atoms":[0,1]},10],[{"atoms":[0,1],"copies":2},20]]'
     assert sent["frozen"] == f'{{"atoms.0":"{"ab" * 32}"}}'
     assert Task.from_record(sent) == TASK
     assert Task.from_record(replace(TASK, costs={}).to_record()).costs == {}
@@ -373,15 +374,10 @@ def test_what_a_node_says_of_itself_is_text() -> None:
         NodeInfo.from_record(ConfigRecord({"device": "board-a"}))
 
 
-def test_keys_of_pieces() -> None:
-    for piece, key in (((0, 1, 2), "0,1,2"), ((3,), "3"), ((), "head")):
-        assert (piece_key(piece), piece_of(key)) == (key, piece)
-
-
-def test_prices() -> None:
-    assert TASK.cost((0, 1)) == 10
-    assert TASK.cost((-1, 2)) == 20
-    assert TASK.cost((0,)) is None
+def test_costs() -> None:
+    assert TASK.cost(WorkItem((0, 1))) == 10
+    assert TASK.cost(WorkItem((0, 1), copies=2)) == 20
+    assert TASK.cost(WorkItem((0,))) is None
 
 
 def test_tasks_of_another_version() -> None:

@@ -13,15 +13,16 @@ from torch.nn import functional as F
 from piecework.client_app.client import Client, Update
 from piecework.client_app.trainers import find_trainer
 from piecework.client_app.trainers.cascade import fedepth, m_fedepth
-from piecework.client_app.trainers.cascade.fedepth import MUTUAL, choose_pieces
+from piecework.client_app.trainers.cascade.fedepth import choose_items, mutual_item
 from piecework.client_app.trainers.whole import fedavg
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Cascade
 from piecework.models.partition import Piece
+from piecework.models.work_item import WorkItem
 from piecework.training.examples import Examples
 from piecework.training.loop import LocalTrainer, PieceModel
 from piecework.training.memory_cap import MemoryCap
-from piecework.training.messages import Task, piece_key
+from piecework.training.messages import Task
 
 # ---- trainers; here an atom costs 100 bytes, whatever it really takes
 
@@ -30,7 +31,11 @@ def a_task(strategy: str = "fedepth", extra: dict[Piece, int] | None = None, mut
     costs: dict[Piece, int] = {
         tuple(range(start, stop)): 100 * (stop - start) for start in range(5) for stop in range(start + 1, 6)
     }
-    costs |= {(MUTUAL, 2): mutual} | (extra or {})
+    own = strategy == "m-fedepth"
+    listed = {
+        WorkItem(piece, f"exits.{piece[-1]}" if own and piece[-1] != 4 else "head"): cost
+        for piece, cost in (costs | (extra or {})).items()
+    }
     return Task(
         experiment_id="experiment",
         round=1,
@@ -41,7 +46,7 @@ def a_task(strategy: str = "fedepth", extra: dict[Piece, int] | None = None, mut
         lr=0.05,
         state_dir="",
         enforced=False,
-        costs={piece_key(piece): cost for piece, cost in costs.items()},
+        costs=listed | {mutual_item(5, 2): mutual},
     )
 
 
@@ -57,7 +62,7 @@ def stored(client: Client, units: Iterable[str]) -> dict[str, np.ndarray]:
 def test_fedepth_in_one_piece_is_fedavg(tmp_path: Path) -> None:
     one, other = poor_client(tmp_path / "1", 500), poor_client(tmp_path / "2", 500)
     whole, pieces = fedavg.train(a_task("fedavg"), one), fedepth.train(a_task(), other)
-    assert whole.pieces == pieces.pieces == [(0, 1, 2, 3, 4)]
+    assert whole.done == pieces.done == [WorkItem((0, 1, 2, 3, 4))]
     assert whole.units == pieces.units == one.blueprint.units()
     assert whole.metrics == pieces.metrics
     assert whole.seen == pieces.seen == [80]
@@ -84,7 +89,7 @@ def test_frozen_atoms_do_not_change(tmp_path: Path, batch_norm: str) -> None:
     before = stored(client, client.blueprint.units())
     watched = Watched(client)
     update = fedepth.train(a_task(), client)
-    assert update.pieces == [(0, 1), (2, 3), (4,)]
+    assert [item.atoms for item in update.done] == [(0, 1), (2, 3), (4,)]
     assert update.seen == [80, 80, 80]
     assert update.units == ["atoms.0", "atoms.1", "head", "atoms.2", "atoms.3", "atoms.4"]
     after = stored(client, update.units)
@@ -117,7 +122,7 @@ def test_m_fedepth_trains_own_heads(tmp_path: Path) -> None:
     client = poor_client(tmp_path, 200)
     before = stored(client, client.blueprint.units(exits=True))
     update = m_fedepth.train(a_task("m-fedepth"), client)
-    assert update.pieces == [(0, 1), (2, 3), (4,)]
+    assert [item.atoms for item in update.done] == [(0, 1), (2, 3), (4,)]
     assert set(update.units) == {*(f"atoms.{i}" for i in range(5)), "exits.1", "exits.3", "head"}
     after = stored(client, client.blueprint.units(exits=True))
     changed = {name for name in after if not same(before, after, [name])}
@@ -129,7 +134,7 @@ def test_a_piece_goes_on_with_the_head_of_the_one_before(tmp_path: Path) -> None
     """Equation 1, done by hand: phi starts where the piece before left it, theta where the server did, z from the store."""
     client = poor_client(tmp_path / "1", 400)
     watched = Watched(client)
-    assert fedepth.train(a_task(), client).pieces == [(0, 1, 2, 3), (4,)]
+    assert [item.atoms for item in fedepth.train(a_task(), client).done] == [(0, 1, 2, 3), (4,)]
     by_hand = poor_client(tmp_path / "2", 400)
     by_hand.store.write_units(watched.saves[0])
     front = PieceModel(by_hand.blueprint, range(4), "head", by_hand.load())
@@ -150,7 +155,7 @@ def test_without_a_feature_cache_the_weights_are_the_same(tmp_path: Path, strate
     kept = poor_client(tmp_path / "kept", 200, batch_norm=batch_norm)
     anew = poor_client(tmp_path / "anew", 200, batch_norm=batch_norm, feature_cache=False)
     one, other = (find_trainer(strategy)(a_task(strategy), client) for client in (kept, anew))
-    assert one.pieces == other.pieces
+    assert one.done == other.done
     assert one.seen == other.seen
     assert same(stored(kept, one.units), stored(anew, other.units))
     assert one.metrics == pytest.approx(other.metrics)
@@ -176,7 +181,7 @@ def test_a_client_leaves_out_what_it_cannot_train(tmp_path: Path) -> None:
     client = poor_client(tmp_path / "1", 200)
     before = stored(client, ["atoms.1"])
     update = fedepth.train(task, client)
-    assert update.pieces == [(0, 2), (3, 4)]
+    assert [item.atoms for item in update.done] == [(0, 2), (3, 4)]
     assert "atoms.1" not in update.units
     assert same(before, stored(client, ["atoms.1"]))
     diluting = poor_client(tmp_path / "2", 200, partial_training="dilute")
@@ -189,7 +194,7 @@ def test_mutual_models(tmp_path: Path) -> None:
     client = poor_client(tmp_path, 600)
     before = stored(client, client.blueprint.units())
     update = fedepth.train(a_task(mutual=600), client)
-    assert update.pieces == [(MUTUAL, 2)]
+    assert update.done == [mutual_item(5, 2)]
     assert update.units == client.blueprint.units()
     assert not same(before, stored(client, update.units))
     client.commit()
@@ -203,21 +208,21 @@ def test_mutual_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("allowed", "mutual_models", "pieces"),
+    ("allowed", "mutual_models", "items"),
     [
-        (499, 3, [(0, 1, 2, 3), (4,)]),
-        (500, 3, [(0, 1, 2, 3, 4)]),
-        (1000, 3, [(MUTUAL, 2)]),
-        (1500, 3, [(MUTUAL, 3)]),
-        (9999, 3, [(MUTUAL, 3)]),
-        (9999, 1, [(0, 1, 2, 3, 4)]),
+        (499, 3, [WorkItem((0, 1, 2, 3)), WorkItem((4,))]),
+        (500, 3, [WorkItem((0, 1, 2, 3, 4))]),
+        (1000, 3, [mutual_item(5, 2)]),
+        (1500, 3, [mutual_item(5, 3)]),
+        (9999, 3, [mutual_item(5, 3)]),
+        (9999, 1, [WorkItem((0, 1, 2, 3, 4))]),
     ],
 )
-def test_choice_of_pieces(allowed: int, mutual_models: int, pieces: list[Piece]) -> None:
-    def cost(piece: Piece) -> int:
-        return 500 * piece[1] if piece[0] == MUTUAL else 100 * len(piece)
+def test_choice_of_work_items(allowed: int, mutual_models: int, items: list[WorkItem]) -> None:
+    def cost(item: WorkItem) -> int:
+        return 100 * item.copies * len(item.atoms)
 
-    assert choose_pieces(list("abcde"), cost, allowed, mutual_models) == pieces
+    assert choose_items(list("abcde"), cost, allowed, mutual_models) == items
 
 
 def test_refusals(tmp_path: Path) -> None:

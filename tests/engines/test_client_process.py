@@ -16,10 +16,11 @@ from helpers import TRIO, clients_of, digits, first_arrays, fleet_json, run_loca
 from safetensors import SafetensorError
 
 from piecework.client_app.prepare import encode
+from piecework.models.work_item import WorkItem
 from piecework.server_app.local_grid import FIRST_NODE, identify
 from piecework.server_app.records import RunDir
 from piecework.training.memory_cap import is_out_of_memory
-from piecework.training.messages import Task, piece_key
+from piecework.training.messages import Task
 from piecework.training.setup import blueprint_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +70,7 @@ def test_without_checks_a_cut_is_the_whole_model_on_both_sides(tmp_path: Path) -
         "0,1,2,3,4"
     ]
     (client,) = clients_of(run_local(tmp_path, mutual_models=1, run_name="checked", **poor))
-    assert "|" in client["pieces"]
+    assert len(client["pieces"]) > 1
 
 
 def a_message(folder: Path, **settings: Any) -> Path:
@@ -85,7 +86,7 @@ def a_message(folder: Path, **settings: Any) -> Path:
         reference=10**9,
         lr=chosen.lr,
         state_dir=str(folder / "clients"),
-        costs={piece_key(tuple(range(len(blueprint.atoms)))): 1},
+        costs={WorkItem(tuple(range(len(blueprint.atoms)))): 1},
     )
     arrays = ArrayRecord({name: Array(array) for name, array in first_arrays(chosen).items()})
     identify(1)

@@ -113,7 +113,7 @@ def test_clients_without_two_examples_are_an_error() -> None:
 def test_a_network_sub_problem_trains_its_block_the_first_atom_and_the_head() -> None:
     settings = tiny_settings(clients=4, fleet=fleet_json(large=2.2), sub_problem="network")
     policy, _ = policy_for(load_fleet(settings.fleet), settings, ask(settings))
-    piece = policy.part((2, 3))
+    piece = policy.part(policy.item((2, 3)))
     assert piece.whole
     assert policy.covered(piece) == ["atoms.0", "atoms.2", "atoms.3", "head"]
     assert policy.excluded([piece]) == ["conv2", "conv5"]

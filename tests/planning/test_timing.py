@@ -31,7 +31,7 @@ def test_seconds_by_hand() -> None:
     settings = tiny_settings(batch_size=32, local_epochs=1)
     blueprint = a_blueprint()
     policy = find_policy("fedepth")(blueprint, cost_model_for(settings, blueprint), settings)
-    parts = [policy.part((0, 1, 2)), policy.part((3, 4))]
+    parts = [policy.part(policy.item(atoms)) for atoms in ((0, 1, 2), (3, 4))]
     state = DeviceState("board", 10**9, 1e9, 1e6, 1e7, disk_latency=0.25)
     flops, flops2 = (policy.cost_model.traced(part).flops for part in parts)
     held, held2 = (part.state_bytes for part in parts)

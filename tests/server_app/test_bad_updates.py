@@ -29,6 +29,7 @@ from helpers import (
 )
 
 from piecework.federation import registry, transport
+from piecework.models.work_item import WorkItem
 from piecework.server_app import rounds
 from piecework.server_app.local_grid import FIRST_NODE, LocalGrid
 from piecework.server_app.records import RunDir
@@ -77,7 +78,9 @@ def bytes_of(content: bytes) -> Callable[[Message], Message]:
 
 def outcome(**fields: Any) -> Callable[[Message], Message]:
     def tamper(reply: Message) -> Message:
-        reply.content["outcome"] = Outcome(**{"status": "ok", "pieces": ["0,1,2,3,4"]} | fields).to_record()
+        reply.content["outcome"] = Outcome(
+            **{"status": "ok", "done": (WorkItem((0, 1, 2, 3, 4)),)} | fields
+        ).to_record()
         return reply
 
     return tamper

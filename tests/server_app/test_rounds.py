@@ -39,7 +39,7 @@ def test_with_full_budgets_fedepth_is_fedavg(tmp_path: Path) -> None:
     fedepth = run_local(tmp_path / "fedepth", strategy="fedepth", **settings)
     assert same(model_of(fedavg), model_of(fedepth))
     assert not same(model_of(fedavg), first_arrays(tiny_settings()))
-    assert [c["pieces"] for c in clients_of(fedepth)] == ["0,1,2,3,4"] * 3
+    assert [c["pieces"] for c in clients_of(fedepth)] == [[[0, 1, 2, 3, 4]]] * 3
 
 
 def test_a_round_is_the_weighted_mean_of_its_replies(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_what_nobody_trained_stays_as_it_was(tmp_path: Path) -> None:
     grid = RecordingGrid
     # no client can train conv2: what is then left of it is what is tested
     run = run_local(tmp_path, grid, fleet=fleet_json(small=1_500_000), allow_untrained=True, **PARTIAL)
-    assert [c["pieces"] for c in clients_of(run)] == ["0|2|3|4"] * 3
+    assert [c["pieces"] for c in clients_of(run)] == [[[0], [2], [3], [4]]] * 3
     assert all("atoms.1.conv.weight" not in arrays_of(m) for m in training(grid.last.received))
     before, after = first_arrays(tiny_settings()), model_of(run)
     conv2 = [name for name in after if name.startswith("atoms.1.")]
@@ -90,7 +90,11 @@ def test_partial_training_leaves_out_or_dilutes(tmp_path: Path) -> None:
     for how in ("leave-out", "dilute"):
         grid = RecordingGrid
         run = run_local(tmp_path / how, grid, fleet=fleet, partial_training=how, **PARTIAL)
-        assert [c["pieces"] for c in clients_of(run)] == ["0,1,2,3,4", "0|2|3|4", "0|1|2|3|4"]
+        assert [c["pieces"] for c in clients_of(run)] == [
+            [[0, 1, 2, 3, 4]],
+            [[0], [2], [3], [4]],
+            [[0], [1], [2], [3], [4]],
+        ]
         replies, models[how] = training(grid.last.received), model_of(run)
         senders = [m for m in replies if "atoms.1.conv.weight" in arrays_of(m)]
         assert len(senders) == (2 if how == "leave-out" else 3)

@@ -13,16 +13,17 @@ from torch import nn
 
 import piecework
 from piecework.client_app.features import measure_statistics
-from piecework.client_app.served import SERVED, measure_served
+from piecework.client_app.served import measure_served
 from piecework.models.cascade import Blueprint
 from piecework.models.static_norms import count_first_alike, measure_norms, with_statistics
+from piecework.models.work_item import WorkItem
 from piecework.models.zoo import build_blueprint
 from piecework.planning.costs import cost_model_for
 from piecework.server_app.local_grid import FIRST_NODE, LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.served_model import Moments, empty_statistics
 from piecework.training.loop import PieceModel
-from piecework.training.messages import Task, piece_key
+from piecework.training.messages import Task
 from piecework.training.settings import Settings
 
 WIDTH = {"strategy": "heterofl", "width_shares": "1,0.5", "fleet": fleet_json(rich=1.5, poor=0.7)}
@@ -147,7 +148,7 @@ def a_task(atoms: list[int], needed: int) -> Task:
         reference=10**9,
         lr=0.1,
         state_dir="",
-        costs={piece_key(SERVED): needed},
+        costs={WorkItem(tuple(atoms), measured=True): needed},
         atoms=atoms,
         head="head",
     )

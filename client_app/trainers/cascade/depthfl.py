@@ -13,7 +13,7 @@ theta_t||^2 besides, and h_k <- h_k - a (theta_k - theta_t) is the client's stat
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,6 +29,8 @@ from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Blueprint
 from piecework.models.depth_exits import exits_of, mean_logits
 from piecework.models.partition import Piece, fits
+from piecework.models.variant import Variant
+from piecework.models.work_item import WorkItem
 from piecework.training.attacks import Loss
 from piecework.training.loop import Load, LocalTrainer, MakeLoss, PieceModel, classification_loss
 from piecework.training.messages import Metrics, Task, TaskConfig
@@ -67,12 +69,13 @@ class ExitsModel(PieceModel):
         return mean_logits(self.all_logits(z))
 
 
-def piece_of_depth(blueprint: Blueprint, blocks: Sequence[Piece], depth: int) -> tuple[Piece, str]:
-    """The atoms of the first `depth` blocks and of the exits behind all but the last of these, and the unit of its exit."""
-    exits = exits_of(blueprint)
+def item_of_depth(blueprint: Blueprint, variant: Variant, depth: int) -> WorkItem:
+    """The first `depth` blocks of a model with exits, and the exits behind them; that of the last block is the head."""
+    exits, blocks = exits_of(blueprint), variant.exits
     body = [atom for block in blocks[:depth] for atom in block]
     before = [exits[block[-1]] for block in blocks[: depth - 1]]
-    return (*body, *before), "head" if depth == len(blocks) else f"atoms.{exits[blocks[depth - 1][-1]]}"
+    head = "head" if depth == len(blocks) else f"atoms.{exits[blocks[depth - 1][-1]]}"
+    return WorkItem((*body, *before), head, variant)
 
 
 def distillation_weight(server_round: int, rounds: int) -> float:
@@ -143,13 +146,13 @@ def costed_loss(weight: float, alpha: float) -> MakeLoss:
 def train(task: Task, client: Client) -> Update:
     """Train as many blocks as fit. Raises MemoryBudgetExceededError where not even the first one does."""
     task_config, settings = DepthFLTaskConfig.of(task), client.settings
-    atoms, head = deepest(task, client)
+    item = deepest(task, client)
     alpha = settings.feddyn_alpha
     make_loss = depth_loss(task_config.weight)
     if alpha:
         make_loss = dynamic(make_loss, alpha, lambda piece: corrections(client, piece, alpha))
     trainer = LocalTrainer(
-        lambda: [ExitsModel(client.blueprint, atoms, head, client.load())], client.training_config, make_loss
+        lambda: [ExitsModel(client.blueprint, item.atoms, item.head, client.load())], client.training_config, make_loss
     )
     for epoch in trainer.epochs():
         examples = client.share(0 if settings.feature_cache else epoch)
@@ -159,17 +162,17 @@ def train(task: Task, client: Client) -> Update:
         remember(client, piece, alpha)  # before the store forgets what was sent
     client.save(piece)
     metrics = client.evaluate(piece.logits, client.validation)
-    metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": task.cost(atoms) or 0}
-    return Update([*piece.units()], metrics, [atoms], [trainer.seen])
+    metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": task.cost(item) or 0}
+    return Update([*piece.units()], metrics, [item], [trainer.seen])
 
 
-def deepest(task: Task, client: Client) -> tuple[Piece, str]:
+def deepest(task: Task, client: Client) -> WorkItem:
     """As many of the assigned blocks as this client's own budget allows. Raises MemoryBudgetExceededError."""
     for depth in range(DepthFLTaskConfig.of(task).depth, 0, -1):
-        piece, head = piece_of_depth(client.blueprint, task.variant.exits, depth)
-        if fits(task.cost(piece), client.allowed):
-            return piece, head
-    raise MemoryBudgetExceededError(task.cost(piece) or 0, client.allowed, "training the first block")
+        item = item_of_depth(client.blueprint, task.variant, depth)
+        if fits(task.cost(item), client.allowed):
+            return item
+    raise MemoryBudgetExceededError(task.cost(item) or 0, client.allowed, "training the first block")
 
 
 def corrections(client: Client, piece: PieceModel, alpha: float) -> list[Tensor]:
@@ -212,7 +215,7 @@ def remember(client: Client, piece: PieceModel, alpha: float) -> None:
 
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss and accuracy of the client's depth of the model on its validation share. Raises MemoryBudgetExceededError."""
-    atoms, head = deepest(task, client)
-    piece = ExitsModel(client.blueprint, atoms, head, client.load())
+    item = deepest(task, client)
+    piece = ExitsModel(client.blueprint, item.atoms, item.head, client.load())
     piece.train(False)
     return client.evaluate(piece.logits, client.validation)

@@ -38,6 +38,7 @@ from piecework.models.partition import (
     greedy_partition,
     runs,
 )
+from piecework.models.work_item import WorkItem
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
 from piecework.training.loop import (
@@ -53,8 +54,6 @@ from piecework.training.messages import Metrics, Task
 from piecework.training.randomness import integer
 from piecework.training.settings import Settings
 
-MUTUAL = -1  # in a cost list, the piece (MUTUAL, M) is M whole models that learn together
-
 
 def decompose(count: int, cost: Cost, allowed: int, names: list[str]) -> list[Piece]:
     """The sub-problems of a device: blocks too large even alone are excluded at the input side (section 4.2), the rest is cut.
@@ -64,25 +63,45 @@ def decompose(count: int, cost: Cost, allowed: int, names: list[str]) -> list[Pi
     return greedy_partition(exclude_input_side(range(count), cost, allowed), cost, allowed, names)
 
 
-def choose_pieces(names: list[str], cost: Cost, allowed: int, mutual_models: int) -> list[Piece]:
-    """A device's decomposition; (MUTUAL, M) instead where it can afford M > 1 whole models (section 4.3)."""
-    pieces = decompose(len(names), cost, allowed, names)
+ItemCost = Callable[[WorkItem], int | None]  # bytes of a work item, None = no cost is known, so it may not be done
+
+
+def mutual_item(count: int, copies: int) -> WorkItem:
+    """M whole models of `count` atoms that learn together."""
+    return WorkItem(tuple(range(count)), copies=copies)
+
+
+def choose_items(
+    names: list[str], cost: ItemCost, allowed: int, mutual_models: int, item: Callable[[Piece], WorkItem] = WorkItem
+) -> list[WorkItem]:
+    """A device's decomposition, or M > 1 whole models where it can afford them (section 4.3)."""
+    pieces = decompose(len(names), lambda atoms: cost(item(atoms)), allowed, names)
     if len(pieces) == 1 and len(pieces[0]) == len(names):
         for copies in range(mutual_models, 1, -1):
-            if fits(cost((MUTUAL, copies)), allowed):
-                return [(MUTUAL, copies)]
-    return pieces
+            if fits(cost(mutual := mutual_item(len(names), copies)), allowed):
+                return [mutual]
+    return [item(piece) for piece in pieces]
 
 
-def pieces_of(blueprint: Blueprint, settings: Settings, cost: Cost, allowed: int) -> list[Piece]:
-    """`choose_pieces` of a model. Raises AtomTooLargeError also for an atom that does not fit and cannot be excluded."""
-    names = atom_names(blueprint)
-    pieces = choose_pieces(names, cost, allowed, settings.mutual_models)
-    if pieces[0][0] == MUTUAL or settings.sub_problem == "network":
-        return pieces
-    if (needed := indispensable(blueprint, [atom for piece in pieces for atom in piece])) is not None:
-        raise AtomTooLargeError(names[needed], cost((needed,)), allowed)
-    return pieces
+def sub_problem(blueprint: Blueprint, settings: Settings, atoms: Piece, *, own_heads: bool = False) -> WorkItem:
+    """The work item that trains a block: with the shared head, with one of its own, or within the whole network."""
+    last = len(blueprint.atoms) - 1
+    if settings.sub_problem == "network":
+        return WorkItem(tuple(range(last + 1)), learns=atoms)
+    return WorkItem(atoms, f"exits.{atoms[-1]}" if own_heads and atoms[-1] != last else "head")
+
+
+def items_of(
+    blueprint: Blueprint, settings: Settings, cost: ItemCost, allowed: int, *, own_heads: bool = False
+) -> list[WorkItem]:
+    """`choose_items` of a model. Raises AtomTooLargeError also for an atom that does not fit and cannot be left out."""
+    names, item = atom_names(blueprint), partial(sub_problem, blueprint, settings, own_heads=own_heads)
+    items = choose_items(names, cost, allowed, settings.mutual_models, item)
+    if settings.sub_problem == "network" or items[0].copies > 1:
+        return items
+    if (needed := indispensable(blueprint, [atom for each in items for atom in each.atoms])) is not None:
+        raise AtomTooLargeError(names[needed], cost(item((needed,))), allowed)
+    return items
 
 
 def indispensable(blueprint: Blueprint, atoms: list[int]) -> int | None:
@@ -121,28 +140,27 @@ def network_piece(trained: Piece) -> type[PieceModel]:
 
 def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     """FeDepth, or with `own_heads` m-FeDepth. Raises MemoryBudgetExceededError where no decomposition fits."""
-    count = len(client.blueprint.atoms)
     try:
-        pieces = pieces_of(client.blueprint, client.settings, task.cost, client.allowed)
+        items = items_of(client.blueprint, client.settings, task.cost, client.allowed, own_heads=own_heads)
     except AtomTooLargeError as error:
         raise MemoryBudgetExceededError(error.needed or 0, client.allowed, f"training atom {error.name!r}") from error
-    if pieces[0][0] == MUTUAL:
-        return train_mutually(client, pieces[0][1], task.cost(pieces[0]) or 0)
+    if items[0].copies > 1:
+        return train_mutually(client, items[0], task.cost(items[0]) or 0)
     if client.settings.sub_problem == "network":
-        return train_network(task, client, pieces)
+        return train_network(task, client, items)
+    pieces = [item.atoms for item in items]
     trained: dict[str, None] = {}
     metrics: Metrics = {}
     loss, seen = 0.0, []
     entrance = client.blueprint.shape_before(pieces[0][0])
     examples, validation = client.share(0).entering(entrance), client.validation.entering(entrance)
-    for j, atoms in enumerate(pieces):
-        head = f"exits.{atoms[-1]}" if own_heads and atoms[-1] != count - 1 else "head"
-        trainer = LocalTrainer(partial(_load_piece, client, atoms, head), client.training_config)
+    for j, item in enumerate(items):
+        trainer = LocalTrainer(partial(_load_piece, client, item.atoms, item.head), client.training_config)
         for epoch in trainer.epochs():
             if epoch and not client.settings.feature_cache:
                 share = client.share(epoch).entering(entrance)
                 examples = _stream_anew(client, trainer, pieces[: j + 1], share) if j else share
-            trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(atoms)}")
+            trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(item.atoms)}")
         (piece,) = trainer.finish()
         client.save(piece)
         trained |= dict.fromkeys(piece.units())
@@ -158,31 +176,29 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
             metrics |= client.evaluate(piece.logits, validation)
         del piece, trainer
         return_free_memory()
-    metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.cost(piece) or 0 for piece in pieces)}
+    metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.cost(item) or 0 for item in items)}
     skipped = [] if client.settings.partial_training == "leave-out" else client.blueprint.units()
-    return Update([*dict.fromkeys([*trained, *skipped])], metrics, pieces, seen)
+    return Update([*dict.fromkeys([*trained, *skipped])], metrics, items, seen)
 
 
-def train_network(task: Task, client: Client, pieces: list[Piece]) -> Update:
+def train_network(task: Task, client: Client, items: list[WorkItem]) -> Update:
     """One sub-problem after another in the whole network."""
-    whole = tuple(range(len(client.blueprint.atoms)))
     loss, seen, units = 0.0, list[int](), dict[str, None]()
-    for j, atoms in enumerate(pieces):
-        trainer = LocalTrainer(
-            partial(_load_piece, client, whole, "head", network_piece(atoms)), client.training_config
-        )
+    for j, item in enumerate(items):
+        make = partial(_load_piece, client, item.atoms, item.head, network_piece(item.learns))
+        trainer = LocalTrainer(make, client.training_config)
         for epoch in trainer.epochs():
             examples = client.share(0 if client.settings.feature_cache else epoch)
-            trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(atoms)}")
+            trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(item.learns)}")
         (piece,) = trainer.finish()
         client.save(piece)
-        units |= dict.fromkeys(["atoms.0", *(f"atoms.{atom}" for atom in atoms), "head"])
+        units |= dict.fromkeys(["atoms.0", *(f"atoms.{atom}" for atom in item.learns), "head"])
         loss, seen = loss + trainer.total_loss, [*seen, trainer.seen]
-        metrics = client.evaluate(piece.logits, client.validation) if j + 1 == len(pieces) else {}
+        metrics = client.evaluate(piece.logits, client.validation) if j + 1 == len(items) else {}
         del piece, trainer
         return_free_memory()
-    metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.cost(piece) or 0 for piece in pieces)}
-    return Update([*units], metrics, pieces, seen)
+    metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.cost(item) or 0 for item in items)}
+    return Update([*units], metrics, items, seen)
 
 
 def _load_piece(
@@ -203,15 +219,15 @@ def _stream_anew(client: Client, trainer: LocalTrainer, pieces: list[Piece], exa
     return examples
 
 
-def train_mutually(client: Client, copies: int, needed: int) -> Update:
+def train_mutually(client: Client, item: WorkItem, needed: int) -> Update:
     """Mutual knowledge distillation (section 4.3): M whole models teach each other, the first one is uploaded.
 
     The others stay on the device, from round to round.
     """
-    atoms = tuple(range(len(client.blueprint.atoms)))
+    copies = item.copies
     loads = [client.load(), *(_load_companion(client, m) for m in range(1, copies))]
     trainer = LocalTrainer(
-        lambda: [PieceModel(client.blueprint, atoms, "head", load) for load in loads],
+        lambda: [PieceModel(client.blueprint, item.atoms, item.head, load) for load in loads],
         client.training_config,
         mutual_loss(client.settings.mutual_loss),
     )
@@ -227,7 +243,7 @@ def train_mutually(client: Client, copies: int, needed: int) -> Update:
             client.store.save(unit, module, folder)
     metrics = client.evaluate(first.logits, client.validation)
     metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": needed}
-    return Update([*first.units()], metrics, [(MUTUAL, copies)], [trainer.seen])
+    return Update([*first.units()], metrics, [item], [trainer.seen])
 
 
 def _companion_folder(state: Path, m: int) -> Path:

@@ -27,6 +27,7 @@ from piecework.client_app.validation import held_bytes, piece_bytes, validate
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece, fits, runs
+from piecework.models.work_item import WorkItem
 from piecework.training.attacks import Attack, Loss, pgd
 from piecework.training.examples import Examples, batches
 from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, classification_loss, in_precision
@@ -69,6 +70,11 @@ def head_behind(blueprint: Blueprint, atom: int) -> str:
     return "head" if atom == len(blueprint.atoms) - 1 else f"aux.{atom}"
 
 
+def module_item(blueprint: Blueprint, atoms: Piece) -> WorkItem:
+    """The work item that trains modules, with the head behind them."""
+    return WorkItem(atoms, head_behind(blueprint, atoms[-1]))
+
+
 @cache
 def module_loss(mu: float) -> MakeLoss:
     """l_CE + mu/2 ||z||^2 of a piece with an auxiliary head (Eq. 9, 13), a mean over the batch."""
@@ -90,23 +96,22 @@ def module_loss(mu: float) -> MakeLoss:
 def train(task: Task, client: Client) -> Update:
     """Train the assigned modules jointly. Raises MemoryBudgetExceededError where not even the stage's module fits."""
     task_config = FedProphetTaskConfig.of(task)
-    atoms = assigned(task_config, task, client)
-    head = head_behind(client.blueprint, atoms[-1])
+    item = module_item(client.blueprint, assigned(task_config, task, client))
     examples = stage_examples(client, task_config)
     training_config = replace(
         client.training_config, attack=stage_attack(client, task_config) if task.adversarial else None
     )
     trainer = LocalTrainer(
-        lambda: [PieceModel(client.blueprint, atoms, head, client.load())],
+        lambda: [PieceModel(client.blueprint, item.atoms, item.head, client.load())],
         training_config,
         module_loss(client.settings.convexity),
     )
     for epoch in trainer.epochs():
-        trainer.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(atoms)}")
+        trainer.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(item.atoms)}")
     (piece,) = trainer.finish()
     client.save(piece)
-    metrics: Metrics = {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": task.cost(atoms) or 0}
-    return Update([*piece.units()], metrics, [atoms], [trainer.seen])
+    metrics: Metrics = {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": task.cost(item) or 0}
+    return Update([*piece.units()], metrics, [item], [trainer.seen])
 
 
 def assigned(task_config: FedProphetTaskConfig, task: Task, client: Client) -> Piece:
@@ -115,10 +120,10 @@ def assigned(task_config: FedProphetTaskConfig, task: Task, client: Client) -> P
     Raises MemoryBudgetExceededError where that one does not fit.
     """
     for last in range(task_config.last, task_config.stage, -1):
-        if fits(task.cost(task_config.atoms(last)), client.allowed):
+        if fits(task.cost(module_item(client.blueprint, task_config.atoms(last))), client.allowed):
             return task_config.atoms(last)
     atoms = task_config.atoms(task_config.stage)
-    needed = task.cost(atoms)
+    needed = task.cost(module_item(client.blueprint, atoms))
     if not task_config.swaps and not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or 0, client.allowed, f"training module {task_config.stage + 1}")
     return atoms
@@ -157,7 +162,7 @@ def evaluate(task: Task, client: Client) -> Metrics:
 
 def validation_cost(task: Task, client: Client, piece: Piece) -> int | None:
     """At most the bytes of validating a piece, or None where the server lists no cost."""
-    cost = task.cost(piece)
+    cost = task.cost(module_item(client.blueprint, piece))
     return None if cost is None else piece_bytes(client, piece, cost)
 
 

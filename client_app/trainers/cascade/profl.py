@@ -28,12 +28,13 @@ from piecework.client_app.validation import behind, evaluate_cascade
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.basic_layers import cascade_at, step_atoms, student_atoms
 from piecework.models.partition import Piece, fits, runs
+from piecework.models.work_item import WorkItem
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
 from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, single_loss
 from piecework.training.messages import Metrics, Task, TaskConfig
 
-OUTPUT_LAYER: Piece = ()  # theta_L alone, in a cost list
+OUTPUT_LAYER: Piece = ()  # the atoms of theta_L alone: none
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,12 @@ def train(task: Task, client: Client) -> Update:
     if task_config.doing == "statistics":
         return measure(task, client, frozen_atoms(task))
     atoms = step_atoms(client.blueprint, blocks, task_config.step)
-    whole = fits(task.cost(atoms), client.allowed)
+    whole = fits(task.cost(item_of(task, atoms)), client.allowed)
     if task_config.doing == "map":
-        require(
-            task, client, student_atoms(client.blueprint, task_config.step), f"integrating block {task_config.step}"
-        )
+        student = item_of(task, student_atoms(client.blueprint, task_config.step))
+        require(task, client, student, f"integrating block {task_config.step}")
     elif not whole:
-        require(task, client, OUTPUT_LAYER, "training the output layer")
+        require(task, client, item_of(task, OUTPUT_LAYER), "training the output layer")
     frozen = [(atom,) for atom in frozen_atoms(task)]
     training = client.settings.frozen_mode == "training"
     # images are augmented again in every round, features are not
@@ -77,9 +77,10 @@ def train(task: Task, client: Client) -> Update:
 
 def measure(task: Task, client: Client, atoms: Piece) -> Update:
     """Running statistics of atoms that stay random; nothing is trained."""
-    require(task, client, atoms, "measuring the statistics of random blocks")
+    item = WorkItem(atoms, variant=task.variant, measured=True)
+    require(task, client, item, "measuring the statistics of random blocks")
     measure_statistics(client, atoms)
-    return Update([f"atoms.{atom}" for atom in atoms], {"predicted-peak": task.cost(atoms) or 0}, [atoms], [0])
+    return Update([f"atoms.{atom}" for atom in atoms], {"predicted-peak": task.cost(item) or 0}, [item], [0])
 
 
 def integrate(task: Task, client: Client, t: int, z: Examples) -> Update:
@@ -131,14 +132,19 @@ def learn(
     client.save(piece)
     metrics: Metrics = {
         "train-loss": trainer.total_loss / trainer.seen,
-        "predicted-peak": task.cost(atoms) or 0,
+        "predicted-peak": task.cost(item_of(task, atoms)) or 0,
     }
-    return Update(list(trained or piece.units()), metrics, [atoms], [trainer.seen])
+    return Update(list(trained or piece.units()), metrics, [item_of(task, atoms)], [trainer.seen])
 
 
-def require(task: Task, client: Client, piece: Piece, doing: str) -> None:
-    """Raise MemoryBudgetExceededError where a piece does not fit."""
-    needed = task.cost(piece)
+def item_of(task: Task, atoms: Piece) -> WorkItem:
+    """The work item that trains these atoms and theta_L."""
+    return WorkItem(atoms, variant=task.variant)
+
+
+def require(task: Task, client: Client, item: WorkItem, doing: str) -> None:
+    """Raise MemoryBudgetExceededError where a work item does not fit."""
+    needed = task.cost(item)
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or 0, client.allowed, doing)
 

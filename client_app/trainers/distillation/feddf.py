@@ -10,8 +10,6 @@ from piecework.client_app.client import Client, Update
 from piecework.client_app.trainers.whole.fedavg import train_whole
 from piecework.training.messages import Task, TaskConfig
 
-FAMILY = -3  # in a cost list, the piece (FAMILY, n) is the n-th model of the family, from 0
-
 
 @dataclass(frozen=True)
 class FedDFTaskConfig(TaskConfig):
@@ -22,4 +20,4 @@ class FedDFTaskConfig(TaskConfig):
 
 def train(task: Task, client: Client) -> Update:
     """Train the model. Raises MemoryBudgetExceededError."""
-    return train_whole(task, client, (FAMILY, FedDFTaskConfig.of(task).level))
+    return train_whole(task, client)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from piecework.client_app.client import Client, Update
 from piecework.client_app.momentum import CarriedMomentum, averaged
 from piecework.client_app.trainers.whole.fedavg import train_whole
-from piecework.client_app.trainers.width.heterofl import WIDTH
 from piecework.models.low_rank import Pair
 from piecework.training.attacks import Loss
 from piecework.training.loop import MakeLoss, PieceModel, classification_loss
@@ -74,5 +73,5 @@ def train(task: Task, client: Client) -> Update:
     """Train the sub-model. Raises MemoryBudgetExceededError."""
     carried = CarriedMomentum(client, averaged(client.blueprint)) if client.settings.server_momentum else None
     make_loss = low_rank_loss(client.training_config.weight_decay)
-    update = train_whole(task, client, (WIDTH, PriSMTaskConfig.of(task).level), make_loss, LowRankModel, carried)
+    update = train_whole(task, client, make_loss, LowRankModel, carried)
     return replace(update, units=[*update.units, *carried.units()]) if carried else update

@@ -26,8 +26,7 @@ class ScoredModel(PieceModel):
 
 def train(task: Task, client: Client) -> Update:
     """Train the scores, and draw a mask. Raises MemoryBudgetExceededError."""
-    whole = tuple(range(len(client.blueprint.atoms)))
-    update = train_whole(task, client, whole, piece_class=ScoredModel)
+    update = train_whole(task, client, piece_class=ScoredModel)
     rng, drawn = client.rng("mask"), dict[str, np.ndarray]()
     for name, scores in client.store.read(sorted(update.units)):
         drawn[name] = rng.random(scores.size) < 1 / (1 + np.exp(-scores.reshape(-1).astype(np.float64)))

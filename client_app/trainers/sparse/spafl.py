@@ -23,6 +23,7 @@ import torch
 from piecework.client_app.client import Client, Update, fill_from
 from piecework.client_app.momentum import CarriedMomentum
 from piecework.client_app.trainers.sparse.forms import SparseModel, SparseTrainer, sparse_loss
+from piecework.client_app.trainers.whole.fedavg import whole_network
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Blueprint, Shape, initial_state, unit_of
 from piecework.models.compact import Layout, layout
@@ -64,8 +65,8 @@ def initial_model(
 def train(task: Task, client: Client) -> Update:
     """Train weights and thresholds. Raises MemoryBudgetExceededError, and RuntimeError for another initial model."""
     task_config, settings = SpaFLTaskConfig.of(task), client.settings
-    layout, whole = own_layout(client, task.variant), tuple(range(len(client.blueprint.atoms)))
-    needed = task.cost(whole)
+    layout, item = own_layout(client, task.variant), whole_network(task, client)
+    needed = task.cost(item)
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
     source = own_model(client, task_config)
@@ -95,16 +96,16 @@ def train(task: Task, client: Client) -> Update:
         "fresh": int(source == client.store.model),
     }
     if not task_config.shared:
-        return Update([], metrics, [whole], [trainer.seen])
+        return Update([], metrics, [item], [trainer.seen])
     client.store.write_units({THRESHOLDS: model.thresholds()})
-    return Update([THRESHOLDS], metrics, [whole], [trainer.seen])
+    return Update([THRESHOLDS], metrics, [item], [trainer.seen])
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss, accuracy and density (the mean over layers) of the client's own model, as it left it. Raises as `train`."""
     task_config = SpaFLTaskConfig.of(task)
     layout = own_layout(client, task.variant)
-    needed = task.cost(tuple(range(len(client.blueprint.atoms))))
+    needed = task.cost(whole_network(task, client))
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "evaluating the whole model")
     source = own_model(client, task_config)

@@ -6,38 +6,50 @@ rounds.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from piecework.client_app.client import Client, Update
 from piecework.device_profiles.memory import MemoryBudgetExceededError
-from piecework.models.partition import Piece, fits
+from piecework.models.partition import fits
+from piecework.models.work_item import WorkItem
 from piecework.training.loop import Carried, LocalTrainer, MakeLoss, PieceModel, single_loss
 from piecework.training.messages import Task
 
 
 def train(task: Task, client: Client) -> Update:
     """Train all atoms and the head together. Raises MemoryBudgetExceededError."""
-    return train_whole(task, client, tuple(range(len(client.blueprint.atoms))))
+    return train_whole(task, client)
+
+
+def whole_network(task: Task, client: Client) -> WorkItem:
+    """The work item of a task whose network is trained as a whole."""
+    return WorkItem(tuple(range(len(client.blueprint.atoms))), variant=task.variant)
 
 
 def train_whole(
     task: Task,
     client: Client,
-    piece: Piece,
     make_loss: MakeLoss = single_loss,
     piece_class: type[PieceModel] = PieceModel,
     carried: Carried | None = None,
     make_trainer: Callable[..., LocalTrainer] = LocalTrainer,
     *,
+    clean: bool = False,
     swaps: bool = False,
 ) -> Update:
-    """The same for a model that cost lists call `piece`; `swaps`: also where it does not fit."""
-    needed = task.cost(piece)
+    """Train all of the task's network with a loss and a trainer of one's own.
+
+    `clean` belongs to the work item. With `swaps`, the network is trained also where it does not fit.
+
+    Raises MemoryBudgetExceededError.
+    """
+    item = replace(whole_network(task, client), clean=clean)
+    needed = task.cost(item)
     if not swaps and not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
-    atoms = tuple(range(len(client.blueprint.atoms)))
 
     def make() -> list[PieceModel]:
-        return [piece_class(client.blueprint, atoms, "head", client.load())]
+        return [piece_class(client.blueprint, item.atoms, item.head, client.load())]
 
     trainer = make_trainer(make, client.training_config, make_loss, carried)
     for epoch in trainer.epochs():
@@ -47,4 +59,4 @@ def train_whole(
     client.save(model)
     metrics = client.evaluate(model.logits, client.validation)
     metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": needed or 0}
-    return Update([*model.units()], metrics, [piece], [trainer.seen])
+    return Update([*model.units()], metrics, [item], [trainer.seen])

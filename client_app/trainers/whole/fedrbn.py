@@ -27,8 +27,6 @@ from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, single_l
 from piecework.training.messages import Metrics, Task, TaskConfig
 from piecework.training.setup import image_attack
 
-DUAL = -4  # in a cost list, (DUAL, 0) is the whole model on clean examples, (DUAL, 1) on adversarial ones
-
 
 @dataclass(frozen=True)
 class FedRBNTaskConfig(TaskConfig):
@@ -128,12 +126,11 @@ class AdversarialTrainer(LocalTrainer):
 def train(task: Task, client: Client) -> Update:
     """Train the whole model, swapping where it does not fit."""
     if not task.adversarial:
-        return train_whole(task, client, (DUAL, 0), piece_class=DualPiece, swaps=True)
+        return train_whole(task, client, piece_class=DualPiece, clean=True, swaps=True)
     weight = client.settings.clean_weight
     return train_whole(
         task,
         client,
-        (DUAL, 1),
         adversarial_loss(weight),
         learner(weight),
         make_trainer=AdversarialTrainer,

@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from piecework.client_app.client import Client, Update
 from piecework.client_app.trainers.whole.fedavg import train_whole
 from piecework.client_app.trainers.width import heterofl
-from piecework.client_app.trainers.width.heterofl import WIDTH
 from piecework.models.cascade import Blueprint
 from piecework.models.channels import channel_axes
 from piecework.models.variant import Variant, vary
@@ -137,7 +136,7 @@ def train(task: Task, client: Client) -> Update:
         return trained[0]
 
     loss = nested_loss(widths, task_config.distil)
-    update = train_whole(task, client, (WIDTH, task_config.level), loss, make_trainer=make_trainer)
+    update = train_whole(task, client, loss, make_trainer=make_trainer)
     update.metrics["widths"] = trained[0].trained
     return update
 

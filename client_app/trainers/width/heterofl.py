@@ -20,15 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from piecework.client_app.client import Client, Update
-from piecework.client_app.trainers.whole.fedavg import train_whole
+from piecework.client_app.trainers.whole.fedavg import train_whole, whole_network
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Blueprint, outputs
 from piecework.models.partition import fits
 from piecework.training.attacks import Loss
 from piecework.training.loop import MakeLoss, PieceModel, classification_loss
 from piecework.training.messages import Metrics, Task, TaskConfig
-
-WIDTH = -2  # in a cost list, the piece (WIDTH, n) is the whole model with the n-th of `width-shares`, from 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def train(task: Task, client: Client) -> Update:
     task_config, shares = HeteroFLTaskConfig.of(task), scaler_of(task, client)
     present = classes_of(client) if task_config.masked else ()
     loss = width_loss(shares, present)
-    update = train_whole(task, client, (WIDTH, task_config.level), loss)
+    update = train_whole(task, client, loss)
     if task_config.masked:
         update.metrics["classes"] = [int(number) for number in np.flatnonzero(present)]
     return update
@@ -112,7 +110,7 @@ def train(task: Task, client: Client) -> Update:
 def evaluate(task: Task, client: Client) -> Metrics:
     """Loss and accuracy of the sub-model on the client's validation share. Raises MemoryBudgetExceededError."""
     shares = scaler_of(task, client)
-    needed = task.cost((WIDTH, HeteroFLTaskConfig.of(task).level))
+    needed = task.cost(whole_network(task, client))
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or 0, client.allowed, "evaluating the sub-model")
     piece = PieceModel(client.blueprint, range(len(client.blueprint.atoms)), "head", client.load())

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from piecework.client_app.client import Client, Update
 from piecework.client_app.trainers.whole.fedavg import train_whole
-from piecework.client_app.trainers.width.heterofl import WIDTH
 from piecework.models.mix import MixedHead
 from piecework.training.attacks import Loss
 from piecework.training.loop import PieceModel, classification_loss
@@ -31,7 +30,7 @@ def mixed_loss(pieces: list[PieceModel]) -> Loss:
 def train(task: Task, client: Client) -> Update:
     """Train the nets. Raises MemoryBudgetExceededError."""
     nets = task.variant.nets
-    update = train_whole(task, client, (WIDTH, len(nets)), mixed_loss)
+    update = train_whole(task, client, mixed_loss)
     loss = update.metrics["train-loss"]
     assert isinstance(loss, float)
     return replace(update, metrics=update.metrics | {"train-loss": loss / len(nets)})

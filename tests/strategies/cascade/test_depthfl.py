@@ -12,10 +12,11 @@ from helpers import TRIO, clients_of, digits, first_arrays, fleet_json, model_of
 from safetensors.numpy import load_file
 
 from piecework import load
-from piecework.client_app.trainers.cascade.depthfl import corrected, distillation_weight, exits_loss, piece_of_depth
+from piecework.client_app.trainers.cascade.depthfl import corrected, distillation_weight, exits_loss, item_of_depth
 from piecework.models.basic_layers import blocks_of
 from piecework.models.cascade import num_logits, unit_of
 from piecework.models.depth_exits import ExitCascade, exits_of, with_exits
+from piecework.models.variant import Variant
 from piecework.models.zoo import MODELS, build_blueprint
 from piecework.plan import make_plan
 from piecework.planning.costs import cost_model_for
@@ -92,7 +93,7 @@ def test_exits_of_resnet18() -> None:
     first = separable(64, 64) + 2 * 64 + separable(64, 128) + separable(128, 256) + separable(256, 512) + 5130
     built = model.build_unit(f"atoms.{len(resnet.atoms)}")
     assert sum(p.numel() for p in built.parameters()) == first
-    assert [piece_of_depth(model, blocks_of(resnet), d)[1] for d in (1, 2, 3, 4)] == [
+    assert [item_of_depth(model, Variant(exits=tuple(blocks_of(resnet))), d).head for d in (1, 2, 3, 4)] == [
         *(f"atoms.{len(resnet.atoms) + n}" for n in range(3)),
         "head",
     ]
@@ -102,7 +103,11 @@ def test_clients_train_as_deep_as_they_can(tmp_path: Path) -> None:
     run_dir = run_local(tmp_path, **SMALL)
     for record in run_dir.rounds():
         assert record["depths"] == {"0": 3, "1": 2, "2": 1}
-        assert [client["pieces"] for client in record["clients"]] == ["0,1,2,3,4,5,6", "0,1,2,3,5", "0,1"]
+        assert [client["pieces"] for client in record["clients"]] == [
+            [[0, 1, 2, 3, 4, 5, 6]],
+            [[0, 1, 2, 3, 5]],
+            [[0, 1]],
+        ]
         for client in record["clients"]:
             assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
         assert record["clients"][0]["bytes_up"] > record["clients"][1]["bytes_up"] > record["clients"][2]["bytes_up"]

@@ -52,8 +52,8 @@ SMALL: dict[str, Any] = TRIO | {
 }
 
 
-def keys(*pieces: tuple[int, ...]) -> list[str]:
-    return [",".join(map(str, piece)) for piece in pieces]
+def keys(*pieces: tuple[int, ...]) -> list[list[list[int]]]:
+    return [[list(piece)] for piece in pieces]
 
 
 def settled(run_dir: RunDir) -> list[dict[str, Any]]:
@@ -401,7 +401,7 @@ def test_a_client_whose_process_died_can_still_train_its_module(tmp_path: Path) 
     run_dir = run_local(tmp_path, Dying, **SMALL | {"num_rounds": 2})
     one, two = (record["clients"][0] for record in run_dir.rounds())
     assert one["status"] == "crashed"
-    assert (two["status"], two["pieces"]) == ("ok", "0,1,2")
+    assert (two["status"], two["pieces"]) == ("ok", [[0, 1, 2]])
     assert "given 75% of its budget" in two["note"]
 
 
@@ -422,7 +422,7 @@ def test_jfat_swaps_at_the_price_of_time(tmp_path: Path) -> None:
     assert same(model_of(poor), model_of(rich))
     for one, other in zip(poor.rounds(), rich.rounds(), strict=True):
         assert not one["enforced"]
-        assert {client["pieces"] for client in one["clients"]} == {"0,1,2,3,4"}
+        assert all(client["pieces"] == [[0, 1, 2, 3, 4]] for client in one["clients"])
         assert one["simulated_seconds"] > other["simulated_seconds"]
         assert all(client["measured_peak"] > client["budget"] for client in one["clients"])
     summary = poor.summary()

@@ -78,16 +78,16 @@ def by_unit(record: ArrayRecord) -> dict[str, list[str]]:
     [
         (
             "first",
-            ["0,1", "0,1,2,3", "0,1,2,3,4"],
+            [[0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4]],
             {"atoms.0": 3, "atoms.1": 3, "aux.1": 1, "atoms.2": 2, "atoms.3": 2, "aux.3": 1, "atoms.4": 1, "head": 1},
         ),
-        ("second", ["2,3", "2,3,4", "2,3,4"], {"atoms.2": 3, "atoms.3": 3, "aux.3": 1, "atoms.4": 2, "head": 2}),
+        ("second", [[2, 3], [2, 3, 4], [2, 3, 4]], {"atoms.2": 3, "atoms.3": 3, "aux.3": 1, "atoms.4": 2, "head": 2}),
     ],
 )
-def test_partial_average(answers: Answers, what: str, pieces: list[str], trained: dict[str, int]) -> None:
+def test_partial_average(answers: Answers, what: str, pieces: list[list[int]], trained: dict[str, int]) -> None:
     strategy, replies = answers.ask(what)
     old, new = answers.run.arrays, aggregated(strategy, replies)
-    assert [report.pieces for report in strategy.reports.values()] == pieces
+    assert [report.pieces for report in strategy.reports.values()] == [[piece] for piece in pieces]
     weights = [examples_of(reply) for reply in replies]
     assert len(set(weights)) == 3  # so that a mean without weights would be another
     assert list(new) == list(old)

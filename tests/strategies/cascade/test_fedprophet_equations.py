@@ -17,11 +17,12 @@ from piecework.client_app.trainers.cascade.fedprophet import FedProphetTaskConfi
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import Atom, Blueprint, initial_state
 from piecework.models.layers import pooled_linear
+from piecework.models.work_item import WorkItem
 from piecework.planning.costs import cost_model_for
 from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 from piecework.training.attacks import Attack
 from piecework.training.loop import PieceModel
-from piecework.training.messages import Task, piece_key
+from piecework.training.messages import Task
 from piecework.training.settings import Settings
 
 # ---- Equations 9 and 13
@@ -74,7 +75,7 @@ def a_task(task_config: FedProphetTaskConfig, costs: dict[tuple[int, ...], int] 
         reference=500,
         lr=0.05,
         state_dir="",
-        costs={piece_key(piece): cost for piece, cost in listed.items()},
+        costs={WorkItem(p, "head" if p[-1] == 4 else f"aux.{p[-1]}"): cost for p, cost in listed.items()},
         own=task_config.to_values(),
     )
 
@@ -109,7 +110,7 @@ def test_modules_are_trained_jointly_by_the_last_ones_loss(
     loss.backward()
 
     update = fedprophet.train(a_task(FedProphetTaskConfig(modules, 0, last)), client)
-    assert update.pieces == [atoms]
+    assert update.done == [WorkItem(atoms, head)]
     assert update.units == [*(f"atoms.{atom}" for atom in atoms), head]
     assert update.metrics["train-loss"] == pytest.approx(loss.item(), rel=1e-5)
     after = dict(client.store.read(everything))
@@ -240,7 +241,12 @@ def assigned(stage: int, budget: int, speed: float, slowest: float, **changes: A
 def test_the_memory_of_modules_by_hand() -> None:
     policy = a_policy()
     assert (ONE, TWO, ALL, LAST_TWO) == (348, 676, 1060, 848)
-    assert [policy.bytes(piece) for piece in ((0,), (0, 1), (0, 1, 2), (1, 2))] == [ONE, TWO, ALL, LAST_TWO]
+    assert [policy.bytes(policy.item(piece)) for piece in ((0,), (0, 1), (0, 1, 2), (1, 2))] == [
+        ONE,
+        TWO,
+        ALL,
+        LAST_TWO,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -40,14 +40,15 @@ def test_a_full_batch_takes_the_memory_of_the_papers_tables() -> None:
         assert (batch.training_bytes, count) == (whole, ITERATIONS)
         for stage in policy_for(setting.flags).stages:
             (module, _), *_ = batches(setting, stage.parts[0].atoms, How())
-            assert module.training_bytes == policy_for(setting.flags).bytes(stage.parts[0].atoms)
+            policy = policy_for(setting.flags)
+            assert module.training_bytes == policy.bytes(policy.item(stage.parts[0].atoms))
 
 
 def test_the_last_batch_of_an_epoch_is_smaller() -> None:
     # 400 = 6 x 64 + 16: 30 batches are 4 epochs of 7 and two more; 187 = 5 x 32 + 27: 5 epochs of 6
     for setting, sizes in ((CIFAR10, [(64, 26), (16, 4)]), (CALTECH, [(32, 25), (27, 5)])):
         work = batches(setting, whole_model(setting), How(remainder=True))
-        image = policy_for(setting.flags).part((0,)).input_bytes
+        image = (policy := policy_for(setting.flags)).part(policy.item((0,))).input_bytes
         assert [(batch.input_bytes // image, count) for batch, count in work] == sizes
 
 

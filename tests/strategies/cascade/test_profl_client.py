@@ -21,6 +21,7 @@ from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.basic_layers import blocks_of, cascade_at, step_atoms, with_basic_layers
 from piecework.models.cascade import unit_of
 from piecework.models.variant import Variant
+from piecework.models.work_item import WorkItem
 from piecework.training.loop import PieceModel, load_for_device
 from piecework.training.messages import Task
 
@@ -40,6 +41,13 @@ def a_task(t: int, doing: str = "growing") -> Task:
     return Task(
         "experiment", 1, 0, "profl", 10**9, 10**6, 0.05, "", variant=variant, own=ProFLTaskConfig(t, doing).to_values()
     )
+
+
+def costing(task: Task, costs: dict[tuple[int, ...], int]) -> Task:
+    """The task with these costs of atoms; of its statistics, costs of measuring them."""
+    measured = ProFLTaskConfig.of(task).doing == "statistics"
+    items = {WorkItem(atoms, variant=task.variant, measured=measured): cost for atoms, cost in costs.items()}
+    return replace(task, costs=items)
 
 
 def held(client: Any, model: Any, atoms: tuple[int, ...]) -> PieceModel:
@@ -73,8 +81,8 @@ def test_a_map_brings_the_student_nearer_to_its_teacher(tmp_path: Path, t: int, 
     with torch.no_grad():
         teacher = held(client, model, cascade_at(model, blocks, t)).logits(x)
         before = float(F.mse_loss(held(client, model, cascade_at(model, blocks, t - 1)).logits(x), teacher))
-    student = ",".join(map(str, range(3 + t, 7)))
-    task = replace(a_task(t, "map"), costs={student: 10**6})
+    student = tuple(range(3 + t, 7))
+    task = costing(a_task(t, "map"), {student: 10**6})
     client.training_config = replace(client.training_config, lr=0.05, epochs=20)
     update = train(task, client)
     assert set(update.units) == learns
@@ -98,7 +106,7 @@ def test_distillation_by_hand(tmp_path: Path) -> None:
 
 def test_too_little_for_the_output_layer(tmp_path: Path) -> None:
     client, _ = a_profl_client(tmp_path, allowed=1000)
-    task = replace(a_task(1), costs={"0,1,5,6": 5000, "head": 1001})
+    task = costing(a_task(1), {(0, 1, 5, 6): 5000, (): 1001})
     with pytest.raises(MemoryBudgetExceededError) as caught:
         train(task, client)
     assert (caught.value.needed, caught.value.allowed) == (1001, 1000)
@@ -149,7 +157,7 @@ def test_statistics_by_hand(tmp_path: Path) -> None:
     with torch.no_grad():
         z = [layers[0](examples.read(positions)) for positions in order]
     before = dict(client.store.read(["atoms.0", "atoms.1", "atoms.2"]))
-    task = replace(a_task(2, "statistics"), costs={"0,1": 10**6})
+    task = costing(a_task(2, "statistics"), {(0, 1): 10**6})
     update = train(task, client)
     assert update.units == ["atoms.0", "atoms.1"]
     after = dict(client.store.read(["atoms.0", "atoms.1", "atoms.2"]))
@@ -164,4 +172,4 @@ def test_statistics_by_hand(tmp_path: Path) -> None:
         for kind in (name.removeprefix("atoms.0."), name.removeprefix("atoms.0.").replace("mean", "var"))
     } | {name for name in after if name.endswith("num_batches_tracked") and unit_of(name) != "atoms.2"}
     with pytest.raises(MemoryBudgetExceededError, match="measuring the statistics of random blocks"):
-        train(replace(task, costs={"0,1": 10**10}), client)
+        train(costing(task, {(0, 1): 10**10}), client)

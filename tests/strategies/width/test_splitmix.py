@@ -105,7 +105,7 @@ def test_clients_train_as_many_nets_as_fit(tmp_path: Path, grids: Callable[..., 
 
 def test_a_fleet_may_say_how_many_nets_each_device_gets(tmp_path: Path) -> None:
     """Nets are quarters: of a half there are two, of a hundredth there is one."""
-    fleet = fleet_json({"half": 0.5, "least": 0.01, "all": 1.0}, half=9.0, minimum=9.0, all=9.0)
+    fleet = fleet_json({"half": 0.5, "minimum": 0.01, "all": 1.0}, half=9.0, minimum=9.0, all=9.0)
     run_dir = run_local(tmp_path, **SMALL | {"fleet": fleet})
     assert [len(nets) for nets in run_dir.rounds()[0]["nets"].values()] == [2, 1, 4]
 
