@@ -108,9 +108,9 @@ def policy_for(
     minimum = budget_bytes(budget, full) if budget else min(budgets)
     policy = policy_class(blueprint, cost_model, settings)
     policy.require_model()
-    policy.fit(minimum, max(minimum, *budgets))
-    if not budget:
-        policy.smallest = max(policy.smallest, policy.min_budget())
+    policy = policy.fit(minimum, max(minimum, *budgets))
+    if not budget and policy.smallest < policy.min_budget():
+        policy = policy.with_smallest(policy.min_budget())
     return policy, states
 
 

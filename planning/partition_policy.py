@@ -6,7 +6,7 @@ Each system's rule stands in its own file beside its strategy. Plans need no mor
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
@@ -31,6 +31,8 @@ class Stage:
 
 class PartitionPolicy(ABC):
     """How a system cuts one model for one fleet. `smallest` is the smallest budget (bytes) that a client will have.
+
+    A policy does not change: `fit` and `with_smallest` make another one.
 
     `cuts`: the model is cut to fit a budget. `adapts`: the model is not cut, but narrowed or shortened.
     `when_excluded` says what becomes of a device that cannot train.
@@ -106,12 +108,16 @@ class PartitionPolicy(ABC):
         """The least budget (bytes) for which there are stages."""
         return 0
 
-    def fit(self, minimum: int, maximum: int) -> None:
-        """Cut or size the model for clients of which none has less, or more, than so many bytes.
+    def with_smallest(self, budget: int) -> Self:
+        """The same policy where the smallest budget is so many bytes."""
+        return type(self)(self.blueprint, self.cost_model, self.settings, budget)
+
+    def fit(self, minimum: int, maximum: int) -> Self:
+        """The policy that cuts or sizes the model for clients of which none has less, or more, than so many bytes.
 
         Raises ValueError where no client could train anything.
         """
-        self.smallest = minimum
+        return self.with_smallest(minimum)
 
     def part(self, item: WorkItem) -> Part:
         """What a work item means: here its atoms of the server's model with their head."""

@@ -1,4 +1,5 @@
-"""DepthFL ("DepthFL: Depthwise Federated Learning for Heterogeneous Clients", ICLR 2023), the server's side.
+"""DepthFL (Minjae Kim, Sangyoon Yu, Suhyun Kim, Soo-Mook Moon, "DepthFL: Depthwise Federated Learning for Heterogeneous
+Clients", ICLR 2023, https://openreview.net/forum?id=pf8RIZTMU58), the server's side.
 
 d_k: the depth of client k, the most blocks whose step with their classifiers fits its budget; who cannot train the first block
 is not asked. Every array is averaged over the clients that trained it, each counting the same. The model predicts by the mean

@@ -1,7 +1,17 @@
-"""FeDepth ("Memory-adaptive Depth-wise Heterogeneous Federated Learning"), the server's side: Algorithm 1.
+"""FeDepth: every client trains all blocks of the model, one after another, the server's side.
 
-W^{t+1} = sum_k p_k / sum_k' p_k' W_k^{t+1}, with p_k the number of training examples (line 7). Each client cuts the
-model by its own budget; the server costs what that cut will ask for, as one training step on fake tensors.
+Kai Zhang, Yutong Dai, Hongyi Wang, Eric Xing, Xun Chen, Lichao Sun, "Memory-adaptive Depth-wise Heterogeneous Federated
+Learning", 2023, https://arxiv.org/abs/2303.04887
+
+    Algorithm 1, line 2, sample clients             base.py: PieceStrategy.sample
+    line 3, broadcast W^t                           base.py: PieceStrategy.configure_train
+    line 5, ClientUpdate (lines 9 to 15, Eq. 1)     client_app/trainers/cascade/fedepth.py: train
+    the decomposition (sections 4.1, 4.2)           client_app/trainers/cascade/fedepth.py: choose_items
+    mutual distillation (section 4.3)               client_app/trainers/cascade/fedepth.py: train_mutually, mutual_objective
+    line 7, aggregate                               base.py: PieceStrategy.combine
+
+W^{t+1} = sum_k p_k / sum_k' p_k' W_k^{t+1}, where p_k is the number of training examples (line 7). Each client cuts the model
+by its own budget. The server sends the memory costs that this cut looks up, each from one training step on fake tensors.
 
 Ours, where the paper is silent: blocks that a client had to leave out are neither uploaded nor averaged
 (`partial-training = dilute` restores the authors' way). m-FeDepth's heads are part of the global model and are averaged

@@ -1,6 +1,17 @@
-"""FedProphet ("Memory-Efficient Federated Adversarial Training via Robust and Consistent Cascade Learning"), the server's
-side: Algorithm 2. How it cuts the model and deals it out is in `fedprophet_modules`, how it sets perturbations in
-`fedprophet_adjustment`.
+"""FedProphet: cascade modules that clients train adversarially, the server's side.
+
+Minxue Tang, Yitu Wang, Jingyang Zhang, Louis DiValentin, Aolin Ding, Amin Hass, Yiran Chen, Hai Li, "FedProphet:
+Memory-Efficient Federated Adversarial Training via Robust and Consistent Cascade Learning", MLSys 2025,
+https://arxiv.org/abs/2409.08372
+
+    Algorithm 1, partition by R_min                 fedprophet_modules.py: FedProphetPolicy.stages
+    Algorithm 2, the server adjusts epsilon         fedprophet_adjustment.py: adjusted_alpha, FedProphetState.epsilon
+        (Eqs. 11, 12)
+    the server assigns M_k (Eqs. 14, 15)            fedprophet_modules.py: FedProphetPolicy.assigned
+    clients train {m .. M_k} (Eqs. 9, 13)           client_app/trainers/cascade/fedprophet.py: train, module_loss
+    the server aggregates modules (Eqs. 16, 17)     fedprophet.py: FedProphet.sent_units; base.py: PieceStrategy.combine
+    until w_m converges                             fedprophet.py: FedProphet.conclude
+    collect max ||Delta z_m||                       fedprophet.py: FedProphet.configure_query, FedProphet.aggregate_query
 
 w_m: module m; theta_m: its auxiliary head; R_min: the smallest memory reserved on a client. C_m, A_m: clean and adversarial
 validation accuracy of w_1 .. w_m with theta_m; starred, their values when module m was fixed.
@@ -88,7 +99,7 @@ class FedProphet(PieceStrategy):
         self.require_emulated()
         if not state.r_min:
             state.r_min = self.policy.smallest or max(int(min(self.budgets())), self.policy.min_budget())
-        self.policy.smallest = state.r_min
+        self.policy = self.policy.with_smallest(state.r_min)
         self._check_modules()
         if not state.stage_rounds:
             state.stage_rounds = settings.stage_rounds or max(1, settings.num_rounds // len(self.policy.stages))
@@ -115,7 +126,8 @@ class FedProphet(PieceStrategy):
     def _cut(self, r_min: str) -> None:
         """Cut the model for the setting `r-min`. Raises ValueError where it makes no sense."""
         try:
-            self.policy.smallest = share_or_bytes(r_min, self.policy.cost_model.bytes(whole_model(self.blueprint)))
+            smallest = share_or_bytes(r_min, self.policy.cost_model.bytes(whole_model(self.blueprint)))
+            self.policy = self.policy.with_smallest(smallest)
             _ = self.policy.stages
         except AtomTooLargeError as error:
             raise ValueError(
@@ -168,7 +180,7 @@ class FedProphet(PieceStrategy):
         state, maximum = self.state, self.state.stage_rounds
         if not maximum:
             return
-        self.policy.smallest = state.r_min
+        self.policy = self.policy.with_smallest(state.r_min)
         left = (len(self.modules) - state.stage) * maximum - state.stage_round
         for n, server_round in enumerate(range(first, min(last, first + left - 1) + 1)):
             yield server_round, (state.stage_round + n) % maximum + 1 if self.settings.lr_restart else server_round

@@ -1,5 +1,14 @@
-"""ProFL ("Breaking the Memory Wall for Heterogeneous Federated Learning via Progressive Training", KDD 2025), the server's
-side. How it cuts the model is in `profl_steps`, when a block is frozen in `profl_freezing`.
+"""ProFL: the model shrinks and grows block by block, the server's side.
+
+Yebo Wu, Li Li, Cheng-zhong Xu, "Breaking the Memory Wall for Heterogeneous Federated Learning via Progressive Training", KDD
+2025, https://arxiv.org/abs/2404.13349
+
+    section 2.1, blocks and output modules          profl_steps.py: ProFLPolicy.step, ProFLPolicy.fit
+    section 2.2, growing                            profl.py: legs_of, ProFL.conclude
+    section 2.3, shrinking and Map                  profl.py: legs_of; client_app/trainers/cascade/profl.py: integrate
+    Eq. 1, aggregate theta_t and theta_op           profl.py: ProFL.combine
+    section 2.4, effective movement and freezing    profl_freezing.py: effective_movement, slope, converged
+    clients that cannot afford the step             client_app/trainers/cascade/profl.py: train
 
 theta_t: block t of T; theta_op: the output module of a step, basic layers theta_{t+1,b} .. theta_{T,b} and the output layer
 theta_L; theta_t^ini: a block as shrinking leaves it.
@@ -128,9 +137,9 @@ class ProFL(PieceStrategy):
         state = self.state
         if not state.blocks:
             budgets = self.budgets()
-            self.policy.fit(int(min(budgets)), int(max(budgets)))
-            state.blocks = [list(block) for block in self.policy.blocks]
-        self.policy.cut([tuple(block) for block in state.blocks])
+            fitted = self.policy.fit(int(min(budgets)), int(max(budgets)))
+            state.blocks = [list(block) for block in fitted.blocks]
+        self.policy = self.policy.cut([tuple(block) for block in state.blocks])
         self.blueprint = self.policy.model
         self.phases = self._phases()
         if not state.maximum:

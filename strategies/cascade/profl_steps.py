@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Self
 
 from piecework.client_app.trainers.cascade.profl import OUTPUT_LAYER, distillation, learners
 from piecework.device_profiles.memory import MemoryBudgetExceededError
@@ -31,19 +32,29 @@ class ProFLPolicy(PartitionPolicy):
 
     when_excluded = "trains the output layer only"
 
-    def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, smallest: int = 0) -> None:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        cost_model: CostModel,
+        settings: Settings,
+        smallest: int = 0,
+        blocks: Sequence[Piece] = (),
+    ) -> None:
         super().__init__(blueprint, cost_model, settings, smallest)
-        self.cut(blocks_of(blueprint))
+        self.blocks = list(blocks) or blocks_of(blueprint)
 
-    def fit(self, minimum: int, maximum: int) -> None:
+    def with_smallest(self, budget: int) -> Self:
+        """The same blocks where the smallest budget is so many bytes."""
+        return type(self)(self.blueprint, self.cost_model, self.settings, budget, self.blocks)
+
+    def fit(self, minimum: int, maximum: int) -> Self:
         """By architecture unless settings say by budget; layer by layer, where a step is too large for every client.
 
         Raises AtomTooLargeError, and ValueError where not even layers fit.
         """
-        super().fit(minimum, maximum)
+        policy = self.with_smallest(minimum)
         if self.settings.blocks == "budget":
-            self.cut(self.by_budget(minimum))
-            return
+            return policy.cut(self.by_budget(minimum))
         allowed = self.settings.allowance(maximum)
         step, needed = self.largest()
         if needed > allowed:
@@ -51,20 +62,18 @@ class ProFLPolicy(PartitionPolicy):
                 "step %s needs %s bytes, more than any client has (%s): every atom is a block (layer-wise training)",
                 *(step, f"{needed:,}", f"{allowed:,}"),
             )
-            self.cut(self.by_layer())
-            step, needed = self.largest()
+            policy = policy.cut(self.by_layer())
+            step, needed = policy.largest()
         if needed > allowed:
             raise ValueError(
                 f"step {step} of layer-wise training needs {needed:,} bytes, and the richest client has {allowed:,}: no client "
                 "could train its atom; lower batch-size or model-width, or give clients more memory"
             )
+        return policy
 
-    def cut(self, blocks: Sequence[Piece]) -> None:
-        """Take these blocks."""
-        self.blocks = list(blocks)
-        self._bytes.clear()
-        for known in ("stages", "model"):
-            self.__dict__.pop(known, None)
+    def cut(self, blocks: Sequence[Piece]) -> Self:
+        """The policy with these blocks."""
+        return type(self)(self.blueprint, self.cost_model, self.settings, self.smallest, blocks)
 
     @property
     def variant(self) -> Variant:
@@ -89,9 +98,8 @@ class ProFLPolicy(PartitionPolicy):
     def _with_block(self, start: int, end: int, later: list[Piece]) -> int:
         """Bytes of the step of a block whose later blocks are known; what comes before it does not matter."""
         before = [tuple(range(start))] if start else []
-        self.cut([*before, tuple(range(start, end)), *later])
-        t = len(before) + 1
-        return self.needed(t)[self.item(self.step(t))]
+        policy, t = self.cut([*before, tuple(range(start, end)), *later]), len(before) + 1
+        return policy.needed(t)[policy.item(policy.step(t))]
 
     def by_layer(self) -> list[Piece]:
         """Every atom a block: "layer-wise training" (section 3.1)."""

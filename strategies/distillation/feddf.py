@@ -1,5 +1,5 @@
-"""FedDF (Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning", NeurIPS 2020), the server's side,
-as FedProphet compares with it.
+"""FedDF (Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning", NeurIPS 2020,
+https://arxiv.org/abs/2006.07242), the server's side, as FedProphet compares with it.
 
 A family of architectures, of which `model` is the largest: each client trains the largest that its budget allows. For each
 architecture p the server has a prototype w_p, and after a round, with D_p the clients that trained p and s_k client k's logits:

@@ -1,5 +1,5 @@
-"""FedET (Cho et al., "Heterogeneous Ensemble Knowledge Transfer for Training Large Models in Federated Learning", IJCAI 2022),
-the server's side, as FedProphet compares with it.
+"""FedET (Cho et al., "Heterogeneous Ensemble Knowledge Transfer for Training Large Models in Federated Learning", IJCAI 2022,
+https://arxiv.org/abs/2204.12703), the server's side, as FedProphet compares with it.
 
 Clients as in FedDF. The server's model W, of the largest architecture, is no client's: it learns from the ensemble alone. For
 client k's logits s_k, v_k(x) their variance over the classes, and phi the last linear layer, which all models have alike:

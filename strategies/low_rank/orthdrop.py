@@ -1,9 +1,10 @@
 """OrthDrop, PriSM's rival in the orthogonal space: the top kernels of every layer, for every client, in every round.
 
-That is how FedHM (Yao et al., "FedHM: Efficient Federated Learning for Heterogeneous Models via Low-rank Factorization", 2021)
-chooses them: a client of keep ratio c has ceil(c R) of a layer's R kernels, those with the largest singular values, and of each
-all output channels. The rest is PriSM's (its authors' code): decay by Eq. 6, averaging kernel by kernel, decomposition of what
-comes of it in every round; kernels below the top stay in the server's model and are never trained (FedHM drops them).
+FedHM (Yao et al., "FedHM: Efficient Federated Learning for Heterogeneous Models via Low-rank Factorization", 2021,
+https://arxiv.org/abs/2111.14655) chooses kernels so. A client of keep ratio c has ceil(c R) of a layer's R kernels, those with
+the largest singular values, and of each all output channels. The rest is PriSM's (its authors' code): decay by Eq. 6, averaging
+kernel by kernel, and a decomposition of the mean in every round. Kernels below the top stay in the server's model and are never
+trained (FedHM drops them).
 """
 
 from typing import Literal

@@ -1,5 +1,15 @@
-"""PriSM ("Overcoming Resource Constraints in Federated Learning: Large Models Can Be Trained with only Weak Clients", TMLR
-2023), the server's side; OrthDrop, a rival of its own (FedHM's choice of kernels), is built on it.
+"""PriSM: clients train random low-rank sub-models of principal kernels, the server's side.
+
+Yue Niu, Saurav Prakash, Souvik Kundu, Sunwoo Lee, Salman Avestimehr, "Overcoming Resource Constraints in Federated Learning:
+Large Models Can Be Trained with only Weak Clients", TMLR 2023, https://openreview.net/forum?id=lx1WnkL9fk
+
+    Algorithm 1, lines 1 and 10, SVD                models/kernels.py: decompose; prism.py: PriSM.kernels
+    line 5, the size of I_c                         prism.py: PriSMPolicy.shares; heterofl.py: HeteroFLPolicy.level_of
+    line 6, I_c (section 3.2.1, Eq. 2)              models/kernels.py: sample; prism.py: PriSM.ask
+    line 7, LocalTrain (lines 12 to 17, Eq. 6)      client_app/trainers/low_rank/prism.py: train, low_rank_loss
+    line 9, aggregate (Eq. 5)                       prism.py: PriSM.combine, PriSM.finish
+
+OrthDrop, a rival with FedHM's choice of kernels, is built on PriSM.
 
 W = U S V^T: a layer's weight; u'_i = sqrt(sigma_i) u_i, v'_i = sqrt(sigma_i) v_i: its principal kernels, i < R; I_c: those of
 client c, r = ceil(keep R) of them, drawn again for every round, client and layer with p_i = sigma_i^kappa / sum (Eq. 2).

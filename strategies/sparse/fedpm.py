@@ -1,4 +1,5 @@
-"""FedPM (Isik et al., "Sparse Random Networks for Communication-Efficient Federated Learning", ICLR 2023), the server's side.
+"""FedPM (Isik et al., "Sparse Random Networks for Communication-Efficient Federated Learning", ICLR 2023,
+https://arxiv.org/abs/2209.15328), the server's side.
 
 theta: for each weight of a frozen random network the probability that it is there. Each round starts from a Beta(1, 1) prior
 again; with masks m_k of K clients its mode is theta = sum_k m_k / K (Algorithm 2), where masks count 0.01 and 0.99 for 0 and 1,

@@ -1,5 +1,13 @@
-"""SpaFL ("Communication-Efficient Federated Learning with Sparse Models and Low Computational Overhead", NeurIPS 2024), the
-server's side, and `local`, its rival without communication.
+"""SpaFL: clients keep sparse models of their own and share pruning thresholds, the server's side; `local` shares nothing.
+
+Minsu Kim, Walid Saad, Merouane Debbah, Choong Seon Hong, "SpaFL: Communication-Efficient Federated Learning with Sparse Models
+and Low Computational Overhead", NeurIPS 2024, https://arxiv.org/abs/2406.00431
+
+    Algorithm 1, line 5, send tau(t + 1)            spafl.py: SpaFL.travelling
+    line 6, move the weights (Eq. 13)               client_app/trainers/sparse/spafl.py: take_over
+    lines 8 to 10, train (Eqs. 3 to 6, 9, 11, 12)   client_app/trainers/sparse/spafl.py: train; models/masked.py: Masked
+    line 11, transmit thresholds                    client_app/trainers/sparse/spafl.py: train
+    line 12, the new thresholds (Eq. 7)             spafl.py: SpaFL.combine
 
 tau(t): the thresholds, a float32 array, all the server has: every client keeps a model of its own. Each round tau(t + 1) is the
 mean of the clients' thresholds, each alike (Eq. 7); alpha weighs the sparsity regulariser. How good clients' models are is told

@@ -1,5 +1,5 @@
 """FedRBN (Hong et al., "Federated Robustness Propagation: Sharing Adversarial Robustness in Heterogeneous Federated Learning",
-AAAI 2023), the server's side, as FedProphet compares with it.
+AAAI 2023, https://arxiv.org/abs/2106.10196), the server's side, as FedProphet compares with it.
 
 Weights are averaged by numbers of examples. Of the statistics of batch norms, mu_l and v_l of layer l are of clean examples,
 mu'_l and v'_l of adversarial ones. S: the clients that trained adversarially in a round; t: one that trained plainly.

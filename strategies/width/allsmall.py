@@ -4,13 +4,16 @@ The share of the channels is the largest number of 64ths that fits; which one is
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
+from piecework.models.cascade import Blueprint
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
+from piecework.planning.costs import CostModel
 from piecework.planning.part import Part, whole_model
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.strategies.whole.fedavg import FedAvg, FedAvgPolicy
+from piecework.training.settings import Settings
 
 STEPS = 64
 
@@ -18,11 +21,23 @@ STEPS = 64
 class AllSmallPolicy(FedAvgPolicy):
     """One stage: the narrow model."""
 
-    share = 1.0
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        cost_model: CostModel,
+        settings: Settings,
+        smallest: int = 0,
+        share: float = 1.0,
+    ) -> None:
+        super().__init__(blueprint, cost_model, settings, smallest)
+        self.share = share
 
-    def fit(self, minimum: int, maximum: int) -> None:
+    def with_smallest(self, budget: int) -> Self:
+        """The same narrow model where the smallest budget is so many bytes."""
+        return type(self)(self.blueprint, self.cost_model, self.settings, budget, self.share)
+
+    def fit(self, minimum: int, maximum: int) -> Self:
         """Raises ValueError where not even the narrowest model fits the poorest client."""
-        super().fit(minimum, maximum)
         allowed, needed = self.settings.allowance(minimum), 0
         low, high = 0, STEPS + 1  # of 64ths: the first fits, the second does not
         while high - low > 1:
@@ -34,7 +49,7 @@ class AllSmallPolicy(FedAvgPolicy):
                 f"allsmall: with 1/{STEPS} of its channels the model needs {needed:,} bytes, and the poorest client has "
                 f"{minimum:,}; lower batch-size or model-width, or give clients more memory"
             )
-        self.narrow(low / STEPS)
+        return self.with_smallest(minimum).narrow(low / STEPS)
 
     def part(self, item: WorkItem) -> Part:
         """All atoms of the narrow model."""
@@ -45,12 +60,9 @@ class AllSmallPolicy(FedAvgPolicy):
         """The narrow model."""
         return Variant(width=self.share)
 
-    def narrow(self, share: float) -> None:
-        """Take this share."""
-        self.share = share
-        self._bytes.clear()
-        for known in ("stages", "model"):
-            self.__dict__.pop(known, None)
+    def narrow(self, share: float) -> Self:
+        """The policy for a model with this fraction of the channels."""
+        return type(self)(self.blueprint, self.cost_model, self.settings, self.smallest, share)
 
 
 @dataclass
@@ -80,9 +92,8 @@ class AllSmall(FedAvg):
         """Size the model, once a run. Raises ValueError."""
         if not self.state.share:
             budgets = self.budgets()
-            self.policy.fit(int(min(budgets)), int(max(budgets)))
-            self.state.share = self.policy.share
-        self.policy.narrow(self.state.share)
+            self.state.share = self.policy.fit(int(min(budgets)), int(max(budgets))).share
+        self.policy = self.policy.narrow(self.state.share)
         self.blueprint = self.policy.model
 
     def details(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """FedDrop, federated dropout (Caldas et al., "Expanding the Reach of Federated Learning by Reducing Client Resource
-Requirements", 2018; Wen, Jeon, Huang, "Federated Dropout", 2022).
+Requirements", 2018, https://arxiv.org/abs/1812.07210; Wen, Jeon, Huang, "Federated Dropout", 2022).
 
 As HeteroFL, with channels that are drawn again for every client and round, uniformly among those of a layer; channels that a
 residual sum joins are drawn together. What layers make is divided by the share of channels kept, as in dropout (`scaler`). All

@@ -1,5 +1,5 @@
 """FjORD (Horvath et al., "FjORD: Fair and Accurate Federated Learning under heterogeneous targets with Ordered Dropout",
-NeurIPS 2021), the server's side.
+NeurIPS 2021, https://arxiv.org/abs/2102.13451), the server's side.
 
 p_max: of `width-shares` the largest whose step fits a client, or that which its fleet gives it (`keep`). The client is sent the
 first p_max C channels of every layer, and trains all nets of smaller shares within them (in its trainer). Each

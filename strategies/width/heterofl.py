@@ -1,5 +1,6 @@
-"""HeteroFL ("HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients", ICLR 2021), the
-server's side; FedRolex and FedDrop choose other channels, and are built on it.
+"""HeteroFL (Enmao Diao, Jie Ding, Vahid Tarokh, "HeteroFL: Computation and Communication Efficient Federated Learning for
+Heterogeneous Clients", ICLR 2021, https://arxiv.org/abs/2010.01264), the server's side. FedRolex
+and FedDrop choose other channels and are built on it.
 
 W_l: the full model's weights of layer l; r: a client's share of the channels, the largest of `width-shares` whose step fits
 its budget. A client trains the first r C of every layer's C channels (inputs and classes are never cut). Each entry of the new

@@ -1,5 +1,5 @@
-"""SplitMix (Hong et al., "Efficient Split-Mix Federated Learning for On-Demand and In-Situ Customization", ICLR 2022), the
-server's side.
+"""SplitMix (Hong et al., "Efficient Split-Mix Federated Learning for On-Demand and In-Situ Customization", ICLR 2022,
+https://arxiv.org/abs/2203.09747), the server's side.
 
 a: `mix-share`, a base net's share of the channels; there are round(1 / a) of them, which share no weight. A client trains as
 many as its budget allows, or as make the share that its fleet gives it (`keep`): one by turns, so that all are trained alike,
