@@ -1,4 +1,4 @@
-"""The command line: run, plan, devices, presets, report, compare, clean; `cli_deploy` adds those of real federations."""
+"""The command line on this machine; `cli_deploy` adds the commands of real federations."""
 
 import json
 import shlex
@@ -285,6 +285,37 @@ def presets(
         else:
             out.print(preset_table(rows))
             out.print("run one: piecework run --preset NAME", soft_wrap=True)
+
+
+@app.command()
+def settings(
+    word: Annotated[str, typer.Argument(help="a strategy's own settings, or those about a word; empty lists all")] = "",
+    as_json: Json = False,
+) -> None:
+    """The settings of a run: what each means, its default, what it may be, and what it belongs to."""
+    from piecework.settings_list import setting_rows, setting_table
+
+    with errors_for_people(as_json):
+        rows = setting_rows(word)
+        if as_json:
+            print(json.dumps(rows))
+        else:
+            out.print(setting_table(rows))
+            out.print("change one: piecework run --set KEY=VALUE", soft_wrap=True)
+
+
+@app.command()
+def strategies(as_json: Json = False) -> None:
+    """The systems that can train: what each does, whose paper it follows, what it needs."""
+    from piecework.strategies_list import strategy_rows, strategy_table
+
+    with errors_for_people(as_json):
+        rows = strategy_rows()
+        if as_json:
+            print(json.dumps(rows))
+        else:
+            out.print(strategy_table(rows))
+            out.print("run one: piecework run --set strategy=NAME", soft_wrap=True)
 
 
 @app.command()

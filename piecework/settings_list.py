@@ -1,0 +1,66 @@
+"""The settings of a run: what each means, its default, and what it may be."""
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from piecework.server_app.used_settings import ONLY_WITH, written
+from piecework.strategies import STRATEGIES
+from piecework.training.settings import Settings, SettingsError
+
+LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def setting_rows(word: str = "") -> list[dict[str, Any]]:
+    """Every setting; or those that belong to the strategy `word`, or have `word` in their key or meaning.
+
+    A row has the setting's `key`, its `default`, `allowed` values in words, its `meaning`, and the cases that it `belongs` to,
+    empty where every run uses it. Raises SettingsError where there are none.
+    """
+    rows = []
+    for key, field in Settings.model_json_schema(by_alias=True)["properties"].items():
+        cases = ONLY_WITH.get(key, ())
+        strategies = {name for case in cases for name in case.get("strategy", ())}
+        row = {
+            "key": key,
+            "default": field["default"],
+            "allowed": allowed(field),
+            "meaning": field.get("description", ""),
+            "belongs": ", or ".join(map(written, cases)),
+        }
+        if word in strategies or (word not in STRATEGIES and word.lower() in f"{key} {row['meaning']}".lower()):
+            rows.append(row)
+    if not rows and word in STRATEGIES:
+        raise SettingsError(f"{word} has no settings of its own: piecework settings lists those that all share")
+    if not rows:
+        raise SettingsError(f"no setting is about {word!r}: piecework settings lists all {len(Settings.model_fields)}")
+    return rows
+
+
+def allowed(field: dict[str, Any]) -> str:
+    """The values that a setting may have, from its JSON schema: `0 <= value < 1`, choices, or its type."""
+    if "enum" in field:
+        return " | ".join(map(str, field["enum"]))
+    if "anyOf" in field:
+        return ", or ".join(map(allowed, field["anyOf"]))
+    limits = [f"{sign} {field[name]:g}" for name, sign in LIMITS.items() if name in field]
+    kind = {"boolean": "true | false", "string": "text"}.get(field["type"], field["type"])
+    return f"{kind} {' and '.join(limits)}" if limits else kind
+
+
+def setting_table(rows: list[dict[str, Any]]) -> Table:
+    """Settings for people; it fits a terminal of 80 columns."""
+    table = Table(box=None, padding=(0, 2, 1, 0), show_header=False)
+    table.add_column("setting", no_wrap=True)
+    table.add_column("meaning")
+    for row in rows:
+        text = Text(f"default {shown(row['default'])}; {row['allowed']}", style="dim")
+        lines = [row["meaning"], f"only with {row['belongs']}" if row["belongs"] else ""]
+        table.add_row(Text(row["key"]), Text("\n").join([text, *(Text(line) for line in lines if line)]))
+    return table
+
+
+def shown(value: Any) -> str:
+    """A default as TOML has it."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,42 @@
+"""The systems: what each does, whose paper it follows, and what it needs."""
+
+import re
+import sys
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from piecework.strategies import STRATEGIES, find_strategy
+
+LINK = re.compile(r"https://[^\s,;)]+[^\s,;).]")
+
+
+def strategy_rows() -> list[dict[str, Any]]:
+    """Every system: its name (`strategy`), its `family`, what it is `about`, the link of its `paper`, what it `needs`."""
+    rows = []
+    for name, (module, _) in STRATEGIES.items():
+        strategy = find_strategy(name)
+        policy, paper = strategy.policy_class, LINK.search(sys.modules[module].__doc__ or "")
+        rows.append(
+            {
+                "strategy": name,
+                "family": module.split(".")[-2],
+                "about": " ".join((strategy.__doc__ or "").split()).partition(". ")[0].removesuffix(".") + ".",
+                "paper": paper[0] if paper else "",
+                "needs": "images, which it attacks in training" if policy.adversarial == "always" else "",
+                "caveat": policy.caveat,
+            }
+        )
+    return rows
+
+
+def strategy_table(rows: list[dict[str, Any]]) -> Table:
+    """Systems for people; it fits a terminal of 80 columns."""
+    table = Table(box=None, padding=(0, 2, 1, 0), show_header=False)
+    table.add_column("strategy", no_wrap=True)
+    table.add_column("about")
+    for row in rows:
+        lines = [row["about"], f"needs {row['needs']}" if row["needs"] else "", row["caveat"], row["paper"]]
+        table.add_row(Text(row["strategy"]), Text("\n".join(filter(None, lines))))
+    return table

@@ -1,0 +1,54 @@
+"""`piecework settings` and `piecework strategies`: nothing is missing, and what is listed is what holds."""
+
+import pytest
+from typer.testing import CliRunner
+
+from piecework.cli import app
+from piecework.settings_list import setting_rows
+from piecework.strategies import STRATEGIES
+from piecework.strategies_list import strategy_rows
+from piecework.training.settings import Settings, SettingsError
+
+
+def keys(word: str = "") -> list[str]:
+    return [row["key"] for row in setting_rows(word)]
+
+
+def test_every_setting_is_listed_with_its_default() -> None:
+    assert {row["key"]: row["default"] for row in setting_rows()} == Settings().to_run_config()
+
+
+def test_the_settings_of_one_strategy() -> None:
+    assert {"dma", "apa-step", "stage-patience"} <= set(keys("fedprophet"))
+    assert not {"lr", "kappa"} & set(keys("fedprophet"))
+    assert keys("depthfl") == ["distillation-rounds", "feddyn-alpha"]
+    (kappa,) = [row for row in setting_rows("prism") if row["key"] == "kappa"]
+    assert kappa["belongs"] == "strategy = prism with kernel-sampling = importance"
+    assert (kappa["default"], kappa["allowed"]) == (2.5, "number >= 0")
+
+
+def test_settings_about_a_word() -> None:
+    assert {"lr", "lr-schedule", "server-lr"} <= set(keys("lr"))
+    (row,) = [row for row in setting_rows("precision") if row["key"] == "precision"]
+    assert row["allowed"] == "float32 | bfloat16"
+    with pytest.raises(SettingsError, match="no setting is about 'momentm': piecework settings lists all"):
+        setting_rows("momentm")
+    with pytest.raises(SettingsError, match="fedavg has no settings of its own"):
+        setting_rows("fedavg")
+
+
+def test_every_strategy_is_listed() -> None:
+    rows = {row["strategy"]: row for row in strategy_rows()}
+    assert set(rows) == set(STRATEGIES)
+    assert all(row["about"].endswith(".") and row["family"] for row in rows.values())
+    assert rows["fedprophet"]["paper"] == "https://arxiv.org/abs/2409.08372"
+    assert rows["fedprophet"]["needs"] == "images, which it attacks in training"
+    assert rows["feddf"]["caveat"] == "small devices train other models; needs public data"
+    assert rows["prism"]["family"] == "low_rank"
+
+
+@pytest.mark.parametrize("words", [["settings", "profl"], ["strategies"], ["settings", "--json"]])
+def test_what_people_see(words: list[str]) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert {"settings": "movement-window", "strategies": "fedprophet"}[words[0]] in done.output
