@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -59,13 +60,6 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         store.overlay(old_state / "batch-norm")
     data, rows = open_share(settings, context, number, clients)
     train_rows, validation_rows = split(rows, settings.validation_share, settings.seed, number)
-
-    def share(fill: int) -> Examples:
-        when = task.round if fill != STAGES else 0
-        rng = generator(settings.seed, when, number, "augment", fill if fill != STAGES else "stages")
-        drawn = Augmentation.draw(len(train_rows), rng) if settings.augment else None
-        return share_examples(data, train_rows, drawn).on(device)
-
     if task.personal:
         validation = examples_of_test(data, own_test_rows(data, settings, context, number, clients))
     else:
@@ -87,12 +81,28 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         store=store,
         cap=MemoryCap(allowed, enforced=task.enforced, device=device),
         training_config=replace(training_config_for(settings, task.lr), attack=attack),
-        share=share,
+        share=partial(training_data, settings, data, train_rows, task.round, number, device),
         validation=validation.on(device),
         old_state=old_state,
         kept_round=task.kept_round,
         device=device,
     )
+
+
+def training_data(
+    settings: Settings,
+    data: ArrayDataset,
+    rows: np.ndarray,
+    server_round: int,
+    number: int,
+    device: torch.device,
+    fill: int,
+) -> Examples:
+    """A client's training examples, augmented again for each `fill`, where the settings ask for that."""
+    when, purpose = (server_round, fill) if fill != STAGES else (0, "stages")
+    rng = generator(settings.seed, when, number, "augment", purpose)
+    drawn = Augmentation.draw(len(rows), rng) if settings.augment else None
+    return share_examples(data, rows, drawn).on(device)
 
 
 def unpack(content: RecordDict, write: Callable[[dict[str, np.ndarray]], None]) -> None:

@@ -102,10 +102,10 @@ def check_update(
     limits: Mapping[str, float] | None = None,
     maximum: Callable[[], float] = lambda: math.inf,
 ) -> CheckedUpdate:
-    """Known names, exact shapes and dtypes, finite values, positive counts, every unit's norm within its limit.
+    """An update with known names, exact shapes and dtypes, finite values, a positive count, and every unit's norm in its limit.
 
-    Where a unit has no limit, the Euclidean norm of all weights is at most `most()`: what batch norms have seen has no scale
-    that could be known before. Raises UpdateRejectedError with the reason.
+    As long as a unit has no limit, the Euclidean norm of all weights is at most `maximum()`. Statistics of batch norms are left
+    out of it, because they have no scale that could be known before. Raises UpdateRejectedError with the reason.
     """
     if not isinstance(examples, int) or isinstance(examples, bool) or examples <= 0:
         raise UpdateRejectedError(f"num-examples is {examples!r}: it must be a positive integer")
@@ -113,21 +113,8 @@ def check_update(
         raise UpdateRejectedError("the update holds no arrays")
     checked, squares, counts = {}, dict[str, float](), dict[str, int]()
     for name in arrays:
-        if name not in spec:
-            raise UpdateRejectedError(f"array {name!r} is not part of the model")
-        array = _decode(arrays, name)
-        shape, dtype = spec[name]
-        if array.shape != shape:
-            raise UpdateRejectedError(f"array {name!r} has shape {array.shape}, expected {shape}")
-        if array.dtype != dtype:
-            raise UpdateRejectedError(f"array {name!r} has dtype {array.dtype}, expected {dtype}")
-        if np.issubdtype(dtype, np.floating):
-            if not np.isfinite(array).all():
-                raise UpdateRejectedError(
-                    f"array {name!r} holds {np.count_nonzero(~np.isfinite(array))} non-finite values"
-                )
-            if name.endswith("running_var") and (array < 0).any():
-                raise UpdateRejectedError(f"array {name!r} has variances below 0, the least is {array.min():.4g}")
+        array = _checked_array(arrays, name, spec)
+        if np.issubdtype(array.dtype, np.floating):
             square = float(np.square(np.subtract(array, previous[name].numpy(), dtype=np.float64)).sum())
             unit = unit_of(name) + (STATISTICS if name.endswith(("running_mean", "running_var")) else "")
             squares[unit], counts[unit] = squares.get(unit, 0.0) + square, counts.get(unit, 0) + array.size
@@ -145,6 +132,24 @@ def check_update(
             f"the update's norm {total:.4g} is past the limit {maximum():.4g} (update-norm-limit)"
         )
     return CheckedUpdate(checked, examples, norms)
+
+
+def _checked_array(arrays: ArrayRecord, name: str, spec: Spec) -> np.ndarray:
+    """An array of an update. Raises UpdateRejectedError where the model has none like it, or its values make no sense."""
+    if name not in spec:
+        raise UpdateRejectedError(f"array {name!r} is not part of the model")
+    array = _decode(arrays, name)
+    shape, dtype = spec[name]
+    if array.shape != shape:
+        raise UpdateRejectedError(f"array {name!r} has shape {array.shape}, expected {shape}")
+    if array.dtype != dtype:
+        raise UpdateRejectedError(f"array {name!r} has dtype {array.dtype}, expected {dtype}")
+    if np.issubdtype(dtype, np.floating):
+        if not np.isfinite(array).all():
+            raise UpdateRejectedError(f"array {name!r} holds {np.count_nonzero(~np.isfinite(array))} non-finite values")
+        if name.endswith("running_var") and (array < 0).any():
+            raise UpdateRejectedError(f"array {name!r} has variances below 0, the least is {array.min():.4g}")
+    return array
 
 
 def _require_counts(name: str, array: np.ndarray, previous: np.ndarray) -> None:

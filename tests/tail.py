@@ -1,13 +1,13 @@
 """A system for tests that needs frozen units: the first two atoms stay as they were, the rest of the model is trained."""
 
 from piecework.client_app.client import Client, Update
-from piecework.models.partition import Piece
+from piecework.models.work_item import WorkItem
 from piecework.strategies.whole.fedavg import FedAvg, FedAvgPolicy
 from piecework.training.loop import LocalTrainer, PieceModel
 from piecework.training.messages import Task
 
 FROZEN = ["atoms.0", "atoms.1"]
-TRAINED = (2, 3, 4)
+TRAINED = WorkItem((2, 3, 4))
 
 
 class Tail(FedAvg):
@@ -16,7 +16,7 @@ class Tail(FedAvg):
     name = "tail"
     policy_class = FedAvgPolicy
 
-    def costs_for(self, budget: int) -> dict[Piece, int]:
+    def costs_for(self, budget: int) -> dict[WorkItem, int]:
         return {TRAINED: self.cost(TRAINED)}
 
     def frozen_units(self, task: Task) -> list[str]:
@@ -38,7 +38,7 @@ def train(task: Task, client: Client) -> Update:
     validation = client.stream(prefix, client.validation, "validation", 2)
     del prefix
     trainer = LocalTrainer(
-        lambda: [PieceModel(client.blueprint, TRAINED, "head", client.load())], client.training_config
+        lambda: [PieceModel(client.blueprint, TRAINED.atoms, "head", client.load())], client.training_config
     )
     trainer.epoch(examples, client.rng("batches"), client.cap, "train")
     (piece,) = trainer.finish()

@@ -391,7 +391,12 @@ def test_tasks_of_another_version() -> None:
 
 @pytest.mark.parametrize(
     "outcome",
-    [Outcome("ok"), Outcome("memory", 5, 4, "too much"), Outcome("failed", reason="no data", note="x", missing=["ab"])],
+    [
+        Outcome("ok"),
+        Outcome("memory", 5, 4, "too much"),
+        Outcome("failed", reason="no data", note="x", missing=["ab"]),
+        Outcome("ok", done=(WorkItem((0, 1), "aux.1"),)),
+    ],
 )
 def test_an_outcome_round_trips(outcome: Outcome) -> None:
     assert Outcome.from_record(outcome.to_record()) == outcome

@@ -70,11 +70,11 @@ def robust_round(number: int, module: int, clients: list[dict[str, Any]], **chan
 
 def cascade_rounds() -> list[dict[str, Any]]:
     """Two rounds of either module; the rich client trains both modules from the start, and one update is refused."""
-    poor, rich = client(0, pieces="0,1"), client(1, pieces="0,1,2,3", device="big")
-    late = client(0, pieces="2,3"), client(1, pieces="2,3", device="big")
+    poor, rich = client(0, pieces=[[0, 1]]), client(1, pieces=[[0, 1, 2, 3]], device="big")
+    late = client(0, pieces=[[2, 3]]), client(1, pieces=[[2, 3]], device="big")
     return [
         robust_round(1, 1, [poor, rich], clean_round=True),
-        robust_round(2, 1, [poor, client(2, pieces="0,1"), rich, client(3, status="rejected", pieces="0,1")]),
+        robust_round(2, 1, [poor, client(2, pieces=[[0, 1]]), rich, client(3, status="rejected", pieces=[[0, 1]])]),
         robust_round(3, 2, list(late)),
         robust_round(4, 2, list(late), epsilon=0.6, alpha=0.3),
     ]
@@ -149,7 +149,7 @@ def test_who_trained_which_part() -> None:
         ("module 1", "atoms 0 to 3", "2", "40.0%", "1", "big"),
         ("module 2", "atoms 2 to 3", "4", "100.0%", "2", "big, small"),
     ]
-    nobody = [robust_round(1, 1, [client(0, status="memory", pieces="")])]
+    nobody = [robust_round(1, 1, [client(0, status="memory", pieces=[])])]
     assert depth_rows(nobody) == []
     assert cascade_sections(nobody, SETTINGS)[1].figure.data[0].z is not None
 
@@ -188,7 +188,7 @@ def test_page_without_warnings_and_without_attacks_at_the_end(tmp_path: Path) ->
 
 
 def test_one_module_has_no_sections_of_a_cascade(tmp_path: Path) -> None:
-    rounds = [robust_round(n, 1, [client(0, pieces="0,1")], modules=1, stage="training") for n in (1, 2)]
+    rounds = [robust_round(n, 1, [client(0, pieces=[[0, 1]])], modules=1, stage="training") for n in (1, 2)]
     page = page_of(make_run(tmp_path / "a", rounds, strategy="jfat"))
     assert "<h2>Accuracy, clean and under attack</h2>" in page
     for heading in ("The trained model under attack", "Adaptive perturbation", "Modules trained"):
@@ -210,7 +210,7 @@ def test_other_runs_have_no_empty_sections(tmp_path: Path) -> None:
 
 def test_a_long_cascade_on_one_page(tmp_path: Path) -> None:
     def rounds(count: int) -> list[dict[str, Any]]:
-        clients = [client(c, pieces="0,1,2", device=f"device {c % 12}") for c in range(10)]
+        clients = [client(c, pieces=[[0, 1, 2]], device=f"device {c % 12}") for c in range(10)]
         return [robust_round(n, 1 + n // 20, clients, modules=20) for n in range(1, count + 1)]
 
     small = len(page_of(make_run(tmp_path / "a", rounds(2))))

@@ -67,7 +67,7 @@ def test_without_checks_a_client_trains_over_its_budget(tmp_path: Path) -> None:
 def test_without_checks_a_cut_is_the_whole_model_on_both_sides(tmp_path: Path) -> None:
     poor: dict[str, Any] = {"strategy": "fedepth", "clients_per_round": 1, "fleet": fleet_json(poor=0.5)}
     assert [c["pieces"] for c in clients_of(run_local(tmp_path, mutual_models=1, enforce_memory=False, **poor))] == [
-        "0,1,2,3,4"
+        [[0, 1, 2, 3, 4]]
     ]
     (client,) = clients_of(run_local(tmp_path, mutual_models=1, run_name="checked", **poor))
     assert len(client["pieces"]) > 1

@@ -127,7 +127,7 @@ def test_fedepth_gives_a_smaller_piece_after_a_crash(tmp_path: Path, grids: Any)
     assert second["budget"] == int(0.75 * first["budget"])
     assert third["budget"] == int(0.77 * first["budget"])
     assert clients_of(run, 2)[0]["pieces"] == [[0, 1, 2, 3, 4]]
-    assert second["pieces"].count("|") >= 1  # 0.9 of a step of the whole model
+    assert len(second["pieces"]) > 1  # 0.9 of a step of the whole model
     assert second["note"] == "given 75% of its budget since its process died"
     assert second["measured_peak"] <= second["budget"]
 
