@@ -1,4 +1,4 @@
-"""Models as cascades of atoms, and what the systems make of them: narrower, low-rank, masked, with exits.
+"""Models as cascades of atoms, and the variants that methods train: narrower, low-rank, masked or with exits.
 
-May import device_profiles.
+This package may import device_profiles.
 """

@@ -1,9 +1,9 @@
-"""ProFL's blocks and what stands in for the blocks that are not there yet (section 2, and the authors' code).
+"""ProFL's blocks, and the basic layers that stand in for blocks not trained yet (section 2 and the authors' code).
 
-The output module of step t: a basic layer for every block behind block t, then the model's own pooling and classifier. A
-basic layer is one 3 x 3 convolution to the block's channels, without bias, norm or ReLU; its stride is what the block shrinks
-its map by: 2 in all of ResNet, as in the authors' code; 4 in VGG-11, of which they say nothing. For a transformer it is one
-encoder (section 3.6), for an LSTM one layer.
+The output module of step t has a basic layer for every block after block t, then the model's own pooling and classifier. A
+basic layer is one 3 x 3 convolution to the block's channels, without bias, norm or ReLU. Its stride is the factor by which the
+block shrinks its feature map: 2 throughout ResNet, as in the authors' code, and 4 in VGG-11, which they do not mention. The
+basic layer of a transformer is one encoder (section 3.6), that of an LSTM one layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +17,17 @@ from piecework.models.cascade import Atom, Blueprint
 from piecework.models.layers import map_size
 from piecework.models.partition import Piece
 
-# Convolutions a block, where channels do not tell blocks apart: the paper's rule for VGG.
+# Convolutions per block, for models whose channels do not mark the blocks: the paper's rule for VGG.
 BLOCKS = {"vgg11": (4, 4), "vgg16": (4, 4, 5)}
-BASIC = "basic"  # what basic layers are called, with the number of the block
-PARTS = 3  # of a model whose channels never change: the paper cuts ViT's 12 encoders into three blocks
+BASIC = "basic"  # prefix of a basic layer's name, followed by the number of its block
+PARTS = 3  # blocks of a model whose channels never change: the paper cuts ViT's 12 encoders into three
 
 
 def blocks_of(blueprint: Blueprint) -> list[Piece]:
-    """theta_1 .. theta_T: runs of atoms with equal channels; VGG's are a given number of convolutions, ViT's thirds."""
+    """Return the blocks theta_1 .. theta_T.
+
+    A block is a run of atoms with equal channels, in VGG a given number of convolutions, in ViT a third of the encoders.
+    """
     count = len(blueprint.atoms)
     if blueprint.name in BLOCKS:
         sizes = BLOCKS[blueprint.name]
@@ -32,15 +35,15 @@ def blocks_of(blueprint: Blueprint) -> list[Piece]:
     else:
         channels = [atom.shape[0] if len(atom.shape) == 3 else atom.shape[-1] for atom in blueprint.atoms]
         changes = [i for i in range(1, count) if channels[i] != channels[i - 1]]
-        parts = min(PARTS, count - 1)  # of the encoders; the embedding goes with the first
+        parts = min(PARTS, count - 1)  # the embedding belongs to the first block
         cuts = [0, *changes, count] if changes else [0, *(1 + (count - 1) * t // parts for t in range(1, parts + 1))]
     return [tuple(range(start, stop)) for start, stop in pairwise(cuts)]
 
 
 def with_basic_layers(blueprint: Blueprint, blocks: Sequence[Piece]) -> Blueprint:
-    """The model, and behind its atoms, as spare ones, the basic layers: `basic<t>` stands for block t (from 2).
+    """Return the model with its basic layers appended as spare atoms: `basic<t>` stands for block t (from 2).
 
-    A block that leaves a map its shape, as parts of the paper's blocks may, has none.
+    A block that does not change the shape of its feature map, as parts of the paper's blocks may be, has no basic layer.
     """
     basics = []
     for t, block in enumerate(blocks[1:], start=2):
@@ -61,21 +64,21 @@ def with_basic_layers(blueprint: Blueprint, blocks: Sequence[Piece]) -> Blueprin
 
 
 def basic_atoms(blueprint: Blueprint) -> dict[int, int]:
-    """The atom that stands for block t, by t, of a model with basic layers."""
+    """Return, for each block t of a model with basic layers, the atom that stands for it."""
     spare = range(len(blueprint.atoms) - blueprint.spare, len(blueprint.atoms))
     return {int(blueprint.atoms[atom].name.removeprefix(BASIC)): atom for atom in spare}
 
 
 def step_atoms(blueprint: Blueprint, blocks: Sequence[Piece], t: int) -> Piece:
-    """Block t (from 1) and the basic layers of its output module, of a model with basic layers."""
+    """Return the atoms of block t (from 1) and the basic layers of its output module, for a model with basic layers."""
     return *blocks[t - 1], *student_atoms(blueprint, t + 1)
 
 
 def student_atoms(blueprint: Blueprint, t: int) -> Piece:
-    """The basic layers that stand for block t and those behind it, of a model with basic layers."""
+    """Return the basic layers that stand for block t and all later blocks, for a model with basic layers."""
     return tuple(atom for number, atom in basic_atoms(blueprint).items() if number >= t)
 
 
 def cascade_at(blueprint: Blueprint, blocks: Sequence[Piece], t: int) -> Piece:
-    """The model of step t: blocks 1 .. t, then the basic layers of later blocks."""
+    """Return the model of step t: blocks 1 .. t, then the basic layers of later blocks."""
     return *(atom for block in blocks[: t - 1] for atom in block), *step_atoms(blueprint, blocks, t)

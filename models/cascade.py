@@ -1,10 +1,10 @@
-"""A model as a cascade: indivisible atoms a_1..a_L in order, then a head.
+"""A model as a cascade: indivisible atoms a_1 .. a_L in order, then a head.
 
-Everything that cuts a model (modules, blocks, stages) is a choice of atoms. Parameter names are global, so that a
-partial update is a partial state dict: `atoms.3.conv1.weight`, `head.fc.bias`, and `exits.3.fc.bias` or `aux.3.fc.bias` for
-the own head of a piece that ends with atom 3.
+Everything that cuts a model (modules, blocks, stages) selects atoms. Parameter names are global, so a partial update is a
+partial state dict: `atoms.3.conv1.weight`, `head.fc.bias`, and `exits.3.fc.bias` or `aux.3.fc.bias` for the separate head of a
+piece that ends with atom 3.
 
-A `Blueprint` is the model before any memory is spent on it: a device builds just the atoms it is about to run.
+A `Blueprint` describes the model without allocating its memory: a device builds only the atoms it is about to run.
 """
 
 import math
@@ -26,9 +26,9 @@ Shape = tuple[int, ...]
 class Atom:
     """One indivisible part of a model.
 
-    `name` is what a person calls it (`stem`, `block3`); `build` makes the module with torch's default initialisation;
-    `shape` is that of its output for one example, without the batch dimension: (C, H, W), (tokens, F) or (F,). `before` is
-    that of its input, where that is not the output of the atom before it.
+    `name` is the readable name (`stem`, `block3`). `build` makes the module with torch's default initialisation. `shape` is the
+    output shape for one example, without the batch dimension: (C, H, W), (tokens, F) or (F,). `before` is the input shape where
+    it differs from the output shape of the previous atom.
     """
 
     name: str
@@ -37,14 +37,14 @@ class Atom:
     before: Shape | None = None
 
 
-@dataclass(frozen=True, eq=False)  # two are the same where they are one: comparing factories would say no more
+@dataclass(frozen=True, eq=False)  # compared by identity, because equal factories cannot be recognised
 class Blueprint:
-    """How to build a cascade, atom by atom; `width` is the share of its channels that a width-scaled model has
-    (1 for a sub-model of another kind).
+    """How to build a cascade, atom by atom.
 
-    `zoo_name` and `options` are what `build_blueprint` was asked for, by which it can be built with other channels.
-    `input_shape` is that of one example: (C, H, W) of an image, or (length,) of a text whose tokens are below `vocabulary`.
-    The last `spare` atoms stand beside the model, for what a system puts in place of others (ProFL's basic layers).
+    `width` is the width ratio, the fraction of channels in a width-scaled model; it is 1 for other sub-models. `zoo_name` and
+    `options` are the arguments of `build_blueprint`, from which the model can be built again with other channels. `input_shape`
+    is the shape of one example: (C, H, W) of an image, or (length,) of a text whose tokens are below `vocabulary`. The last
+    `spare` atoms are not part of the model: a method puts them in place of others (ProFL's basic layers).
     """
 
     name: str
@@ -61,17 +61,17 @@ class Blueprint:
 
     @property
     def feature_shape(self) -> Shape:
-        """The shape of one example at the head's entrance."""
+        """The shape of one example at the head's input."""
         return self.atoms[len(self.atoms) - self.spare - 1].shape
 
     def shape_before(self, atom: int) -> Shape:
-        """The shape of one example at the entrance of atom `atom`."""
+        """Return the shape of one example at the input of atom `atom`."""
         if (before := self.atoms[atom].before) is not None:
             return before
         return self.input_shape if atom == 0 else self.atoms[atom - 1].shape
 
     def build_unit(self, unit: str) -> nn.Module:
-        """Build the module of a unit: `atoms.<i>`, `head`, or a head behind an atom, `exits.<i>` or `aux.<i>`."""
+        """Build the module of a unit: `atoms.<i>`, `head`, or a head after atom i, `exits.<i>` or `aux.<i>`."""
         kind, _, index = unit.partition(".")
         if kind == "head":
             return self.build_head()
@@ -84,13 +84,13 @@ class Blueprint:
         raise ValueError(f"unknown unit {unit!r}: expected 'head', 'atoms.<i>', 'exits.<i>' or 'aux.<i>'")
 
     def units(self, *, exits: bool = False) -> list[str]:
-        """The units of the whole model, in order; with `exits`, also an own head after every atom but the last."""
+        """List the units of the whole model in order; with `exits`, also an exit head after every atom but the last."""
         atoms = [f"atoms.{i}" for i in range(len(self.atoms))]
         return [*atoms, "head", *(f"exits.{i}" for i in range(len(self.atoms) - 1) if exits)]
 
 
 class Cascade(nn.Module):
-    """The whole model; only a server, or a device that can afford it, holds one."""
+    """The whole model, which only a server or a large enough device holds."""
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Cascade(nn.Module):
         self.head = blueprint.build_head()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits[B, classes] of x[B, *input_shape]."""
+        """Return logits[B, classes] for x[B, *input_shape]."""
         for atom in self.atoms:
             x = atom(x)
         logits: Tensor = self.head(x)
@@ -106,7 +106,7 @@ class Cascade(nn.Module):
 
 
 class ExitHead(nn.Module):
-    """m-FeDepth's own head of a block: batch norm, global average pooling, linear (from the authors' code)."""
+    """m-FeDepth's exit head of a block: batch norm, global average pooling, linear (from the authors' code)."""
 
     def __init__(self, shape: Shape, num_classes: int, batch_norm: str) -> None:
         super().__init__()
@@ -114,35 +114,35 @@ class ExitHead(nn.Module):
         self.fc = nn.Linear(num_features(shape), num_classes)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Logits[B, classes] of z[B, C, H, W], z[B, tokens, F] or z[B, F]."""
+        """Return logits[B, classes] for z[B, C, H, W], z[B, tokens, F] or z[B, F]."""
         z = self.norm(z)
         logits: Tensor = self.fc(pooled(z))
         return logits
 
 
 def outputs(head: nn.Module) -> int:
-    """How many logits a head makes: what its last linear layer does."""
+    """Return the number of logits of a head, which is the output size of its last linear layer."""
     return [layer for layer in head.modules() if isinstance(layer, nn.Linear)][-1].out_features
 
 
 def num_logits(blueprint: Blueprint) -> int:
-    """How many logits the model makes: its classes, or one for two."""
+    """Return the number of logits of the model: one per class, or a single one for two classes."""
     with torch.device("meta"):
         return outputs(blueprint.build_head())
 
 
 class MeanOverTokens(nn.Module):
-    """[B, tokens, F] to [B, F]."""
+    """Average [B, tokens, F] over its tokens to [B, F]."""
 
     def forward(self, z: Tensor) -> Tensor:
-        """The mean over tokens."""
+        """Return the mean over tokens."""
         return z.mean(dim=1)
 
 
 def auxiliary_head(shape: Shape, num_classes: int) -> nn.Module:
-    """FedProphet's head of a module; section 5.1 has the linear layer, the authors' code also the pooling.
+    """Return FedProphet's auxiliary head of a module: the linear layer of section 5.1, with the pooling of the authors' code.
 
-    Maps [C, H, W] are pooled to s x s, s = ceil(sqrt(classes / C)), where they are larger, so that the linear layer never
+    Feature maps [C, H, W] larger than s x s are pooled to s x s, s = ceil(sqrt(classes / C)), so that the linear layer never
     has fewer inputs than classes.
     """
     if len(shape) != 3:
@@ -156,20 +156,21 @@ def auxiliary_head(shape: Shape, num_classes: int) -> nn.Module:
 
 
 def pooled(z: Tensor) -> Tensor:
-    """The mean over space of z[B, C, H, W], or over tokens of z[B, tokens, F]; z[B, F] as it is."""
+    """Return the mean over space of z[B, C, H, W], the mean over tokens of z[B, tokens, F], or z[B, F] unchanged."""
     if z.dim() == 4:
         return z.mean(dim=(2, 3))
     return z.mean(dim=1) if z.dim() == 3 else z
 
 
 def num_features(shape: Shape) -> int:
-    """What a linear layer reads behind `pooled`: C of (C, H, W), F of (tokens, F) and of (F,)."""
+    """Return the inputs of a linear layer after `pooled`: C of (C, H, W), F of (tokens, F) and of (F,)."""
     return shape[0] if len(shape) == 3 else shape[-1]
 
 
 def norm_layer(channels: int, batch_norm: str) -> nn.Module:
-    """Batch norm as the setting `batch-norm` says: `running` or `local` statistics, or those of the `batch` always; `dual`, for
-    FedRBN, has two sets of them.
+    """Return the batch norm for a value of `batch-norm`.
+
+    `running` and `local` keep running statistics, `batch` always uses those of the batch, and `dual` (for FedRBN) has two sets.
     """
     if batch_norm == "dual":
         return DualBatchNorm2d(channels)
@@ -179,8 +180,8 @@ def norm_layer(channels: int, batch_norm: str) -> nn.Module:
 def fit_features(z: Tensor, shape: Shape) -> Tensor:
     """Bring z[B, C, H, W] (or [B, tokens, F], [B, F]) to `shape` without parameters: FeDepth's skip by zero padding.
 
-    Space is sub-sampled (every s-th row and column), then cropped; channels get zeros, half before and half after
-    (the authors' option A shortcut: 16 channels to 64 is 24 + 16 + 24).
+    Space is subsampled (every s-th row and column), then cropped. Channels are padded with zeros, half before and half after
+    (the authors' option A shortcut: 16 channels become 64 as 24 + 16 + 24).
     """
     have = tuple(z.shape[1:])
     if have == tuple(shape):
@@ -199,7 +200,7 @@ def fit_features(z: Tensor, shape: Shape) -> Tensor:
 
 
 def can_fit(have: Shape, want: Shape) -> bool:
-    """Whether `fit_features` brings features of one shape to another."""
+    """Return whether `fit_features` can bring features of one shape to another."""
     if tuple(have) == tuple(want):
         return True
     if len(have) != len(want):
@@ -210,19 +211,19 @@ def can_fit(have: Shape, want: Shape) -> bool:
 
 
 def kept_places(have: int, want: int) -> slice:
-    """The rows or columns that `fit_features` keeps: every s-th from the first one on."""
+    """Return the rows or columns that `fit_features` keeps: every s-th, starting with the first."""
     step = have // want
     return slice(0, want * step, step)
 
 
 def padding(have: int, want: int) -> tuple[int, int]:
-    """The channels of zeros that `fit_features` adds before and after."""
+    """Return how many zero channels `fit_features` adds before and after."""
     before = (want - have) // 2
     return before, want - have - before
 
 
 def run_atoms(blueprint: Blueprint, atoms: Sequence[int], modules: Sequence[nn.Module], z: Tensor) -> Tensor:
-    """Run atoms in order on z; where atoms in between are excluded, the features are fitted to the next one."""
+    """Run atoms in order on z. Where atoms in between are excluded, the features are fitted to the next one's input."""
     for index, module in zip(atoms, modules, strict=True):
         z = module(fit_features(z, blueprint.shape_before(index)))
     return z
@@ -231,7 +232,7 @@ def run_atoms(blueprint: Blueprint, atoms: Sequence[int], modules: Sequence[nn.M
 def initial_state(
     blueprint: Blueprint, seed: int, *, exits: bool = False, units: Sequence[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """The initial arrays by name, a pure function of (blueprint, units, seed); one unit is held at a time."""
+    """Yield the initial arrays by name, a pure function of (blueprint, units, seed). Only one unit is in memory at a time."""
     for number, unit in enumerate(units or blueprint.units(exits=exits)):
         with isolated_rng(int(np.random.SeedSequence([seed, number]).generate_state(1)[0])):
             module = blueprint.build_unit(unit)
@@ -241,32 +242,32 @@ def initial_state(
 
 @contextmanager
 def isolated_rng(seed: int) -> Iterator[None]:
-    """torch initialises layers from its global generator: seed that one, and put it back afterwards."""
+    """Seed torch's global generator, from which layers are initialised, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
 
 
 def unit_of(name: str) -> str:
-    """The unit a parameter belongs to: `atoms.3.conv1.weight` -> `atoms.3`, `head.fc.bias` -> `head`."""
+    """Return the unit of a parameter: `atoms.3.conv1.weight` -> `atoms.3`, `head.fc.bias` -> `head`."""
     kind, _, rest = name.partition(".")
     return kind if kind == "head" or not rest else f"{kind}.{rest.split('.', 1)[0]}"
 
 
 def parameter_names(blueprint: Blueprint, unit: str) -> list[str]:
-    """Global names of what gradients move in a unit, in order; buffers are not among them."""
+    """List the global names of a unit's parameters in order, without its buffers."""
     with torch.device("meta"):
         return [f"{unit}.{name}" for name, _ in blueprint.build_unit(unit).named_parameters()]
 
 
 def has_statistics(blueprint: Blueprint, unit: str) -> bool:
-    """Whether a unit has batch norms with running statistics."""
+    """Return whether a unit has batch norms with running statistics."""
     with torch.device("meta"):
         return any(name.endswith("running_mean") for name, _ in blueprint.build_unit(unit).named_buffers())
 
 
 def batch_norm_names(unit: str, module: nn.Module) -> set[str]:
-    """Global names of all entries of batch norm layers in a unit (what FedBN keeps on the device), but for second sets."""
+    """Return the global names of a unit's batch norm arrays (which FedBN keeps on the device), without second sets."""
     return {
         f"{unit}.{path}.{name}" if path else f"{unit}.{name}"
         for path, layer in module.named_modules()

@@ -1,7 +1,8 @@
-"""Which channels of a model's arrays are the same: found by running it on tensors without values that carry their axes.
+"""Find which channels of a model's arrays belong together, by running it on tensors without values that carry their axes.
 
-A convolution or a linear layer makes new channels; norms, ReLUs and poolings keep them; a residual sum makes two of them one. A
-model of a fraction of the channels is then a choice of channels in each group, and every array's indices follow from it.
+A convolution or a linear layer makes new channels. Norms, ReLUs and poolings keep them. A residual sum joins two sets of
+channels into one. A model with a fraction of the channels is then a choice of channels in each group, from which the indices of
+every array follow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,49 +19,49 @@ from piecework.models.cascade import Blueprint
 
 @dataclass(frozen=True)
 class Axis:
-    """A dimension of `outer` x C x `inner`, C the channels of a group: a flattened map has C x (H W), an LSTM's gates 4 x C."""
+    """A dimension of `outer` x C x `inner`, with C channels of a group: a flattened map has C x (H W), an LSTM's gates 4 x C."""
 
     group: int
     outer: int = 1
     inner: int = 1
 
 
-Axes = tuple[Axis | None, ...]  # of each dimension; None: not of channels, such as space, or the channels of images
+Axes = tuple[Axis | None, ...]  # one entry per dimension; None: no channels, e.g. space, or the colours of images
 
 
 class _Follower(TorchFunctionMode):
-    """Notes the axes of the tensors that a model makes, and of the arrays that it makes them with."""
+    """Record the axes of the tensors that a model makes and of the arrays it uses."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._links: list[Axis | None] = []  # of each group: what it turned out to be a part of, or the same as
-        self._noted: dict[int, tuple[Tensor, Axes]] = {}  # with the tensor, whose id no client else can have then
+        self._links: list[Axis | None] = []  # for each group: the axis that it is a part of or equal to
+        self._noted: dict[int, tuple[Tensor, Axes]] = {}  # the tensor is kept so that its id is not reused
 
     def new(self, **layout: int) -> Axis:
-        """An axis of channels that are not known yet."""
+        """Return an axis for channels not seen before."""
         self._links.append(None)
         return Axis(len(self._links) - 1, **layout)
 
     def resolved(self, axis: Axis) -> Axis:
-        """By the group that it is of in the end."""
+        """Return the axis in terms of the group it finally belongs to."""
         while (link := self._links[axis.group]) is not None:
             axis = Axis(link.group, axis.outer * link.outer, axis.inner * link.inner)
         return axis
 
     def axes(self, tensor: Tensor) -> Axes:
-        """As far as they are known; an array's are new, where it has more than one entry."""
+        """Return the known axes of a tensor. An unknown array gets a new axis in each dimension longer than 1."""
         if id(tensor) not in self._noted and isinstance(tensor, torch.nn.Parameter):
             self.note(tensor, [self.new() if size > 1 else None for size in tensor.shape])
         known = self._noted.get(id(tensor))
         return tuple(axis and self.resolved(axis) for axis in known[1]) if known else (None,) * tensor.dim()
 
     def note(self, tensor: Tensor | None, axes: Sequence[Axis | None]) -> None:
-        """Remember them."""
+        """Record the axes of a tensor."""
         if tensor is not None:
             self._noted[id(tensor)] = tensor, tuple(axes)
 
     def same(self, one: Axis | None, other: Axis | None) -> Axis | None:
-        """The axis of tensors that are added up, of whose axes at least one is known."""
+        """Return the common axis of tensors that are added, at least one of whose axes is known."""
         if one is None or other is None:
             return one or other
         one, other = self.resolved(one), self.resolved(other)
@@ -71,7 +72,7 @@ class _Follower(TorchFunctionMode):
         return one
 
     def part(self, axis: Axis, runs: int) -> Axis:
-        """The axis within one of the `runs` into which another is cut."""
+        """Return the axis of one of the `runs` equal parts into which another axis is cut."""
         axis = self.resolved(axis)
         if axis.outer % runs == 0:
             return Axis(axis.group, axis.outer // runs, axis.inner)
@@ -80,7 +81,7 @@ class _Follower(TorchFunctionMode):
         return Axis(part.group, axis.outer, axis.inner)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function, and note what it makes."""
+        """Run a function and record the axes of its result."""
         out = func(*args, **(kwargs or {}))
         policy = RULES.get(func.__name__)
         if policy is not None:
@@ -90,7 +91,7 @@ class _Follower(TorchFunctionMode):
         return out
 
     def _carry(self, name: str, out: Tensor, inputs: list[Tensor]) -> None:
-        """Of a function that treats channels alike: each dimension, counted from the last, is that of the inputs."""
+        """Carry axes through a function that treats all channels alike: dimensions are matched from the last one."""
         axes: list[Axis | None] = [None] * out.dim()
         for tensor in inputs:
             for place, axis in enumerate(reversed(self.axes(tensor)), start=1):
@@ -152,7 +153,7 @@ def _embedding(follow: _Follower, out: Tensor, tokens: Tensor, weight: Tensor, *
 
 
 def _lstm(follow: _Follower, out: Any, x: Tensor, states: Any, arrays: Sequence[Tensor], *_: Any, **__: Any) -> None:
-    """Of one layer: four gates of C rows each."""
+    """Handle an LSTM of one layer: four gates of C rows each."""
     *others, before = follow.axes(x)
     after = follow.new()
     gates = Axis(after.group, outer=4)
@@ -163,7 +164,7 @@ def _lstm(follow: _Follower, out: Any, x: Tensor, states: Any, arrays: Sequence[
 
 
 def _attention(follow: _Follower, out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> None:
-    """Features of queries and keys are multiplied, so they are the same; the output is made of values."""
+    """Join the features of queries and keys, which are multiplied. The output has the features of the values."""
     follow.same(follow.axes(q)[-1], follow.axes(k)[-1])
     follow.note(out, follow.axes(v))
 
@@ -184,7 +185,7 @@ def _flatten(follow: _Follower, out: Tensor, x: Tensor, start_dim: int = 0, end_
 
 
 def _unflatten(follow: _Follower, out: Tensor, x: Tensor, dim: int, sizes: Sequence[int]) -> None:
-    """The channels stay together in the last of the new dimensions."""
+    """Keep the channels together in the last of the new dimensions."""
     axes, added = follow.axes(x), len(sizes) - 1
     axis = axes[dim]
     inner = axis and follow.part(axis, prod(out.shape[dim : dim + added]))
@@ -209,7 +210,7 @@ def _unbind(follow: _Follower, out: Sequence[Tensor], x: Tensor, dim: int = 0) -
 
 
 def _getitem(follow: _Follower, out: Tensor, x: Tensor, key: Any) -> None:
-    """Of an index that takes whole dimensions (`:`) or one entry of a dimension."""
+    """Handle an index that takes whole dimensions (`:`) or one entry of a dimension."""
     keys = key if isinstance(key, tuple) else (key,)
     axes = follow.axes(x)
     kept = [axes[dim] for dim, each in enumerate(keys) if isinstance(each, slice)]
@@ -251,9 +252,9 @@ RULES: Mapping[str, Callable[..., None]] = {
 
 
 def channel_axes(blueprint: Blueprint, units: Sequence[str] = ()) -> dict[str, Axes]:
-    """The axes of every array, parameters and buffers, by its global name. `units`: also of these, heads behind atoms.
+    """Return the axes of every array, parameters and buffers, by global name. `units` adds heads after atoms.
 
-    Raises ValueError, which names the atom, where a layer is not known here.
+    Raises ValueError, which names the atom, for an unsupported layer.
     """
     found: dict[str, Axes] = {}
     tokens = torch.int64 if blueprint.vocabulary else torch.float32

@@ -1,12 +1,12 @@
-"""Small convolutional networks of the papers: a table of convolutions each, then linear layers.
+"""Small convolutional networks of the papers: each is a table of convolutions, followed by linear layers.
 
   cnn3         FedProphet's small model for 32x32 images (its authors' code)
   cnn4         the same for 224x224 images
   conv4        SpaFL's network for CIFAR-10 (NeurIPS 2024): 804,800 weights and 1,280 of batch norm for 3x32x32, 10 classes
   cnn-femnist  PriSM's for FEMNIST (its authors' code): 246,590 parameters for 1x28x28 and 62 classes
 
-FedProphet says neither the padding of its convolutions (here half the kernel) nor whether they have biases (here yes).
-An atom is a convolution with its BN, ReLU and pooling; hidden linear layers belong to the head.
+FedProphet states neither the padding of its convolutions (here half the kernel) nor whether they have biases (here they do). An
+atom is a convolution with its BN, ReLU and pooling. Hidden linear layers belong to the head.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from piecework.models.layers import map_size, named, norm_layer_1d, require_size
 
 
 class Conv(NamedTuple):
-    """A row of a table: a square convolution, then max-pooling of `pool` x `pool`, or down to a map of `grid` x `grid`."""
+    """A row of a table: a square convolution, then max-pooling of `pool` x `pool`, or adaptive pooling to `grid` x `grid`."""
 
     channels: int
     kernel: int
@@ -31,7 +31,7 @@ class Conv(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A network; `bias` of convolutions and hidden layers, batch norm or not behind either, the `minimum` edge it reads."""
+    """A network: whether convolutions and hidden layers have a bias and batch norms, and its `minimum` input edge in pixels."""
 
     convs: tuple[Conv, ...]
     hidden: tuple[int, ...]
@@ -57,7 +57,7 @@ TABLES = {
 
 
 def _cnn(name: str, num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
-    """Atoms `conv1`, `conv2` and so on, one for each row of the table."""
+    """Build the atoms `conv1`, `conv2` and so on, one per row of the table."""
     table = TABLES[name]
     require_size(name, input_shape, table.minimum)
     channels, size = input_shape[0], (input_shape[1], input_shape[2])

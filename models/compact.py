@@ -1,8 +1,8 @@
-"""A masked model without what is masked (SpaFL): rows of pruned filters, and the inputs that nothing comes from any more.
+"""The compact form of a masked model (SpaFL), without pruned filters and without inputs that are always zero.
 
-A channel is excluded where a single masked layer makes it and only its silent norm, ReLUs and poolings lie before what reads
-it: then it is zero. Where several layers make the same channels, as on the way of shortcuts, and where they are logits, each
-layer leaves out its own pruned filters, and puts zeros in their places.
+A channel is removed if a single masked layer makes it and only the layer's silent norm, ReLUs and poolings lie between it and
+its readers, because then it is zero. Where several layers make the same channels, as on shortcuts, and for logits, each layer
+drops its own pruned filters and puts zeros in their places.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,12 +17,12 @@ from piecework.models.channels import Axes, Axis, channel_axes
 from piecework.models.masked import Masked, Silent, masked_layers
 
 Units = Mapping[str, nn.Module]
-Places = tuple[Tensor | None, ...]  # of each dimension of an array: which entries are there; None = all
+Places = tuple[Tensor | None, ...]  # per dimension of an array: the entries that are kept; None = all
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a masked model: the axes of its arrays; the groups of channels that one masked layer makes and may leave out."""
+    """The axes of a masked model's arrays, and the groups of channels that one masked layer makes and may drop."""
 
     axes: Mapping[str, Axes]
     alone: frozenset[int]
@@ -30,14 +30,14 @@ class Layout:
 
 @dataclass
 class Compact:
-    """The `units` of a compact form, and by name which part of an array of the masked model each of its arrays is."""
+    """The `units` of a compact form and, by name, which part of the masked model's array each of its arrays is."""
 
     units: dict[str, nn.Module]
     places: dict[str, Places]
 
     @torch.no_grad()
     def write_back(self, units: Units) -> None:
-        """Put what was learned into the `units` of the masked model."""
+        """Copy the trained values into the `units` of the masked model."""
         for unit, module in self.units.items():
             whole = units[unit].state_dict()
             for name, part in module.state_dict().items():
@@ -45,7 +45,7 @@ class Compact:
 
 
 def layout(blueprint: Blueprint, masked_blueprint: Blueprint) -> Layout:
-    """Of a model, as it was and masked. Raises ValueError where its channels cannot be followed."""
+    """Return the layout of a model, given with and without masks. Raises ValueError if its channels cannot be followed."""
     axes, makers, logits = channel_axes(blueprint), dict[int, int](), 0
     for unit in masked_blueprint.units():
         with torch.device("meta"):
@@ -58,13 +58,13 @@ def layout(blueprint: Blueprint, masked_blueprint: Blueprint) -> Layout:
                 if axis is not None and value.dim() and not (isinstance(layer, Masked) and name == "bias"):
                     once = isinstance(layer, Masked) and axis == Axis(axis.group)
                     makers[axis.group] = makers.get(axis.group, 0) + (1 if once else 2)
-                    logits = axis.group  # in the end: the head's last layer comes last
+                    logits = axis.group  # the last assignment stays: the head's last layer
     return Layout(axes, frozenset(group for group, count in makers.items() if count == 1 and group != logits))
 
 
 @torch.no_grad()
 def kept_parts(units: Units, plan: Layout) -> dict[str, Places]:
-    """By name, which part of each array of a masked model's `units` is kept at the mask that there is."""
+    """Return, by name, which part of each array of a masked model's `units` its present mask keeps."""
     kept, found = dict[int, Tensor](), dict[str, Places]()
     for unit, module in units.items():
         for path, layer in masked_layers(module):
@@ -80,7 +80,7 @@ def kept_parts(units: Units, plan: Layout) -> dict[str, Places]:
 
 
 def kept_share(units: Units, parts: Mapping[str, Places]) -> float:
-    """Of a model's parameters, how many are in these parts."""
+    """Return the fraction of a model's parameters that lies in these parts."""
     kept = total = 0
     for unit, module in units.items():
         for name, whole in module.named_parameters():
@@ -95,9 +95,9 @@ def kept_share(units: Units, parts: Mapping[str, Places]) -> float:
 
 @torch.no_grad()
 def compacted(units: Units, plan: Layout, empty: Units, parts: Mapping[str, Places]) -> Compact:
-    """The compact form of a masked model's `units`, in the modules `empty`, which are built like them and have no values.
+    """Return the compact form of a masked model's `units`, in `empty`: modules built like them, without values.
 
-    Thresholds, and arrays of which everything is there, are the very same.
+    Thresholds and arrays that are kept whole are not copied.
     """
     for unit, small in empty.items():
         for (path, layer), (_, source) in zip(small.named_modules(), units[unit].named_modules(), strict=True):
@@ -119,7 +119,7 @@ def compacted(units: Units, plan: Layout, empty: Units, parts: Mapping[str, Plac
 
 
 def open_rows(layer: Masked) -> Tensor | None:
-    """The numbers of the filters that are not pruned, or of one where all are; None where none is."""
+    """Return the numbers of the filters that are not pruned, one number if all are pruned, or None if none is."""
     mask = layer.mask()
     if mask.all():
         return None
@@ -128,7 +128,7 @@ def open_rows(layer: Masked) -> Tensor | None:
 
 
 def take(whole: Tensor, places: Places) -> Tensor:
-    """A part of an array, in the memory format of convolutions; () = the array itself."""
+    """Return a part of an array, in the memory format of convolutions; () = the array itself."""
     part = whole.detach()
     if not places:
         return part
@@ -139,7 +139,7 @@ def take(whole: Tensor, places: Places) -> Tensor:
 
 
 def take_into(part: Tensor, whole: Tensor, places: Places) -> None:
-    """The same, into memory that is there."""
+    """Copy a part of an array into existing memory."""
     chosen = [(dim, place) for dim, place in enumerate(places) if place is not None]
     if not chosen:
         part.copy_(whole)
@@ -150,7 +150,7 @@ def take_into(part: Tensor, whole: Tensor, places: Places) -> None:
 
 
 def put(whole: Tensor, part: Tensor, places: Places) -> None:
-    """The reverse: write a part into its places."""
+    """Write a part back into its places; the inverse of `take_into`."""
     rows, inputs = (*places, None, None)[:2]
     if rows is None and inputs is None:
         whole.copy_(part)
@@ -163,7 +163,7 @@ def put(whole: Tensor, part: Tensor, places: Places) -> None:
 
 
 def _places(axes: Axes, kept: Mapping[int, Tensor], source: nn.Module, whole: Tensor) -> Places:
-    """Which part of an array of a layer `source` is there; () = all."""
+    """Return which part of an array of layer `source` is kept; () = all."""
     found: list[Tensor | None] = []
     for dim, axis in enumerate(axes):
         if axis is not None and axis.group in kept:
@@ -176,7 +176,7 @@ def _places(axes: Axes, kept: Mapping[int, Tensor], source: nn.Module, whole: Te
 
 
 def _along(axis: Axis, channels: Tensor, size: int) -> Tensor:
-    """The places of channels along an axis of `size` entries."""
+    """Return the places of channels along an axis of `size` entries."""
     count = size // (axis.outer * axis.inner)
     outer, inner = (torch.arange(n, device=channels.device) for n in (axis.outer, axis.inner))
     return ((outer[:, None, None] * count + channels[:, None]) * axis.inner + inner).flatten()

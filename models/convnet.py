@@ -1,4 +1,4 @@
-"""A small convolutional network, ours, for the demo: 8x8 digits in seconds, any image from 8 pixels."""
+"""A small convolutional network for the demo: it trains on 8x8 digits in seconds and reads any image from 8 pixels."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ LAYERS = ((16, 1), (16, 1), (32, 2), (32, 1), (64, 1))  # channels, stride
 
 
 def convnet(num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
-    """Atoms `conv1` .. `conv5`, each a 3x3 convolution, BN and ReLU; the map halves at conv3."""
+    """Build the atoms `conv1` .. `conv5`, each a 3x3 convolution, BN and ReLU. The feature map halves at conv3."""
     require_size("convnet", input_shape, 8)
     channels, size = input_shape[0], (input_shape[1], input_shape[2])
     atoms: list[Atom] = []
@@ -33,6 +33,6 @@ def _conv(inputs: int, outputs: int, stride: int, batch_norm: str) -> nn.Module:
 
 
 def _head(channels: int, num_classes: int) -> nn.Module:
-    # Four cells, not one: a FeDepth piece of conv1 alone must classify by where its 16 simple features are. On digits,
-    # 10 epochs of that piece give 62 % with one cell, 96 % with four, 97 % with all sixteen; the whole model 99 %.
+    # Four cells, not one: a FeDepth piece of conv1 alone classifies by the positions of its 16 simple features. On digits, 10
+    # epochs of that piece give 62 % with one cell, 96 % with four, 97 % with all sixteen; the whole model gives 99 %.
     return named(pool=nn.AdaptiveAvgPool2d(2), flatten=nn.Flatten(), fc=nn.Linear(4 * channels, num_classes))

@@ -1,9 +1,10 @@
-"""DepthFL's classifiers behind the blocks of a model ("DepthFL: Depthwise Federated Learning for Heterogeneous Clients", ICLR
+"""DepthFL's classifiers after the blocks of a model ("DepthFL: Depthwise Federated Learning for Heterogeneous Clients", ICLR
 2023, with the classifiers of its authors' code).
 
-Behind a map: attention (a separable convolution of stride 2, batch norm, ReLU, enlarged again, sigmoid; multiplied with the
-map), then separable convolutions of stride 2, each to twice the channels, up to those of the last block; global average
-pooling, linear. Behind other features, which the paper does not have: their mean over tokens, linear.
+After a feature map, a classifier has attention (a separable convolution of stride 2, batch norm, ReLU, upsampling, sigmoid,
+multiplied with the map), then separable convolutions of stride 2, each doubling the channels up to those of the last block,
+then global average pooling and a linear layer. After other features, which the paper does not cover, it takes the mean over
+tokens and a linear layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +17,11 @@ from torch.nn import functional as F
 from piecework.models.cascade import Atom, Blueprint, Cascade, Shape, norm_layer, num_features, num_logits, pooled
 from piecework.models.partition import Piece
 
-EXIT = "exit"  # what exits are called, with the number of the atom that they stand behind, from 0
+EXIT = "exit"  # prefix of an exit's name, followed by the number of its atom, from 0
 
 
 def separable(channels: int, out: int, batch_norm: str) -> nn.Sequential:
-    """Two depthwise-separable convolutions, the first of stride 2, the second to `out` channels, each with norm and ReLU."""
+    """Return two depthwise-separable convolutions with norm and ReLU: the first of stride 2, the second to `out` channels."""
     layers: list[nn.Module] = []
     for stride, made in ((2, channels), (1, out)):
         layers += [
@@ -33,7 +34,7 @@ def separable(channels: int, out: int, batch_norm: str) -> nn.Sequential:
 
 
 class MapExit(nn.Module):
-    """The classifier behind a map of `channels`, which the model brings to `last` channels in the end."""
+    """The classifier after a map of `channels`, in a model whose last block has `last` channels."""
 
     def __init__(self, channels: int, last: int, logits: int, batch_norm: str) -> None:
         super().__init__()
@@ -48,27 +49,27 @@ class MapExit(nn.Module):
         self.fc = nn.Linear(channels, logits)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Logits[B, classes] of z[B, C, H, W]."""
+        """Return logits[B, classes] for z[B, C, H, W]."""
         attention = F.interpolate(self.attention(z), size=z.shape[2:], mode="bilinear", align_corners=False).sigmoid_()
         found: Tensor = self.fc(pooled(self.steps(z * attention)))
         return found
 
 
 class FeatureExit(nn.Module):
-    """The classifier behind features without a map."""
+    """The classifier after features that are not maps."""
 
     def __init__(self, shape: Shape, logits: int) -> None:
         super().__init__()
         self.fc = nn.Linear(num_features(shape), logits)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Logits[B, classes] of z[B, tokens, F] or z[B, F]."""
+        """Return logits[B, classes] for z[B, tokens, F] or z[B, F]."""
         found: Tensor = self.fc(pooled(z))
         return found
 
 
 def with_exits(blueprint: Blueprint, blocks: Sequence[Piece]) -> Blueprint:
-    """The model, and behind its atoms, as spare ones, an exit for every block but the last, whose exit is the head."""
+    """Return the model with an exit as a spare atom for every block but the last, whose exit is the head."""
     exits, logits = [], num_logits(blueprint)
     for block in blocks[:-1]:
         shape = blueprint.atoms[block[-1]].shape
@@ -82,20 +83,20 @@ def with_exits(blueprint: Blueprint, blocks: Sequence[Piece]) -> Blueprint:
 
 
 def exits_of(blueprint: Blueprint) -> dict[int, int]:
-    """The exits of a model, by the atom they stand behind."""
+    """Return the exits of a model by the atom they follow."""
     spare = range(len(blueprint.atoms) - blueprint.spare, len(blueprint.atoms))
     return {int(blueprint.atoms[atom].name.removeprefix(EXIT)): atom for atom in spare}
 
 
 class ExitCascade(Cascade):
-    """A whole model with exits, which predicts by the mean of their logits."""
+    """A whole model with exits, which predicts by the mean of all logits."""
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint)
         self._exits = exits_of(blueprint)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits[B, classes] of x[B, *input_shape]."""
+        """Return logits[B, classes] for x[B, *input_shape]."""
         found = []
         for number, atom in enumerate(self.atoms[: len(self.atoms) - len(self._exits)]):
             x = atom(x)
@@ -105,7 +106,7 @@ class ExitCascade(Cascade):
 
 
 def mean_logits(logits: Sequence[Tensor]) -> Tensor:
-    """Of several exits, [B, classes] each."""
+    """Return the mean logits of several exits, [B, classes] each."""
     total = logits[0]
     for each in logits[1:]:
         total = total + each

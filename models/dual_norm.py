@@ -1,8 +1,8 @@
 """Batch norms with two sets of running statistics, for clean and for adversarial examples, and one scale and shift.
 
-Xie et al., "Adversarial Examples Improve Image Recognition", CVPR 2020; with a shared scale and shift FedRBN (Hong et al.,
-"Federated Robustness Propagation", AAAI 2023). Which set a layer uses is a flag of it. The second set is named as the first,
-after `adversarial_`.
+Two sets are from Xie et al., "Adversarial Examples Improve Image Recognition", CVPR 2020; the shared scale and shift from
+FedRBN (Hong et al., "Federated Robustness Propagation", AAAI 2023). A flag of the layer selects the set. Arrays of the second
+set have the names of the first with the prefix `adversarial_`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ COUNT = "num_batches_tracked"
 
 
 class _Dual(_BatchNorm):
-    """Adds the second set to a batch norm."""
+    """Mixin that adds the second set to a batch norm."""
 
     adversarial_running_mean: Tensor
     adversarial_running_var: Tensor
@@ -31,7 +31,7 @@ class _Dual(_BatchNorm):
             self.register_buffer(PREFIX + name, getattr(self, name).clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x normalised: in training mode by its own statistics, which the set in use takes note of; else by that set."""
+        """Normalise x by its own statistics in training mode, which updates the selected set; else by the selected set."""
         if not self.adversarial:
             out: Tensor = super().forward(x)
             return out
@@ -52,27 +52,27 @@ class _Dual(_BatchNorm):
 
 
 class DualBatchNorm2d(_Dual, nn.BatchNorm2d):
-    """Of maps [B, C, H, W]."""
+    """Dual batch norm of maps [B, C, H, W]."""
 
 
 class DualBatchNorm1d(_Dual, nn.BatchNorm1d):
-    """Of features [B, F]."""
+    """Dual batch norm of features [B, F]."""
 
 
 def dual_norms(modules: Iterable[nn.Module]) -> Iterator[_Dual]:
-    """The layers with two sets of statistics in modules."""
+    """Yield the layers with two sets of statistics."""
     return (layer for module in modules for layer in module.modules() if isinstance(layer, _Dual))
 
 
 def use(modules: Iterable[nn.Module], *, adversarial: bool) -> None:
-    """Let modules use one of the sets."""
+    """Select one of the two sets in all layers."""
     for layer in dual_norms(modules):
         layer.adversarial = adversarial
 
 
 @torch.no_grad()
 def begin_adversarial(modules: Iterable[nn.Module]) -> None:
-    """Where the second set was never used, it begins as the first."""
+    """Initialise second sets that were never used with the values of the first."""
     for layer in dual_norms(modules):
         if not int(layer.adversarial_num_batches_tracked):
             for name in STATISTICS:
@@ -80,5 +80,5 @@ def begin_adversarial(modules: Iterable[nn.Module]) -> None:
 
 
 def is_adversarial(name: str) -> bool:
-    """Whether an array is of the second set."""
+    """Return whether an array belongs to a second set."""
     return name.rpartition(".")[2].startswith(PREFIX)

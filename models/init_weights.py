@@ -1,12 +1,13 @@
-"""The initial weights of a model from a file (`init-weights`), where a paper starts from weights pretrained on ImageNet.
+"""Load a model's initial weights from a file (`init-weights`), as in papers that start from ImageNet weights.
 
-A file has our names, as a run's own `model.safetensors`, or torchvision's, made once where torchvision is installed:
+The file has our names, as a run's own `model.safetensors` does, or torchvision's. The latter is made once where torchvision is
+installed:
 
     import torchvision
     from safetensors.torch import save_file
     save_file(torchvision.models.vgg16_bn(weights="DEFAULT").state_dict(), "vgg16_bn.safetensors")
 
-Pickles (.pt, .pth) are not read: they can run any code. The server's affair: clients get the arrays from it.
+Pickles (.pt, .pth) are not read, because they can run any code. Only the server reads the file; clients get the arrays from it.
 """
 
 from collections.abc import Mapping
@@ -24,11 +25,11 @@ SHOWN = 6
 
 
 def pretrained(path: Path, blueprint: Blueprint) -> tuple[dict[str, np.ndarray], list[str]]:
-    """The arrays of a file that fit the model, by our names and in its dtypes, and the names of those that do not.
+    """Return the arrays of a file that fit the model, by our names and in its dtypes, and the names of the excluded ones.
 
-    A layer is taken whole or not at all: where its weight has another shape (a classifier of other classes, the `cifar` stem),
-    its bias stays out too. float16, bfloat16 and float64 become float32. Raises ValueError where the file cannot be read, has
-    values that are not finite, or nothing that fits.
+    A layer is taken as a whole: if its weight has another shape (another number of classes, the `cifar` stem), its bias is
+    excluded too. float16, bfloat16 and float64 become float32. Raises ValueError if the file cannot be read, has values that
+    are not finite, or has no array that fits.
     """
     held = _read(path)
     own = _empty_state(blueprint)
@@ -49,13 +50,13 @@ def pretrained(path: Path, blueprint: Blueprint) -> tuple[dict[str, np.ndarray],
 
 
 def pretrained_units(path: Path, blueprint: Blueprint) -> set[str]:
-    """The units of which the file has all parameters. Raises ValueError as `pretrained` does."""
+    """Return the units all of whose parameters are in the file. Raises ValueError as `pretrained` does."""
     taken = pretrained(path, blueprint)[0].keys()
     return {unit for unit in blueprint.units() if taken >= {*parameter_names(blueprint, unit)}}
 
 
 def account(path: Path, taken: Mapping[str, np.ndarray], excluded: list[str]) -> str:
-    """What `pretrained` did, in one sentence for the run's log."""
+    """Return one sentence for the run's log about what `pretrained` loaded."""
     sentence = f"took {len(taken)} of {len(taken) + len(excluded)} arrays from {path}"
     if not excluded:
         return sentence
@@ -77,7 +78,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _empty_state(blueprint: Blueprint) -> dict[str, Tensor]:
-    """Names, shapes and dtypes of the whole model; no memory is spent on them."""
+    """Return names, shapes and dtypes of the whole model without allocating it."""
     with isolated_rng(0), torch.device("meta"):
         return {
             f"{unit}.{name}": value
@@ -87,7 +88,7 @@ def _empty_state(blueprint: Blueprint) -> dict[str, Tensor]:
 
 
 def _names_in(held: Mapping[str, Tensor], blueprint: Blueprint, own: Mapping[str, Tensor]) -> dict[str, str]:
-    """Our name -> the file's, of the arrays that are there, in the model's order."""
+    """Map our names to the file's, for the arrays that the file has, in the model's order."""
     norm = "bn" if "atoms.0.bn.weight" in own else "none"
     known = torchvision_name_map(blueprint.name, norm) if blueprint.name in NAMED else {}
     pairs = ((our, our if our in held else known.get(our, "")) for our in own)

@@ -1,7 +1,7 @@
-"""Principal kernels: a layer's weight as U S V^T, sampled and put together again (PriSM, sections 3.1 and 3.2).
+"""Principal kernels: decompose a layer's weight into U S V^T, sample kernels and compose them (PriSM, sections 3.1 and 3.2).
 
-W[N, M, k, k] or [N, M]; sigma_i, i < R = min(M k^2, N): its singular values, largest first; v'_i = sqrt(sigma_i) v_i,
-u'_i = sqrt(sigma_i) u_i.
+W is [N, M, k, k] or [N, M]. sigma_i, i < R = min(M k^2, N), are its singular values in descending order; v'_i = sqrt(sigma_i)
+v_i and u'_i = sqrt(sigma_i) u_i.
 """
 
 from typing import Literal
@@ -12,17 +12,17 @@ Sampling = Literal["importance", "uniform", "softmax", "top"]
 
 
 def decompose(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """sigma[R]; v'[R, M, k, k] and u'[N, R, 1, 1] of a convolution, v'[R, M] and u'[N, R] of a linear layer; float32.
+    """Return sigma[R]; v'[R, M, k, k], u'[N, R, 1, 1] of a convolution or v'[R, M], u'[N, R] of a linear layer; all float32.
 
-    By the eigenvectors of W W^T (or W^T W, where that is smaller) in double precision: U U^T W = W whatever sigma is, and a
-    ResNet-18 takes a tenth of the time of LAPACK's singular value decompositions. The sign of a pair is fixed by u_i, whose
+    It uses the eigenvectors of W W^T (or of W^T W, if that is smaller) in double precision: U U^T W = W whatever sigma is, and
+    a ResNet-18 takes a tenth of the time of LAPACK's singular value decomposition. The sign of a pair is fixed by u_i, whose
     entry of the largest magnitude is positive.
     """
     matrix = weight.reshape(len(weight), -1).astype(np.float64)
     transposed = matrix.shape[0] > matrix.shape[1]
     short = matrix.T if transposed else matrix
     vectors = np.linalg.eigh(short @ short.T)[1]
-    others = vectors.T @ short  # of length sigma_i
+    others = vectors.T @ short  # rows of length sigma_i
     sigma = np.linalg.norm(others, axis=1)
     order = np.argsort(-sigma, kind="stable")
     sigma, root = sigma[order], np.sqrt(sigma[order])
@@ -36,7 +36,7 @@ def decompose(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def compose(v: np.ndarray, u: np.ndarray) -> np.ndarray:
-    """W of all its kernels."""
+    """Return W from all its kernels."""
     product: np.ndarray = u.reshape(len(u), -1) @ v.reshape(len(v), -1)
     return product.reshape(len(u), *v.shape[1:])
 
@@ -44,10 +44,10 @@ def compose(v: np.ndarray, u: np.ndarray) -> np.ndarray:
 def sample(
     sigma: np.ndarray, kept: int, kappa: float, rng: np.random.Generator, sampling: Sampling = "importance"
 ) -> np.ndarray:
-    """`kept` of R kernels without replacement, ascending; each is drawn next with p_i = sigma_i^kappa / sum (Eq. 2).
+    """Draw `kept` of R kernels without replacement, in ascending order, with p_i = sigma_i^kappa / sum (Eq. 2).
 
-    `softmax`: p_i = exp(sigma_i) / sum, `uniform`: 1 / R (Table 5); `top`: the largest, not drawn. To take the largest of log
-    p_i + g_i, g_i from Gumbel's distribution, is to draw one after the other.
+    `softmax` uses p_i = exp(sigma_i) / sum and `uniform` 1 / R (Table 5); `top` takes the largest and draws nothing. Taking the
+    largest of log p_i + g_i, with g_i from Gumbel's distribution, is equivalent to drawing one after the other.
     """
     if sampling == "top":
         return np.arange(kept)
@@ -60,7 +60,7 @@ def sample(
 
 
 def effective_rank(sigma: np.ndarray) -> float:
-    """2^H, H the entropy (bits) of p_i = sigma_i / sum: the kernels that a layer needs (section 4.4.1); 0 of a zero layer."""
+    """Return 2^H, H the entropy (bits) of p_i = sigma_i / sum: the kernels a layer needs (section 4.4.1); 0 for a zero layer."""
     if not (total := float(sigma.sum(dtype=np.float64))):
         return 0.0
     p = sigma.astype(np.float64)[sigma > 0] / total

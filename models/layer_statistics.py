@@ -1,6 +1,6 @@
-"""The layers of a model with their sizes and costs, found by running each unit on fake tensors: no weight is allocated.
+"""The layers of a model with their sizes and costs, from a run of each unit on fake tensors that allocates no weights.
 
-A server's affair, like all that uses fake tensors (see `trace` in device_profiles/memory.py).
+Only servers use it, as everything that needs fake tensors (see `trace` in device_profiles/memory.py).
 """
 
 import math
@@ -20,9 +20,10 @@ EXAMPLES = 2  # batch norm over one example of one pixel has no variance
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer without layers inside. `inputs`, `outputs`: elements of one example; `weight`: its weight's shape, if any.
+    """A layer without sublayers.
 
-    `thresholds`: how many SpaFL's has.
+    `inputs` and `outputs` are elements per example, `weight` is the shape of its weight, if any, and `thresholds` the number of
+    its SpaFL thresholds.
     """
 
     kind: str
@@ -35,7 +36,7 @@ class Layer:
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of one example, of a convolution or a linear layer; 0 of others."""
+        """Multiply-accumulates per example of a convolution or a linear layer; 0 for others."""
         return self.outputs * math.prod(self.weight[1:]) if self.kind in ("Conv2d", "Linear") else 0
 
     @property
@@ -46,7 +47,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """A unit: its layers, trainable parameters, bytes of its state (buffers too), forward FLOPs of one example."""
+    """A unit's layers, trainable parameters, bytes of its state (including buffers), and forward FLOPs per example."""
 
     layers: tuple[Layer, ...]
     parameters: int
@@ -59,7 +60,7 @@ _KNOWN: dict[Hashable, LayerStatistics] = {}
 
 @lru_cache(maxsize=4096)
 def layer_statistics(blueprint: Blueprint, unit: str) -> LayerStatistics:
-    """What a unit (`atoms.<i>`, `head`, `exits.<i>`, `aux.<i>`) consists of. Units that are built alike are looked at once."""
+    """Return the statistics of a unit (`atoms.<i>`, `head`, `exits.<i>`, `aux.<i>`). Units built alike are examined once."""
     key = unit_signature(blueprint, unit)
     if key not in _KNOWN:
         _KNOWN[key] = _examine(blueprint, unit)
@@ -67,7 +68,7 @@ def layer_statistics(blueprint: Blueprint, unit: str) -> LayerStatistics:
 
 
 def unit_signature(blueprint: Blueprint, unit: str) -> Hashable:
-    """Equal for units that are built alike and get inputs of the same shape, so that they cost the same."""
+    """Return a key that is equal for units built alike with inputs of the same shape, so that they cost the same."""
     kind, _, index = unit.partition(".")
     if kind == "head":
         return "head", _call(blueprint.build_head), blueprint.feature_shape
@@ -78,20 +79,20 @@ def unit_signature(blueprint: Blueprint, unit: str) -> Hashable:
 
 
 def _call(build: Any) -> Hashable:
-    """What a factory does: for a partial, the function and its arguments."""
+    """Return a key for what a factory does: for a partial, the function and its arguments."""
     if not isinstance(build, partial):
         return cast(Hashable, build)
     function: Hashable = build.func
     call = function, tuple(map(_call, build.args)), tuple((key, _call(v)) for key, v in build.keywords.items())
     try:
         hash(call)
-    except TypeError:  # an argument such as a list: this factory is like no other
+    except TypeError:  # an argument such as a list: the factory is compared by identity
         return cast(Hashable, build)
     return call
 
 
 def input_of(blueprint: Blueprint, unit: str) -> Shape:
-    """The shape of one example at the entrance of a unit."""
+    """Return the shape of one example at the input of a unit."""
     kind, _, index = unit.partition(".")
     if kind == "head":
         return blueprint.feature_shape

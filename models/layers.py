@@ -1,7 +1,7 @@
-"""What the architecture files share: scaled widths, map sizes, layers with names, checks of what was asked for.
+"""Helpers of the architecture files: scaled widths, map sizes, named layers and checks of options.
 
-Every ReLU after a convolution or a norm works in place, as torchvision's do: neither needs its output for its gradient,
-and one map less is held. An atom never changes its input, which may be a cached feature or another atom's residual.
+Every ReLU after a convolution or a norm works in place, as torchvision's do: neither layer needs its output for its gradient,
+so one feature map less is held. An atom never changes its input, which may be a cached feature or another atom's residual.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from piecework.models.dual_norm import DualBatchNorm1d
 
 
 def named(**layers: nn.Module) -> nn.Sequential:
-    """Layers in a row, with names rather than numbers in the state dict."""
+    """Return layers in sequence, with names rather than numbers in the state dict."""
     row = nn.Sequential()
     for name, layer in layers.items():
         row.add_module(name, layer)
@@ -21,42 +21,42 @@ def named(**layers: nn.Module) -> nn.Sequential:
 
 
 def pooled_linear(channels: int, num_classes: int) -> nn.Sequential:
-    """A head: global average pooling, then a linear layer; logits[B, classes] of z[B, C, H, W]."""
+    """Return a head: global average pooling, then a linear layer; logits[B, classes] for z[B, C, H, W]."""
     return named(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(channels, num_classes))
 
 
 def norm_layer_1d(features: int, batch_norm: str) -> nn.Module:
-    """Batch norm behind a linear layer, as the setting `batch-norm` says (piecework.models.cascade.norm_layer is for maps)."""
+    """Return the batch norm after a linear layer for a value of `batch-norm` (piecework.models.cascade.norm_layer is for maps)."""
     if batch_norm == "dual":
         return DualBatchNorm1d(features)
     return nn.BatchNorm1d(features, track_running_stats=batch_norm != "batch")
 
 
 def scaled(channels: int, width: float) -> int:
-    """The channels of a layer in a model of a fraction `width` of the channels (HeteroFL's rule, at least one)."""
+    """Return the channels of a layer at width ratio `width` (HeteroFL's rule, at least one)."""
     return max(1, int(channels * width))
 
 
 def map_size(size: Sequence[int], kernel: int, stride: int = 1, padding: int = 0) -> tuple[int, int]:
-    """(H, W) after a convolution or pooling of (H, W)."""
+    """Return (H, W) after a convolution or pooling of (H, W)."""
     height, width = ((edge + 2 * padding - kernel) // stride + 1 for edge in size)
     return height, width
 
 
 def require_size(model: str, input_shape: Shape, minimum: int) -> None:
-    """Raise where an image is too small to leave a map at the end of the model."""
+    """Raise ValueError if an image is too small to leave a map at the end of the model."""
     if min(input_shape[1:]) < minimum:
         height, width = input_shape[1:]
         raise ValueError(f"{model} needs images of at least {minimum}x{minimum} pixels, got {height}x{width}")
 
 
 def require_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
-    """Raise where an option has a value that is not known."""
+    """Raise ValueError if an option has an unknown value."""
     if value not in allowed:
         raise ValueError(f"{option} = {value!r} is not known: use one of {', '.join(allowed)}")
 
 
 def require_at_least_one(option: str, value: int) -> None:
-    """Raise where an option that counts something is below 1."""
+    """Raise ValueError if an option that counts something is below 1."""
     if value < 1:
         raise ValueError(f"{option} = {value} is not allowed: use a whole number from 1")

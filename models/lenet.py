@@ -4,7 +4,7 @@
          2024), 430,500 weights for 1x28x28 and 10 classes
   lecun  5x5 convolutions of 6 and 16 channels, linear 120 and 84: the original's sizes, 61,706 parameters
 
-Both with ReLU and max-pooling, as used today. There are no norm layers: `batch_norm` only reaches the own heads of pieces.
+Both use ReLU and max-pooling, as is usual today. They have no norm layers: `batch_norm` only affects the exit heads of pieces.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ LEAST = {"caffe": 16, "lecun": 12}  # pixels
 def lenet5(
     num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm: str = "running", layout: str = "caffe"
 ) -> Blueprint:
-    """Atoms `conv1`, `conv2`. `lecun` pads images below 32 pixels by 2, so that 28x28 and 32x32 both end in 5x5."""
+    """Build the atoms `conv1`, `conv2`. `lecun` pads images below 32 pixels by 2, so that 28x28 and 32x32 both end in 5x5."""
     require_one_of("layout", layout, tuple(CHANNELS))
     require_size(f"lenet5 in the {layout} layout", input_shape, LEAST[layout])
     bias = layout == "lecun"

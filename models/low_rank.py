@@ -1,15 +1,15 @@
-"""Sub-models of low rank: a layer's weight is a product of two thin ones, which a device holds instead (PriSM, section 3.2.1).
+"""Sub-models of low rank: a device holds two thin factors instead of a layer's weight (PriSM, section 3.2.1).
 
-W[N, M k^2] = U S V^T, R = min(M k^2, N): the rank; v' = sqrt(S) V^T: R kernels of k x k, which carry stride and padding;
-u' = U sqrt(S): 1 x 1, carries the bias. A sub-model of keep ratio c has r = ceil(c R) of the R kernels.
+W[N, M k^2] = U S V^T has rank R = min(M k^2, N). v' = sqrt(S) V^T are R kernels of k x k with the layer's stride and padding.
+u' = U sqrt(S) is a 1 x 1 convolution with the bias. A sub-model of keep ratio c has r = ceil(c R) of the R kernels.
 
-Of a convolution `u` makes ceil(c N) channels only, the first ones; norms behind it are as narrow. The others are zero: a
-residual sum gets nothing from them, and in a plain chain the next convolution does not read them. What passes shortcuts stays
-full, and so do the first atom, 1 x 1 convolutions and the head. A transformer's MLPs and an LSTM's gates (their four matrices
-stacked) keep all outputs, as in the authors' code.
+The `u` of a convolution computes only the first ceil(c N) channels, and its norms are as narrow. The other channels are zero: a
+residual sum gets nothing from them, and in a plain chain the next convolution does not read them. Shortcuts, the first atom, 1
+x 1 convolutions and the head stay full. A transformer's MLPs and an LSTM's gates (its four matrices stacked) keep all outputs,
+as in the authors' code.
 
-With `scattered` they are any channels, as in the authors' code: where they lie among all, `rows`, comes with the arrays.
-With `narrow = false` a convolution makes all its channels too: the sub-models of FedHM, PriSM's rival OrthDrop.
+With `scattered`, any channels may be computed, as in the authors' code; the array `rows` holds their positions. With `narrow =
+false` a convolution computes all channels: these are the sub-models of FedHM, PriSM's baseline OrthDrop.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,46 +31,46 @@ CHAIN = "chain"
 
 @dataclass(frozen=True)
 class Cut:
-    """How a layer is thinned: the share c of kernels that is kept; whether output channels are excluded too, any of them."""
+    """How a layer is cut: the fraction `keep` of its kernels, whether it is `narrow`, and whether channels are `scattered`."""
 
     keep: float
     narrow: bool = True
     scattered: bool = False
 
     def rank(self, inputs: int, outputs: int) -> int:
-        """r, of a weight[outputs, inputs]."""
+        """Return the rank r for a weight[outputs, inputs]."""
         return _ceil(self.keep * min(inputs, outputs))
 
     def channels(self, outputs: int) -> int:
-        """How many output channels are computed."""
+        """Return the number of output channels that are computed."""
         return _ceil(self.keep * outputs) if self.narrow else outputs
 
 
 def _ceil(number: float) -> int:
-    return ceil(round(number, 6))  # 0.2 * 65 must not become 14 for a rounding error
+    return ceil(round(number, 6))  # so that a rounding error does not make 14 of 0.2 * 65
 
 
 @dataclass(frozen=True)
 class Padding:
-    """What brings channels to `channels` of them: zeros behind them; or around `scattered` of them, where that is not 0."""
+    """Pad to `channels` channels: zeros follow the computed ones, or surround them if `scattered`, their number, is not 0."""
 
     channels: int
     scattered: int = 0
 
 
 class Padded(nn.Module):
-    """What pads what it makes: the i-th of its channels becomes that of number `rows[i]`, where it has rows."""
+    """A module that pads its output: channel i becomes channel `rows[i]` if it has `rows`."""
 
     channels: int
     rows: Tensor | None
 
     def hold(self, pad: Padding | None) -> None:
-        """Be told how, once."""
+        """Set the padding, once."""
         self.channels = pad.channels if pad else 0
         self.register_buffer("rows", torch.arange(pad.scattered) if pad and pad.scattered else None)
 
     def padded(self, z: Tensor) -> Tensor:
-        """z[B, c, H, W] with as many channels as are to be handed on."""
+        """Return z[B, c, H, W] padded to the full number of channels."""
         missing = max(0, self.channels - z.shape[1])
         if self.rows is None:
             return nn.functional.pad(z, (0, 0) * (z.dim() - 2) + (0, missing)) if missing else z
@@ -81,9 +81,10 @@ class Padded(nn.Module):
 
 
 class Pair(Padded):
-    """`v`, then `u`, in place of a layer whose arrays are `weight` and `bias` of the module around it.
+    """`v`, then `u`, in place of a layer whose arrays are `weight` and `bias` of the enclosing module.
 
-    `reads` is the layer of the atom whose channels it reads, CHAIN the one before it in a plain chain, or empty: all channels.
+    `reads` names the layer of the atom whose channels it reads: CHAIN is the previous layer of a plain chain, and an empty name
+    means all channels.
     """
 
     def __init__(
@@ -95,26 +96,26 @@ class Pair(Padded):
         self.hold(pad)
 
     def forward(self, z: Tensor) -> Tensor:
-        """What the layer makes, as far as it is computed."""
+        """Return the computed channels of the layer's output."""
         return self.padded(self.u(self.v(z)))
 
     def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """v' and u'."""
+        """Return v' and u'."""
         return self.v.get_parameter("weight"), self.u.get_parameter("weight")
 
 
 class PaddedNorm(nn.BatchNorm2d, Padded):
-    """A norm of the channels that are computed, with zeros for the others: the mask comes after the shift."""
+    """A norm of the computed channels, with zeros for the others: the mask is applied after the shift."""
 
-    follows: str  # the layer of the atom whose channels these are
+    follows: str  # the layer of the atom that makes these channels
 
     def forward(self, z: Tensor) -> Tensor:
-        """z[B, c, H, W] to all channels, where these are to be seen."""
+        """Normalise z[B, c, H, W] and pad it, if it has a padding."""
         return self.padded(super().forward(z))
 
 
 class LowRankLSTM(nn.Module):
-    """nn.LSTM of one layer, batch first, gates by two pairs; the hidden state is never multiplied by a full matrix."""
+    """nn.LSTM of one layer, batch first, with two pairs for its gates. The hidden state never meets a full matrix."""
 
     def __init__(self, whole: nn.LSTM, cut: Cut) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class LowRankLSTM(nn.Module):
             self.add_module(name, Pair(v, u, f"weight_{name}_l0", f"bias_{name}_l0"))
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """out[B, length, hidden] of x[B, length, inputs], in the place where nn.LSTM has it."""
+        """Return out[B, length, hidden] for x[B, length, inputs], at the position where nn.LSTM returns it."""
         ih, hh = self.get_submodule("ih"), self.get_submodule("hh")
         h = c = x.new_zeros(len(x), self.hidden)
         out = []
@@ -138,7 +139,7 @@ class LowRankLSTM(nn.Module):
 
 
 def low_rank(blueprint: Blueprint, keep: float, *, narrow: bool = True, scattered: bool = False) -> Blueprint:
-    """The sub-model of keep ratio `keep` in (0, 1]. Raises ValueError for a model without anything to factorise."""
+    """Return the sub-model of keep ratio `keep` in (0, 1]. Raises ValueError for a model with nothing to factorise."""
     first, *others = blueprint.atoms
     cut, live, atoms = Cut(keep, narrow, scattered), None, [first]
     for number, atom in enumerate(others, start=1):
@@ -152,13 +153,14 @@ def low_rank(blueprint: Blueprint, keep: float, *, narrow: bool = True, scattere
         atoms.append(Atom(atom.name, build, (live or atom.shape[0], *atom.shape[1:])))
     cut_model = replace(blueprint, atoms=tuple(atoms), width=1.0)
     if not factors(cut_model):
-        raise ValueError(f"{blueprint.name} cannot be cut by rank: it has nothing to factorise behind its first atom")
+        raise ValueError(f"{blueprint.name} cannot be cut by rank: it has nothing to factorise after its first atom")
     return cut_model
 
 
 def require_chain(module: nn.Sequential, what: str) -> None:
-    """Raises ValueError, which names `what`, for a plain chain that cannot be cut: but its convolution `conv` and a norm
-    `bn` nothing in it may have arrays.
+    """Raise ValueError, which names `what`, for a plain chain that cannot be cut.
+
+    Only its convolution `conv` and its norm `bn` may have arrays.
     """
     layers = dict(module.named_children())
     conv, norm = layers.get("conv"), layers.get("bn")
@@ -169,15 +171,15 @@ def require_chain(module: nn.Sequential, what: str) -> None:
     if not plain or odd or not isinstance(norm, nn.BatchNorm2d | None):
         there = ", ".join(f"{name} ({type(layer).__name__})" for name, layer in layers.items())
         raise ValueError(
-            f"{what} cannot be cut by rank: it is a chain of {there}, and of chains those are cut that have one plain "
-            "convolution named 'conv', and maybe a batch norm named 'bn' (nn.Sequential(OrderedDict(conv=.., bn=..)))"
+            f"{what} cannot be cut by rank: it is a chain of {there}. A chain can be cut if it has one plain "
+            "convolution named 'conv', and possibly a batch norm named 'bn' (nn.Sequential(OrderedDict(conv=.., bn=..)))"
         )
 
 
 def thin(build: Callable[[], nn.Module], cut: Cut, live: int | None, last: bool) -> nn.Module:
-    """An atom with its pairs, which reads `live` channels (None = all); no full weight is ever allocated.
+    """Build an atom with pairs that read `live` channels (None = all), without ever allocating a full weight.
 
-    Of a plain chain the `last` one hands all its channels to the head.
+    The `last` atom of a plain chain passes all its channels to the head.
     """
     with torch.device("meta"):
         module = build()
@@ -187,7 +189,7 @@ def thin(build: Callable[[], nn.Module], cut: Cut, live: int | None, last: bool)
 
 
 def thinned(module: nn.Module, cut: Cut, live: int | None, last: bool) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of an atom that become others, or come behind, by name."""
+    """Yield, by name, the layers of an atom that are replaced or appended."""
     if isinstance(module, BasicBlock | PreActivationBlock):
         outputs = module.conv2.out_channels
         inner, padded_norm = ("bn1", "bn2") if isinstance(module, BasicBlock) else ("bn2", "")
@@ -211,7 +213,7 @@ def thinned(module: nn.Module, cut: Cut, live: int | None, last: bool) -> Iterat
 
 
 def made_real(module: nn.Module) -> nn.Module:
-    """A module without memory, with memory, and with initial values where its layers have them by default."""
+    """Allocate the memory of a meta module, with default initial values where its layers have them."""
     for layer in module.modules():
         for name, parameter in list(layer.named_parameters(recurse=False)):
             setattr(layer, name, nn.Parameter(torch.empty(parameter.shape)))
@@ -224,24 +226,24 @@ def made_real(module: nn.Module) -> nn.Module:
 
 
 class PadChannels(Padded):
-    """The last layer of a plain chain."""
+    """The last layer of a plain chain, which pads."""
 
     def __init__(self, pad: Padding) -> None:
         super().__init__()
         self.hold(pad)
 
     def forward(self, z: Tensor) -> Tensor:
-        """z[B, c, H, W] with all channels."""
+        """Return z[B, c, H, W] with all channels."""
         return self.padded(z)
 
 
 def _padding(cut: Cut, wide: int) -> Padding | None:
-    """What brings the channels that are computed to `wide` of them; nothing where that is 0."""
+    """Return the padding from the computed channels to `wide` channels, or None if that is 0."""
     return Padding(wide, cut.channels(wide) * cut.scattered) if wide and cut.narrow else None
 
 
 def _conv(conv: nn.Module, name: str, cut: Cut, live: int | None = None, wide: int = 0, reads: str = "") -> Pair:
-    """A pair that reads `live` channels, of the layer `reads`; with `wide`, it hands on so many."""
+    """Return a pair that reads `live` channels of the layer `reads` and pads to `wide` channels, if given."""
     assert isinstance(conv, nn.Conv2d)
     outputs = cut.channels(conv.out_channels)
     rank = cut.rank(conv.weight[0].numel(), conv.out_channels)
@@ -270,7 +272,7 @@ def _norm(norm: nn.Module, cut: Cut, follows: str, wide: int = 0) -> nn.Module:
 
 @dataclass(frozen=True)
 class Factors:
-    """The arrays of a sub-model that stand for arrays of the whole one: v and u for `weight`, u's bias for `bias`, if any."""
+    """The arrays of a sub-model that stand for full arrays: v and u for `weight`, u's bias for `bias`, if any."""
 
     v: str
     u: str
@@ -279,7 +281,7 @@ class Factors:
 
 
 def factors(blueprint: Blueprint) -> list[Factors]:
-    """The pairs of a sub-model, in order, by the global names of their arrays."""
+    """List the pairs of a sub-model in order, by the global names of their arrays."""
     found = []
     for unit in blueprint.units():
         with torch.device("meta"):
@@ -294,8 +296,9 @@ def factors(blueprint: Blueprint) -> list[Factors]:
 
 
 def computed(blueprint: Blueprint) -> dict[str, tuple[str, ...]]:
-    """Of a sub-model's arrays that are about channels which are computed, for each dimension the weight of the layer that does;
-    an empty name where a dimension is about something else.
+    """Map each array of a sub-model with computed channels to, per dimension, the weight of the layer that computes them.
+
+    A dimension that is not about channels has an empty name.
     """
     found: dict[str, tuple[str, ...]] = {}
     before = ""
@@ -320,5 +323,5 @@ def computed(blueprint: Blueprint) -> dict[str, tuple[str, ...]]:
 
 
 def is_place(name: str) -> bool:
-    """Whether an array of a sub-model says where computed channels lie."""
+    """Return whether an array of a sub-model holds the positions of computed channels."""
     return name.endswith(".rows")

@@ -1,7 +1,7 @@
-"""PriSM's model of IMDB reviews (its authors' code): embedding 64, two LSTM layers of 256, linear, the last time step.
+"""PriSM's model for IMDB reviews (its authors' code): embedding 64, two LSTM layers of 256, a linear layer on the last step.
 
-920,385 parameters for the 1,000 most frequent words and the padding. Two classes have one logit, as there: its sigmoid is
-the probability of class 1, and the loss is the binary cross-entropy.
+It has 920,385 parameters for the 1,000 most frequent words and the padding. As there, two classes have one logit: its sigmoid
+is the probability of class 1, and the loss is the binary cross-entropy.
 """
 
 from functools import partial
@@ -15,14 +15,14 @@ VOCABULARY, EMBEDDED, HIDDEN, LAYERS = 1001, 64, 256, 2
 
 
 class Lstm(nn.Module):
-    """One LSTM layer that hands on its whole sequence; the state starts at zero in every batch."""
+    """One LSTM layer that returns its whole sequence. The state starts at zero in every batch."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.lstm = nn.LSTM(inputs, outputs, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """out[B, length, outputs] of x[B, length, inputs]."""
+        """Return out[B, length, outputs] for x[B, length, inputs]."""
         out: Tensor = self.lstm(x)[0]
         return out
 
@@ -35,13 +35,13 @@ class LastStep(nn.Module):
         self.fc = nn.Linear(features, logits)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Logits[B, logits] of z[B, length, features]."""
+        """Return logits[B, logits] for z[B, length, features]."""
         logits: Tensor = self.fc(z[:, -1])
         return logits
 
 
 def lstm_imdb(num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
-    """Atoms `embedding`, `lstm1`, `lstm2` for tokens [length] below 1,001; there are no norm layers."""
+    """Build the atoms `embedding`, `lstm1`, `lstm2` for tokens [length] below 1,001, without norm layers."""
     (length,) = input_shape
     features = scaled(EMBEDDED, width)
     atoms = [Atom("embedding", partial(nn.Embedding, VOCABULARY, features), (length, features))]

@@ -1,15 +1,15 @@
-"""SpaFL's model: every filter has a threshold, below which it is masked (section 3).
+"""SpaFL's model: a filter is masked when its weights are below its threshold (section 3).
 
-tau_i: the threshold of filter (convolution) or neuron (linear) i; p_i = 1 where mu_i = mean|w_i| over its fan-in is above
-tau_i, else 0 (Eq. 1). The pruned weights are p w. The gradient passes the step function as if it were the identity (Eq. 9),
-so that tau_i gets -sum_j g_ij w_ij, where g is the gradient by the pruned weights; the weights get p g (Eq. 3).
+tau_i is the threshold of filter (convolution) or neuron (linear layer) i. p_i = 1 where mu_i = mean|w_i| over its fan-in is
+above tau_i, else 0 (Eq. 1). The pruned weights are p w. The gradient passes the step function as if it were the identity (Eq.
+9), so tau_i gets -sum_j g_ij w_ij, where g is the gradient with respect to the pruned weights. The weights get p g (Eq. 3).
 
-A pruned filter is silent: its bias and what its own batch norm makes of it are masked too, so that it can be excluded
-(models/compact.py). Linear layers with a bias stay as they are: the authors mask all layers of LeNet-5 and Conv4, none of which
-has a bias, and not the classifier of ResNet-18, which has one.
+A pruned filter is silent: its bias and its batch norm's output are masked too, so that it can be removed (models/compact.py).
+Linear layers with a bias are not masked: the authors mask all layers of LeNet-5 and Conv4, none of which has a bias, and not
+the classifier of ResNet-18, which has one.
 
-The authors' choices are options. `flowing`: the gradient goes through mu into the weights too; `clipped`: besides, it passes
-the step function only where |mu - tau| > 1. `silent = false`: batch norms of pruned filters stay on.
+The authors' variants are options. With `flowing` the gradient also goes through mu into the weights. With `clipped`, in
+addition, it passes the step function only where |mu - tau| > 1. With `silent = false` batch norms of pruned filters stay on.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,19 +25,20 @@ from piecework.models.cascade import Atom, Blueprint, Shape
 
 StraightThrough = Literal["paper", "flowing", "clipped"]
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
-LEAST_DENSITY = 0.01  # of a layer: at this its thresholds begin at 0 again (appendix A.1)
+LEAST_DENSITY = 0.01  # of a layer; at or below it the thresholds restart at 0 (appendix A.1)
 
 
 class StraightThroughMask(torch.autograd.Function):
-    """p w of weights w[N, ...]; with g the gradient by it, tau gets -sum_j g_ij w_ij where it is `passed` (None = everywhere).
+    """p w of weights w[N, ...], where tau gets -sum_j g_ij w_ij where `passed` (None = everywhere), with g the output's
+    gradient.
 
-    w gets p g, and with `spread` > 0 that of mu besides: -spread sign(w) times what tau gets. Nothing as large as w is held on
-    the way back.
+    w gets p g and, if `spread` > 0, also the gradient of mu: -spread sign(w) times the gradient of tau. The backward pass
+    allocates nothing of the size of w.
     """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tau: Tensor, mask: Tensor, passed: Tensor | None, spread: float) -> Tensor:
-        """tau, mask and passed are [N]."""
+        """Return p w; tau, mask and passed are [N]."""
         ctx.save_for_backward(weight, mask, passed)
         ctx.spread = spread
         masked: Tensor = weight * per_filter(mask, weight)
@@ -45,7 +46,7 @@ class StraightThroughMask(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """Of weight and tau; `grads` is g alone, which becomes the gradient of the weight in place."""
+        """Return the gradients of weight and tau. `grads` is g alone, which becomes the weight's gradient in place."""
         (g,), (weight, mask, passed) = grads, ctx.saved_tensors
         by_tau = -torch.bmm(as_rows(g)[:, None], as_rows(weight)[:, :, None]).flatten()
         if passed is not None:
@@ -57,21 +58,21 @@ class StraightThroughMask(torch.autograd.Function):
 
 
 def per_filter(values: Tensor, weight: Tensor) -> Tensor:
-    """values[N] in the shape of weight[N, ...] to multiply it by."""
+    """Return values[N] in a shape that broadcasts with weight[N, ...]."""
     return values.view(-1, *(1,) * (weight.dim() - 1))
 
 
 def as_rows(weight: Tensor) -> Tensor:
-    """weight[N, ...] as [N, n_in], a view where it is contiguous in either memory format."""
+    """Return weight[N, ...] as [N, n_in], a view if it is contiguous in either memory format."""
     return (weight.permute(0, 2, 3, 1) if weight.dim() == 4 else weight).flatten(1)
 
 
 class Masked(nn.Module):
-    """A layer with thresholds `tau`[N], of N filters `weight`[N, ...].
+    """A layer with thresholds `tau`[N] for N filters `weight`[N, ...].
 
-    In a compact form `rows` are those of the N filters that are there, and `absent` is what their weights on inputs that are
-    not there add to sum|w_i|; where `spread`, zeros are put in the places of the other filters. `open` is the mask p of the
-    filters that it makes, as of the last forward pass; `macs` the multiply-accumulates of all forward passes in training.
+    In a compact form `rows` are the numbers of the kept filters, `absent` is the contribution to sum|w_i| of weights on removed
+    inputs, and `spread` says that zeros fill the places of removed filters. `open` is the mask p of the filters in the last
+    forward pass, and `macs` counts the multiply-accumulates of all forward passes in training.
     """
 
     weight: Tensor
@@ -85,25 +86,25 @@ class Masked(nn.Module):
     macs: int
 
     def begin(self, straight_through: StraightThrough) -> None:
-        """Be masked from now on, with thresholds of 0."""
+        """Start masking, with thresholds of 0."""
         self.straight_through, self.fan_in = straight_through, self.weight[0].numel()
         self.rows = self.absent = None
         self.spread, self.macs = False, 0
         self.tau = nn.Parameter(torch.zeros(len(self.weight), device=self.weight.device))
 
     def above(self) -> Tensor:
-        """mu - tau of the filters that are there."""
+        """Return mu - tau of the kept filters."""
         total: Tensor = torch.linalg.vector_norm(self.weight.detach(), 1, dim=tuple(range(1, self.weight.dim())))
         if self.absent is not None:
             total += self.absent
         return total / self.fan_in - self.own(self.tau.detach())
 
     def own(self, tau: Tensor) -> Tensor:
-        """The thresholds of the filters that are there."""
+        """Return the thresholds of the kept filters."""
         return tau if self.rows is None else tau[self.rows]
 
     def masked_weight(self) -> Tensor:
-        """p w, with the gradient of the straight-through estimator."""
+        """Return p w, with the gradient of the straight-through estimator."""
         above = self.above()
         self.open = (above > 0).to(self.weight.dtype)
         passed = (above.abs() > 1).to(self.weight.dtype) if self.straight_through == "clipped" else None
@@ -112,7 +113,7 @@ class Masked(nn.Module):
         return masked
 
     def made(self, out: Tensor) -> Tensor:
-        """out[B, n, ...] with zeros for the filters that are not there, where these are to be seen."""
+        """Return out[B, n, ...], with zeros for removed filters if `spread`."""
         if self.training:
             self.macs += out.numel() * self.weight[0].numel()
         if self.rows is None or not self.spread:
@@ -127,64 +128,64 @@ class Masked(nn.Module):
 
     @torch.no_grad()
     def mask(self) -> Tensor:
-        """p, bool, of the filters that are there, now."""
+        """Return the present mask p, bool, of the kept filters."""
         return self.above() > 0
 
     @torch.no_grad()
     def settle(self) -> None:
-        """After a step: weights in [-1, 1], thresholds in [0, 1]; at a density of 1 % the thresholds begin at 0 again."""
+        """Clamp weights to [-1, 1] and thresholds to [0, 1] after a step; at a density of 1 % the thresholds restart at 0."""
         self.weight.clamp_(-1, 1)
         self.tau.clamp_(0, 1)
         self.tau.mul_(self.mask().sum() > LEAST_DENSITY * len(self.tau))
 
 
 class MaskedConv2d(nn.Conv2d, Masked):
-    """A convolution whose pruned filters make zeros."""
+    """A convolution whose pruned filters output zeros."""
 
     def forward(self, z: Tensor) -> Tensor:
-        """Of z[B, C, H, W]."""
+        """Return the output for z[B, C, H, W]."""
         weight = self.masked_weight()
         return self.made(self._conv_forward(z, weight, None if self.bias is None else self.bias * self.open))
 
 
 class MaskedLinear(nn.Linear, Masked):
-    """A linear layer whose pruned neurons make zeros."""
+    """A linear layer whose pruned neurons output zeros."""
 
     def forward(self, z: Tensor) -> Tensor:
-        """Of z[B, F]."""
+        """Return the output for z[B, F]."""
         return self.made(F.linear(z, self.masked_weight()))
 
 
 class Silent(nn.Module):
-    """A batch norm that is masked with the layer before it."""
+    """A batch norm that is masked together with the layer before it."""
 
-    of: tuple[Masked]  # in a tuple, so that it is not a part of this module
+    of: tuple[Masked]  # a tuple, so that the layer is not registered as a submodule
 
     def silenced(self, z: Tensor) -> Tensor:
-        """z[B, C, ...] with zeros, not shifts, for pruned filters, in place."""
+        """Set pruned filters of z[B, C, ...] to zero in place, so that they have no shift."""
         return z.mul_(self.of[0].open.view(1, -1, *(1,) * (z.dim() - 2)))
 
 
 class SilentNorm2d(nn.BatchNorm2d, Silent):
-    """Behind a convolution."""
+    """Silent batch norm after a convolution."""
 
     def forward(self, z: Tensor) -> Tensor:
-        """Of z[B, C, H, W]."""
+        """Return the output for z[B, C, H, W]."""
         return self.silenced(super().forward(z))
 
 
 class SilentNorm1d(nn.BatchNorm1d, Silent):
-    """Behind a linear layer."""
+    """Silent batch norm after a linear layer."""
 
     def forward(self, z: Tensor) -> Tensor:
-        """Of z[B, F]."""
+        """Return the output for z[B, F]."""
         return self.silenced(super().forward(z))
 
 
 def masked(blueprint: Blueprint, straight_through: StraightThrough = "paper", *, silent: bool = True) -> Blueprint:
-    """The same model with thresholds `tau`, which start at 0. Its other arrays and their initial values are the same.
+    """Return the same model with thresholds `tau`, which start at 0. Its other arrays and their initial values do not change.
 
-    Raises ValueError where there is nothing to mask.
+    Raises ValueError if there is nothing to mask.
     """
     atoms = []
     for index, atom in enumerate(blueprint.atoms):
@@ -202,7 +203,7 @@ def masked(blueprint: Blueprint, straight_through: StraightThrough = "paper", *,
 def with_masks(
     build: Callable[[], nn.Module], straight_through: StraightThrough, norms: tuple[tuple[str, str], ...]
 ) -> nn.Module:
-    """A module with thresholds; `norms` are pairs of a batch norm and the layer that it is masked with, by path."""
+    """Build a module with thresholds; `norms` are pairs of a batch norm and the layer it is masked with, by path."""
     module = build()
     for layer in list(module.modules()):
         if is_maskable(layer):
@@ -219,7 +220,7 @@ def with_masks(
 
 
 def norms_behind(build: Callable[[], nn.Module], shape: Shape) -> tuple[tuple[str, str], ...]:
-    """The batch norms that read what a layer with thresholds makes, and nothing else, each with that layer, by path."""
+    """List the batch norms that read only the output of one masked layer, each with that layer, by path."""
     found, made = [], dict[int, tuple[str, Tensor]]()
     with torch.device("meta"):
         module = build().eval()
@@ -242,17 +243,17 @@ def norms_behind(build: Callable[[], nn.Module], shape: Shape) -> tuple[tuple[st
 
 
 def is_maskable(layer: nn.Module) -> bool:
-    """Whether a layer gets thresholds: a convolution, or a linear layer without bias."""
+    """Return whether a layer gets thresholds: a convolution, or a linear layer without bias."""
     return isinstance(layer, nn.Conv2d) or (isinstance(layer, nn.Linear) and layer.bias is None)
 
 
 def masked_layers(module: nn.Module) -> Iterator[tuple[str, Masked]]:
-    """The layers with thresholds of a module, by path, in order."""
+    """Yield the masked layers of a module with their paths, in order."""
     yield from ((path, layer) for path, layer in module.named_modules() if isinstance(layer, Masked))
 
 
 def thresholds(blueprint: Blueprint) -> dict[str, int]:
-    """How many thresholds each layer of a masked model has, by the global name of its weight, in order."""
+    """Return the number of thresholds of each layer of a masked model, by the global name of its weight, in order."""
     found = dict[str, int]()
     for unit in blueprint.units():
         with torch.device("meta"):
@@ -262,10 +263,10 @@ def thresholds(blueprint: Blueprint) -> dict[str, int]:
 
 
 def update_from_importance(layer: Masked, change: Tensor, divisor: int) -> None:
-    """w_ij -= sign(sum_j w_ij) change_i / divisor (Eq. 13); `change`[N] is that of the global thresholds.
+    """Apply w_ij -= sign(sum_j w_ij) change_i / divisor (Eq. 13); `change`[N] is that of the global thresholds.
 
-    The XOR there is read as: a filter whose weights sum up to more than 0 is moved against the change, one below 0 along with
-    it. So |w| shrinks where the threshold rose, which says that the filter matters less.
+    The XOR there is read as follows: a filter whose weights have a positive sum moves against the change, one with a negative
+    sum along with it. So |w| shrinks where the threshold rose, which means that the filter matters less.
     """
     with torch.no_grad():
         sign = layer.weight.flatten(1).sum(1).sign()

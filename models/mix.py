@@ -1,8 +1,8 @@
-"""SplitMix's ensemble: narrow nets beside each other, which share no weight ("Efficient Split-Mix Federated Learning for
+"""SplitMix's ensemble: narrow nets side by side that have no weights in common ("Efficient Split-Mix Federated Learning for
 On-Demand and In-Situ Customization", ICLR 2022).
 
-In a mixed model an atom is the atoms of all nets, `atoms.<i>.<net>...`; features are those of the nets, one after another: the
-channels of maps, else the last dimension. It predicts by the mean of their logits.
+An atom of a mixed model holds the atoms of all nets, `atoms.<i>.<net>...`. Its features are those of the nets, concatenated
+along the channels of maps, else along the last dimension. The model predicts by the mean of the nets' logits.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ Build = Callable[[], nn.Module]
 
 
 class MixedAtom(nn.ModuleDict):
-    """An atom of several nets; the first one's input is the same for all of them."""
+    """An atom of several nets. In the first atom all nets read the same input."""
 
     def __init__(self, build: Build, nets: Sequence[int], first: bool) -> None:
         super().__init__({str(net): build() for net in nets})
         self.first = first
 
     def forward(self, z: Tensor) -> Tensor:
-        """What the nets make of z, one after another."""
+        """Return the concatenated outputs of the nets for z."""
         inputs = [z] * len(self) if self.first else parts(z, len(self))
         made = [net(each) for net, each in zip(self.values(), inputs, strict=True)]
         return torch.cat(made, dim=1 if made[0].dim() == 4 else -1)
@@ -39,21 +39,21 @@ class MixedHead(nn.ModuleDict):
         super().__init__({str(net): build() for net in nets})
 
     def each(self, z: Tensor) -> list[Tensor]:
-        """The logits[B, classes] of every net."""
+        """Return the logits[B, classes] of every net."""
         return [head(features) for head, features in zip(self.values(), parts(z, len(self)), strict=True)]
 
     def forward(self, z: Tensor) -> Tensor:
-        """The mean of their logits."""
+        """Return the mean of the nets' logits."""
         return mean_logits(self.each(z))
 
 
 def parts(z: Tensor, nets: int) -> tuple[Tensor, ...]:
-    """The features of each net."""
+    """Split z into the features of each net."""
     return z.chunk(nets, dim=1 if z.dim() == 4 else -1)
 
 
 def mixed(base: Blueprint, nets: Sequence[int]) -> Blueprint:
-    """The model of these nets, by their numbers; `base` is one of them."""
+    """Return the mixed model of these net numbers, each net built as `base`."""
 
     def wide(shape: Shape) -> Shape:
         return (len(nets) * shape[0], *shape[1:]) if len(shape) == 3 else (*shape[:-1], len(nets) * shape[-1])
@@ -66,6 +66,6 @@ def mixed(base: Blueprint, nets: Sequence[int]) -> Blueprint:
 
 
 def net_of(name: str) -> int:
-    """The net that an array of a mixed model belongs to: `atoms.3.2.conv.weight` -> 2, `head.2.fc.bias` -> 2."""
+    """Return the net of an array of a mixed model: `atoms.3.2.conv.weight` -> 2, `head.2.fc.bias` -> 2."""
     kind, *rest = name.split(".")
     return int(rest[0] if kind == "head" else rest[1])

@@ -1,7 +1,7 @@
 """Cut a cascade into consecutive pieces that each fit a budget.
 
-A piece is a tuple of atom numbers in order. Its cost comes from whoever asks: a traced step, a table that a server sent, or
-a paper's formula.
+A piece is a tuple of atom numbers in order. The caller supplies its cost: a traced step, a table from the server, or a paper's
+formula.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from piecework.models.cascade import Blueprint
 
 Piece = tuple[int, ...]
-Cost = Callable[[Piece], int | None]  # bytes of training the piece; None = not priced, so it may not be trained
+Cost = Callable[[Piece], int | None]  # bytes of training the piece; None = cost not listed, so it may not be trained
 
 
 class AtomTooLargeError(ValueError):
-    """An atom does not fit its budget even alone, so no cut into pieces exists."""
+    """A single atom does not fit its budget, so no cut into pieces exists."""
 
     def __init__(self, name: str, needed: int | None, allowed: int) -> None:
         self.name, self.needed, self.allowed = name, needed, allowed
@@ -24,11 +24,11 @@ class AtomTooLargeError(ValueError):
 
 
 def greedy_partition(atoms: Sequence[int], cost: Cost, allowed: int, names: Sequence[str]) -> list[Piece]:
-    """Consecutive pieces of `atoms`, each as long as `allowed` bytes permit (FedProphet's Algorithm 1, FeDepth's section 4.1).
+    """Return consecutive pieces of `atoms`, each as long as `allowed` bytes permit (FedProphet Algorithm 1, FeDepth section
+    4.1).
 
-    A longer piece is taken to cost no less.
-
-    Raises AtomTooLargeError, naming the atom of `names` that does not fit alone.
+    A longer piece is assumed to cost no less. Raises AtomTooLargeError, with the atom's name from `names`, if an atom alone
+    does not fit.
     """
     left, pieces = tuple(atoms), list[Piece]()
     while left:
@@ -40,9 +40,10 @@ def greedy_partition(atoms: Sequence[int], cost: Cost, allowed: int, names: Sequ
 
 
 def longest_start(atoms: Piece, works: Callable[[Piece], bool]) -> Piece:
-    """As many atoms from the first on as work together, where the first does and more are harder.
+    """Return the longest run of atoms from the first on for which `works` holds.
 
-    By doubling, then halving: a cost may cost a trace.
+    The first atom must work, and a longer run must be harder. The search doubles, then halves, because `works` may need a
+    trace.
     """
     low, high = 1, 2
     while high <= len(atoms) and works(atoms[:high]):
@@ -55,7 +56,7 @@ def longest_start(atoms: Piece, works: Callable[[Piece], bool]) -> Piece:
 
 
 def exclude_input_side(atoms: Sequence[int], cost: Cost, allowed: int) -> list[int]:
-    """The atoms left when those that do not fit even alone are skipped (FeDepth's partial training, section 4.2).
+    """Return the atoms without those on the input side that do not fit alone (FeDepth's partial training, section 4.2).
 
     The last atom always stays: a model whose output side does not fit cannot be trained at all.
     """
@@ -63,17 +64,17 @@ def exclude_input_side(atoms: Sequence[int], cost: Cost, allowed: int) -> list[i
 
 
 def fits(needed: int | None, allowed: int) -> bool:
-    """Whether a priced piece is within the budget; what has no cost is not."""
+    """Return whether a cost is within the budget; an unknown cost (None) is not."""
     return needed is not None and needed <= allowed
 
 
 def atom_names(blueprint: Blueprint) -> list[str]:
-    """What a person calls the atoms, in order."""
+    """List the readable names of the atoms in order."""
     return [atom.name for atom in blueprint.atoms]
 
 
 def runs(atoms: Iterable[int]) -> str:
-    """Atoms for people: (0, 4, 5, 6) -> `0,4-6`."""
+    """Format atoms as ranges: (0, 4, 5, 6) -> `0,4-6`."""
     spans: list[list[int]] = []
     for atom in atoms:
         if spans and atom == spans[-1][1] + 1:

@@ -1,7 +1,7 @@
 """ResNet-18 with pre-activation blocks, as SpaFL's authors build it for CIFAR-100 (NeurIPS 2024).
 
-Width 1 has 64 channels in front: 11,159,232 weights in convolutions, the paper's count. Width 0.5 has the 32 of its code
-and of its Table 4: 2,790,240. The stem has a ReLU, and nothing normalises the last block's sum before the pooling.
+Width 1 has 64 channels in the stem: 11,159,232 weights in convolutions, the paper's count. Width 0.5 has 32, as the authors'
+code and Table 4: 2,790,240. The stem has a ReLU, and no norm follows the last block's sum before the pooling.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from piecework.models.resnet import BLOCKS, CHANNELS, cifar_stem
 
 
 def resnet18_preact(num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
-    """Atoms `stem`, `block1` .. `block8`; the map halves at blocks 3, 5 and 7."""
+    """Build the atoms `stem`, `block1` .. `block8`. The feature map halves at blocks 3, 5 and 7."""
     require_size("resnet18-preact", input_shape, 8)
     channels, size = scaled(CHANNELS[0], width), (input_shape[1], input_shape[2])
     atoms = [Atom("stem", partial(cifar_stem, input_shape[0], channels, batch_norm), (channels, *size))]

@@ -1,7 +1,8 @@
 """PreResNet-20: He et al., "Identity Mappings in Deep Residual Networks", ECCV 2016, as in FeDepth's code.
 
-stem (3x3, 16) - 3 blocks of 16 - 3 of 32 - 3 of 64 - BN, ReLU, pooling, linear; 272,314 parameters for 3 channels and
-10 classes. The stem has a batch norm and no ReLU ("first_norm" there): the first block begins with BN and ReLU anyway.
+It consists of a stem (3x3, 16), 3 blocks of 16 channels, 3 of 32, 3 of 64, BN, ReLU, pooling and a linear layer; 272,314
+parameters for 3 channels and 10 classes. The stem has a batch norm and no ReLU ("first_norm" there), because the first block
+begins with BN and ReLU.
 """
 
 from functools import partial
@@ -16,10 +17,10 @@ BLOCKS = 3
 
 
 class PreActivationBlock(nn.Module):
-    """BN-ReLU-conv-BN-ReLU-conv plus a shortcut: identity, or a 1x1 convolution where the shape changes.
+    """BN-ReLU-conv-BN-ReLU-conv plus a shortcut: the identity, or a 1x1 convolution where the shape changes.
 
-    `shortcut_from` = `x` takes it from the input, as the paper's equation does; `relu` from relu(bn1(x)), in identity
-    blocks too, as FeDepth's authors do (by a hasattr test that is always true); `mixed` takes identities from the input
+    `shortcut_from` = `x` takes the shortcut from the input, as in the paper's equation. `relu` takes it from relu(bn1(x)), also
+    in identity blocks, as FeDepth's authors do (by a hasattr test that is always true). `mixed` takes identities from the input
     and 1x1 convolutions from relu(bn1(x)), as SpaFL's authors do.
     """
 
@@ -35,7 +36,7 @@ class PreActivationBlock(nn.Module):
         self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """out[B, outputs, H/stride, W/stride] of x[B, inputs, H, W]."""
+        """Return out[B, outputs, H/stride, W/stride] for x[B, inputs, H, W]."""
         z = self.relu(self.bn1(x))
         shortcut = self.shortcut(z if self.shortcut_is_activated else x)
         out: Tensor = self.conv2(self.relu(self.bn2(self.conv1(z))))
@@ -50,7 +51,7 @@ def preresnet20(
     batch_norm: str = "running",
     shortcut_from: str = "x",
 ) -> Blueprint:
-    """Atoms `stem`, `block1` .. `block9`; a map of 32x32 becomes 16x16 at block4 and 8x8 at block7."""
+    """Build the atoms `stem`, `block1` .. `block9`. A map of 32x32 becomes 16x16 at block4 and 8x8 at block7."""
     require_size("preresnet20", input_shape, 8)
     require_one_of("shortcut-from", shortcut_from, ("x", "relu"))
     channels, size = scaled(CHANNELS[0], width), input_shape[1:]

@@ -1,9 +1,9 @@
 """ResNet-18 and -34: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, layer by layer as in torchvision.
 
-ResNet-10, one block a stage, is FedProphet's small model; its ResNet-34 has 21,416,000 parameters for 256 classes.
-`stem` = `imagenet` is the 7x7 convolution of stride 2 with max-pooling; `cifar` the 3x3 convolution that PriSM and
-ProFL use on small images (ResNet-18 then has 11,173,962 parameters for 3 channels and 10 classes); `auto` takes
-`imagenet` from 64 pixels.
+ResNet-10, with one block per stage, is FedProphet's small model; its ResNet-34 has 21,416,000 parameters for 256 classes.
+`stem` = `imagenet` is the 7x7 convolution of stride 2 with max-pooling. `cifar` is the 3x3 convolution that PriSM and ProFL use
+on small images (ResNet-18 then has 11,173,962 parameters for 3 channels and 10 classes). `auto` selects `imagenet` from 64
+pixels on.
 """
 
 from functools import partial
@@ -14,11 +14,11 @@ from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer
 from piecework.models.layers import map_size, named, pooled_linear, require_one_of, require_size, scaled
 
 CHANNELS = (64, 128, 256, 512)
-BLOCKS = {"resnet10": (1, 1, 1, 1), "resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}  # of each number of channels
+BLOCKS = {"resnet10": (1, 1, 1, 1), "resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}  # blocks per stage
 
 
 class BasicBlock(nn.Module):
-    """conv-BN-ReLU-conv-BN plus a shortcut, then ReLU; the shortcut is a 1x1 convolution and BN where shapes differ."""
+    """conv-BN-ReLU-conv-BN plus a shortcut, then ReLU. The shortcut is a 1x1 convolution and BN where shapes differ."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, batch_norm: str) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class BasicBlock(nn.Module):
             self.downsample = nn.Sequential(conv, norm_layer(outputs, batch_norm))
 
     def forward(self, x: Tensor) -> Tensor:
-        """out[B, outputs, H/stride, W/stride] of x[B, inputs, H, W]."""
+        """Return out[B, outputs, H/stride, W/stride] for x[B, inputs, H, W]."""
         out: Tensor = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
         out += self.downsample(x)
         out = self.relu(out)
@@ -48,7 +48,7 @@ def _resnet(
     batch_norm: str = "running",
     stem: str = "auto",
 ) -> Blueprint:
-    """Atoms `stem`, `block1` and so on; the map halves at the first block of every stage but the first."""
+    """Build the atoms `stem`, `block1` and so on. The feature map halves at the first block of every stage but the first."""
     require_one_of("stem", stem, ("auto", "cifar", "imagenet"))
     if stem == "auto":
         stem = "imagenet" if min(input_shape[1:]) >= 64 else "cifar"
@@ -75,7 +75,7 @@ resnet34 = partial(_resnet, "resnet34")
 
 
 def cifar_stem(inputs: int, outputs: int, batch_norm: str) -> nn.Module:
-    """conv3x3-BN-ReLU, which leaves the map its size."""
+    """Return conv3x3-BN-ReLU, which keeps the size of the map."""
     return named(
         conv1=nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
         bn1=norm_layer(outputs, batch_norm),

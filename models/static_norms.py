@@ -1,7 +1,7 @@
-"""Static batch norm: a model that was trained on the statistics of batches gets fixed ones to be served with.
+"""Static batch norm: a model trained with the statistics of batches gets fixed statistics for evaluation.
 
-Diao et al., "HeteroFL" (ICLR 2021), section 3: in training batch norms take the statistics of a batch and keep none; once the
-model is averaged, clients measure those that it is evaluated with.
+Diao et al., "HeteroFL" (ICLR 2021), section 3: batch norms use the statistics of each batch in training and keep none. After
+aggregation, clients measure those used for evaluation.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +19,7 @@ RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def with_statistics(blueprint: Blueprint) -> Blueprint:
-    """The same model, whose batch norms all have running statistics: mean 0 and variance 1 as long as they are not filled."""
+    """Return the model with running statistics in all batch norms: mean 0 and variance 1 until they are measured."""
     atoms = tuple(replace(atom, build=partial(_tracking, atom.build)) for atom in blueprint.atoms)
     return replace(blueprint, atoms=atoms, build_head=partial(_tracking, blueprint.build_head), batch_norm="running")
 
@@ -35,18 +35,18 @@ def _tracking(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def batch_norms(modules: Iterable[nn.Module]) -> Iterator[_BatchNorm]:
-    """The batch norm layers in modules."""
+    """Yield the batch norm layers."""
     return (layer for module in modules for layer in module.modules() if isinstance(layer, _BatchNorm))
 
 
 def has_batch_norms(blueprint: Blueprint) -> bool:
-    """Whether there is a batch norm anywhere in a model."""
+    """Return whether a model has any batch norm."""
     with torch.device("meta"):
         return any(True for unit in blueprint.units() for _ in batch_norms([blueprint.build_unit(unit)]))
 
 
 def measure_norms(modules: Iterable[nn.Module]) -> None:
-    """From here on batch norms take the statistics of the batches that come, and note them; all else is evaluated."""
+    """Make batch norms use and record the statistics of the batches to come; all other layers run in evaluation mode."""
     modules = list(modules)
     for module in modules:
         module.eval()
@@ -55,24 +55,24 @@ def measure_norms(modules: Iterable[nn.Module]) -> None:
 
 
 def forget_statistics(modules: Iterable[nn.Module]) -> None:
-    """Let batch norms begin again, and count all batches alike."""
+    """Reset the statistics of batch norms, which then weigh all batches equally."""
     for norm in batch_norms(modules):
         norm.reset_running_stats()
         norm.momentum = None
 
 
 def count_first_alike(modules: Iterable[nn.Module]) -> bool:
-    """Let the first batches that batch norms in training see count alike; whether there are norms with such batches to come.
+    """Weigh the first batches of batch norms equally. Returns whether any norm has such batches to come.
 
-    With torch's momentum of 0.1 what they were built with, a mean of 0 and a variance of 1, still weighs 0.9^n after n batches:
-    a client with little data would send mostly that. From the tenth batch on a norm goes by its own momentum.
+    With torch's momentum of 0.1 the initial mean of 0 and variance of 1 would still weigh 0.9^n after n batches, and a client
+    with little data would send mostly those. From the tenth batch on a norm uses its own momentum.
     """
     young = False
     for norm in batch_norms(modules):
         if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d) or norm.num_batches_tracked is None or not norm.training:
             continue
         own = getattr(norm, OWN, norm.momentum)
-        if own is None:  # all its batches count alike
+        if own is None:  # all its batches have equal weight
             continue
         setattr(norm, OWN, own)
         seen = int(norm.num_batches_tracked)
@@ -82,5 +82,5 @@ def count_first_alike(modules: Iterable[nn.Module]) -> bool:
 
 
 def is_statistic(name: str) -> bool:
-    """Whether an array is one of a batch norm's running statistics."""
+    """Return whether an array is a running statistic of a batch norm."""
     return name.rpartition(".")[2] in RUNNING

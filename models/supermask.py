@@ -1,9 +1,8 @@
-"""A model of frozen random weights of which masks are learned (FedPM).
+"""A model of frozen random weights for which masks are learned (FedPM).
 
-Every weight and bias is +c or -c, c = e / sqrt(fan_in), its sign drawn from a seed and never changed; what is learned of each
-is a score s: it is there with probability theta = sigmoid(s). The arrays of such a model are its scores, under the names that
-weights have otherwise. In training each forward pass draws masks again; in evaluation always the same, by the seed. Norms
-have neither scale nor shift.
+Every weight and bias is +c or -c, c = e / sqrt(fan_in); its sign is drawn from a seed and never changes. A learned score s
+keeps it with probability theta = sigmoid(s). The arrays of such a model are its scores, under the usual names of the weights.
+In training every forward pass draws new masks; in evaluation they are fixed by the seed. Norms have neither scale nor shift.
 """
 
 import math
@@ -20,13 +19,14 @@ from piecework.models.cascade import Atom, Blueprint, isolated_rng
 
 
 class DrawnMask(torch.autograd.Function):
-    """A mask drawn by probabilities sigmoid(s). Its gradient passes the draw as if it were the identity; `by_authors` it is
-    multiplied by theta there.
+    """A mask drawn with probabilities sigmoid(s), whose gradient passes the draw as if it were the identity.
+
+    With `by_authors` the gradient is multiplied by theta.
     """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, generator: torch.Generator | None, by_authors: bool) -> Tensor:
-        """Zeros and ones in the shape of the scores."""
+        """Return zeros and ones in the shape of the scores."""
         theta = scores.sigmoid()
         ctx.save_for_backward(theta)
         ctx.by_authors = by_authors
@@ -34,20 +34,20 @@ class DrawnMask(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Of the scores."""
+        """Return the gradient of the scores."""
         (gradient,), (theta,) = grads, ctx.saved_tensors
         slope = theta * (1 - theta)
         return gradient * (slope * theta if ctx.by_authors else slope), None, None
 
 
 class Scored(nn.Module):
-    """A layer whose parameters are scores; `seed` is that of its masks in evaluation."""
+    """A layer whose parameters are scores; `seed` draws its masks in evaluation."""
 
     seed: int
     by_authors: bool
 
     def begin(self, seed: int, by_authors: bool) -> None:
-        """Freeze random weights, drawn by the seed, and draw first scores from N(0, 1)."""
+        """Freeze random weights drawn from the seed, and draw initial scores from N(0, 1)."""
         scale = math.e / math.sqrt(self.get_parameter("weight")[0].numel())
         with isolated_rng(seed):
             for name, parameter in list(self.named_parameters(recurse=False)):
@@ -58,7 +58,7 @@ class Scored(nn.Module):
         self.seed, self.by_authors = seed, by_authors
 
     def drawn(self) -> dict[str, Tensor]:
-        """Masked weights, and bias."""
+        """Return the masked weights and bias."""
         generator = None
         if not self.training:
             generator = torch.Generator(self.get_parameter("weight").device).manual_seed(self.seed)
@@ -69,26 +69,26 @@ class Scored(nn.Module):
 
 
 class ScoredConv2d(nn.Conv2d, Scored):
-    """A convolution of masked weights."""
+    """A convolution with masked weights."""
 
     def forward(self, z: Tensor) -> Tensor:
-        """Of z[B, C, H, W]."""
+        """Return the output for z[B, C, H, W]."""
         drawn = self.drawn()
         out: Tensor = self._conv_forward(z, drawn["weight"], drawn.get("bias"))
         return out
 
 
 class ScoredLinear(nn.Linear, Scored):
-    """A linear layer of masked weights."""
+    """A linear layer with masked weights."""
 
     def forward(self, z: Tensor) -> Tensor:
-        """Of z[..., F]."""
+        """Return the output for z[..., F]."""
         drawn = self.drawn()
         return nn.functional.linear(z, drawn["weight"], drawn.get("bias"))
 
 
 def supermask(blueprint: Blueprint, seed: int, *, by_authors: bool = False) -> Blueprint:
-    """The same model with scores. Raises ValueError where layers are neither convolutions, linear, nor batch norms."""
+    """Return the model with scores. Raises ValueError for layers other than convolutions, linear layers and batch norms."""
     atoms = tuple(
         Atom(atom.name, partial(scored, atom.build, seed, number, by_authors), atom.shape, atom.before)
         for number, atom in enumerate(blueprint.atoms)
@@ -104,7 +104,7 @@ def supermask(blueprint: Blueprint, seed: int, *, by_authors: bool = False) -> B
 
 
 def scored(build: Callable[[], nn.Module], seed: int, number: int, by_authors: bool) -> nn.Module:
-    """A module with scores; its frozen weights are a function of the seed and the unit's number."""
+    """Build a module with scores. Its frozen weights are a function of the seed and the unit's number."""
     module = build()
     for place, layer in enumerate(list(module.modules())):
         if type(layer) is nn.Conv2d:

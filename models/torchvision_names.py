@@ -1,7 +1,7 @@
 """Names of our parameters in torchvision's state dicts (timm's are the same for these layers), for pretrained weights.
 
-Names only: who loads by them compares shapes, because the first convolution (`stem = "cifar"`), the number of classes
-or the width may differ, and leaves out buffers that `batch-norm = "batch"` does not have. The classifiers of our VGGs
+These are names only: whoever loads by them must compare shapes, because the first convolution (`stem = "cifar"`), the number of
+classes or the width may differ, and must skip buffers that `batch-norm = "batch"` does not have. The classifiers of our VGGs
 are made for small images and never fit torchvision's.
 """
 
@@ -13,7 +13,7 @@ NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def torchvision_name_map(model_name: str, norm: str = "bn") -> dict[str, str]:
-    """Our name -> torchvision's, for resnet18 and resnet34 (either stem) and the VGGs (of `norm` = `bn` or `none`)."""
+    """Map our names to torchvision's, for resnet18 and resnet34 (either stem) and the VGGs (`norm` = `bn` or `none`)."""
     if model_name in RESNETS:
         return _resnet(resnet.BLOCKS[model_name])
     if model_name in vgg.CONVS:

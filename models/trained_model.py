@@ -1,7 +1,7 @@
-"""A trained model as a file that needs nothing beside it, and as a module that takes pixels as they come.
+"""A trained model as a self-contained file, and as a module that takes raw pixels.
 
-`model.safetensors` holds the arrays; its metadata, one JSON object, say how to build the network and how its inputs are scaled.
-This module imports neither Flower nor the data sets.
+`model.safetensors` holds the arrays. Its metadata, one JSON object, describe how to build the network and how its inputs are
+scaled. This module imports neither Flower nor the data sets.
 """
 
 import json
@@ -22,17 +22,17 @@ from piecework.models.dual_norm import begin_adversarial, use
 from piecework.models.variant import Variant, vary
 from piecework.models.zoo import MODELS, build_blueprint
 
-FORMAT = 3  # 1 did not say how inputs are scaled; 2 had no variant
-OUTSIDE = 1e-3  # by how much a pixel of [0, 1] may miss its range, from rounding
+FORMAT = 3  # 1 did not describe the scaling of inputs; 2 had no variant
+OUTSIDE = 1e-3  # tolerance for rounding of pixels in [0, 1]
 
 
 class ModelFileError(ValueError):
-    """The file of a trained model is missing, damaged or of another version; the message says which file."""
+    """The file of a trained model is missing, damaged or of another version. The message names the file."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """`classes[B]`, int64; `probabilities[B, num_classes]`; `names`, the classes' names, one an example."""
+    """A prediction: `classes[B]`, int64; `probabilities[B, num_classes]`; `names`, the class name of each example."""
 
     classes: Tensor
     probabilities: Tensor
@@ -40,14 +40,14 @@ class Prediction:
 
 
 class TrainedModel(nn.Module):
-    """The network of a finished run, in evaluation mode, with the scaling of its inputs.
+    """The network of a finished run in evaluation mode, including the scaling of its inputs.
 
-    It takes images [B, C, H, W] as they come: uint8, 0 to 255, or floats, which are pixels / 255 in [0, 1], as torchvision's
-    `ToTensor` makes them. A model that was trained on floats takes these, at their own scale; one of texts takes tokens
-    [B, length]. With `normalise` off, images are taken as the network itself does: mean and deviation were applied before.
+    It takes raw images [B, C, H, W]: uint8 from 0 to 255, or floats equal to pixels / 255 in [0, 1], as torchvision's
+    `ToTensor` makes them. A model trained on floats takes floats at their own scale; a text model takes tokens [B, length].
+    With `normalise=False` images must be standardised already.
 
-    `network` is the model alone, `class_names` the names of its classes. `depends_on_batch` tells whether what it says of an
-    example depends on the others of its batch (`batch-norm = batch`).
+    `network` is the model alone and `class_names` are the names of its classes. `depends_on_batch` says whether the prediction
+    for an example depends on the others of its batch (`batch-norm = batch`).
     """
 
     mean: Tensor
@@ -69,9 +69,9 @@ class TrainedModel(nn.Module):
             self.register_buffer(name, values.reshape(1, len(values), 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits[B, classes] of images[B, C, H, W], or of tokens [B, length]; of two classes there may be one logit, [B, 1].
+        """Return logits[B, classes] for images[B, C, H, W] or tokens [B, length]; two classes may have one logit, [B, 1].
 
-        Raises ValueError for another shape, or for floats that are no pixels of [0, 1].
+        Raises ValueError for another shape, or for floats that are not pixels in [0, 1].
         """
         if tuple(images.shape[1:]) != self.input_shape:
             raise ValueError(
@@ -105,9 +105,9 @@ class TrainedModel(nn.Module):
 
     @torch.no_grad()
     def predict(self, images: Tensor | np.ndarray) -> Prediction:
-        """Classes and probabilities of a batch, or of one image.
+        """Return classes and probabilities of a batch, or of one image.
 
-        A numpy array is [B, H, W, C] or [B, H, W], as pictures are read from files; a tensor [B, C, H, W].
+        A numpy array is [B, H, W, C] or [B, H, W], as image files are read. A tensor is [B, C, H, W].
         """
         x = self._batch(images)
         logits = self(x.to(self.mean.device)).float()
@@ -120,7 +120,7 @@ class TrainedModel(nn.Module):
         return Prediction(classes, probabilities, [self.class_names[n] for n in classes.tolist()])
 
     def _batch(self, images: Tensor | np.ndarray) -> Tensor:
-        """Images as [B, C, H, W]."""
+        """Return images as [B, C, H, W]."""
         if isinstance(images, np.ndarray):
             x = torch.tensor(images)
             if len(self.input_shape) == 3:
@@ -134,7 +134,7 @@ class TrainedModel(nn.Module):
 
 
 def network_of(description: Mapping[str, Any]) -> Blueprint:
-    """How to build what was trained, whole: the model and what its system made of it."""
+    """Return the blueprint of the whole trained network: the run's model with its variant applied."""
     model = description["model"]
     own = build_blueprint(
         model["name"],
@@ -148,7 +148,7 @@ def network_of(description: Mapping[str, Any]) -> Blueprint:
 
 
 def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
-    """The model in a file, or in a run's folder. Raises ModelFileError."""
+    """Load the model from a file or a run's folder. Raises ModelFileError."""
     file = model_file(path)
     described = description(file)
     if described.get("format") != FORMAT:
@@ -200,7 +200,7 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
 
 
 def model_file(path: Path) -> Path:
-    """The file of a trained model: itself, or in the folder of a run. Raises ModelFileError where there is none."""
+    """Return the file of a trained model, given directly or as the run's folder. Raises ModelFileError if there is none."""
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
         raise ModelFileError(f"{path} holds no model.safetensors: has the run completed?")
@@ -208,7 +208,7 @@ def model_file(path: Path) -> Path:
 
 
 def description(file: Path) -> dict[str, Any]:
-    """What a trained model's file says of it besides the arrays. Raises ModelFileError."""
+    """Return the metadata of a trained model's file. Raises ModelFileError."""
     try:
         with safe_open(file, framework="np") as arrays:
             described: dict[str, Any] = json.loads(arrays.metadata()["piecework"])

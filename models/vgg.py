@@ -1,19 +1,19 @@
 """VGG-11, -13 and -16: Simonyan and Zisserman, ICLR 2015, convolutions as in torchvision's vgg*_bn.
 
-An atom is a convolution with its BN, its ReLU and the max-pooling that follows, as FedProphet cuts it; its authors
-count the average pooling and the classifier to the last convolution's atom, here they are the head. VGG-16 has
-15,253,578 parameters for 3 channels and 10 classes with the classifier `fedprophet`.
+An atom is a convolution with its BN, its ReLU and the max-pooling that follows, as FedProphet cuts it. Its authors count the
+average pooling and the classifier to the last convolution's atom; here they are the head. VGG-16 has 15,253,578 parameters for
+3 channels and 10 classes with the classifier `fedprophet`.
 
-A max-pooling that would leave less than one pixel is excluded: from 28x28 the maps are 14, 7, 3, 1 and again 1. The
-`classifier` is the one of a system:
+A max-pooling that would leave less than one pixel is omitted: from 28x28 the maps are 14, 7, 3, 1 and again 1. `classifier`
+selects the classifier of a paper:
 
   fedprophet  512-512-512-classes, dropout 0.5
   profl       512-4096-4096-classes, dropout 0.4
   prism       512-classes
 
-`norm` = `none` leaves the batch norm out (torchvision's vgg*, and PriSM's VGG-11). `pooling` = `profl` pools after every
-2 convolutions of VGG-11 and every 4 of VGG-16, as ProFL (KDD 2025) says; its VGG-16 leaves a 4x4 map of 32x32 images,
-which the average pooling before the classifier takes.
+`norm` = `none` omits the batch norms (torchvision's vgg*, and PriSM's VGG-11). `pooling` = `profl` pools after every 2
+convolutions of VGG-11 and every 4 of VGG-16, as ProFL (KDD 2025) describes; its VGG-16 ends with a 4x4 map for 32x32 images, to
+which the average pooling before the classifier applies.
 """
 
 from functools import partial
@@ -25,8 +25,8 @@ from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer
 from piecework.models.layers import map_size, named, require_one_of, require_size, scaled
 
 CHANNELS = (64, 128, 256, 512, 512)
-CONVS = {"vgg11": (1, 1, 2, 2, 2), "vgg13": (2, 2, 2, 2, 2), "vgg16": (2, 2, 3, 3, 3)}  # of each number of channels
-PROFL_POOLS = {"vgg11": (2, 4, 6, 8), "vgg16": (4, 8, 13)}  # the convolutions that a pooling follows
+CONVS = {"vgg11": (1, 1, 2, 2, 2), "vgg13": (2, 2, 2, 2, 2), "vgg16": (2, 2, 3, 3, 3)}  # by number of channels
+PROFL_POOLS = {"vgg11": (2, 4, 6, 8), "vgg16": (4, 8, 13)}  # the convolutions before a pooling
 CLASSIFIERS = {"fedprophet": ((512, 512), 0.5), "profl": ((4096, 4096), 0.4), "prism": ((), 0.0)}
 
 
@@ -41,7 +41,7 @@ def _vgg(
     norm: str = "bn",
     pooling: str = "torchvision",
 ) -> Blueprint:
-    """Atoms `conv1` .. `conv8` (VGG-11), `conv10` (VGG-13) or `conv13` (VGG-16)."""
+    """Build the atoms `conv1` .. `conv8` (VGG-11), `conv10` (VGG-13) or `conv13` (VGG-16)."""
     require_size(name, input_shape, 16)
     require_one_of("classifier", classifier, tuple(CLASSIFIERS))
     require_one_of("norm", norm, ("bn", "none"))
@@ -68,7 +68,7 @@ vgg16 = partial(_vgg, "vgg16")
 
 
 def _pools(name: str, pooling: str) -> tuple[int, ...]:
-    """The numbers of the convolutions that a max-pooling follows."""
+    """Return the numbers of the convolutions before a max-pooling."""
     require_one_of("pooling", pooling, ("torchvision", "profl"))
     if pooling == "torchvision":
         return tuple(accumulate(CONVS[name]))

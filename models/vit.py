@@ -1,7 +1,7 @@
-"""Vision transformers: Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021, in the tiny size of DeiT.
+"""Vision transformers: Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021, in DeiT's tiny size.
 
-Touvron et al., "Training Data-Efficient Image Transformers", ICML 2021: 192 features, 3 heads, 12 encoders; layer by layer
-as timm's. `vit` cuts an image into patches of 16 pixels (FeDepth's ViT-T/16; 5,717,416 parameters for 3x224x224 and 1,000
+Touvron et al., "Training Data-Efficient Image Transformers", ICML 2021: 192 features, 3 heads, 12 encoders, layer by layer as
+timm's. `vit` cuts an image into patches of 16 pixels (FeDepth's ViT-T/16; 5,717,416 parameters for 3x224x224 and 1,000
 classes), `deit-tiny` into patches of 4 (PriSM's for 3x32x32). `width` scales the features of each head.
 """
 
@@ -19,7 +19,7 @@ EPSILON = 1e-6  # of the layer norms
 
 
 class Embed(nn.Module):
-    """Patches, a class token in front of them, and learned positions of both."""
+    """Embed patches with a class token in front and learned positions."""
 
     def __init__(self, inputs: int, features: int, patch: int, patches: int) -> None:
         super().__init__()
@@ -28,13 +28,13 @@ class Embed(nn.Module):
         self.positions = nn.Parameter(_small_normal(torch.empty(1, 1 + patches, features)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """out[B, 1 + patches, features] of x[B, inputs, H, W]."""
+        """Return out[B, 1 + patches, features] for x[B, inputs, H, W]."""
         patches = self.proj(x).flatten(2).transpose(1, 2)
         return torch.cat([self.class_token.expand(len(x), -1, -1), patches], dim=1) + self.positions
 
 
 class Encoder(nn.Module):
-    """norm-attention plus its input, then norm-MLP plus its input."""
+    """An encoder: norm and attention with a residual connection, then norm and MLP with another."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Encoder(nn.Module):
         self.fc2 = _linear(EXPANSION * features, features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """out[B, tokens, features] of x[B, tokens, features]."""
+        """Return out[B, tokens, features] for x[B, tokens, features]."""
         x = x + self._attention(self.norm1(x))
         out: Tensor = x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
         return out
@@ -67,8 +67,8 @@ class ClassTokenHead(nn.Module):
         self.fc = _linear(features, num_classes)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Logits[B, classes] of z[B, tokens, features]."""
-        # A layer norm treats each token alone: only the class token's is needed.
+        """Return logits[B, classes] for z[B, tokens, features]."""
+        # A layer norm treats each token separately, so only the class token is normalised.
         logits: Tensor = self.fc(self.norm(z[:, 0]))
         return logits
 
@@ -83,12 +83,12 @@ def _vit(
     patch: int,
     depth: int = 12,
 ) -> Blueprint:
-    """Atoms `embed`, `encoder1` .. `encoder<depth>`; there is no batch norm in them."""
+    """Build the atoms `embed`, `encoder1` .. `encoder<depth>`, without batch norms."""
     require_at_least_one("patch", patch)
     require_at_least_one("depth", depth)
     channels, height, width_pixels = input_shape
     if height % patch or width_pixels % patch:
-        raise ValueError(f"{name} with patch = {patch} needs images cut evenly by it, got {height}x{width_pixels}")
+        raise ValueError(f"{name} with patch = {patch} needs image sides divisible by it, got {height}x{width_pixels}")
     patches = (height // patch) * (width_pixels // patch)
     features = HEADS * scaled(HEAD_FEATURES, width)
     shape = (1 + patches, features)
@@ -112,6 +112,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 def _small_normal(tensor: Tensor) -> Tensor:
     """Fill a tensor with DeiT's initial values: normal with a standard deviation of 0.02.
 
-    There they are cut at 2, a hundred deviations away. torch's function that cuts looks at values, which fake tensors lack.
+    DeiT truncates them at 2, a hundred deviations away. torch's truncating function reads values, which fake tensors do not
+    have.
     """
     return nn.init.normal_(tensor, std=0.02)

@@ -1,8 +1,7 @@
-"""Sub-models by width: a model of a share of the channels is a choice of indices of every array of the full one.
+"""Sub-models by width: a model with a fraction of the channels is a choice of indices of every full array.
 
-HeteroFL takes the first channels (`ordered`), FedRolex a window that rolls on by one every round (`rolling`), FedDrop some
-that are drawn again for every client and round (`drawn`). Channels that a residual sum joins are chosen together
-(models/channels.py).
+HeteroFL takes the first channels (`ordered`), FedRolex a window that moves on by one every round (`rolling`), FedDrop a new
+draw for every client and round (`drawn`). Channels that a residual sum joins are chosen together (models/channels.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,30 +13,30 @@ from piecework.models.cascade import Blueprint, Shape
 from piecework.models.channels import Axes, channel_axes
 
 Select = Callable[[int, int], np.ndarray]  # (C, c) -> c channels of C, ascending or not
-Indices = tuple[np.ndarray, ...]  # of each dimension of an array
+Indices = tuple[np.ndarray, ...]  # for each dimension of an array
 
 
 def ordered(channels: int, kept: int) -> np.ndarray:
-    """The first ones."""
+    """Return the first `kept` channels."""
     return np.arange(min(channels, kept))
 
 
 def rolling(server_round: int) -> Select:
-    """(t, .., t + c - 1) mod C in round t, counted from 1, which starts with channel 0."""
+    """Select channels (t, .., t + c - 1) mod C in round t; rounds count from 1, and round 1 starts with channel 0."""
     return lambda channels, kept: (np.arange(kept) + server_round - 1) % channels
 
 
 def drawn(rng: np.random.Generator) -> Select:
-    """Some, in ascending order."""
+    """Select random channels, in ascending order."""
     return lambda channels, kept: np.sort(rng.choice(channels, kept, replace=False))
 
 
 def sub_indices(
     axes: Mapping[str, Axes], full: Mapping[str, Shape], small: Mapping[str, Shape], select: Select
 ) -> dict[str, Indices]:
-    """Where each array of the small model lies in the full one.
+    """Return the indices of each array of the small model in the full one.
 
-    Raises ValueError where the small one has no channels of the full one to be made of.
+    Raises ValueError if the small model is not a choice of channels of the full one.
     """
     chosen: dict[int, np.ndarray] = {}
     return {name: tuple(_along(name, axes[name], full[name], shape, select, chosen)) for name, shape in small.items()}
@@ -67,13 +66,14 @@ def _along(
 
 
 def require_parts(full: Blueprint, narrow: Mapping[float, Blueprint]) -> None:
-    """Raises ValueError, which names the layer, where one of the `narrow` models, by their shares of the channels, is not
-    a choice of channels of the full one.
+    """Raise ValueError, which names the layer, unless each of the `narrow` models is a choice of channels of the full one.
+
+    `narrow` has the models by their width ratios.
     """
     axes, whole = channel_axes(full), shapes(full)
-    for share, model in narrow.items():
+    for width, model in narrow.items():
         own = shapes(model)
-        what = f"{full.name} cannot be cut by width: with {share:.4g} of its channels"
+        what = f"{full.name} cannot be cut by width: with {width:.4g} of its channels"
         if odd := sorted(own.keys() ^ whole.keys()):
             has, lacks = ("has", "the full model lacks") if odd[0] in own else ("lacks", "the full model has")
             unit, _, layer = odd[0].rpartition(".")
@@ -87,7 +87,7 @@ def require_parts(full: Blueprint, narrow: Mapping[float, Blueprint]) -> None:
 
 
 def shapes(blueprint: Blueprint) -> dict[str, Shape]:
-    """Of a model's arrays, by name."""
+    """Return the shapes of a model's arrays by name."""
     with torch.device("meta"):
         modules = {unit: blueprint.build_unit(unit) for unit in blueprint.units()}
     return {
@@ -98,19 +98,20 @@ def shapes(blueprint: Blueprint) -> dict[str, Shape]:
 
 
 def last_layer(model: Blueprint) -> dict[str, Shape]:
-    """Of the arrays of a model's last linear layer, by name."""
+    """Return the shapes of the arrays of a model's last linear layer by name."""
     found = shapes(model)
     layer = list(found)[-1].rpartition(".")[0]
     return {name: shape for name, shape in found.items() if name.rpartition(".")[0] == layer}
 
 
 def take(array: np.ndarray, indices: Indices) -> np.ndarray:
-    """The small model's array."""
+    """Return the small model's array."""
     return np.ascontiguousarray(array[np.ix_(*indices)]) if indices else array
 
 
 class CoverageMean:
-    """Of arrays that each cover a part of the model: sum_k w_k x_k / sum_k w_k entry by entry, over the clients that had it.
+    """The mean of arrays that each cover a part of the model: sum_k w_k x_k / sum_k w_k per entry, over the clients that have
+    it.
 
     Integer buffers (`num_batches_tracked`) take the maximum instead.
     """
@@ -122,7 +123,7 @@ class CoverageMean:
     def add(
         self, arrays: Mapping[str, np.ndarray], indices: Mapping[str, Indices], full: Mapping[str, Shape], weight: float
     ) -> None:
-        """Take in one client's arrays; `weight` > 0."""
+        """Add one client's arrays; `weight` > 0."""
         for name, array in arrays.items():
             if not np.issubdtype(array.dtype, np.floating):
                 self._sums[name] = np.maximum(self._sums.get(name, array), array)
@@ -137,9 +138,9 @@ class CoverageMean:
         return name in self._sums
 
     def over(self, name: str, previous: np.ndarray) -> np.ndarray:
-        """The new array: what no client covered is as before, to the bit."""
+        """Return the new array. Entries that no client covered stay exactly as they were."""
         if not np.issubdtype(previous.dtype, np.floating):
-            return np.asarray(self._sums[name])  # numpy makes scalars of arrays without dimensions
+            return np.asarray(self._sums[name])  # numpy turns arrays without dimensions into scalars
         weights = self._weights[name]
         covered = weights > 0
         fresh = previous.copy()

@@ -35,8 +35,8 @@ MODELS: dict[str, Callable[..., Blueprint]] = {
     "vgg16": vgg16,
     "vit": vit,
 }
-TOKEN_MODELS = {"lstm-imdb"}  # they read int64 tokens [B, length]; all others images
-BATCH_NORMS = ("running", "batch", "local")  # what a setting may say; FedRBN asks for `dual` by itself
+TOKEN_MODELS = {"lstm-imdb"}  # they read int64 tokens [B, length]; all others read images
+BATCH_NORMS = ("running", "batch", "local")  # values of the setting; only FedRBN uses `dual`
 COMMON = ("num_classes", "input_shape", "width", "batch_norm")
 
 USUAL_INPUTS: dict[str, tuple[Shape, int]] = {
@@ -59,9 +59,9 @@ def build_blueprint(
     batch_norm: str = "running",
     **options: str | int,
 ) -> Blueprint:
-    """The blueprint of a model for examples of input_shape: (C, H, W) of images, (length,) of tokens.
+    """Return the blueprint of a model for examples of input_shape: (C, H, W) of images, (length,) of tokens.
 
-    `options` are the model's own (see `model_options`); their values may be the text of a setting.
+    `options` are the model's own (see `model_options`). Their values may be strings, as in a setting.
     """
     require_one_of("model", name, tuple(MODELS))
     if batch_norm != "dual":
@@ -74,24 +74,24 @@ def build_blueprint(
     built = MODELS[name](num_classes, shape, width=width, batch_norm=batch_norm, **own)
     if not isinstance(built, Blueprint):
         raise ValueError(
-            f"model {name!r} is a {type(built).__name__}, not a cascade: its function has to return a Blueprint, atoms in "
+            f"model {name!r} is a {type(built).__name__}, not a cascade: its function has to return a Blueprint with atoms in "
             "order and a head"
         )
     return replace(built, width=width, batch_norm=batch_norm, zoo_name=name, options=tuple(options.items()))
 
 
 def model_options(name: str) -> tuple[str, ...]:
-    """The options that only this model has, such as `stem` of resnet18."""
+    """Return the options that only this model has, such as `stem` of resnet18."""
     return tuple(option for option in inspect.signature(MODELS[name]).parameters if option not in COMMON)
 
 
 def is_token_model(name: str) -> bool:
-    """Whether a model reads tokens rather than images."""
+    """Return whether a model reads tokens rather than images."""
     return name in TOKEN_MODELS
 
 
 def usual_input(name: str) -> tuple[Shape, int]:
-    """The input shape and number of classes that a paper runs this model with; CIFAR-10's where several do."""
+    """Return the input shape and number of classes with which a paper runs this model; CIFAR-10's if several do."""
     require_one_of("model", name, tuple(MODELS))
     return USUAL_INPUTS.get(name, ((3, 32, 32), 10))
 
@@ -103,7 +103,7 @@ def _require_shape(name: str, shape: Shape) -> None:
 
 
 def _typed_options(name: str, options: Mapping[str, str | int]) -> dict[str, str | int]:
-    """The options with the types that the model's function asks for: settings hand over text."""
+    """Convert the options to the types of the model's function, because settings are strings."""
     own, parameters = model_options(name), inspect.signature(MODELS[name]).parameters
     typed = dict(options)
     for option, value in options.items():

@@ -127,7 +127,7 @@ def refusal(model: str, strategy: str) -> str:
 
 CHAIN = "cannot be cut by rank: it is a chain of"
 REFUSED = {
-    ("mlp", "prism"): f"atom 'fc2' of mlp {CHAIN} 0 (Linear), 1 (ReLU), and of chains those are cut that have one plain conv",
+    ("mlp", "prism"): f"atom 'fc2' of mlp {CHAIN} 0 (Linear), 1 (ReLU). A chain can be cut if it has one plain conv",
     ("mlp", "orthdrop"): f"atom 'fc2' of mlp {CHAIN} 0 (Linear)",
     ("mlp", "spafl"): "mlp has neither convolutions nor linear layers without bias to mask",
     ("convs", "prism"): f"atom 'body' of mine {CHAIN} 0 (Conv2d), 1 (BatchNorm2d), 2 (ReLU)",

@@ -324,8 +324,8 @@ def test_bad_requests_say_what_is_allowed():
     assert message("lstm-imdb", (0,)).endswith("expected an input shape of (length,), got (0,)")
     assert message("vit", patch="big") == "patch = 'big' is not known: vit needs a whole number there"
     assert message("vit", depth="0") == "depth = 0 is not allowed: use a whole number from 1"
-    assert message("vit", (3, 224, 200)) == "vit with patch = 16 needs images cut evenly by it, got 224x200"
-    assert message("deit-tiny", (3, 30, 32)) == "deit-tiny with patch = 4 needs images cut evenly by it, got 30x32"
+    assert message("vit", (3, 224, 200)) == "vit with patch = 16 needs image sides divisible by it, got 224x200"
+    assert message("deit-tiny", (3, 30, 32)) == "deit-tiny with patch = 4 needs image sides divisible by it, got 30x32"
     assert message("deit-tiny", stem="cifar") == "deit-tiny has no option 'stem': it has patch, depth"
     assert message("vgg13", pooling="profl") == (
         "pooling = 'profl' is not defined for vgg13: ProFL has vgg11 and vgg16"
