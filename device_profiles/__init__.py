@@ -1,4 +1,4 @@
-"""Devices: their memory, speed and network, fleets of them, and the one accounting of bytes and time.
+"""Devices: their memory, speed and network, fleets of devices, and the accounting of bytes and time.
 
-Imports none of the other folders.
+This package imports none of the other folders.
 """

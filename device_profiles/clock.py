@@ -1,8 +1,8 @@
 """The emulated clock: how long a client's task would take on its device, and a round on its slowest client.
 
-Data access is FedProphet's (Tang et al.; `training_latency` in the authors' code). Work that fits into a client's memory
-reads its input. Work that does not is swapped: features go out after the forward pass and come back for the backward
-pass, parameters go both ways in both, the optimiser's values both ways once.
+Data access follows FedProphet (Tang et al.; `training_latency` in the authors' code). Work that fits into a client's memory
+reads its input. Work that does not fit is swapped: features are written after the forward pass and read for the backward pass,
+parameters are read and written in both passes, and optimiser values once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,12 @@ FLOAT = 4  # bytes; features and parameters are counted in single precision
 
 @dataclass(frozen=True)
 class Batch:
-    """What training on one mini-batch takes. `features` are the values that the backward pass needs, of the whole batch.
+    """The cost of training on one mini-batch.
 
-    flops: of everything, attack steps included, 2 per multiply-accumulate. The authors charge 2 x (1 + attack steps) x
-        the multiply-accumulates of a forward pass, a third of that.
-    optimizer_scale: values kept per parameter, itself and its gradient included: 2 for SGD, 3 with momentum, 5 for Adam.
+    `features` is the number of values that the backward pass needs, for the whole batch. `flops` counts everything, including
+    attack steps, at 2 per multiply-accumulate; the authors charge 2 x (1 + attack steps) x the multiply-accumulates of a
+    forward pass, a third of that. `optimizer_scale` is the number of values kept per parameter, including itself and its
+    gradient: 2 for SGD, 3 with momentum, 5 for Adam.
     """
 
     flops: float
@@ -32,18 +33,18 @@ class Batch:
 
     @property
     def pass_bytes(self) -> int:
-        """Memory of a forward pass, or of an attack step: features and parameters."""
+        """Bytes of a forward pass or of an attack step: features and parameters."""
         return FLOAT * (self.features + self.parameters)
 
     @property
     def training_bytes(self) -> int:
-        """Memory of the training step: features, parameters, gradients, the optimiser's values."""
+        """Bytes of a training step: features, parameters, gradients and optimiser values."""
         return FLOAT * (self.features + self.optimizer_scale * self.parameters)
 
 
 def batch_access_seconds(state: DeviceState, batch: Batch) -> float:
-    """Seconds for reading a batch, or for swapping its training step; each attack step that does not fit swaps too."""
-    memory = max(state.budget_bytes, 1)  # a round may leave a device next to nothing, but never an endless task
+    """Return the seconds to read a batch, or to swap its training step; each attack step that does not fit is swapped too."""
+    memory = max(state.budget_bytes, 1)  # a round may leave a device almost nothing, but no task may be endless
     passes = ceil(batch.pass_bytes / memory)
     swapped = FLOAT * (2 * batch.features + 4 * batch.parameters)
     seconds = _disk_seconds(state, batch.input_bytes, 1)
@@ -56,9 +57,9 @@ def batch_access_seconds(state: DeviceState, batch: Batch) -> float:
 
 
 def task_seconds(state: DeviceState, batches: Sequence[Batch], bytes_down: int = 0, bytes_up: int = 0) -> float:
-    """Seconds of a client's task: the link (bytes down and up), then batch by batch access and computing.
+    """Return the seconds of a client's task: the network (bytes down and up), then data access and computing, batch by batch.
 
-    Parameters are read once, with the first batch, unless that one is swapped. Raises ValueError for a negative amount.
+    Parameters are read once, with the first batch, unless that batch is swapped. Raises ValueError for a negative amount.
     """
     seconds = simulated_seconds(state, sum(batch.flops for batch in batches), bytes_down, bytes_up)
     seconds += sum(batch_access_seconds(state, batch) for batch in batches)
@@ -70,18 +71,18 @@ def task_seconds(state: DeviceState, batches: Sequence[Batch], bytes_down: int =
 def simulated_seconds(
     state: DeviceState, flops: float, bytes_down: int, bytes_up: int, disk_bytes: int = 0, accesses: int = 0
 ) -> float:
-    """Seconds of a task whose steps all fit into memory, from its totals: receiving `bytes_down`, computing `flops` (2 per
-    multiply-accumulate), moving `disk_bytes` to and from the disk in `accesses` accesses, and sending `bytes_up`, one
-    after another: a small board overlaps little; the sum is an upper bound.
+    """Return the seconds of a task whose steps all fit into memory, computed from its totals.
 
-    Raises ValueError for a negative amount.
+    The task receives `bytes_down`, computes `flops` (2 per multiply-accumulate), moves `disk_bytes` to and from the disk in
+    `accesses` accesses, and sends `bytes_up`. The times are added, which is an upper bound, because a small board overlaps
+    little. Raises ValueError for a negative amount.
     """
     if min(flops, bytes_down, bytes_up, disk_bytes, accesses) < 0:
         raise ValueError(
             f"amounts of work must not be negative: flops {flops}, down {bytes_down}, up {bytes_up}, disk {disk_bytes}, "
             f"accesses {accesses}"
         )
-    network = (bytes_down + bytes_up) / state.bandwidth  # 0 for an infinite one: the link is not modelled
+    network = (bytes_down + bytes_up) / state.bandwidth  # 0 if infinite: the network is not modelled
     return network + flops / state.flops_per_second + _disk_seconds(state, disk_bytes, accesses)
 
 
@@ -90,5 +91,5 @@ def _disk_seconds(state: DeviceState, amount: float, accesses: int) -> float:
 
 
 def round_seconds(client_seconds: Iterable[float]) -> float:
-    """Seconds of a round in which clients work side by side: those of the slowest; 0 without clients."""
+    """Return the seconds of a round in which clients work in parallel: those of the slowest, or 0 without clients."""
     return max(client_seconds, default=0.0)

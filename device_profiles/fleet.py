@@ -1,8 +1,7 @@
-"""Fleets: the devices that a run emulates, which client has which, and what a round takes from it.
+"""Fleets: the emulated devices of a run, their assignment to clients, and the degradation of each round.
 
-Everything is a pure function of (fleet, seed, round, client), so server and clients compute the same without asking.
-A fleet is written as TOML (fleet_file.py reads it) and travels in the run configuration as one JSON string with the same
-keys.
+Everything is a pure function of (fleet, seed, round, client), so server and clients compute the same values without messages. A
+fleet is written as TOML (fleet_file.py reads it). The run configuration carries it as one JSON string with the same keys.
 """
 
 import json
@@ -15,20 +14,23 @@ import numpy as np
 from piecework.device_profiles.fleet_file import Assignment, FleetError, profile_of, read_fleet
 from piecework.device_profiles.profile import DeviceProfile, DeviceState, is_unlimited
 
-# One stream of random numbers per purpose, so that adding a draw to one does not move the others.
+# Each purpose has its own stream of random numbers, so that a new draw in one does not change the others.
 ASSIGNMENT, MEMORY, MEMORY_LOSS, FLOPS_LOSS = 1, 2, 3, 4
-# A range of losses may end at 1, and rounding may draw it; a device that stands still would never answer.
+# A range of losses may end at 1, and rounding may draw 1; a device of speed 0 would never answer.
 SLOWEST = 2.0**-53
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The emulated devices and the rules. `shares` belongs to `devices` (assignment "random"), `clients` names a device
-    per client ("list"), `memories` is the bytes of each client ("memories"), `memory_range` (bytes, both ends included)
-    is what "uniform" draws from; the one device of the last two carries the largest of them.
+    """The emulated devices and how clients get them.
 
-    Anew for every client and round, a fraction of memory and of speed within (low, high) is gone; instead of the
-    latter, one of `flops_left` may be what is left. Memory never falls below `memory_floor` bytes.
+    `shares` are the probabilities of `devices` (assignment "random"). `clients` names a device per client ("list"). `memories`
+    are the bytes of each client ("memories"). `memory_range` (bytes, both ends included) is the range of "uniform". The last
+    two assignments have one device, with the largest of these memories.
+
+    Every client loses in every round fractions of its memory and its speed, drawn from (low, high). If `flops_left` is given,
+    one of its values is drawn instead as the remaining fraction of the speed. Degradation never takes memory below
+    `memory_floor` bytes.
     """
 
     name: str
@@ -46,14 +48,14 @@ class Fleet:
 
     @property
     def prescribed_clients(self) -> int | None:
-        """How many clients a run with this fleet must have; None where any number will do."""
+        """The number of clients that a run with this fleet must have; None for any."""
         return len(self.clients) or len(self.memories) or None
 
     def to_json(self) -> str:
-        """The fleet as one compact line of JSON; `load_fleet` gives an equal fleet back.
+        """Return the fleet as one compact line of JSON, which `load_fleet` reads back as an equal fleet.
 
-        Keys that came with later versions are only there where they say something: the JSON is part of a run's
-        settings, and those of a run that is resumed must not have changed.
+        Keys of later versions are present only if they are set: the JSON is part of a run's settings, and those of a resumed
+        run must not change.
         """
         speed = {"flops-left": self.flops_left} if self.flops_left else {"flops": self.flops_loss}
         floor = {"memory-floor": self.memory_floor} if self.memory_floor else {}
@@ -86,12 +88,12 @@ class Fleet:
 
 
 def written(memory: int | None) -> int | str | None:
-    """A device's memory as a fleet has it in JSON."""
+    """Return a device's memory as a fleet's JSON has it."""
     return "unlimited" if memory is not None and is_unlimited(memory) else memory
 
 
 def load_fleet(source: str) -> Fleet:
-    """The fleet that `source` is: a shipped name, the path of a .toml file, or the JSON of `Fleet.to_json`.
+    """Load the fleet `source`: a shipped name, the path of a .toml file, or the JSON of `Fleet.to_json`.
 
     Raises FleetError.
     """
@@ -118,9 +120,9 @@ def _rng(seed: int, round: int, client: int, purpose: int) -> np.random.Generato
 
 
 def device_of(fleet: Fleet, client: int, clients: int, seed: int) -> DeviceProfile:
-    """The device of client `client` (from 0) of `clients`; the same in every round.
+    """Return the device of client `client` (from 0) of `clients`, which is the same in every round.
 
-    Raises FleetError when there is no such client, or the fleet lists another number of clients.
+    Raises FleetError if there is no such client, or if the fleet lists another number of clients.
     """
     if not 0 <= client < clients:
         raise FleetError(f"fleet {fleet.name!r}: there is no client {client}; {clients} clients are numbered from 0")
@@ -146,7 +148,7 @@ def device_of(fleet: Fleet, client: int, clients: int, seed: int) -> DeviceProfi
 
 
 def named_device(fleet: Fleet, name: str) -> DeviceProfile:
-    """The device of this name. Raises FleetError, listing those there are."""
+    """Return the device of this name. Raises FleetError, which lists the existing names."""
     for device in fleet.devices:
         if device.name == name:
             return device
@@ -156,15 +158,15 @@ def named_device(fleet: Fleet, name: str) -> DeviceProfile:
 def device_state(
     fleet: Fleet, client: int, clients: int, seed: int, round: int, reference_bytes: int, name: str | None = None
 ) -> DeviceState:
-    """What client `client` has in round `round`, after this round's degradation.
+    """Return what client `client` has in round `round`, after this round's degradation.
 
-    `reference_bytes` is the memory of one reference step, which ratio budgets are taken of; `name` overrides the fleet's
-    assignment. Raises FleetError as `device_of` does, ValueError when a ratio is asked of a reference that is not positive.
+    `reference_bytes` is the memory of one reference step, of which ratio budgets are fractions. `name` overrides the fleet's
+    assignment. Raises FleetError as `device_of` does, and ValueError for a ratio of a reference that is not positive.
     """
     device = named_device(fleet, name) if name else device_of(fleet, client, clients, seed)
     memory_loss = _rng(seed, round, client, MEMORY_LOSS).uniform(*fleet.memory_loss)
     budget = device.budget(reference_bytes, memory_loss)
-    if fleet.memory_floor:  # what is lost, not what the device never had
+    if fleet.memory_floor:  # the floor limits losses; it does not add memory
         budget = max(budget, min(fleet.memory_floor, device.budget(reference_bytes)))
     speed = device.flops_per_second * _flops_left(fleet, _rng(seed, round, client, FLOPS_LOSS))
     link = math.inf if device.bandwidth is None else device.bandwidth
@@ -172,12 +174,12 @@ def device_state(
 
 
 def _flops_left(fleet: Fleet, rng: np.random.Generator) -> float:
-    """The fraction of its speed that a device has in a round; never 0."""
+    """Return the fraction of its speed that a device has in a round; never 0."""
     if fleet.flops_left:
         return fleet.flops_left[int(rng.random() * len(fleet.flops_left))]
     return float(max(1 - rng.uniform(*fleet.flops_loss), SLOWEST))
 
 
 def device_classes(fleet: Fleet) -> list[str]:
-    """The names of the fleet's devices, in file order."""
+    """List the names of the fleet's devices in file order."""
     return [device.name for device in fleet.devices]

@@ -1,9 +1,8 @@
-"""Files of fleets and of pools: finding and reading them, and checking what they say before a `Fleet` is made of it.
+"""Find, read and check the files of fleets and of pools, before a `Fleet` is made.
 
 Units in a file: memory in bytes ("64MB", "512KiB", an integer, or "unlimited"), flops in FLOPs/s, bandwidth and disk-bandwidth
-in bytes/s, disk-latency in seconds an access, cpus in cores that a container of the device gets, keep the share of the model
-that a method which scales it gives the device, instead of the largest that fits. A pool is a list of devices
-that several fleets draw from.
+in bytes/s, disk-latency in seconds per access, cpus in cores of the device's container. `keep` is optional: the model fraction
+that scaling methods assign to the device; by default the largest that fits. A pool is a list of devices for several fleets.
 """
 
 import json
@@ -21,12 +20,12 @@ SHIPPED = Path(__file__).parent / "fleets"
 POOLS = Path(__file__).parent / "pools"
 
 Assignment = Literal["blocks", "round-robin", "random", "list", "memories", "uniform"]
-# What each assignment needs besides devices, and no other may have.
+# The key that each assignment requires besides devices, and that no other assignment may have.
 NEEDS = {"memory-range": "uniform", "clients": "list", "memories": "memories"}
 
 
 class FleetError(ValueError):
-    """A fleet that cannot be found, read or used; it names the file, the key, the value and what is allowed."""
+    """A fleet cannot be found, read or used. The message names the file, the key, the value and what is allowed."""
 
 
 def _ordered(pair: Any) -> Any:
@@ -48,7 +47,7 @@ Memory = Annotated[int, Field(gt=0), BeforeValidator(parse_memory)]
 Floor = Annotated[int, Field(ge=0), BeforeValidator(parse_bytes)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Left = Annotated[float, Field(gt=0, le=1)]
-# Beyond that the rarest device is drawn less than once in 10^10 clients; powers stay finite.
+# Beyond this the rarest device is drawn less than once in 10^10 clients; powers stay finite.
 Skew = Annotated[float, Field(ge=-10, le=10)]
 Name = Annotated[str, Field(min_length=1)]
 # Tuples are not strict because a file has lists; the numbers in them still are.
@@ -62,7 +61,7 @@ Memories = Annotated[tuple[Bytes, ...], Field(strict=False, min_length=1)]
 
 
 class _Table(BaseModel):
-    """What a file may hold; the frozen dataclasses are made of it once it is checked."""
+    """The allowed keys of a file, from which the frozen dataclasses are made once they are checked."""
 
     model_config = ConfigDict(strict=True, extra="forbid", alias_generator=lambda name: name.replace("_", "-"))
 
@@ -117,29 +116,29 @@ class FleetTable(_Table):
     degradation: _DegradationTable = _DegradationTable()
 
 
-# Tables within tables, for messages about keys that are not known.
+# Nested tables, for messages about unknown keys.
 INNER: dict[tuple[type[_Table], int | str], type[_Table]] = {
     (FleetTable, "device"): DeviceTable,
     (FleetTable, "degradation"): _DegradationTable,
     (_PoolTable, "device"): _PooledTable,
 }
-# What pydantic calls by the names of its own types.
+# What messages say instead of pydantic's type names.
 EXPECTED = {"model_type": "a table", "list_type": "a list", "tuple_type": "a list"}
 AnyTable = TypeVar("AnyTable", bound=_Table)
 
 
 def shipped_fleets() -> list[str]:
-    """The names of the fleets that come with the package."""
+    """List the names of the shipped fleets."""
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
 def shipped_pools() -> list[str]:
-    """The names of the pools of devices that come with the package."""
+    """List the names of the shipped pools of devices."""
     return sorted(path.stem for path in POOLS.glob("*.toml"))
 
 
 def read_fleet(source: str) -> tuple[FleetTable, list[DeviceTable]]:
-    """What a shipped name, a .toml file or the JSON of a fleet says, checked, and its devices. Raises FleetError."""
+    """Read and check a shipped name, a .toml file or the JSON of a fleet; return it with its devices. Raises FleetError."""
     if source.lstrip().startswith("{"):
         return _checked(_table(FleetTable, lambda: json.loads(source), "fleet JSON"), "fleet JSON", Path())
     path = Path(source)
@@ -152,7 +151,7 @@ def read_fleet(source: str) -> tuple[FleetTable, list[DeviceTable]]:
 
 
 def profile_of(row: DeviceTable, memory: int | None = None) -> DeviceProfile:
-    """The device of a table; `memory` (bytes) is for one that has neither memory nor a ratio."""
+    """Return the device of a table; `memory` (bytes) is for a device with neither memory nor a ratio."""
     return DeviceProfile(
         row.name,
         row.memory or memory,
@@ -167,7 +166,7 @@ def profile_of(row: DeviceTable, memory: int | None = None) -> DeviceProfile:
 
 
 def pool_devices(name: str) -> list[DeviceProfile]:
-    """The devices of a shipped pool. Raises FleetError."""
+    """Return the devices of a shipped pool. Raises FleetError."""
     path = POOLS / f"{name}.toml"
     return [profile_of(row) for row in _pool(path, 0.0, str(path))]
 
@@ -177,26 +176,26 @@ def _toml(path: Path) -> Any:
 
 
 def _table(kind: type[AnyTable], read: Callable[[], Any], where: str) -> AnyTable:
-    """What `read` returns, once its keys are right one by one. Raises FleetError."""
+    """Return what `read` returns, after its keys were checked one by one. Raises FleetError."""
     try:
         return kind.model_validate(read())
     except ValidationError as error:
         problems = error.errors()
-        told = [f"{where}: {_explain(problem, kind)}" for problem in problems if not _follows(problem, problems)]
-        raise FleetError("\n".join(told)) from None
+        messages = [f"{where}: {_explain(problem, kind)}" for problem in problems if not _follows(problem, problems)]
+        raise FleetError("\n".join(messages)) from None
     except (OSError, ValueError) as error:  # ValueError: broken TOML, JSON or UTF-8; the message has the line
         raise FleetError(f"{where}: {error}") from None
 
 
 def _follows(problem: ErrorDetails, problems: list[ErrorDetails]) -> bool:
-    """A list is called too short when its entries are wrong, whatever their number: then only they are told."""
+    """Return whether a problem follows from others: pydantic also calls a list too short if its entries are wrong."""
     loc = problem["loc"]
     inside = (other["loc"] for other in problems if len(other["loc"]) > len(loc))
     return problem["type"] == "too_short" and any(other[: len(loc)] == loc for other in inside)
 
 
 def _explain(problem: ErrorDetails, kind: type[_Table]) -> str:
-    """`device 2 flops = -1: input should be greater than 0`; tables and list entries are counted from 1."""
+    """Explain a problem: `device 2 flops = -1: input should be greater than 0`. Tables and entries count from 1."""
     loc = problem["loc"]
     place = " ".join(str(part + 1) if isinstance(part, int) else part for part in loc)
     if problem["type"] == "missing":
@@ -214,14 +213,14 @@ def _explain(problem: ErrorDetails, kind: type[_Table]) -> str:
 
 
 def _checked(table: FleetTable, where: str, folder: Path) -> tuple[FleetTable, list[DeviceTable]]:
-    """The table and its devices. A pool's path is relative to `folder`. Raises FleetError."""
+    """Return the table and its devices. A pool's path is relative to `folder`. Raises FleetError."""
     rows = _rows(table, where, folder)
     _check(table, rows, where)
     return table, rows
 
 
 def _check(table: FleetTable, rows: list[DeviceTable], where: str) -> None:
-    """Whether keys that are right one by one agree with each other. Raises FleetError."""
+    """Check that valid keys agree with each other. Raises FleetError."""
 
     def need(condition: bool, message: str) -> None:
         if not condition:
@@ -245,18 +244,18 @@ def _check(table: FleetTable, rows: list[DeviceTable], where: str) -> None:
         message = f"device {number}: {wanted} of memory and memory-ratio is to be set, not {count}"
         need(count == (not elsewhere), message)
     both = table.degradation.flops_left is not None and "flops" in table.degradation.model_fields_set
-    need(not both, "degradation flops and flops-left are two rules for the same; give one of them")
+    need(not both, "degradation flops and flops-left both describe lost speed; give one of them")
 
 
 def _each_once(names: list[str], where: str) -> None:
     if len(set(names)) < len(names):
-        raise FleetError(f"{where}: device names = {names}: each must be there once")
+        raise FleetError(f"{where}: device names = {names}: each must be unique")
 
 
 def _rows(table: FleetTable, where: str, folder: Path) -> list[DeviceTable]:
-    """The devices, given or from a pool. Raises FleetError."""
+    """Return the devices, given or from a pool. Raises FleetError."""
     if (table.pool is None) == (table.device is None):
-        raise FleetError(f"{where}: give either pool or [[device]] tables, not both and not neither")
+        raise FleetError(f"{where}: give exactly one of pool and [[device]] tables")
     if table.skew is not None and (table.pool is None or table.assignment != "random"):
         raise FleetError(f'{where}: skew = {table.skew} belongs to a pool with assignment = "random"')
     if table.device is not None:
@@ -267,7 +266,7 @@ def _rows(table: FleetTable, where: str, folder: Path) -> list[DeviceTable]:
 
 
 def _find_pool(name: str, where: str, folder: Path) -> Path:
-    """The file of a pool: a path relative to `folder`, or a shipped name. Raises FleetError."""
+    """Return the file of a pool, a path relative to `folder` or a shipped name. Raises FleetError."""
     path = folder / name if name.endswith(".toml") else POOLS / f"{name}.toml"
     if not name.endswith(".toml") and name not in shipped_pools():
         known = ", ".join(shipped_pools())
@@ -278,11 +277,13 @@ def _find_pool(name: str, where: str, folder: Path) -> Path:
 
 
 def _pool(path: Path, skew: float, where: str) -> list[DeviceTable]:
-    """The devices of a pool, their shares proportional to (flops x memory)^skew: 0 = all alike, below 0 = mostly weak."""
+    """Return the devices of a pool with probabilities proportional to (flops x memory)^skew: 0 = equal, below 0 = mostly
+    weak.
+    """
     devices = _table(_PoolTable, lambda: _toml(path), where).device
     _each_once([device.name for device in devices], where)
     strength = [device.flops * device.memory for device in devices]
-    # Of the strongest: only the proportions matter, and large powers of large numbers would overflow.
+    # Divided by the strongest: only the proportions matter, and large powers of large numbers would overflow.
     shares = [(s / max(strength)) ** skew for s in strength]
     return [
         DeviceTable.model_validate(device.model_dump(by_alias=True) | {"share": share})

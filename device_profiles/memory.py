@@ -1,8 +1,8 @@
-"""The one accounting of training memory: the bytes of every live tensor storage, and their peak.
+"""The accounting of training memory: the bytes of all live tensor storages, and their peak.
 
-`PeakMemory` is used three times: under fake tensors it *costs* a step without allocating anything (`trace`), around the real
-run of a phase it *enforces* a budget, and tests hold the two against each other and against torch.profiler's memory events.
-The papers' own memory-models stand beside their strategies.
+`PeakMemory` has three uses: under fake tensors it *costs* a step without allocating anything (`trace`), around a real phase it
+*enforces* a budget, and tests compare both with each other and with torch.profiler's memory events. The papers' own memory
+models are in planning/paper_memory.
 """
 
 import weakref
@@ -18,7 +18,7 @@ from piecework.device_profiles.workspace import FLOPS, WORKSPACE, lstm_kept
 
 
 class MemoryBudgetExceededError(RuntimeError):
-    """A piece of work needs more training memory than its device has."""
+    """Work needs more training memory than its device has."""
 
     def __init__(self, needed: int, allowed: int, where: str) -> None:
         self.needed, self.allowed, self.where = needed, allowed, where
@@ -26,7 +26,7 @@ class MemoryBudgetExceededError(RuntimeError):
 
 
 class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that does not import torch's compiler: 75 MB and more than a second on a board."""
+    """A dispatch mode that does not import torch's compiler, which takes 75 MB and more than a second on a board."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,11 +37,11 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class PeakMemory(Mode):  # type: ignore[no-untyped-call]
-    """Counts live tensor storages; may be entered many times, and what stays alive in between stays counted.
+    """Counts live tensor storages. It may be entered many times; what stays alive in between stays counted.
 
-    `peak` and `live` are bytes. A storage is counted from the first operation that makes or reads it until it is freed.
-    With `allowed` (bytes), the operation that passes it raises MemoryBudgetExceededError. Only storages on a device of the type
-    `device` count: where a GPU trains, batches wait in the memory of its host.
+    `peak` and `live` are bytes. A storage is counted from the first operation that makes or reads it until it is freed. With
+    `allowed` (bytes), an operation that exceeds the budget raises MemoryBudgetExceededError. Only storages on devices of type
+    `device` count, because batches of a GPU wait in host memory.
     """
 
     def __init__(self, allowed: int | None = None, where: str = "this task", device: str = "cpu") -> None:
@@ -51,7 +51,7 @@ class PeakMemory(Mode):  # type: ignore[no-untyped-call]
         self._sizes: dict[int, int] = {}
 
     def count(self, value: object) -> None:
-        """Count the storage of a tensor, if it is one on the device and not counted yet."""
+        """Count the storage of a tensor if it is on the device and not counted yet."""
         if not isinstance(value, Tensor):
             return
         storage = value.untyped_storage()
@@ -68,7 +68,7 @@ class PeakMemory(Mode):  # type: ignore[no-untyped-call]
         self._reach(self.live)
 
     def _count_all(self, values: Iterable[object]) -> None:
-        # Operators nest no deeper than lists of tensors; torch's pytree, made for any depth, is slow.
+        # Operators nest no deeper than lists of tensors; torch's pytree, which handles any depth, is slow.
         for value in values:
             if isinstance(value, list | tuple):
                 self._count_all(value)
@@ -97,16 +97,16 @@ class PeakMemory(Mode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one training step costs: peak bytes, and FLOPs (2 per multiply-accumulate, forward and backward)."""
+    """The cost of one training step: peak bytes, and FLOPs (2 per multiply-accumulate, forward and backward)."""
 
     peak_bytes: int
     flops: int
 
 
 def trace(work: Callable[[], object]) -> StepCost:
-    """Run `work` on fake tensors: its cost without its memory. Everything it uses must be made inside of it.
+    """Run `work` on fake tensors and return its cost without allocating its memory. It must create everything it uses.
 
-    A server's affair: fake tensors import torch's compiler, which no device should pay for.
+    Only servers use it: fake tensors import torch's compiler, which would cost a device memory and time.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -132,27 +132,27 @@ class _AsOnTheCPU(Mode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._fused_sgd_.default:
-            return None  # it works in place, and has no fake kernel: the real one would run, on real zeros
+            return None  # it works in place without a fake kernel: the real one would run on real zeros
         if func in FILLS:
-            return args[0]  # what initial weights there are does not matter
+            return args[0]  # the values of initial weights do not matter
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():
-            *states, _ = result  # the workspace is empty
+            *states, _ = result  # the fake workspace is empty
             return (*states, torch.empty(lstm_kept(args), dtype=torch.uint8))
         if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
-            *gradients, bias, _, states, cells = result  # the biases' gradients are one tensor
+            *gradients, bias, _, states, cells = result  # the gradients of both biases are one tensor
             return (*gradients, bias, bias.clone(), states, cells)
         if func is torch.ops.aten.native_batch_norm.default and args[1] is not None:
-            # The statistics are as exact as the weights, whatever came in.
+            # The statistics have the precision of the weights, whatever that of the input.
             result = (result[0], *(tensor.to(args[1].dtype) for tensor in result[1:]))
         if func is torch.ops.aten.native_batch_norm_backward.default:
-            gradient, *others = result  # it has the format of the gradient that came in
+            gradient, *others = result  # it has the format of the incoming gradient
             return (_laid_as(gradient, args[1]), *others)
         return result
 
 
 def _laid_as(tensor: Tensor | None, other: Tensor) -> Tensor | None:
-    """A tensor in the memory format of another, channels-last or not."""
+    """Return a tensor in the memory format of another, channels-last or not."""
     channels_last = other.dim() == 4 and other.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return tensor if tensor is None else tensor.contiguous(memory_format=layout)
@@ -161,7 +161,7 @@ def _laid_as(tensor: Tensor | None, other: Tensor) -> Tensor | None:
 class FlopCount(Mode):  # type: ignore[no-untyped-call]
     """Counts FLOPs, 2 per multiply-accumulate, by the formulas of torch.utils.flop_counter.
 
-    Its `FlopCounterMode` also follows modules, by hooks that keep gradients alive: peaks under attack come out too high.
+    torch's `FlopCounterMode` also follows modules by hooks that keep gradients alive, which makes peaks under attack too high.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a device is: the figures of a board, what a client has of them in one round, and a device measuring itself.
+"""Devices: the figures of a board, what a client has of them in one round, and measurements of the present machine.
 
 Units: memory in bytes, speed in FLOPs/s (a multiply-accumulate is 2 FLOPs), network and disk in bytes/s.
 """
@@ -17,8 +17,8 @@ import psutil
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
-# What stands for a budget without a limit, in bytes: an integer that survives JSON, TOML, messages of 64 bits and floats. No
-# device has as much as ENDLESS, and a client that crashed and is given a fraction of an unlimited budget still has more.
+# The value of an unlimited budget, in bytes: an integer that survives JSON, TOML, 64-bit messages and floats. No device has as
+# much as ENDLESS, and a fraction of an unlimited budget, as given to a client that crashed, is still larger.
 UNLIMITED, ENDLESS = 2**60, 2**56
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 PROBE_FILE_BYTES = 8_000_000
@@ -28,7 +28,7 @@ CACHE_CAN_BE_DROPPED = hasattr(os, "posix_fadvise")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes of "64MB" or "1.5 GiB"; an integer is bytes already. Raises ValueError naming the units."""
+    """Return the bytes of "64MB" or "1.5 GiB"; an integer is already in bytes. Raises ValueError, which names the units."""
     if isinstance(text, int) and not isinstance(text, bool):
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text) if isinstance(text, str) else None
@@ -38,17 +38,17 @@ def parse_bytes(text: str | int) -> int:
 
 
 def is_unlimited(amount: int) -> bool:
-    """Whether a budget of so many bytes sets no limit."""
+    """Return whether a budget of this many bytes sets no limit."""
     return amount >= ENDLESS
 
 
 def is_limit(amount: int) -> bool:
-    """Whether a budget of so many bytes holds a client to anything: it is there, and not unlimited."""
+    """Return whether a budget of this many bytes limits a client: it is known and not unlimited."""
     return 0 < amount < ENDLESS
 
 
 def parse_memory(text: str | int) -> int:
-    """Bytes of "64MB", or UNLIMITED of "unlimited". Raises ValueError naming both."""
+    """Return the bytes of "64MB", or UNLIMITED for "unlimited". Raises ValueError, which names both forms."""
     if text == "unlimited":
         return UNLIMITED
     try:
@@ -58,7 +58,7 @@ def parse_memory(text: str | int) -> int:
 
 
 def format_bytes(amount: int, decimals: int = 1) -> str:
-    """`amount` bytes for people, in powers of ten with at most so many decimals: 64300000 is "64.3 MB". May be "unlimited"."""
+    """Format bytes in powers of ten with at most `decimals` decimals: 64300000 is "64.3 MB". May return "unlimited"."""
     if is_unlimited(amount):
         return "unlimited"
     unit = next((unit for unit in ("GB", "MB", "kB") if abs(amount) >= UNITS[unit]), "B")
@@ -66,11 +66,11 @@ def format_bytes(amount: int, decimals: int = 1) -> str:
 
 
 def format_compared(*amounts: int) -> list[str]:
-    """Bytes that a reader compares, such as needed and allowed: with as many decimals as it takes to tell unequal ones apart.
+    """Format bytes that a reader compares, such as needed and allowed, with enough decimals that unequal ones differ.
 
     9014480 and 9000000 are "9.01 MB" and "9 MB".
     """
-    exact = 9  # decimals of a GB
+    exact = 9  # decimals that show every byte of a GB
     different = len({UNLIMITED if is_unlimited(amount) else amount for amount in amounts})
     texts = ([format_bytes(amount, decimals) for amount in amounts] for decimals in range(1, exact + 1))
     return next(found for found in texts if len(set(found)) == different)
@@ -78,15 +78,15 @@ def format_compared(*amounts: int) -> list[str]:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """A device as a fleet describes it, before a round takes something away.
+    """A device as a fleet describes it, before the degradation of a round.
 
-    Exactly one of `memory_bytes` and `memory_ratio` is set; the ratio is of the bytes of one reference step (the full
-    model's FedAvg step under the run's memory model). `bandwidth` (bytes/s) holds for each direction of the network;
-    None = the link is not modelled and takes no time. `disk_latency` is in seconds an access. `cpus` is how many cores a
-    container that stands for the device gets; None = nothing is said about it, and nothing else reads it. `keep` is the share
-    of a model that methods which scale it give the device; None = the largest that it has memory for.
+    Exactly one of `memory_bytes` and `memory_ratio` is set. The ratio refers to the bytes of one reference step (the full
+    model's FedAvg step under the run's memory model). `bandwidth` (bytes/s) applies to each direction of the network; None =
+    the network is not modelled and takes no time. `disk_latency` is in seconds per access. `cpus` is the number of cores of the
+    device's container; None = not specified, and nothing else reads it. `keep` is the model fraction that scaling methods
+    assign to the device; None = the largest that fits.
 
-    Raises ValueError when both or neither memory figure is given.
+    Raises ValueError if both or neither memory figure is given.
     """
 
     name: str
@@ -101,16 +101,13 @@ class DeviceProfile:
 
     def __post_init__(self) -> None:
         if (self.memory_bytes is None) == (self.memory_ratio is None):
-            raise ValueError(
-                f"device {self.name!r}: give either memory_bytes or memory_ratio, not both and not neither"
-            )
+            raise ValueError(f"device {self.name!r}: give exactly one of memory_bytes and memory_ratio")
 
     def budget(self, reference_bytes: int, loss: float = 0.0) -> int:
-        """Memory in bytes, a ratio taken of `reference_bytes`, when the fraction `loss` (0 to 1) of it is gone.
+        """Return the memory in bytes after losing the fraction `loss` (0 to 1); a ratio refers to `reference_bytes`.
 
-        Unlimited memory loses nothing.
-
-        Raises ValueError when a ratio is asked of a reference that is not positive: the budget would be nothing.
+        Unlimited memory loses nothing. Raises ValueError for a ratio of a reference that is not positive, because the budget
+        would be empty.
         """
         if self.memory_bytes is not None:
             return UNLIMITED if is_unlimited(self.memory_bytes) else int(self.memory_bytes * (1 - loss))
@@ -118,15 +115,17 @@ class DeviceProfile:
         if reference_bytes <= 0:
             raise ValueError(
                 f"device {self.name!r} has {self.memory_ratio:g} of a reference step's memory, "
-                f"and the reference step was given as {reference_bytes} bytes; it must be positive"
+                f"but the reference step is {reference_bytes} bytes, which must be positive"
             )
         return int(self.memory_ratio * reference_bytes * (1 - loss))
 
 
 @dataclass(frozen=True)
 class DeviceState:
-    """What one client has in one round: bytes, FLOPs/s, bytes/s of network (each direction; infinite where it is not
-    modelled) and disk, and the seconds that each access to the disk takes besides its bytes. `keep` as its fleet has it.
+    """What one client has in one round.
+
+    The units are bytes, FLOPs/s, bytes/s of network (per direction; infinite if not modelled) and of disk, and seconds per disk
+    access besides its bytes. `keep` is that of its fleet.
     """
 
     device: str
@@ -140,7 +139,7 @@ class DeviceState:
 
 @dataclass(frozen=True)
 class MeasuredDevice:
-    """What a device found out about itself (`device = "auto"`): bytes, FLOPs/s, bytes/s."""
+    """The figures that a device measured itself (`device = "auto"`): bytes, FLOPs/s, bytes/s."""
 
     memory_available_bytes: int
     flops_per_second: float
@@ -149,7 +148,7 @@ class MeasuredDevice:
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Bytes/s of writing with a sync at the end and of reading back, and the median seconds of an access."""
+    """Bytes/s of writing with a final sync and of reading back, and the median seconds of an access."""
 
     write: float
     read: float
@@ -157,31 +156,29 @@ class DiskSpeed:
 
 
 def measure_device(directory: str | Path) -> MeasuredDevice:
-    """Measure this machine in a few hundred milliseconds; a probe file is written into `directory` and removed.
+    """Measure this machine in a few hundred milliseconds, with a temporary probe file in `directory`.
 
-    The speed is that of training one small convolution, its best repetition, with torch's present number of threads, so
-    set the threads first.
-
-    Raises OSError when `directory` is missing, not writable or full.
+    The speed is the best repetition of training one small convolution with torch's present number of threads, so set the
+    threads first. Raises OSError if `directory` is missing, not writable or full.
     """
-    # Memory first: the probes themselves take some.
+    # Memory is measured first, because the probes themselves take some.
     memory = available_memory()
     fastest = max(speed for _, speed in convolution_speeds(PROBE_SECONDS))
     return MeasuredDevice(memory, fastest, measure_disk(Path(directory), PROBE_FILE_BYTES).read)
 
 
 def available_memory(cgroup_root: Path = CGROUP_ROOT, own_cgroup: Path = OWN_CGROUP) -> int:
-    """Bytes this process can still take: what the system has available, or what its control group leaves it if less."""
+    """Return the bytes this process can still take: what the system has available, or its control group if that is less."""
     system = int(psutil.virtual_memory().available)
     group = cgroup_headroom(cgroup_root, own_cgroup)
     return system if group is None else min(system, group)
 
 
 def cgroup_headroom(cgroup_root: Path = CGROUP_ROOT, own_cgroup: Path = OWN_CGROUP) -> int | None:
-    """Bytes left under the tightest memory limit of this process's control groups (v1 or v2); None without a limit.
+    """Return the bytes left under the tightest memory limit of this process's control groups (v1 or v2); None without a limit.
 
-    A limit binds everything below it, so the process's own group and all its parents are looked at. Inside a container
-    the path in `own_cgroup` may be the host's and lead nowhere; the container's own group is then the root.
+    A limit also applies to all groups below it, so the process's own group and all its parents are read. Inside a container the
+    path in `own_cgroup` may be the host's and not exist; the container's own group is then the root.
     """
     try:
         lines = own_cgroup.read_text().splitlines()
@@ -202,7 +199,7 @@ def cgroup_headroom(cgroup_root: Path = CGROUP_ROOT, own_cgroup: Path = OWN_CGRO
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ),
     ):
-        # `..` stands for a group outside this namespace, which cannot be seen from here.
+        # `..` is a group outside this namespace, which cannot be seen from here.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
             left = _group_headroom(root.joinpath(*parts[:depth]), *names)
@@ -215,7 +212,7 @@ def _group_headroom(group: Path, limit_name: str, usage_name: str, reclaimable: 
     limit, usage = _read_int(group / limit_name), _read_int(group / usage_name)
     if limit is None or usage is None:
         return None
-    # Usage counts the page cache, also that of our own feature files; the kernel drops its cold part before it kills.
+    # Usage includes the page cache, also of our own feature files; the kernel drops its cold part before it kills.
     cache = 0
     try:
         for line in (group / "memory.stat").read_text().splitlines():
@@ -228,7 +225,7 @@ def _group_headroom(group: Path, limit_name: str, usage_name: str, reclaimable: 
 
 
 def _read_int(path: Path) -> int | None:
-    """The number in a file; None when there is no file, or it says no limit: `max` in v2, near 2^63 in v1."""
+    """Return the number in a file; None without a file or without a limit: `max` in v2, near 2^63 in v1."""
     try:
         number = int(path.read_text())
     except (OSError, ValueError):
@@ -237,10 +234,12 @@ def _read_int(path: Path) -> int | None:
 
 
 def convolution_speeds(seconds: float) -> list[tuple[float, float]]:
-    """FLOPs/s of a 3x3 convolution, 32 -> 32 channels, 32x32, batch 8, forward and backward, repeated for `seconds`: when
-    each repetition began, in seconds from the first, and its speed. With torch's present number of threads.
+    """Measure a 3x3 convolution, 32 -> 32 channels, 32x32, batch 8, forward and backward, repeatedly for `seconds`.
+
+    Returns for each repetition its start, in seconds after the first, and its speed in FLOPs/s with torch's present number of
+    threads.
     """
-    import torch  # here, so that the launcher can read fleets without loading torch
+    import torch  # imported here so that the launcher can read fleets without torch
 
     shapes = ((8, 32, 32, 32), (32, 32, 3, 3))
     images, kernel = (torch.ones(s).to(memory_format=torch.channels_last).requires_grad_() for s in shapes)
@@ -260,9 +259,9 @@ def convolution_speeds(seconds: float) -> list[tuple[float, float]]:
 
 
 def measure_disk(directory: Path, size: int, accesses: int = 0) -> DiskSpeed:
-    """Write and sync a file of `size` bytes (at least a block), read it back, then make `accesses` reads at random places.
+    """Write and sync a file of `size` bytes (at least a block), read it back, then read it at `accesses` random places.
 
-    The file is removed. Where the system cannot be told to drop its cache, reads are the cache's. Raises OSError.
+    The file is removed. If the system's cache cannot be dropped, reads come from the cache. Raises OSError.
     """
     blocks = max(1, size // PROBE_BLOCK_BYTES)
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
@@ -284,10 +283,10 @@ def measure_disk(directory: Path, size: int, accesses: int = 0) -> DiskSpeed:
 
 
 def _access(file: FileIO, size: int) -> float:
-    """Seconds until one byte of a random page is there."""
-    _drop_cache(file.fileno())  # each time: the read before may have fetched the pages around it
+    """Return the seconds until one byte of a random page is read."""
+    _drop_cache(file.fileno())  # dropped every time, because the previous read may have fetched the pages around it
     if CACHE_CAN_BE_DROPPED:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
     file.seek(int.from_bytes(os.urandom(8)) % size)
     start = time.perf_counter()
     file.read(1)

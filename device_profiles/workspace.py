@@ -1,8 +1,8 @@
-"""What CPU operators allocate inside themselves, out of a dispatch mode's sight; FLOPs of those that torch does not know.
+"""Internal allocations of CPU operators, which a dispatch mode cannot see, and FLOPs of operators that torch does not count.
 
-Read off torch.profiler's memory events on one thread of an x86 with AVX-512: mostly oneDNN's own layouts, and second copies
-where a gradient arrives in another memory format, as it does from a flattened map. On other processors the rules are a guess,
-as nothing there was measured.
+The rules were derived from torch.profiler's memory events on one thread of an x86 with AVX-512. Most are oneDNN's own layouts,
+and second copies of gradients that arrive in another memory format, as after flattening a map. On other processors, where
+nothing was measured, the rules are a guess.
 """
 
 import math
@@ -18,34 +18,36 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _relaid(gradient: Tensor, *copied: Tensor) -> int:
-    """Bytes of what is copied where a gradient does not come in the memory format of the layer's input, `copied[0]`."""
+    """Return the bytes that are copied if a gradient is not in the memory format of the layer's input, `copied[0]`."""
     formats = {tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (gradient, copied[0])}
     return sum(map(_bytes, copied)) if len(formats) > 1 else 0
 
 
 def _padded(features: int, item: int = 4) -> int:
-    """oneDNN's length of a row of items of `item` bytes: whole cache lines, and no multiple of 256, which would alias."""
+    """Return oneDNN's row length for `features` items of `item` bytes: whole cache lines, but no multiple of 256, against
+    aliasing.
+    """
     line = 64 // item
     rounded = -(-features // line) * line
     return rounded + line if rounded % 256 == 0 else rounded
 
 
 def _in_pages(*sizes: int) -> int:
-    """Bytes of arrays that each begin on a page of 4096 bytes."""
+    """Return the bytes of arrays that each begin on a page of 4096 bytes."""
     return sum(-(-size // 4096) * 4096 for size in sizes)
 
 
 def _lstm_sizes(args: tuple[Any, ...]) -> tuple[int, int, int, int]:
-    """Length, batch, inputs and hidden features of an LSTM layer in oneDNN: x[T, B, D], w[4H, D], w[4H, H]."""
+    """Return length, batch, inputs and hidden features of an LSTM layer in oneDNN: x[T, B, D], w[4H, D], w[4H, H]."""
     length, batch, inputs = args[0].shape
     return length, batch, inputs, args[2].shape[1]
 
 
 def lstm_kept(args: tuple[Any, ...]) -> int:
-    """Bytes of the workspace that oneDNN's LSTM keeps for its backward pass (its set_workspace_sizes in rnn_utils.hpp).
+    """Return the bytes that oneDNN's LSTM keeps for its backward pass (set_workspace_sizes in its rnn_utils.hpp).
 
-    Gates and hidden states of all steps; then, for one step and one layer more, states, cells, and room for the gradients
-    of both, which are float32 always.
+    It keeps gates and hidden states of all steps. For one more step and layer it keeps states, cells, and room for the
+    gradients of both, which are always float32.
     """
     (T, B, D, H), item = _lstm_sizes(args), args[0].element_size()
     steps, widest = 2 * (T + 1) * B, max(D, H)
@@ -56,7 +58,7 @@ def lstm_kept(args: tuple[Any, ...]) -> int:
 
 
 def _lstm_forward(args: tuple[Any, ...]) -> int:
-    """The sum of the biases, the weights in oneDNN's layout, the gates of all steps before their functions, its tables."""
+    """Return the bytes of the summed biases, the weights in oneDNN's layout, all steps' gates before activation, and tables."""
     T, B, D, H = _lstm_sizes(args)
     row = 4 * B * _padded(H)
     if torch.is_grad_enabled():
@@ -68,7 +70,7 @@ def _lstm_forward(args: tuple[Any, ...]) -> int:
 
 
 def _lstm_backward(args: tuple[Any, ...]) -> int:
-    """As forward, for the weights' gradients; then the weights where rows are padded, zeros for the states' gradients."""
+    """Return the bytes as in the forward pass for the weights' gradients, plus padded weights and zeros for state gradients."""
     T, B, D, H = _lstm_sizes(args)
     row = 4 * B * _padded(H)
     scratch = _in_pages(4 * T * B * _padded(4 * H), row, row) + 4664
@@ -78,29 +80,31 @@ def _lstm_backward(args: tuple[Any, ...]) -> int:
 
 
 def _copied(layout: Tensor, *tensors: Tensor) -> int:
-    """Bytes of the tensors that a convolution copies because its weight, `layout`, is channels-last and they are not."""
+    """Return the bytes of tensors that a convolution copies because its weight, `layout`, is channels-last and they are not."""
     if not layout.is_contiguous(memory_format=torch.channels_last):
         return 0
     return sum(_bytes(t) for t in tensors if not t.is_contiguous(memory_format=torch.channels_last))
 
 
 def _convolution(args: tuple[Any, ...]) -> int:
-    """The weight in oneDNN's layout, output channels in blocks of 16."""
+    """Return the bytes of the weight in oneDNN's layout, with output channels in blocks of 16."""
     x, weight = args[:2]
     outputs: int = weight.shape[0]
     return _bytes(weight) // outputs * _blocks(outputs) + _copied(weight, x) + 8216
 
 
 def _convolution_backward(args: tuple[Any, ...]) -> int:
-    """First the gradient of the input, then that of the weight; copies of what comes in another format during both."""
+    """Return the peak bytes: first for the input's gradient, then for the weight's, with copies to other formats during
+    both.
+    """
     (gradient, x, weight), (for_input, for_weight, _) = args[:3], args[10]
     outputs, inputs, *kernel = weight.shape
     returned = _bytes(weight)
     filter_bytes = returned // (outputs * inputs)
     inside = 0
-    if for_input:  # the weight in oneDNN's layout, and tables; the weight's gradient is not there yet
+    if for_input:  # the weight in oneDNN's layout, and tables; the weight's gradient does not exist yet
         inside = filter_bytes * outputs * _blocks(inputs) + 8344 - (returned if for_weight else 0)
-    if for_weight and max(kernel) <= 14:  # its gradient in oneDNN's layout, and once more to copy it out
+    if for_weight and max(kernel) <= 14:  # the gradient in oneDNN's layout, and a second copy in the output layout
         blocked = filter_bytes * _blocks(outputs) * (inputs if inputs < 16 else _blocks(inputs))
         inside = max(inside, blocked + returned)
     elif for_weight:  # kernels this large are a matrix product: two maps of patches, four gradients
@@ -114,11 +118,14 @@ def _blocks(channels: int, block: int = 16) -> int:
 
 
 def _fused_sgd(args: tuple[Any, ...]) -> int:
-    """One gradient at a time is copied, where it is not contiguous, as those of channels-last weights are not."""
+    """Return the bytes of the largest gradient that is not contiguous, as of channels-last weights.
+
+    One gradient at a time is copied.
+    """
     return max((_bytes(gradient) for gradient in args[1] if not gradient.is_contiguous()), default=0)
 
 
-# Bytes on top of what an operator reads and returns, of its arguments.
+# Bytes that an operator allocates besides what it reads and returns, from its arguments.
 WORKSPACE: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     torch.ops.aten.convolution.default: _convolution,
     torch.ops.aten.convolution_backward.default: _convolution_backward,
@@ -131,12 +138,12 @@ WORKSPACE: dict[Any, Callable[[tuple[Any, ...]], int]] = {
 
 
 def _lstm_flops(args: tuple[Any, ...]) -> int:
-    """Four gates of inputs and states, at every step."""
+    """Return the FLOPs of four gates of inputs and states, at every step."""
     T, B, D, H = _lstm_sizes(args)
     return 2 * T * B * 4 * H * (D + H)
 
 
-# What torch.utils.flop_counter does not know. The backward pass always makes the gradients of inputs and of weights.
+# Operators missing in torch.utils.flop_counter. The backward pass always computes gradients of inputs and of weights.
 FLOPS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     torch.ops.aten.mkldnn_rnn_layer.default: _lstm_flops,
     torch.ops.aten.mkldnn_rnn_layer_backward.default: lambda args: 2 * _lstm_flops(args),

@@ -1,4 +1,4 @@
 """Data sets, their conversion and their partition among clients.
 
-Imports none of the other folders.
+This package imports none of the other folders.
 """

@@ -1,4 +1,4 @@
-"""Caltech-256 (Griffin, Holub and Perona, 2007) from where torchvision puts it, as FedProphet uses it: 224 x 224 pixels."""
+"""Read Caltech-256 (Griffin, Holub and Perona, 2007) in torchvision's layout, as FedProphet uses it: 224 x 224 pixels."""
 
 import http.client
 from dataclasses import replace
@@ -16,9 +16,9 @@ _SHORT_EDGE, _EDGE, _TEST_IMAGES, _TEST_SEED = 256, 224, 25, 2024
 
 
 def caltech256(source: Path, download: bool) -> Source:
-    """256 classes, the clutter excluded; 25 images of each, the same every time, are the test set.
+    """Return 256 classes without the clutter; 25 images per class, always the same, are the test set.
 
-    Normalised as ImageNet is, for weights that were trained on it. It takes 4.5 GB of memory, and as much of disk.
+    Images are normalised as ImageNet's, for weights that were trained on it. Reading takes 4.5 GB of memory and as much disk.
     """
     base = source / "caltech256" / "256_ObjectCategories"
     if download and not base.is_dir():
@@ -45,7 +45,9 @@ def caltech256(source: Path, download: bool) -> Source:
 
 
 def held_out_squares(classes: list[list[Path]], test_images: int, short_edge: int, edge: int) -> Source:
-    """The pictures of each class as `square` makes them; the test set is `test_images` of each, drawn by a fixed seed."""
+    """Return the pictures of each class as `square` makes them, with `test_images` of each drawn with a fixed seed for
+    tests.
+    """
     rng = np.random.default_rng(np.random.SeedSequence(_TEST_SEED))
     train: list[tuple[Path, int]] = []
     test: list[tuple[Path, int]] = []
@@ -58,7 +60,7 @@ def held_out_squares(classes: list[list[Path]], test_images: int, short_edge: in
 
 
 def square(picture: Any, short_edge: int, edge: int) -> NDArray[np.uint8]:
-    """The middle [edge, edge, 3] of a picture whose shorter edge is made `short_edge`, as torchvision's transforms do."""
+    """Return the central [edge, edge, 3] of a picture whose shorter edge is scaled to `short_edge`, as torchvision does."""
     width, height = picture.size
     short = min(width, height)
     size = tuple(int(short_edge * length / short) for length in (width, height))

@@ -1,6 +1,6 @@
 """Data sets as memory-mapped arrays: `prepare` converts a source once, `load` maps what it wrote.
 
-Clients import this module, so it imports numpy and nothing heavier; a source imports what it needs when it is read.
+Clients import this module, so it imports nothing heavier than numpy. A source imports what it needs when it is read.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ __all__ = [
     "write",
 ]
 
-# Each takes where to look and whether it may download; those of _OWN are named with a file or a folder.
+# Each reader takes the folder to read and whether it may download. Those of _OWN are named with a file or a folder.
 DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
     "digits": sources.digits,
     "digits32": sources.digits32,
@@ -48,7 +48,7 @@ DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
 
 _SCHEMA = 1
 _NAMED = ("fashion-mnist", "cifar10", "cifar100", "caltech256", "imdb", "folder", "text")
-# What readers have learnt to find: data that were converted before are converted again.
+# What readers did not find in their first versions: data converted without it are converted again.
 READERS = {"npz": ("groups",)} | dict.fromkeys(_NAMED, ("class names",))
 _OWN = ("npz", "folder", "text")
 _EMBEDDED = ("digits", "digits32")  # they come with scikit-learn, not from data-dir
@@ -62,13 +62,12 @@ class ArrayDataset:
     """A data set on disk, mapped read-only.
 
     `inputs` and `test_inputs` are images (N, H, W, C), uint8 or float32, or tokens (N, length), uint16 below `vocabulary`,
-    which is 0 for images; `labels` and `test_labels` are (N,) int64 in 0..num_classes-1. `mean` and `std`, one a channel, are
-    of the training pixels: of pixel / 255 where they are uint8, of the values as they are where float32; tokens have none.
-    `groups`, (N,) int64 or None, say whose each training example is. `class_names`, by label, are
-    empty where they are not known.
+    which is 0 for images. `labels` and `test_labels` are (N,) int64 in 0..num_classes-1. `mean` and `std`, one per channel, are
+    statistics of the training pixels: of pixel / 255 for uint8, of the values themselves for float32; tokens have none.
+    `groups`, (N,) int64 or None, are the owners of the training examples. `class_names`, by label, are empty if unknown.
 
-    `export` is None, or how `piecework export-data` made this part of a set: `client` (None = the server's part),
-    `clients`, `examples` (of the whole training set, which `mean` and `std` are of too), `settings` of the partition.
+    `export` is None, or describes how `piecework export-data` made this part of a set: `client` (None = the server's part),
+    `clients`, `examples` (of the whole training set, to which `mean` and `std` also refer), and `settings` of the partition.
     """
 
     name: str
@@ -86,17 +85,17 @@ class ArrayDataset:
 
     @property
     def examples(self) -> int:
-        """Training examples of the whole set, also where this is a part of it."""
+        """The number of training examples of the whole set, even if this is a part of it."""
         return len(self.labels) if self.export is None else int(self.export["examples"])
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """(C, H, W) of one image, (length,) of a text."""
+        """(C, H, W) of one image, or (length,) of a text."""
         _, *axes = self.inputs.shape
         return (axes[2], axes[0], axes[1]) if len(axes) == 3 else tuple(axes)
 
 
-# What the published sets are, for plans: they must not have to be there. (C, H, W) or (length,), classes, training examples.
+# Published sets, so that plans do not need their files: (C, H, W) or (length,), classes, training examples.
 PUBLISHED: Mapping[str, tuple[tuple[int, ...], int, int]] = {
     "digits": ((1, 8, 8), 10, 1438),
     "digits32": ((1, 32, 32), 10, 1438),
@@ -109,19 +108,19 @@ PUBLISHED: Mapping[str, tuple[tuple[int, ...], int, int]] = {
 
 
 def default_cache() -> Path:
-    """$PIECEWORK_CACHE, else $XDG_CACHE_HOME/piecework, else ~/.cache/piecework."""
+    """Return $PIECEWORK_CACHE, else $XDG_CACHE_HOME/piecework, else ~/.cache/piecework."""
     if own := os.environ.get("PIECEWORK_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "piecework"
 
 
 def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False) -> Path:
-    """Convert the data set `name` unless `cache_dir` holds it already; returns its folder, for `load`.
+    """Convert the data set `name` unless `cache_dir` already holds it; returns its folder, for `load`.
 
-    `name` is a key of DATASETS, the last three as `npz:<file>`, `folder:<dir>` and `text:<dir>`, relative to `data_dir` if
-    that is set. An empty `data_dir` means `<cache_dir>/downloads` to the published sets. An own file or folder that has
-    changed is converted again. A `data_dir` that is a prepared folder itself is returned. DatasetError names what is unknown,
-    missing or damaged. Several processes may prepare at once.
+    `name` is a key of DATASETS; the last three keys are written `npz:<file>`, `folder:<dir>` and `text:<dir>`, relative to
+    `data_dir` if that is set. An empty `data_dir` means `<cache_dir>/downloads` for the published sets. A user's file or folder
+    that has changed is converted again. A `data_dir` that is itself a prepared folder is returned. Several processes may
+    prepare at the same time. Raises DatasetError, which names what is unknown, missing or damaged.
     """
     kind, colon, where = name.partition(":")
     if kind not in DATASETS or (kind in _OWN) != bool(where) or (colon and not where):
@@ -152,7 +151,7 @@ def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False
 
 
 def load(directory: Path, verify: bool = False) -> ArrayDataset:
-    """Map what `prepare` wrote to `directory`; `verify` also compares each file's md5. DatasetError when damaged."""
+    """Map what `prepare` wrote to `directory`; `verify` also compares each file's md5. Raises DatasetError."""
     meta = _read_meta(directory)
     arrays = []
     grouped = [_GROUPS] if _GROUPS in meta["md5"] else []
@@ -190,13 +189,13 @@ def load(directory: Path, verify: bool = False) -> ArrayDataset:
 
 
 def set_name(name: str) -> str:
-    """A data set's name without the folders of an own file, which are others on another machine."""
+    """Return a data set's name without the folders of a user's file, which differ between machines."""
     kind, colon, where = name.partition(":")
     return f"{kind}{colon}{Path(where).name}"
 
 
 def _ready(name: str, folder: Path) -> Path | None:
-    """`folder` where it is a prepared one, of this data set."""
+    """Return `folder` if it is a prepared folder of this data set, else None."""
     if not all((folder / file).is_file() for file in ("meta.json", _FILES[1])):
         return None
     held = _read_meta(folder)["name"]
@@ -218,7 +217,7 @@ def _folder_name(kind: str, root: Path) -> str:
 
 
 def write(staging: Path, name: str, source: Source, export: Mapping[str, Any] | None = None) -> None:
-    """Write a prepared folder, synced, into the empty folder `staging`; `export` as in ArrayDataset. Raises OSError."""
+    """Write a synced prepared folder into the empty folder `staging`; `export` as in ArrayDataset. Raises OSError."""
     mean, std, tokens = source.mean, source.std, source.inputs.ndim == 2
     if mean is None or std is None:
         mean, std = ((), ()) if tokens else _channel_statistics(source.inputs)
@@ -259,7 +258,7 @@ def _install(staging: Path, target: Path) -> None:
             return
         if not target.exists():
             raise
-        # Written by another version, or its meta.json is lost. Its readers keep what they have mapped.
+        # It is of another version or without its meta.json. Its readers keep the files that they have mapped.
         aside = staging.with_name(f"{staging.name}.old")
         target.rename(aside)
         staging.rename(target)
@@ -299,9 +298,9 @@ def _damaged(path: Path, why: object) -> str:
 
 
 def _channel_statistics(images: NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation a channel; 1 for the deviation of a constant channel, since it is divided by."""
+    """Return mean and standard deviation per channel; the deviation of a constant channel is 1, because it is a divisor."""
     scale = 1 / 255 if images.dtype == np.uint8 else 1.0
-    rows = max(1, 2**20 // images[0].size)  # in blocks: the whole set in float64 is eight times its bytes
+    rows = max(1, 2**20 // images[0].size)  # in blocks, because the whole set in float64 takes eight times its bytes
     blocks = [images[start : start + rows] for start in range(0, len(images), rows)]
     count = images.size // images.shape[3]
     mean = sum(block.sum((0, 1, 2), dtype=np.float64) for block in blocks) * scale / count

@@ -1,4 +1,4 @@
-"""Reading a user's own data: one .npz file of arrays, or a folder of pictures a class."""
+"""Read a user's own data: one .npz file of arrays, or a folder of pictures per class."""
 
 import zipfile
 import zlib
@@ -17,10 +17,11 @@ _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 def npz(source: Path, download: bool) -> Source:
-    """Arrays x_train, y_train and, unless 20 % is to be held out, x_test, y_test; group_train (N,) for partition `natural`.
+    """Read arrays x_train, y_train, optional x_test, y_test (else 20 % is held out) and group_train (N,) for partition
+    `natural`.
 
-    Images are uint8 or float32 of shape (N, H, W), (N, H, W, C) or (N, C, H, W), C up to 4; tokens are integers below 65,536
-    of shape (N, length). Labels and groups are integers from 0.
+    Images are uint8 or float32 of shape (N, H, W), (N, H, W, C) or (N, C, H, W), with C up to 4. Tokens are integers below
+    65,536 of shape (N, length). Labels and groups are integers from 0.
     """
     arrays: dict[str, NDArray[Any]] = {}
     try:
@@ -32,7 +33,7 @@ def npz(source: Path, download: bool) -> Source:
     except FileNotFoundError:
         raise DatasetError(f"no file {source}; write npz:<file>, absolute or relative to data-dir") from None
     except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        raise DatasetError(f"{source} is damaged or no .npz file of plain arrays: {error}") from None
+        raise DatasetError(f"{source} is damaged or not an .npz file of plain arrays: {error}") from None
     wanted = _NAMES if {"x_test", "y_test"} & set(arrays) else _NAMES[:2]
     if lost := [name for name in wanted if name not in arrays]:
         raise DatasetError(f"{source} has no {', '.join(lost)}; it holds {', '.join(held) or 'nothing'}")
@@ -48,16 +49,16 @@ def npz(source: Path, download: bool) -> Source:
     if (test_inputs.shape[1:], test_inputs.dtype) != (inputs.shape[1:], inputs.dtype):
         raise DatasetError(
             f"x_test in {source} is {test_inputs.dtype}, an example of shape {test_inputs.shape[1:]}, "
-            f"x_train {inputs.dtype} of {inputs.shape[1:]}; they must be alike"
+            f"x_train {inputs.dtype} of {inputs.shape[1:]}; they must have the same type and shape"
         )
     classes = int(max(labels.max(), test_labels.max())) + 1
     return Source(inputs, labels, test_inputs, test_labels, classes, groups=groups)
 
 
 def folder(source: Path, download: bool) -> Source:
-    """One folder of PNG or JPEG images a class, under train/ and test/; without test/, 20 % is held out.
+    """Read one folder of PNG or JPEG images per class, under train/ and test/; without test/, 20 % is held out.
 
-    Classes are numbered in the order of their names. Images are grey where all of them are, else RGB, and of one size.
+    Classes are numbered in the order of their names. Images are grey if all of them are, else RGB, and all of one size.
     """
     if not source.is_dir():
         raise DatasetError(f"no folder {source}; write folder:<dir>, absolute or relative to data-dir")
@@ -75,7 +76,7 @@ def folder(source: Path, download: bool) -> Source:
 
 
 def image_files(root: Path) -> list[Path]:
-    """Every image file under `root`, sorted."""
+    """List every image file under `root`, sorted."""
     return sorted(path for path in root.rglob("*") if path.suffix.lower() in _IMAGE_SUFFIXES)
 
 
@@ -123,7 +124,7 @@ def _list_images(root: Path, classes: list[str]) -> tuple[list[Path], NDArray[np
     labels: list[int] = []
     for entry in _classes(root):
         if entry.name not in classes:
-            raise DatasetError(f"{entry} is no class of the training images; those are {', '.join(classes)}")
+            raise DatasetError(f"{entry} is not a class of the training images; those are {', '.join(classes)}")
         found = image_files(entry)
         files += found
         labels += [classes.index(entry.name)] * len(found)
@@ -156,7 +157,7 @@ def _read_images(files: list[Path]) -> NDArray[np.uint8]:
 
 
 def opened(image: Any, file: Path, read: Callable[[Any], Any]) -> Any:
-    """What `read` makes of an image file; `image` is the module PIL.Image. DatasetError where it cannot be read."""
+    """Return `read(file)` of an image file; `image` is the module PIL.Image. Raises DatasetError if it cannot be read."""
     try:
         with image.open(file) as picture:
             return read(picture)

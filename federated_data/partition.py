@@ -1,8 +1,8 @@
-"""Who holds which examples: pure functions of (labels, clients, seed).
+"""Partitions of examples among clients: pure functions of (labels, clients, seed).
 
-Every partition returns one array of int64 example numbers a client, sorted, and no example is given twice. Examples
-that cannot be dealt out evenly, or whose class no client was dealt, stay with no client. Being client 3 rather than client 90
-decides nothing by itself, so a fleet may give memory by client number.
+Every partition returns one sorted array of int64 example numbers per client, and gives no example twice. Examples that cannot
+be divided evenly, or whose class no client was given, go to no client. The client number alone has no influence on the data, so
+a fleet may assign memory by client number.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 PARTITIONS = ("iid", "dirichlet", "pathological", "skewed", "natural")
 
-# What a stream of random numbers is for. Changing one changes every partition of that kind.
+# The purpose of each stream of random numbers. A change of a number changes every partition of its kind.
 _IID, _DIRICHLET, _PATHOLOGICAL, _VALIDATION, _SKEWED, _NATURAL = 11, 12, 13, 14, 15, 16
 
 _MAX_DRAWS = 2000
@@ -36,7 +36,7 @@ def make_shares(
     groups_per_client: int = 0,
     min_examples: int = 10,
 ) -> list[Ints]:
-    """The shares of all clients under the partition `kind`; each reads only the settings that concern it."""
+    """Return the rows of all clients under the partition `kind`, which reads only the settings that concern it."""
     if kind == "iid":
         return iid(labels, clients, seed)
     if kind == "dirichlet":
@@ -51,7 +51,7 @@ def make_shares(
 
 
 def iid(labels: NDArray[Any], clients: int, seed: int) -> list[Ints]:
-    """Every example to a client drawn at random; sizes differ by at most one."""
+    """Give every example to a random client; sizes differ by at most one."""
     labels = _check(labels, clients)
     order = _rng(seed, _IID).permutation(len(labels))
     return _sorted(np.array_split(order, clients))
@@ -60,15 +60,15 @@ def iid(labels: NDArray[Any], clients: int, seed: int) -> list[Ints]:
 def dirichlet(
     labels: NDArray[Any], clients: int, seed: int, alpha: float, balanced: bool, *, min_examples: int = 10
 ) -> list[Ints]:
-    """Label skew of concentration `alpha` > 0: the smaller, the fewer classes a client sees.
+    """Draw label skew of concentration `alpha` > 0: the smaller, the fewer classes a client has.
 
-    Balanced (FeDepth's alpha(lambda)): each client draws p ~ Dirichlet(alpha * 1_K) and takes exactly
-    floor(n / clients) examples, each of a class drawn from p; a class that has run out is drawn no more. The last
-    take what the others left, so clients draw in shuffled order.
+    Balanced (FeDepth's alpha(lambda)): each client draws p ~ Dirichlet(alpha * 1_K) and takes exactly floor(n / clients)
+    examples, each of a class drawn from p; an exhausted class is not drawn any more. The last clients take what is left, so
+    clients draw in shuffled order. `min_examples` does not apply.
 
-    Unbalanced (FeDepth's alpha_u): each class is shared by p ~ Dirichlet(alpha * 1_clients), where those who have
-    n / clients examples already get nothing; drawn again until every client has `min_examples`, ValueError when that
-    does not come about in a bounded number of draws. `min_examples` says nothing about balanced shares.
+    Unbalanced (FeDepth's alpha_u): each class is divided by p ~ Dirichlet(alpha * 1_clients), in which clients that already
+    have n / clients examples get nothing. The draw is repeated until every client has `min_examples`. Raises ValueError if that
+    takes too many draws.
     """
     labels = _check(labels, clients)
     if not 0 < alpha <= 1e6:
@@ -85,10 +85,9 @@ def dirichlet(
 
 
 def pathological(labels: NDArray[Any], clients: int, seed: int, classes_per_client: int) -> list[Ints]:
-    """Exactly `classes_per_client` classes a client, dealt from shuffled decks; holders of a class share it evenly.
+    """Give each client exactly `classes_per_client` classes, dealt from shuffled decks; a class is divided evenly.
 
-    Every class is used where clients * classes_per_client allows it. ValueError where a class has fewer examples than
-    holders.
+    Every class is used if clients * classes_per_client allows it. Raises ValueError if a class has fewer examples than clients.
     """
     labels = _check(labels, clients)
     classes, sizes = _classes(labels, classes_per_client)
@@ -111,17 +110,17 @@ def pathological(labels: NDArray[Any], clients: int, seed: int, classes_per_clie
 
 
 def skewed(labels: NDArray[Any], clients: int, seed: int, classes_per_client: int, skew: float) -> list[Ints]:
-    """`skew` (in [0, 1]) of each client's floor(n / clients) examples are of its own classes, the others of any class.
+    """Draw a fraction `skew` (in [0, 1]) of each client's floor(n / clients) examples from its own classes, the rest from any.
 
-    FedProphet's section 7.1: on each client 80 % of the data belong to about 20 % of the classes, 20 % to the others. As in
-    its authors' code, that part of all data is laid out class by class and cut into clients * classes_per_client shards,
-    classes_per_client for each client; what is left is dealt out evenly. So every client has as many examples, however
-    classes differ in size, and some of its own classes among the others too: two of ten make 84 % of its data where 80 % are
-    asked for.
+    FedProphet, section 7.1: on each client 80 % of the data belong to about 20 % of the classes, 20 % to the others. As in its
+    authors' code, the skewed part of all data is ordered by class and cut into clients * classes_per_client shards,
+    classes_per_client for each client; the rest is divided evenly. So every client has the same number of examples, whatever
+    the sizes of classes. The rest also contains examples of a client's own classes: two of ten classes make 84 % of its data if
+    80 % are requested.
 
-    Ours: the part is the same of every class, the classes lie in random order, and a client gets one shard of each stretch of
-    `clients` shards, not any. Where a stretch is a number of whole classes (CIFAR-10: five), that is exactly
-    `classes_per_client` classes; by the authors' draw about one client in ten has one class instead of two. Elsewhere
+    Our variant takes the same fraction of every class, orders the classes randomly, and gives a client one shard of each run of
+    `clients` shards, not any shards. If a run is a whole number of classes (CIFAR-10: five), that is exactly
+    `classes_per_client` classes; with the authors' draw about one client in ten has one class instead of two. Otherwise
     (Caltech-256) a shard across a border has two classes.
     """
     labels = _check(labels, clients)
@@ -137,7 +136,7 @@ def skewed(labels: NDArray[Any], clients: int, seed: int, classes_per_client: in
         )
     rng = _rng(seed, _SKEWED)
     order = rng.permutation(len(classes))
-    # Rounding the running sum down takes clients * own in all, and never more of a class than there is.
+    # Rounding the running sum down takes clients * own in total, and never more of a class than it has.
     takes = np.diff(np.cumsum(sizes[order]) * (clients * own) // len(labels), prepend=0)
     queues = [rng.permutation(np.flatnonzero(labels == classes[k])) for k in order]
     line = np.concatenate([queue[:take] for queue, take in zip(queues, takes, strict=True)])
@@ -151,14 +150,14 @@ def skewed(labels: NDArray[Any], clients: int, seed: int, classes_per_client: in
 def natural(
     labels: NDArray[Any], clients: int, seed: int, groups: NDArray[Any] | None, groups_per_client: int
 ) -> list[Ints]:
-    """Whole groups of examples, such as what a writer wrote: `groups_per_client` drawn for each client, or, where that is 0,
-    all of them, as evenly as their number allows. PriSM's FEMNIST: ten writers a client; what is left stays with no client.
+    """Give each client whole groups of examples, such as those of a writer: `groups_per_client` drawn for each client.
+
+    If that is 0, all groups are given, as evenly as their number allows. PriSM's FEMNIST has ten writers per client; the
+    remaining writers go to no client.
     """
     labels = _check(labels, clients)
     if groups is None:
-        raise ValueError(
-            "partition = natural: these data do not say whose an example is; npz data say so by group_train"
-        )
+        raise ValueError("partition = natural: these data have no groups; npz data have them as group_train")
     known = np.unique(groups)
     wanted = clients * max(1, groups_per_client)
     if wanted > len(known):
@@ -172,9 +171,9 @@ def natural(
 
 
 def split(indices: NDArray[Any], validation_share: float, seed: int, client: int) -> tuple[Ints, Ints]:
-    """One client's examples as (train, validation), both sorted.
+    """Split one client's examples into (train, validation), both sorted.
 
-    Validation gets the nearest whole number to `validation_share` (in [0, 1)) of them, and never the last one.
+    Validation gets the nearest whole number to `validation_share` (in [0, 1)) of them, but never all.
     """
     if not 0 <= validation_share < 1:
         raise ValueError(f"validation-share is {validation_share}; it must be at least 0 and below 1")
@@ -184,13 +183,13 @@ def split(indices: NDArray[Any], validation_share: float, seed: int, client: int
 
 
 def share_class_counts(labels: NDArray[Any], shares: list[Ints], num_classes: int) -> Ints:
-    """How many examples of each class each share holds: [clients, num_classes]."""
+    """Return the number of examples per client and class: [clients, num_classes]."""
     counts = [np.bincount(labels[share], minlength=num_classes) for share in shares]
     return np.array(counts, dtype=np.int64).reshape(len(shares), num_classes)
 
 
 def _classes(labels: NDArray[Any], classes_per_client: int) -> tuple[NDArray[Any], Ints]:
-    """The classes present and their sizes; a client has to be able to have so many."""
+    """Return the classes present and their sizes. Raises ValueError unless a client can have that many."""
     classes, sizes = np.unique(labels, return_counts=True)
     if not 1 <= classes_per_client <= len(classes):
         raise ValueError(f"partition-classes is {classes_per_client}; these data allow 1 to {len(classes)}")
@@ -198,14 +197,14 @@ def _classes(labels: NDArray[Any], classes_per_client: int) -> tuple[NDArray[Any
 
 
 def _balanced_counts(sizes: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Ints:
-    """Examples of each class for each client, [clients, classes]; every row sums to floor(n / clients)."""
+    """Return the examples per client and class, [clients, classes]; every row sums to floor(n / clients)."""
     left = sizes.copy()
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
     quota = int(sizes.sum()) // clients
     weights = rng.dirichlet(np.full(len(sizes), alpha), size=clients)
     for client in rng.permutation(clients):
-        # A multinomial draw cut at what is left, and the deficit drawn again from the other classes, has the same
-        # distribution as drawing one by one and skipping classes that ran out.
+        # A multinomial draw cut at what is left, with the deficit drawn again from the other classes, has the same distribution
+        # as drawing one by one and skipping exhausted classes.
         while need := quota - int(counts[client].sum()):
             draw = np.minimum(rng.multinomial(need, _normalised(weights[client], left > 0, rng)), left)
             counts[client] += draw
@@ -214,12 +213,12 @@ def _balanced_counts(sizes: Ints, clients: int, alpha: float, rng: np.random.Gen
 
 
 def _unbalanced_counts(sizes: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator) -> Ints:
-    """Examples of each class for each client, [clients, classes]; every column sums to the class's size."""
+    """Return the examples per client and class, [clients, classes]; every column sums to the class's size."""
     total = int(sizes.sum())
     if clients * minimum > total:
         raise ValueError(
             f"{clients} clients with at least {minimum} examples each need {clients * minimum}, there are {total}; "
-            "use fewer clients or less data a client must have (min-examples)"
+            "use fewer clients or smaller min-examples"
         )
     best = 0
     for _ in range(_MAX_DRAWS):
@@ -227,7 +226,7 @@ def _unbalanced_counts(sizes: Ints, clients: int, alpha: float, minimum: int, rn
         counts = np.zeros((clients, len(sizes)), dtype=np.int64)
         for k, weights in enumerate(rng.dirichlet(np.full(clients, alpha), size=len(sizes))):
             shares = _normalised(weights, held * clients < total, rng)
-            # Rounding the running sum, which ends at the class's size, gives every example to somebody.
+            # Rounding the running sum, which ends at the class's size, gives away every example.
             cuts = np.rint(np.cumsum(shares) * sizes[k]).astype(np.int64)
             counts[:, k] = np.diff(cuts, prepend=0)
             held += counts[:, k]
@@ -241,18 +240,16 @@ def _unbalanced_counts(sizes: Ints, clients: int, alpha: float, minimum: int, rn
 
 
 def _normalised(weights: Floats, allowed: NDArray[np.bool_], rng: np.random.Generator) -> Floats:
-    """`weights` on the allowed entries, summing to one."""
+    """Return `weights` on the allowed entries, summing to one."""
     kept = np.where(allowed, weights, 0.0)
-    if (
-        not kept.sum() > 0
-    ):  # a small alpha leaves no weight there that a float can hold: the limit is one entry at random
+    if not kept.sum() > 0:  # a small alpha leaves only zeros there: the limit is one random entry
         kept = np.zeros(len(weights))
         kept[rng.choice(np.flatnonzero(allowed))] = 1.0
     return np.asarray(kept / kept.sum(), dtype=np.float64)
 
 
 def _deal_classes(classes: int, clients: int, hand_size: int, rng: np.random.Generator) -> list[list[int]]:
-    """`hand_size` distinct classes for each client, from one shuffled deck of all classes after another."""
+    """Deal `hand_size` distinct classes to each client, from one shuffled deck of all classes after another."""
     deck: list[int] = []
     hands: list[list[int]] = [[] for _ in range(clients)]
     for hand in hands:
@@ -267,7 +264,7 @@ def _deal_classes(classes: int, clients: int, hand_size: int, rng: np.random.Gen
 
 
 def _deal(labels: NDArray[Any], counts: Ints, rng: np.random.Generator) -> list[Ints]:
-    """The examples themselves: `counts[client, k]` of the k-th class present, at random."""
+    """Draw the examples: `counts[client, k]` of the k-th class present, at random."""
     dealt: list[list[Ints]] = [[] for _ in counts]
     for k, label in enumerate(np.unique(labels)):
         queue = rng.permutation(np.flatnonzero(labels == label))

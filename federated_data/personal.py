@@ -1,6 +1,6 @@
-"""Each client's own part of the test split, for methods that leave every client a model of its own.
+"""Each client's own part of the test split, for methods that train a model per client.
 
-The shares of the classes are those that the client has of the training examples, as in SpaFL's experiments: there one draw of
+A client gets the same fraction of each class as of the training examples, as in SpaFL's experiments, where one draw of
 proportions splits both.
 """
 
@@ -13,14 +13,14 @@ from piecework.federated_data.partition import share_class_counts
 
 Ints = NDArray[np.int64]
 
-_TEST = 21  # what the stream of random numbers is for
+_TEST = 21  # purpose of the stream of random numbers
 
 
 def shares_of_test(labels: NDArray[Any], shares: list[Ints], test_labels: NDArray[Any], seed: int) -> list[Ints]:
-    """The rows of the test split that are each client's, sorted; no row is given twice.
+    """Return the rows of the test split of each client, sorted; no row is given twice.
 
-    Of a class's test examples a client gets the share that it has of those training examples of the class which anybody has,
-    rounded so that all are given; a class that no client trains on is no client's. A client with few examples may get none.
+    A client gets the fraction of a class's test examples that it has of the class's training examples held by clients, rounded
+    so that all are given. A class that no client trains on is given to no client. A client with few examples may get none.
     """
     classes = int(labels.max(initial=-1)) + 1
     held = share_class_counts(labels, shares, classes)

@@ -1,6 +1,6 @@
-"""Reading the published data sets from where people keep them, once, on the machine that prepares them.
+"""Read the published data sets in their usual layouts, once, on the machine that prepares them.
 
-torchvision and scikit-learn are imported inside the functions: clients only read what `datasets.prepare` wrote.
+torchvision and scikit-learn are imported inside the functions, because clients only read what `datasets.prepare` wrote.
 """
 
 import gzip
@@ -47,16 +47,16 @@ _LAYOUTS = {
 
 
 class DatasetError(ValueError):
-    """A data set that is unknown, missing or damaged; the message says which file and what to do."""
+    """A data set is unknown, missing or damaged. The message says which file and what to do."""
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
     """Images (N, H, W, C), uint8 or float32, or tokens (N, length), uint16; labels (N,) int64.
 
-    `mean` and `std` of images are one a channel, None = to be computed. `groups` (N,) int64, where they are known: whose an
-    example is, such as its writer's. `vocabulary` of tokens, 0 = to be found: they are below it. `class_names`, in the order of
-    labels, where they are known.
+    `mean` and `std` of images have one value per channel; None = to be computed. `groups` (N,) int64 are the owners of the
+    examples, such as writers, if known. Tokens are below `vocabulary`; 0 = to be found. `class_names` are in the order of
+    labels, if known.
     """
 
     inputs: NDArray[Any]
@@ -72,21 +72,25 @@ class Source:
 
 
 def digits(source: Path, download: bool) -> Source:
-    """scikit-learn's embedded 8x8 digits, 1797 images; the 17 grey levels are spread over 0..255."""
+    """Read scikit-learn's embedded 8x8 digits, 1797 images; the 17 grey levels are scaled to 0..255."""
     raw = extra("sklearn.datasets").load_digits()
     images = np.rint(raw.images * (255 / 16)).astype(np.uint8)[..., None]
     return held_out(images, raw.target.astype(np.int64), 10)
 
 
 def digits32(source: Path, download: bool) -> Source:
-    """`digits` at 32x32, each pixel four by four times, for models that need as much; the same split."""
+    """Return `digits` at 32x32, each pixel repeated four by four times, for models that need the size; the split is the
+    same.
+    """
     small = digits(source, download)
     images, test_images = (part.repeat(4, axis=1).repeat(4, axis=2) for part in (small.inputs, small.test_inputs))
     return Source(images, small.labels, test_images, small.test_labels, small.num_classes)
 
 
 def fashion_mnist(source: Path, download: bool) -> Source:
-    """The four idx files in torchvision's layout. Not read by torchvision: it would unpickle a `processed` folder."""
+    """Read the four idx files in torchvision's layout. torchvision does not read them, as it would unpickle `processed`
+    files.
+    """
     raw = source / "FashionMNIST" / "raw"
     if download and not all(_idx_file(raw, stem) for stem in _FASHION_MNIST):
         vision = extra("torchvision.datasets")
@@ -109,13 +113,13 @@ def fashion_mnist(source: Path, download: bool) -> Source:
 
 
 def cifar10(source: Path, download: bool) -> Source:
-    """CIFAR-10's python batches in torchvision's layout."""
+    """Read CIFAR-10's python batches in torchvision's layout."""
     sets, names = _cifar("cifar10", "CIFAR10", "labels", source, download)
     return Source(*sets, num_classes=10, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), class_names=names)
 
 
 def cifar100(source: Path, download: bool) -> Source:
-    """CIFAR-100's python batches in torchvision's layout; the 100 fine labels."""
+    """Read CIFAR-100's python batches in torchvision's layout, with the 100 fine labels."""
     sets, names = _cifar("cifar100", "CIFAR100", "fine_labels", source, download)
     return Source(
         *sets, num_classes=100, mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762), class_names=names
@@ -129,26 +133,24 @@ def held_out(
     groups: Ints | None = None,
     class_names: tuple[str, ...] = (),
 ) -> Source:
-    """A fifth of each class becomes the test set, the same fifth every time."""
+    """Hold out a fifth of each class as the test set, always the same fifth."""
     train, test = held_out_rows(labels)
     sets = (inputs[train], labels[train], inputs[test], labels[test])
     return Source(*sets, num_classes, groups=None if groups is None else groups[train], class_names=class_names)
 
 
 def held_out_rows(labels: Ints) -> tuple[Ints, Ints]:
-    """The rows of `held_out`'s training and test sets. Raises DatasetError where there are too few."""
+    """Return the rows of `held_out`'s training and test sets. Raises DatasetError if there are too few examples."""
     rng = np.random.default_rng(np.random.SeedSequence(_HOLD_OUT_SEED))
     parts = [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
     test = np.sort(np.concatenate([part[: round(_HOLD_OUT * len(part))] for part in parts]))
     if not len(test):
-        raise DatasetError(
-            f"{len(labels)} examples are too few to hold out a test set; give test examples of their own"
-        )
+        raise DatasetError(f"{len(labels)} examples are too few to hold out a test set; give separate test examples")
     return np.setdiff1d(np.arange(len(labels)), test), test
 
 
 def extra(module: str) -> Any:
-    """A module of the `data` extra; DatasetError when it is not installed."""
+    """Import a module of the `data` extra. Raises DatasetError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -158,8 +160,8 @@ def extra(module: str) -> Any:
 def _cifar(
     name: str, class_name: str, label_key: str, source: Path, download: bool
 ) -> tuple[tuple[NDArray[np.uint8], Ints, NDArray[np.uint8], Ints], tuple[str, ...]]:
-    """Images and labels, to train and to test with, and the names of the classes where their file is there."""
-    lists = getattr(extra("torchvision.datasets"), class_name)  # for file names and md5 sums; it reads nothing
+    """Return training and test images and labels, and the names of the classes if their file exists."""
+    lists = getattr(extra("torchvision.datasets"), class_name)  # only for file names and md5 sums
     base = source / lists.base_folder
     if download and not all((base / file).is_file() for file, _ in lists.train_list + lists.test_list):
         fetch(lists.url, source, lists.filename, lists.tgz_md5)
@@ -180,7 +182,7 @@ def _cifar(
 
 
 def _checked_pickle(path: Path, md5: str, name: str) -> Any:
-    """A file of CIFAR's, if it is the published one. DatasetError otherwise."""
+    """Read a file of CIFAR's. Raises DatasetError unless it is the published one."""
     data = path.read_bytes()
     if hashlib.md5(data, usedforsecurity=False).hexdigest() != md5:
         raise DatasetError(f"{path} is damaged: its md5 is not {md5}; delete it and fetch {name} again")
@@ -188,18 +190,18 @@ def _checked_pickle(path: Path, md5: str, name: str) -> Any:
 
 
 def read_pickle(data: bytes) -> Any:
-    """Numpy arrays and Python's own containers; DatasetError for anything else."""
+    """Unpickle numpy arrays and Python's own containers. Raises DatasetError for anything else."""
     return _PlainUnpickler(io.BytesIO(data), encoding="latin1").load()
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Builds numpy arrays and Python's own containers, and nothing else: a pickle may name any function to call."""
+    """Builds only numpy arrays and Python's own containers, because a pickle may name any function to call."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
             return getattr(np, name)
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
-            return np.zeros(0).__reduce__()[0]  # numpy has moved it; this finds it in every version
+            return np.zeros(0).__reduce__()[0]  # numpy has moved it; this works in every version
         raise DatasetError(f"a pickle asks for {module}.{name}; only numpy arrays are read from one")
 
 
@@ -208,7 +210,7 @@ def _idx_file(raw: Path, stem: str) -> Path | None:
 
 
 def _read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
-    """An idx file of unsigned bytes: 0, 0, 8, ndim; the sizes as big-endian uint32; the bytes."""
+    """Read an idx file of unsigned bytes: 0, 0, 8, ndim; the sizes as big-endian uint32; the bytes."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:

@@ -1,8 +1,8 @@
-"""Reading texts as tokens: the most frequent words of the training texts, by number.
+"""Read texts as tokens: numbers of the most frequent words of the training texts.
 
-As PriSM's authors read IMDB's reviews: without English stop words, the 1000 most frequent words that are left; a text is its
-first 500 of these, filled up with 0 on the left. scikit-learn, which splits words and knows the stop words, is imported when
-texts are prepared.
+As in PriSM's authors' code for IMDB, English stop words are dropped and the 1000 most frequent other words are kept. A text is
+its first 500 kept words, padded with 0 on the left. scikit-learn, which splits words and knows the stop words, is imported only
+when texts are prepared.
 """
 
 import gzip
@@ -28,10 +28,10 @@ OPENERS: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".xz": lzm
 
 
 def imdb(source: Path, download: bool) -> Source:
-    """25,000 + 25,000 reviews of films, negative 0 or positive 1 (Maas et al., 2011).
+    """Read 25,000 + 25,000 film reviews, negative 0 or positive 1 (Maas et al., 2011).
 
-    From the archive's folder `aclImdb`, or from `imdb/train.jsonl` and `test.jsonl`, plain or .gz or .xz, which have an object
-    with `text` and `label` a line.
+    They come from the archive's folder `aclImdb`, or from `imdb/train.jsonl` and `test.jsonl`, plain, .gz or .xz, with one
+    object with `text` and `label` per line.
     """
     folder = source / "aclImdb"
     train, test = (_packed(source / "imdb" / f"{part}.jsonl") for part in ("train", "test"))
@@ -61,7 +61,7 @@ def imdb(source: Path, download: bool) -> Source:
 
 
 def text(source: Path, download: bool) -> Source:
-    """One folder of .txt files (UTF-8) a class, under train/ and test/; without test/, 20 % is held out.
+    """Read one folder of .txt files (UTF-8) per class, under train/ and test/; without test/, 20 % is held out.
 
     Classes are numbered in the order of their names.
     """
@@ -73,7 +73,7 @@ def text(source: Path, download: bool) -> Source:
     if root != source and (source / "test").is_dir():
         if strange := sorted({entry.name for entry in _folders(source / "test")} - set(classes)):
             raise DatasetError(
-                f"{source / 'test' / strange[0]} is no class of the training texts: {', '.join(classes)}"
+                f"{source / 'test' / strange[0]} is not a class of the training texts: {', '.join(classes)}"
             )
         test_texts, test_labels = _read_folder(source / "test", classes)
     else:
@@ -87,13 +87,13 @@ def text(source: Path, download: bool) -> Source:
 
 
 def tokenised(train: Sequence[str], test: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-    """Tokens [N, LENGTH] of both; the vocabulary is of the training texts, equally frequent words by the alphabet."""
+    """Return tokens [N, LENGTH] of both. The vocabulary is that of the training texts; equally frequent words are
+    alphabetical.
+    """
     words = extra("sklearn.feature_extraction.text").CountVectorizer(stop_words="english").build_analyzer()
     counts = Counter(word for text in train for word in words(text))
     if not counts:
-        raise DatasetError(
-            f"{len(train)} training texts have no word that is not a stop word: there is nothing to learn"
-        )
+        raise DatasetError(f"{len(train)} training texts have only stop words: there is nothing to learn")
     ranked = sorted(counts, key=lambda word: (-counts[word], word))[:WORDS]
     number = {word: n for n, word in enumerate(ranked, start=1)}
     found = []
@@ -107,7 +107,7 @@ def tokenised(train: Sequence[str], test: Sequence[str]) -> tuple[NDArray[np.uin
 
 
 def text_files(root: Path) -> list[Path]:
-    """Every text file under `root`, sorted."""
+    """List every text file under `root`, sorted."""
     return sorted(path for path in root.rglob("*") if path.suffix.lower() == ".txt" and path.is_file())
 
 
@@ -136,7 +136,7 @@ def _packed(path: Path) -> Path | None:
 
 
 def _read_lines(path: Path) -> tuple[list[str], Ints]:
-    """Texts and labels of JSON lines. DatasetError names the line that is damaged."""
+    """Read texts and labels of JSON lines. Raises DatasetError, which names the damaged line."""
     texts, labels = [], []
     try:
         with OPENERS[path.suffix if path.suffix in OPENERS else ""](path, "rt", encoding="utf-8") as lines:

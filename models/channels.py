@@ -19,7 +19,7 @@ from piecework.models.cascade import Blueprint
 
 @dataclass(frozen=True)
 class Axis:
-    """A dimension of `outer` x C x `inner`, with C channels of a group: a flattened map has C x (H W), an LSTM's gates 4 x C."""
+    """A dimension of `outer` x C x `inner`, C channels of a group: a flattened map has C x (H W), an LSTM's gates 4 x C."""
 
     group: int
     outer: int = 1

@@ -60,7 +60,10 @@ def sample(
 
 
 def effective_rank(sigma: np.ndarray) -> float:
-    """Return 2^H, H the entropy (bits) of p_i = sigma_i / sum: the kernels a layer needs (section 4.4.1); 0 for a zero layer."""
+    """Return 2^H, H the entropy (bits) of p_i = sigma_i / sum: the kernels that a layer needs (section 4.4.1).
+
+    It is 0 for a zero layer.
+    """
     if not (total := float(sigma.sum(dtype=np.float64))):
         return 0.0
     p = sigma.astype(np.float64)[sigma > 0] / total

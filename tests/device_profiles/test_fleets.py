@@ -294,7 +294,7 @@ NOT_BYTES = "not an amount of memory; write a number and one of B, kB, MB, GB, K
         ),
         ({"device": [{"name": "a", "memory": 1, "flops": 1}]}, "device 1 disk-bandwidth is missing"),
         ({"device": [A, B | {"flops": -1}]}, "device 2 flops = -1: input should be greater than 0"),
-        ({"device": [A, A]}, "device names = ['a', 'a']: each must be there once"),
+        ({"device": [A, A]}, "device names = ['a', 'a']: each must be unique"),
         (one(flops="2e9"), "device 1 flops = '2e9': input should be a valid number"),
         (one(flops=math.inf), "device 1 flops = inf: input should be a finite number"),
         (one(share=0), "device 1 share = 0: input should be greater than 0"),
@@ -324,7 +324,7 @@ NOT_BYTES = "not an amount of memory; write a number and one of B, kB, MB, GB, K
         ({"degradation": {"flops-left": [1.1]}}, "degradation flops-left 1 = 1.1: input should be less than or equal"),
         (
             {"degradation": {"flops-left": [1], "flops": [0, 0.5]}},
-            "degradation flops and flops-left are two rules for the same; give one of them",
+            "degradation flops and flops-left both describe lost speed; give one of them",
         ),
         ({"memories": [1]}, 'memories belongs to assignment = "memories", which needs it'),
         ({"assignment": "memories"}, 'memories belongs to assignment = "memories", which needs it'),
@@ -333,8 +333,8 @@ NOT_BYTES = "not an amount of memory; write a number and one of B, kB, MB, GB, K
             "device 1: memory comes from memories; neither of memory and memory-ratio is to be set, not 1",
         ),
         ({"assignment": "memories", "memories": [1, 0]}, "memories 2 = 0: input should be greater than 0"),
-        ({"device": None}, "give either pool or [[device]] tables, not both and not neither"),
-        ({"pool": "boards"}, "give either pool or [[device]] tables, not both and not neither"),
+        ({"device": None}, "give exactly one of pool and [[device]] tables"),
+        ({"pool": "boards"}, "give exactly one of pool and [[device]] tables"),
         ({"skew": -1}, 'skew = -1.0 belongs to a pool with assignment = "random"'),
         ({"pool": "x", "device": None}, "pool = 'x': there are boards, fedprophet-caltech, fedprophet-cifar10, or the"),
         (one(disk_latency=-1), "device 1 disk-latency = -1: input should be greater than or equal to 0"),
@@ -400,5 +400,5 @@ def test_broken_files(tmp_path: Path) -> None:
 
 def test_profile_takes_one_memory_figure() -> None:
     for memory, ratio in ((None, None), (1, 0.5)):
-        with pytest.raises(ValueError, match="device 'a': give either memory_bytes or memory_ratio"):
+        with pytest.raises(ValueError, match="device 'a': give exactly one of memory_bytes and memory_ratio"):
             DeviceProfile("a", memory, ratio, 1.0, 1.0, 1.0)

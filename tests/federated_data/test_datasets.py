@@ -235,9 +235,9 @@ X, Y = np.zeros((5, 8, 8), dtype=np.uint8), np.zeros(5, dtype=np.int64)
         ({"x_train": np.full((5, 8, 8), np.nan, np.float32), "y_train": Y}, "not finite"),
         ({"x_train": X, "y_train": Y[:4]}, "is int64 of shape (4,); labels are integers of shape (5,)"),
         ({"x_train": X, "y_train": Y - 1}, "has a label -1; labels count from 0"),
-        ({"x_train": X, "y_train": np.array([{}] * 5)}, "is damaged or no .npz file of plain arrays"),
+        ({"x_train": X, "y_train": np.array([{}] * 5)}, "is damaged or not an .npz file of plain arrays"),
         ({"x_train": X[:2], "y_train": Y[:2]}, "2 examples are too few to hold out a test set"),
-        ({"x_train": X, "y_train": Y, "x_test": X[:, 1:], "y_test": Y}, "they must be alike"),
+        ({"x_train": X, "y_train": Y, "x_test": X[:, 1:], "y_test": Y}, "they must have the same type and shape"),
     ],
 )
 def test_npz_errors_name_the_array(tmp_path, arrays, message):
@@ -307,7 +307,7 @@ def test_folder_errors_name_the_file(tmp_path):
     assert f"{pets}/train/a/3.png has more than 8 bits a channel" in message()
     picture(pets / "train" / "a" / "3.png", 5)
     picture(pets / "test" / "zebra" / "0.png", 5)
-    assert f"{pets}/test/zebra is no class of the training images; those are a" in message()
+    assert f"{pets}/test/zebra is not a class of the training images; those are a" in message()
 
 
 @pytest.fixture

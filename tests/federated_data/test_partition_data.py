@@ -239,7 +239,7 @@ def test_a_class_of_examples_fewer_than_holders_is_an_error():
             lambda: shares_of("skewed", skew=0.01, classes_per_client=4),
             "partition-skew 0.01 makes 3 of a client's 300 examples those of its 4 classes, too few for one of each",
         ),
-        (lambda: shares_of("natural"), "partition = natural: these data do not say whose an example is"),
+        (lambda: shares_of("natural"), "partition = natural: these data have no groups"),
         (
             lambda: natural(TEN_CLASSES, 20, 0, TEN_CLASSES, 0),
             "partition-groups is 0: 20 clients need 20 groups, these data have 10",
