@@ -1,4 +1,4 @@
-"""What server and clients share: settings, messages, and the local training loop with its examples, attacks and memory cap.
+"""What server and clients have in common: settings, messages, and local training with its examples, attacks and memory cap.
 
-May import models, federated_data and device_profiles.
+This package may import models, federated_data and device_profiles.
 """

@@ -1,6 +1,6 @@
-"""Where a client computes: on the processor, or on a GPU whose memory is held to the client's budget.
+"""Where a client computes: on the CPU, or on a GPU whose memory is limited to the client's budget.
 
-On the processor every function here hands back what it got: nothing is copied, and nothing of CUDA is touched.
+On the CPU the functions here copy nothing and do not touch CUDA.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
-# What torch's allocator may hold of a GPU beyond a budget, in bytes and as a share of the budget, because it counts more than
-# tensors: cuBLAS's workspaces (at most twice 32 MiB), segments in use only in part (22 MiB); workspaces of cuDNN, fragments.
+# What torch's allocator may hold of a GPU beyond a budget, as bytes and as a fraction of the budget, because it counts more
+# than tensors: cuBLAS's workspaces (up to twice 32 MiB), partly used segments (22 MiB), workspaces of cuDNN, fragments.
 WORKSPACES, FRAGMENTS = 128 * 2**20, 0.25
 
 
@@ -20,7 +20,7 @@ class NoAcceleratorError(ValueError):
 
 
 def find_device(accelerator: str) -> torch.device:
-    """The device that the setting `accelerator` stands for here. Raises NoAcceleratorError."""
+    """Return the device for the setting `accelerator`. Raises NoAcceleratorError."""
     if accelerator == "none":
         return CPU
     if not torch.cuda.is_available():
@@ -34,8 +34,10 @@ def find_device(accelerator: str) -> torch.device:
 
 @contextmanager
 def without_denormals() -> Iterator[None]:
-    """Numbers too small for a normal float count as zero: an LSTM's gradients vanish over 500 steps, and with them a backward
-    pass took 20 times as long. Only while a task lasts, as a server may share the thread.
+    """Flush denormal numbers to zero in the body.
+
+    An LSTM's gradients vanish over 500 steps, and a backward pass with denormals took 20 times as long. The flag is reset after
+    a task, because a server may use the same thread.
     """
     torch.set_flush_denormal(True)
     try:
@@ -45,28 +47,30 @@ def without_denormals() -> Iterator[None]:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the processor on the device, in its memory format; to a GPU by pinned memory, so that no client waits."""
+    """Copy a CPU tensor to the device in its memory format; to a GPU through pinned memory, so that the client does not
+    wait.
+    """
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def release_cache() -> None:
-    """Give the GPU memory that torch's allocator keeps for later back to the system; nothing where no GPU is in use."""
+    """Return the GPU memory that torch's allocator caches to the system; nothing if no GPU is in use."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of budget that the GPU has room for now: what is free of it, less what goes beyond a budget."""
+    """Return the budget in bytes that the GPU has room for now: its free memory, less what is held beyond a budget."""
     release_cache()
     return max(0, int((torch.cuda.mem_get_info(device)[0] - WORKSPACES) / (1 + FRAGMENTS)))
 
 
 @contextmanager
 def held_to(device: torch.device, allowed: int | None) -> Iterator[Callable[[], int]]:
-    """Hold what torch's allocator takes of a GPU to `allowed` bytes, and what goes beyond a budget, during the body.
+    """Limit what torch's allocator takes of a GPU in the body to `allowed` bytes plus what is held beyond a budget.
 
-    Gives a function that tells the peak (bytes) since then; on the processor, 0. float32 means float32 in the body, not TF32,
-    and cuDNN chooses deterministic algorithms: by default it would do neither.
+    Yields a function that returns the peak (bytes) since then, or 0 on the CPU. In the body float32 means float32, not TF32,
+    and cuDNN uses deterministic algorithms; neither is the default.
     """
     if device.type == "cpu":
         yield lambda: 0

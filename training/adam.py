@@ -1,4 +1,4 @@
-"""Adam (Kingma and Ba, ICLR 2015), with torch's kernels and without torch's optimisers: these import its compiler."""
+"""Adam (Kingma and Ba, ICLR 2015), with torch's kernels but without torch's optimisers, which import its compiler."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ BETAS, EPSILON = (0.9, 0.999), 1e-8
 
 
 class Adam(SGD):
-    """Adam with the usual constants; the training config's momentum does not concern it."""
+    """Adam with the usual constants; it ignores the training config's momentum."""
 
     def _allocate(self) -> None:
         self.averages, self.squares = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))

@@ -14,14 +14,15 @@ from piecework.training.accelerator import to_device
 
 Norm = Literal["linf", "l2"]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> scalar
-Gradient = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> the loss's gradient by the batch
+Gradient = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> the loss's gradient with respect to the batch
 
 
 @dataclass(frozen=True)
 class Attack:
-    """`epsilon` is the ball's radius, `step` how far a step goes, `steps` how many; values stay within `low` and `high`.
+    """An attack with `steps` steps of size `step` in a ball of radius `epsilon`; values stay within `low` and `high`.
 
-    With `std`, and `mean`, one a channel, the examples are normalised images, and all of this is said of their pixels.
+    With `mean` and `std`, one value per channel, the examples are normalised images, and the other fields refer to their
+    pixels.
     """
 
     norm: Norm
@@ -35,9 +36,9 @@ class Attack:
 
 
 def pgd(gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:
-    """Examples near z[B, ...] that raise a loss, from a random start in the ball. The model has to be in evaluation mode.
+    """Return examples near z[B, ...] that raise a loss, from a random start in the ball. The model must be in evaluation mode.
 
-    The generator is one of the processor's wherever z is: starts are the same on all devices.
+    The generator is always on the CPU, so that starts are the same on all devices.
     """
     if attack.std:
         return _in_pixels(gradient, z, y, attack, generator)
@@ -56,7 +57,7 @@ def pgd(gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generator: tor
 
 
 def by_backward(loss: Loss) -> Gradient:
-    """A loss's gradient by its input; weights get none."""
+    """Return a loss's gradient function with respect to its input; weights get no gradient."""
 
     def gradient(z: Tensor, y: Tensor) -> Tensor:
         z = z.detach().requires_grad_()
@@ -68,7 +69,7 @@ def by_backward(loss: Loss) -> Gradient:
 
 
 def _in_pixels(gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:
-    """The attack on the pixels behind normalised images z[B, C, H, W]; the result is normalised again."""
+    """Attack the pixels of normalised images z[B, C, H, W]; the result is normalised again."""
     mean, std = (to_device(torch.tensor(v).view(1, -1, 1, 1), z.device) for v in (attack.mean, attack.std))
 
     def by_pixels(x: Tensor, y: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def _in_pixels(gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generat
 
 
 def _start(z: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:
-    """Uniform in the box; or a Gaussian direction with a radius uniform in [0, epsilon]."""
+    """Draw a start uniformly in the box, or in a Gaussian direction with a radius uniform in [0, epsilon]."""
     if attack.norm == "linf":
         start = torch.empty_like(z, device=generator.device)
         return to_device(start.uniform_(-attack.epsilon, attack.epsilon, generator=generator), z.device)
@@ -89,6 +90,6 @@ def _start(z: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:
 
 
 def _norms(z: Tensor) -> Tensor:
-    """The L2 norm of each example, [B, 1, ...]; never 0, so that a vanished gradient moves nothing."""
+    """Return the L2 norm of each example, [B, 1, ...]; never 0, so that a vanished gradient moves nothing."""
     norms: Tensor = torch.linalg.vector_norm(z, dim=tuple(range(1, z.dim())), keepdim=True)
     return norms.clamp_(min=1e-12)

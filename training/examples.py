@@ -1,4 +1,4 @@
-"""A client's examples, read in batches: its share of a data set, or features of them that lie in its store."""
+"""A client's examples, read in batches: rows of a data set, or features of them from its store."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,9 +16,11 @@ PADDING = 4  # pixels, of the random crop
 
 @dataclass(frozen=True)
 class Examples:
-    """`read(positions)` gives float32 [B, ...], or tokens, for int positions [B], on the device; `labels` is int64 [n], or
-    float32 [n, m] where there is more to learn of an example. `smaller(shape)` gives the same examples with their images
-    brought to that shape; stored features have none.
+    """Examples that are read in batches.
+
+    `read(positions)` returns float32 [B, ...], or tokens, for int positions [B], on the device. `labels` is int64 [n], or
+    float32 [n, m] if the targets are vectors. `smaller(shape)` returns the same examples with images fitted to that shape;
+    stored features have no such function.
     """
 
     read: Callable[[np.ndarray], Tensor]
@@ -30,11 +32,11 @@ class Examples:
         return len(self.labels)
 
     def targets(self, positions: np.ndarray) -> Tensor:
-        """Labels [B], int64, or targets [B, m], on the device."""
+        """Return labels [B], int64, or targets [B, m], on the device."""
         return to_device(torch.tensor(self.labels[positions]), self.device)
 
     def on(self, device: torch.device) -> "Examples":
-        """The same, for a device."""
+        """Return the same examples for a device."""
         if device == self.device:
             return self
         smaller = self.smaller
@@ -46,15 +48,15 @@ class Examples:
         )
 
     def entering(self, shape: Shape) -> "Examples":
-        """The same for an atom whose input has this shape: images are read as `fit_features` makes them, and no larger.
+        """Return the same examples for an atom whose input has this shape: images are read as `fit_features` makes them.
 
-        A step that is priced with such a batch has no room for the image beside it.
+        They are never read larger, because the cost of a step does not include the full image.
         """
         return self.smaller(shape) if self.smaller else self
 
 
 def batches(count: int, batch_size: int, rng: np.random.Generator, *, drop_single: bool) -> Iterator[np.ndarray]:
-    """Positions 0..count-1 in random order, cut into batches; a last batch of one is dropped where asked.
+    """Yield positions 0..count-1 in random order, in batches; `drop_single` drops a last batch of one.
 
     Batch norm has no statistics of one example.
     """
@@ -67,14 +69,14 @@ def batches(count: int, batch_size: int, rng: np.random.Generator, *, drop_singl
 
 @dataclass(frozen=True)
 class Augmentation:
-    """A flip and a crop for each example of a share, drawn once per cache fill: `flips` bool [n], `shifts` int [n, 2]."""
+    """A flip and a crop per example, drawn once per cache fill: `flips` bool [n], `shifts` int [n, 2]."""
 
     flips: np.ndarray
     shifts: np.ndarray
 
     @classmethod
     def draw(cls, count: int, rng: np.random.Generator) -> "Augmentation":
-        """Flip one in two; shift by up to 4 pixels each way."""
+        """Draw flips with probability one half and shifts by up to 4 pixels each way."""
         return cls(rng.random(count) < 0.5, rng.integers(0, 2 * PADDING + 1, size=(count, 2)))
 
     def read(
@@ -85,8 +87,9 @@ class Augmentation:
         down: slice = slice(None),
         across: slice = slice(None),
     ) -> np.ndarray:
-        """These rows of the images, augmented as the positions [B] say, at some heights and widths; what a shift uncovers is
-        zero.
+        """Return these rows of the images, augmented for the positions [B], at some heights and widths.
+
+        Pixels that a shift uncovers are zero.
         """
         height, width = images_NHWC.shape[1:3]
         columns = np.arange(width)
@@ -103,14 +106,12 @@ class Augmentation:
 def share_examples(
     data: ArrayDataset, rows: np.ndarray, augmentation: Augmentation | None = None, shape: Shape = ()
 ) -> Examples:
-    """A share of the training examples: rows is int [n]; batches are as `as_inputs` has them, images brought to `shape` if
-    there is one.
-    """
+    """Return rows, int [n], of the training examples, in batches as from `as_inputs`; images are fitted to `shape` if given."""
     return _examples(data, data.inputs, rows, data.labels[rows], augmentation, shape)
 
 
 def examples_of_test(data: ArrayDataset, rows: np.ndarray) -> Examples:
-    """Examples of the test split: rows is int [n]."""
+    """Return rows, int [n], of the test split."""
     return _examples(data, data.test_inputs, rows, data.test_labels[rows])
 
 
@@ -122,7 +123,7 @@ def _examples(
     augmentation: Augmentation | None = None,
     shape: Shape = (),
 ) -> Examples:
-    """Rows of inputs. An image is read at the places that `shape` keeps of it: there is never more of it in memory."""
+    """Return rows of inputs. Images are read only at the places that `shape` keeps, which saves memory."""
     channels, *spatial = shape or data.input_shape
     places = [kept_places(have, want) for have, want in zip(data.input_shape[1:], spatial, strict=True)]
 
@@ -141,16 +142,16 @@ def _examples(
 
 
 def as_inputs(rows: np.ndarray, data: ArrayDataset) -> Tensor:
-    """What a model reads of rows of a data set: `normalised` images, or tokens [B, length], int64."""
+    """Convert rows of a data set to a model's input: `normalised` images, or tokens [B, length], int64."""
     return _owned_tokens(np.array(rows)) if data.vocabulary else normalised(rows, data)
 
 
 def normalised(images_BHWC: np.ndarray, data: ArrayDataset) -> Tensor:
-    """Float images [B, C, H, W], in channels-last memory because the pixels lie so on disk."""
+    """Return float images [B, C, H, W], in channels-last memory because their pixels lie so on disk."""
     return _owned_images(np.array(images_BHWC), data, images_BHWC.shape[-1])
 
 
-# Arrays that no client else has become tensors as they are, and are counted as such from the first operation on.
+# The functions below turn arrays that have no other owner into tensors without a copy, counted from the first operation on.
 
 
 def _owned_tokens(rows: np.ndarray) -> Tensor:
@@ -158,7 +159,7 @@ def _owned_tokens(rows: np.ndarray) -> Tensor:
 
 
 def _owned_images(images_BHWC: np.ndarray, data: ArrayDataset, channels: int) -> Tensor:
-    """With so many channels, of which those that the images lack are zero."""
+    """Return normalised images with `channels` channels; missing channels are zero."""
     pixels = torch.from_numpy(images_BHWC)
     if channels == pixels.shape[-1]:
         x = own = pixels.float()
@@ -173,7 +174,7 @@ def _owned_images(images_BHWC: np.ndarray, data: ArrayDataset, channels: int) ->
 
 
 def feature_examples(features: np.ndarray, labels: np.ndarray) -> Examples:
-    """Features from a store: float32 [n, H, W, C] (read as [B, C, H, W]) or [n, F]."""
+    """Return features from a store: float32 [n, H, W, C] (read as [B, C, H, W]) or [n, F]."""
 
     def read(positions: np.ndarray) -> Tensor:
         z = torch.from_numpy(features[positions])

@@ -1,6 +1,6 @@
-"""The local loop that every trainer uses: a piece of the model, a small SGD, and one function that runs epochs.
+"""The local loop of every trainer: a piece of the model, a small SGD, and one function that runs epochs.
 
-A piece is written as setup plus step, and both also run on fake tensors: that is how it is priced (planning/step_cost.py).
+Setup and step of a piece are functions that also run on fake tensors, which gives its cost (planning/step_cost.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,11 +29,11 @@ Precision = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What local training needs to know besides the model: `momentum` in [0, 1); with `attack`, it is adversarial.
+    """What local training needs besides the model: `momentum` in [0, 1); with `attack`, it is adversarial.
 
-    It takes `iterations` batches, or where that is 0 `epochs` epochs. A gradient of all parameters that is longer than
-    `clip_norm` > 0 is cut to it; weight decay comes after. In `bfloat16` forward passes run under torch.autocast:
-    activations take half; weights, their gradients and losses stay float32.
+    Training takes `iterations` batches, or `epochs` epochs if `iterations` is 0. If the gradient of all parameters is longer
+    than `clip_norm` > 0, it is scaled down to it; weight decay is added afterwards. In `bfloat16` forward passes run under
+    torch.autocast: activations take half the memory; weights, their gradients and losses stay float32.
     """
 
     lr: float
@@ -48,9 +48,9 @@ class TrainingConfig:
 
 
 class PieceModel:
-    """Atoms and a head that a device holds at once. `head` is a unit: `head`, `exits.<i>` for a piece's own, or None.
+    """Atoms and a head that a device holds at once.
 
-    `optimiser`: what moves it, where that is not SGD.
+    `head` is a unit: `head`, `exits.<i>` for an exit head, or None. `optimiser` is its optimiser if that is not SGD.
     """
 
     optimiser: ClassVar["type[SGD] | None"] = None
@@ -61,46 +61,46 @@ class PieceModel:
         self.head = load(head) if head else nn.Identity()
 
     def units(self) -> dict[str, nn.Module]:
-        """The modules by unit name, the head last."""
+        """Return the modules by unit name, the head last."""
         return self.modules | ({self.head_unit: self.head} if self.head_unit else {})
 
     def train(self, mode: bool) -> None:
-        """Training or evaluation mode."""
+        """Set training or evaluation mode."""
         for module in self.units().values():
             module.train(mode)
 
     def features(self, z: Tensor) -> Tensor:
-        """What the atoms make of z[B, ...]."""
+        """Return the output of the atoms for z[B, ...]."""
         return run_atoms(self.blueprint, self.atoms, list(self.modules.values()), z)
 
     def logits(self, z: Tensor) -> Tensor:
-        """Logits[B, classes]; towards the shared head, features skip the rest of the model by zero padding."""
+        """Return logits[B, classes]; before the shared head, features skip the rest of the model by zero padding."""
         z = self.features(z)
         logits: Tensor = self.head(fit_features(z, self.blueprint.feature_shape) if self.head_unit == "head" else z)
         return logits
 
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters, in order."""
+        """List all parameters in order."""
         return [p for module in self.units().values() for p in module.parameters()]
 
     def undecayed(self) -> list[nn.Parameter]:
-        """The parameters that weight decay leaves alone."""
+        """List the parameters without weight decay."""
         return []
 
     def settle(self) -> None:
-        """What is done to the parameters after each step: nothing."""
+        """Hook that changes parameters after each optimiser step; the default does nothing."""
 
     def expect(self, attacked: bool) -> None:
-        """Get ready for examples that were attacked, or for clean ones: there is no difference."""
+        """Hook before attacked or clean examples are evaluated; the default treats them alike."""
 
     def before_attack(self, loss: Loss, z: Tensor, y: Tensor) -> None:
-        """What is done with clean examples in training, before they are attacked: nothing."""
+        """Hook for the clean examples of a batch in training before they are attacked; the default does nothing."""
 
 
 class SGD:
-    """SGD with momentum and weight decay, as torch.optim.SGD; constructing any torch optimiser imports torch's compiler.
+    """SGD with momentum and weight decay, equal to torch.optim.SGD, whose construction would import torch's compiler.
 
-    The momentum buffers exist from the start, so that the first step already shows the peak.
+    The momentum buffers are allocated at the start, so the first step already has the peak memory.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class SGD:
         self._allocate()
 
     def _allocate(self) -> None:
-        """Make what is remembered between steps."""
+        """Allocate the state that is kept between steps."""
         if self.training_config.momentum:
             self.buffers = [torch.zeros_like(p) for p in self.parameters]
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step; gradients are dropped at once. Parameters without a gradient do not move."""
+        """Take one step and free the gradients. Parameters without a gradient do not move."""
         if self.training_config.clip_norm:
             nn.utils.clip_grad_norm_(self.parameters, self.training_config.clip_norm)
         with_grad = [i for i, p in enumerate(self.parameters) if p.grad is not None]
@@ -167,13 +167,13 @@ MakeLoss = Callable[[list[PieceModel]], Loss]
 
 
 def single_loss(pieces: list[PieceModel]) -> Loss:
-    """Cross-entropy of one piece with its head."""
+    """Return the cross-entropy of one piece with its head."""
     (piece,) = pieces
     return lambda z, y: classification_loss(piece.logits(z), y)
 
 
 def classification_loss(logits: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy of logits[B, classes] in float32; of one logit, [B, 1], the binary one."""
+    """Return the cross-entropy of logits[B, classes] in float32; for one logit, [B, 1], the binary cross-entropy."""
     logits = logits.float()
     if logits.shape[1] == 1:
         return F.binary_cross_entropy_with_logits(logits[:, 0], y.to(logits.dtype), reduction=reduction)
@@ -181,7 +181,7 @@ def classification_loss(logits: Tensor, y: Tensor, reduction: str = "mean") -> T
 
 
 def train_step(loss: Loss, optimiser: SGD, z: Tensor, y: Tensor, perturb: Perturb | None = None) -> Tensor:
-    """Forward, backward, update; on perturbed examples, if asked. Returns the detached loss."""
+    """Run forward, backward and update, on perturbed examples if `perturb` is given. Returns the detached loss."""
     value = loss(z if perturb is None else perturb(z, y), y)
     value.backward()  # type: ignore[no-untyped-call]
     optimiser.step()
@@ -189,17 +189,17 @@ def train_step(loss: Loss, optimiser: SGD, z: Tensor, y: Tensor, perturb: Pertur
 
 
 class Carried(Protocol):
-    """What is done with an optimiser's buffers where momentum does not begin at zero in every round."""
+    """Carries optimiser buffers over from round to round, where momentum does not begin at zero."""
 
     def restore(self, pieces: list[PieceModel], optimiser: SGD) -> None:
-        """Before the first step."""
+        """Restore the buffers before the first step."""
 
     def keep(self, pieces: list[PieceModel], optimiser: SGD) -> None:
-        """After the last one."""
+        """Keep the buffers after the last step."""
 
 
 class LocalTrainer:
-    """Pieces in training on a device, with their optimiser; made inside the accounting, by the first batch."""
+    """Pieces in training on a device, with their optimiser. The first batch makes them, inside the accounting."""
 
     def __init__(
         self,
@@ -212,12 +212,10 @@ class LocalTrainer:
         self.pieces: list[PieceModel] = []
         self.total_loss, self.seen, self.batches = 0.0, 0, 0
         self._paused: Path | None = None
-        self._young = (
-            training_config.attack is None
-        )  # attacks look at running statistics, which are not to jump under them
+        self._young = training_config.attack is None  # attacks read running statistics, which must not change abruptly
 
     def epochs(self) -> Iterator[int]:
-        """The numbers of the epochs there are to do; the last one ends with the last iteration."""
+        """Yield the numbers of the epochs to run; the last one ends with the last iteration."""
         iterations = self.training_config.iterations
         for epoch in count():
             if (
@@ -229,7 +227,7 @@ class LocalTrainer:
             yield epoch
 
     def epoch(self, examples: Examples, rng: np.random.Generator, cap: MemoryCap, phase: str) -> None:
-        """One pass over the examples, in random batches, or what is left of the iterations."""
+        """Run one pass over the examples in random batches, or the remaining iterations."""
         total = torch.zeros((), device=examples.device)
         left = self.training_config.iterations - self.batches if self.training_config.iterations else None
         with isolated_rng(_dropout_seed(rng)):
@@ -241,13 +239,13 @@ class LocalTrainer:
                         self._begin()
                     value = self._step(examples.read(positions), examples.targets(positions), rng)
                 total += value * len(positions)
-                del value  # or the next step, if it is counted, holds it too
+                del value  # otherwise the next step would hold and count it too
                 self.seen += len(positions)
                 self.batches += 1
         self.total_loss += float(total)
 
     def _form(self) -> Sequence[int]:
-        """What tells steps apart that take different memory."""
+        """Return a key that differs between steps of different memory."""
         return ()
 
     def _step(self, z: Tensor, y: Tensor, rng: np.random.Generator) -> Tensor:
@@ -263,7 +261,7 @@ class LocalTrainer:
             self.optimiser.load(self._paused)
         elif self._carried is not None:
             self._carried.restore(self.pieces, self.optimiser)
-        return_free_memory()  # what loading left in the heap would stay beside what training takes
+        return_free_memory()  # otherwise the heap keeps what loading freed, in addition to what training takes
 
     def _perturb(self, rng: np.random.Generator) -> Perturb | None:
         if self.training_config.attack is None:
@@ -271,7 +269,7 @@ class LocalTrainer:
         return adversary(self.pieces, self._loss, self.training_config.attack, int(rng.integers(2**63)))
 
     def pause(self, momentum: Path) -> None:
-        """Free the memory: momentum goes to a file, and the next epoch makes the pieces again (save them before)."""
+        """Free the memory: write momentum to a file and drop the pieces (save them before); the next epoch makes them again."""
         self.optimiser.save(momentum)
         self._paused = momentum
         self.pieces = []
@@ -279,7 +277,7 @@ class LocalTrainer:
         release_cache()
 
     def finish(self) -> list[PieceModel]:
-        """Drop the optimiser, go into evaluation mode, and hand the pieces over. Raises ValueError if nothing was trained."""
+        """Drop the optimiser and return the pieces in evaluation mode. Raises ValueError if nothing was trained."""
         if not self.pieces:
             raise ValueError("no batch of two examples or more to train on")
         if self._carried is not None:
@@ -291,7 +289,7 @@ class LocalTrainer:
 
 
 def _dropout_seed(rng: np.random.Generator) -> int:
-    """Dropout draws from torch's global generator: a seed for it, from the one of `rng`, which is not moved."""
+    """Return a seed for torch's global generator, from which dropout draws; the state of `rng` does not change."""
     sequence = rng.bit_generator.seed_seq
     assert isinstance(sequence, np.random.SeedSequence)
     return int(sequence.generate_state(2, np.uint64)[1] >> 1)
@@ -301,7 +299,7 @@ def _dropout_seed(rng: np.random.Generator) -> int:
 def evaluate_examples(
     logits: Callable[[Tensor], Tensor], examples: Examples, batch_size: int, rng: np.random.Generator, cap: MemoryCap
 ) -> tuple[float, int, int]:
-    """Summed cross-entropy, correct predictions and examples seen."""
+    """Return the summed cross-entropy, the correct predictions and the examples seen."""
     loss, correct, seen = 0.0, 0, 0
     for positions in batches(len(examples), batch_size, rng, drop_single=True):
         with cap.first("evaluate", len(positions)):
@@ -313,12 +311,12 @@ def evaluate_examples(
 
 
 def predictions(logits: Tensor) -> Tensor:
-    """The classes[B] that logits[B, classes] speak for; of one logit, [B, 1], class 1 where it is positive."""
+    """Return the predicted classes[B] of logits[B, classes]; for one logit, [B, 1], class 1 if it is positive."""
     return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(1)
 
 
 def channels_last(module: nn.Module) -> nn.Module:
-    """Convolution weights in the memory format in which CPUs are faster (1.4 times, seen), and tensor cores work."""
+    """Use channels-last convolution weights, with which CPUs are faster (1.4 times, measured) and tensor cores work."""
     for parameter in module.parameters():
         if parameter.dim() == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
@@ -326,7 +324,7 @@ def channels_last(module: nn.Module) -> nn.Module:
 
 
 def start(pieces: list[PieceModel], training_config: TrainingConfig, make_loss: MakeLoss) -> tuple[Loss, SGD]:
-    """The setup of a step: training mode, one optimiser over all pieces, the loss."""
+    """Set up a step: training mode, one optimiser over all pieces, and the loss."""
     for piece in pieces:
         piece.train(True)
     loss = make_loss(pieces)
@@ -342,7 +340,7 @@ def start(pieces: list[PieceModel], training_config: TrainingConfig, make_loss: 
 
 
 def in_bfloat16(loss: Loss) -> Loss:
-    """The same loss with its forward pass in bfloat16, where torch's autocast holds that to be safe."""
+    """Return the same loss with its forward pass in bfloat16, where torch's autocast considers that safe."""
 
     def cast(z: Tensor, y: Tensor) -> Tensor:
         with torch.autocast(z.device.type, torch.bfloat16):
@@ -352,7 +350,7 @@ def in_bfloat16(loss: Loss) -> Loss:
 
 
 def in_precision(function: Callable[[Tensor], Tensor], training_config: TrainingConfig) -> Callable[[Tensor], Tensor]:
-    """A forward pass as training does it, for evaluation: what fits a device in training fits it here. Gives float32."""
+    """Return a forward pass in training precision for evaluation, so that it fits the same devices. It returns float32."""
     if training_config.precision == "float32":
         return function
 
@@ -366,7 +364,9 @@ def in_precision(function: Callable[[Tensor], Tensor], training_config: Training
 def adversary(
     pieces: list[PieceModel], loss: Loss, attack: Attack, seed: int, gradient: Callable[[Loss], Gradient] = by_backward
 ) -> Perturb:
-    """Attacks pieces in evaluation mode, so that batch norms do not move, and leaves them in training mode."""
+    """Return a function that attacks pieces in evaluation mode, so that batch norms do not move, then restores training
+    mode.
+    """
 
     def perturb(z: Tensor, y: Tensor) -> Tensor:
         for piece in pieces:
@@ -381,7 +381,7 @@ def adversary(
 
 
 def load_for_device(blueprint: Blueprint, fill: Callable[[str, nn.Module], None], device: torch.device = CPU) -> Load:
-    """Build a unit, fill it with weights and put it on the device, leaving torch's global generator as it was."""
+    """Return a function that builds a unit on the device with its weights and leaves torch's global generator unchanged."""
 
     def load(unit: str) -> nn.Module:
         with isolated_rng(0):

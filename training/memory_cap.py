@@ -1,8 +1,8 @@
-"""Hold a client's task to its memory budget, and measure it.
+"""Enforce a client's memory budget for a task, and measure the task.
 
-The accounting (`PeakMemory`) wraps the first run of every phase and every new batch shape: later runs repeat the same
-operations. The resident set is recorded beside it; it is a bound only where a process serves one client and nothing else.
-On a GPU torch's allocator is held to the budget too.
+The accounting (`PeakMemory`) wraps the first run of every phase and every new batch shape, because later runs repeat the same
+operations. The resident set is recorded too; it is a bound only if a process serves one client and nothing else. On a GPU
+torch's allocator is also limited to the budget.
 """
 
 import ctypes
@@ -22,8 +22,8 @@ from piecework.device_profiles.memory import PeakMemory
 from piecework.device_profiles.profile import is_unlimited
 from piecework.training.accelerator import CPU, held_to, release_cache
 
-# What torch's allocator for CPUs, C++ beneath it and oneDNN (which says no more than that) answer when there is no memory; then
-# CUDA, and the handles of its libraries.
+# Messages of torch's CPU allocator, of C++ and of oneDNN (which says no more than that) when memory is exhausted, then those of
+# CUDA and of its libraries' handles.
 OUT_OF_MEMORY = (
     "can't allocate memory",
     "Cannot allocate memory",
@@ -41,7 +41,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 class MemoryCap:
     """The accounting of one task on a device. `allowed` is in bytes; without `enforced` it only measures.
 
-    `gpu_peak_bytes`: the most that torch's allocator had given out at once during `task`, 0 on the processor.
+    `gpu_peak_bytes` is the peak of torch's allocator during `task`, in bytes, and 0 on the CPU.
     """
 
     def __init__(self, allowed: int, *, enforced: bool, device: torch.device = CPU) -> None:
@@ -57,7 +57,7 @@ class MemoryCap:
 
     @contextmanager
     def task(self) -> Iterator[None]:
-        """Hold the GPU, if the device is one, to the budget while the task lasts. Raises torch.OutOfMemoryError."""
+        """Limit a GPU to the budget in the body. Raises torch.OutOfMemoryError."""
         with held_to(self.device, self._limit) as peak:
             try:
                 yield
@@ -66,7 +66,7 @@ class MemoryCap:
 
     @contextmanager
     def first(self, phase: str, *key: Hashable) -> Iterator[None]:
-        """Count what the body does, if it is the first of its phase and key. Raises MemoryBudgetExceededError."""
+        """Count the body if it is the first of its phase and key. Raises MemoryBudgetExceededError."""
         if (phase, *key) in self._seen:
             yield
             return
@@ -78,15 +78,15 @@ class MemoryCap:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Within a phase that is counted: what repeats operations that were counted, and leaves nothing large behind."""
+    """Exclude from a counted phase what repeats counted operations and leaves nothing large behind."""
     with _disable_current_modes():
         yield
 
 
 def return_free_memory() -> None:
-    """Give freed heap pages back to the system, so that the resident set shows what is really held (glibc only).
+    """Return freed heap pages to the system, so that the resident set shows what is in use (glibc only).
 
-    A GPU gets back what torch's allocator keeps.
+    On a GPU, return what torch's allocator caches.
     """
     release_cache()
     if sys.platform == "linux":
@@ -96,35 +96,35 @@ def return_free_memory() -> None:
 
 
 def keep_heap_tight(budget: int, available: int) -> None:
-    """Make large blocks leave the resident set when they are freed (glibc only); `budget` and what is `available` in bytes.
+    """Make large blocks leave the resident set when they are freed (glibc only); `budget` and `available` are bytes.
 
-    By default glibc keeps blocks of up to 32 MiB: a model of 100 MB was seen to hold 90 MB that no client used. Smaller blocks
-    stay in the heap, where they are quick to get but leave holes. With 2 MiB a PreResNet-20 step at batch 128 (200 MB) took
-    just the traced peak; with 8 MiB 40 to 75 MB more, for 11 to 20 % less processor time. So the smaller limit is for devices
-    and containers that have not much more than the budget.
+    By default glibc keeps blocks of up to 32 MiB: a model of 100 MB was seen to hold 90 MB unused. Smaller blocks stay in the
+    heap, where they are quick to allocate but leave holes. With 2 MiB a PreResNet-20 step at batch 128 (200 MB) took just the
+    traced peak; with 8 MiB 40 to 75 MB more, for 11 to 20 % less CPU time. So the smaller limit is for devices and containers
+    with little more than the budget.
     """
     short = available < 2 * budget + PLENTY and not is_unlimited(budget)
     _hand_back_from(2 * 2**20 if short else min(LARGEST_IN_HEAP, max(8 * 2**20, budget // 32)))
 
 
 def keep_heap_loose() -> None:
-    """Keep what is freed, of any size, for the next to ask (glibc only): for a server, which has no budget.
+    """Keep freed memory of any size for reuse (glibc only): for a server, which has no budget.
 
-    Under an attack every layer's activations come and go with each step. By default AutoAttack spent half its processor time
-    in the system, which takes pages back and clears them again; so 3 %. `return_free_memory` ends it.
+    Under an attack every layer's activations are allocated and freed in each step. By default AutoAttack spent half its CPU
+    time in the system, which takes pages back and clears them again; with this setting 3 %. `return_free_memory` ends it.
     """
     if not _hand_back_from(2**30):
         _hand_back_from(LARGEST_IN_HEAP)
 
 
 def _hand_back_from(size: int) -> bool:
-    """Whether glibc took it: freed blocks of `size` bytes, and as much at the heap's end, go back to the system."""
+    """Make glibc return freed blocks of `size` bytes, and as much at the heap's end, to the system. Returns whether it did."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, size)) and bool(mallopt(M_TRIM_THRESHOLD, size))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the system had no memory to give: Python's and numpy's error, torch's allocator's, or a mapping that failed."""
+    """Return whether the system was out of memory: the error of Python, numpy, torch's allocator, or a failed mapping."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -149,13 +149,13 @@ class ResidentPeak:
             self._sampled = max(self._sampled, self._process.memory_info().rss)
 
     def peak_bytes(self) -> int:
-        """The peak so far; ends the sampling."""
+        """Return the peak so far and end the sampling."""
         self._stop.set()
         return _high_water_mark() if self._exact else max(self._sampled, self._process.memory_info().rss)
 
 
 def _reset_high_water_mark() -> bool:
-    """Writing 5 to clear_refs resets VmHWM; False where the kernel or the container does not allow it."""
+    """Reset VmHWM by writing 5 to clear_refs. Returns False if the kernel or the container does not allow it."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         return _high_water_mark() > 0

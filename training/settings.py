@@ -1,6 +1,6 @@
-"""The settings of a run: flat kebab-case keys, all in `[tool.flwr.app.config]`, validated at once.
+"""The settings of a run: flat kebab-case keys, all in `[tool.flwr.app.config]`, validated together.
 
-Flower does not check types (`lr=abc` arrives as a string), so everything that reads a run configuration goes through
+Flower does not check types (`lr=abc` arrives as a string), so run configurations are only read through
 `Settings.from_run_config`. An error names the key, the value and what is allowed.
 """
 
@@ -20,7 +20,7 @@ Count = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
-# What a resumed run may change; everything else decides its numbers.
+# Settings that a resumed run may change; all others affect its numbers.
 CHANGEABLE = frozenset(
     {
         "num-rounds",
@@ -34,16 +34,15 @@ CHANGEABLE = frozenset(
         "client-evaluation-every",
         "evaluation-clients",
         "autoattack-examples",
-        "allow-untrained",  # it decides whether a run begins, and none of its numbers
+        "allow-untrained",  # it decides whether a run starts, but none of its numbers
     }
 )
-# What it may be given besides: a number that decides the rates of the rounds to come.
+# Settings that a resumed run may set: they affect the rates of the rounds to come.
 EXTENDABLE = frozenset({"lr-rounds"})
 
 
-# Systems whose clients train narrower, low-rank or masked networks, or blocks behind others that have just been trained or are
-# random: the statistics that they keep are not those of the model that is served. With FedDF they came out 2 points worse
-# (docs/batch-norm.md).
+# Methods whose clients train sub-models, or blocks after others that are random or have just been trained: the statistics kept
+# in training are not those of the evaluated model. With FedDF such statistics cost 2 points of accuracy (docs/batch-norm.md).
 MEASURED = frozenset(
     {"heterofl", "fedrolex", "feddrop", "fjord", "prism", "orthdrop", "origdrop", "fedpm"}
     | {"fedepth", "m-fedepth", "profl", "feddf"}
@@ -55,7 +54,7 @@ class SettingsError(ValueError):
 
 
 class Settings(BaseModel):
-    """One run. Defaults are the demo: FeDepth on the embedded digits over 20 emulated boards."""
+    """The settings of one run. Defaults are the demo: FeDepth on the embedded digits over 20 emulated boards."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -67,10 +66,12 @@ class Settings(BaseModel):
 
     strategy: str = "fedepth"
     num_rounds: AtLeastOne = 20
-    clients: Count = Field(0, description="how many take part; 0 = as many as the federation has, `piecework run`: 20")
+    clients: Count = Field(
+        0, description="number of clients; 0 = as many as the federation has, for `piecework run` 20"
+    )
     clients_per_round: Count = Field(
         10,
-        description="clients asked in a round; 0 = all; no more than there are, but for the default, which then means all",
+        description="clients asked per round; 0 = all; at most as many as there are, though the default then means all",
     )
     seed: Count = 1
 
@@ -78,29 +79,29 @@ class Settings(BaseModel):
     model_width: Annotated[float, Field(gt=0, le=4)] = 1.0
     batch_norm: Literal["auto", "running", "measured", "batch", "local"] = Field(
         "auto",
-        description="statistics that batch norms are served with. running: kept in training, averaged with their layer; "
-        "measured: training takes those of a batch, clients measure the served ones after the round; batch: those of the "
-        "batch always, so that predictions depend on it; local: norms stay with the clients (FedBN); auto = measured where "
+        description="statistics of batch norms in evaluation. running: kept in training, averaged with their layer; "
+        "measured: training uses those of a batch, clients measure the others after the round; batch: always those of "
+        "the batch, on which predictions then depend; local: norms stay with the clients (FedBN); auto = measured where "
         "clients train sub-models or blocks, else running",
     )
     init_weights: str = Field("", description="a .safetensors file to start from, by our names or torchvision's")
-    model_options: str = Field("", description="options that only this model has: stem=cifar,classifier=profl")
+    model_options: str = Field("", description="options of the model: stem=cifar,classifier=profl")
 
     dataset: str = Field("digits", description="a name, npz:FILE, folder:DIR or text:DIR")
-    data_dir: str = Field("", description="where torchvision's files lie")
+    data_dir: str = Field("", description="folder of torchvision's files")
     download: bool = False
     partition: Literal["iid", "dirichlet", "pathological", "skewed", "natural"] = "dirichlet"
     partition_alpha: Positive = 1.0
     partition_balanced: bool = True
-    partition_classes: AtLeastOne = Field(2, description="classes a client, pathological and skewed partition")
+    partition_classes: AtLeastOne = Field(2, description="classes per client, pathological and skewed partition")
     partition_skew: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.8, description="share of a client's examples that are of its classes, skewed partition"
+        0.8, description="fraction of a client's examples from its own classes, skewed partition"
     )
     partition_groups: Count = Field(
-        0, description="groups (writers) a client, natural partition; 0 = all of them, dealt out"
+        0, description="groups (writers) per client, natural partition; 0 = all groups, divided among the clients"
     )
     public_share: Fraction = Field(
-        0.0, description="of the training examples, set aside before partitioning: the server's, for distillation"
+        0.0, description="fraction of the training examples set aside for the server's distillation before partitioning"
     )
     public_data: str = Field(
         "", description="the server's public data instead: folder:DIR, npz:FILE, a data set's name"
@@ -108,7 +109,7 @@ class Settings(BaseModel):
     validation_share: Fraction = 0.2
     augment: bool = Field(False, description="random flip and crop, drawn once per cache fill")
 
-    local_epochs: AtLeastOne = Field(2, description="passes over the share, for every sub-problem")
+    local_epochs: AtLeastOne = Field(2, description="passes over the client data, for every sub-problem")
     local_iterations: Count = Field(0, description="batches instead of local-epochs, for every sub-problem; 0 = epochs")
     batch_size: Annotated[int, Field(ge=2)] = 16
     eval_batch_size: Annotated[int, Field(ge=2)] = 256
@@ -116,13 +117,13 @@ class Settings(BaseModel):
     lr_schedule: Literal["constant", "cosine", "exponential"] = "cosine"
     lr_rounds: Count = Field(
         0,
-        description="length of the cosine in rounds; 0 = num-rounds of the first start. A resumed run may be given another",
+        description="length of the cosine in rounds; 0 = num-rounds of the first start; a resumed run may change it",
     )
-    lr_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.994, description="factor a round, exponential")
+    lr_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.994, description="factor per round, exponential")
     lr_restart: bool = Field(False, description="the schedule begins again with every stage")
     momentum: Fraction = 0.9
     weight_decay: NonNegative = 5e-4
-    clip_norm: NonNegative = Field(0.0, description="longest gradient of a local step; 0 = any")
+    clip_norm: NonNegative = Field(0.0, description="maximum gradient norm of a local step; 0 = off")
     torch_threads: AtLeastOne = Field(1, description="threads of a client's training")
     accelerator: Literal["none", "cuda"] = Field("none", description="cuda: clients train on their GPU")
     precision: Literal["float32", "bfloat16"] = Field(
@@ -132,44 +133,44 @@ class Settings(BaseModel):
     fleet: str = Field("demo", description="a shipped fleet, a .toml file, or a fleet as JSON")
     memory_model: Literal["traced", "fedepth", "fedprophet", "prism", "profl"] = "traced"
     tolerance: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="paper memory-models only: share over budget"
+        0.0, description="paper memory-models only: allowed excess over the budget, as a fraction"
     )
-    enforce_memory: bool = Field(
-        True, description="false, a test option: clients neither refuse nor stop at their budget"
-    )
+    enforce_memory: bool = Field(True, description="for tests, false: clients neither refuse nor stop at their budget")
     reserve: Count = Field(64 * 2**20, description="bytes a device with device = 'auto' keeps free")
     feature_cache: bool = Field(True, description="false: features of frozen atoms are computed again every epoch")
     feature_cache_bytes: AtLeastOne = 4 * 10**9
 
     allow_untrained: bool = Field(
-        False, description="run also where no client can train some part of the model, which keeps its initial weights"
+        False, description="run even if no client can train some part of the model, which keeps its initial weights"
     )
     partial_training: Literal["leave-out", "dilute"] = Field(
         "leave-out", description="dilute = the FeDepth authors' choice"
     )
     sub_problem: Literal["blocks", "network"] = Field(
         "blocks",
-        description="what a FeDepth client holds: the blocks it trains; network = all, of which it trains these, the first "
+        description="what a FeDepth client holds: the blocks it trains; network = all blocks, and it trains its own, the first "
         "atom and the head, as its authors fine-tune transformers",
     )
-    mutual_models: AtLeastOne = Field(2, description="most models a rich FeDepth client distils mutually; 1 = off")
+    mutual_models: AtLeastOne = Field(
+        2, description="maximum number of models that a FeDepth client distils mutually; 1 = off"
+    )
     mutual_loss: Literal["paper", "authors"] = "paper"
 
     adversarial: bool = Field(
-        False, description="train on adversarial examples, strategies that can: FedProphet and jFAT always do"
+        False, description="train on adversarial examples, if the strategy can; FedProphet and jFAT always do"
     )
     attack_epsilon: Annotated[float, Field(gt=0, le=1)] = Field(
         8 / 255, description="adversarial training: the L-infinity ball around images, pixels in [0, 1]"
     )
-    attack_step: Annotated[float, Field(gt=0, le=1)] = Field(2 / 255, description="what a step moves a pixel")
+    attack_step: Annotated[float, Field(gt=0, le=1)] = Field(2 / 255, description="how far a step moves a pixel")
     attack_steps: AtLeastOne = Field(10, description="PGD steps of adversarial training")
     attack_warmup: Count = Field(0, description="clean rounds before adversarial ones, in every stage")
     clean_weight: Fraction = Field(
-        0.0, description="of clean examples in FedRBN's adversarial loss; 0.5 = its authors', 0 = FedProphet's"
+        0.0, description="weight of clean examples in FedRBN's adversarial loss; 0.5 = its authors', 0 = FedProphet's"
     )
     evaluation_branch: Literal["oracle", "clean", "adversarial", "detector"] = Field(
         "oracle",
-        description="statistics FedRBN's model is evaluated with: those of what an example is, always the same, or by a "
+        description="statistics of FedRBN's model in evaluation: oracle = by the kind of example, a fixed set, or by a "
         "detector that learns from public examples",
     )
     feature_norm: Literal["l2", "linf"] = Field("l2", description="the ball around features, FedProphet")
@@ -181,20 +182,20 @@ class Settings(BaseModel):
 
     r_min: str = Field(
         "",
-        description="memory FedProphet cuts for: 60MB, 0.2x of the whole model's attacked step; empty = the fleet's least",
+        description="memory FedProphet cuts for: 60MB, 0.2x of the whole model's attacked step; empty = the fleet's minimum",
     )
     convexity: NonNegative = Field(1e-5, description="FedProphet's mu, the weight of strong convexity")
-    stage_rounds: Count = Field(0, description="most rounds of a stage; 0 = num-rounds of the first start / stages")
-    stage_patience: Count = Field(50, description="a stage ends after so many rounds without a better score; 0 = off")
+    stage_rounds: Count = Field(0, description="maximum rounds of a stage; 0 = num-rounds of the first start / stages")
+    stage_patience: Count = Field(50, description="a stage ends after this many rounds without a better score; 0 = off")
     apa: bool = Field(True, description="FedProphet's Adaptive Perturbation Adjustment")
     apa_start: NonNegative = Field(0.3, description="alpha at the beginning of a stage")
-    apa_step: NonNegative = Field(0.1, description="what alpha changes by")
-    apa_margin: Fraction = Field(0.05, description="gamma: how far the accuracies' ratio may go")
+    apa_step: NonNegative = Field(0.1, description="step by which alpha changes")
+    apa_margin: Fraction = Field(0.05, description="gamma: margin of the accuracies' ratio")
     apa_every: AtLeastOne = Field(1, description="rounds between adjustments of alpha")
     apa_after: Count = Field(
         0, description="rounds of a stage before its first score and adjustment, besides the warm-up"
     )
-    apa_window: AtLeastOne = Field(1, description="rounds whose mean ratio is looked at")
+    apa_window: AtLeastOne = Field(1, description="rounds over which the ratio is averaged")
     apa_least: NonNegative = Field(0.0, description="alpha's lower bound")
     dma: bool = Field(True, description="FedProphet's Differentiated Module Assignment")
     validation_clients: Literal["all", "round"] = Field(
@@ -203,7 +204,7 @@ class Settings(BaseModel):
 
     blocks: Literal["architecture", "budget"] = Field(
         "architecture",
-        description="ProFL: where its blocks come from; budget = as large as the poorest client can train",
+        description="source of ProFL's blocks; budget = as large as the client with the least memory can train",
     )
     shrinking: bool = Field(True, description="ProFL's progressive shrinking, before it grows the model")
     distil_rounds: Count = Field(5, description="rounds of integrating a block into its basic layer, ProFL; 0 = none")
@@ -217,10 +218,11 @@ class Settings(BaseModel):
     movement_window: Annotated[int, Field(ge=2)] = Field(
         10, description="H: rounds of an effective movement, and of a slope"
     )
-    movement_share: Fraction = Field(0.1, description="phi, of the block's initial slope")
+    movement_share: Fraction = Field(0.1, description="phi, a fraction of the block's initial slope")
     movement_times: AtLeastOne = Field(20, description="W: rounds in a row below phi that freeze a block")
     movement_scalars: Count = Field(
-        1_000_000, description="of a block, that are looked at; 0 = all. A checkpoint holds H + 1 values of each"
+        1_000_000,
+        description="parameters per block whose movement is measured; 0 = all; checkpoints hold H + 1 values of each",
     )
 
     distillation_rounds: AtLeastOne = Field(300, description="rounds in which DepthFL's self-distillation gains weight")
@@ -228,18 +230,18 @@ class Settings(BaseModel):
 
     width_shares: str = Field(
         "1,0.5,0.25,0.125,0.0625",
-        description="shares of the channels that sub-models by width may have: HeteroFL, FedRolex, FedDrop",
+        description="allowed width ratios of sub-models: HeteroFL, FedRolex, FedDrop",
     )
-    scaler: bool = Field(True, description="their layers' outputs are divided by the share of channels kept")
-    masked_loss: bool = Field(True, description="logits of classes that a client lacks are 0, HeteroFL and FedRolex")
+    scaler: bool = Field(True, description="divide the layer outputs of these sub-models by the width ratio")
+    masked_loss: bool = Field(True, description="set logits of classes missing on a client to 0, HeteroFL and FedRolex")
 
     fjord_sampling: Literal["batch", "round"] = Field(
         "batch",
-        description="when FjORD draws a share of the channels; round = for each client, as SpaFL compares with it",
+        description="when FjORD draws a width ratio; round = once per client, as in SpaFL's comparison",
     )
     fjord_distillation: bool = Field(False, description="a FjORD client's widest net teaches those within it")
 
-    keep_ratios: str = Field("0.8,0.6,0.4,0.2", description="shares of the kernels that PriSM's sub-models may have")
+    keep_ratios: str = Field("0.8,0.6,0.4,0.2", description="allowed keep ratios of PriSM's sub-models")
     kernel_sampling: Literal["importance", "uniform", "softmax"] = Field(
         "importance", description="how PriSM draws kernels: by a power of their singular values, or its Table 5's"
     )
@@ -252,13 +254,11 @@ class Settings(BaseModel):
         False, description="the server averages the momentum of PriSM's factors and norms, as its authors' code does"
     )
 
-    mix_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.125, description="share of the channels of a base net, SplitMix"
-    )
+    mix_share: Annotated[float, Field(gt=0, le=1)] = Field(0.125, description="width ratio of a base net, SplitMix")
 
     family: str = Field(
         "",
-        description="models that clients may have besides model, largest first: vgg13,vgg11,cnn3; FedDF and FedET; empty = "
+        description="other models that clients may have, largest first: vgg13,vgg11,cnn3; FedDF and FedET; empty = "
         "FedProphet's for vgg16 and resnet34",
     )
     server_iterations: AtLeastOne = Field(
@@ -283,40 +283,42 @@ class Settings(BaseModel):
     )
     importance_update: Literal["paper", "authors", "off"] = Field(
         "paper",
-        description="Eq. 13: the change of thresholds divided by inputs, or by the kernel's size, moves weights",
+        description="Eq. 13: whether the change of thresholds is divided by the inputs or by the kernel's size",
     )
     silent_norms: bool = Field(True, description="the batch norm of a pruned filter is masked too")
     client_momentum: bool = Field(False, description="SpaFL's clients keep their momentum between rounds")
     masked_every: Count = Field(
         1,
-        description="every so manieth step of SpaFL is in the masked form, the others without what is pruned; 0 = none",
+        description="every n-th step of SpaFL uses the masked form, the others drop pruned filters; 0 = none",
     )
 
     evaluate_every: Count = Field(1, description="rounds between evaluations; 0 = only at the end")
     evaluation: Literal["auto", "central", "personal"] = Field(
         "auto",
-        description="central: the model by the server; personal: clients each on its own part of the test split, the mean over "
-        "them; auto = central where there is a model",
+        description="central: the server evaluates the model; personal: clients on their parts of the test split, mean over "
+        "them; auto = central if there is one model",
     )
     evaluation_clients: Count = Field(0, description="clients drawn for a personal evaluation; 0 = all")
     client_evaluation_every: Count = Field(0, description="rounds between evaluations on the clients; 0 = never")
     target_accuracy: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="stop early when reached; 0 = off")
-    patience: Count = Field(0, description="stop after so many evaluations without a better accuracy; 0 = off")
+    patience: Count = Field(0, description="stop after this many evaluations without a better accuracy; 0 = off")
     max_empty_rounds: AtLeastOne = Field(
         1, description="rounds in a row in which no client trained before the run aborts"
     )
     update_norm_limit: NonNegative = Field(
-        10.0, description="times the median accepted norm of a unit's updates, at first the model's; 0 = off"
+        10.0,
+        description="limit on a unit's update, in multiples of the median accepted norm, at first the model's; 0 = off",
     )
     min_clients: Count = Field(
-        0, description="least that must connect at the start and train in a round; 0 = all at the start, one in a round"
+        0,
+        description="minimum that must connect at the start and train in a round; 0 = all at the start, one in a round",
     )
     round_timeout: Positive = Field(3600.0, description="seconds a round waits for replies")
     node_timeout: Positive = Field(120.0, description="seconds to wait for the clients to connect")
 
     engine: Literal["local", "ray", "deployment"] = "local"
-    workers: Count = Field(0, description="client processes at once; 0 = one a core")
-    message_bytes: AtLeastOne = Field(2**25, description="most bytes of frozen atoms in a message")
+    workers: Count = Field(0, description="client processes at once; 0 = one per core")
+    message_bytes: AtLeastOne = Field(2**25, description="maximum bytes of frozen atoms in a message")
     max_in_flight: Count = Field(
         0, description="messages out at once; 0 = twice the workers, at least 4; deployment: all"
     )
@@ -383,58 +385,60 @@ class Settings(BaseModel):
         return self
 
     def shares(self) -> list[float]:
-        """`width-shares`, largest first. Raises ValueError."""
+        """Return the values of `width-shares`, largest first. Raises ValueError."""
         return _shares("width-shares", self.width_shares)
 
     def keeps(self) -> list[float]:
-        """`keep-ratios`, largest first. Raises ValueError."""
+        """Return the values of `keep-ratios`, largest first. Raises ValueError."""
         return _shares("keep-ratios", self.keep_ratios)
 
     def options(self) -> dict[str, str]:
-        """`model-options` as a dictionary. Raises ValueError."""
+        """Return `model-options` as a dictionary. Raises ValueError."""
         pairs = [pair.partition("=") for pair in self.model_options.split(",") if pair.strip()]
         if bad := [name for name, equals, value in pairs if not (name.strip() and equals and value.strip())]:
             raise ValueError(f"model-options = {self.model_options!r}: {bad[0]!r} is not NAME=VALUE")
         return {name.strip(): value.strip() for name, _, value in pairs}
 
     def evaluation_due(self, server_round: int) -> bool:
-        """Whether a round ends with an evaluation: every `evaluate-every`-th does, and the last one."""
+        """Return whether a round ends with an evaluation: every `evaluate-every`-th round does, and the last one."""
         return server_round == self.num_rounds or bool(self.evaluate_every and server_round % self.evaluate_every == 0)
 
     @property
     def norms(self) -> str:
-        """`batch-norm`, decided for the strategy where it is `auto`."""
+        """The value of `batch-norm`; `auto` is resolved for the strategy."""
         if self.batch_norm != "auto":
             return self.batch_norm
         return "measured" if self.strategy in MEASURED else "running"
 
     @property
     def batch_statistics(self) -> bool:
-        """Whether batch norms take the statistics of a batch wherever clients run them."""
+        """Whether clients always run batch norms with the statistics of the batch."""
         return self.norms in ("batch", "measured")
 
     @property
     def enforced(self) -> bool:
-        """Whether clients are held to their budgets: true bytes only, and not where the checks are off."""
+        """Whether budgets are enforced on clients: only for traced bytes, and if the checks are on."""
         return self.memory_model == "traced" and self.enforce_memory
 
     def allowance(self, budget: int) -> int:
-        """Bytes a cut may use: the budget, and with a paper's memory-model `tolerance` of it more; any where checks are off."""
+        """Return the bytes that a cut may use: the budget plus the fraction `tolerance` of it; unlimited if the checks
+        are off.
+        """
         return int(budget * (1 + self.tolerance)) if self.enforce_memory else sys.maxsize
 
     @classmethod
     def from_run_config(cls, config: Mapping[str, Scalar]) -> Self:
         """Validate a flat run configuration. Raises SettingsError."""
-        # with the types, because a cache takes True for 1 and for 1.0
+        # with their types, because a cache treats True, 1 and 1.0 as equal
         items = tuple((key, type(config[key]), config[key]) for key in sorted(config))
         return _validated(cls, items)  # type: ignore[return-value]
 
     def to_run_config(self) -> dict[str, Scalar]:
-        """The flat kebab-case form, every key."""
+        """Return the flat kebab-case form with every key."""
         return self.model_dump(by_alias=True)
 
     def hash(self) -> str:
-        """A short digest of what decides a run's numbers; equal for a run and its resumption."""
+        """Return a short digest of the settings that affect a run's numbers; equal for a run and its resumption."""
         kept = {key: value for key, value in self.to_run_config().items() if key not in CHANGEABLE}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -472,7 +476,7 @@ def _explain(error: Mapping[str, object]) -> str:
 
 
 def check_resume(old: Mapping[str, Scalar], new: Settings) -> None:
-    """Raise SettingsError, naming the first key, unless `new` may go on from a run with the settings `old`."""
+    """Raise SettingsError, which names the first key, unless `new` may resume a run with the settings `old`."""
     for key, value in new.to_run_config().items():
         may_change = key in CHANGEABLE or (key in EXTENDABLE and value)
         if not may_change and key in old and old[key] != value:
@@ -489,23 +493,25 @@ def _shares(key: str, text: str) -> list[float]:
     except ValueError:
         found = []
     if not found or not 0 < found[-1] <= found[0] <= 1:
-        raise ValueError(f"{key} = {text!r}: give shares above 0 and up to 1, as 1,0.5,0.25")
+        raise ValueError(f"{key} = {text!r}: give fractions above 0 and up to 1, as in 1,0.5,0.25")
     return found
 
 
 def too_many_asked(settings: Settings, clients: int) -> str:
-    """What is wrong where a round asks more clients than there are; empty where it does not, or where that is the default."""
+    """Return an error text if a round asks more clients than exist, else an empty text; the default may ask more."""
     asked = settings.clients_per_round
     if asked <= clients or asked == Settings.model_fields["clients_per_round"].default:
         return ""
     return (
-        f"clients-per-round = {asked} is more than the {clients} clients there are (clients, --nodes): set it to at most "
+        f"clients-per-round = {asked} is more than the {clients} existing clients (clients, --nodes): set it to at most "
         f"{clients}, or to 0 to ask all of them"
     )
 
 
 def learning_rate(settings: Settings, server_round: int) -> float:
-    """The rate of round 1, 2, ...: constant, lr-decay^(round - 1), or a cosine that would reach zero after the last round."""
+    """Return the rate of round 1, 2, ...: constant, lr-decay^(round - 1), or a cosine that reaches zero after the last
+    round.
+    """
     if settings.lr_schedule == "constant":
         return settings.lr
     if settings.lr_schedule == "exponential":

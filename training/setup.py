@@ -1,7 +1,7 @@
-"""What a run's settings stand for: data set, shares, model, local step. Server and clients use the same functions.
+"""What a run's settings stand for: data set, client data, model, training config. Server and clients use the same functions.
 
-A module of its own, because client_app/app.py is what Flower's simulation loads in one thread while the ServerApp
-may be importing in another.
+They are not in client_app/app.py, because Flower's simulation loads that in one thread while the ServerApp may be importing in
+another.
 """
 
 from functools import lru_cache
@@ -22,17 +22,17 @@ from piecework.training.settings import Scalar, Settings
 
 @lru_cache(maxsize=4)
 def open_dataset(name: str, data_dir: str) -> ArrayDataset:
-    """The converted data set; the server or the launcher converted it before the first task."""
+    """Load the converted data set, which the server or the launcher converted before the first task."""
     return load(prepare(name, data_dir=data_dir, cache_dir=default_cache()))
 
 
 @lru_cache(maxsize=4)
 def all_shares(settings: Settings, clients: int) -> list[np.ndarray]:
-    """The rows of every client, drawn once a process. Raises DatasetError where data-dir holds a part of an export."""
+    """Return the rows of every client, drawn once per process. Raises DatasetError if data-dir holds a part of an export."""
     data = open_dataset(settings.dataset, settings.data_dir)
     if data.export is not None:
         raise DatasetError(
-            f"data-dir {settings.data_dir} is a part of an export and not the whole data set: give each node its own part by "
+            f"data-dir {settings.data_dir} is a part of an export, not the whole data set: give each node its own part by "
             "data-dir in its node-config, or emulate clients with the data set itself"
         )
     return client_shares(settings, data.labels, clients, data.groups)
@@ -40,7 +40,7 @@ def all_shares(settings: Settings, clients: int) -> list[np.ndarray]:
 
 @lru_cache(maxsize=4)
 def all_test_shares(settings: Settings, clients: int) -> list[np.ndarray]:
-    """The rows of the test split that are each client's own, drawn once a process. Raises DatasetError as `all_shares` does."""
+    """Return each client's own rows of the test split, drawn once per process. Raises DatasetError as `all_shares` does."""
     data = open_dataset(settings.dataset, settings.data_dir)
     return shares_of_test(data.labels, all_shares(settings, clients), data.test_labels, settings.seed)
 
@@ -48,7 +48,7 @@ def all_test_shares(settings: Settings, clients: int) -> list[np.ndarray]:
 def client_shares(
     settings: Settings, labels: np.ndarray, clients: int, groups: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """The rows of every client: a pure function of labels and groups, the number of clients and the settings."""
+    """Return the rows of every client: a pure function of labels, groups, the number of clients and the settings."""
     public = public_rows(settings, len(labels))
     if len(public):
         left = np.setdiff1d(np.arange(len(labels)), public)
@@ -70,13 +70,13 @@ def client_shares(
 
 
 def public_rows(settings: Settings, examples: int) -> np.ndarray:
-    """Of so many training examples those that no client has and the server may use, sorted: `public-share` of them, drawn."""
+    """Draw the fraction `public-share` of this many training examples for the server; no client has them. They are sorted."""
     order = generator(settings.seed, "public").permutation(examples)
     return np.sort(order[: round(settings.public_share * examples)])
 
 
 def partition_settings(settings: Settings) -> dict[str, Scalar]:
-    """The settings that decide the shares besides the number of clients and the seed, those of the chosen partition."""
+    """Return the settings of the chosen partition, which with the number of clients and the seed decide the client data."""
     names = {
         "dirichlet": ("partition-alpha", "partition-balanced"),
         "pathological": ("partition-classes",),
@@ -88,7 +88,7 @@ def partition_settings(settings: Settings) -> dict[str, Scalar]:
 
 
 def check_shares(settings: Settings, data: ArrayDataset) -> None:
-    """Refuse settings by which no shares can be drawn, or which an export was not made with. Raises ValueError."""
+    """Reject settings that allow no partition, or that differ from those of an export. Raises ValueError."""
     if data.export is not None:
         check_export(settings, data, None, settings.clients)
     elif settings.clients:
@@ -96,14 +96,14 @@ def check_shares(settings: Settings, data: ArrayDataset) -> None:
 
 
 def open_own(folder: Path, settings: Settings, client: int, clients: int) -> ArrayDataset:
-    """A node's own data. Raises DatasetError where they are those of another client, or were exported for another run."""
+    """Open a node's own data. Raises DatasetError if they are another client's, or were exported for another run."""
     data = load(folder)
     check_export(settings, data, client, clients)
     return data
 
 
 def check_export(settings: Settings, data: ArrayDataset, client: int | None, clients: int) -> None:
-    """Refuse a part of an export that is not this client's (None: the server's), or not for this run; `clients` 0 = unknown.
+    """Reject a part of an export that is not this client's (None: the server's) or this run's; `clients` 0 = unknown.
 
     Raises DatasetError.
     """
@@ -125,18 +125,18 @@ def check_export(settings: Settings, data: ArrayDataset, client: int | None, cli
 
 
 def blueprint_for(settings: Settings, data: ArrayDataset) -> Blueprint:
-    """The model of a run, not built yet. Raises DatasetError where the data have tokens that it does not know."""
+    """Return the model of a run, not built yet. Raises DatasetError if the data have tokens unknown to it."""
     blueprint = blueprint_of_shape(settings, data.input_shape, data.num_classes)
     if data.vocabulary > blueprint.vocabulary:
         raise DatasetError(
-            f"data set {data.name} has tokens up to {data.vocabulary - 1}, {settings.model} knows those up to "
+            f"data set {data.name} has tokens up to {data.vocabulary - 1}, but {settings.model} knows them only up to "
             f"{blueprint.vocabulary - 1}: keep the most frequent ones"
         )
     return blueprint
 
 
 def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int) -> Blueprint:
-    """The model of a run, as it is trained, for examples of this shape."""
+    """Return the model of a run, as it is trained, for examples of this shape."""
     return build_blueprint(
         settings.model,
         num_classes=num_classes,
@@ -148,7 +148,7 @@ def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int)
 
 
 def training_config_for(settings: Settings, lr: float) -> TrainingConfig:
-    """The local step of a round."""
+    """Return the training config of a round."""
     return TrainingConfig(
         lr,
         settings.momentum,
@@ -162,7 +162,7 @@ def training_config_for(settings: Settings, lr: float) -> TrainingConfig:
 
 
 def check_augmentation(settings: Settings, data: ArrayDataset) -> None:
-    """Raises ValueError where there is nothing to flip and crop."""
+    """Raise ValueError if there is nothing to flip and crop."""
     if settings.augment and data.vocabulary:
         raise ValueError(
             f"augment = true flips and crops images, and data set {data.name} holds tokens: set it to false"
@@ -170,11 +170,11 @@ def check_augmentation(settings: Settings, data: ArrayDataset) -> None:
 
 
 def image_attack(settings: Settings, data: ArrayDataset, steps: int) -> Attack:
-    """PGD on a data set's images within [0, 1]. Raises DatasetError where it holds no 8-bit images, whose range is known."""
+    """Return PGD on a data set's images within [0, 1]. Raises DatasetError unless they have 8 bits, whose range is known."""
     if data.inputs.dtype != np.uint8 or len(data.input_shape) != 3:
         raise DatasetError(
-            f"data set {data.name} holds {data.inputs.dtype} of shape {data.input_shape}: an attack moves pixels within "
-            "[0, 1], and needs images of 8 bits"
+            f"data set {data.name} holds {data.inputs.dtype} of shape {data.input_shape}: an attack changes pixels within "
+            "[0, 1] and needs 8-bit images"
         )
     return Attack(
         "linf", settings.attack_epsilon, settings.attack_step, steps, 0.0, 1.0, tuple(data.mean), tuple(data.std)

@@ -163,7 +163,7 @@ def test_a_node_refuses_what_is_not_its_own(exported: Path, tmp_path: Path, orde
 
 
 def test_emulated_clients_cannot_train_on_the_servers_part(exported: Path, tmp_path: Path) -> None:
-    with pytest.raises(TooFewNodesError, match="is a part of an export and not the whole data set: give each node"):
+    with pytest.raises(TooFewNodesError, match="is a part of an export, not the whole data set: give each node"):
         run_local(tmp_path, **TRIO | {"data_dir": str(exported / "server"), "node_timeout": 0.1})
 
 

@@ -256,7 +256,7 @@ def test_exported_tokens_know_their_vocabulary(tmp_path: Path) -> None:
             {"partition": "natural", "partition_groups": 5},
             r"partition-groups is 5: 3 clients need 15 groups, .* have 12",
         ),
-        ({"strategy": "fedprophet"}, r"an attack moves pixels within \[0, 1\], and needs images of 8 bits"),
+        ({"strategy": "fedprophet"}, r"an attack changes pixels within \[0, 1\] and needs 8-bit images"),
     ],
 )
 def test_settings_that_do_not_go_with_tokens(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -267,5 +267,5 @@ def test_settings_that_do_not_go_with_tokens(tmp_path: Path, changes: dict[str, 
 
 def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:
     settings = tiny_settings(**TOKENS | {"dataset": f"npz:{some_tokens(tmp_path, 2000)}"})
-    with pytest.raises(DatasetError, match=r"has tokens up to 1999, lstm-imdb knows those up to 1000"):
+    with pytest.raises(DatasetError, match=r"has tokens up to 1999, but lstm-imdb knows them only up to 1000"):
         blueprint_for(settings, open_dataset(settings.dataset, ""))

@@ -470,7 +470,7 @@ def test_images_of_unknown_range_cannot_be_attacked(tmp_path: Path) -> None:
     arrays = {f"x_{part}": rng.normal(size=(60, 8, 8)).astype(np.float32) for part in ("train", "test")}
     np.savez(tmp_path / "float.npz", **arrays, y_train=np.arange(60) % 3, y_test=np.arange(60) % 3)
     with pytest.raises(
-        ValueError, match=r"float32 .*: an attack moves pixels within \[0, 1\], and needs images of 8 bits"
+        ValueError, match=r"float32 .*: an attack changes pixels within \[0, 1\] and needs 8-bit images"
     ):
         run_local(tmp_path, **SMALL | {"dataset": f"npz:{tmp_path / 'float.npz'}"})
 

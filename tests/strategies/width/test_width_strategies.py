@@ -278,7 +278,7 @@ def test_a_plan_agrees_with_a_run(tmp_path: Path, strategy: str) -> None:
 
 @pytest.mark.parametrize("shares", ["", "0.5,x", "2,1", "0,1", "-1"])
 def test_shares_that_are_none(shares: str) -> None:
-    with pytest.raises(ValueError, match=r"width-shares = .*: give shares above 0 and up to 1"):
+    with pytest.raises(ValueError, match=r"width-shares = .*: give fractions above 0 and up to 1"):
         tiny_settings(width_shares=shares)
 
 
