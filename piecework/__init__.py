@@ -9,20 +9,22 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # In a checkout, and in the bundle that Flower makes of it, the packages lie beside this folder; a wheel has them inside. Either
-# way they are imported as piecework.NAME, so that a user's own `models.py` hides none of ours. (The links in this folder are
-# for type checkers and editors, which do not run this line; Flower leaves links out of its bundle.)
+# way they are imported as piecework.NAME, so that a user's own `models.py` hides none of ours. The links in this folder are for
+# type checkers and editors, which do not run the line below; Flower omits links from its bundle.
 __path__.append(str(Path(__file__).resolve().parent.parent))
 
 
 def load(path: str | Path, *, normalise: bool = True) -> "TrainedModel":
-    """The trained model of a finished run, in evaluation mode: `path` is the run's folder or a copy of its model.safetensors.
+    """Load the trained model of a finished run, in evaluation mode, from the run's folder or a copy of its model.safetensors.
 
-    It takes images [B, C, H, W], uint8 or floats in [0, 1], and scales them itself; with `normalise=False` they must be
-    standardised already. `model(images)` gives logits, `model.predict(images)` classes and probabilities. Of a run that ended
-    in the middle of a cascade it is the atoms that were trained with the head behind them; with exits, it predicts by the mean
-    of theirs; of FedRBN, it has the statistics of its `evaluation-branch`, or the clean ones where that chooses by image.
-    Neither the data set nor Flower is needed. Raises ModelFileError (in piecework.models.trained_model) where
-    there is no such file, or it cannot be read.
+    The model takes images [B, C, H, W], uint8 or floats in [0, 1], and scales them itself; with `normalise=False` they must be
+    standardised already. `model(images)` returns logits, `model.predict(images)` classes and probabilities. If the run ended in
+    the middle of a cascade, the model has the trained atoms and the head after them. A model with exits predicts by the mean of
+    their logits. A FedRBN model has the statistics of its `evaluation-branch`, or the clean ones if that setting chooses per
+    image.
+
+    Neither the data set nor Flower is needed. Raises ModelFileError (in piecework.models.trained_model) if the file does not
+    exist or cannot be read.
     """
     from piecework.models.trained_model import load_model
 

@@ -1,19 +1,19 @@
-"""Where the Flower app and the presets are: at the top of a checkout, or in `piecework/shipped` where a wheel was installed."""
+"""Locate the Flower app and the presets: at the top of a checkout, or in `piecework/shipped` of an installed wheel."""
 
 import shutil
 import tomllib
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-SHIPPED = PACKAGE / "shipped"  # made by the wheel's build from the files at the top of a checkout
+SHIPPED = PACKAGE / "shipped"  # the wheel's build makes it from the files at the top of a checkout
 TOP = SHIPPED if SHIPPED.is_dir() else PACKAGE.parent
 PRESETS = TOP / "conf"
 
 
 def app_folder(folder: Path) -> Path:
-    """A folder that `flwr run` accepts: the checkout itself, or `folder`, filled with what the wheel installed.
+    """Return a folder that `flwr run` accepts: the checkout itself, or `folder`, filled from the installed wheel.
 
-    Raises FileNotFoundError where neither a checkout nor a wheel is complete.
+    Raises FileNotFoundError if neither a checkout nor a wheel is complete.
     """
     project = TOP / "pyproject.toml"
     if not project.is_file():

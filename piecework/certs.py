@@ -1,13 +1,13 @@
-"""Certificates and keys of a federation: its own authority, a server certificate, and what each node needs.
+"""Certificates and keys of a federation: its own authority, a server certificate, and the files of each node.
 
-    ca.crt, ca.key          the authority; every process trusts ca.crt, ca.key stays with who issues
+    ca.crt, ca.key          the authority; every process trusts ca.crt, and ca.key stays with its owner
     server.crt, server.key  TLS of the SuperLink
     executor.secret         between the SuperLink and the executor of the ServerApp
-    nodes/node-I.key, .pub          what identifies node I to the SuperLink (OpenSSH, NIST P-384)
+    nodes/node-I.key, .pub          identify node I to the SuperLink (OpenSSH, NIST P-384)
     nodes/node-I.crt, .tls.key      TLS between node I and its executor
     nodes/node-I.secret             between node I and its executor
 
-Every node has a secret of its own: with the server's, a node could take the tasks of the ServerApp.
+Every node has its own secret, because with the server's a node could take the tasks of the ServerApp.
 """
 
 import ipaddress
@@ -26,8 +26,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 AUTHORITY_DAYS = 3650
-LAST_PART = 0.1  # of its time, in which a certificate is issued again
-EARLY = timedelta(days=1)  # certificates hold from yesterday: a board whose clock is behind says so itself, not TLS
+LAST_PART = 0.1  # last fraction of its validity in which a certificate is issued again
+EARLY = timedelta(days=1)  # certificates are valid from yesterday, for boards whose clock is behind
 HERE = ("localhost", "127.0.0.1")
 LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 PEM, OPENSSH = serialization.Encoding.PEM, serialization.Encoding.OpenSSH
@@ -35,7 +35,7 @@ PEM, OPENSSH = serialization.Encoding.PEM, serialization.Encoding.OpenSSH
 
 @dataclass(frozen=True)
 class Made:
-    """A file, whether it was "made" or "kept", and for a certificate its names and the day it ends."""
+    """A file, whether it was "made" or "kept", and for a certificate its names and the day it expires."""
 
     file: str
     done: str
@@ -45,7 +45,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Authority:
-    """A certificate that signs; `key` is None where ca.key is kept elsewhere."""
+    """A certificate that signs; `key` is None if ca.key is kept elsewhere."""
 
     folder: Path
     certificate: x509.Certificate
@@ -53,16 +53,17 @@ class Authority:
 
 
 def issue(names: Sequence[str], nodes: int, folder: Path, days: int = 825) -> list[Made]:
-    """Make what is missing in `folder` for a server with these names and `nodes` nodes; nothing that is good is replaced.
+    """Make the missing files in `folder` for a server with these names and `nodes` nodes; valid files are kept.
 
-    A certificate is issued again where its names changed or in the last tenth of its time. Names are DNS names or IP addresses;
-    localhost and 127.0.0.1 are always added; without names the server keeps those it has. Raises ValueError, OSError.
+    A certificate is issued again if its names changed or in the last tenth of its validity. Names are DNS names or IP
+    addresses; localhost and 127.0.0.1 are always added. Without names the server keeps its present ones. Raises ValueError,
+    OSError.
     """
     if nodes < 1:
         raise ValueError(f"nodes is {nodes}: it must be at least 1")
     if not 1 <= days <= AUTHORITY_DAYS:
         raise ValueError(f"days is {days}: it must be 1 to {AUTHORITY_DAYS}")
-    alternatives([*names, *HERE])  # a bad name is told before anything is written
+    alternatives([*names, *HERE])  # rejects a bad name before anything is written
     if foreign := foreign_file(folder):
         raise ValueError(f"{folder} holds {foreign} and no ca.crt: give a new folder, or one that this command made")
     (folder / "nodes").mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -79,7 +80,7 @@ def issue(names: Sequence[str], nodes: int, folder: Path, days: int = 825) -> li
 
 
 def open_authority(folder: Path) -> tuple[Authority, list[Made]]:
-    """The authority of a folder, made where there is none. Raises ValueError where its files are no authority."""
+    """Open the authority of a folder, or make one. Raises ValueError if its files are not an authority."""
     certificate_file, key_file = folder / "ca.crt", folder / "ca.key"
     done = "kept"
     if not certificate_file.exists():
@@ -106,7 +107,7 @@ def open_authority(folder: Path) -> tuple[Authority, list[Made]]:
 def certify(
     authority: Authority, stem: str, names: Sequence[str], days: int, key_suffix: str = ".key"
 ) -> tuple[Made, Made]:
-    """A certificate for the given names and its key, kept where they still hold. Raises ValueError without ca.key."""
+    """Make a certificate for the given names and its key, or keep valid ones. Raises ValueError if ca.key is missing."""
     certificate_file, key_file = authority.folder / f"{stem}.crt", authority.folder / f"{stem}{key_suffix}"
     old = read_certificate(certificate_file) if certificate_file.exists() and key_file.exists() else None
     wanted = alternatives([*names, *HERE]) if names or old is None else names_of(old)
@@ -133,17 +134,17 @@ def certify(
 
 
 def holds(certificate: x509.Certificate, authority: Authority, names: Iterable[x509.GeneralName]) -> bool:
-    """Whether a certificate is of this authority, for these names, and not in the last part of its time."""
+    """Return whether a certificate is of this authority, for these names, and not in the last part of its validity."""
     try:
         certificate.verify_directly_issued_by(authority.certificate)
-    except (InvalidSignature, ValueError, TypeError):  # of another authority
+    except (InvalidSignature, ValueError, TypeError):  # signed by another authority
         return False
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     return set(names_of(certificate)) == set(names) and datetime.now(UTC) < ends - LAST_PART * (ends - begins)
 
 
 def identity(folder: Path, node: str) -> tuple[Made, ...]:
-    """The key pair that identifies a node. A .pub without its .key was made on the device, and is kept."""
+    """Make or keep the key pair that identifies a node. A .pub without its .key was made on the device, and is kept."""
     private_file, public_file = folder / "nodes" / f"{node}.key", folder / "nodes" / f"{node}.pub"
     if public_file.exists() and not private_file.exists():
         return (Made(f"nodes/{node}.pub", "kept"),)
@@ -161,7 +162,7 @@ def identity(folder: Path, node: str) -> tuple[Made, ...]:
 
 
 def secret(folder: Path, file: str) -> Made:
-    """Random bytes that two processes share."""
+    """Make or keep a file of random bytes, the secret of two processes."""
     path = folder / file
     if path.exists():
         return Made(file, "kept")
@@ -170,7 +171,7 @@ def secret(folder: Path, file: str) -> Made:
 
 
 def alternatives(names: Iterable[str]) -> list[x509.GeneralName]:
-    """Subject alternative names, each once. Raises ValueError for what is neither a DNS name nor an IP address."""
+    """Return subject alternative names without repetition. Raises ValueError for neither a DNS name nor an IP address."""
     found: list[x509.GeneralName] = []
     for name in names:
         try:
@@ -185,7 +186,9 @@ def alternatives(names: Iterable[str]) -> list[x509.GeneralName]:
 
 
 def foreign_file(folder: Path) -> str:
-    """A file of a folder that is not ours to close to others; '' where there is none. Keys that devices made may be there."""
+    """Return a file of a folder that is not ours, or ''; its folder must not be made private. Devices' public keys are
+    allowed.
+    """
     if not folder.exists() or (folder / "ca.crt").exists() or (folder / "ca.key").exists():
         return ""
     return next((path.name for path in sorted(folder.iterdir()) if path.name != "nodes"), "")
@@ -194,7 +197,7 @@ def foreign_file(folder: Path) -> str:
 def builder_for(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
 ) -> x509.CertificateBuilder:
-    """What certificates of both kinds have."""
+    """Return a builder with what certificates of both kinds have in common."""
     now = datetime.now(UTC)
     return (
         x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number())
@@ -205,7 +208,7 @@ def builder_for(
 
 
 def key_usage(signs: bool) -> x509.KeyUsage:
-    """An authority signs certificates; a server signs handshakes."""
+    """Return the key usage: an authority signs certificates, a server signs handshakes."""
     return x509.KeyUsage(
         digital_signature=not signs,
         key_cert_sign=signs,
@@ -220,22 +223,22 @@ def key_usage(signs: bool) -> x509.KeyUsage:
 
 
 def names_of(certificate: x509.Certificate) -> list[x509.GeneralName]:
-    """The subject alternative names of a certificate."""
+    """List the subject alternative names of a certificate."""
     return list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
 
 
 def texts(names: Iterable[x509.GeneralName]) -> tuple[str, ...]:
-    """Names as people write them."""
+    """Return names as text."""
     return tuple(str(name.value) for name in names)
 
 
 def day(certificate: x509.Certificate) -> str:
-    """The day a certificate ends."""
+    """Return the day a certificate expires."""
     return certificate.not_valid_after_utc.date().isoformat()
 
 
 def read_certificate(path: Path) -> x509.Certificate:
-    """Raises ValueError naming the file."""
+    """Read a certificate. Raises ValueError, which names the file."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError as error:
@@ -245,7 +248,7 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def read_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """Raises ValueError naming the file."""
+    """Read a private key. Raises ValueError, which names the file."""
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), None)
     except (ValueError, TypeError) as error:
@@ -258,12 +261,12 @@ def read_key(path: Path) -> ec.EllipticCurvePrivateKey:
 def pem_of(
     key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat = serialization.PrivateFormat.PKCS8
 ) -> bytes:
-    """An unencrypted private key: processes that start by themselves cannot be asked for a password."""
+    """Encode a private key without encryption, because processes that start by themselves cannot be asked for a password."""
     return key.private_bytes(PEM, form, serialization.NoEncryption())
 
 
 def write(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Replace a file, or leave it as it was; never readable by more than `mode` says."""
+    """Replace a file atomically; it is never more accessible than `mode`."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -274,5 +277,5 @@ def write(path: Path, content: bytes, mode: int = 0o644) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """A file for its owner alone."""
+    """Write a file that only its owner can read."""
     write(path, content, 0o600)

@@ -101,7 +101,7 @@ def run(
 def run_one(
     settings: Settings, seed: int, several: bool, restarts: int, as_json: bool, connection: Connection | None
 ) -> dict[str, Any]:
-    """One seed's run, with its progress on stderr and its summary on stdout."""
+    """Run one seed, with progress on stderr and the summary on stdout."""
     from piecework.federation.registry import TooFewNodesError
     from piecework.launch import SuperLinkLostError, launch
     from piecework.progress import RoundProgress
@@ -139,7 +139,7 @@ def run_one(
 
 
 def show_run(run_dir: "RunDir", summary: dict[str, Any], reason: str, as_json: bool) -> None:
-    """How a run ended: a summary on stdout, and on stderr why it did not complete."""
+    """Print a run's summary on stdout, and on stderr why it did not complete."""
     from piecework.display import memory_table, summary_table
 
     if as_json:
@@ -156,7 +156,7 @@ def show_run(run_dir: "RunDir", summary: dict[str, Any], reason: str, as_json: b
 
 
 def how_to_go_on(run_dir: "RunDir", connection: Connection | None) -> str:
-    """The command that goes on with a run that was stopped."""
+    """Return the command that resumes a stopped run."""
     if not run_dir.has_begun():
         return "nothing has been written yet: run the same command again"
     command = ["piecework", "run", "--set", f"resume-from={run_dir.path}"]
@@ -168,7 +168,7 @@ def how_to_go_on(run_dir: "RunDir", connection: Connection | None) -> str:
 
 
 def over_seeds(summaries: list[dict[str, Any]]) -> dict[str, Any]:
-    """One object for several runs: sums, accuracies with their spreads, the largest peak, and the runs themselves."""
+    """Summarise several runs: sums, accuracies with their spreads, the largest peak, and the runs themselves."""
     from piecework.seeds import accuracies
 
     finished = [s for s in summaries if s["status"] == "completed"]
@@ -208,7 +208,7 @@ def plan(
     assignments: Set = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Which pieces a model falls into, which device can train which, and how long a round takes; nothing is trained."""
+    """Show which pieces a model falls into, which device can train which, and how long a round takes; nothing is trained."""
     from piecework.plan import make_plan
     from piecework.plan_view import draw, plan_tables
     from piecework.question import ask
@@ -259,7 +259,7 @@ def devices(
     measure: Annotated[bool, typer.Option(help="measure this machine, as device = auto does")] = False,
     as_json: Json = False,
 ) -> None:
-    """The fleets and pools that are shipped, the devices of one, or the figures of this machine."""
+    """Show the shipped fleets and pools, the devices of one of them, or the figures of this machine."""
     from piecework.devices import fleet_rows, fleet_tables, measured_here
 
     with errors_for_people(as_json):
@@ -275,7 +275,7 @@ def presets(
     word: Annotated[str, typer.Argument(help="only presets about this: a strategy, a data set, any word")] = "",
     as_json: Json = False,
 ) -> None:
-    """The shipped presets, by which published settings and our own comparisons run, and what each is for."""
+    """List the shipped presets, which run published settings and our own comparisons, and the purpose of each."""
     from piecework.presets import preset_rows, preset_table
 
     with errors_for_people(as_json):
@@ -335,7 +335,7 @@ def compare(
     curves: Annotated[str, typer.Option(help="also write accuracy curves to this .html file")] = "",
     as_json: Json = False,
 ) -> None:
-    """Lay runs side by side; runs that differ in nothing but the seed are one column, mean and spread."""
+    """Show runs side by side; runs that differ only in the seed are one column with mean and spread."""
     from piecework.compare import compare_json, group_runs, runs_at
     from piecework.compare_view import compare_table, write_curves
 
@@ -355,7 +355,7 @@ def clean(
     cache: Annotated[bool, typer.Option(help="also remove converted data sets")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove the stores that emulated clients left behind. A run cleaned so cannot resume clients that keep state."""
+    """Remove the stores of emulated clients. A run cleaned this way cannot resume clients that keep state."""
     from piecework.federated_data.datasets import default_cache
     from piecework.runs import converted, remove, stores
 
@@ -370,9 +370,9 @@ def clean(
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     run_app: Callable[[], Any] = app
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that what was started is stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that started processes are stopped
     run_app()
 
 

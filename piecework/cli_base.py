@@ -1,4 +1,4 @@
-"""What the commands share: consoles, options, how errors are told."""
+"""What the commands have in common: consoles, options, error messages."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 
 class Said(logging.Handler):
-    """What a run has to say while it goes on: lines on stderr, warnings in bold."""
+    """Handler for a run's log: lines on stderr, warnings in bold."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a line."""
@@ -51,7 +51,7 @@ class Said(logging.Handler):
 
 
 def listen() -> None:
-    """Print what the run logs, once a process."""
+    """Print what the run logs; installs the handler once per process."""
     log = logging.getLogger("piecework")
     if not any(isinstance(handler, Said) for handler in log.handlers):
         log.addHandler(Said())
@@ -60,8 +60,9 @@ def listen() -> None:
 
 @contextmanager
 def errors_for_people(as_json: bool, answer: dict[str, Any] = NO_RUN) -> Iterator[None]:
-    """Bad input ends with one message and exit code 2, Ctrl-C with 130; with --json bad input also puts an object on stdout,
-    `answer` and the reason.
+    """Turn bad input into one message and exit code 2, and Ctrl-C into exit code 130.
+
+    With --json bad input also prints an object on stdout, `answer` and the reason.
     """
     from piecework.federation.registry import TooFewNodesError
     from piecework.server_app.rounds import RunAbortedError
@@ -76,7 +77,7 @@ def errors_for_people(as_json: bool, answer: dict[str, Any] = NO_RUN) -> Iterato
 
 
 def give_up(message: str, as_json: bool, answer: dict[str, Any]) -> NoReturn:
-    """Say what was wrong, and exit."""
+    """Print what was wrong, and exit."""
     if as_json:
         print(json.dumps(answer | {"reason": message}))
     err.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)

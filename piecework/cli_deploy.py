@@ -21,7 +21,7 @@ def export_data(
     assignments: Set = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Write each client's share of the data set into a folder of its own, for devices and containers."""
+    """Write each client's data and the server's part into folders of their own, for devices and containers."""
     from piecework.export_data import export_data as export
     from piecework.export_data import export_table
 
@@ -81,7 +81,7 @@ def certs(
     days: Annotated[int, typer.Option(help="how long certificates hold")] = 825,
     as_json: Json = False,
 ) -> None:
-    """Make the certificates and keys of a federation; again with other names or more nodes, what is missing."""
+    """Make the certificates and keys of a federation; repeated with other names or more nodes, only missing files."""
     from dataclasses import asdict
 
     from rich.table import Table
@@ -108,7 +108,7 @@ def register(
     revoke: Annotated[str, typer.Option(metavar="NODE", help="take the key of this node back, for good")] = "",
     as_json: Json = False,
 ) -> None:
-    """Tell a SuperLink with --enable-supernode-auth the keys of the nodes it may let in (nodes/*.pub)."""
+    """Register the keys of the allowed nodes (nodes/*.pub) with a SuperLink that has --enable-supernode-auth."""
     from dataclasses import asdict
 
     from rich.table import Table
@@ -147,7 +147,7 @@ def compose(
     ] = "./certs",
     assignments: Set = [],  # noqa: B006
 ) -> None:
-    """Print a compose file: each client a container that the kernel holds to its device's memory."""
+    """Print a compose file in which each client is a container whose memory limit is its device's memory."""
     from piecework.compose import command_line, compose_file, floor_bytes, places, tls_overlay
 
     with errors_for_people(False):

@@ -1,7 +1,7 @@
-"""Runs side by side. Runs that differ in nothing but the seed are one group: mean, sample standard deviation, extremes.
+"""Runs side by side. Runs that differ only in the seed are one group: mean, sample standard deviation, extremes.
 
-What a resumed run may change (`CHANGEABLE`) does not part groups, except for the number of rounds: a longer run is no
-repetition of a shorter one.
+Settings that a resumed run may change (`CHANGEABLE`) do not separate groups, except for the number of rounds: a longer run is
+not a repetition of a shorter one.
 """
 
 import hashlib
@@ -25,9 +25,10 @@ ACCURACIES = {"accuracy": "Accuracy", "adversarial_accuracy": "Accuracy under at
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. Bytes of training messages; `curves` have (round, bytes so far, accuracy) of the evaluated rounds by record key.
+    """The figures of one run.
 
-    `under_attack`: how the trained model does, by `UNDER_ATTACK`.
+    Bytes are those of training messages. `curves` have (round, bytes so far, accuracy) of the evaluated rounds by record key.
+    `under_attack` has the trained model's results by `UNDER_ATTACK`.
     """
 
     path: Path
@@ -49,7 +50,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs with the same settings; `differs` are the settings that set it apart (of a single group: the strategy)."""
+    """Runs with the same settings; `differs` are the settings that distinguish it (of a single group: the strategy)."""
 
     label: str
     differs: dict[str, Scalar]
@@ -57,12 +58,12 @@ class Group:
 
     @property
     def seeds(self) -> list[int]:
-        """In the order of the runs."""
+        """The seeds in the order of the runs."""
         return [int(run.settings["seed"]) for run in self.runs]
 
 
 def runs_at(path: Path) -> list[RunDir]:
-    """The run at a path, or all runs in the folder there, by name. Raises CheckpointError where there is none."""
+    """Return the run at a path, or all runs in that folder by name. Raises CheckpointError if there is none."""
     if RunDir(path).has_begun():
         return [RunDir(path)]
     if not (found := sorted(settings.parent for settings in path.glob("*/settings.toml"))):
@@ -73,7 +74,7 @@ def runs_at(path: Path) -> list[RunDir]:
 
 
 def read_run(run_dir: RunDir) -> Outcome:
-    """What a run came to. Raises CheckpointError for a folder that is not a run, or one of another version."""
+    """Return the figures of a run. Raises CheckpointError for a folder that is not a run, or one of another version."""
     try:
         settings = Settings.from_run_config(run_dir.settings()).to_run_config()
     except SettingsError as error:
@@ -105,7 +106,7 @@ def read_run(run_dir: RunDir) -> Outcome:
 
 
 def group_runs(run_dirs: Iterable[RunDir]) -> list[Group]:
-    """The runs by settings, in the order in which they were given. Raises CheckpointError."""
+    """Group the runs by settings, in the given order. Raises CheckpointError."""
     unique = {run_dir.path: run_dir for run_dir in run_dirs}
     together: dict[str, list[Outcome]] = {}
     for run in map(read_run, unique.values()):
@@ -122,7 +123,7 @@ def group_runs(run_dirs: Iterable[RunDir]) -> list[Group]:
 
 
 def short(value: Scalar) -> str:
-    """A value as part of a label: a fleet may be a whole JSON document, of which the digest tells it from another."""
+    """Shorten a value for a label: a fleet may be a whole JSON document, which a digest identifies."""
     text = str(value)
     if len(text) <= LONGEST:
         return text
@@ -130,7 +131,7 @@ def short(value: Scalar) -> str:
 
 
 def figures(group: Group) -> dict[str, Any]:
-    """A group in numbers: means a run unless the name says otherwise, None for what no run has."""
+    """Return the figures of a group: means per run unless the name says otherwise, None if no run has the figure."""
     runs, seeds = group.runs, group.seeds
     final = [run.accuracy for run in runs if run.accuracy is not None]
     withstood = {k: [r.under_attack[k].accuracy for r in runs if k in r.under_attack] for k in UNDER_ATTACK}
@@ -162,18 +163,18 @@ def figures(group: Group) -> dict[str, Any]:
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """None of no values."""
+    """Return the mean, or None without values."""
     found = list(values)
     return fmean(found) if found else None
 
 
 def spread(values: Sequence[float], several: bool) -> float | None:
-    """The sample standard deviation; None of one value, or where a seed was but repeated."""
+    """Return the sample standard deviation; None for one value, or if all runs have the same seed."""
     return stdev(values) if len(values) > 1 and several else None
 
 
 def compare_json(groups: Sequence[Group]) -> dict[str, Any]:
-    """As plain values: a group's figures, and its runs."""
+    """Return the groups as JSON values: their figures and their runs."""
     return {
         "groups": [
             {

@@ -1,4 +1,4 @@
-"""Runs side by side, for people: a table, and a page with curves."""
+"""Present runs side by side: a table, and a page with curves."""
 
 from collections.abc import Sequence
 from html import escape
@@ -17,7 +17,7 @@ from piecework.server_app.records import write_atomically
 
 
 def compare_table(groups: Sequence[Group]) -> Table:
-    """A column a group, headed by what sets it apart: few groups with many figures fit a terminal best so."""
+    """Return a table with a column per group, because few groups with many figures fit a terminal best that way."""
     table = Table(show_header=False, caption="accuracy: mean ± sample standard deviation; bytes, time: mean of a run")
     heads = [{key: short(value) for key, value in group.differs.items()} for group in groups]
     found = [figures(group) for group in groups]
@@ -30,7 +30,7 @@ def compare_table(groups: Sequence[Group]) -> Table:
 
 
 def attack_names(groups: Sequence[Group]) -> dict[str, str]:
-    """Of the attacks that any run has; where runs differ in steps or images, which their settings show, without these."""
+    """Name the attacks that any run has, without steps and images if these differ between runs; the settings show them."""
     names = {}
     for key, general in UNDER_ATTACK.items():
         found = [run.under_attack[key] for group in groups for run in group.runs if key in run.under_attack]
@@ -41,7 +41,7 @@ def attack_names(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def lines(found: dict[str, Any], attacks: dict[str, str], evaluated: bool) -> dict[str, str]:
-    """The figures of a group as text; those of attacks and of memory in evaluation where any group has them."""
+    """Return the figures of a group as text; figures of attacks and of memory in evaluation only if any group has them."""
     rounds, ended = sorted({min(found["rounds"]), max(found["rounds"])}), found["status"]
     return {
         "seeds": ", ".join(map(str, found["seeds"])),
@@ -62,17 +62,17 @@ def lines(found: dict[str, Any], attacks: dict[str, str], evaluated: bool) -> di
 
 
 def with_spread(share: float | None, deviation: float | None) -> str:
-    """`70.00% ± 10.00%`."""
+    """Format as `70.00% ± 10.00%`."""
     return percent(share) + (f" ± {percent(deviation)}" if deviation is not None else "")
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds for people."""
+    """Format seconds."""
     return "-" if seconds is None else display.format_seconds(seconds)
 
 
 def size(amount: float | None) -> str:
-    """Bytes for people."""
+    """Format bytes."""
     return "-" if amount is None else format_bytes(round(amount))
 
 
@@ -97,7 +97,7 @@ def write_curves(groups: Sequence[Group], path: Path) -> Path:
 
 
 def curves_figure(groups: Sequence[Group], key: str, *, over_bytes: bool) -> Any:
-    """A line and a band a group, of what records call `key`."""
+    """Draw a line and a band per group for the record key `key`."""
     from piecework.page import COLOURS, graph_objects, line
 
     figure = graph_objects().Figure()
@@ -119,7 +119,7 @@ def curves_figure(groups: Sequence[Group], key: str, *, over_bytes: bool) -> Any
 
 
 def mean_curve(group: Group, key: str, over_bytes: bool) -> list[tuple[float, float, float, float]]:
-    """(round or mean bytes, mean, lowest, highest accuracy) by round."""
+    """Return (round or mean bytes, mean, lowest, highest accuracy) by round."""
     by_round: dict[int, list[tuple[int, float]]] = {}
     for run in group.runs:
         for number, sent, accuracy in run.curves[key]:

@@ -1,8 +1,8 @@
-"""Compose files: a federation in containers, each client's memory limited by the kernel to what its device has.
+"""Compose files: a federation in containers, in which the kernel limits each client to its device's memory.
 
-Two services a client, as on a device of its own: `node-I` (a SuperNode) and `client-I` (the executor that trains, the one that
-is limited). The files are text rather than dumped structures, so that people can read and change them; they keep to what
-docker-compose 1.29 and Compose v2 both understand.
+There are two services per client, as on a real device: `node-I` (a SuperNode) and `client-I` (the executor that trains, which
+is limited). The files are text templates rather than dumped structures, so that people can read and change them. They use only
+what both docker-compose 1.29 and Compose v2 understand.
 """
 
 import json
@@ -18,7 +18,7 @@ from piecework.question import data_shape
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.setup import blueprint_of_shape
 
-CPUS = 1.0  # where the profile says nothing
+CPUS = 1.0  # if the profile has no figure
 NAME = re.compile(r"[\w .()+-]+")  # of a device, as it can stand in a node-config inside YAML
 
 HEAD = """\
@@ -158,7 +158,7 @@ HEALTH = """\
 
 @dataclass(frozen=True)
 class Place:
-    """What one client is in the files: its number, its device, and the bytes that the kernel allows it."""
+    """One client in the files: its number, its device, and the bytes that the kernel allows it."""
 
     number: int
     device: DeviceProfile
@@ -168,14 +168,14 @@ class Place:
 
 
 def command_line(options: Mapping[str, object], assignments: list[str], tls: bool) -> str:
-    """The command that makes a file again."""
+    """Return the command that makes a file again."""
     words = [str(word) for option, value in options.items() if value for word in (option, value)]
     words += [word for assignment in assignments for word in ("--set", assignment)]
     return shlex.join(["piecework", "compose", *words, *(["--tls"] if tls else [])])
 
 
 def floor_bytes(text: str) -> int:
-    """Bytes of a --floor. Raises SettingsError."""
+    """Parse the bytes of --floor. Raises SettingsError."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -183,7 +183,7 @@ def floor_bytes(text: str) -> int:
 
 
 def places(settings: Settings, floor: int) -> list[Place]:
-    """The clients of a run as containers: limit = what the device's training may take + `floor`, in bytes.
+    """Return the clients of a run as containers, whose limit is the device's training memory plus `floor`, in bytes.
 
     Raises SettingsError, FleetError.
     """
@@ -203,7 +203,7 @@ def places(settings: Settings, floor: int) -> list[Place]:
                 f"fleet {fleet.name!r}: device {device.name!r} cannot be named in a node-config: use letters, digits, "
                 "spaces and . ( ) + -"
             )
-        # A fleet that gives every client a figure of its own knows it by the client's number, not by the device's name.
+        # If the fleet gives each client its own figure, the client's number identifies it, not the device's name.
         named = f' device="{device.name}"' if named_device(fleet, device.name) == device else ""
         config = f'partition-id={client} num-partitions={clients}{named} data-dir="/data" state-dir="/store"'
         memory = device.budget(reference)
@@ -217,14 +217,14 @@ def places(settings: Settings, floor: int) -> list[Place]:
 
 
 def reference_bytes(settings: Settings) -> int:
-    """Bytes of one reference step, which ratio budgets are shares of."""
+    """Return the bytes of one reference step, of which ratio budgets are fractions."""
     shape, classes, _ = data_shape(settings)
     full = settings.model_copy(update={"model_width": 1.0})
     return cost_model_for(settings, blueprint_of_shape(full, shape, classes)).reference_bytes
 
 
 def compose_file(clients: list[Place], floor: int, data: str, command: str) -> str:
-    """The file of a federation without TLS, for a trusted host alone. `data` is the folder that `export-data` wrote."""
+    """Return the file of a federation without TLS, for a trusted host. `data` is the folder written by `export-data`."""
     what = "A federation in containers, each client with its device's memory as the kernel's limit."
     folder = source("PIECEWORK_EXPORT", data)
     text = HEAD.format(what=what, command=command) + "\n"
@@ -246,7 +246,7 @@ def compose_file(clients: list[Place], floor: int, data: str, command: str) -> s
 
 
 def tls_overlay(clients: list[Place], certs: str, command: str) -> str:
-    """What TLS, node keys and executor secrets change in that file. `certs` is the folder that `piecework certs` wrote."""
+    """Return the overlay with TLS, node keys and executor secrets. `certs` is the folder written by `piecework certs`."""
     what = "Over the compose file of the same fleet: TLS, nodes known by their keys, executors by secrets."
     nodes = [client.number for client in clients]
     public = [f"nodes/node-{i}.pub" for i in nodes]
@@ -271,12 +271,12 @@ def tls_overlay(clients: list[Place], certs: str, command: str) -> str:
 
 
 def source(variable: str, folder: str) -> str:
-    """A folder of the host that an environment variable may change."""
+    """Return a folder of the host that an environment variable may override."""
     return "${" + variable + ":-" + folder.replace("$", "$$") + "}"
 
 
 def files(certs: str, *names: str, flat: bool = True) -> str:
-    """Bind mounts of single files into /certs, each where it is needed and nowhere else."""
+    """Return bind mounts of single files into /certs, so that each service gets only what it needs."""
     folder = source("PIECEWORK_CERTS", certs)
     targets = [name.rsplit("/", 1)[-1] if flat else name for name in names]
     return "\n".join(
@@ -286,7 +286,7 @@ def files(certs: str, *names: str, flat: bool = True) -> str:
 
 
 def health(address: str) -> str:
-    """A health check in Python: images of Python have neither curl nor wget."""
+    """Return a health check in Python, because Python images have neither curl nor wget."""
     context = "c = None"
     if address.startswith("https"):
         context = "import ssl; c = ssl.create_default_context(cafile='/certs/ca.crt')"

@@ -1,4 +1,4 @@
-"""The devices of fleets and of pools, and of this machine."""
+"""List the devices of fleets and of pools, and of this machine."""
 
 from dataclasses import asdict
 from itertools import groupby
@@ -13,14 +13,16 @@ from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.fleet_file import FleetError, pool_devices, shipped_fleets, shipped_pools
 from piecework.device_profiles.profile import format_bytes, measure_device
 
-# Before the name of a pool, where the name of a fleet could be.
+# The prefix of a pool's name where a fleet's name could be.
 POOL = "pool:"
 COLUMNS = ("device", "memory", "FLOP/s", "network", "disk")
 
 
 def fleet_rows(name: str) -> list[dict[str, Any]]:
-    """The devices of a fleet or a pool, or of every shipped one. A name that both have is the fleet's; `pool:NAME` is the
-    pool's. Raises FleetError."""
+    """List the devices of a fleet or a pool, or of every shipped one.
+
+    A name that both have means the fleet; `pool:NAME` means the pool. Raises FleetError.
+    """
     fleets, pools = shipped_fleets(), shipped_pools()
     if not name:
         return [row for fleet in fleets for row in _of_fleet(fleet)] + [row for pool in pools for row in _of_pool(pool)]
@@ -44,7 +46,7 @@ def _of_pool(name: str) -> list[dict[str, Any]]:
 
 
 def measured_here() -> list[dict[str, Any]]:
-    """The figures of this machine, as a device with `device = auto` finds them."""
+    """Return the figures of this machine, as a device with `device = auto` measures them."""
     measured = measure_device(Path.cwd())
     return [
         {
@@ -62,7 +64,7 @@ def measured_here() -> list[dict[str, Any]]:
 
 
 def fleet_tables(rows: list[dict[str, Any]]) -> Group:
-    """Devices for people: a table a fleet, which fits a terminal of 80 columns."""
+    """Return one table per fleet, which fits a terminal of 80 columns."""
     by_fleet = {title: list(of) for title, of in groupby(rows, lambda row: (row["fleet"], row["assignment"]))}
     cells = {title: [device_cells(row) for row in of] for title, of in by_fleet.items()}
     widths = [
@@ -86,7 +88,7 @@ def fleet_tables(rows: list[dict[str, Any]]) -> Group:
 
 
 def device_cells(row: dict[str, Any]) -> list[str]:
-    """`COLUMNS` of a device."""
+    """Return the `COLUMNS` of a device."""
     ratio = row["memory_ratio"]
     maximum = "up to " if row["assignment"] in ("uniform", "memories") else ""
     memory = maximum + format_bytes(row["memory_bytes"]) if ratio is None else f"{ratio:.2f} x step"

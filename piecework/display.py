@@ -1,7 +1,7 @@
-"""A run that has ended, in the terminal: tables, and the figures in them.
+"""Show a finished run in the terminal: tables and their figures.
 
-All come from round records (server_app/rounds.py) and the evaluation of the trained model; a table by device class is also part
-of the report.
+All figures come from round records (server_app/rounds.py) and the evaluation of the trained model. The table by device class is
+also part of the report.
 """
 
 import re
@@ -30,7 +30,7 @@ MOST_REASONS = 20
 
 
 def summary_table(summary: Record, rounds: Sequence[Record], final: Record | None = None) -> Table:
-    """How a run ended; the summary of one that could not start has little in it. `final` is `RunDir.final()`."""
+    """Return a table of how a run ended, short if it could not start. `final` is `RunDir.final()`."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     evaluated = accuracies(rounds, final)
     rows = [
@@ -54,13 +54,13 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
 
 
 def batch_norm_rows(rounds: Sequence[Record], shown: Iterable[str] = BATCH_NORMS) -> list[tuple[str, str]]:
-    """By which statistics the model was evaluated, where that is one of `shown`."""
+    """Return a row with the statistics that evaluated the model, if they are among `shown`."""
     norms = rounds[-1].get("batch_norm", "none") if rounds else "none"
     return [("batch norm", BATCH_NORMS[norms])] if norms in BATCH_NORMS and norms in shown else []
 
 
 def trained_rows(parts: Sequence[Record]) -> list[tuple[str, str]]:
-    """What of the model was trained in a run, in one row; none where the records do not tell."""
+    """Return one row about which parts of the model were trained; none if the records do not say."""
     if not parts:
         return []
     names = [row["part"] for row in parts]
@@ -79,7 +79,7 @@ TRAINED_COLUMNS = ("part of the model", "clients", "share of the training data",
 
 
 def trained_table(parts: Sequence[Record]) -> list[tuple[str, ...]]:
-    """`TRAINED_COLUMNS` as text, a row a part."""
+    """Return `TRAINED_COLUMNS` as text, a row per part."""
     return [
         (row["part"], str(row["clients"]), f"{row['share']:.0%}", str(row["rounds"]) if row["rounds"] else NEVER)
         for row in parts
@@ -87,12 +87,12 @@ def trained_table(parts: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def accuracy_name(rounds: Sequence[Record]) -> str:
-    """What `accuracy` is in a run's records."""
+    """Return what `accuracy` means in a run's records."""
     return "personal accuracy" if rounds and rounds[-1].get("personal") else "accuracy"
 
 
 def memory_table(rounds: Sequence[Record]) -> Table:
-    """Budgets, peaks and failures by device class."""
+    """Return a table of budgets, peaks and failures by device class."""
     table = Table(title="training memory by device class", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in MEMORY_COLUMNS:
         table.add_column(name, justify="left" if name == "device" else "right")
@@ -103,7 +103,7 @@ def memory_table(rounds: Sequence[Record]) -> Table:
 
 @dataclass
 class DeviceClass:
-    """What the clients with one kind of device did in a run. Bytes; peaks are the largest, measured also in evaluation."""
+    """The clients with one kind of device in a run. Figures are bytes; peaks are the largest, including evaluation."""
 
     name: str
     clients: set[int] = field(default_factory=set)
@@ -116,7 +116,7 @@ class DeviceClass:
 
 
 def device_classes(rounds: Iterable[Record]) -> list[DeviceClass]:
-    """By name. A client whose device changes between rounds is in several."""
+    """List device classes by name. A client whose device changes between rounds is in several."""
     classes: dict[str, DeviceClass] = {}
     for record in rounds:
         for client in record["clients"]:
@@ -138,7 +138,7 @@ MEMORY_COLUMNS = ("device", "clients", "budget", "predicted", "measured", "of bu
 
 
 def memory_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
-    """`MEMORY_COLUMNS` as text, a row a device class."""
+    """Return `MEMORY_COLUMNS` as text, a row per device class."""
     enforced, found = is_enforced(rounds), []
     for row in device_classes(rounds):
         peaks = row.predicted_peak, row.measured_peak
@@ -159,7 +159,7 @@ def memory_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def closest_to_budget(rounds: Iterable[Record]) -> list[Record]:
-    """Each client's record of the round in which it filled its budget most (else needed most), by device and client."""
+    """Return, by device and client, each client's record of its fullest round (else of its largest need)."""
     closest: dict[int, Record] = {}
     for row in (row for record in rounds for row in record["clients"]):
         old = closest.setdefault(row["client"], row)
@@ -169,18 +169,18 @@ def closest_to_budget(rounds: Iterable[Record]) -> list[Record]:
 
 
 def fullness(row: Record) -> tuple[float, float]:
-    """Shares of the budget: measured, and needed where it was refused."""
+    """Return fractions of the budget: the measured one, and the needed one after a refusal."""
     budget = row["budget"] or 1
     return largest_peak(row) / budget, row["needed"] / budget
 
 
 def largest_peak(row: Record) -> int:
-    """Of a client's training and, where it evaluated, of that."""
+    """Return the largest peak of a client's training and, if it evaluated, of its evaluation."""
     return int(max(row["measured_peak"], row.get("evaluation_peak", 0)))
 
 
 def reasons(rounds: Iterable[Record]) -> list[tuple[str, str, str]]:
-    """Why clients failed, the most frequent first; reasons that differ only in their numbers are one."""
+    """List why clients failed, the most frequent reason first; reasons that differ only in numbers are merged."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for record in rounds:
         for client in record["clients"]:
@@ -194,14 +194,14 @@ def reasons(rounds: Iterable[Record]) -> list[tuple[str, str, str]]:
 
 
 def accuracies(rounds: Iterable[Record], final: Record | None = None) -> list[float]:
-    """Central accuracies of the rounds that were evaluated, and last that of the trained model where it was told apart."""
+    """List the central accuracies of the evaluated rounds, then that of the trained model if it was evaluated separately."""
     found = [record["accuracy"] for record in rounds if record["accuracy"] is not None]
     return [*found, final["accuracy"]] if final else found
 
 
 @dataclass(frozen=True)
 class UnderAttack:
-    """How the trained model does: `accuracy` is the share of `images` that is classified rightly."""
+    """The trained model under attack: `accuracy` is the fraction of `images` that is classified correctly."""
 
     attack: str
     images: int
@@ -209,7 +209,7 @@ class UnderAttack:
 
 
 def under_attack(final: Record | None) -> dict[str, UnderAttack]:
-    """By the summary's names."""
+    """Return the results under attack by the summary's names."""
     found = {}
     if final and final["adversarial_accuracy"] is not None:
         attack = f"PGD-{final['attack_steps']}"
@@ -220,37 +220,38 @@ def under_attack(final: Record | None) -> dict[str, UnderAttack]:
 
 
 def under_attack_rows(final: Record | None) -> list[tuple[str, str]]:
-    """The same for people."""
+    """Return the results under attack as text."""
     found = under_attack(final).values()
     return [(f"under {each.attack}", f"{percent(each.accuracy)} of {each.images} images") for each in found]
 
 
 def totals(rounds: Iterable[Record]) -> dict[str, int]:
-    """Sums over the rounds."""
+    """Sum the figures over the rounds."""
     records = list(rounds)
     return {key: sum(r[key] for r in records) for key in (*COUNTS, "bytes_down", "bytes_up", "bytes_evaluation")}
 
 
 def simulated_seconds(rounds: Iterable[Record]) -> float | None:
-    """Seconds that the rounds would have taken on the fleet's devices; None where no round has a figure."""
+    """Return the seconds that the rounds would have taken on the fleet's devices; None if no round has a figure."""
     found = [record["simulated_seconds"] for record in rounds if "simulated_seconds" in record]
     return sum(found) if found else None
 
 
 def simulated_time(rounds: Iterable[Record]) -> str:
-    """The same for people."""
+    """Return the simulated seconds as text."""
     seconds = simulated_seconds(rounds)
     return "-" if seconds is None else format_seconds(seconds)
 
 
 def is_enforced(rounds: Iterable[Record]) -> bool:
-    """Whether budgets were enforced in every round."""
+    """Return whether budgets were enforced in every round."""
     return all(record["enforced"] for record in rounds)
 
 
 def peak_over_budget(rounds: Sequence[Record]) -> float | None:
-    """The largest measured peak, in training or evaluation, as a share of its budget; None where no client trained, nothing
-    was enforced, or all budgets are unlimited.
+    """Return the largest measured peak, in training or evaluation, as a fraction of its budget.
+
+    It is None if no client trained, nothing was enforced, or all budgets are unlimited.
     """
     if not is_enforced(rounds):
         return None
@@ -259,17 +260,17 @@ def peak_over_budget(rounds: Sequence[Record]) -> float | None:
 
 
 def how_it_ended(run_dir: RunDir, rounds: Sequence[Record]) -> tuple[str, str, float]:
-    """Status, reason and seconds of a run. A summary older than the records is that of an attempt before a resumption."""
+    """Return status, reason and seconds of a run. A summary older than the records belongs to an earlier attempt."""
     summary = run_dir.summary()
     seconds = float(sum(record["seconds"] for record in rounds))
     if summary is None or summary["rounds"] != len(rounds):
         return "unfinished", "", seconds
-    # The summary also counts the start, but of a resumed run only the last part.
+    # The summary also counts the start, but for a resumed run only the last part.
     return summary["status"], summary["reason"], max(summary["seconds"], seconds)
 
 
 def percent(share: float | None, digits: int = 2) -> str:
-    """`-` for None. Only 1 itself is shown as 100 %: a peak just over its budget may not look as if it fitted."""
+    """Format a fraction; `-` for None. Only 1 itself is shown as 100 %: a peak just over its budget must not seem to fit."""
     if share is None:
         return "-"
     step = 10**-digits
@@ -278,7 +279,7 @@ def percent(share: float | None, digits: int = 2) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`9.4 s`, `3 min 20 s`, `2 h 5 min`."""
+    """Format seconds as `9.4 s`, `3 min 20 s`, `2 h 5 min`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)

@@ -1,7 +1,6 @@
-"""One prepared folder a node: the rows of its client, of the test split too, and for the server the whole test split and its
-public examples.
+"""Export one prepared folder per node with its client's rows of the training and test split, and one for the server.
 
-No node's folder holds another's data.
+The server's folder has the whole test split and its public examples. No node's folder contains another's data.
 """
 
 import os
@@ -25,10 +24,10 @@ SERVER = "server"
 
 
 def export_data(settings: Settings, out: Path, force: bool = False) -> list[dict[str, Any]]:
-    """Write `out/node-0` to `out/node-N` and `out/server`, all or nothing; N is `clients`. Returns a row a folder.
+    """Write `out/node-0` to `out/node-N` and `out/server`, all or nothing; N is `clients`. Returns a row per folder.
 
-    Each has the format that `load` reads, and normalises as the whole set does, so that training on the
-    folders equals training in simulation. `force` replaces an export, and nothing else. Raises DatasetError.
+    Each folder has the format that `load` reads, and normalises as the whole set does, so that training on the folders equals
+    training in simulation. `force` replaces an export, but nothing else. Raises DatasetError.
     """
     out = out.expanduser().absolute()
     _check_target(out, force)
@@ -58,7 +57,7 @@ def export_data(settings: Settings, out: Path, force: bool = False) -> list[dict
 
 
 def export_table(rows: list[dict[str, Any]]) -> Table:
-    """The folders for people."""
+    """Return a table of the folders."""
     table = Table("folder", "training examples", "classes", "test examples", "on disk", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"
     for row in rows:
@@ -102,7 +101,7 @@ def _row(folder: Path, data: ArrayDataset, rows: np.ndarray, test_rows: np.ndarr
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether nothing but an export lies there: `force` must never remove what is anybody's."""
+    """Return whether a folder is an export and nothing else: `force` must never remove a user's files."""
     strange = [
         entry for entry in folder.iterdir() if entry.name != SERVER and not re.fullmatch(r"node-\d+", entry.name)
     ]

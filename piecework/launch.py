@@ -1,7 +1,7 @@
 """Start a run on one of three engines and follow it: in this process, on Flower's Ray simulation, or as real processes.
 
-The two engines of Flower get a private FLWR_HOME, private ports and a fixed environment: `flwr run` alone would reuse whatever
-SuperLink answers, freeze its environment, reinstall dependencies, and return 0 for a failed run.
+Flower's two engines get a private FLWR_HOME, private ports and a fixed environment: `flwr run` alone would reuse any SuperLink
+that answers, freeze its environment, reinstall dependencies, and return 0 for a failed run.
 """
 
 import logging
@@ -45,24 +45,24 @@ STATUS_SECONDS = 15.0
 PATIENCE_SECONDS = 180.0
 PAUSE_SECONDS = 5.0
 ENDING_SECONDS = 60.0
-OWN_RAY = "local"  # the address by which Ray starts a cluster
+OWN_RAY = "local"  # the address with which Ray starts a cluster
 LOG = logging.getLogger("piecework")
 
 
 class SuperLinkLostError(RuntimeError):
-    """A run may go on without us: not one to start again, two would write the same folder."""
+    """The SuperLink is lost, but the run may continue. It must not be restarted, as two runs would write the same folder."""
 
 
 def launch(
     settings: Settings, run_dir: RunDir, on_round: OnRound, restarts: int = 0, connection: Connection | None = None
 ) -> dict[str, Any]:
-    """Run to the end; after a crash go on from the last checkpoint, at most `restarts` times.
+    """Run to the end; after a crash resume from the last checkpoint, at most `restarts` times.
 
-    With a `connection` the run is submitted to the SuperLink there. Returns the summary; raises what cannot be mended, and
-    RunLockedError where another process writes this run.
+    With a `connection` the run is submitted to that SuperLink. Returns the summary. Raises errors that a restart cannot fix,
+    and RunLockedError if another process writes this run.
     """
     preflight(settings)
-    require_free(run_dir.path)  # before anything is started: what writes will take the lock itself
+    require_free(run_dir.path)  # checked before anything is started; the writing process takes the lock itself
     if not connection and not (settings.engine == "ray" and ray_address()):
         find_device(settings.accelerator)  # the clients will run on this machine
     engines: dict[str, Engine] = {"local": run_local, "ray": run_ray, "deployment": run_deployment}
@@ -80,7 +80,7 @@ def launch(
 
 
 def attempts(engine: Engine, settings: Settings, run_dir: RunDir, on_round: OnRound, restarts: int) -> None:
-    """One, and so many more where it fails."""
+    """Run once, and up to `restarts` times more after failures."""
     for attempt in range(restarts + 1):
         try:
             engine(settings, run_dir, on_round)
@@ -89,22 +89,21 @@ def attempts(engine: Engine, settings: Settings, run_dir: RunDir, on_round: OnRo
             if attempt == restarts:
                 raise
             LOG.warning("the run ended (%s): restart %d of %d", str(error).splitlines()[0], attempt + 1, restarts)
-            time.sleep(min(60, PAUSE_SECONDS * attempt))  # what is broken may need a while
-            require_free(run_dir.path, ENDING_SECONDS)  # a ServerApp that lost us may still be writing
+            time.sleep(min(60, PAUSE_SECONDS * attempt))  # the cause may need time to go away
+            require_free(run_dir.path, ENDING_SECONDS)  # a ServerApp without us may still be writing
             settings = resumed(settings, run_dir)
 
 
 def resumed(settings: Settings, run_dir: RunDir) -> Settings:
-    """The settings that go on with a run: from its last checkpoint, or from the start where it has none."""
+    """Return the settings that resume a run from its last checkpoint, or start it again if it has none."""
     begun = (run_dir.path / "settings.toml").is_file()
     return settings.model_copy(update={"resume_from": str(run_dir.path)}) if begun else settings
 
 
 def note_stop(run_dir: RunDir, seconds: float) -> None:
-    """Write the summary of a run that was told to end after so long, where its writer had no time to: Ray's ServerApp dies
-    with its process.
+    """Write the summary of a run that was stopped after `seconds`, if its writer had no time to: Ray's ServerApp dies at once.
 
-    A ServerApp that still holds the lock will write its own.
+    A ServerApp that still holds the lock will write its own summary.
     """
     if (run_dir.path / "settings.toml").is_file() and run_dir.summary_version() is None:
         with suppress(RunLockedError), run_lock(run_dir.path):
@@ -112,17 +111,17 @@ def note_stop(run_dir: RunDir, seconds: float) -> None:
 
 
 def run_local(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
-    """The in-process grid, with `workers` spawned workers where that is more than one."""
+    """Run on the in-process grid, with `workers` spawned workers if that is more than one."""
     with LocalGrid(settings.clients, settings.to_run_config(), settings.workers) as grid:
         run_experiment(grid, settings, run_dir, on_round)
 
 
 def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
-    """Flower's simulation: a SuperLink of our own, which starts a Ray of our own, or joins the cluster of RAY_ADDRESS."""
+    """Run on Flower's simulation: our own SuperLink, which starts its own Ray or joins the cluster of RAY_ADDRESS."""
     if find_spec("ray") is None:
         raise EngineError("--engine ray needs Ray, which is not installed: pip install 'piecework[simulation]'")
     gpus = max(1, torch.cuda.device_count()) if settings.accelerator == "cuda" else 0
-    share = gpu_share(settings.workers, gpus)  # without one, Ray hides the GPUs
+    share = gpu_share(settings.workers, gpus)  # without it Ray hides the GPUs
     federation = f"num-supernodes={settings.clients} client-resources-num-cpus=1 client-resources-num-gpus={share}"
     if not ray_address():
         federation += (
@@ -130,25 +129,27 @@ def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
             " init-args-logging-level='ERROR' init-args-log-to-driver=false"
         )
     with flower_home() as home:
-        # Without an address Ray would join any cluster whose address file it finds, also that of one which ended.
+        # Without an address Ray would join any cluster whose address file it finds, even one that has ended.
         home.environment["RAY_ADDRESS"] = ray_address() or OWN_RAY
         with superlink(home, "--simulation", "--isolation", "subprocess"):
             follow(home, settings, run_dir, on_round, "--federation-config", federation)
 
 
 def ray_address() -> str:
-    """The Ray cluster that the user's RAY_ADDRESS names; empty where Ray is to be our own."""
+    """Return the Ray cluster of the user's RAY_ADDRESS; empty if Ray is to be started."""
     address = os.environ.get("RAY_ADDRESS", "")
     return "" if address == OWN_RAY else address
 
 
 def gpu_share(workers: int, gpus: int) -> float:
-    """What Ray gives a client of one GPU, so that `workers` clients spread evenly over all; rounded down, so that they fit."""
+    """Return the fraction of a GPU per client with which `workers` clients spread evenly over all; rounded down to fit."""
     return math.floor(1e4 / math.ceil(workers / gpus)) / 1e4 if gpus else 0.0
 
 
 def run_deployment(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
-    """Real processes on this machine: SuperLink with a database, SuperExec, and for each client a SuperNode with its own."""
+    """Run real processes on this machine: a SuperLink with a database, a SuperExec, and per client a SuperNode and
+    SuperExec.
+    """
     with ExitStack() as stack:
         home = stack.enter_context(flower_home())
         database = str(home.path / "state.db")
@@ -167,20 +168,20 @@ def run_deployment(settings: Settings, run_dir: RunDir, on_round: OnRound) -> No
 
 
 def run_there(settings: Settings, run_dir: RunDir, on_round: OnRound, connection: Connection) -> None:
-    """On a SuperLink that is there, with whatever nodes it has; the ServerApp must see the run's folder under the same path."""
+    """Run on an existing SuperLink with its nodes; the ServerApp must see the run's folder under the same path."""
     with flower_home(connection) as home:
         follow(home, settings, run_dir, on_round)
 
 
 def executor(port: int) -> list[str]:
-    """The arguments of a SuperExec that serves the SuperLink or SuperNode on a port."""
+    """Return the arguments of a SuperExec for the SuperLink or SuperNode on a port."""
     return ["--insecure", "--runtime-api-address", f"127.0.0.1:{port}"]
 
 
 def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRound, *arguments: str) -> None:
     """Submit the app and report its rounds until it ends. Raises RunAbortedError with the run's own reason.
 
-    A run on a SuperLink that is not ours is stopped where this process is interrupted: no client would look after it.
+    A run on an external SuperLink is stopped if this process is interrupted, because nothing else would watch it.
     """
     config = home.path / "run-config.toml"
     values = settings.to_run_config() | {"output-dir": str(run_dir.path.parent), "run-name": run_dir.path.name}
@@ -207,7 +208,7 @@ def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRo
 
 
 def halt(home: FlowerHome, run_id: str) -> None:
-    """End the ServerApp of a run before anything else: it would take the end of its clients for a failure of theirs."""
+    """Stop the ServerApp of a run first: otherwise it would count the end of its clients as their failure."""
     for name in ("superexec", "superlink"):
         if name in home.processes:
             return stop(home.processes[name][1])
@@ -226,16 +227,16 @@ def watch(
     on_round: OnRound,
     known: dict[str, Any] | None = None,
 ) -> str:
-    """Report the rounds after the first `seen` until the run has a summary besides that of `before`, or Flower says that it
-    ended; what Flower said. What clients can train is reported first, unless it is `known`.
+    """Report the rounds after the first `seen` until the run has a new summary or Flower reports its end; return its status.
 
-    A SuperLink may be away for PATIENCE_SECONDS: its ServerApp goes on when it is back. Raises SuperLinkLostError.
+    `before` is the version of the previous summary. What clients can train is reported first, unless it is `known`. A SuperLink may be away
+    for PATIENCE_SECONDS: its ServerApp continues when it is back. Raises SuperLinkLostError.
     """
     status, now = "", time.monotonic()
     heard, next_check = now, now + STATUS_SECONDS
     while not status.startswith("finished") and run_dir.summary_version() in (None, before):
         home.revive()
-        if time.monotonic() > next_check:  # seldom: every call of `flwr` takes seconds of a core
+        if time.monotonic() > next_check:  # rarely, because every call of `flwr` takes seconds of a core
             try:
                 status = home.command("ls", "--run-id", run_id, "piecework")["runs"][0]["status"]
                 heard = time.monotonic()
@@ -256,7 +257,7 @@ def watch(
 
 
 def report_from(run_dir: RunDir, seen: int, on_round: OnRound) -> int:
-    """Report the rounds after the first `seen`; how many there are, which is fewer once the run went back to a checkpoint."""
+    """Report the rounds after the first `seen`; return how many there are, which drops if the run went back to a checkpoint."""
     rounds = run_dir.readable_rounds()[0]
     for record in rounds[seen:]:
         on_round(record)

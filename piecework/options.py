@@ -1,4 +1,4 @@
-"""What a command line asks for, as settings: presets, assignments, options, the environment."""
+"""Turn a command line into settings: presets, assignments, options, the environment."""
 
 import logging
 import os
@@ -25,11 +25,10 @@ def settings_from(
     named: Scalars | None = None,
     there: bool = False,
 ) -> Settings:
-    """Defaults, then the preset, then --set, then the other options. Paths become absolute: engines run elsewhere.
+    """Apply defaults, then the preset, then --set, then the other options. Paths become absolute, as engines run elsewhere.
 
-    A run that is named in `resume-from` takes the place of the defaults: what is not given stays as it was. Else, without a
-    number of clients, it is the one that the fleet lists, or 20; 4 where real processes are started; and as many as there are
-    where the nodes are `there` already.
+    With `resume-from`, that run's settings replace the defaults. Otherwise the number of clients defaults to that of the fleet,
+    or 20; to 4 if real processes are started; and to the number of nodes if they are `there` already.
     """
     from piecework.server_app.local_grid import default_workers
 
@@ -62,7 +61,7 @@ def settings_from(
     if os.environ.get("PIECEWORK_DATA"):
         values.setdefault("data-dir", os.environ["PIECEWORK_DATA"])
     settings = Settings.from_run_config(values)
-    # What a run was begun with does not keep it from going on.
+    # The settings that a run started with do not prevent its resumption.
     require_used(settings, None if resumed in ("", "auto") else {key.replace("_", "-") for key in given})
     kind, colon, source = settings.dataset.partition(":")
     dataset = f"{kind}:{(Path(settings.data_dir) / source).resolve()}" if colon else settings.dataset
@@ -77,7 +76,7 @@ def settings_from(
 
 
 def settings_of_run(folder: str) -> Scalars:
-    """All settings of the run in a folder, as it was last started. Raises SettingsError."""
+    """Return all settings of the run in a folder, as it was last started. Raises SettingsError."""
     from piecework.server_app.records import RunDir
 
     run_dir = RunDir(Path(folder))
@@ -90,7 +89,7 @@ def settings_of_run(folder: str) -> Scalars:
 
 
 def read_preset(preset: str) -> dict[str, Scalar]:
-    """A preset's settings. Raises SettingsError."""
+    """Return a preset's settings. Raises SettingsError."""
     path = Path(preset)
     if not path.is_file() and (PRESETS / f"{preset}.toml").is_file():
         path = PRESETS / f"{preset}.toml"
@@ -104,7 +103,7 @@ def read_preset(preset: str) -> dict[str, Scalar]:
 
 
 def assignment(text: str) -> tuple[str, Scalar]:
-    """`key=value`: the value as TOML reads it, or plain text. Raises SettingsError."""
+    """Parse `key=value`, with the value as TOML reads it, or plain text. Raises SettingsError."""
     key, equals, raw = text.partition("=")
     if not equals:
         raise SettingsError(f"--set {text}: expected KEY=VALUE")
@@ -119,7 +118,7 @@ def assignment(text: str) -> tuple[str, Scalar]:
 
 
 def connection_to(superlink: str, root_certificates: Path | None, insecure: bool) -> Connection | None:
-    """Where to submit a run, if it is not to be run here. Raises SettingsError: without TLS only where that is asked for."""
+    """Return where to submit a run, or None to run it here. Raises SettingsError; no TLS must be requested explicitly."""
     if not superlink:
         if root_certificates or insecure:
             raise SettingsError(
@@ -137,7 +136,7 @@ def connection_to(superlink: str, root_certificates: Path | None, insecure: bool
 
 
 def seed_list(seeds: str) -> list[int]:
-    """`1,2,3`. Raises SettingsError."""
+    """Parse `1,2,3`. Raises SettingsError."""
     parts = [part.strip() for part in seeds.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
         raise SettingsError(f"--seeds {seeds}: expected different whole numbers from 0, separated by commas")

@@ -1,7 +1,7 @@
-"""What HTML pages are made of: sections with a figure each, tables, one page that is readable without a network.
+"""Building blocks of HTML pages: sections with a figure each, tables, and a page that is readable without a network.
 
-Figures are aggregated, so a page stays small beside the plotly.js in it, which is there once. Everything that comes from
-settings or records is escaped.
+Figures are aggregated, so a page is hardly larger than its one copy of plotly.js. Everything that comes from settings or
+records is escaped.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 
 from piecework.display import Record
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers; yellow is too pale on white.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; yellow is too pale on white.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#8A8A8A")
 DASHES = ("solid", "dash", "dot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "pentagon")
@@ -35,7 +35,7 @@ p { color: #57606a; margin: .2rem 0 .6rem; } section { break-inside: avoid; } su
 """
 LAYOUT = {"template": "plotly_white", "height": 340, "margin": {"t": 25, "r": 10, "b": 50, "l": 70}}
 LAYOUT |= {"font": {"family": "system-ui, sans-serif", "size": 13}, "showlegend": True}
-# No source but the page itself: a mistake would show as an empty figure, not as a request.
+# Only the page itself is a source: a mistake would show as an empty figure, not as a request.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
@@ -45,7 +45,7 @@ class ReportError(ValueError):
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, what the figure shows, the figure (None: there is nothing to show), and HTML below it."""
+    """A heading, a caption, the figure (None if there is nothing to show), and HTML below it."""
 
     heading: str
     caption: str
@@ -54,7 +54,7 @@ class Section:
 
 
 def graph_objects() -> Any:
-    """plotly, of which only the pages know. Raises ReportError."""
+    """Import plotly, which only the pages need. Raises ReportError."""
     try:
         import plotly.graph_objects
     except ImportError as error:
@@ -63,7 +63,7 @@ def graph_objects() -> Any:
 
 
 def panels(count: int, **layout: Any) -> Any:
-    """Figures side by side. Raises ReportError."""
+    """Return a figure with panels side by side. Raises ReportError."""
     graph_objects()
     from plotly.subplots import make_subplots
 
@@ -71,7 +71,7 @@ def panels(count: int, **layout: Any) -> Any:
 
 
 def line(points: Sequence[tuple[float, float | None]], name: str, number: int) -> Any:
-    """A line that differs from its neighbours in colour and in marks, while those can be told apart; gaps where y is None."""
+    """Return a line whose colour and marks differ from its neighbours', as far as they can; gaps where y is None."""
     style = {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % len(DASHES)]}
     x, y = zip(*points, strict=True)
     mode = "lines+markers" if len(x) <= 40 else "lines"
@@ -80,24 +80,24 @@ def line(points: Sequence[tuple[float, float | None]], name: str, number: int) -
 
 
 def bars(rounds: Sequence[Record], stacks: dict[str, list[Any]], title: str) -> Any:
-    """Stacked bars over rounds."""
+    """Return stacked bars over rounds."""
     figure = graph_objects().Figure()
     for i, (name, values) in enumerate(stacks.items()):
         figure.add_bar(x=[r["round"] for r in rounds], y=values, name=escape(name), marker_color=COLOURS[i])
     figure.update_yaxes(title=title, rangemode="tozero")
-    figure.update_traces(marker_line_width=0)  # white edges would be all that is seen of thin bars
+    figure.update_traces(marker_line_width=0)  # thin bars would show only their white edges
     return over_rounds(figure, rounds).update_layout(barmode="stack", bargap=0.3 if len(rounds) <= 60 else 0)
 
 
 def over_rounds(figure: Any, rounds: Sequence[Record]) -> Any:
-    """Whole rounds on the x axis, of which there may be one."""
+    """Show whole rounds on the x axis, even if there is only one."""
     last = rounds[-1]["round"]
     step = next(s * 10**k for k in range(9) for s in (1, 2, 5) if s * 10**k * 10 >= last)
     return figure.update_xaxes(title="round", range=[0.5, last + 0.5], tick0=step, dtick=step)
 
 
 def mark_stages(figure: Any, rounds: Sequence[Record]) -> Any:
-    """A dashed line where a stage ended and the next one began, in every panel."""
+    """Draw a dashed line in every panel where one stage ended and the next began."""
     ends = [(a["round"] + b["round"]) / 2 for a, b in pairwise(rounds) if a["stage"] != b["stage"]]
     style = {
         "type": "line",
@@ -107,13 +107,13 @@ def mark_stages(figure: Any, rounds: Sequence[Record]) -> Any:
         "line": {"color": COLOURS[1], "dash": "dash", "width": 1.5},
     }
     axes = [axis.plotly_name.removeprefix("xaxis") for axis in figure.select_xaxes()]
-    # all at once: plotly's add_vline takes about 20 ms for each
+    # all at once: plotly's add_vline takes about 20 ms each
     lines = [style | {"xref": f"x{n}", "yref": f"y{n} domain", "x0": at, "x1": at} for n in axes for at in ends]
     return figure.update_layout(shapes=lines)
 
 
 def sections_html(sections: Iterable[Section]) -> str:
-    """The sections below each other; plotly.js goes with the first figure."""
+    """Return the sections below each other; the first figure includes plotly.js."""
     parts, script = [], True
     for number, section in enumerate(sections):
         parts.append(f"<section><h2>{escape(section.heading)}</h2><p>{escape(section.caption)}</p>")
@@ -127,7 +127,7 @@ def sections_html(sections: Iterable[Section]) -> str:
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """With a head row, or with the first cell of each row as its head."""
+    """Return a table with a head row, or with the first cell of each row as its head."""
     top = f"<thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr></thead>" if head else ""
     tag = "td" if head else "th"
     body = (f"<tr><{tag}>{escape(a)}</{tag}>{''.join(f'<td>{escape(c)}</td>' for c in rest)}</tr>" for a, *rest in rows)
@@ -135,7 +135,7 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
 
 
 def page(title: str, body: str) -> str:
-    """A page that needs nothing but itself."""
+    """Return a self-contained page."""
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'

@@ -1,4 +1,4 @@
-"""What part of a model the clients of a plan train, each and all together, and who of them only pretends to have the memory."""
+"""Compute which parts of a model the clients of a plan train, and which clients only pretend to have the memory."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -9,35 +9,35 @@ from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.part import Part
 
-Fractions = Mapping[str, float]  # of a unit's parameters, by unit
+Fractions = Mapping[str, float]  # fractions of a unit's parameters, by unit
 
 
 class Trains(Protocol):
-    """What a client does in a round: the parts that it trains, and the bytes that takes."""
+    """A client's task in a round: the parts that it trains, and the bytes that takes."""
 
     @property
     def client(self) -> int:
-        """Its number."""
+        """The client's number."""
 
     @property
     def state(self) -> DeviceState:
-        """What it has."""
+        """What the client has in the round."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """None: it is excluded."""
+        """The parts; empty if the client is excluded."""
 
     @property
     def needed(self) -> int:
-        """Bytes."""
+        """The bytes of training."""
 
 
 def trained_shares(full: Blueprint, tasks: list[list[list[Any]]], *, moving: bool = False) -> dict[str, Any]:
-    """The share (0 to 1) of the full model's parameters that a client trains in a round, over all stages: the mean by device,
-    the least, and the share that the fleet trains together. `tasks` are by stage, round and client.
+    """Return the fraction (0 to 1) of the full model's parameters that clients train in a round, over all stages.
 
-    Where sub-models are `moving`, clients come to all of a unit in time. Parameters that only stand in for others, as ProFL's
-    output modules do, are none of the model's.
+    The result has the mean by device, the minimum, and the fraction that the fleet trains together. `tasks` are by stage, round
+    and client. With `moving` sub-models, clients reach all of a unit in time. Stand-in parameters, as of ProFL's output
+    modules, do not belong to the model.
     """
     sizes = {unit: layer_statistics(full, unit).parameters for unit in full.units()}
     by_device: dict[str, list[float]] = {}
@@ -58,7 +58,7 @@ def trained_shares(full: Blueprint, tasks: list[list[list[Any]]], *, moving: boo
 
 @cache
 def fractions(full: Blueprint, parts: tuple[Part, ...]) -> Fractions:
-    """Of each unit of the full model, the share of its parameters that parts have; 1 at most."""
+    """Return, for each unit of the full model, the fraction of its parameters in these parts, at most 1."""
     sizes = {unit: layer_statistics(full, unit).parameters for unit in full.units()}
     return union(
         {u: min(1.0, layer_statistics(part.blueprint, u).parameters / sizes[u]) for u in part.units if sizes.get(u)}
@@ -67,7 +67,7 @@ def fractions(full: Blueprint, parts: tuple[Part, ...]) -> Fractions:
 
 
 def union(found: Iterable[Fractions]) -> Fractions:
-    """The largest share of each unit."""
+    """Return the largest fraction of each unit."""
     total: dict[str, float] = {}
     for each in found:
         for unit, share in each.items():
@@ -76,12 +76,12 @@ def union(found: Iterable[Fractions]) -> Fractions:
 
 
 def weighed(trained: Fractions, sizes: Mapping[str, int]) -> float:
-    """The share of all parameters."""
+    """Return the fraction of all parameters."""
     return sum(share * sizes[unit] for unit, share in trained.items()) / sum(sizes.values())
 
 
 def pretence(full_bytes: int, tasks: list[list[list[Any]]]) -> dict[str, Any] | None:
-    """Who trains what does not fit its budget; None where no client does. `full_bytes` is a step of the whole model."""
+    """Return who trains what does not fit its budget; None if no client does. `full_bytes` is a step of the whole model."""
     everyone: list[Trains] = [task for rounds in tasks for of_round in rounds for task in of_round]
     beyond = [task for task in everyone if task.parts and task.needed > task.state.budget_bytes]
     if not beyond:

@@ -1,4 +1,4 @@
-"""What a fleet can train of a model, before anything is trained: pieces, costs, participation, times."""
+"""Compute what a fleet can train of a model before training: pieces, costs, participation, times."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ from piecework.strategies import find_policy
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 
-ROUNDS = 20  # of a fleet that changes from round to round, or of which not all take part
+ROUNDS = 20  # rounds of a plan if the fleet changes between rounds or not all clients take part
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a client does in a round: parts it trains, bytes needed, seconds, bytes down and up. No parts: it is excluded."""
+    """A client's task in a round: parts, bytes needed, seconds, bytes down and up. Without parts the client is excluded."""
 
     client: int
     state: DeviceState
@@ -43,10 +43,10 @@ class Task:
 
 
 def make_plan(settings: Settings, question: Question, cost_model: CostModel | None = None) -> dict[str, Any]:
-    """The whole answer, as JSON values. Raises ValueError where a setting makes no sense or the budget allows no cut.
+    """Return the whole plan as JSON values. Raises ValueError if a setting makes no sense or the budget allows no cut.
 
-    `cost_model` may be that of another plan of the same steps, which then are not traced again.
-    Bytes and FLOPs of a module are those of one step (a batch); seconds are simulated, of one round.
+    `cost_model` may be that of another plan with the same steps, which are then not traced again. Bytes and FLOPs of a module
+    are those of one step (a batch); seconds are simulated seconds of one round.
     """
     fleet = load_fleet(settings.fleet)
     policy, states = policy_for(fleet, settings, question, cost_model)
@@ -88,7 +88,9 @@ def make_plan(settings: Settings, question: Question, cost_model: CostModel | No
 def policy_for(
     fleet: Fleet, settings: Settings, question: Question, cost_model: CostModel | None = None
 ) -> tuple[PartitionPolicy, list[list[DeviceState]]]:
-    """The system's rule, its model cut or sized for the fleet, and what every client has, round by round. Raises ValueError."""
+    """Return the method's policy, with its model cut or sized for the fleet, and the device states by round. Raises
+    ValueError.
+    """
     policy_class = find_policy(settings.strategy)
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
     reference = blueprint_of_shape(
@@ -115,13 +117,13 @@ def policy_for(
 
 
 def trainers(states: list[list[DeviceState]], settings: Settings) -> dict[int, Trainer]:
-    """The fleet's clients, each with as many examples as the others; `states` are by round and client."""
+    """Return the fleet's clients, each with the same number of examples; `states` are by round and client."""
     looked_at = states[: settings.num_rounds]
     return {client: Trainer(richest(of_client)) for client, of_client in enumerate(zip(*looked_at, strict=True))}
 
 
 def module_row(policy: PartitionPolicy, stage: str, part: Part) -> dict[str, Any]:
-    """One part: bytes and FLOPs of a step, bytes of arrays a round."""
+    """Return the row of one part: bytes and FLOPs of a step, bytes of arrays per round."""
     batch, down_up = policy.cost_model.training_config.batch_size, policy.wire([part])
     return {
         "stage": stage,
@@ -139,7 +141,7 @@ def module_row(policy: PartitionPolicy, stage: str, part: Part) -> dict[str, Any
 
 
 def fleet_states(fleet: Fleet, settings: Settings, reference_bytes: int) -> list[list[DeviceState]]:
-    """What every client has, round by round; one round where rounds do not differ."""
+    """Return the device states by round and client; one round if rounds do not differ."""
     clients = settings.clients
     changes = fleet.memory_loss[1] or fleet.flops_loss[1] or fleet.flops_left
     rounds = ROUNDS if changes or 0 < settings.clients_per_round < clients else 1
@@ -152,7 +154,7 @@ def fleet_states(fleet: Fleet, settings: Settings, reference_bytes: int) -> list
 def tasks_of_round(
     policy: PartitionPolicy, stage: int, number: int, states: list[DeviceState], examples: int
 ) -> list[Task]:
-    """What every client does in a round of a stage, were it asked: `number` says who is."""
+    """Return the task of every client in a round of a stage, as if it were asked; `number` decides which clients are."""
     speeds = [states[client].flops_per_second for client in asked(policy.settings, states, number)]
     return [
         client_task(policy, stage, client, state, min(*speeds, state.flops_per_second), examples)
@@ -161,14 +163,14 @@ def tasks_of_round(
 
 
 def asked(settings: Settings, states: Sequence[object], number: int) -> list[int]:
-    """The clients that a run asks in round `number`."""
+    """Return the clients that a run asks in round `number`."""
     return sampled(range(len(states)), settings.clients_per_round, settings.seed, number)
 
 
 def client_task(
     policy: PartitionPolicy, stage: int, client: int, state: DeviceState, slowest: float, examples: int
 ) -> Task:
-    """What one client does in a round."""
+    """Return the task of one client in a round."""
     try:
         parts = tuple(policy.work(stage, state, slowest))
     except (MemoryBudgetExceededError, AtomTooLargeError) as error:
@@ -178,27 +180,27 @@ def client_task(
 
 
 def seconds_of(policy: PartitionPolicy, parts: Sequence[Part], state: DeviceState, examples: int) -> float:
-    """A round of a device that trains these parts on so many examples of its own."""
+    """Return the seconds of a round of a device that trains these parts on this many examples."""
     _, seen = local_work(policy.settings, examples)
     return work_seconds(policy, policy.cost_model, parts, [seen] * len(parts), state, totals(policy, tuple(parts))[1])
 
 
 def swapping(policy: PartitionPolicy, part: Part, state: DeviceState, examples: int) -> float:
-    """A round of a device that would train a part although it does not fit, by swapping to its disk."""
+    """Return the seconds of a round of a device that trains a part beyond its memory by swapping to its disk."""
     _, seen = local_work(policy.settings, examples)
     return swapped_seconds(policy.settings, policy.cost_model, part, seen, state, policy.wire([part]))
 
 
 @cache
 def totals(policy: PartitionPolicy, parts: tuple[Part, ...]) -> tuple[int, tuple[int, int]]:
-    """Of parts trained one after another: most bytes of a step; bytes down and up."""
+    """Return, for parts trained one after another, the maximum bytes of a step, and the bytes down and up."""
     return max(policy.cost_model.bytes(part) for part in parts), policy.wire(list(parts))
 
 
 def fleet_row(
     fleet: Fleet, settings: Settings, policy: PartitionPolicy, tasks: list[list[list[Task]]]
 ) -> dict[str, Any]:
-    """Who takes part in which stage; seconds and bytes of a round, of the clients that would be asked, mean over rounds.
+    """Return who takes part in which stage, with seconds and bytes of a round, as means over rounds of the asked clients.
 
     `tasks` are by stage, round and client.
     """
@@ -235,13 +237,13 @@ def fleet_row(
 
 
 def quantiles(budgets: list[int]) -> list[int]:
-    """The least budget, then those that 5 %, 10 %, ... 100 % of clients and rounds do not pass."""
+    """Return the minimum budget and the 5 %, 10 %, ... 100 % quantiles over clients and rounds."""
     ordered = sorted(budgets)
     return [ordered[max(0, ceil(len(ordered) * share / 20) - 1)] for share in range(21)]
 
 
 def device_rows(policy: PartitionPolicy, tasks: list[list[list[Task]]], examples: int) -> list[dict[str, Any]]:
-    """Each device of the fleet: its budgets, and stage by stage what its clients train and what they lack."""
+    """Return each device of the fleet: its budgets and, by stage, what its clients train and how much memory is missing."""
     names = sorted({task.state.device for task in tasks[0][0]}, key=lambda name: (min_budget(tasks[0], name), name))
     rows = []
     for name in names:
@@ -262,12 +264,12 @@ def device_rows(policy: PartitionPolicy, tasks: list[list[list[Task]]], examples
 
 
 def min_budget(rounds: list[list[Task]], name: str) -> int:
-    """The least budget that a device has."""
+    """Return the minimum budget of a device."""
     return min(task.state.budget_bytes for of_round in rounds for task in of_round if task.state.device == name)
 
 
 def stage_row(policy: PartitionPolicy, part: Part, tasks: list[Task], examples: int) -> dict[str, Any]:
-    """What the clients of a device train in a stage; where some are excluded, what they lack and what swapping would take."""
+    """Return what the clients of a device train in a stage and, for excluded ones, the missing bytes and swapping seconds."""
     trained = Counter(" | ".join(map(label, task.parts)) for task in tasks if task.parts)
     skipped = {" | ".join(map(label, task.parts)): policy.excluded(list(task.parts)) for task in tasks if task.parts}
     out = [task for task in tasks if not task.parts]

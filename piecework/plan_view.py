@@ -1,4 +1,4 @@
-"""A plan for people: tables, and a picture of memory per piece against the fleet's budgets."""
+"""Present a plan: tables, and a picture of memory per piece against the fleet's budgets."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ SHOWN = 3  # ways of training that are listed for one device
 
 
 def plan_tables(plan: dict[str, Any]) -> list[str | Table]:
-    """Pieces, then devices, each with a sentence before."""
+    """Return the tables of pieces and devices, each after a sentence."""
     shape, fleet = "x".join(map(str, plan["input_shape"])), plan["fleet"]
     full, budget = format_compared(plan["full_memory_bytes"], plan["budget_bytes"])
     return [
@@ -30,7 +30,7 @@ def plan_tables(plan: dict[str, Any]) -> list[str | Table]:
 
 
 def pretending(plan: dict[str, Any]) -> list[str]:
-    """What devices would really need that only pretend to swap."""
+    """Return what devices would really need that only pretend to swap."""
     found = plan["pretence"]
     if found is None:
         return []
@@ -45,7 +45,7 @@ def pretending(plan: dict[str, Any]) -> list[str]:
 
 
 def coverage_text(found: dict[str, Any]) -> list[str | Table]:
-    """Which clients can train which part; in bold what is wrong with that."""
+    """Return which clients can train which part, with problems in bold."""
     lines = coverage_lines(found["parts"], found["clients"])
     if len(lines) == 1:
         shown: list[str | Table] = [coverage_sentence(found["parts"], found["clients"])]
@@ -58,7 +58,7 @@ def coverage_text(found: dict[str, Any]) -> list[str | Table]:
 
 
 def emphasised(found: dict[str, Any]) -> list[str | Table]:
-    """What a coverage means for the trained model: a warning in bold, a note as it is, nothing where all is well."""
+    """Return what a coverage means for the trained model: a bold warning, a plain note, or nothing."""
     if not found["says"]:
         return []
     text = escape(f"{found['level']}: {found['says']}")
@@ -66,7 +66,7 @@ def emphasised(found: dict[str, Any]) -> list[str | Table]:
 
 
 def columns(*names: str, left: int = 1) -> Table:
-    """A table without lines; the first `left` columns hold words, the others figures."""
+    """Return a table without lines; the first `left` columns hold words, the others figures."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, name in enumerate(names):
         table.add_column(name, justify="left" if number < left else "right", no_wrap=number != left - 1)
@@ -74,7 +74,7 @@ def columns(*names: str, left: int = 1) -> Table:
 
 
 def piece_table(plan: dict[str, Any]) -> Table:
-    """What there is to train, a line a piece."""
+    """Return a table with a row per piece."""
     several, macs = len(plan["fleet"]["stages"]) > 1, plan["modules"][0]["macs"] is not None
     names = ["stage", "piece"] if several else ["piece"]
     figures = ["parameters", "memory", "forward FLOPs", "training FLOPs", *(["MACs"] if macs else []), "bytes sent"]
@@ -89,7 +89,7 @@ def piece_table(plan: dict[str, Any]) -> Table:
 
 
 def device_table(plan: dict[str, Any]) -> Table:
-    """Who can train what: in words where there is one stage, in shares where there are several."""
+    """Return who can train what: in words for one stage, as percentages for several."""
     fleet = plan["fleet"]
     several = len(fleet["stages"]) > 1
     names = ["device", "clients", "budget", "time a round", "take part, stage by stage" if several else "trains"]
@@ -109,13 +109,13 @@ def device_table(plan: dict[str, Any]) -> Table:
 
 
 def participation(stages: list[dict[str, Any]]) -> str:
-    """The share of clients and rounds that take part; stage by stage where stages differ."""
+    """Return the fraction of clients and rounds that take part; by stage if stages differ."""
     found = [f"{stage['participation']:.0%}" for stage in stages]
     return found[0] if len(set(found)) == 1 else " ".join(found)
 
 
 def several_words(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> str:
-    """Who takes part; where a device trains more than one piece in the first stage, what."""
+    """Return who takes part and, if a device trains several pieces in the first stage, which."""
     first = stages[0]
     more = (
         f"\nin {first['stage']}: {'; '.join(map(words, first['trains'][:SHOWN]))}" if len(first["trains"]) > 1 else ""
@@ -124,25 +124,25 @@ def several_words(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> str:
 
 
 def shares(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> str:
-    """Who takes part, and what the poorest lacks."""
+    """Return who takes part, and the missing memory of the client with the least."""
     lacks = max(stage["missing_bytes"] for stage in stages)
     said = participation(stages)
     return said if lacks <= 0 else f"{said}; the poorest lacks {format_bytes(lacks)} and {singular(fleet['excluded'])}"
 
 
 def singular(excluded: str) -> str:
-    """What becomes of one that cannot train."""
+    """Return what happens to a client that cannot train."""
     return excluded if excluded.startswith("trains") else f"is {excluded}"
 
 
 def words(row: dict[str, Any]) -> str:
-    """What is trained, and which atoms are excluded of it."""
+    """Return what is trained, and which atoms are excluded."""
     said: str = row["what"] if row["share"] == 1 else f"{row['share']:.0%} {row['what']}"
     return f"{said} (leaves out {', '.join(row['leaves_out'])})" if row["leaves_out"] else said
 
 
 def stage_words(stage: dict[str, Any], fleet: dict[str, Any], needed: str) -> str:
-    """What a device trains, the commonest first; what those that cannot need, in words, and lack."""
+    """Return what a device trains, the most common first, then what excluded clients need (`needed`) and are missing."""
     lines = [words(row) for row in stage["trains"][:SHOWN]]
     if len(stage["trains"]) > SHOWN:
         lines.append(f"{sum(row['share'] for row in stage['trains'][SHOWN:]):.0%} otherwise")
@@ -156,13 +156,13 @@ def stage_words(stage: dict[str, Any], fleet: dict[str, Any], needed: str) -> st
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 0.47 s, 3.2 min, 5.1 h."""
+    """Format seconds: 0.47 s, 3.2 min, 5.1 h."""
     unit, size = next(((u, s) for u, s in (("h", 3600), ("min", 60)) if seconds >= 2 * s), ("s", 1))
     return f"{seconds / size:.2g} {unit}" if seconds < 100 * size else f"{seconds / size:.0f} {unit}"
 
 
 def short(amount: float) -> str:
-    """A count of parameters or FLOPs for people: 2.57 G."""
+    """Format a count of parameters or FLOPs: 2.57 G."""
     unit, size = next(((u, s) for u, s in (("T", 1e12), ("G", 1e9), ("M", 1e6)) if amount >= s), ("k", 1e3))
     return f"{amount / size:.3g} {unit}"
 
@@ -192,7 +192,7 @@ def draw(plan: dict[str, Any], path: Path) -> None:
     pieces.text(-0.4, full, f"the whole model, {format_bytes(plan['full_memory_bytes'])}", fontsize=8, va="bottom")
     quantiles = [amount / 1e6 for amount in fleet["budget_quantiles_bytes"]]
     top = 1.15 * max(*sizes, full)
-    have, amounts = [100.0], [0.0]  # down the stairs: as many have it, up to the next quantile
+    have, amounts = [100.0], [0.0]  # a step function: as many clients have it, up to the next quantile
     for number, amount in enumerate(quantiles):
         share = min(100, 105 - 5 * number)
         have += [share, share]
@@ -206,5 +206,5 @@ def draw(plan: dict[str, Any], path: Path) -> None:
     figure.suptitle(
         f"{plan['strategy']} on {plan['model']}, batch {plan['batch_size']}; fleet {fleet['name']}", fontsize=10
     )
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters, not their outlines
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters instead of their outlines
         figure.savefig(path)

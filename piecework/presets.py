@@ -1,4 +1,4 @@
-"""The shipped presets and what each is for."""
+"""List the shipped presets and the purpose of each."""
 
 import tomllib
 from typing import Any
@@ -11,9 +11,9 @@ from piecework.training.settings import SettingsError
 
 
 def preset_rows(word: str = "") -> list[dict[str, Any]]:
-    """Every shipped preset, or those that have `word` in their name, strategy, data set or description.
+    """Return every shipped preset, or those with `word` in their name, strategy, data set or description.
 
-    `about` is the first line of the file's comment. Raises SettingsError where none has it.
+    `about` is the first line of the file's comment. Raises SettingsError if none has it.
     """
     rows = []
     for path in sorted(PRESETS.glob("*.toml"), key=lambda path: path.stem):
@@ -27,7 +27,7 @@ def preset_rows(word: str = "") -> list[dict[str, Any]]:
 
 
 def preset_table(rows: list[dict[str, Any]]) -> Table:
-    """Presets for people; it fits a terminal of 80 columns."""
+    """Return a table of presets that fits a terminal of 80 columns."""
     table = Table(box=None, padding=(0, 2, 1, 0), show_header=False)
     table.add_column("preset", no_wrap=True)
     table.add_column("for")

@@ -11,12 +11,12 @@ COLUMNS = ("layer", "kernels", "needed at first", "needed at the end", "clients 
 
 
 def has_kernels(rounds: Sequence[Record]) -> bool:
-    """Whether sub-models were made of principal kernels."""
+    """Return whether sub-models were made of principal kernels."""
     return bool(rounds[-1].get("keep_ratios"))
 
 
 def kernel_section(rounds: Sequence[Record]) -> Section:
-    """Ranks over the rounds, and draws."""
+    """Return the section of ranks over the rounds, and of draws."""
     return Section(
         "Principal kernels",
         "Left: the share of a layer's kernels that it needs, 2 to the entropy of sigma_i / sum. Right: how many clients of a "
@@ -27,7 +27,7 @@ def kernel_section(rounds: Sequence[Record]) -> Section:
 
 
 def kernel_figure(rounds: Sequence[Record]) -> Any:
-    """Ranks on the left, draws on the right; a line a layer."""
+    """Draw ranks on the left and draws on the right, with a line per layer."""
     figure = panels(2, horizontal_spacing=0.12)
     for i, name in enumerate(rounds[-1]["layers"]):
         ranks = [(r["round"], r["layers"][name]["rank"] / r["layers"][name]["kernels"]) for r in rounds]
@@ -41,12 +41,12 @@ def kernel_figure(rounds: Sequence[Record]) -> Any:
 
 
 def draws(rounds: Sequence[Record], name: str) -> list[float]:
-    """Clients a kernel in a round, of each tenth of a layer's kernels."""
+    """Return the clients per kernel in a round, for each tenth of a layer's kernels."""
     return [fmean(tenths) for tenths in zip(*(r["layers"][name]["drawn"] for r in rounds), strict=True)]
 
 
 def layer_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Each layer: its kernels, how many it needed at first and at the end, how often they were drawn."""
+    """Return each layer's kernels, how many it needed at first and at the end, and how often they were drawn."""
     first, last = rounds[0]["layers"], rounds[-1]["layers"]
     return [
         (
@@ -61,5 +61,5 @@ def layer_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def short(name: str) -> str:
-    """A weight without the word."""
+    """Shorten the name of a weight."""
     return name.removesuffix(".weight")

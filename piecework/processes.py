@@ -1,4 +1,4 @@
-"""Flower's processes: started with a private home, ports and environment, watched, and stopped with all their children."""
+"""Flower's processes, with a private home, ports and environment: start, watch, and stop them with all their children."""
 
 import json
 import logging
@@ -29,20 +29,20 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Connection:
-    """Where a SuperLink is: `host:port`, and the CA that signed its certificate. None = no TLS: asked for, never by default."""
+    """The address of a SuperLink, `host:port`, and the CA of its certificate; None = no TLS, never the default."""
 
     address: str
     root_certificates: Path | None
 
     def to_config(self) -> dict[str, str | bool]:
-        """As an entry of Flower's config.toml."""
+        """Return an entry of Flower's config.toml."""
         if self.root_certificates is None:
             return {"address": self.address, "insecure": True}
         return {"address": self.address, "root-certificates": str(self.root_certificates.resolve())}
 
 
 class FlowerHome:
-    """A private FLWR_HOME with the address of a SuperLink: one that is there, or one to be started on a free port."""
+    """A private FLWR_HOME with the address of a SuperLink: an existing one, or one to be started on a free port."""
 
     def __init__(self, path: Path, connection: Connection | None = None) -> None:
         self.path = path
@@ -67,7 +67,7 @@ class FlowerHome:
         self.processes[name] = command, child
 
     def revive(self) -> None:
-        """Start again what ended by itself, as a container or a systemd unit would be."""
+        """Restart processes that ended by themselves, as a container or a systemd unit would be."""
         for name, (command, child) in list(self.processes.items()):
             if child.poll() is not None:
                 LOG.warning("%s ended with exit code %s: started again", name, child.returncode)
@@ -86,7 +86,7 @@ class FlowerHome:
         return answer
 
     def log_of(self, run_id: str) -> str:
-        """What a run printed, the end of it."""
+        """Return the end of a run's output."""
         call = ["flwr", "log", run_id, "piecework", "--show"]
         done = subprocess.run(call, env=self.environment, capture_output=True, text=True, check=False, cwd=self.path)
         return "\n".join((done.stdout + done.stderr).splitlines()[-120:])
@@ -94,14 +94,14 @@ class FlowerHome:
 
 @contextmanager
 def flower_home(connection: Connection | None = None) -> Iterator[FlowerHome]:
-    """A FLWR_HOME that is removed afterwards."""
+    """Yield a FLWR_HOME that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="piecework-", ignore_cleanup_errors=True) as folder:
         yield FlowerHome(Path(folder), connection)
 
 
 @contextmanager
 def superlink(home: FlowerHome, *arguments: str) -> Iterator[None]:
-    """A SuperLink on the home's port, healthy."""
+    """Run a healthy SuperLink on the home's port in the body."""
     address = ["--insecure", "--host", "127.0.0.1", "--port", str(home.port)]
     with process(home, "superlink", "flower-superlink", *address, *arguments):
         wait_until_healthy(home.port, home.path / "superlink.log")
@@ -110,7 +110,7 @@ def superlink(home: FlowerHome, *arguments: str) -> Iterator[None]:
 
 @contextmanager
 def process(home: FlowerHome, name: str, *command: str) -> Iterator[None]:
-    """A process that ends, with all its children, when the body does; `FlowerHome.revive` may have replaced it by then."""
+    """Run a process in the body; it is stopped with all its children, even if `FlowerHome.revive` has replaced it."""
     home.start(name, list(command))
     try:
         yield
@@ -119,7 +119,7 @@ def process(home: FlowerHome, name: str, *command: str) -> Iterator[None]:
 
 
 def stop(child: "subprocess.Popen[bytes]") -> None:
-    """End a process we started and its descendants: first asked, then, after ten seconds, killed."""
+    """End a process we started and its descendants: first terminate, then, after ten seconds, kill."""
     if child.poll() is not None:
         return
     try:
@@ -154,7 +154,7 @@ def wait_until_healthy(port: int, log: Path) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback address that no client listens on now."""
+    """Return ports of the loopback address on which nothing listens now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for free in sockets:
@@ -163,5 +163,5 @@ def free_ports(count: int) -> list[int]:
 
 
 def tail(log: Path, lines: int = 20) -> str:
-    """The end of a log file."""
+    """Return the end of a log file."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]) if log.is_file() else ""

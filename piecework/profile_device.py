@@ -1,4 +1,4 @@
-"""This machine as a device of a fleet: measured over seconds, because a board slows down when it gets warm."""
+"""Measure this machine as a device of a fleet, over seconds, because a board slows down when it gets warm."""
 
 import math
 import os
@@ -26,12 +26,12 @@ from piecework.device_profiles.profile import (
 )
 
 DISK_BYTES, DISK_ACCESSES = 64_000_000, 64
-STEADY = 0.9  # of the first second's speed; below it the device is said to slow down
+STEADY = 0.9  # fraction of the first second's speed below which the device is reported to slow down
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured: bytes free (`reserve` of them is to stay free), FLOPs/s in the first second and sustained, disk."""
+    """The measurements: free bytes (`reserve` of them stay free), FLOPs/s in the first second and sustained, disk."""
 
     name: str
     available: int
@@ -51,11 +51,11 @@ class Profile:
 
     @property
     def slows_down(self) -> bool:
-        """Whether the first second promised more than the device keeps up."""
+        """Whether the sustained speed is clearly below that of the first second."""
         return self.sustained_flops < STEADY * self.first_flops
 
     def values(self) -> dict[str, Any]:
-        """The device, with the keys of a fleet file. The disk is as fast as the slower of its two directions."""
+        """Return the device with the keys of a fleet file. The disk has the speed of its slower direction."""
         return {
             "name": self.name,
             "memory": self.memory,
@@ -67,9 +67,9 @@ class Profile:
 
 
 def profile_device(name: str, seconds: float, folder: Path, threads: int, reserve: int) -> Profile:
-    """Measure for about `seconds` and the time the disk takes; a probe file is written into `folder` and removed.
+    """Measure for about `seconds` plus the time for the disk, with a temporary probe file in `folder`.
 
-    Raises ValueError where a figure would say nothing, OSError where `folder` cannot be used.
+    Raises ValueError if a figure would mean nothing, OSError if `folder` cannot be used.
     """
     if not name.strip() or not name.isprintable():
         raise ValueError(f"--name {name!r}: a device needs a name")
@@ -82,7 +82,7 @@ def profile_device(name: str, seconds: float, folder: Path, threads: int, reserv
     if size < PROBE_FILE_BYTES:
         raise ValueError(f"--folder {folder}: {format_bytes(free)} are free there, too few for a probe of the disk")
 
-    import torch  # a client has it loaded as well when it asks what is free
+    import torch  # a client that measures its free memory has loaded torch too
 
     torch.set_num_threads(threads)
     available = available_memory()
@@ -101,9 +101,9 @@ def profile_device(name: str, seconds: float, folder: Path, threads: int, reserv
 
 
 def steady_speed(speeds: list[tuple[float, float]], seconds: float) -> tuple[float, float]:
-    """The median of what began in the first second, and of what began in the last half of `seconds`.
+    """Return the median speeds of what began in the first second and in the last half of `seconds`.
 
-    The last repetition stands for a half in which none began: the device is that slow.
+    If none began in the last half, the last repetition stands for it: the device is that slow.
     """
     first = [speed for began, speed in speeds if began < min(1.0, seconds / 2)]
     last = [speed for began, speed in speeds if began >= seconds / 2] or [speeds[-1][1]]
@@ -111,12 +111,12 @@ def steady_speed(speeds: list[tuple[float, float]], seconds: float) -> tuple[flo
 
 
 def usable_cpus() -> int:
-    """Cores that this process may use."""
+    """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def toml_text(profile: Profile) -> str:
-    """A `[[device]]` table with how it was measured; a file of such tables is a pool."""
+    """Return a `[[device]]` table with how it was measured; a file of such tables is a pool."""
     import torch
 
     wheel = f"CUDA {torch.version.cuda} wheel" if torch.version.cuda else "CPU wheel"
@@ -143,7 +143,7 @@ def toml_text(profile: Profile) -> str:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that is not there yet, as a whole. Raises ValueError or OSError."""
+    """Write a file that must not exist yet, as a whole. Raises ValueError or OSError."""
     check_new(path)
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     staging.write_text(text, encoding="utf-8")
@@ -151,7 +151,7 @@ def write_new(path: Path, text: str) -> None:
 
 
 def check_new(path: Path) -> None:
-    """Refuse, before anything is measured, a file that is there or a folder that is not."""
+    """Reject an existing file or a missing folder before anything is measured."""
     if path.exists():
         raise ValueError(f"--out {path} is there already: choose another file, or remove it first")
     if not path.absolute().parent.is_dir():
@@ -159,5 +159,5 @@ def check_new(path: Path) -> None:
 
 
 def _rounded(figure: float) -> float:
-    """Three digits: more would claim what was not measured."""
+    """Round to three digits; more would not be justified by the measurement."""
     return float(f"{figure:.3g}")

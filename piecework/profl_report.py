@@ -11,12 +11,12 @@ COLUMNS = ("part of the run", "rounds", "movement", "slope", "below the threshol
 
 
 def is_progressive(rounds: Sequence[Record]) -> bool:
-    """Whether blocks were frozen one after another."""
+    """Return whether blocks were frozen one after another."""
     return "effective_movement" in rounds[-1]
 
 
 def movement_section(rounds: Sequence[Record], settings: Record) -> Section:
-    """Movements, slopes, and where parts of the run ended."""
+    """Return the section of movements, slopes, and where parts of the run ended."""
     window, share, times = (settings[f"movement-{key}"] for key in ("window", "share", "times"))
     policy = (
         f"A block is frozen when the slope of the line through its last {window} movements was below {share:g} of its first "
@@ -34,7 +34,7 @@ def movement_section(rounds: Sequence[Record], settings: Record) -> Section:
 
 
 def movement_figure(rounds: Sequence[Record]) -> Any:
-    """Movements on the left; the size of slopes and their threshold on the right."""
+    """Draw movements on the left, and the size of slopes with their threshold on the right."""
     figure = panels(2, horizontal_spacing=0.12)
     lines = (
         ("effective_movement", "effective movement", 1),
@@ -54,7 +54,7 @@ def movement_figure(rounds: Sequence[Record]) -> Any:
 
 
 def leg_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Each part of the run: its rounds, the last movement and slope, how often that was below, and how it ended."""
+    """Return a row per part of the run: rounds, last movement and slope, rounds below the threshold, and how it ended."""
     words, rows = {"frozen": "frozen", "rounds": "its rounds"}, []
     for stage, records in by_stage(rounds):
         last = records[-1]

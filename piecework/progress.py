@@ -1,4 +1,4 @@
-"""A run in the terminal while it goes on: a line a round."""
+"""Show a run in the terminal while it runs, with a line per round."""
 
 from statistics import median
 from types import TracebackType
@@ -10,11 +10,11 @@ from rich.table import Column
 
 from piecework.display import Record, accuracy_name, format_seconds, peak_over_budget, percent
 
-RECENT = 5  # rounds whose median is the expected duration of the next: the first one also traces and starts up
+RECENT = 5  # rounds whose median is the expected duration of the next; the first round also traces and starts up
 
 
 def round_line(record: Record, total_rounds: int, seconds: float) -> str:
-    """One finished round; `seconds` is what a round takes at present."""
+    """Return the line of a finished round; `seconds` is the present duration of a round."""
     parts = [f"round {record['round']}/{total_rounds}"]
     if (stages := record.get("modules") or record.get("blocks") or 1) > 1:
         parts.append(f"{record['stage']} of {stages}")
@@ -33,7 +33,7 @@ def round_line(record: Record, total_rounds: int, seconds: float) -> str:
 
 
 def accuracy_now(record: Record) -> str:
-    """On the test data, or else on the clients'; empty where neither was asked."""
+    """Return the accuracy on the test data, else on the clients'; empty if neither was evaluated."""
     for name, clean, attacked in (
         (accuracy_name([record]), "accuracy", "adversarial_accuracy"),
         ("accuracy on the clients", "client_accuracy", "client_adversarial_accuracy"),
@@ -45,7 +45,7 @@ def accuracy_now(record: Record) -> str:
 
 
 class RoundProgress:
-    """A live line on stderr, or one plain line a round where stderr is no terminal."""
+    """A live line on stderr, or one plain line per round if stderr is no terminal."""
 
     def __init__(self, total_rounds: int, console: Console | None = None) -> None:
         self.total_rounds = total_rounds
@@ -67,7 +67,7 @@ class RoundProgress:
         return self
 
     def update(self, record: Record) -> None:
-        """Show a round that has ended."""
+        """Show a finished round."""
         self.recent = [*self.recent, float(record["seconds"])][-RECENT:]
         line = round_line(record, self.total_rounds, median(self.recent))
         if self.progress is None:

@@ -1,4 +1,4 @@
-"""What a plan is asked about: an example's shape, classes, a client's examples, a budget, the kind of step."""
+"""The input of a plan: an example's shape, classes, a client's examples, a budget, and the kind of step."""
 
 from dataclasses import dataclass
 from typing import cast, get_args
@@ -11,15 +11,15 @@ from piecework.training.loop import Precision
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.setup import open_dataset
 
-EXAMPLES = 500  # of a client, where no data set says how many
+EXAMPLES = 500  # examples per client if no data set defines them
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan needs beside settings: the shape of an example, classes, a client's training examples, a budget to cut for.
+    """The input of a plan besides settings: shape of an example, classes, a client's training examples, and a budget.
 
-    `budget` is as a person writes it (`60MB`, `0.2x`); empty = the least that the fleet has. `attack_steps` None = as many as
-    the system's own training takes.
+    `budget` is as a person writes it (`60MB`, `0.2x`); empty = the minimum in the fleet. `attack_steps` None = as many as the
+    method's own training takes.
     """
 
     input_shape: Shape
@@ -40,9 +40,11 @@ def ask(
     precision: str = "float32",
     attack_steps: int | None = None,
 ) -> Question:
-    """The question of a command line: about `input_shape` (`3x224x224`, `500`), else with `usual` about what the model usually
-    reads, else about the run's data set. Without a number of `examples` a client has an equal share of the training examples,
-    less what is kept for validation; 500 where there is no data set. Raises SettingsError.
+    """Return the question of a command line, about one of three inputs.
+
+    It is about `input_shape` (`3x224x224`, `500`) if given, else with `usual` about the model's usual input, else about the
+    run's data set. Without `examples` a client has an equal part of the training examples, less its validation data, or 500
+    without a data set. Raises SettingsError.
     """
     if input_shape:
         shape, share = parse_shape(input_shape), EXAMPLES
@@ -65,7 +67,7 @@ def ask(
 
 
 def parse_shape(text: str) -> Shape:
-    """`3x224x224` of images, `500` of tokens. Raises SettingsError."""
+    """Parse `3x224x224` for images or `500` for tokens. Raises SettingsError."""
     edges = text.lower().split("x")
     if len(edges) not in (1, 3) or not all(edge.isdecimal() and int(edge) for edge in edges):
         raise SettingsError(f"--input-shape {text}: expected channels, height and width as 3x224x224, or tokens as 500")
@@ -73,7 +75,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def data_shape(settings: Settings) -> tuple[Shape, int, int]:
-    """Shape of an example, classes, training examples; published data sets need not be there. Raises DatasetError."""
+    """Return shape of an example, classes, training examples; published sets need not exist here. Raises DatasetError."""
     if settings.dataset in PUBLISHED:
         return PUBLISHED[settings.dataset]
     prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.download)
@@ -82,7 +84,7 @@ def data_shape(settings: Settings) -> tuple[Shape, int, int]:
 
 
 def budget_bytes(text: str, full: int) -> int:
-    """`60MB`, `57MiB`, or `0.2x` of the full model's bytes. Raises SettingsError."""
+    """Return the bytes of `60MB`, `57MiB`, or `0.2x` of the full model. Raises SettingsError."""
     try:
         return share_or_bytes(text, full)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Tell a SuperLink which node keys it may let in, and take keys back.
+"""Register with a SuperLink which node keys it may admit, and revoke keys.
 
-Uses the client of Flower's own command line: `flwr supernode list` tells neither names nor keys, so it could not say which
-of our nodes is which.
+It uses the client of Flower's own command line, because `flwr supernode list` shows neither names nor keys, so our nodes could
+not be identified.
 """
 
 import json
@@ -20,12 +20,12 @@ from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
 
-REVOKED = "unregistered"  # Flower's word; it keeps the key and never takes it again
+REVOKED = "unregistered"  # Flower's word; it keeps a revoked key and never accepts it again
 
 
 @dataclass(frozen=True)
 class Registered:
-    """A node of ours: Flower's id of it, what was done, and its state (registered, online, offline, revoked)."""
+    """One of our nodes: Flower's id, what was done, and its state (registered, online, offline, revoked)."""
 
     node: str
     node_id: int
@@ -34,9 +34,9 @@ class Registered:
 
 
 def register(folder: Path, superlink: str, root_certificates: Path) -> list[Registered]:
-    """Register every nodes/*.pub of a folder at a SuperLink (HOST:PORT); what is there already, or was revoked, stays so.
+    """Register every nodes/*.pub of a folder with a SuperLink (HOST:PORT); registered and revoked keys stay so.
 
-    Raises ConnectionError where the SuperLink cannot be reached or refuses, ValueError for a folder without good keys.
+    Raises ConnectionError if the SuperLink cannot be reached or refuses, ValueError for a folder without good keys.
     """
     keys = public_keys(folder)
     with control(superlink, root_certificates) as client:
@@ -49,7 +49,7 @@ def register(folder: Path, superlink: str, root_certificates: Path) -> list[Regi
 
 
 def revoke(folder: Path, node: str, superlink: str, root_certificates: Path) -> Registered:
-    """Take a node's key back, for good: a node that is online with it is thrown out. Raises as `register` does."""
+    """Revoke a node's key permanently; a node that is online with it is disconnected. Raises as `register` does."""
     keys = public_keys(folder)
     if node not in keys:
         raise ValueError(f"there is no key of '{node}' in {folder / 'nodes'}; there are {', '.join(keys)}")
@@ -64,17 +64,17 @@ def revoke(folder: Path, node: str, superlink: str, root_certificates: Path) -> 
 
 
 def described(node: str, info: NodeInfo, done: str) -> Registered:
-    """A node as the SuperLink sees it, in our words."""
+    """Return a node as the SuperLink sees it, in our words."""
     return Registered(node, info.node_id, done, "revoked" if info.status == REVOKED else info.status)
 
 
 def nodes_by_key(client: ControlHttpClient) -> dict[bytes, NodeInfo]:
-    """All nodes that a SuperLink knows or knew, by public key."""
+    """Return all present and past nodes of a SuperLink by public key."""
     return {info.public_key: info for info in client.ListNodes(ListNodesRequest()).nodes_info}
 
 
 def public_keys(folder: Path) -> dict[str, bytes]:
-    """The public keys of a folder by node, as Flower compares them (PEM). Raises ValueError."""
+    """Return the public keys of a folder by node, as Flower compares them (PEM). Raises ValueError."""
     files = sorted((folder / "nodes").glob("*.pub"), key=lambda path: (len(path.stem), path.stem))
     if not files:
         raise ValueError(
@@ -84,7 +84,7 @@ def public_keys(folder: Path) -> dict[str, bytes]:
 
 
 def public_key(path: Path) -> bytes:
-    """A public key file in OpenSSH format as PEM. Raises ValueError naming the file."""
+    """Convert a public key file in OpenSSH format to PEM. Raises ValueError, which names the file."""
     try:
         key = serialization.load_ssh_public_key(path.read_bytes())
     except (ValueError, UnsupportedAlgorithm) as error:
@@ -96,7 +96,7 @@ def public_key(path: Path) -> bytes:
 
 @contextmanager
 def control(superlink: str, root_certificates: Path) -> Iterator[ControlHttpClient]:
-    """A connection to the Control API of a SuperLink, by TLS. Raises ConnectionError."""
+    """Open a TLS connection to the Control API of a SuperLink. Raises ConnectionError."""
     client = ControlHttpClient.from_server_address(
         superlink,
         insecure=False,
@@ -117,7 +117,7 @@ def control(superlink: str, root_certificates: Path) -> Iterator[ControlHttpClie
 
 
 def detail(response: httpx.Response) -> str:
-    """What an error of Flower's says."""
+    """Return the text of a Flower error."""
     try:
         content = json.loads(response.text)
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""One HTML page a run: tables and figures from the round records and the evaluation of the trained model."""
+"""One HTML page per run: tables and figures from the round records and the evaluation of the trained model."""
 
 from collections.abc import Sequence
 from html import escape
@@ -33,7 +33,7 @@ from piecework.spafl_report import density_section, has_thresholds, pattern_sect
 
 
 def write_report(run_dir: RunDir) -> Path:
-    """Write `<run>/report.html`. Raises CheckpointError where there is no run, ReportError without plotly."""
+    """Write `<run>/report.html`. Raises CheckpointError if there is no run, ReportError without plotly."""
     settings, rounds = run_dir.settings(), run_dir.rounds()
     status, reason, seconds = display.how_it_ended(run_dir, rounds)
     parts = [
@@ -51,7 +51,7 @@ def write_report(run_dir: RunDir) -> Path:
 
 
 def overview(settings: Record, rounds: Sequence[Record], final: Record | None, seconds: float) -> list[tuple[str, str]]:
-    """The run in a few rows."""
+    """Return the run in a few rows."""
     evaluated, total = display.accuracies(rounds, final), display.totals(rounds)
     peak = percent(display.peak_over_budget(rounds)) if display.is_enforced(rounds) else "not enforced"
     setting = {key: str(settings.get(key, "-")) for key in ("strategy", "model", "dataset", "num-rounds")}
@@ -82,7 +82,7 @@ def overview(settings: Record, rounds: Sequence[Record], final: Record | None, s
 
 
 def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> list[Section]:
-    """The figures of a run; none of one without a round."""
+    """Return the sections of a run; none if it has no round."""
     if not rounds:
         return []
     final, robust = run_dir.final(), is_adversarial(rounds)
@@ -111,7 +111,7 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
 
 
 def device_section(by_device: Any) -> Section:
-    """Validation before averaging."""
+    """Return the section of validation before aggregation."""
     caption = (
         "After local training, before averaging, on the clients' own validation shares; over all validation examples of the "
         "clients that a class had in the round."
@@ -122,7 +122,7 @@ def device_section(by_device: Any) -> Section:
 
 
 def memory_section(rounds: Sequence[Record]) -> Section:
-    """Budgets and peaks of every client."""
+    """Return the section of every client's budget and peaks."""
     caption = "Each client in the round in which its measured peak came closest to its budget"
     if any(c.get("evaluation_peak") for r in rounds for c in r["clients"]):
         caption += "; in the table, measured is the larger of the peaks in training and in evaluation"
@@ -134,19 +134,19 @@ def memory_section(rounds: Sequence[Record]) -> Section:
 
 
 def bytes_section(rounds: Sequence[Record]) -> Section:
-    """What travelled."""
+    """Return the section of message bytes."""
     caption = "Training messages of all clients; evaluation messages apart"
     query = ", and those before a stage, by which all clients measure what it starts from"
     return Section("Bytes a round", caption + (query if query_bytes(rounds) else "") + ".", bytes_figure(rounds))
 
 
 def query_bytes(rounds: Sequence[Record]) -> int:
-    """Messages in which clients were asked something before a round; 0 in older records."""
+    """Sum the messages that queried clients before a round; 0 in older records."""
     return sum(r.get("bytes_query", 0) for r in rounds)
 
 
 def failure_section(rounds: Sequence[Record]) -> Section:
-    """Who did not answer, and why."""
+    """Return the section of clients that did not answer, with reasons."""
     excluded = "".join(f"<p><strong>{escape(text)}</strong></p>" for text in excluded_classes(rounds).values())
     if not any(c["status"] != "ok" for r in rounds for c in r["clients"]):
         return Section("Failures", "No client failed.", below=excluded)
@@ -164,7 +164,7 @@ def failure_section(rounds: Sequence[Record]) -> Section:
 
 
 def rate_section(rounds: Sequence[Record]) -> list[Section]:
-    """The learning rates that clients trained with; nothing of records that do not tell them."""
+    """Return the section of the learning rates of clients; none if the records do not contain them."""
     points = [(r["round"], r["lr"]) for r in rounds if "lr" in r]
     if not points:
         return []
@@ -174,8 +174,9 @@ def rate_section(rounds: Sequence[Record]) -> list[Section]:
 
 
 def rate_plan(rounds: Sequence[Record]) -> str:
-    """The schedules of the rounds with their first and last rates: `0.1 in round 1 to 0.0006 in round 20: cosine over 20
-    rounds`.
+    """Return the schedules of the rounds with their first and last rates.
+
+    An example is `0.1 in round 1 to 0.0006 in round 20: cosine over 20 rounds`.
     """
     told = [r for r in rounds if "lr" in r]
     parts = []
@@ -189,7 +190,9 @@ def rate_plan(rounds: Sequence[Record]) -> str:
 
 
 def trained_section(parts: Sequence[Record], coverage: Record | None) -> Section:
-    """Which parts of the model were trained, by how many clients; in bold which were not, and what was known at the start."""
+    """Return which parts of the model were trained by how many clients, with untrained parts in bold, and the initial
+    coverage.
+    """
     caption = "Clients whose updates entered the model in any round, and their share of all clients' training examples."
     never = [row["part"] for row in parts if not row["rounds"]]
     says = [f"Never trained in this run: {consecutive(never, [row['part'] for row in parts])}."] if never else []
@@ -200,7 +203,7 @@ def trained_section(parts: Sequence[Record], coverage: Record | None) -> Section
 
 
 def time_section(rounds: Sequence[Record]) -> Section:
-    """By the fleet's clock."""
+    """Return the section of simulated times."""
     heading, simulated = "Simulated seconds a round", [r.get("simulated_seconds", 0.0) for r in rounds]
     if not any(simulated):
         return Section(heading, "No simulated times were recorded.")
@@ -209,7 +212,7 @@ def time_section(rounds: Sequence[Record]) -> Section:
 
 
 def curves(rounds: Sequence[Record]) -> Any:
-    """Accuracy and loss side by side; rounds that were not evaluated have no point."""
+    """Draw accuracy and loss side by side; rounds without evaluation have no point."""
     figure = panels(2, horizontal_spacing=0.12)
     lines = (
         ("accuracy", "mean accuracy on own test data" if rounds[-1].get("personal") else "test accuracy", 1),
@@ -227,7 +230,7 @@ def curves(rounds: Sequence[Record]) -> Any:
 
 
 def device_figure(rounds: Sequence[Record]) -> Any:
-    """None where no round has a figure."""
+    """Draw validation accuracy by device class; None if no round has a figure."""
     figure = graph_objects().Figure()
     for i, device in enumerate(devices(rounds)):
         points = [(r["round"], r["accuracy_by_device"][device]) for r in rounds if device in r["accuracy_by_device"]]
@@ -238,7 +241,7 @@ def device_figure(rounds: Sequence[Record]) -> Any:
 
 
 def memory_figure(rounds: Sequence[Record]) -> Any:
-    """Bars for measured peaks, marks for predictions and budgets; what a refused client would have needed."""
+    """Draw measured peaks as bars, and predictions, budgets and the needs of refused clients as marks."""
     rows = display.closest_to_budget(rounds)
     needed = {row["client"]: 0 for row in rows}
     for row in (row for record in rounds for row in record["clients"]):
@@ -265,7 +268,7 @@ def memory_figure(rounds: Sequence[Record]) -> Any:
 
 
 def bytes_figure(rounds: Sequence[Record]) -> Any:
-    """Stacked: down, up, evaluation, and before a stage."""
+    """Draw stacked bytes: down, up, evaluation, and before a stage."""
     names = {"down": "bytes_down", "up": "bytes_up", "evaluation": "bytes_evaluation", "before a stage": "bytes_query"}
     values = {name: [r.get(key, 0) for r in rounds] for name, key in names.items()}
     figure = bars(rounds, {name: v for name, v in values.items() if any(v)}, "bytes")
@@ -273,12 +276,12 @@ def bytes_figure(rounds: Sequence[Record]) -> Any:
 
 
 def failure_figure(rounds: Sequence[Record]) -> Any:
-    """Stacked by status."""
+    """Draw failures stacked by status."""
     statuses = sorted({c["status"] for r in rounds for c in r["clients"] if c["status"] != "ok"})
     counts = {s: [sum(c["status"] == s for c in r["clients"]) for r in rounds] for s in statuses}
     return bars(rounds, counts, "clients").update_yaxes(tickformat="d")
 
 
 def devices(rounds: Sequence[Record]) -> list[str]:
-    """Names of the device classes; the place of one is its colour."""
+    """List the device classes; the position of a name determines its colour."""
     return sorted({client["device"] for record in rounds for client in record["clients"]})

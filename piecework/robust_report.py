@@ -1,5 +1,7 @@
-"""The report's sections of adversarial training: the trained model under attack, robustness over the rounds, and what a
-cascade's stages started from, were attacked with and who trained which part.
+"""The report's sections of adversarial training.
+
+They show the trained model under attack, robustness over the rounds, and for a cascade how accurate the modules before a stage
+were, how it was attacked, and which clients trained which part.
 """
 
 from collections import defaultdict
@@ -25,17 +27,17 @@ CLEAN_AND_ATTACKED = (
 
 
 def is_adversarial(rounds: Sequence[Record]) -> bool:
-    """Whether anything was evaluated under attack."""
+    """Return whether anything was evaluated under attack."""
     return any(r.get(key) is not None for r in rounds for _, _, key in CLEAN_AND_ATTACKED)
 
 
 def is_cascade(rounds: Sequence[Record]) -> bool:
-    """Whether the model was trained module after module."""
+    """Return whether the model was trained module after module."""
     return any(r.get("modules", 1) > 1 for r in rounds)
 
 
 def final_section(final: Record, settings: Record, path: Path) -> Section:
-    """The trained model, clean and under each attack."""
+    """Return the section of the trained model, clean and under each attack."""
     rows = [("none", "all test images", percent(final["accuracy"]))]
     if final["adversarial_accuracy"] is not None:
         rows.append((f"PGD-{final['attack_steps']}", str(final["attacked"]), percent(final["adversarial_accuracy"])))
@@ -64,7 +66,7 @@ def final_section(final: Record, settings: Record, path: Path) -> Section:
 
 
 def which_model(path: Path) -> str:
-    """A sentence where the run ended before the whole cascade was trained."""
+    """Return a sentence if the run ended before the whole cascade was trained, else an empty text."""
     if not path.is_file() or description(path).get("head", "head") == "head":
         return ""
     described = description(path)
@@ -75,7 +77,7 @@ def which_model(path: Path) -> str:
 
 
 def robust_curves(rounds: Sequence[Record], settings: Record) -> list[Section]:
-    """Clean and adversarial accuracy side by side; losses apart from them."""
+    """Return the sections of clean and adversarial accuracy side by side, and of the losses."""
     validators = "all clients" if settings.get("validation-clients") == "all" else "the clients of a round"
     steps, images = settings["evaluation-attack-steps"], settings["evaluation-attack-examples"]
     shown = [p for p in CLEAN_AND_ATTACKED if any(r.get(key) is not None for r in rounds for key in p[1:])]
@@ -114,7 +116,7 @@ def robust_curves(rounds: Sequence[Record], settings: Record) -> list[Section]:
 
 
 def cascade_sections(rounds: Sequence[Record], settings: Record) -> list[Section]:
-    """The perturbation a stage was trained with, and who trained which part of the model."""
+    """Return the sections of each stage's perturbation, and of which clients trained which part."""
     norm = NORMS.get(str(settings["feature-norm"]), str(settings["feature-norm"]))
     return [
         Section(
@@ -137,7 +139,7 @@ def cascade_sections(rounds: Sequence[Record], settings: Record) -> list[Section
 
 
 def perturbation_figure(rounds: Sequence[Record], norm: str) -> Any:
-    """Epsilon and alpha side by side; the ball around images, of another norm, is a line of its own."""
+    """Draw epsilon and alpha side by side; the ball around images has another norm and its own line."""
     figure = panels(2, horizontal_spacing=0.12)
     lines = (
         ("epsilon", f"epsilon, features ({norm})", 1, False),
@@ -148,11 +150,11 @@ def perturbation_figure(rounds: Sequence[Record], norm: str) -> Any:
         points: list[tuple[float, float | None]] = []
         for _, records in by_stage(rounds):
             attacked = [r for r in records if not r["clean_round"] and (r["distance"] is None) == images]
-            # None: a stage's line ends where the stage does
+            # None ends the line where the stage ends
             points += [*((r["round"], r[key]) for r in attacked), (records[-1]["round"] + 0.5, None)]
         if any(value is not None for _, value in points):
             figure.add_trace(line(points, name, i), col=column, row=1)
-    if len(rounds) > 40:  # a stage may have been attacked in a single round, which is no line
+    if len(rounds) > 40:  # a stage may have been attacked in a single round, which needs a mark instead of a line
         figure.update_traces(mode="lines+markers", marker_size=3)
     figure.update_yaxes(title="epsilon", rangemode="tozero", col=1).update_yaxes(
         title="alpha", rangemode="tozero", col=2
@@ -161,7 +163,7 @@ def perturbation_figure(rounds: Sequence[Record], norm: str) -> Any:
 
 
 def stage_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
-    """A stage's rounds, first and last alpha and epsilon, and the accuracies of the modules that it builds on."""
+    """Return a stage's rounds, first and last alpha and epsilon, and the accuracies of the modules before it."""
     rows: list[tuple[str, ...]] = []
     for stage, records in by_stage(rounds):
         attacked = [r for r in records if not r["clean_round"]]
@@ -182,7 +184,7 @@ def stage_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def depth_figure(rounds: Sequence[Record]) -> Any:
-    """Atoms over stages, as dark as many of the stage's updates had them."""
+    """Draw atoms over stages, darker the more of the stage's updates include them."""
     shares: list[dict[int, float]] = []
     for _, records in by_stage(rounds):
         counts, updates = defaultdict[int, float](float), trained(records)
@@ -210,7 +212,7 @@ def depth_figure(rounds: Sequence[Record]) -> Any:
 
 
 def depth_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
-    """By stage and range of atoms: updates, their share of the stage's, and whose they were."""
+    """Return, by stage and range of atoms, the updates, their fraction of the stage's, and their devices."""
     rows: list[tuple[str, ...]] = []
     for stage, records in by_stage(rounds):
         updates, found = trained(records), defaultdict[tuple[int, ...], list[Record]](list)
@@ -225,7 +227,7 @@ def depth_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def trained(records: Iterable[Record]) -> list[tuple[Record, tuple[int, ...]]]:
-    """Clients whose updates entered the model, with the atoms they trained."""
+    """List the clients whose updates entered the model, with the atoms they trained."""
     return [
         (client, tuple(sorted(atom for piece in client["pieces"] for atom in piece)))
         for record in records
@@ -235,20 +237,20 @@ def trained(records: Iterable[Record]) -> list[tuple[Record, tuple[int, ...]]]:
 
 
 def by_stage(rounds: Sequence[Record]) -> list[tuple[str, list[Record]]]:
-    """The rounds of each stage."""
+    """Return the rounds of each stage."""
     return [(stage, list(records)) for stage, records in groupby(rounds, key=lambda record: str(record["stage"]))]
 
 
 def atom_range(atoms: Sequence[int]) -> str:
-    """`atom 3`, `atoms 0 to 2`; a cascade's are consecutive."""
+    """Format atoms as `atom 3` or `atoms 0 to 2`; those of a cascade are consecutive."""
     return f"atom {atoms[0]}" if len(atoms) == 1 else f"atoms {atoms[0]} to {atoms[-1]}"
 
 
 def span(numbers: Sequence[int]) -> str:
-    """`4`, or `4 to 9`."""
+    """Format as `4` or `4 to 9`."""
     return " to ".join(dict.fromkeys((str(numbers[0]), str(numbers[-1]))))
 
 
 def from_to(values: Sequence[float]) -> str:
-    """The first and the last, or the one there is; `-` of none."""
+    """Format the first and the last value, or the only one; `-` without values."""
     return " to ".join(dict.fromkeys(f"{value:.4g}" for value in (values[0], values[-1]))) if values else "-"

@@ -1,4 +1,4 @@
-"""What can be done with the folders of runs: remove what is not needed any more."""
+"""Remove what is no longer needed from the folders of runs."""
 
 import re
 import shutil
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def stores(output_dir: Path) -> list[Path]:
-    """What emulated clients left in the ended runs of a folder: nothing but folders named by an experiment-id."""
+    """List the stores of emulated clients in the ended runs of a folder: only folders named by an experiment-id."""
     ended = [path.parent for path in output_dir.glob("*/summary.json") if (path.parent / "settings.toml").is_file()]
     return sorted(
         path for run in ended for path in (run / "clients").glob("*") if re.fullmatch("[0-9a-f]{32}", path.name)
@@ -14,12 +14,12 @@ def stores(output_dir: Path) -> list[Path]:
 
 
 def converted(cache: Path) -> list[Path]:
-    """The converted data sets in a cache."""
+    """List the converted data sets in a cache."""
     return sorted(path.parent for path in cache.glob("*/meta.json"))
 
 
 def remove(paths: list[Path]) -> int:
-    """Remove folders; returns how many bytes that freed."""
+    """Remove folders; return the number of freed bytes."""
     freed = 0
     for path in paths:
         freed += sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

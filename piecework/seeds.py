@@ -1,4 +1,4 @@
-"""Several runs that differ in nothing but the seed: mean and spread of what they came to."""
+"""Summarise runs that differ only in the seed: mean and spread of their accuracies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +14,10 @@ ACCURACIES = {
 
 
 def accuracies(summaries: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Mean and, as `KEY_std`, sample standard deviation over the runs that tell an accuracy; clean, and of each attack that any
-    run tells. The spread of one value is None."""
+    """Return mean and, as `KEY_std`, sample standard deviation of each accuracy over the runs that have it.
+
+    Accuracies are the clean one and that of each attack of any run. The spread of one value is None.
+    """
     found: dict[str, float | None] = {}
     for key in ACCURACIES:
         values = [summary[key] for summary in summaries if summary.get(key) is not None]
@@ -25,7 +27,7 @@ def accuracies(summaries: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def conclusion(seeds: Sequence[int], summaries: Sequence[dict[str, Any]]) -> str:
-    """The runs of some seeds in a sentence."""
+    """Summarise the runs of some seeds in a sentence."""
     finished = {seed: s for seed, s in zip(seeds, summaries, strict=True) if s["status"] == "completed"}
     if not finished:
         return f"no run of seeds {listed(seeds)} completed"
@@ -39,5 +41,5 @@ def conclusion(seeds: Sequence[int], summaries: Sequence[dict[str, Any]]) -> str
 
 
 def listed(seeds: Sequence[int]) -> str:
-    """`1, 2, 3`."""
+    """Format as `1, 2, 3`."""
     return ", ".join(map(str, seeds))

@@ -9,16 +9,16 @@ from piecework.prism_report import short
 
 COLUMNS = ("layer", "filters", "density at first", "least", "at the end", "mean threshold")
 PICTURES = 4  # layers whose filters are shown, the first ones
-ROW = 190  # pixels of a layer
+ROW = 190  # pixels per layer
 
 
 def has_thresholds(rounds: Sequence[Record]) -> bool:
-    """Whether filters had thresholds."""
+    """Return whether filters had thresholds."""
     return bool(rounds[-1].get("filters"))
 
 
 def density_section(rounds: Sequence[Record]) -> Section:
-    """Densities and thresholds over the rounds."""
+    """Return the section of densities and thresholds over the rounds."""
     figure = panels(2, horizontal_spacing=0.12)
     for i, name in enumerate(rounds[-1]["filters"]):
         for column, key in ((1, "density"), (2, "threshold")):
@@ -38,7 +38,7 @@ def density_section(rounds: Sequence[Record]) -> Section:
 
 
 def pattern_section(rounds: Sequence[Record]) -> Section:
-    """A picture a layer: filters by rounds."""
+    """Return the section with a picture per layer: filters by rounds."""
     return Section(
         "Which filters are kept",
         "A row is a filter of the layer, a column a round; the darker, the more of the round's clients keep it.",
@@ -47,7 +47,7 @@ def pattern_section(rounds: Sequence[Record]) -> Section:
 
 
 def pattern_figure(rounds: Sequence[Record]) -> Any:
-    """Heat maps below each other."""
+    """Draw heat maps below each other."""
     from plotly.subplots import make_subplots
 
     names = list(rounds[-1]["filters"])[:PICTURES]
@@ -72,7 +72,7 @@ def pattern_figure(rounds: Sequence[Record]) -> Any:
 
 
 def rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Each layer: how dense it was at first, at least and at the end."""
+    """Return the initial, minimum and final density of each layer."""
     found = []
     for name, layer in rounds[-1]["filters"].items():
         told = [r["filters"][name]["density"] for r in rounds if r["filters"][name]["density"] is not None]

@@ -1,6 +1,6 @@
-"""Advice: which systems suit a fleet and a model. Simple rivals come first; what our own runs measured comes with its setting.
+"""Advice on which systems suit a fleet and a model. Simple baselines come first; our measurements come with their setting.
 
-Nothing here ranks by memory peaks: what fits, fits. Accuracies of different settings are never compared.
+Nothing here ranks by memory peaks, as what fits needs no ranking. Accuracies of different settings are never compared.
 """
 
 import tomllib
@@ -29,11 +29,12 @@ ORDER = (
 
 
 def advise(settings: Settings, question: Question) -> dict[str, Any]:
-    """The whole advice, as JSON values.
+    """Return the whole advice as JSON values.
 
-    `simple` is FedAvg's verdict; where all devices fit a step of the whole model that is the advice, and no other is planned.
-    Else `rivals` are AllSmall and ExclusiveFL, `rows` the other systems in order, `refused` those that cannot, with the reason.
-    Adversarial training is advised on where the settings ask for it, by `adversarial = true` or a system that always does it.
+    `simple` is FedAvg's verdict; if all devices fit a step of the whole model, that is the advice, and no other system is
+    planned. Otherwise `rivals` are AllSmall and ExclusiveFL, `rows` the other systems in order, and `refused` those that cannot
+    train the model, with the reason. The advice is on adversarial training if the settings ask for it, by `adversarial = true`
+    or a system that always does it.
     """
     attacked = settings.adversarial or find_policy(settings.strategy).adversarial == "always"
     settings = settings.model_copy(update={"adversarial": attacked})
@@ -42,7 +43,7 @@ def advise(settings: Settings, question: Question) -> dict[str, Any]:
     if not simple["fits"]:
         measured = nearest(blueprint_of(settings, question), attacked)
         found = []
-        costs: dict[str, CostModel] = {}  # by what batch norms do, which a strategy may decide
+        costs: dict[str, CostModel] = {}  # by how batch norms are run, which a strategy may decide
         for name in STRATEGIES:
             if name != "fedavg" and suits(name, attacked):
                 own = settings.model_copy(update={"strategy": name})
@@ -60,12 +61,12 @@ def advise(settings: Settings, question: Question) -> dict[str, Any]:
 
 
 def suits(name: str, attacked: bool) -> bool:
-    """Whether a system trains as it is asked to: on adversarial examples, or on clean ones."""
+    """Return whether a system can train as requested: on adversarial examples, or on clean ones."""
     return find_policy(name).adversarial != ("never" if attacked else "always")
 
 
 def blueprint_of(settings: Settings, question: Question) -> Blueprint:
-    """The model that is asked about."""
+    """Return the model of the question."""
     return blueprint_of_shape(settings, question.input_shape, question.num_classes)
 
 
@@ -73,7 +74,9 @@ def blueprint_of(settings: Settings, question: Question) -> Blueprint:
 
 
 def fedavg_verdict(settings: Settings, question: Question) -> dict[str, Any]:
-    """Whether every device can hold a step of the whole model; where not, the largest smaller batch at which it could."""
+    """Return whether every device can hold a step of the whole model; if not, the largest smaller batch with which all
+    could.
+    """
     settings = settings.model_copy(update={"strategy": "fedavg"})
     plan = make_plan(settings, question)
     fleet = load_fleet(settings.fleet)
@@ -100,18 +103,18 @@ def fedavg_verdict(settings: Settings, question: Question) -> dict[str, Any]:
 
 
 def smaller_batches(batch_size: int) -> list[int]:
-    """Powers of two below a batch size, down to 2."""
+    """Return the powers of two below a batch size, down to 2."""
     return [2**power for power in range(batch_size.bit_length(), 0, -1) if 2**power < batch_size]
 
 
 def cost_model_of(settings: Settings, question: Question, attack_steps: int) -> CostModel:
-    """The costs of all systems' steps."""
+    """Return the cost model of all systems' steps."""
     reference = blueprint_of(settings.model_copy(update={"model_width": 1.0}), question)
     return cost_model_for(settings, reference, attack_steps, question.precision)
 
 
 def verdict_text(verdict: dict[str, Any]) -> str:
-    """FedAvg's verdict in words."""
+    """Return FedAvg's verdict as text."""
     step, poorest = format_compared(verdict["step_bytes"], verdict["poorest_bytes"])
     figures = f"A step at batch {verdict['batch_size']} takes {step} ({verdict['step_bytes']:,} bytes)"
     if verdict["fits"]:
@@ -137,7 +140,7 @@ def verdict_text(verdict: dict[str, Any]) -> str:
 
 
 def planned(settings: Settings, question: Question, cost_model: CostModel) -> dict[str, Any]:
-    """One system, planned by itself; `reason` where it cannot take the model, or no device can take part."""
+    """Plan one system; `reason` says why it cannot train the model, or why no device can take part."""
     row: dict[str, Any] = {"strategy": settings.strategy, "reason": "", "participation": 0.0}
     try:
         plan = make_plan(settings, question, cost_model)
@@ -163,7 +166,7 @@ def planned(settings: Settings, question: Question, cost_model: CostModel) -> di
 
 
 def nobody(plan: dict[str, Any]) -> str:
-    """Why no device can train anything."""
+    """Return why no device can train anything."""
     richest = max(device["budget_bytes"][1] for device in plan["devices"])
     needed = min(module["memory_bytes"] for module in plan["modules"])
     minimum, maximum = format_compared(needed, richest)
@@ -171,7 +174,7 @@ def nobody(plan: dict[str, Any]) -> str:
 
 
 def order(row: dict[str, Any]) -> tuple[float, ...]:
-    """As ORDER says; whole percents, so that a rounding error decides nothing. Who pretends to swap takes no real part."""
+    """Return the sort key that ORDER describes; whole percents, against rounding errors. Pretended swapping does not count."""
     first = row["measured"].get(1)
     accuracy = float(first[0]["accuracy"].split()[0]) if first else -1.0
     return -round(row["participation"] - row["pretending"], 2), -round(row["covered"], 2), -accuracy
@@ -182,12 +185,12 @@ def order(row: dict[str, Any]) -> tuple[float, ...]:
 
 @cache
 def measurements() -> tuple[dict[str, Any], ...]:
-    """The settings in which our own runs compared systems, with what came of each."""
+    """Return the settings in which our own runs compared systems, with their results."""
     return tuple(tomllib.loads(MEASURED.read_text(encoding="utf-8"))["setting"])
 
 
 def kind_of(blueprint: Blueprint) -> str:
-    """What a model is like: text, transformer (atoms make tokens), convolutional (they make maps), or other."""
+    """Return the kind of a model: text, transformer (atoms make tokens), convolutional (atoms make maps), or other."""
     if blueprint.vocabulary:
         return "text"
     dimensions = {len(atom.shape) for atom in blueprint.atoms}
@@ -195,15 +198,16 @@ def kind_of(blueprint: Blueprint) -> str:
 
 
 def accuracies(name: str, measured: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """What a system reached in which of the settings, which are counted from 1."""
+    """Return a system's results by setting, counted from 1."""
     numbered = enumerate(measured, start=1)
     found = {number: [row for row in setting["rows"] if row["system"] == name] for number, setting in numbered}
     return {number: rows for number, rows in found.items() if rows}
 
 
 def nearest(blueprint: Blueprint, attacked: bool) -> list[dict[str, Any]]:
-    """The settings with such a model and such training. By the first rows are ordered: it compares most systems; settings with
-    a model for each client come last.
+    """Return the settings with such a model and such training.
+
+    The first one orders the rows, because it compares most systems; settings with a model per client come last.
     """
     kind = kind_of(blueprint)
     alike = [entry for entry in measurements() if (entry["kind"], entry["adversarial"]) == (kind, attacked)]

@@ -1,4 +1,4 @@
-"""Advice for people: FedAvg's verdict, the simple rivals, the systems, and where accuracies were measured."""
+"""Present advice: FedAvg's verdict, the simple baselines, the systems, and where accuracies were measured."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from piecework.plan_view import columns, duration
 
 
 def advice_tables(advice: dict[str, Any]) -> list[str | Table]:
-    """What to print, in order."""
+    """Return what to print, in order."""
     adversarial, simple = advice["adversarial"], advice["simple"]
     training = "adversarial" if adversarial else "clean"
     ask = (
@@ -39,7 +39,7 @@ LEGEND = (
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """A line a system; at 80 columns only what was measured is wrapped."""
+    """Return a table with a row per system; at 80 columns only measured results wrap."""
     found = columns(*COLUMNS)
     found.columns[0].no_wrap = True
     found.columns[-1].no_wrap, found.columns[-1].justify = False, "left"
@@ -58,13 +58,13 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def shares(found: list[float]) -> str:
-    """From the device that trains least of the model to that which trains most."""
+    """Return the range from the device that trains the smallest part of the model to the one that trains the largest."""
     low, high = f"{min(found):.0%}", f"{max(found):.0%}"
     return low if low == high else f"{low} - {high}"
 
 
 def accuracies(number: int, entries: list[dict[str, Any]]) -> str:
-    """A system's accuracies in one setting."""
+    """Return a system's accuracies in one setting."""
     said = []
     for entry in entries:
         clean = f" (clean {entry['clean']})" if "clean" in entry else ""
@@ -73,7 +73,7 @@ def accuracies(number: int, entries: list[dict[str, Any]]) -> str:
 
 
 def notes(row: dict[str, Any]) -> str:
-    """What has to be said beside the figures."""
+    """Return remarks on a row."""
     pretends = f"{row['pretending']:.0%} pretend to have the memory" if row["pretending"] else ""
     stages = f"{row['stages']} stages" if row["stages"] > 1 else ""
     return "; ".join(filter(None, [pretends or row["caveat"], stages]))
