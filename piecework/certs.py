@@ -85,7 +85,7 @@ def open_authority(folder: Path) -> tuple[Authority, list[Made]]:
     done = "kept"
     if not certificate_file.exists():
         if key_file.exists():
-            raise ValueError(f"{key_file} is there but {certificate_file} is not: bring it back, or use another folder")
+            raise ValueError(f"{key_file} is there but {certificate_file} is not: restore it, or use another folder")
         done, key = "made", ec.generate_private_key(ec.SECP384R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Piecework {secrets.token_hex(4)}")])
         builder = builder_for(name, name, key.public_key(), AUTHORITY_DAYS)
@@ -97,9 +97,9 @@ def open_authority(folder: Path) -> tuple[Authority, list[Made]]:
     certificate = read_certificate(certificate_file)
     private = read_key(key_file) if key_file.exists() else None
     if private is not None and private.public_key() != certificate.public_key():
-        raise ValueError(f"{key_file} is not the key of {certificate_file}: bring back the one that is")
+        raise ValueError(f"{key_file} is not the key of {certificate_file}: restore the right one")
     if certificate.not_valid_after_utc < datetime.now(UTC):
-        raise ValueError(f"{certificate_file} ended on {day(certificate)}: make a new authority in another folder")
+        raise ValueError(f"{certificate_file} expired on {day(certificate)}: make a new authority in another folder")
     found = [Made("ca.crt", done, (), day(certificate)), Made("ca.key", done if private else "kept elsewhere")]
     return Authority(folder, certificate, private), found
 
@@ -155,7 +155,7 @@ def identity(folder: Path, node: str) -> tuple[Made, ...]:
     try:
         private = serialization.load_ssh_private_key(private_file.read_bytes(), None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise ValueError(f"{private_file} is no unencrypted private key in OpenSSH format: {error}") from None
+        raise ValueError(f"{private_file} is not an unencrypted private key in OpenSSH format: {error}") from None
     public = private.public_key().public_bytes(OPENSSH, serialization.PublicFormat.OpenSSH)
     write(public_file, public + f" {node}\n".encode())
     return Made(f"nodes/{node}.key", done), Made(f"nodes/{node}.pub", done)
@@ -186,9 +186,7 @@ def alternatives(names: Iterable[str]) -> list[x509.GeneralName]:
 
 
 def foreign_file(folder: Path) -> str:
-    """Return a file of a folder that is not ours, or ''; its folder must not be made private. Devices' public keys are
-    allowed.
-    """
+    """Return a file which shows that a folder is not ours to make private, or ''. Keys made by devices are allowed."""
     if not folder.exists() or (folder / "ca.crt").exists() or (folder / "ca.key").exists():
         return ""
     return next((path.name for path in sorted(folder.iterdir()) if path.name != "nodes"), "")
@@ -242,9 +240,7 @@ def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError as error:
-        raise ValueError(
-            f"{path} is no certificate in PEM ({error}): delete it or bring back the one that is"
-        ) from None
+        raise ValueError(f"{path} is not a certificate in PEM ({error}): delete it or restore the right one") from None
 
 
 def read_key(path: Path) -> ec.EllipticCurvePrivateKey:
@@ -252,7 +248,7 @@ def read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), None)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no unencrypted private key in PEM: {error}") from None
+        raise ValueError(f"{path} is not an unencrypted private key in PEM: {error}") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ValueError(f"{path} is not an elliptic-curve key: use the ca.key that was made here")
     return key

@@ -47,13 +47,11 @@ def run(
     preset: Preset = "",
     engine: Annotated[str, typer.Option(help="local, ray or deployment")] = "",
     nodes: Annotated[int, typer.Option(help="number of clients; deployment without it starts 4")] = 0,
-    assignments: Set = [],  # noqa: B006 (typer reads it, nobody changes it)
+    assignments: Set = [],  # noqa: B006 (typer reads it, nothing changes it)
     seeds: Annotated[str, typer.Option(help="several runs, e.g. 1,2,3")] = "",
     output_dir: Annotated[str, typer.Option(help="where runs are written")] = "",
-    restarts: Annotated[int, typer.Option(help="resume a crashed run at most so many times")] = 0,
-    superlink: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="train on the nodes of a SuperLink that is there")
-    ] = "",
+    restarts: Annotated[int, typer.Option(help="maximum number of times to resume a crashed run")] = 0,
+    superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="train on the nodes of a running SuperLink")] = "",
     root_certificates: Annotated[Path | None, typer.Option(help="the CA of that SuperLink's certificate")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="that SuperLink has no TLS")] = False,
     fail_on_excluded_class: Annotated[
@@ -164,7 +162,7 @@ def how_to_go_on(run_dir: "RunDir", connection: Connection | None) -> str:
         command += ["--superlink", connection.address]
         certificates = connection.root_certificates
         command += ["--root-certificates", str(certificates.resolve())] if certificates else ["--insecure"]
-    return f"go on with it: {shlex.join(command)}"
+    return f"resume it: {shlex.join(command)}"
 
 
 def over_seeds(summaries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -187,15 +185,17 @@ def over_seeds(summaries: list[dict[str, Any]]) -> dict[str, Any]:
 def plan(
     preset: Preset = "",
     model: Annotated[str, typer.Option(help="a model of the zoo")] = "",
-    dataset: Annotated[str, typer.Option(help="a data set: its shape, classes, number of examples")] = "",
+    dataset: Annotated[str, typer.Option(help="a data set, for its shape, classes and number of examples")] = "",
     input_shape: Annotated[str, typer.Option(help="instead of a data set: 3x224x224, or 500 tokens")] = "",
     classes: Annotated[int | None, typer.Option(min=1, help="number of classes, with --input-shape")] = None,
-    examples: Annotated[int | None, typer.Option(min=1, help="of a client; default: an equal share, or 500")] = None,
-    strategy: Annotated[str, typer.Option(help="a system, also one that cannot be trained yet")] = "",
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="training examples per client; default: an equal part, or 500")
+    ] = None,
+    strategy: Annotated[str, typer.Option(help="a system; those that cannot be trained yet are planned too")] = "",
     fleet: Annotated[str, typer.Option(help="a shipped fleet or a .toml file")] = "",
-    batch_size: Annotated[int | None, typer.Option(min=2, help="examples of a step")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=2, help="examples per step")] = None,
     budget: Annotated[
-        str, typer.Option(help="cut for 60MB, 57MiB or 0.2x of the full model; default: the fleet's least")
+        str, typer.Option(help="cut for 60MB, 57MiB or 0.2x of the full model; default: the fleet's minimum")
     ] = "",
     memory_model: Annotated[str, typer.Option(help="traced, or a paper's: fedepth, fedprophet, prism, profl")] = "",
     precision: Annotated[str, typer.Option(help="float32 or bfloat16 (traced); default: that of the settings")] = "",
@@ -204,7 +204,7 @@ def plan(
     ] = None,
     nodes: Annotated[int, typer.Option(help="number of clients")] = 0,
     picture: Annotated[str, typer.Option(metavar="FILE", help="draw memory against budgets: .svg, .png or .pdf")] = "",
-    suggest: Annotated[bool, typer.Option("--suggest", help="which systems suit this fleet and model")] = False,
+    suggest: Annotated[bool, typer.Option("--suggest", help="recommend systems for this fleet and model")] = False,
     assignments: Set = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
@@ -272,7 +272,7 @@ def devices(
 
 @app.command()
 def presets(
-    word: Annotated[str, typer.Argument(help="only presets about this: a strategy, a data set, any word")] = "",
+    word: Annotated[str, typer.Argument(help="only presets that mention this: a strategy, a data set, any word")] = "",
     as_json: Json = False,
 ) -> None:
     """List the shipped presets, which run published settings and our own comparisons, and the purpose of each."""

@@ -36,10 +36,10 @@ def export_data(
 
 @commands.command()
 def profile(
-    name: Annotated[str, typer.Option(help="of the device in the fleet; default: this machine's")] = "",
+    name: Annotated[str, typer.Option(help="name of the device in the fleet; default: this machine's")] = "",
     seconds: Annotated[float, typer.Option(help="how long to compute: a warm board is slower than a cold one")] = 10.0,
     folder: Annotated[Path, typer.Option(help="a folder on the disk that the node's state will be on")] = Path(),
-    file: Annotated[Path | None, typer.Option("--out", help="write the TOML there and not to stdout")] = None,
+    file: Annotated[Path | None, typer.Option("--out", help="write the TOML there instead of to stdout")] = None,
     assignments: Set = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
@@ -74,11 +74,11 @@ def profile(
 @commands.command()
 def certs(
     names: Annotated[
-        list[str] | None, typer.Argument(help="what devices dial the server by: host names, addresses")
+        list[str] | None, typer.Argument(help="host names and addresses by which devices reach the server")
     ] = None,
     nodes: Annotated[int, typer.Option(help="how many nodes get keys: node-0, node-1, ...")] = 1,
-    folder: Annotated[Path, typer.Option("--out", help="where they are made")] = Path("certs"),
-    days: Annotated[int, typer.Option(help="how long certificates hold")] = 825,
+    folder: Annotated[Path, typer.Option("--out", help="folder of the certificates")] = Path("certs"),
+    days: Annotated[int, typer.Option(help="days that certificates are valid")] = 825,
     as_json: Json = False,
 ) -> None:
     """Make the certificates and keys of a federation; repeated with other names or more nodes, only missing files."""
@@ -105,7 +105,7 @@ def register(
     folder: Annotated[Path, typer.Argument(help="what `piecework certs` made")],
     superlink: Annotated[str, typer.Option(help="HOST:PORT of the SuperLink")],
     root_certificates: Annotated[Path | None, typer.Option(help="default: FOLDER/ca.crt")] = None,
-    revoke: Annotated[str, typer.Option(metavar="NODE", help="take the key of this node back, for good")] = "",
+    revoke: Annotated[str, typer.Option(metavar="NODE", help="revoke the key of this node permanently")] = "",
     as_json: Json = False,
 ) -> None:
     """Register the keys of the allowed nodes (nodes/*.pub) with a SuperLink that has --enable-supernode-auth."""
@@ -130,7 +130,7 @@ def register(
         out.print(table)
         if not revoke and any(node.state == "revoked" for node in nodes):
             out.print(
-                "a revoked key is never taken again: delete that node's .key and .pub, then certs and register again"
+                "a revoked key is never accepted again: delete that node's .key and .pub, then certs and register again"
             )
 
 
@@ -139,9 +139,9 @@ def compose(
     preset: Preset = "",
     fleet: Annotated[str, typer.Option(help="a shipped fleet or a .toml file; default: the preset's")] = "",
     nodes: Annotated[int, typer.Option(min=0, help="number of clients; default: the preset's")] = 0,
-    floor: Annotated[str, typer.Option(help="memory that a client takes besides what training may use")] = "360MB",
+    floor: Annotated[str, typer.Option(help="memory that a client takes in addition to training")] = "360MB",
     data: Annotated[str, typer.Option(help="what `export-data` wrote, as seen from the compose file")] = "./data",
-    tls: Annotated[bool, typer.Option("--tls", help="instead the overlay for certificates and keys")] = False,
+    tls: Annotated[bool, typer.Option("--tls", help="print the overlay for certificates and keys instead")] = False,
     certs: Annotated[
         str, typer.Option(help="with --tls: what `certs` made, as seen from the compose file")
     ] = "./certs",

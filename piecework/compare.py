@@ -145,8 +145,8 @@ def figures(group: Group) -> dict[str, Any]:
         "accuracy_mean": mean(final),
         "accuracy_std": spread(final, several),
         "best_accuracy_mean": mean(run.best_accuracy for run in runs if run.best_accuracy is not None),
-        **{f"{key}_mean": mean(shares) for key, shares in withstood.items()},
-        **{f"{key}_std": spread(shares, several) for key, shares in withstood.items()},
+        **{f"{key}_mean": mean(values) for key, values in withstood.items()},
+        **{f"{key}_std": spread(values, several) for key, values in withstood.items()},
         **{
             f"{key}_mean": mean(r.totals[key] for r in started)
             for key in ("bytes_down", "bytes_up", "bytes_evaluation")

@@ -18,7 +18,7 @@ from piecework.server_app.records import write_atomically
 
 def compare_table(groups: Sequence[Group]) -> Table:
     """Return a table with a column per group, because few groups with many figures fit a terminal best that way."""
-    table = Table(show_header=False, caption="accuracy: mean ± sample standard deviation; bytes, time: mean of a run")
+    table = Table(show_header=False, caption="accuracy: mean ± sample standard deviation; bytes, time: mean per run")
     heads = [{key: short(value) for key, value in group.differs.items()} for group in groups]
     found = [figures(group) for group in groups]
     attacks, evaluated = attack_names(groups), any(each["largest_evaluation_peak"] for each in found)
@@ -61,9 +61,9 @@ def lines(found: dict[str, Any], attacks: dict[str, str], evaluated: bool) -> di
     }
 
 
-def with_spread(share: float | None, deviation: float | None) -> str:
+def with_spread(fraction: float | None, deviation: float | None) -> str:
     """Format as `70.00% ± 10.00%`."""
-    return percent(share) + (f" ± {percent(deviation)}" if deviation is not None else "")
+    return percent(fraction) + (f" ± {percent(deviation)}" if deviation is not None else "")
 
 
 def duration(seconds: float | None) -> str:

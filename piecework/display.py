@@ -22,7 +22,7 @@ Record = dict[str, Any]
 BATCH_NORMS = {
     "running": "running statistics, averaged with their layers",
     "measured": "statistics that clients measured after training",
-    "batch": "statistics of each batch: what the model says of an example depends on the others",
+    "batch": "statistics of each batch: a prediction depends on the other examples",
     "local": "kept by the clients; the server's average is evaluated",
 }
 NEVER = "never trained"
@@ -75,7 +75,7 @@ def trained_rows(parts: Sequence[Record]) -> list[tuple[str, str]]:
     return [("trained", f"every part; {which} by the fewest, {by}")]
 
 
-TRAINED_COLUMNS = ("part of the model", "clients", "share of the training data", "rounds")
+TRAINED_COLUMNS = ("part of the model", "clients", "fraction of the training data", "rounds")
 
 
 def trained_table(parts: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -269,12 +269,16 @@ def how_it_ended(run_dir: RunDir, rounds: Sequence[Record]) -> tuple[str, str, f
     return summary["status"], summary["reason"], max(summary["seconds"], seconds)
 
 
-def percent(share: float | None, digits: int = 2) -> str:
+def percent(fraction: float | None, digits: int = 2) -> str:
     """Format a fraction; `-` for None. Only 1 itself is shown as 100 %: a peak just over its budget must not seem to fit."""
-    if share is None:
+    if fraction is None:
         return "-"
     step = 10**-digits
-    near = 100 * share if share == 1 or abs(100 * share - 100) >= step else 100 + (step if share > 1 else -step)
+    near = (
+        100 * fraction
+        if fraction == 1 or abs(100 * fraction - 100) >= step
+        else 100 + (step if fraction > 1 else -step)
+    )
     return f"{near:.{digits}f}%"
 
 

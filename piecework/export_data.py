@@ -116,7 +116,7 @@ def _check_target(out: Path, force: bool) -> None:
         return
     if not out.is_dir() or not _is_export(out):
         raise DatasetError(
-            f"--out {out} is there and no export of piecework: choose another folder, or remove it first"
+            f"--out {out} exists and is not an export of piecework: choose another folder, or remove it first"
         )
     if not force:
         raise DatasetError(f"--out {out} holds an export already: choose another folder, or replace it by --force")

@@ -229,8 +229,8 @@ def watch(
 ) -> str:
     """Report the rounds after the first `seen` until the run has a new summary or Flower reports its end; return its status.
 
-    `before` is the version of the previous summary. What clients can train is reported first, unless it is `known`. A SuperLink may be away
-    for PATIENCE_SECONDS: its ServerApp continues when it is back. Raises SuperLinkLostError.
+    `before` is the version of the previous summary. What clients can train is reported first, unless it is `known`. A SuperLink
+    may be away for PATIENCE_SECONDS: its ServerApp continues when it is back. Raises SuperLinkLostError.
     """
     status, now = "", time.monotonic()
     heard, next_check = now, now + STATUS_SECONDS

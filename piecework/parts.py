@@ -70,14 +70,14 @@ def union(found: Iterable[Fractions]) -> Fractions:
     """Return the largest fraction of each unit."""
     total: dict[str, float] = {}
     for each in found:
-        for unit, share in each.items():
-            total[unit] = max(total.get(unit, 0.0), share)
+        for unit, fraction in each.items():
+            total[unit] = max(total.get(unit, 0.0), fraction)
     return total
 
 
 def weighed(trained: Fractions, sizes: Mapping[str, int]) -> float:
     """Return the fraction of all parameters."""
-    return sum(share * sizes[unit] for unit, share in trained.items()) / sum(sizes.values())
+    return sum(fraction * sizes[unit] for unit, fraction in trained.items()) / sum(sizes.values())
 
 
 def pretence(full_bytes: int, tasks: list[list[list[Any]]]) -> dict[str, Any] | None:

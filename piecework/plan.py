@@ -239,7 +239,7 @@ def fleet_row(
 def quantiles(budgets: list[int]) -> list[int]:
     """Return the minimum budget and the 5 %, 10 %, ... 100 % quantiles over clients and rounds."""
     ordered = sorted(budgets)
-    return [ordered[max(0, ceil(len(ordered) * share / 20) - 1)] for share in range(21)]
+    return [ordered[max(0, ceil(len(ordered) * twentieths / 20) - 1)] for twentieths in range(21)]
 
 
 def device_rows(policy: PartitionPolicy, tasks: list[list[list[Task]]], examples: int) -> list[dict[str, Any]]:

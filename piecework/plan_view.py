@@ -125,9 +125,11 @@ def several_words(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> str:
 
 def shares(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> str:
     """Return who takes part, and the missing memory of the client with the least."""
-    lacks = max(stage["missing_bytes"] for stage in stages)
+    missing = max(stage["missing_bytes"] for stage in stages)
     said = participation(stages)
-    return said if lacks <= 0 else f"{said}; the poorest lacks {format_bytes(lacks)} and {singular(fleet['excluded'])}"
+    return (
+        said if missing <= 0 else f"{said}; the poorest lacks {format_bytes(missing)} and {singular(fleet['excluded'])}"
+    )
 
 
 def singular(excluded: str) -> str:
@@ -194,8 +196,8 @@ def draw(plan: dict[str, Any], path: Path) -> None:
     top = 1.15 * max(*sizes, full)
     have, amounts = [100.0], [0.0]  # a step function: as many clients have it, up to the next quantile
     for number, amount in enumerate(quantiles):
-        share = min(100, 105 - 5 * number)
-        have += [share, share]
+        percent = min(100, 105 - 5 * number)
+        have += [percent, percent]
         amounts += [amounts[-1], amount]
     clients.plot([*have, 0, 0], [*amounts, amounts[-1], max(top, amounts[-1])], color="#b84a32")
     clients.axhline(full, color="black", linewidth=1, linestyle="--")

@@ -7,7 +7,7 @@ from typing import Any
 from piecework.display import Record
 from piecework.page import Section, line, over_rounds, panels, table
 
-COLUMNS = ("layer", "kernels", "needed at first", "needed at the end", "clients a kernel, by tenths of the kernels")
+COLUMNS = ("layer", "kernels", "needed at first", "needed at the end", "clients per kernel, by tenths of the kernels")
 
 
 def has_kernels(rounds: Sequence[Record]) -> bool:
@@ -19,7 +19,7 @@ def kernel_section(rounds: Sequence[Record]) -> Section:
     """Return the section of ranks over the rounds, and of draws."""
     return Section(
         "Principal kernels",
-        "Left: the share of a layer's kernels that it needs, 2 to the entropy of sigma_i / sum. Right: how many clients of a "
+        "Left: the fraction of a layer's kernels that it needs, 2 to the entropy of sigma_i / sum. Right: how many clients per "
         "round had a kernel, by tenths of the kernels, those with the largest singular values first; means over all rounds.",
         kernel_figure(rounds),
         f'<div class="stages">{table(layer_rows(rounds), COLUMNS)}</div>',
@@ -34,8 +34,8 @@ def kernel_figure(rounds: Sequence[Record]) -> Any:
         figure.add_trace(line(ranks, short(name), i), col=1, row=1)
         drawn = line(list(enumerate(draws(rounds, name), start=1)), short(name), i)
         figure.add_trace(drawn.update(showlegend=False), col=2, row=1)
-    figure.update_yaxes(title="share of kernels needed", range=[0, 1.02], col=1)
-    figure.update_yaxes(title="clients a kernel", rangemode="tozero", col=2)
+    figure.update_yaxes(title="fraction of kernels needed", range=[0, 1.02], col=1)
+    figure.update_yaxes(title="clients per kernel", rangemode="tozero", col=2)
     over_rounds(figure, rounds)
     return figure.update_xaxes(title="tenth of the kernels", range=[0.5, 10.5], tick0=1, dtick=1, col=2)
 

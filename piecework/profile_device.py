@@ -74,7 +74,7 @@ def profile_device(name: str, seconds: float, folder: Path, threads: int, reserv
     if not name.strip() or not name.isprintable():
         raise ValueError(f"--name {name!r}: a device needs a name")
     if not seconds >= 1 or math.isinf(seconds):
-        raise ValueError(f"--seconds {seconds:g}: at least 1, or warming up is all that is measured")
+        raise ValueError(f"--seconds {seconds:g}: must be at least 1, or only warming up is measured")
     if not folder.is_dir():
         raise ValueError(f"--folder {folder}: no such folder; give one on the disk where the node's state-dir will be")
     free = shutil.disk_usage(folder).free
@@ -123,7 +123,7 @@ def toml_text(profile: Profile) -> str:
     total = psutil.virtual_memory().total
     cores = f"{os.cpu_count()} cores, {profile.cpus} of them usable"
     ratio = profile.sustained_flops / profile.first_flops
-    dropped = "the system was told to drop its cache before" if CACHE_CAN_BE_DROPPED else "from the system's cache"
+    dropped = "the system's cache was dropped before" if CACHE_CAN_BE_DROPPED else "from the system's cache"
     disk = profile.disk
     lines = [
         f"Measured by `piecework profile` on {datetime.now().astimezone():%Y-%m-%d %H:%M %z}.",
@@ -135,7 +135,7 @@ def toml_text(profile: Profile) -> str:
         f"{profile.seconds:g} s;",
         f"  in the first second {profile.first_flops:.3g}, sustained {ratio:.0%} of it.",
         f"disk: {format_bytes(profile.disk_bytes)} written and synced at {format_bytes(round(disk.write))}/s, read at "
-        f"{format_bytes(round(disk.read))}/s ({dropped}); the slower counts.",
+        f"{format_bytes(round(disk.read))}/s ({dropped}); the slower one is used.",
         "bandwidth (bytes/s of the network) is not measured; without it the network takes no simulated time.",
     ]
     comments = "".join(f"# {line}\n" for line in lines)

@@ -47,23 +47,23 @@ def ask(
     without a data set. Raises SettingsError.
     """
     if input_shape:
-        shape, share = parse_shape(input_shape), EXAMPLES
+        shape, default = parse_shape(input_shape), EXAMPLES
         if classes is None:
             raise SettingsError(f"--input-shape {input_shape} needs the number of classes beside it: --classes")
     elif classes:
         raise SettingsError(f"--classes {classes} belongs to --input-shape; a data set has its own classes")
     elif usual:
         shape, classes = usual_input(settings.model)
-        share = EXAMPLES
+        default = EXAMPLES
     else:
         shape, classes, total = data_shape(settings)
         clients = total * (1 - settings.public_share)
-        share = max(2, int(clients / settings.clients * (1 - settings.validation_share)))
+        default = max(2, int(clients / settings.clients * (1 - settings.validation_share)))
     if precision not in get_args(Precision):
         raise SettingsError(f"--precision {precision}: expected one of {', '.join(get_args(Precision))}")
     if precision != "float32" and settings.memory_model != "traced":
         raise SettingsError(f"--precision {precision}: memory-model {settings.memory_model} knows float32 only")
-    return Question(shape, classes, examples or share, budget, cast(Precision, precision), attack_steps)
+    return Question(shape, classes, examples or default, budget, cast(Precision, precision), attack_steps)
 
 
 def parse_shape(text: str) -> Shape:

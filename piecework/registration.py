@@ -78,7 +78,7 @@ def public_keys(folder: Path) -> dict[str, bytes]:
     files = sorted((folder / "nodes").glob("*.pub"), key=lambda path: (len(path.stem), path.stem))
     if not files:
         raise ValueError(
-            f"no nodes/*.pub in {folder}: make them with `piecework certs`, or put there what devices made"
+            f"no nodes/*.pub in {folder}: make them with `piecework certs`, or put the keys made by devices there"
         )
     return {path.stem: public_key(path) for path in files}
 
@@ -88,7 +88,7 @@ def public_key(path: Path) -> bytes:
     try:
         key = serialization.load_ssh_public_key(path.read_bytes())
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise ValueError(f"{path} is no public key in OpenSSH format: {error}") from None
+        raise ValueError(f"{path} is not a public key in OpenSSH format: {error}") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not uses_nist_ec_curve(key):
         raise ValueError(f"{path} is not on a NIST curve, as Flower demands: make it with `ssh-keygen -t ecdsa -b 384`")
     return public_key_to_bytes(key)

@@ -113,7 +113,7 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
 def device_section(by_device: Any) -> Section:
     """Return the section of validation before aggregation."""
     caption = (
-        "After local training, before averaging, on the clients' own validation shares; over all validation examples of the "
+        "After local training, before averaging, on the clients' own validation data; over all validation examples of the "
         "clients that a class had in the round."
         if by_device
         else "No client reported a validation accuracy."
@@ -137,7 +137,7 @@ def bytes_section(rounds: Sequence[Record]) -> Section:
     """Return the section of message bytes."""
     caption = "Training messages of all clients; evaluation messages apart"
     query = ", and those before a stage, by which all clients measure what it starts from"
-    return Section("Bytes a round", caption + (query if query_bytes(rounds) else "") + ".", bytes_figure(rounds))
+    return Section("Bytes per round", caption + (query if query_bytes(rounds) else "") + ".", bytes_figure(rounds))
 
 
 def query_bytes(rounds: Sequence[Record]) -> int:
@@ -178,9 +178,9 @@ def rate_plan(rounds: Sequence[Record]) -> str:
 
     An example is `0.1 in round 1 to 0.0006 in round 20: cosine over 20 rounds`.
     """
-    told = [r for r in rounds if "lr" in r]
+    with_rate = [r for r in rounds if "lr" in r]
     parts = []
-    for schedule, group in groupby(told, key=lambda r: str(r["lr_schedule"])):
+    for schedule, group in groupby(with_rate, key=lambda r: str(r["lr_schedule"])):
         same = list(group)
         first, last = same[0], same[-1]
         parts.append(
@@ -193,7 +193,9 @@ def trained_section(parts: Sequence[Record], coverage: Record | None) -> Section
     """Return which parts of the model were trained by how many clients, with untrained parts in bold, and the initial
     coverage.
     """
-    caption = "Clients whose updates entered the model in any round, and their share of all clients' training examples."
+    caption = (
+        "Clients whose updates entered the model in any round, and their fraction of all clients' training examples."
+    )
     never = [row["part"] for row in parts if not row["rounds"]]
     says = [f"Never trained in this run: {consecutive(never, [row['part'] for row in parts])}."] if never else []
     says += [f"At the start: {coverage['says']}."] if coverage and coverage["says"] else []
@@ -204,7 +206,7 @@ def trained_section(parts: Sequence[Record], coverage: Record | None) -> Section
 
 def time_section(rounds: Sequence[Record]) -> Section:
     """Return the section of simulated times."""
-    heading, simulated = "Simulated seconds a round", [r.get("simulated_seconds", 0.0) for r in rounds]
+    heading, simulated = "Simulated seconds per round", [r.get("simulated_seconds", 0.0) for r in rounds]
     if not any(simulated):
         return Section(heading, "No simulated times were recorded.")
     caption = "The slowest client's time by the fleet's speeds and bandwidths, not the time of this emulation."

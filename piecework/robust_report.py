@@ -18,7 +18,7 @@ from piecework.page import COLOURS, Section, graph_objects, line, mark_stages, o
 ATTACKS = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square"}
 NORMS = {"l2": "L2", "linf": "L-infinity"}
 STAGE_COLUMNS = ("stage", "rounds", "attacked from", "distance", "alpha", "epsilon", "builds on")
-DEPTH_COLUMNS = ("stage", "trained", "updates", "share", "clients", "devices")
+DEPTH_COLUMNS = ("stage", "trained", "updates", "fraction", "clients", "devices")
 DEPTHS = [[0.0, "#eaf3fa"], [1.0, COLOURS[0]]]  # white is for what no client trained
 CLEAN_AND_ATTACKED = (
     ("on the test data", "accuracy", "adversarial_accuracy"),
@@ -46,9 +46,9 @@ def final_section(final: Record, settings: Record, path: Path) -> Section:
         images = str(found["images"])
         rows.append(("none, the images of AutoAttack", images, percent(found["clean_accuracy"])))
         names = [ATTACKS.get(name, name) for name in found["after"]]
-        for i, share in enumerate(found["after"].values(), start=1):
+        for i, accuracy in enumerate(found["after"].values(), start=1):
             so_far = " + ".join(names[:i])
-            rows.append((f"AutoAttack: {so_far}" if i == len(names) else so_far, images, percent(share)))
+            rows.append((f"AutoAttack: {so_far}" if i == len(names) else so_far, images, percent(accuracy)))
         warnings = "".join(f"<li>{escape(sentence)}</li>" for sentence in found["warnings"])
         below = (
             f"<h3>AutoAttack warns</h3><ul>{warnings}</ul>"
@@ -130,7 +130,7 @@ def cascade_sections(rounds: Sequence[Record], settings: Record) -> list[Section
         ),
         Section(
             "Modules trained",
-            "Share of a stage's accepted updates in which an atom was trained: the module of the stage by all, further ones by "
+            "Fraction of a stage's accepted updates in which an atom was trained: the stage's module by all, further ones by "
             "the clients whose memory and speed allowed.",
             depth_figure(rounds),
             f'<div class="stages">{table(depth_rows(rounds), DEPTH_COLUMNS)}</div>',
@@ -185,20 +185,20 @@ def stage_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
 
 def depth_figure(rounds: Sequence[Record]) -> Any:
     """Draw atoms over stages, darker the more of the stage's updates include them."""
-    shares: list[dict[int, float]] = []
+    by_stages: list[dict[int, float]] = []
     for _, records in by_stage(rounds):
         counts, updates = defaultdict[int, float](float), trained(records)
         for _, atoms in updates:
             for atom in atoms:
                 counts[atom] += 1 / len(updates)
-        shares.append(counts)
+        by_stages.append(counts)
     names = [stage for stage, _ in by_stage(rounds)]
-    last = max((atom for counts in shares for atom in counts), default=0)
+    last = max((atom for counts in by_stages for atom in counts), default=0)
     figure = graph_objects().Figure()
     figure.add_heatmap(
         x=[escape(name) for name in names],
         y=list(range(last + 1)),
-        z=[[counts.get(atom) for counts in shares] for atom in range(last + 1)],
+        z=[[counts.get(atom) for counts in by_stages] for atom in range(last + 1)],
         zmin=0,
         zmax=1,
         colorscale=DEPTHS,
@@ -221,8 +221,8 @@ def depth_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
         for atoms, of_these in sorted(found.items()):
             count, clients = len(of_these), len({c["client"] for c in of_these})
             devices = ", ".join(sorted({c["device"] for c in of_these}))
-            share = percent(count / len(updates), 1)
-            rows.append((stage, atom_range(atoms), str(count), share, str(clients), devices))
+            fraction = percent(count / len(updates), 1)
+            rows.append((stage, atom_range(atoms), str(count), fraction, str(clients), devices))
     return rows
 
 

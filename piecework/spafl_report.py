@@ -7,7 +7,7 @@ from piecework.display import Record
 from piecework.page import COLOURS, Section, graph_objects, line, over_rounds, panels, table
 from piecework.prism_report import short
 
-COLUMNS = ("layer", "filters", "density at first", "least", "at the end", "mean threshold")
+COLUMNS = ("layer", "filters", "density at first", "minimum", "at the end", "mean threshold")
 PICTURES = 4  # layers whose filters are shown, the first ones
 ROW = 190  # pixels per layer
 
@@ -24,14 +24,16 @@ def density_section(rounds: Sequence[Record]) -> Section:
         for column, key in ((1, "density"), (2, "threshold")):
             trace = line([(r["round"], r["filters"][name][key]) for r in rounds], short(name), i)
             figure.add_trace(trace.update(showlegend=column == 1), col=column, row=1)
-    figure.update_yaxes(title="share of filters", range=[0, 1.02], col=1)
+    figure.update_yaxes(title="fraction of filters", range=[0, 1.02], col=1)
     figure.update_yaxes(title="mean threshold", rangemode="tozero", col=2)
-    told = [r["density"] for r in rounds if r["density"] is not None]
+    densities = [r["density"] for r in rounds if r["density"] is not None]
     caption = (
         "Left: filters that the clients of the round keep after training, the mean. Right: the server's thresholds."
     )
-    if told:
-        caption += f" Of all clients' models that were evaluated last, the mean density over layers is {told[-1]:.1%}."
+    if densities:
+        caption += (
+            f" Of all clients' models that were evaluated last, the mean density over layers is {densities[-1]:.1%}."
+        )
     return Section(
         "Sparsity", caption, over_rounds(figure, rounds), f'<div class="stages">{table(rows(rounds), COLUMNS)}</div>'
     )
@@ -41,7 +43,7 @@ def pattern_section(rounds: Sequence[Record]) -> Section:
     """Return the section with a picture per layer: filters by rounds."""
     return Section(
         "Which filters are kept",
-        "A row is a filter of the layer, a column a round; the darker, the more of the round's clients keep it.",
+        "A row is a filter of the layer, a column a round. Darker cells are kept by more of the round's clients.",
         pattern_figure(rounds),
     )
 
@@ -55,10 +57,10 @@ def pattern_figure(rounds: Sequence[Record]) -> Any:
         rows=len(names), shared_xaxes=True, vertical_spacing=0.06, subplot_titles=[*map(short, names)]
     )
     for row, name in enumerate(names, start=1):
-        shares = zip(*(r["filters"][name]["open"] for r in rounds), strict=True)
+        kept = zip(*(r["filters"][name]["open"] for r in rounds), strict=True)
         picture = graph_objects().Heatmap(
             x=[r["round"] for r in rounds],
-            z=[list(each) for each in shares],
+            z=[list(each) for each in kept],
             zmin=0,
             zmax=100,
             colorscale=[[0, "#ffffff"], [1, COLOURS[0]]],
@@ -75,7 +77,7 @@ def rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
     """Return the initial, minimum and final density of each layer."""
     found = []
     for name, layer in rounds[-1]["filters"].items():
-        told = [r["filters"][name]["density"] for r in rounds if r["filters"][name]["density"] is not None]
-        densities = [f"{value:.1%}" for value in (told[0], min(told), told[-1])] if told else ["-"] * 3
+        found = [r["filters"][name]["density"] for r in rounds if r["filters"][name]["density"] is not None]
+        densities = [f"{value:.1%}" for value in (found[0], min(found), found[-1])] if found else ["-"] * 3
         found.append((short(name), str(len(layer["open"])), *densities, f"{layer['threshold']:.4g}"))
     return found

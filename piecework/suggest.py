@@ -23,7 +23,7 @@ from piecework.training.setup import blueprint_of_shape
 MEASURED = Path(__file__).parent / "measured.toml"
 SIMPLE = ("allsmall", "exclusivefl")  # beside FedAvg, what one would try first
 ORDER = (
-    "Order: the share of clients that can take part, then the part of the model that the fleet trains together, then the "
+    "Order: the fraction of clients that can take part, then the part of the model that the fleet trains together, then the "
     "accuracy that was measured in setting [1]; systems without one come after."
 )
 

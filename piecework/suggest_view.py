@@ -19,7 +19,7 @@ def advice_tables(advice: dict[str, Any]) -> list[str | Table]:
     )
     if simple["fits"]:
         return [simple["text"], ask]
-    lines: list[str | Table] = [simple["text"], f"The simple rivals, {training} training:", table(advice["rivals"])]
+    lines: list[str | Table] = [simple["text"], f"The simple baselines, {training} training:", table(advice["rivals"])]
     lines += [f"Systems, {training} training:", table(advice["rows"]), f"{LEGEND}.", advice["order"]]
     if not advice["settings"]:
         lines.append("No accuracy of ours was measured on a model of this kind.")

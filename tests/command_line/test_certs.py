@@ -157,7 +157,7 @@ def test_certificates_are_renewed_before_they_end(folder: Path, monkeypatch: pyt
     renewed = {f"nodes/node-{i}{end}" for i in (0, 1) for end in (".crt", ".tls.key")} | {"server.crt", "server.key"}
     assert changed(before, contents(folder)) == renewed
     move_clock(monkeypatch, 3651)
-    with pytest.raises(ValueError, match=r"ca\.crt ended on"):
+    with pytest.raises(ValueError, match=r"ca\.crt expired on"):
         certs.issue([], 2, folder)
 
 
@@ -198,10 +198,10 @@ def test_a_key_made_on_the_device_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("ca.crt", "ca.crt is no certificate in PEM"),
-        ("ca.key", "ca.key is no unencrypted private key"),
-        ("server.crt", "server.crt is no certificate in PEM"),
-        ("nodes/node-1.key", "node-1.key is no unencrypted private key in OpenSSH"),
+        ("ca.crt", "ca.crt is not a certificate in PEM"),
+        ("ca.key", "ca.key is not an unencrypted private key"),
+        ("server.crt", "server.crt is not a certificate in PEM"),
+        ("nodes/node-1.key", "node-1.key is not an unencrypted private key in OpenSSH"),
     ],
 )
 def test_a_damaged_file_is_named_and_left(folder: Path, file: str, message: str) -> None:
@@ -266,7 +266,7 @@ def test_registering_needs_good_keys_and_a_superlink(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"node-1\.pub is not on a NIST curve"):
         registration.public_keys(folder)
     (folder / "nodes" / "node-1.pub").write_text("garbage")
-    with pytest.raises(ValueError, match=r"node-1\.pub is no public key"):
+    with pytest.raises(ValueError, match=r"node-1\.pub is not a public key"):
         registration.public_keys(folder)
     with pytest.raises(ValueError, match=r"no nodes/\*\.pub"):
         registration.public_keys(folder / "nodes")

@@ -208,7 +208,9 @@ def test_only_an_export_is_replaced_and_only_by_force(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     (out / "thesis.txt").write_text("dear")
     for kept in (out, tmp_path):
-        with pytest.raises(DatasetError, match="is there and no export of piecework: choose another folder, or remove"):
+        with pytest.raises(
+            DatasetError, match="exists and is not an export of piecework: choose another folder, or remove"
+        ):
             export_data(settings, kept, force=True)
     assert (out / "thesis.txt").read_text() == "dear"
 

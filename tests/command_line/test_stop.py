@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a run says that it was stopped and how to go on with it, and what it started ends with it."""
+"""Ctrl-C and SIGTERM: a run says that it was stopped and how to resume it, and what it started ends with it."""
 
 import json
 import os
@@ -70,11 +70,11 @@ def test_the_command_says_how_to_go_on(tmp_path: Path, sent: signal.Signals, cod
     run = RunDir(tmp_path / "runs" / "a run")
     last = run.last_complete_round()
     assert f"stopped: stopped by a signal, after round {last}" in said
-    assert said.splitlines()[-1] == f"go on with it: piecework run --set 'resume-from={run.path}'"
+    assert said.splitlines()[-1] == f"resume it: piecework run --set 'resume-from={run.path}'"
     assert "status          stopped" in shown
 
     if sent is signal.SIGINT:
-        again = shlex.split(said.splitlines()[-1].removeprefix("go on with it: piecework "))
+        again = shlex.split(said.splitlines()[-1].removeprefix("resume it: piecework "))
         done = CliRunner().invoke(app, [*again, "--json", "--set=workers=1", f"--set=num-rounds={last + 1}"])
         assert done.exit_code == 0, done.stderr
         summary = json.loads(done.stdout)
@@ -128,7 +128,7 @@ def test_the_command_that_goes_on_has_what_is_no_setting(tmp_path: Path) -> None
     run = RunDir(tmp_path / "run")
     assert how_to_go_on(run, None) == "nothing has been written yet: run the same command again"
     run.create(tiny_settings())
-    begin = f"go on with it: piecework run --set resume-from={run.path}"
+    begin = f"resume it: piecework run --set resume-from={run.path}"
     assert how_to_go_on(run, None) == begin
     assert how_to_go_on(run, Connection("host:1", None)) == f"{begin} --superlink host:1 --insecure"
     secured = how_to_go_on(run, Connection("host:1", Path("/ca.crt")))

@@ -1,4 +1,4 @@
-"""Advice: the simple rivals first, systems by an order that is said, figures of the documents with their settings."""
+"""Advice: the simple baselines first, systems by an order that is said, figures of the documents with their settings."""
 
 import io
 import json
@@ -162,7 +162,9 @@ def test_figures_come_with_their_settings(demo: dict[str, Any]) -> None:
     assert "[1] 79.7 %" in said
     assert "[1] measured on Fashion-MNIST with ResNet-18 of width 8" in said
     assert "not on your model and fleet (docs/profl.md: piecework run --preset heterofl-fmnist, profl-fmnist" in said
-    assert said.index("The simple rivals, clean training:") < said.index("Systems, clean training:") < said.index(ORDER)
+    assert (
+        said.index("The simple baselines, clean training:") < said.index("Systems, clean training:") < said.index(ORDER)
+    )
 
 
 def test_clean_and_adversarial_systems_are_apart() -> None:

@@ -144,7 +144,7 @@ def test_a_killed_simulation_is_started_again_and_ctrl_c_ends_it(tmp_path: Path,
     assert rounds == [*range(1, len(rounds) + 1)]
     last = run_dir.last_complete_round()
     assert (run_dir.summary() or {})["reason"] == f"stopped by a signal, after round {last}"
-    assert said.splitlines()[-1] == f"go on with it: piecework run --set resume-from={run_dir.path}"
+    assert said.splitlines()[-1] == f"resume it: piecework run --set resume-from={run_dir.path}"
     assert [process for process in family if process.is_running()] == []
     with run_lock(run_dir.path):  # which is free
         pass

@@ -184,7 +184,7 @@ def test_a_revoked_node_is_thrown_out_for_good(federation: Federation) -> None:
     federation.node("node-1-again", *federation.trust, *federation.key("node-1"))
     again = json.loads(CliRunner().invoke(app, call).stdout.splitlines()[-1])["nodes"]
     assert [(n["done"], n["state"]) for n in again] == [("kept", "online"), ("kept", "revoked")]
-    assert "never taken again" in CliRunner().invoke(app, call[:-1]).stdout
+    assert "never accepted again" in CliRunner().invoke(app, call[:-1]).stdout
     assert federation.ends("node-1-again") == 1
     assert "[code: 2004] Failed to activate SuperNode" in federation.says("node-1-again")
 
