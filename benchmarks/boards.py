@@ -1,14 +1,14 @@
-"""What is left for training on a board: SuperNode, executor and task in one container with the limit of the systemd unit.
+"""Measure the memory that is left for training on a board: SuperNode, executor and task in one container.
 
     python -m benchmarks.boards [--image piecework] [--boards 512MB,1GB,2GB,4GB,8GB] [--share 0.85]
                                 [--models lenet5,resnet18,vgg16] [--batch-size 128] [--json]
 
-Each line is a federation of one: a SuperLink here, and a container as large as `MemoryMax` of the unit, without swap, in which
-`flower-supernode --isolation subprocess` runs with device = "auto". `piecework run --superlink` trains one round of FeDepth on
-two batches of random images of 3x32x32, 10 classes. Anonymous memory of each process, largest sample: its private pages, from
-/proc; the task's is that without the bytes of training that it counted itself. `budget` is what the device found to be left
-when it held model and message, less `reserve` and three messages. Needs Docker on this machine, an image made from the
-Dockerfile, and root, because the processes are another user's.
+Each line is a federation with one client: a SuperLink here, and a container without swap, as large as `MemoryMax` of the
+systemd unit, in which `flower-supernode --isolation subprocess` runs with device = "auto". `piecework run --superlink` trains
+one round of FeDepth on two batches of random images of 3x32x32, 10 classes. The anonymous memory of a process is the largest
+sample of its private pages, from /proc; for the task it excludes the training bytes that the task counted itself. `budget` is
+what the device measured while it held model and message, less `reserve` and three messages. Requires Docker on this machine, an
+image made from the Dockerfile, and root, because the processes belong to another user.
 """
 
 import argparse
@@ -38,13 +38,13 @@ SAMPLE_SECONDS = 0.02
 
 
 def role_of(command: list[str]) -> str | None:
-    """Which of the three a command is: `python .../flower-supernode --insecure ...`; None = none of them."""
+    """Return which of the three a command is, as in `python .../flower-supernode --insecure ...`, or None."""
     names = [Path(word).name for word in command[:2]]
     return next((ROLES[name] for name in names if name in ROLES), None)
 
 
 def anonymous_bytes(smaps_rollup: str) -> int:
-    """Private pages of a process that have no file to go back to. Raises ValueError where the text has no such line."""
+    """Return the private pages of a process that have no backing file. Raises ValueError if the text has no such line."""
     for line in smaps_rollup.splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) * 1024
@@ -52,7 +52,7 @@ def anonymous_bytes(smaps_rollup: str) -> int:
 
 
 class Sampler(threading.Thread):
-    """The largest anonymous memory of each role in a container, until `stop` is set."""
+    """Samples the largest anonymous memory of each role in a container until `stop` is set."""
 
     def __init__(self, container: str) -> None:
         super().__init__(daemon=True)
@@ -76,7 +76,7 @@ class Sampler(threading.Thread):
 
 @contextmanager
 def board(image: str, limit: int, address: str, data: Path) -> Iterator[str]:
-    """A container that is a board with its one service; its name."""
+    """Run a container as a board with its one service; yield its name."""
     name = f"piecework-board-{uuid.uuid4().hex[:8]}"
     (port,) = free_ports(1)
     config = 'partition-id=0 num-partitions=1 device="auto" data-dir="/data" state-dir="/store"'
@@ -92,7 +92,7 @@ def board(image: str, limit: int, address: str, data: Path) -> Iterator[str]:
 
 
 def piecework(*arguments: str) -> dict[str, Any]:
-    """The JSON that a command of ours ends with."""
+    """Return the JSON that one of our commands prints last."""
     command = [sys.executable, "-m", "piecework.cli", *arguments, "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if not done.stdout.strip():
@@ -102,7 +102,7 @@ def piecework(*arguments: str) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, size: int, model: str) -> dict[str, Any]:
-    """One board and model."""
+    """Measure one board and model."""
     limit = int(size * options.share)
     with tempfile.TemporaryDirectory() as name, flower_home() as home, superlink(home, "--isolation", "subprocess"):
         folder = Path(name)
@@ -145,21 +145,21 @@ HEAD = ("board", "limit", "model", "SuperNode", "executor", "task", "message", "
 
 
 def row(found: dict[str, Any]) -> tuple[str, ...]:
-    """A line for people."""
+    """Return a table row."""
     client = found["client"]
     sizes = [format_bytes(found[key]) for key in ("board", "limit", "supernode", "executor", "task")]
-    told = [format_bytes(int(client.get(key, 0))) for key in ("message_bytes", "budget", "measured_peak")]
+    reported = [format_bytes(int(client.get(key, 0))) for key in ("message_bytes", "budget", "measured_peak")]
     status = str(client.get("status", "no round")), str(client.get("pieces", ""))
-    return *sizes[:2], found["model"], *sizes[2:], *told[:2], *status, told[2]
+    return *sizes[:2], found["model"], *sizes[2:], *reported[:2], *status, reported[2]
 
 
 def main() -> None:
-    """Print a line a board and model."""
+    """Print a line per board and model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--image", default="piecework")
     parser.add_argument("--boards", type=amounts, default="512MB,1GB,2GB,4GB,8GB")
     parser.add_argument(
-        "--share", type=float, default=0.85, help="of the board, for the service: MemoryMax of the unit"
+        "--share", type=float, default=0.85, help="fraction of the board for the service: MemoryMax of the unit"
     )
     parser.add_argument("--models", default="lenet5,resnet18,vgg16")
     parser.add_argument("--batch-size", type=int, default=128)

@@ -1,12 +1,13 @@
-"""What a client's process costs before it trains anything: seconds of import and the resident floor, in fresh processes.
+"""Measure what a client's process costs before it trains: seconds of import and the resident floor, in fresh processes.
 
     python -m benchmarks.client_start [--repeats 5] [--limit-mb MB] [--json]
 
 A process imports what Flower's `flwr-clientapp` does, torch and our ClientApp, then answers one tiny train task (FedAvg, the
-demo's convnet on 70 random images). The exit code is 1 when the floor, the largest resident set up to the answer, is above
-`--limit-mb` (340 with the CPU wheel, 650 with a CUDA wheel). Medians; MB are 2^20 bytes. Linux only: figures are from /proc.
+demo's convnet on 70 random images). The exit code is 1 if the floor, the largest resident set up to the answer, is above
+`--limit-mb` (340 with the CPU wheel, 650 with a CUDA wheel). Figures are medians; MB are 2^20 bytes. It runs on Linux only,
+because the figures come from /proc.
 
-Measured on 2 cores of an x86-64 server with compiled modules in the file cache, which others used too:
+Measured on 2 cores of an x86-64 server shared with others, with compiled modules in the file cache:
 
     wheel                       import s  flwr  torch  ours   imported MB  flwr  torch  ours  after a task MB   floor MB
     torch 2.15.0+cu132, CUDA 13.2     2.03  0.61   1.33  0.05           582    78    487     6              613        614
@@ -24,7 +25,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS_MB = {"CPU": 340.0, "CUDA": 650.0}  # a tenth above what was measured: who adds to a client's start hears of it
+LIMITS_MB = {"CPU": 340.0, "CUDA": 650.0}  # a tenth above what was measured, so that a slower or larger start fails
 PARTS = ("flwr", "torch", "ours")
 
 CHILD = """
@@ -65,7 +66,7 @@ print(json.dumps(figures))
 
 
 def write_task(folder: Path) -> Path:
-    """A file with a train message and the run's configuration."""
+    """Write a file with a train message and the run's configuration."""
     import numpy as np
     from flwr.app import Array, ArrayRecord, Message, RecordDict
 
@@ -102,7 +103,7 @@ def write_task(folder: Path) -> Path:
 
 
 def measure(repeats: int) -> dict[str, object]:
-    """Medians over fresh processes; one more comes first, which compiles modules and fills the file cache."""
+    """Return medians over fresh processes, after one that compiles modules and fills the file cache."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH", ""), str(ROOT)]))
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +123,7 @@ def measure(repeats: int) -> dict[str, object]:
 
 
 def table(found: dict) -> str:
-    """Two lines for people."""
+    """Return the table, a head and a row."""
     seconds = [f"{found[part]['seconds']:.2f}" for part in PARTS]
     sizes = [f"{found[part]['mb']:.0f}" for part in PARTS]
     head = f"{'import s':>9}{'flwr':>6}{'torch':>7}{'ours':>6}{'imported MB':>14}{'flwr':>6}{'torch':>7}{'ours':>6}"

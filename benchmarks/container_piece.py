@@ -1,11 +1,11 @@
-"""What `benchmarks.containers` runs in each container: an executor that waits, and beside it a client that trains one piece.
+"""The program of `benchmarks.containers` in each container: a waiting executor, and beside it a client that trains one piece.
 
     python -m benchmarks.container_piece \\
         '{"model": "resnet18", "batch_size": 128, "atoms": [0, 1], "steps": 2, "budget": 200000000}'
 
-Writes JSON lines: `anonymous`, `kernel` (bytes of the container's control group, each new maximum), `floor` (once the client
-has imported what Flower's `flwr-clientapp` and our ClientApp import), `done` (what the accounting counted) with the processor's
-`seconds`. The weights and the random examples lie in files, as on a device. Without `atoms` it ends at the floor.
+It writes JSON lines: `anonymous` and `kernel` (bytes of the container's control group, each new maximum), `floor` (once the
+client has imported what Flower's `flwr-clientapp` and our ClientApp import), and `done` (what the accounting counted) with the
+CPU `seconds`. Weights and random examples are read from files, as on a device. Without `atoms` it ends at the floor.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from typing import Any
 CGROUP_V1, CGROUP_V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 SAMPLE_SECONDS = 0.003
 START_SECONDS = 300.0
-REPORTED = 1_000_000  # bytes that a maximum must be above the last one
+REPORTED = 1_000_000  # bytes by which a maximum must exceed the last reported one
 CLASSES, SHAPE = 10, (3, 32, 32)
 
 
 def figure(text: str, *keys: str) -> int:
-    """The sum of these lines of a memory.stat, in bytes. Raises ValueError for one that is not there."""
+    """Sum these lines of a memory.stat, in bytes. Raises ValueError if one is missing."""
     lines = dict(line.split() for line in text.splitlines())
     if missing := [key for key in keys if key not in lines]:
         raise ValueError(f"memory.stat has no {', '.join(missing)}: this kernel's control groups are not known here")
@@ -33,7 +33,7 @@ def figure(text: str, *keys: str) -> int:
 
 
 def group_memory() -> dict[str, int]:
-    """Anonymous and kernel memory of the container, in bytes: by control groups of version 1 or 2."""
+    """Return anonymous and kernel memory of the container, in bytes, from control groups of version 1 or 2."""
     if (CGROUP_V1 / "memory.stat").is_file():
         kernel = int((CGROUP_V1 / "memory.kmem.usage_in_bytes").read_text(encoding="ascii"))
         return {
@@ -45,12 +45,12 @@ def group_memory() -> dict[str, int]:
 
 
 def say(**figures: float) -> None:
-    """A JSON line; at once, because the kernel may end this process."""
+    """Print a JSON line without buffering, because the kernel may end this process."""
     print(json.dumps(figures), flush=True)
 
 
 def watch() -> None:
-    """Say every new maximum of anonymous and of kernel memory."""
+    """Report every new maximum of anonymous and of kernel memory."""
     largest = {"anonymous": 0, "kernel": 0}
     while True:
         for key, size in group_memory().items():
@@ -61,7 +61,7 @@ def watch() -> None:
 
 
 def start_executor(log: Path) -> subprocess.Popen[bytes]:
-    """A SuperExec that has imported all it needs: it tries to reach a SuperNode, which is not there."""
+    """Start a SuperExec that imports all it needs and tries to reach a SuperNode that does not exist."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             ["flower-superexec", "--insecure", "--runtime-api-address", "127.0.0.1:9094"], stdout=file, stderr=file
@@ -132,7 +132,7 @@ def train(task: dict[str, Any], folder: Path) -> None:
 
 
 def main() -> None:
-    """One container's work."""
+    """Do one container's work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", type=json.loads)
     task = parser.parse_args().task

@@ -1,15 +1,15 @@
-"""Which pieces train within a container's memory limit: by the planner, and as tried in one container a piece.
+"""Compare which pieces train within a container's memory limit, by the planner and by a trial in one container per piece.
 
     python -m benchmarks.containers [--image piecework] [--limits 512MB,768MB,1GB,2GB] [--models resnet18,vgg16]
                                     [--batch-size 128] [--slack 24MB] [--steps 2] [--json]
 
 The floor is the anonymous memory of a container in which an executor waits and a client has imported what it needs, before it
 trains; it is measured first. Budget = limit - floor - slack. FeDepth's pieces for that budget (images of 3x32x32, 10 classes,
-the shared head) must train; each with one atom more, and what the planner leaves out, must not; the whole model is tried in any
-case. A container is `docker run --memory LIMIT --memory-swap LIMIT` with this checkout's sources (`container_piece`); it
-trained, or the kernel killed it. A piece may train though it is over the budget, by less than the slack: marked, and no
-mistake, because a trial has no messages to hold. Needs Docker and an image made from the Dockerfile. Exit code 1 where planner
-and trial disagree.
+the shared head) must train. Each of them with one more atom, and what the planner excludes, must not train. The whole model is
+always tried. A container is `docker run --memory LIMIT --memory-swap LIMIT` with this checkout's sources (`container_piece`);
+either it trains or the kernel kills it. A piece that exceeds the budget by less than the slack may train; it is marked, and is
+no error, because a trial holds no messages. Requires Docker and an image made from the Dockerfile. The exit code is 1 if
+planner and trial disagree.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from piecework.models.partition import AtomTooLargeError, Piece
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE, CLASSES = (3, 32, 32), 10
 TRAINED, KILLED = "trained", "killed"
-SECONDS = 900  # of a container, before it is given up
+SECONDS = 900  # timeout of a container
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One container: what the planner says of a piece and what came of it. Bytes; `largest` is of anonymous memory."""
+    """One container: the planner's prediction for a piece and the outcome. Figures are bytes; `largest` is anonymous memory."""
 
     limit: int
     model: str
@@ -54,16 +54,18 @@ class Trial:
 
     @property
     def agrees(self) -> bool:
-        """Whether what fits trained, and nothing else."""
+        """Whether the piece trained if and only if it fits."""
         return self.fits == (self.outcome == TRAINED)
 
     def in_slack(self, slack: int) -> bool:
-        """Whether it trained in what was kept back."""
+        """Return whether it exceeded the budget by no more than the slack and trained."""
         return self.outcome == TRAINED and 0 < self.over <= slack
 
 
 def pieces_to_try(count: int, cost: Callable[[Piece], int], budget: int, names: list[str]) -> dict[Piece, bool]:
-    """The planner's pieces, each with one atom more, what it leaves out, and the whole model; True = it fits the budget."""
+    """Return the planner's pieces, each with one more atom, what it excludes, and the whole model; True = it fits the
+    budget.
+    """
     from piecework.client_app.trainers.cascade.fedepth import decompose
 
     try:
@@ -79,12 +81,12 @@ def pieces_to_try(count: int, cost: Callable[[Piece], int], budget: int, names: 
 
 
 def amounts(text: str) -> list[int]:
-    """Bytes of "512MB,1GB"."""
+    """Parse "512MB,1GB" to bytes."""
     return [parse_bytes(part) for part in text.split(",")]
 
 
 def piece_name(piece: Piece, names: Sequence[str]) -> str:
-    """Its runs of atoms by name, for people."""
+    """Return the piece's runs of atoms by name."""
     if len(piece) == len(names):
         return "the whole model"
     starts = [atom for atom in piece if atom - 1 not in piece]
@@ -94,7 +96,7 @@ def piece_name(piece: Piece, names: Sequence[str]) -> str:
 
 
 def maxima(lines: Iterable[str]) -> dict[str, float]:
-    """The largest value of each figure in the JSON lines of a container; a line cut short by its end is excluded."""
+    """Return the maximum of each figure in the JSON lines of a container; an incomplete last line is skipped."""
     found: dict[str, float] = {}
     for line in lines:
         try:
@@ -107,7 +109,7 @@ def maxima(lines: Iterable[str]) -> dict[str, float]:
 
 
 def run_container(image: str, limit: int, task: dict[str, object]) -> tuple[str, dict[str, float]]:
-    """The outcome of a task in a container with a memory limit (bytes; 0 = none), and its figures."""
+    """Return the outcome of a task in a container with a memory limit (bytes; 0 = none), and its figures."""
     name = f"piecework-trial-{uuid.uuid4().hex[:8]}"
     limits = ["--memory", str(limit), "--memory-swap", str(limit)] if limit else []
     command = ["docker", "run", "--name", name, "--network", "none", *limits, "--volume", f"{ROOT}:/app:ro"]
@@ -130,7 +132,7 @@ def run_container(image: str, limit: int, task: dict[str, object]) -> tuple[str,
 
 
 def trials(options: argparse.Namespace, model: str, floor: int) -> Iterable[Trial]:
-    """All trials of a model, the smallest limit first."""
+    """Yield all trials of a model, the smallest limit first."""
     from piecework.models.partition import atom_names
     from piecework.planning.costs import cost_model_for
     from piecework.planning.part import Part
@@ -168,7 +170,7 @@ HEAD = ("limit", "budget", "model", "piece", "predicted", "over by", "planner", 
 
 
 def row(trial: Trial, slack: int) -> tuple[str, ...]:
-    """A line for people."""
+    """Return a table row."""
     sizes = [format_bytes(size) for size in (trial.limit, trial.budget, trial.predicted, trial.largest)]
     planner, over = ("fits", "") if trial.fits else ("too large", format_bytes(trial.over))
     tried = trial.outcome + (", in the slack" if trial.in_slack(slack) else "")
@@ -176,21 +178,21 @@ def row(trial: Trial, slack: int) -> tuple[str, ...]:
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
-    """Markdown."""
+    """Return a Markdown table."""
     lines = [" | ".join(cells) for cells in (HEAD, ("---",) * len(HEAD), *rows)]
     return "\n".join(f"| {line} |" for line in lines)
 
 
 def summary(done: list[Trial], floor: int, slack: int) -> list[str]:
-    """What the table comes to."""
+    """Return the conclusions from the table."""
     trained = [trial for trial in done if trial.outcome == TRAINED]
     killed = [trial.over for trial in done if trial.outcome == KILLED]
     in_slack = [trial.over for trial in done if trial.in_slack(slack)]
     lines = [f"{sum(trial.agrees for trial in done)} of {len(done)} agree"]
     if in_slack:
-        lines[0] += f", {len(in_slack)} trained in the slack (over the budget by {format_bytes(max(in_slack))} at most)"
+        lines[0] += f", {len(in_slack)} trained in the slack (at most {format_bytes(max(in_slack))} over the budget)"
     if killed:
-        lines.append(f"the least over the budget that was killed: {format_bytes(min(killed))}")
+        lines.append(f"the smallest excess over the budget that was killed: {format_bytes(min(killed))}")
     if trained:
         above = max(trial.largest - floor - trial.predicted for trial in trained)
         kernel = max(trial.kernel for trial in trained)
@@ -203,7 +205,7 @@ def summary(done: list[Trial], floor: int, slack: int) -> list[str]:
 
 
 def main() -> None:
-    """Print a line a trial, or one JSON object."""
+    """Print a line per trial, or one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--image", default="piecework")
     parser.add_argument("--limits", type=amounts, default="512MB,768MB,1GB,2GB")

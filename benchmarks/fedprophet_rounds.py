@@ -1,8 +1,8 @@
-"""What rounds of jFAT and of FedProphet take on the paper's fleets, in simulated seconds; nothing is trained.
+"""Simulated seconds of rounds of jFAT and of FedProphet on the paper's fleets; nothing is trained.
 
-A round's seconds are a function of (fleet, seed, round) and of what a batch takes: FLOPs, and the authors' data access
-(device_profiles/clock.py). jFAT trains the whole model and swaps where memory is short; FedProphet trains modules that fit.
-A round lasts as long as its slowest client.
+A round's seconds are a function of (fleet, seed, round) and of the cost of a batch: FLOPs, and the authors' data access
+(device_profiles/clock.py). jFAT trains the whole model and swaps if memory is short; FedProphet trains modules that fit. A
+round lasts as long as its slowest client.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,10 @@ Rounds = list[list[DeviceState]]  # what the clients of each round have
 
 @dataclass(frozen=True)
 class Setting:
-    """A part of the paper's Figure 7. `examples`: what a client trains on in the authors' code, 80 % of its share.
+    """A part of the paper's Figure 7.
 
-    speedup: in the total, over jFAT; with_dma, without: total seconds of FedProphet, Table 4.
+    `examples` is a client's training examples in the authors' code, 80 % of its data. `speedup` is in the total, over jFAT.
+    `with_dma` and `without` are total seconds of FedProphet in Table 4.
     """
 
     name: str
@@ -54,10 +55,11 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class How:
-    """What is assumed of a client's work. attack_steps: 0 for clean rounds; attack_swaps: attack steps that do not fit swap.
+    """Assumptions about a client's work.
 
-    true_flops: traced, 2 per multiply-accumulate of all passes; remainder: an epoch ends with a smaller batch, as in the
-    authors' loader, instead of 30 full ones; mean: the round is that of the mean client, not the slowest.
+    `attack_steps` is 0 for clean rounds. With `attack_swaps`, attack steps that do not fit are swapped. `true_flops` are
+    traced, 2 per multiply-accumulate of all passes. With `remainder`, an epoch ends with a smaller batch, as in the authors'
+    loader, instead of 30 full ones. With `mean`, a round takes the time of the mean client, not of the slowest.
     """
 
     attack_steps: int = ATTACK_STEPS
@@ -69,7 +71,7 @@ class How:
 
 @cache
 def policy_for(flags: str) -> FedProphetPolicy:
-    """FedProphet's cut of a table's model for the table's R_min, by the authors' memory."""
+    """Return FedProphet's policy for a table's model and R_min, with the authors' memory model."""
     settings, question = asked(flags)
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
     cost_model = cost_model_for(settings, blueprint, ATTACK_STEPS)
@@ -78,7 +80,7 @@ def policy_for(flags: str) -> FedProphetPolicy:
 
 @cache
 def batches(setting: Setting, atoms: Piece, how: How) -> tuple[tuple[Batch, int], ...]:
-    """The batches of a client's round on a piece, and how many of each. The memory of a full one is MemReq."""
+    """Return the batches of a client's round on a piece with their counts. The memory of a full batch is MemReq."""
     policy = policy_for(setting.flags)
     part, size = policy.part(policy.item(atoms)), policy.settings.batch_size
     features = policy.cost_model.bytes(part) // 4 - 3 * part.parameters
@@ -94,7 +96,7 @@ def batches(setting: Setting, atoms: Piece, how: How) -> tuple[tuple[Batch, int]
 
 
 def client_seconds(state: DeviceState, work: Sequence[tuple[Batch, int]]) -> Seconds:
-    """What `task_seconds` says of so many batches of each kind, in its two parts."""
+    """Return the two parts of `task_seconds` for these batches and counts."""
     first, _ = work[0]
     once = task_seconds(state, [replace(first, flops=0.0)]) - batch_access_seconds(state, first)
     access = once + sum(count * batch_access_seconds(state, batch) for batch, count in work)
@@ -103,12 +105,12 @@ def client_seconds(state: DeviceState, work: Sequence[tuple[Batch, int]]) -> Sec
 
 @cache
 def fleet_of(setting: Setting, authors: bool) -> Fleet:
-    """The fleet as the paper describes it, or as the authors' code has it."""
+    """Return the fleet as the paper describes it, or as the authors' code has it."""
     return load_fleet(f"fedprophet-{setting.name}" + ("-authors" if authors else ""))
 
 
 def draw(fleet: Fleet, seeds: Sequence[int], rounds: int) -> Rounds:
-    """The clients of all rounds, seed after seed; each seed gives the clients other devices."""
+    """Draw the clients of all rounds, seed after seed; each seed gives the clients other devices."""
     return [
         [device_state(fleet, client, CLIENTS, seed, r, 1) for client in sampled(range(CLIENTS), ASKED, seed, r)]
         for seed in seeds
@@ -117,23 +119,23 @@ def draw(fleet: Fleet, seeds: Sequence[int], rounds: int) -> Rounds:
 
 
 def whole_model(setting: Setting) -> Piece:
-    """All atoms."""
+    """Return all atoms."""
     return tuple(chain(*(stage.parts[0].atoms for stage in policy_for(setting.flags).stages)))
 
 
 def of_round(tasks: Sequence[Seconds], how: How) -> Seconds:
-    """The seconds of the slowest client, or of the mean one."""
+    """Return the seconds of the slowest client, or of the mean one."""
     return (fmean(t[0] for t in tasks), fmean(t[1] for t in tasks)) if how.mean else max(tasks, key=sum)
 
 
 def jfat(setting: Setting, drawn: Rounds, how: How) -> list[Seconds]:
-    """Seconds of jFAT's rounds."""
+    """Return the seconds of jFAT's rounds."""
     work = batches(setting, whole_model(setting), how)
     return [of_round([client_seconds(state, work) for state in states], how) for states in drawn]
 
 
 def fedprophet(setting: Setting, drawn: Rounds, how: How, dma: bool = True) -> list[list[Seconds]]:
-    """Seconds of FedProphet's rounds, as if all were of stage 1, of stage 2, ..."""
+    """Return the seconds of FedProphet's rounds, as if all were of stage 1, of stage 2, ..."""
     policy, stages = policy_for(setting.flags), []
     for stage, (module, *_) in enumerate(each.parts for each in policy.stages):
         rounds = []

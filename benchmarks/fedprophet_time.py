@@ -1,9 +1,9 @@
-"""FedProphet's simulated time beside jFAT's, for the paper's two workloads, each balanced and unbalanced: Markdown tables.
+"""Compare the simulated time of FedProphet and jFAT for the paper's two workloads, balanced and unbalanced: Markdown tables.
 
     python benchmarks/fedprophet_time.py [--rounds 200] [--seeds 1,2,3]
 
-Nothing is trained (benchmarks/fedprophet_rounds.py says what a round is). FLOPs are the authors' unless a table says otherwise:
-2 x the multiply-accumulates of a forward pass, for each of T + 1 passes.
+Nothing is trained (benchmarks/fedprophet_rounds.py defines a round). FLOPs are the authors' unless a table says otherwise: 2 x
+the multiply-accumulates of a forward pass, for each of T + 1 passes.
 """
 
 import argparse
@@ -29,29 +29,30 @@ from benchmarks.fedprophet_rounds import (
 from benchmarks.tables.shared import table
 from piecework.planning.partition_policy import label
 
-LONGEST = 500  # rounds of jFAT, and at most of a stage of FedProphet
-WARM_UP = 100  # of them clean, in the authors' code
+LONGEST = 500  # rounds of jFAT, and the maximum of a FedProphet stage
+WARM_UP = 100  # clean rounds of a stage in the authors' code
 
 
 def mean(rounds: Sequence[Seconds]) -> float:
-    """Mean seconds of a round."""
+    """Return the mean seconds of a round."""
     return fmean(map(sum, rounds))
 
 
 def split(rounds: Sequence[Seconds]) -> str:
-    """Mean seconds of a round, for people."""
+    """Format the mean seconds of a round, in two parts."""
     return f"{fmean(r[0] for r in rounds):,.1f} + {fmean(r[1] for r in rounds):,.1f}"
 
 
 def stage_length(total: float, adversarial: float, clean: float, warm_up: int) -> float:
-    """Rounds of every stage, the first `warm_up` of them clean, with which all stages take `total` seconds. `adversarial`,
-    `clean`: seconds of such a round, summed over the stages.
+    """Return the rounds per stage, the first `warm_up` of them clean, with which all stages take `total` seconds.
+
+    `adversarial` and `clean` are the seconds of such a round, summed over the stages.
     """
     return total / clean if total < warm_up * clean else warm_up + (total - warm_up * clean) / adversarial
 
 
 def round_table(seeds: Sequence[int], rounds: int, authors: bool) -> str:
-    """Seconds of a round by both counts of FLOPs; the total is of 500 rounds over 7 x 500, all alike."""
+    """Tabulate seconds per round by both counts of FLOPs; the total is of 500 rounds over 7 x 500, all alike."""
     rows = []
     for setting in SETTINGS:
         drawn, row = draw(fleet_of(setting, authors), seeds, rounds), [setting.name]
@@ -66,7 +67,7 @@ def round_table(seeds: Sequence[int], rounds: int, authors: bool) -> str:
 
 
 def stage_table(seeds: Sequence[int], rounds: int) -> str:
-    """Seconds of a round by stage, with Differentiated Module Assignment and without."""
+    """Tabulate seconds per round by stage, with Differentiated Module Assignment and without."""
     rows = []
     for setting in SETTINGS:
         drawn = draw(fleet_of(setting, True), seeds, rounds)
@@ -77,7 +78,7 @@ def stage_table(seeds: Sequence[int], rounds: int) -> str:
 
 
 def total_table(seeds: Sequence[int], rounds: int, authors: bool) -> str:
-    """Totals, all rounds adversarial and all batches full; or with the authors' warm-up and loader."""
+    """Tabulate totals, with all rounds adversarial and all batches full, or with the authors' warm-up and loader."""
     rows, warm_up = [], WARM_UP if authors else 0
     hows = How(remainder=authors), How(attack_steps=0, remainder=authors)
     for setting in SETTINGS:
@@ -97,7 +98,7 @@ def total_table(seeds: Sequence[int], rounds: int, authors: bool) -> str:
 
 
 def short_table(seeds: Sequence[int], rounds: int) -> str:
-    """Who is short of memory for jFAT, and who decides its round."""
+    """Tabulate which clients are short of memory for jFAT, and which decide its round."""
     rows = []
     for setting in SETTINGS:
         fleet, whole = fleet_of(setting, True), whole_model(setting)
@@ -109,7 +110,7 @@ def short_table(seeds: Sequence[int], rounds: int) -> str:
     return table(["setting", "short", "on the floor", "slowest is short", "slowest is on the floor"], rows)
 
 
-# What else may be assumed: of the fleet, of what a client has in a round, of its work.
+# Other assumptions: about the fleet, about what a client has in a round, about its work.
 ASSUMPTIONS: tuple[tuple[str, dict[str, Any], dict[str, Any], How], ...] = (
     ("as above", {}, {}, How()),
     ("memory for the whole model everywhere", {}, {"budget_bytes": 10**12}, How()),
@@ -124,7 +125,7 @@ ASSUMPTIONS: tuple[tuple[str, dict[str, Any], dict[str, Any], How], ...] = (
 
 
 def assumption_table(seeds: Sequence[int], rounds: int) -> str:
-    """Seconds of a round of jFAT and of FedProphet and their ratio, with one assumption changed at a time."""
+    """Tabulate seconds per round of jFAT and of FedProphet and their ratio, with one assumption changed at a time."""
     rows = []
     for text, of_fleet, of_state, how in ASSUMPTIONS:
         row = [text]
@@ -141,14 +142,14 @@ def main() -> None:
     """Print all tables."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("--rounds", type=int, default=200, help="of every seed")
-    parser.add_argument("--seeds", default="1,2,3", help="of fleets and of who is asked")
+    parser.add_argument("--rounds", type=int, default=200, help="rounds per seed")
+    parser.add_argument("--seeds", default="1,2,3", help="seeds of fleets and of client selection")
     given = parser.parse_args()
     drawn = [int(seed) for seed in given.seeds.split(",")], given.rounds
     print(f"Seconds of a round, computing + data access. The authors' fleet:\n\n{round_table(*drawn, True)}")
     print(f"\nThe paper's fleet:\n\n{round_table(*drawn, False)}")
     print(f"\nAll that follows is on the authors' fleet. By stage:\n\n{stage_table(*drawn)}")
-    print(f"\nShare of clients, and of rounds, short of memory for jFAT:\n\n{short_table(*drawn)}")
+    print(f"\nFraction of clients, and of rounds, short of memory for jFAT:\n\n{short_table(*drawn)}")
     print(f"\nIn total, seconds, every round adversarial, full batches:\n\n{total_table(*drawn, False)}")
     print(f"\nIn total, seconds, with the authors' warm-up and loader:\n\n{total_table(*drawn, True)}")
     print(f"\nOne assumption changed, seconds of a round, jFAT / FedProphet:\n\n{assumption_table(*drawn)}")

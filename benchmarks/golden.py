@@ -1,14 +1,14 @@
-"""Golden runs: what every strategy computes on the digits, to the bit, before and after a change that should change nothing.
+"""Golden runs: the exact results of every strategy on the digits, before and after a change that should change nothing.
 
     python -m benchmarks.golden record FILE [--only fedepth,prism]
     python -m benchmarks.golden check FILE [--only fedepth,prism] [--but bytes_down,simulated_seconds]
 
-A case is a run of three rounds: every strategy with each batch norm that it takes, and under attack where it can be; two cases
-train with two workers, and two are broken off and resumed. Of each run the digest of the trained arrays and, from the records,
-accuracy and loss of each round, bytes of evaluation, and for each client status, peaks and bytes, FLOPs and simulated seconds.
-`check` prints each figure that differs and ends with status 1; it prints nothing where none does. A run that ends in an error
-is recorded by the error's type, whatever the words. Digests depend on the machine and on the build of torch: record on the
-machine that checks. Two processes of one thread each, about four minutes.
+A case is a run of three rounds: every strategy with each batch norm that it supports, and under attack if it can be. Two cases
+train with two workers, and two are interrupted and resumed. Recorded are the digest of the trained arrays and, from the
+records, accuracy and loss of each round, bytes of evaluation, and for each client status, peaks and bytes, FLOPs and simulated
+seconds. `check` prints each figure that differs and then exits with 1. A run that ends in an error is recorded by the error's
+type, whatever its message. Digests depend on the machine and on the build of torch, so record on the machine that checks. Both
+commands use two processes of one thread each, for about four minutes.
 """
 
 import argparse
@@ -42,7 +42,7 @@ TINY = {
     "allow-untrained": True,
 }
 EVERY_DEVICE = {"fleet": "unlimited"}
-# What a strategy needs besides: systems that train whole models have no client on the demo's fleet.
+# Additional settings of strategies: the demo's fleet has no client for systems that train whole models.
 NEEDED: dict[str, dict[str, Any]] = {
     "exclusivefl": EVERY_DEVICE,
     "fedavg": EVERY_DEVICE,
@@ -59,7 +59,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "profl": {"stage-rounds": 1},
     "spafl": EVERY_DEVICE,
 }
-PERSONAL = ("local", "spafl")  # whose clients evaluate anyhow
+PERSONAL = ("local", "spafl")  # their clients evaluate in any case
 ATTACK = {"adversarial": True, "attack-steps": 2, "evaluation-attack-examples": 40, "evaluation-attack-steps": 2}
 OF_A_ROUND = (
     "accuracy",
@@ -90,7 +90,7 @@ Found = dict[str, Any]
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """The settings of each case by its name: `fedepth`, `fedepth batch`, `fedepth adversarial`, `fedepth resumed`, ..."""
+    """Return the settings of each case by name: `fedepth`, `fedepth batch`, `fedepth adversarial`, `fedepth resumed`, ..."""
     found = {}
     for strategy in STRATEGIES:
         settings = TINY | {"strategy": strategy} | NEEDED.get(strategy, {})
@@ -107,9 +107,7 @@ def cases() -> dict[str, dict[str, Any]]:
     for strategy in ("fedavg", "depthfl"):
         found[f"{strategy} warm-up"] = found[f"{strategy} adversarial"] | {"attack-warmup": 1}
     for strategy in ("fedprophet", "spafl"):
-        found[f"{strategy} resumed"] = found[strategy] | {
-            "lr-schedule": "constant"
-        }  # which does not depend on num-rounds
+        found[f"{strategy} resumed"] = found[strategy] | {"lr-schedule": "constant"}  # it does not depend on num-rounds
     return found
 
 
@@ -125,7 +123,7 @@ def run_case(named: tuple[str, dict[str, Any]]) -> tuple[str, Found]:
 
 
 def run(folder: Path, values: dict[str, Any], resumed: bool) -> RunDir:
-    """The run of these settings; `resumed` breaks it off after its first round. Raises ValueError where it is refused."""
+    """Run these settings; `resumed` interrupts the run after its first round. Raises ValueError if it is refused."""
     run_dir = RunDir(folder / "run")
     settings = Settings.from_run_config(values | {"output-dir": str(folder), "run-name": "run"})
     if resumed:
@@ -136,7 +134,7 @@ def run(folder: Path, values: dict[str, Any], resumed: bool) -> RunDir:
 
 
 def figures(run_dir: RunDir) -> Found:
-    """What a run came to: name of a figure -> value."""
+    """Return the results of a run by the name of a figure."""
     found: Found = {"model": digest(run_dir.path / "model.safetensors")}
     for record in run_dir.rounds():
         at = f"round {record['round']}"
@@ -147,7 +145,7 @@ def figures(run_dir: RunDir) -> Found:
 
 
 def digest(model: Path) -> str:
-    """Of the names, types, shapes and bytes of a file's arrays, in the order of the names."""
+    """Return a digest of the names, types, shapes and bytes of a file's arrays, in the order of the names."""
     total = hashlib.sha256()
     for name, array in sorted(read_arrays(model).items()):
         values = array.numpy()
@@ -156,14 +154,14 @@ def digest(model: Path) -> str:
 
 
 def run_all(only: list[str]) -> dict[str, Found]:
-    """All cases, or those of some strategies."""
+    """Run all cases, or those of some strategies."""
     chosen = {name: values for name, values in cases().items() if not only or name.split()[0] in only}
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         return dict(pool.map(run_case, chosen.items()))
 
 
 def differences(expected: dict[str, Found], found: dict[str, Found], but: Collection[str] = ()) -> Iterator[str]:
-    """A line for each figure of the cases that were run which is not the expected one; of kinds in `but` none."""
+    """Yield a line per figure that differs from the expected one in the cases that were run, except for kinds in `but`."""
     for name in expected.keys() - found.keys():
         yield f"{name}: was not run"
     for name, values in found.items():

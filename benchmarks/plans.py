@@ -1,8 +1,8 @@
-"""Seconds and memory of `piecework plan`, each in a process of its own: every model with every system, the slowest first.
+"""Measure seconds and memory of `piecework plan`, each in its own process, for every model and system, the slowest first.
 
     python -m benchmarks.plans [--models resnet34,vit] [--top 10] [-- OPTIONS OF piecework plan]
 
-With the demo's fleet if no other is among the options. The first line is a plan of the smallest model: what starting costs.
+The fleet is the demo's unless the options name another. The first line is a plan of the smallest model: the cost of starting.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from piecework.strategies import STRATEGIES
 
 
 def main() -> None:
-    """Print a line a plan."""
+    """Print a line per plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--top", type=int, default=10, help="how many lines")
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def seconds(model: str, strategy: str, options: list[str]) -> float:
-    """Seconds of one plan, from the start of its process to its end; a system that refuses the model answers too."""
+    """Return the seconds of one plan process; a system that refuses the model counts too."""
     command = [
         sys.executable,
         "-m",

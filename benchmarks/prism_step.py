@@ -1,10 +1,10 @@
-"""What PriSM's sub-models save in time, and what decomposing costs: ResNet-18 of full width, 3x32x32, batch 32, one thread.
+"""Measure the time that PriSM's sub-models save, and the cost of decomposing: ResNet-18, 3x32x32, batch 32, one thread.
 
     python -m benchmarks.prism_step [--steps 3] [--json]
 
-A step is forward, backward and update as a client does it, the least of `--steps`, for the whole model and each keep ratio.
-`refresh` is the decomposition of all factorised layers, on all threads, as the server does it in every round; beside it what 20
-clients of 500 images and 2 epochs train in a round of sub-models of 0.2, by the step above.
+A step is forward, backward and update as a client does it, for the whole model and each keep ratio; its time is the minimum of
+`--steps`. `refresh` is the decomposition of all factorised layers on all threads, as the server does it in every round. It is
+compared with the round's training of 20 clients with 500 images, 2 epochs and sub-models of 0.2, computed from the step time.
 """
 
 import argparse
@@ -26,7 +26,7 @@ CLIENTS, IMAGES, EPOCHS, BATCH = 20, 500, 2, 32
 
 
 def step_seconds(blueprint: Blueprint, steps: int, *, thin: bool) -> float:
-    """The least of some steps, after one that does not count."""
+    """Return the minimum seconds of some steps, after one warm-up step."""
     piece = (LowRankModel if thin else PieceModel)(blueprint, range(len(blueprint.atoms)), "head", fake_load(blueprint))
     training_config = TrainingConfig(lr=0.1, momentum=0.9, weight_decay=2e-4, batch_size=BATCH, epochs=1)
     loss, optimiser = start([piece], training_config, low_rank_loss(2e-4) if thin else single_loss)
@@ -40,7 +40,7 @@ def step_seconds(blueprint: Blueprint, steps: int, *, thin: bool) -> float:
 
 
 def refresh_seconds(blueprint: Blueprint) -> float:
-    """Of all layers' decompositions."""
+    """Return the seconds of all layers' decompositions."""
     arrays = {name: value.numpy() for name, value in initial_state(blueprint, 0)}
     layers = [arrays[layer.weight] for layer in factors(low_rank(blueprint, 1.0))]
     started = time.perf_counter()

@@ -1,8 +1,8 @@
-"""How PriSM's sub-models of a trained model do on the test images, beside the model itself: clients train the former.
+"""Evaluate PriSM's sub-models of a trained model on the test images, beside the model itself; clients train the former.
 
     python -m benchmarks.prism_sub_models RUN [--images 2000] [--draws 4]
 
-RUN is the folder of a finished run; kernels and output channels are drawn as in it.
+RUN is the folder of a finished run. Kernels and output channels are drawn as in that run.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ Arrays = Mapping[str, np.ndarray]
 def sub_model(
     blueprint: Blueprint, arrays: Arrays, keep: float, settings: Settings, rng: np.random.Generator
 ) -> Cascade:
-    """A sub-model of the model that these arrays are."""
+    """Return a sub-model of the model with these arrays."""
     channels = settings.output_channels
     small = low_rank(blueprint, keep, narrow=channels != "all", scattered=channels == "random")
     model, state, rows = Cascade(small), dict(arrays), {}
@@ -60,7 +60,7 @@ def sub_model(
 
 @torch.no_grad()
 def accuracy(model: Cascade, data: ArrayDataset, images: int, batch: int) -> float:
-    """Share of the first test images that is classified rightly."""
+    """Return the fraction of the first test images that is classified correctly."""
     model.eval()
     rows = np.array_split(np.arange(images), max(1, images // batch))
     right = [

@@ -1,12 +1,12 @@
-"""Seconds a round of the engines, against a plain torch loop that does the same steps on the same cores.
+"""Measure seconds per round of the engines, against a plain torch loop that runs the same steps on the same cores.
 
     python benchmarks/simulation.py --data-dir FOLDER [--engines local,ray] [--epochs 1,5] [--rounds 5]
     python benchmarks/simulation.py --data-dir FOLDER --server-memory [--strategy fedavg]
 
-LeNet-5, Fashion-MNIST, 100 clients of 600 images, 10 a round, batch 64, FedAvg. The plain loop is the floor: two processes of
-one thread, weights in shared memory, channels_last, torch's own fused SGD, no messages, no memory accounting, no records.
-`--server-memory` measures instead how far the server's resident set grows with 10 and with 100 clients a round, and what the
-accounting says where the server distils (`--strategy feddf`: LeNet-5 and cnn3, 2 % of the examples public).
+The run is FedAvg with LeNet-5, Fashion-MNIST, 100 clients of 600 images, 10 per round, batch 64. The plain loop is the lower
+bound: two processes of one thread, weights in shared memory, channels_last, torch's own fused SGD, no messages, no memory
+accounting, no records. `--server-memory` instead measures how far the server's resident set grows with 10 and with 100 clients
+per round, and the accounting of a server that distils (`--strategy feddf`: LeNet-5 and cnn3, 2 % of the examples public).
 """
 
 import argparse
@@ -37,7 +37,7 @@ CLIENTS, ASKED, BATCH, PROCESSES = 100, 10, 64, 2
 
 
 def lenet(data: ArrayDataset) -> torch.nn.Module:
-    """The model, as the engines build it."""
+    """Return the model, as the engines build it."""
     shape = data.input_shape
     blueprint = build_blueprint("lenet5", num_classes=data.num_classes, input_shape=shape, layout="lecun")
     return channels_last(Cascade(blueprint))
@@ -46,7 +46,7 @@ def lenet(data: ArrayDataset) -> torch.nn.Module:
 def plain_worker(
     rank: int, weights: dict, sums: dict, jobs: mp.Queue, done: mp.Queue, folder: str, epochs: int
 ) -> None:
-    """Train every client that comes in and add it, weighted, to this process's sum."""
+    """Train every client from the queue and add it, weighted, to this process's sum."""
     torch.set_num_threads(1)
     data = load(Path(folder))
     shares = iid(np.asarray(data.labels), CLIENTS, 1)
@@ -67,7 +67,7 @@ def plain_worker(
 
 
 def plain(folder: Path, epochs: int, rounds: int) -> list[float]:
-    """Seconds of each round of the plain loop."""
+    """Return the seconds of each round of the plain loop."""
     model = lenet(load(folder))
     weights = {name: value.share_memory_() for name, value in model.state_dict().items()}
     sums = [{name: torch.zeros_like(v).share_memory_() for name, v in weights.items()} for _ in range(PROCESSES)]
@@ -80,7 +80,7 @@ def plain(folder: Path, epochs: int, rounds: int) -> list[float]:
     for worker in workers:
         worker.start()
     seconds = []
-    for number in range(rounds + 1):  # the first warms up
+    for number in range(rounds + 1):  # the first is a warm-up
         started = time.perf_counter()
         for client in np.random.default_rng(number).choice(CLIENTS, ASKED, replace=False):
             jobs.put(int(client))
@@ -101,7 +101,7 @@ def plain(folder: Path, epochs: int, rounds: int) -> list[float]:
 def engine_rounds(
     engine: str, data_dir: str, epochs: int, rounds: int, output: Path, asked: int = ASKED, strategy: str = "fedavg"
 ) -> list[dict]:
-    """The records of an engine's rounds, without the first, which warms up."""
+    """Return the records of an engine's rounds, without the first, a warm-up."""
     distils = {"family": "cnn3", "public-share": 0.02} if strategy == "feddf" else {}
     settings = Settings.from_run_config(
         {
@@ -134,8 +134,10 @@ def engine_rounds(
 
 
 def server_memory(data_dir: str, output: str, strategy: str, asked: int) -> dict[str, int]:
-    """Bytes, for a run of three rounds of `asked` clients (local engine): the resident set after a first run, how far
-    the server grows over a second one from start to end, and the peak of its own accounting where it distils.
+    """Return bytes for runs of three rounds of `asked` clients (local engine).
+
+    They are the resident set after a first run, how far the server grows over a second one, and the peak of its own accounting
+    if it distils.
     """
     engine_rounds("local", data_dir, 1, 2, Path(output) / "first", asked, strategy)
     resident = ResidentPeak()
@@ -160,7 +162,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         output = Path(temporary)
         if options.server_memory:
-            for asked in (10, 100):  # each in a process of its own: what a heap keeps would count for the next
+            for asked in (10, 100):  # each in its own process, because memory kept by a heap would count for the next
                 with ProcessPoolExecutor(1, mp.get_context("spawn")) as pool:
                     folder = str(output / str(asked))
                     found = pool.submit(server_memory, options.data_dir, folder, options.strategy, asked).result()

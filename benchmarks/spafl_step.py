@@ -1,11 +1,11 @@
-"""What SpaFL's compact form saves: seconds and peak memory of a local step, beside the dense model's and the masked form's.
+"""Measure what SpaFL's compact form saves: seconds and peak memory of a local step, against the dense and the masked model.
 
     python -m benchmarks.spafl_step [--model lenet5] [--batch-size 64] [--densities 0.75,0.5,0.35,0.25] [--steps 60] [--json]
 
-A step is forward, backward and update as a client does it, on one thread, the median of `--steps`. The share of filters that
-is kept is the same in every layer but the last, of which all are; `--densities layers=1,0.6,0.1,1` gives one for each layer
-instead. The peak is by the accounting that budgets are enforced with; the masked weights lie in the store while the compact
-form is trained.
+A step is forward, backward and update as a client does it, on one thread; its time is the median of `--steps`. The fraction of
+kept filters is the same in every layer except the last, which keeps all. `--densities layers=1,0.6,0.1,1` gives one for each
+layer instead. The peak is that of the accounting that enforces budgets; the masked weights are in the store while the compact
+form trains.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from piecework.training.memory_cap import keep_heap_tight
 
 
 def pruned(blueprint: Blueprint, densities: list[float]) -> SparseModel:
-    """A model that keeps the first filters of each layer."""
+    """Return a model that keeps the first filters of each layer."""
     torch.manual_seed(0)
     model = SparseModel(
         blueprint, range(len(blueprint.atoms)), "head", lambda unit: channels_last(blueprint.build_unit(unit))
@@ -41,7 +41,7 @@ def pruned(blueprint: Blueprint, densities: list[float]) -> SparseModel:
 
 
 def measured(model: PieceModel, make_loss: MakeLoss, training_config: TrainingConfig, steps: int) -> tuple[float, int]:
-    """Seconds of a step, and its peak in bytes with weights and momentum."""
+    """Return the seconds of a step, and its peak in bytes with weights and momentum."""
     meter = PeakMemory()
     with meter:
         for module in model.units().values():
@@ -51,7 +51,7 @@ def measured(model: PieceModel, make_loss: MakeLoss, training_config: TrainingCo
         channels, height, width = model.blueprint.input_shape
         z = torch.rand(training_config.batch_size, height, width, channels).permute(
             0, 3, 1, 2
-        )  # as `Examples` hands batches out
+        )  # in the memory format of `Examples`
         y = torch.randint(model.blueprint.num_classes, (training_config.batch_size,))
         train_step(loss, optimiser, z, y)
     taken = []
@@ -82,7 +82,7 @@ def main() -> None:
     else:
         choices = [[float(each)] * (layers - 1) + [1.0] for each in given.densities.split(",")]
     torch.set_num_threads(1)
-    keep_heap_tight(given.budget, available_memory())  # as a client's task does: it decides what allocating costs
+    keep_heap_tight(given.budget, available_memory())  # it decides the cost of allocations
     training_config = TrainingConfig(lr=1e-3, momentum=0.9, weight_decay=0.0, batch_size=given.batch_size, epochs=1)
     dense = PieceModel(plain, range(len(plain.atoms)), "head", lambda unit: channels_last(plain.build_unit(unit)))
     base = measured(dense, single_loss, training_config, given.steps)

@@ -77,7 +77,7 @@ def rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
     """Return the initial, minimum and final density of each layer."""
     found = []
     for name, layer in rounds[-1]["filters"].items():
-        found = [r["filters"][name]["density"] for r in rounds if r["filters"][name]["density"] is not None]
-        densities = [f"{value:.1%}" for value in (found[0], min(found), found[-1])] if found else ["-"] * 3
+        measured = [r["filters"][name]["density"] for r in rounds if r["filters"][name]["density"] is not None]
+        densities = [f"{value:.1%}" for value in (measured[0], min(measured), measured[-1])] if measured else ["-"] * 3
         found.append((short(name), str(len(layer["open"])), *densities, f"{layer['threshold']:.4g}"))
     return found

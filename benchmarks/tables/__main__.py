@@ -1,8 +1,8 @@
-"""The papers' tables beside what Piecework computes: writes docs/tables.md.
+"""Write docs/tables.md: the papers' tables beside what Piecework computes.
 
     python -m benchmarks.tables [--check]
 
-`--check` only compares, and exits with 1 where the file is not what is computed.
+`--check` only compares, and exits with 1 if the file differs.
 """
 
 import argparse
@@ -17,13 +17,13 @@ SECTIONS = (sizes, fedprophet, fedepth, prism, profl, spafl)
 
 
 def document() -> str:
-    """docs/tables.md."""
+    """Return the text of docs/tables.md."""
     head = section(
         "Written by `python -m benchmarks.tables` (`make tables`). Do not edit: `--check` and a test compare it.",
         "# The papers' tables beside ours",
-        """What `piecework plan` computes, laid beside what the papers print: deviation in percent of the paper's figure; "as
-        printed" is yes where ours rounds to the printed digits, so that the deviation is the paper's rounding. No plan needs
-        a data set or trains; the keys named here are those of `--json`.""",
+        """The figures of `piecework plan` beside those that the papers print. Deviations are in percent of the paper's figure;
+        "as printed" is yes if ours rounds to the printed digits, so that the deviation is the paper's rounding. No plan needs
+        a data set or trains. The keys named here are those of `--json`.""",
     )
     return "\n\n".join([head, *(each.text() for each in SECTIONS)]) + "\n"
 

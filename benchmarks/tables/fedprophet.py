@@ -13,7 +13,7 @@ RESNET34 = "148.6 3.9, 130.2 7.5, 130.2 7.5, 197.9 13.3, 221.6 28.1, 206.5 37.1,
 
 
 def modules(flags: str, printed: str, whole: str) -> str:
-    """Modules of FedProphet: what is in them, MB, GFLOPs; the whole model's MB."""
+    """Tabulate modules of FedProphet: their atoms, MB, GFLOPs, and the whole model's MB."""
     policy, rows = policy_for(flags), []
     for figures, stage in zip(printed.split(", "), policy.stages, strict=True):
         (part,), (memory, flops) = stage.parts, figures.split()
@@ -25,7 +25,7 @@ def modules(flags: str, printed: str, whole: str) -> str:
 
 
 def text() -> str:
-    """The section."""
+    """Return the section."""
     return section(
         "## FedProphet, Tables 7 and 8: modules",
         """Memory is `memory_bytes` of `modules` in 10^6 bytes, GFLOPs is `macs`, the whole model `full_memory_bytes`. All 14

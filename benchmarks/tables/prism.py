@@ -23,7 +23,7 @@ ORTHDROP = {0.8: "9.9 28.8 44.9", 0.6: "7.4 22.4 40.5", 0.4: "4.9 16 36.1", 0.2:
 
 
 def thin_everywhere(blueprint: Blueprint, keep: float) -> Blueprint:
-    """The sub-model that Table 1 counts: r channels enter and leave every convolution behind the first, shortcuts too."""
+    """Return the sub-model that Table 1 counts: all convolutions but the first read and write r channels, shortcuts too."""
     first, *others = blueprint.atoms
     stem = Atom(first.name, partial(_first, first.build, _rank(first.shape[0], keep)), _thin(first.shape, keep))
     atoms = [Atom(atom.name, partial(_factorised, atom.build, keep), _thin(atom.shape, keep)) for atom in others]
@@ -40,14 +40,14 @@ def _thin(shape: tuple[int, ...], keep: float) -> tuple[int, ...]:
 
 
 class FirstChannels(nn.Module):
-    """z[B, C, H, W] to its first `channels` channels."""
+    """Keep the first `channels` channels of z[B, C, H, W]."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.channels = channels
 
     def forward(self, z: Tensor) -> Tensor:
-        """z[B, channels, H, W]."""
+        """Return z[B, channels, H, W]."""
         return z[:, : self.channels]
 
 
@@ -82,14 +82,14 @@ def _thin_layer(layer: nn.Module, keep: float) -> nn.Module | None:
 
 
 def figures(part: Part) -> tuple[float, float, float]:
-    """Millions of parameters, "MACs" in 10^9, "Mem" in millions of elements, as the columns of Table 1."""
+    """Return millions of parameters, "MACs" in 10^9, "Mem" in millions of elements, as the columns of Table 1."""
     cost_model = policy_for(OF_PRISM).cost_model
     flops = part.forward_flops * cost_model.training_config.batch_size
     return part.parameters / 10**6, flops / 10**9, cost_model.bytes(part) / 4 / 10**6
 
 
 def submodels(printed: dict[float, str], parts: dict[float, Part]) -> str:
-    """The table of one method."""
+    """Return the table of one method."""
     rows = []
     for keep, paper in printed.items():
         cells = [beside(*both)[:3] for both in zip(paper.split(), figures(parts[keep]), strict=True)]
@@ -98,7 +98,7 @@ def submodels(printed: dict[float, str], parts: dict[float, Part]) -> str:
 
 
 def with_whole_shortcuts(full: Part, part: Part) -> tuple[float, float]:
-    """Millions of parameters and "MACs" in 10^9 of a sub-model that would leave the shortcuts' convolutions whole."""
+    """Return millions of parameters and "MACs" in 10^9 of a sub-model with full shortcut convolutions."""
     params, macs, _ = figures(part)
     batch = policy_for(OF_PRISM).cost_model.training_config.batch_size
     for sign, one in ((1, full), (-1, part)):
@@ -109,13 +109,13 @@ def with_whole_shortcuts(full: Part, part: Part) -> tuple[float, float]:
 
 
 def real(full: Part, parts: dict[float, Part]) -> str:
-    """The table of the sub-models that are trained: as Table 1 counts, and the traced peak of a step."""
+    """Return the table of the trained sub-models: counted as in Table 1, and with the traced peak of a step."""
     cost_model = policy_for(OF_TRACED).cost_model
     rows = []
     for keep, part in parts.items():
         peak = cost_model.bytes(part)
         params, macs, memory = figures(part)
-        share = f"{peak / cost_model.bytes(full):.3f}"
+        fraction = f"{peak / cost_model.bytes(full):.3f}"
         rows.append(
             [
                 "full" if keep == 1 else str(keep),
@@ -123,14 +123,14 @@ def real(full: Part, parts: dict[float, Part]) -> str:
                 f"{macs:.2f}",
                 f"{memory:.1f}",
                 f"{peak / MB:.1f}",
-                share,
+                fraction,
             ]
         )
     return table(("keep ratio", "params M", "MACs G", "Mem M", "traced peak MB", "of the full"), rows)
 
 
 def text() -> str:
-    """The section."""
+    """Return the section."""
     policy = policy_for(OF_PRISM)
     full = whole_model(policy.blueprint)
     parts = {1.0: full} | {keep: whole_model(thin_everywhere(policy.blueprint, keep)) for keep in KEEP_RATIOS}

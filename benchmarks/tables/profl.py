@@ -31,21 +31,21 @@ RES18_BLOCK1 = f"--model resnet18 --strategy fedprophet {OF_PROFL_MEMORY} --budg
 # MB in the authors' code, for t = 1, 2, 3
 AUTHORS = {"block": ("478", "208", "108"), "output": ("28", "12", "4"), "step": ("506", "220", "112")}
 AUTHORS_FULL = "840"
-SHARES = [  # in percent; stages are counted from 0
+PARTICIPATION = [  # in percent; stages are counted from 0
     ("full model (ExclusiveFL)", "8", RES18_FULL, 0),
-    *((f"ProFL, step {t}", share, RES18, t - 1) for t, share in enumerate(["43", "81", "99", "100"], start=1)),
+    *((f"ProFL, step {t}", percent, RES18, t - 1) for t, percent in enumerate(["43", "81", "99", "100"], start=1)),
     ("block 1 alone (DepthFL)", "47", RES18_BLOCK1, 0),
 ]
 OTHERS = {"resnet34": (34, 0), "vgg11": (43, 24), "vgg16": (37, 0)}  # percent: block 1 alone, the full model
 
 
 def plan_of(model: str) -> str:
-    """The plan of one of the other models."""
+    """Return the plan flags of one of the other models."""
     return f"--model {model} --strategy profl {OF_PROFL_MEMORY}" + (f" {OF_PROFL}" if model in PROFL_POOLS else "")
 
 
 def part_of(flags: str, what: str, t: int = 1) -> Part:
-    """A part of a model that ProFL cuts: the `full` model, `block` t alone, `output` module t, or both, `step` t."""
+    """Return a part of a model cut by ProFL: the `full` model, `block` t alone, `output` module t, or both, `step` t."""
     policy = policy_for(flags)
     if what == "full":
         return whole_model(policy.blueprint)
@@ -55,12 +55,12 @@ def part_of(flags: str, what: str, t: int = 1) -> Part:
 
 
 def by_formula(what: str, t: int = 1, flags: str = RES18) -> float:
-    """The fitted formula's MB."""
+    """Return the fitted formula's MB."""
     return fitted_mb(part_of(flags, what, t), policy_for(flags).settings.batch_size)
 
 
 def implied(percent: int) -> tuple[float, float]:
-    """The MB between which a threshold lies (above the first, at most the second) that so many of 100 devices reach."""
+    """Return the interval (above the first MB, at most the second) of a threshold that this many of 100 devices reach."""
     policy = policy_for(RES18)
     states = fleet_states(load_fleet(policy.settings.fleet), policy.settings, policy.cost_model.reference_bytes)[0]
     memories = sorted((state.budget_bytes / MB for state in states), reverse=True)
@@ -68,9 +68,9 @@ def implied(percent: int) -> tuple[float, float]:
 
 
 def other_models() -> Rows:
-    """ResNet-34, VGG-11 and VGG-16: the formula against the interval that the participation in Table 1 implies."""
-    for model, shares in OTHERS.items():
-        for what, percent in zip(("block", "full"), shares, strict=True):
+    """Compare the formula for ResNet-34, VGG-11 and VGG-16 with the intervals that the participation in Table 1 implies."""
+    for model, percents in OTHERS.items():
+        for what, percent in zip(("block", "full"), percents, strict=True):
             flags, (low, high) = plan_of(model), implied(percent)
             found = by_formula(what, flags=flags)
             with_parameters = ""
@@ -82,18 +82,20 @@ def other_models() -> Rows:
 
 
 def verdict(value: float, low: float, high: float) -> str:
-    """MB, and how far from the interval."""
+    """Format MB, and how far from the interval."""
     inside = low < value <= high
     return f"{value:.0f}, {'inside' if inside else deviation(value, high if value > high else low)}"
 
 
 def text() -> str:
-    """The section."""
+    """Return the section."""
     thresholds = [["full model", *beside(AUTHORS_FULL, by_formula("full"))[:3]]]
     for t in (1, 2, 3):
         thresholds += [[f"{what} {t}", *beside(AUTHORS[what][t - 1], by_formula(what, t))[:3]] for what in AUTHORS]
     thresholds.append(["step 4", "at most 100", f"{by_formula('step', 4):.2f}", ""])
-    shares = [[name, *beside(share, round(100 * participation(flags, t), 9))] for name, share, flags, t in SHARES]
+    devices = [
+        [name, *beside(printed, round(100 * participation(flags, t), 9))] for name, printed, flags, t in PARTICIPATION
+    ]
     names = "model", "what", "paper's participation", "implied MB", "formula", "+ parameters"
     return section(
         "## ProFL: thresholds and participation",
@@ -104,12 +106,12 @@ def text() -> str:
         commands(RES18, RES18.replace("--batch-size 64", "--batch-size 128")),
         table(("ResNet-18, MB", "authors", "formula", "deviation"), thresholds),
         """In step 4 all devices take part, which have 100 MB or more; `memory_bytes` is 100 MB there. The formula was fitted to
-        these figures: that it meets them is no proof of it.""",
+        these figures, so meeting them does not prove it.""",
         """Participation in Table 1 (full model, DepthFL) and by the authors' thresholds (steps), in percent of the fleet
         `profl`, the 100 devices that their code draws; ours is `participation`. The third command's first module is
         ProFL's block 1 with a classifier of its own.""",
         commands(RES18_FULL, RES18, RES18_BLOCK1),
-        table(("percent of the devices", *COMPARED), shares),
+        table(("percent of the devices", *COMPARED), devices),
         """The other models' thresholds are not published. Their participation in Table 1 implies intervals, because the devices
         are known. The formula counts one map for a max-pooling, which ResNet-18 has none of, and no parameters; the full
         VGGs are also given with 4 bytes for each parameter beside. Figures outside say how far.""",

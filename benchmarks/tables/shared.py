@@ -1,6 +1,6 @@
-"""What all sections share: from the command line of a plan to its rule and figures, and how figures are laid beside each other.
+"""Helpers of all sections: the policy and figures for the command line of a plan, and the comparison of figures.
 
-Each section gives the command line of `piecework plan`, and the same text is read here (`policy_for`).
+Each section gives the command line of `piecework plan`, and `policy_for` reads the same text.
 """
 
 import shlex
@@ -29,7 +29,7 @@ from piecework.training.setup import blueprint_of_shape
 
 PLAN: Any = typer.main.get_command(app)
 MB, MIB = 10**6, 2**20
-OF_PROFL = "--set model-options=pooling=profl,classifier=profl"  # a VGG as ProFL's code has it
+OF_PROFL = "--set model-options=pooling=profl,classifier=profl"  # a VGG as in ProFL's code
 Rows = Iterable[Iterable[str]]
 
 
@@ -37,7 +37,7 @@ Rows = Iterable[Iterable[str]]
 
 
 def asked(flags: str) -> tuple[Settings, Question]:
-    """The settings and the question of `piecework plan FLAGS`, for a model at its usual input or at --input-shape."""
+    """Return the settings and the question of `piecework plan FLAGS`, for a model's usual input or --input-shape."""
     given = PLAN.commands["plan"].make_context("plan", shlex.split(flags)).params
     keys = ("model", "strategy", "fleet", "memory-model", "batch-size")
     chosen = {key: value for key in keys if (value := given[key.replace("-", "_")])}
@@ -47,7 +47,7 @@ def asked(flags: str) -> tuple[Settings, Question]:
 
 @cache
 def policy_for(flags: str) -> PartitionPolicy:
-    """The rule that `piecework plan FLAGS` follows, for the budget that is named there."""
+    """Return the policy that `piecework plan FLAGS` follows, for the budget in the flags."""
     settings, question = asked(flags)
     about = question.input_shape, question.num_classes
     blueprint = blueprint_of_shape(settings, *about)
@@ -58,13 +58,13 @@ def policy_for(flags: str) -> PartitionPolicy:
 
 
 def full_bytes(flags: str) -> int:
-    """`full_memory_bytes` of the plan."""
+    """Return `full_memory_bytes` of the plan."""
     policy = policy_for(flags)
     return policy.cost_model.bytes(whole_model(policy.blueprint))
 
 
 def participation(flags: str, stage: int = 0) -> float:
-    """`participation` of a stage: the share of the fleet's devices that have something to train."""
+    """Return `participation` of a stage: the fraction of the fleet's devices that have something to train."""
     policy = policy_for(flags)
     states = fleet_states(load_fleet(policy.settings.fleet), policy.settings, policy.cost_model.reference_bytes)[0]
     slowest, taking_part = min(state.flops_per_second for state in states), 0
@@ -77,17 +77,19 @@ def participation(flags: str, stage: int = 0) -> float:
 
 
 def layers_of(part: Part) -> list[Layer]:
-    """All layers of a part, the head's too."""
+    """List all layers of a part, including the head's."""
     return [layer for unit in part.units for layer in layer_statistics(part.blueprint, unit).layers]
 
 
 def count(blueprint: Blueprint, what: str) -> int:
-    """How papers count a model: `parameters`; `weights` of convolutions and linear layers; `convolutions`, their weights;
-    `norms`, their parameters; `entries` of the state dict, buffers too.
+    """Count a model as papers do.
+
+    `parameters` are all; `weights` those of convolutions and linear layers; `convolutions` their weights; `norms` their
+    parameters; `entries` those of the state dict, including buffers.
     """
     whole = whole_model(blueprint)
     layers, norms = layers_of(whole), [layer for layer in layers_of(whole) if layer.kind.startswith("BatchNorm")]
-    if what == "entries":  # all of 4 bytes but a norm's counter of batches, which has 8
+    if what == "entries":  # all have 4 bytes except a norm's batch counter, which has 8
         return whole.state_bytes // 4 - len(norms)
     if what == "norms":
         return sum(layer.parameters for layer in norms)
@@ -103,7 +105,7 @@ COMPARED = ("paper", "computed", "deviation", "as printed")
 
 
 def beside(printed: str, computed: float) -> list[str]:
-    """The printed figure, the computed one with more digits, the deviation, whether the computed one rounds to the printed."""
+    """Return the printed figure, the computed one with more digits, the deviation, and whether it rounds to the printed one."""
     digits, paper = len(printed.partition(".")[2]), float(printed.replace(",", ""))
     shown = f"{computed:,}" if isinstance(computed, int) else f"{computed:,.{max(2, digits + 1)}f}"
     same = "yes" if round(computed, digits) == paper else "no"
@@ -111,28 +113,28 @@ def beside(printed: str, computed: float) -> list[str]:
 
 
 def deviation(computed: float, paper: float) -> str:
-    """In percent of the paper's figure."""
+    """Return the deviation in percent of the paper's figure."""
     percent = round(100 * (computed / paper - 1), 2)
     return f"{percent:+.2f} %" if percent else "0"
 
 
 def table(header: Iterable[str], rows: Rows) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     names = list(header)
     lines = [names, ["---"] * len(names), *map(list, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def commands(*flags: str) -> str:
-    """The commands of a section."""
+    """Return the commands of a section."""
     return "\n".join(f"    piecework plan {each}" for each in flags)
 
 
 def section(*blocks: str) -> str:
-    """A heading, then paragraphs, which are filled, tables and commands, which are not."""
+    """Join a heading, paragraphs, which are filled, and tables and commands, which are not."""
     return "\n\n".join(block if block[0] in "#| " else prose(block) for block in blocks)
 
 
 def prose(text: str) -> str:
-    """A paragraph in lines."""
+    """Return a filled paragraph."""
     return textwrap.fill(" ".join(text.split()), 128, break_on_hyphens=False, break_long_words=False)

@@ -1,9 +1,9 @@
-"""The zoo's parameters, held against published counts."""
+"""Compare the models' parameters with published counts."""
 
 from benchmarks.tables.shared import COMPARED, OF_PROFL, beside, count, policy_for, section, table
 from piecework.models.zoo import MODELS
 
-SIZES = [  # flags, what is counted, the published figure, whose it is
+SIZES = [  # flags, what is counted, the published figure, its source
     ("--model vgg16", "parameters", "15,253,578", "FedProphet's code"),
     ("--model resnet34 --input-shape 3x224x224 --classes 256", "parameters", "21,416,000", "FedProphet's code"),
     ("--model resnet18", "parameters", "11,173,962", "PriSM's code"),
@@ -20,7 +20,7 @@ SIZES = [  # flags, what is counted, the published figure, whose it is
 
 
 def text() -> str:
-    """The section."""
+    """Return the section."""
     rows = []
     for flags, what, printed, source in SIZES:
         found = count(policy_for(flags).blueprint, what.removesuffix(" in 10^6"))
@@ -30,7 +30,7 @@ def text() -> str:
     return section(
         "## Parameters",
         """`parameters` of `piecework plan FLAGS --json`. Weights are those of convolutions and linear layers without biases,
-        norms the norms' weights and biases, entries all of the state dict with the norms' buffers: of the same layers.""",
+        norms the norms' weights and biases, and entries the whole state dict with the norms' buffers.""",
         table(("flags", "counted", "whose", *COMPARED), rows),
         """SpaFL counts its three models in three ways: all parameters (LeNet-5 has weights only), all entries (Conv4), weights
         of convolutions (ResNet-18). Its text counts a ResNet-18 of 64 channels in front; its code and its Table 4 have 32.""",

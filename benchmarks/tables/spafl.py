@@ -23,12 +23,12 @@ FLOPS = {"FMNIST": ("10.345", 11), "CIFAR-10": ("12.382", 13), "CIFAR-100": ("8.
 
 
 def thresholds() -> list[int]:
-    """Of the masked models."""
+    """Return the thresholds of the masked models."""
     return [sum(thresholds_of(policy_for(flags).stages[0].parts[0].blueprint).values()) for flags, *_ in TAU]
 
 
 def sent() -> list[tuple[str, str, float, str]]:
-    """Method, data set, values that travel, whose count that is."""
+    """Return method, data set, number of values sent, and the source of that number."""
     lenet, conv4, wide, narrow = thresholds()
     found: list[tuple[str, str, float, str]] = [
         ("SpaFL", "FMNIST", lenet, "ours and the paper's"),
@@ -45,19 +45,19 @@ def sent() -> list[tuple[str, str, float, str]]:
 
 
 def gbit(values: float, data: str) -> float:
-    """32 bit for each value, down and up, for every client that is asked, all rounds."""
+    """Return Gbit at 32 bit per value, down and up, for every asked client and all rounds."""
     return bits(values, values) * CLIENTS_A_ROUND * DATA[data][-1] / 10**9
 
 
 def fedavg_flops(data: str) -> float:
-    """Forward and backward pass (twice a forward), one FLOP a multiply-accumulate, all rounds, mean over clients."""
+    """Return FLOPs of forward and backward pass (twice a forward), one FLOP per multiply-accumulate, as a mean over clients."""
     model, epochs, examples, rounds = DATA[data]
     macs = whole_model(policy_for(f"--model {model} --strategy fedavg").blueprint).forward_flops / 2
     return dense_flops(macs, epochs * examples) * rounds * CLIENTS_A_ROUND / CLIENTS
 
 
 def text() -> str:
-    """The section."""
+    """Return the section."""
     tau = [[why, f"`{flags}`", *beside(paper, n)] for (flags, paper, why), n in zip(TAU, thresholds(), strict=True)]
     printed = {(m, d): paper for m, papers in COMM.items() for d, paper in zip(DATA, papers.split(), strict=True)}
     comm = [[m, d, f"{n:,.0f}", whose, *beside(printed[m, d], gbit(n, d))] for m, d, n, whose in sent()]
@@ -76,7 +76,7 @@ def text() -> str:
         table(("method", "data set", "values", "counted", *COMPARED), comm),
         """CIFAR-10's 0.4537 needs the paper's own count of 1,418. It is cut off, not rounded, as are 10712 and 129.178.
         HeteroFL with p = 0.5 is half of FedAvg, not p^2 of it. FedAvg's 133.8 on FMNIST is not reproduced; HeteroFL's 68.88
-        is half of ours. FedPM, FjORD and Local are not laid beside: they depend on masks, widths and densities of a
+        is half of ours. FedPM, FjORD and Local are not compared, because they depend on masks, widths and densities of a
         training.""",
         """FLOPs of FedAvg: 3 x multiply-accumulates (`forward_flops` / 2 / batch) x local epochs (5, 5, 7) x mean examples of
         a client (600, 500, 500) x rounds x 0.1.""",

@@ -57,7 +57,7 @@ def test_planner_and_trial() -> None:
     assert [trial.in_slack(slack) for trial in (FITTED, killed, in_slack, wrong)] == [False, False, True, False]
     assert row(in_slack, slack)[4:8] == ("190 MB", "14 MB", "too large", "trained, in the slack")
     first, minimum, above = summary([FITTED, killed, in_slack], 312_000_000, slack)
-    assert first == "2 of 3 agree, 1 trained in the slack (over the budget by 14 MB at most)"
+    assert first == "2 of 3 agree, 1 trained in the slack (at most 14 MB over the budget)"
     assert minimum.endswith("killed: 64 MB")
     assert "at most 2 MB above floor + predicted" in above
 

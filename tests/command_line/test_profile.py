@@ -123,8 +123,8 @@ def test_without_a_file_it_goes_to_stdout(tmp_path: Path) -> None:
     ("options", "told"),
     [
         (["--folder", "nowhere"], "--folder nowhere: no such folder"),
-        (["--seconds", "0.5"], "--seconds 0.5: at least 1"),
-        (["--seconds", "nan"], "--seconds nan: at least 1"),
+        (["--seconds", "0.5"], "--seconds 0.5: must be at least 1"),
+        (["--seconds", "nan"], "--seconds nan: must be at least 1"),
         (["--name", " "], "--name ' ': a device needs a name"),
         (["--set", "reserve=1000000000000000"], "nothing is left to train with"),
         (["--set", "torch-threads=0"], "setting torch-threads = 0"),
