@@ -84,7 +84,7 @@ def train(task: dict[str, Any], folder: Path) -> None:
     from piecework.device_profiles.profile import available_memory
     from piecework.federated_data.datasets import ArrayDataset
     from piecework.models.cascade import isolated_rng
-    from piecework.training.examples import Examples, feature_examples, share_examples
+    from piecework.training.examples import Examples, feature_examples, training_examples
     from piecework.training.loop import LocalTrainer, PieceModel, load_for_device
     from piecework.training.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
     from piecework.training.settings import Settings
@@ -106,7 +106,7 @@ def train(task: dict[str, Any], folder: Path) -> None:
         mapped = np.load(folder / "images.npy", mmap_mode="r")
         mean_std = (0.5,) * shape[0]
         data = ArrayDataset("random", mapped, labels, CLASSES, mean_std, mean_std, mapped[:0], labels[:0])
-        return share_examples(data, np.arange(count))
+        return training_examples(data, np.arange(count))
 
     def features() -> Examples:
         stored = (*shape[1:], shape[0]) if len(shape) == 3 else shape

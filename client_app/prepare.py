@@ -20,14 +20,14 @@ from piecework.federated_data.partition import split
 from piecework.models.cascade import unit_of
 from piecework.models.variant import vary
 from piecework.training.accelerator import find_device, free_memory
-from piecework.training.examples import Augmentation, Examples, examples_of_test, share_examples
+from piecework.training.examples import Augmentation, Examples, examples_of_test, training_examples
 from piecework.training.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
 from piecework.training.messages import Task
 from piecework.training.randomness import generator
 from piecework.training.settings import Settings
 from piecework.training.setup import (
-    all_shares,
-    all_test_shares,
+    all_client_rows,
+    all_client_test_rows,
     blueprint_for,
     image_attack,
     open_dataset,
@@ -63,7 +63,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     if task.personal:
         validation = examples_of_test(data, own_test_rows(data, settings, context, number, clients))
     else:
-        validation = share_examples(data, validation_rows)
+        validation = training_examples(data, validation_rows)
     budget = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes, device))
     allowed = settings.allowance(budget)
     keep_heap_tight(budget, available_memory())
@@ -102,7 +102,7 @@ def training_data(
     when, purpose = (server_round, fill) if fill != STAGES else (0, "stages")
     rng = generator(settings.seed, when, number, "augment", purpose)
     drawn = Augmentation.draw(len(rows), rng) if settings.augment else None
-    return share_examples(data, rows, drawn).on(device)
+    return training_examples(data, rows, drawn).on(device)
 
 
 def unpack(content: RecordDict, write: Callable[[dict[str, np.ndarray]], None]) -> None:
@@ -169,11 +169,11 @@ def open_share(settings: Settings, context: Context, number: int, clients: int) 
         data = open_own(Path(str(own)), settings, number, clients)
         return data, np.arange(len(data.labels))
     data = open_dataset(settings.dataset, settings.data_dir)
-    return data, all_shares(settings, clients)[number]
+    return data, all_client_rows(settings, clients)[number]
 
 
 def own_test_rows(data: ArrayDataset, settings: Settings, context: Context, number: int, clients: int) -> np.ndarray:
     """The rows of the test split that are this client's: all of them where the node has its own data."""
     if context.node_config.get("data-dir"):
         return np.arange(len(data.test_labels))
-    return all_test_shares(settings, clients)[number]
+    return all_client_test_rows(settings, clients)[number]

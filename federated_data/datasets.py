@@ -17,18 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from piecework.federated_data import caltech, own_sources, sources, texts
-from piecework.federated_data.partition import share_class_counts
+from piecework.federated_data.partition import client_class_counts
 from piecework.federated_data.sources import DatasetError, Source
 
 __all__ = [
     "DATASETS",
     "ArrayDataset",
     "DatasetError",
+    "client_class_counts",
     "default_cache",
     "load",
     "prepare",
     "set_name",
-    "share_class_counts",
     "write",
 ]
 

@@ -22,7 +22,7 @@ _IID, _DIRICHLET, _PATHOLOGICAL, _VALIDATION, _SKEWED, _NATURAL = 11, 12, 13, 14
 _MAX_DRAWS = 2000
 
 
-def make_shares(
+def partition_rows(
     kind: str,
     labels: NDArray[Any],
     clients: int,
@@ -182,7 +182,7 @@ def split(indices: NDArray[Any], validation_share: float, seed: int, client: int
     return np.sort(order[size:]), np.sort(order[:size])
 
 
-def share_class_counts(labels: NDArray[Any], shares: list[Ints], num_classes: int) -> Ints:
+def client_class_counts(labels: NDArray[Any], shares: list[Ints], num_classes: int) -> Ints:
     """Return the number of examples per client and class: [clients, num_classes]."""
     counts = [np.bincount(labels[share], minlength=num_classes) for share in shares]
     return np.array(counts, dtype=np.int64).reshape(len(shares), num_classes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from piecework.federated_data.datasets import ArrayDataset, default_cache, prepare
-from piecework.training.examples import Examples, share_examples
+from piecework.training.examples import Examples, training_examples
 from piecework.training.settings import Settings
 from piecework.training.setup import open_dataset, public_rows
 
@@ -26,7 +26,7 @@ def public_examples(settings: Settings) -> Examples:
             f"public-share = {settings.public_share}: {settings.strategy} needs public examples on the server, and has "
             f"{len(rows)}; set public-share = 0.1, of the training examples, or public-data to a folder of yours"
         )
-    return share_examples(data, rows)
+    return training_examples(data, rows)
 
 
 def _own(settings: Settings, data: ArrayDataset) -> Examples:
@@ -47,4 +47,4 @@ def _own(settings: Settings, data: ArrayDataset) -> Examples:
         raise ValueError(
             f"public-data = {settings.public_data!r} holds {len(own.labels)} training examples: two or more"
         )
-    return share_examples(replace(own, mean=data.mean, std=data.std), np.arange(len(own.labels)))
+    return training_examples(replace(own, mean=data.mean, std=data.std), np.arange(len(own.labels)))

@@ -15,10 +15,10 @@ from rich.table import Table
 
 from piecework.device_profiles.profile import format_bytes
 from piecework.federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare, set_name, write
-from piecework.federated_data.personal import shares_of_test
+from piecework.federated_data.personal import client_test_rows
 from piecework.federated_data.sources import Source
 from piecework.training.settings import Settings
-from piecework.training.setup import client_shares, partition_settings, public_rows
+from piecework.training.setup import client_rows, partition_settings, public_rows
 
 SERVER = "server"
 
@@ -37,8 +37,8 @@ def export_data(settings: Settings, out: Path, force: bool = False) -> list[dict
     data = load(source, verify=True)
     if data.export is not None:
         raise DatasetError(f"{source} is a part of an export; export the whole data set, which is elsewhere")
-    shares = client_shares(settings, data.labels, settings.clients, data.groups)
-    own_tests = shares_of_test(data.labels, shares, data.test_labels, settings.seed)
+    shares = client_rows(settings, data.labels, settings.clients, data.groups)
+    own_tests = client_test_rows(data.labels, shares, data.test_labels, settings.seed)
     parts: list[tuple[str, int | None, np.ndarray, np.ndarray]] = [
         (f"node-{client}", client, *both) for client, both in enumerate(zip(shares, own_tests, strict=True))
     ]

@@ -36,7 +36,7 @@ from piecework.strategies import find_strategy
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.state import Experiment
 from piecework.training.settings import Settings, check_resume, too_many_asked
-from piecework.training.setup import blueprint_for, check_augmentation, check_shares, image_attack, open_dataset
+from piecework.training.setup import blueprint_for, check_augmentation, check_partition, image_attack, open_dataset
 
 LOG = logging.getLogger("piecework")
 OnRound = Callable[[dict[str, Any]], None]
@@ -78,7 +78,7 @@ def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayData
     )
     load(folder, verify=True)  # here once; clients trust what was verified
     data = open_dataset(settings.dataset, settings.data_dir)
-    check_shares(settings, data)
+    check_partition(settings, data)
     check_augmentation(settings, data)
     if strategy.policy_class.attacks(settings):
         image_attack(settings, data, settings.attack_steps)

@@ -18,7 +18,7 @@ from piecework.models.zoo import build_blueprint
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import run_experiment
-from piecework.training.examples import Examples, feature_examples, share_examples
+from piecework.training.examples import Examples, feature_examples, training_examples
 from piecework.training.loop import TrainingConfig
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.settings import Settings
@@ -182,8 +182,8 @@ def a_client(
             "store": store,
             "cap": MemoryCap(allowed, enforced=True),
             "training_config": training_config_for(settings, settings.lr),
-            "share": lambda fill: share_examples(data, np.arange(rows)),
-            "validation": share_examples(data, np.arange(rows, rows + 20)),
+            "share": lambda fill: training_examples(data, np.arange(rows)),
+            "validation": training_examples(data, np.arange(rows, rows + 20)),
             "old_state": None,
         }
         | overrides

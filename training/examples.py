@@ -103,7 +103,7 @@ class Augmentation:
         return taken
 
 
-def share_examples(
+def training_examples(
     data: ArrayDataset, rows: np.ndarray, augmentation: Augmentation | None = None, shape: Shape = ()
 ) -> Examples:
     """Return rows, int [n], of the training examples, in batches as from `as_inputs`; images are fitted to `shape` if given."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from piecework.federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare, set_name
-from piecework.federated_data.partition import make_shares
-from piecework.federated_data.personal import shares_of_test
+from piecework.federated_data.partition import partition_rows
+from piecework.federated_data.personal import client_test_rows
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.zoo import build_blueprint
 from piecework.training.attacks import Attack
@@ -27,7 +27,7 @@ def open_dataset(name: str, data_dir: str) -> ArrayDataset:
 
 
 @lru_cache(maxsize=4)
-def all_shares(settings: Settings, clients: int) -> list[np.ndarray]:
+def all_client_rows(settings: Settings, clients: int) -> list[np.ndarray]:
     """Return the rows of every client, drawn once per process. Raises DatasetError if data-dir holds a part of an export."""
     data = open_dataset(settings.dataset, settings.data_dir)
     if data.export is not None:
@@ -35,17 +35,17 @@ def all_shares(settings: Settings, clients: int) -> list[np.ndarray]:
             f"data-dir {settings.data_dir} is a part of an export, not the whole data set: give each node its own part by "
             "data-dir in its node-config, or emulate clients with the data set itself"
         )
-    return client_shares(settings, data.labels, clients, data.groups)
+    return client_rows(settings, data.labels, clients, data.groups)
 
 
 @lru_cache(maxsize=4)
-def all_test_shares(settings: Settings, clients: int) -> list[np.ndarray]:
-    """Return each client's own rows of the test split, drawn once per process. Raises DatasetError as `all_shares` does."""
+def all_client_test_rows(settings: Settings, clients: int) -> list[np.ndarray]:
+    """Return each client's own rows of the test split, drawn once per process. Raises as `all_client_rows` does."""
     data = open_dataset(settings.dataset, settings.data_dir)
-    return shares_of_test(data.labels, all_shares(settings, clients), data.test_labels, settings.seed)
+    return client_test_rows(data.labels, all_client_rows(settings, clients), data.test_labels, settings.seed)
 
 
-def client_shares(
+def client_rows(
     settings: Settings, labels: np.ndarray, clients: int, groups: np.ndarray | None = None
 ) -> list[np.ndarray]:
     """Return the rows of every client: a pure function of labels, groups, the number of clients and the settings."""
@@ -53,9 +53,9 @@ def client_shares(
     if len(public):
         left = np.setdiff1d(np.arange(len(labels)), public)
         own = settings.model_copy(update={"public_share": 0.0})
-        shares = client_shares(own, np.asarray(labels)[left], clients, None if groups is None else groups[left])
+        shares = client_rows(own, np.asarray(labels)[left], clients, None if groups is None else groups[left])
         return [left[share] for share in shares]
-    return make_shares(
+    return partition_rows(
         settings.partition,
         np.asarray(labels),
         clients,
@@ -87,12 +87,12 @@ def partition_settings(settings: Settings) -> dict[str, Scalar]:
     return {key: values[key] for key in ("partition", "public-share", *names.get(settings.partition, ()))}
 
 
-def check_shares(settings: Settings, data: ArrayDataset) -> None:
+def check_partition(settings: Settings, data: ArrayDataset) -> None:
     """Reject settings that allow no partition, or that differ from those of an export. Raises ValueError."""
     if data.export is not None:
         check_export(settings, data, None, settings.clients)
     elif settings.clients:
-        all_shares(settings, settings.clients)
+        all_client_rows(settings, settings.clients)
 
 
 def open_own(folder: Path, settings: Settings, client: int, clients: int) -> ArrayDataset:

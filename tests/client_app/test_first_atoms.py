@@ -30,7 +30,7 @@ from piecework.models.work_item import WorkItem
 from piecework.models.zoo import MODELS, build_blueprint, usual_input
 from piecework.planning.costs import cost_model_for
 from piecework.strategies import find_policy
-from piecework.training.examples import share_examples
+from piecework.training.examples import training_examples
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.messages import Task, TaskConfig
 
@@ -104,8 +104,8 @@ def client_of(folder: Path, policy: Any, allowed: int, units: Sequence[str] = ()
         blueprint=policy.blueprint,
         full=policy.blueprint,
         data=data,
-        share=lambda fill: share_examples(data, np.arange(8)),
-        validation=share_examples(data, np.arange(8, 12)),
+        share=lambda fill: training_examples(data, np.arange(8)),
+        validation=training_examples(data, np.arange(8, 12)),
         cap=Phases(allowed),
     )
     client.store.write_units({name: value.numpy() for name, value in initial_state(model, 0, units=units)})

@@ -8,13 +8,13 @@ import pytest
 from helpers import FEW, TRIO, few_digits, fleet_json, run_local, tiny_settings
 
 import piecework
-from piecework.federated_data.partition import make_shares
-from piecework.federated_data.personal import shares_of_test
+from piecework.federated_data.partition import partition_rows
+from piecework.federated_data.personal import client_test_rows
 from piecework.strategies import STRATEGIES
 from piecework.training.examples import normalised
 from piecework.training.loop import predictions
 from piecework.training.settings import SettingsError
-from piecework.training.setup import all_shares, open_dataset
+from piecework.training.setup import all_client_rows, open_dataset
 
 SKEWED = {
     "partition": "dirichlet",
@@ -30,7 +30,7 @@ def test_a_class_of_the_test_split_is_shared_as_the_training_examples_of_it_are(
     labels = np.array([0] * 8 + [1] * 4 + [2] * 2)
     shares = [np.array([0, 1, 8, 9, 10, 11]), np.array([2, 3, 4, 5, 6, 7])]  # 2 and 6 of class 0, all of class 1
     test_labels = np.array([1, 0, 0, 0, 0, 2, 1])
-    first, second = shares_of_test(labels, shares, test_labels, seed=3)
+    first, second = client_test_rows(labels, shares, test_labels, seed=3)
     assert [int(np.sum(test_labels[rows] == 0)) for rows in (first, second)] == [1, 3]  # a quarter of four
     assert [int(np.sum(test_labels[rows] == 1)) for rows in (first, second)] == [2, 0]
     assert 5 not in {*first, *second}, "no client trains on class 2"
@@ -42,14 +42,14 @@ def test_all_of_the_test_split_is_given_away_once(kind: str) -> None:
     rng = np.random.default_rng(0)
     labels, test_labels = rng.integers(0, 10, 6000), rng.integers(0, 10, 1000)
     settings: dict[str, Any] = {"alpha": 0.2, "balanced": False, "classes_per_client": 2, "skew": 0.8}
-    shares = make_shares(kind, labels, 30, 5, **settings)
-    own = shares_of_test(labels, shares, test_labels, 5)
+    shares = partition_rows(kind, labels, 30, 5, **settings)
+    own = client_test_rows(labels, shares, test_labels, 5)
     assert np.array_equal(np.sort(np.concatenate(own)), np.arange(1000))
     for rows, test_rows in zip(shares, own, strict=True):
         expected = np.bincount(labels[rows], minlength=10) / np.bincount(labels, minlength=10)
         found = np.bincount(test_labels[test_rows], minlength=10)
         assert np.abs(found - expected * np.bincount(test_labels, minlength=10)).max() <= 1
-    assert all(map(np.array_equal, own, shares_of_test(labels, shares, test_labels, 5)))
+    assert all(map(np.array_equal, own, client_test_rows(labels, shares, test_labels, 5)))
 
 
 def test_every_client_evaluates_on_its_part_and_each_counts_alike(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_every_client_evaluates_on_its_part_and_each_counts_alike(tmp_path: Path
     assert (first["accuracy"], first["loss"], first["bytes_evaluation"]) == (None, None, 0)
     assert second["accuracy"] is not None
     data, model = open_dataset(settings.dataset, ""), piecework.load(run_dir.path, normalise=False)
-    own = shares_of_test(data.labels, all_shares(settings, 3), data.test_labels, settings.seed)
+    own = client_test_rows(data.labels, all_client_rows(settings, 3), data.test_labels, settings.seed)
     assert len({len(rows) for rows in own}) > 1
     right = [
         (predictions(model(normalised(data.test_inputs[rows], data))).numpy() == data.test_labels[rows]).mean()

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from piecework.cli import app
 from piecework.export_data import export_data
 from piecework.federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare
-from piecework.federated_data.personal import shares_of_test
+from piecework.federated_data.personal import client_test_rows
 from piecework.federation.registry import TooFewNodesError
 from piecework.options import settings_from
 from piecework.question import data_shape
@@ -21,7 +21,7 @@ from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import preflight, run_experiment
 from piecework.training.settings import Settings
-from piecework.training.setup import client_shares
+from piecework.training.setup import client_rows
 
 TRIO = {"clients": 3, "clients_per_round": 0, "dataset": "digits", "partition": "dirichlet", "partition_alpha": 0.5}
 
@@ -53,8 +53,8 @@ def nodes_of(exported: Path) -> list[Path]:
 
 def test_each_folder_has_its_clients_rows_and_no_others(exported: Path) -> None:
     data, settings = whole(), tiny_settings(**TRIO)
-    shares = client_shares(settings, data.labels, 3)
-    tests = shares_of_test(data.labels, shares, data.test_labels, settings.seed)
+    shares = client_rows(settings, data.labels, 3)
+    tests = client_test_rows(data.labels, shares, data.test_labels, settings.seed)
     assert sorted(path.name for path in exported.iterdir()) == ["node-0", "node-1", "node-2", "server"]
     for client, folder in enumerate(nodes_of(exported)):
         part = load(folder, verify=True)

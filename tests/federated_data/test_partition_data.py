@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from piecework.federated_data.partition import (
+    client_class_counts,
     dirichlet,
     iid,
-    make_shares,
     natural,
+    partition_rows,
     pathological,
-    share_class_counts,
     skewed,
     split,
 )
@@ -22,7 +22,7 @@ TEN_CLASSES = np.repeat(np.arange(10), 600)
 def shares_of(
     kind, labels=TEN_CLASSES, clients=20, seed=0, *, alpha=0.5, balanced=True, classes_per_client=2, skew=0.8
 ):
-    return make_shares(
+    return partition_rows(
         kind, labels, clients, seed, alpha=alpha, balanced=balanced, classes_per_client=classes_per_client, skew=skew
     )
 
@@ -47,7 +47,7 @@ def test_shares_are_sorted_disjoint_int64_and_a_function_of_the_seed(kind, balan
 def test_labels_of_any_order_integer_type_and_gaps_are_served(kind, balanced):
     labels = np.random.default_rng(3).permutation(np.repeat([2, 5, 9], 100)).astype(np.uint8)
     shares = shares_of(kind, labels, 5, balanced=balanced)
-    counts = share_class_counts(labels, shares, 10)
+    counts = client_class_counts(labels, shares, 10)
     assert counts.sum(0).tolist() == [0, 0, 100, 0, 0, 100, 0, 0, 0, 100]
 
 
@@ -72,7 +72,7 @@ def test_balanced_shares_are_disjoint_and_exactly_equal_for_any_input(labels, cl
 def test_pathological_deals_distinct_classes_and_uses_all_it_can(classes, clients, hand, seed):
     hand = min(hand, classes)
     labels = np.repeat(np.arange(classes), clients)
-    counts = share_class_counts(labels, pathological(labels, clients, seed, hand), classes)
+    counts = client_class_counts(labels, pathological(labels, clients, seed, hand), classes)
     assert ((counts > 0).sum(1) == hand).all()
     assert (counts.sum(0) > 0).sum() == min(classes, clients * hand)
     assert set(counts.sum(0).tolist()) <= {0, clients}  # a class is dealt whole or not at all
@@ -98,10 +98,10 @@ def test_skewed_shares_are_disjoint_and_exactly_equal_for_any_input(labels, clie
 
 def test_skewed_clients_have_exactly_their_classes_where_shards_fit():
     # 10 classes of 600, 20 clients with 2 shards each: 4 shards are a class, and a stretch of 20 shards five classes.
-    pure = share_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, 3, 2, 1.0), 10)
+    pure = client_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, 3, 2, 1.0), 10)
     assert [sorted(row.tolist()) for row in pure] == [[0] * 8 + [150, 150]] * 20
     assert (pure > 0).sum(0).tolist() == [4] * 10
-    counts = share_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, 3, 2, 0.8), 10)
+    counts = client_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, 3, 2, 0.8), 10)
     own = np.sort(counts)[:, -2:]
     assert counts.sum(1).tolist() == [300] * 20
     assert (own >= 120).all()  # 80 % of 300, half of it of each class
@@ -111,7 +111,7 @@ def test_skewed_clients_have_exactly_their_classes_where_shards_fit():
 
 def test_skewed_others_are_of_any_class():
     # Of the 60 others a fifth is of the client's own two classes: 240 + 12 of 300. 400 clients, standard error 0.0005.
-    counts = [share_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, seed, 2, 0.8), 10) for seed in range(20)]
+    counts = [client_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, seed, 2, 0.8), 10) for seed in range(20)]
     assert np.sort(counts)[..., -2:].sum(-1).mean() / 300 == pytest.approx(0.84, abs=0.003)
 
 
@@ -127,12 +127,12 @@ def test_skewed_shards_of_classes_that_do_not_fit():
 def test_skewed_shards_of_unequal_length():
     # The line aaaaabbbbb, or bbbbbaaaaa, is cut into aaa and aab, bb and bb: either client has 3 of one and 2 of the other.
     labels = np.repeat([0, 1], 5)
-    counts = [share_class_counts(labels, skewed(labels, 2, seed, 2, 1.0), 2) for seed in range(20)]
+    counts = [client_class_counts(labels, skewed(labels, 2, seed, 2, 1.0), 2) for seed in range(20)]
     assert {tuple(row) for pair in counts for row in pair.tolist()} == {(3, 2), (2, 3)}
 
 
 def test_a_skew_of_nothing_is_iid():
-    counts = share_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, 0, 2, 0.0), 10)
+    counts = client_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, 0, 2, 0.0), 10)
     assert counts.sum(1).tolist() == [300] * 20
     assert abs(counts - 30).max() < 20  # 30 a class, give or take sqrt(27)
 
@@ -142,7 +142,7 @@ def test_skewed_classes_are_in_another_order_with_another_seed():
     pairs = {
         tuple(np.flatnonzero(row))
         for seed in range(40)
-        for row in share_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, seed, 2, 1.0), 10)
+        for row in client_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, seed, 2, 1.0), 10)
     }
     assert len(pairs) == 45
 
@@ -154,7 +154,7 @@ def test_iid_sizes_differ_by_at_most_one():
 def test_pathological_splits_a_class_evenly_among_its_holders():
     # 3 classes of 5, 3 clients with 2 classes each: every class has two holders, one gets 3 examples and the other 2.
     labels = np.repeat([0, 1, 2], 5)
-    counts = share_class_counts(labels, pathological(labels, 3, 7, 2), 3)
+    counts = client_class_counts(labels, pathological(labels, 3, 7, 2), 3)
     assert [sorted(column.tolist()) for column in counts.T] == [[0, 2, 3]] * 3
 
 
@@ -170,7 +170,7 @@ def test_no_client_number_is_always_left_the_remains():
     # Whoever draws last gets what the others left, fewer classes than it would have drawn: its largest class has 8.6
     # of 20 examples here, the others' 7.0. Over 300 seeds every client number must be last as often (error 0.1).
     labels = np.repeat(np.arange(5), 20)
-    draws = [share_class_counts(labels, dirichlet(labels, 5, seed, 10.0, True), 5) for seed in range(300)]
+    draws = [client_class_counts(labels, dirichlet(labels, 5, seed, 10.0, True), 5) for seed in range(300)]
     largest = np.max(draws, axis=2).mean(axis=0)
     assert largest.max() - largest.min() < 0.6, largest
 
@@ -178,7 +178,7 @@ def test_no_client_number_is_always_left_the_remains():
 @pytest.mark.parametrize("balanced", [True, False])
 def test_smaller_alpha_gives_fewer_classes(balanced):
     held = {
-        alpha: share_class_counts(TEN_CLASSES, dirichlet(TEN_CLASSES, 20, 5, alpha, balanced), 10)
+        alpha: client_class_counts(TEN_CLASSES, dirichlet(TEN_CLASSES, 20, 5, alpha, balanced), 10)
         for alpha in (0.1, 1000.0)
     }
     few, nearly_all = ((counts > 0.02 * counts.sum(1, keepdims=True)).sum(1).mean() for counts in held.values())
@@ -195,7 +195,7 @@ def test_unbalanced_shares_keep_every_example_and_the_least_size():
 
 
 def test_an_unbalanced_client_with_its_part_gets_nothing_of_later_classes():
-    counts = share_class_counts(TEN_CLASSES, dirichlet(TEN_CLASSES, 20, 0, 0.3, balanced=False), 10)
+    counts = client_class_counts(TEN_CLASSES, dirichlet(TEN_CLASSES, 20, 0, 0.3, balanced=False), 10)
     full = np.cumsum(counts, axis=1)[:, :-1] >= 6000 / 20
     assert full.any()
     assert (counts[:, 1:][full] == 0).all()
@@ -293,5 +293,5 @@ def test_split_leaves_something_to_train_on(count, share, validation):
 
 def test_class_counts():
     labels = np.array([0, 1, 1, 2, 0])
-    counts = share_class_counts(labels, [np.array([0, 1, 2]), np.array([], dtype=np.int64), np.array([4])], 4)
+    counts = client_class_counts(labels, [np.array([0, 1, 2]), np.array([], dtype=np.int64), np.array([4])], 4)
     assert counts.tolist() == [[1, 2, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]

@@ -9,7 +9,7 @@ from helpers import tiny_settings
 from piecework.export_data import export_data
 from piecework.federated_data.datasets import load
 from piecework.federation.public_data import public_examples
-from piecework.training.setup import client_shares, open_dataset, public_rows
+from piecework.training.setup import client_rows, open_dataset, public_rows
 
 DIGITS = {"dataset": "digits", "clients": 3, "public_share": 0.1}
 
@@ -17,7 +17,7 @@ DIGITS = {"dataset": "digits", "clients": 3, "public_share": 0.1}
 def test_public_examples_are_no_clients() -> None:
     settings = tiny_settings(**DIGITS)
     labels = open_dataset("digits", "").labels
-    public, shares = public_rows(settings, len(labels)), client_shares(settings, labels, 3)
+    public, shares = public_rows(settings, len(labels)), client_rows(settings, labels, 3)
     assert len(public) == round(0.1 * 1438) == 144
     everything = np.concatenate([public, *shares])
     assert len(np.unique(everything)) == len(everything)
@@ -29,21 +29,21 @@ def test_what_is_left_is_shared_as_ever() -> None:
     """The rows of the clients are those that they would have of a data set without the public examples."""
     settings, labels = tiny_settings(**DIGITS), np.asarray(open_dataset("digits", "").labels)
     left = np.setdiff1d(np.arange(len(labels)), public_rows(settings, len(labels)))
-    without = client_shares(tiny_settings(**DIGITS | {"public_share": 0.0}), labels[left], 3)
-    for one, other in zip(client_shares(settings, labels, 3), without, strict=True):
+    without = client_rows(tiny_settings(**DIGITS | {"public_share": 0.0}), labels[left], 3)
+    for one, other in zip(client_rows(settings, labels, 3), without, strict=True):
         assert np.array_equal(one, left[other])
 
 
 def test_without_a_share_nothing_changes() -> None:
     settings, labels = tiny_settings(**DIGITS | {"public_share": 0.0}), open_dataset("digits", "").labels
     assert len(public_rows(settings, len(labels))) == 0
-    assert sum(map(len, client_shares(settings, labels, 3))) == 1438
+    assert sum(map(len, client_rows(settings, labels, 3))) == 1438
 
 
 def test_groups_stay_whole_beside_public_examples() -> None:
     settings = tiny_settings(**DIGITS | {"partition": "natural", "public_share": 0.5})
     labels, groups = np.arange(40) % 4, np.arange(40) // 4
-    public, shares = public_rows(settings, 40), client_shares(settings, labels, 3, groups)
+    public, shares = public_rows(settings, 40), client_rows(settings, labels, 3, groups)
     owners = [set(groups[share]) for share in shares]
     assert len(public) == 20
     assert not owners[0] & owners[1] and not owners[1] & owners[2] and not owners[0] & owners[2]
@@ -108,6 +108,6 @@ def test_an_export_gives_them_to_the_server_alone(tmp_path: Path) -> None:
     assert np.array_equal(server.inputs, data.inputs[public])
     examples = public_examples(tiny_settings(**DIGITS | {"data_dir": str(tmp_path / "out" / "server")}))
     assert np.array_equal(examples.labels, data.labels[public])
-    shares = client_shares(settings, data.labels, 3)
+    shares = client_rows(settings, data.labels, 3)
     for client, share in enumerate(shares):
         assert np.array_equal(load(tmp_path / "out" / f"node-{client}").inputs, data.inputs[share])

@@ -10,7 +10,7 @@ from helpers import digits
 from piecework.device_profiles.memory import PeakMemory
 from piecework.federated_data.datasets import ArrayDataset
 from piecework.models.cascade import fit_features
-from piecework.training.examples import Augmentation, batches, feature_examples, normalised, share_examples
+from piecework.training.examples import Augmentation, batches, feature_examples, normalised, training_examples
 from piecework.training.loop import evaluate_examples
 from piecework.training.memory_cap import MemoryCap
 
@@ -74,7 +74,7 @@ def test_augmentation_is_drawn_evenly() -> None:
 def test_share_examples_are_the_rows_normalised() -> None:
     data = digits()
     rows = np.array([30, 4, 17])
-    examples = share_examples(data, rows)
+    examples = training_examples(data, rows)
     x = examples.read(np.array([2, 0]))
     assert x.shape == (2, 1, 8, 8)
     assert x.dtype == torch.float32
@@ -96,7 +96,7 @@ def test_images_enter_a_later_atom_as_fit_features_has_them_and_are_never_held_w
     inputs = rng.integers(0, 256, (20, 9, 8, 3)).astype(dtype)
     data = ArrayDataset("mine", inputs, np.zeros(20, np.int64), 2, (0.4, 0.5, 0.6), (0.2, 0.3, 0.1), inputs, inputs)
     rows, positions = np.arange(3, 19), np.array([15, 2, 7])
-    examples = share_examples(data, rows, Augmentation.draw(16, rng) if augmented else None)
+    examples = training_examples(data, rows, Augmentation.draw(16, rng) if augmented else None)
     whole = fit_features(examples.read(positions), shape)
     memory = PeakMemory()
     with memory:

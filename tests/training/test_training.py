@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from piecework.client_app.trainers.cascade.fedepth import mutual_objective
 from piecework.models.cascade import Cascade, fit_features, isolated_rng
-from piecework.training.examples import batches, share_examples
+from piecework.training.examples import batches, training_examples
 from piecework.training.loop import SGD, LocalTrainer, PieceModel
 from piecework.training.memory_cap import MemoryCap
 
@@ -180,7 +180,7 @@ def test_a_stream_is_fitted_to_the_next_piece(tmp_path: Path) -> None:
 def test_a_stream_of_nothing(tmp_path: Path) -> None:
     client = a_client(tmp_path)
     piece = PieceModel(client.blueprint, (0,), "head", client.load())
-    nothing = share_examples(digits(), np.arange(0))
+    nothing = training_examples(digits(), np.arange(0))
     streamed = client.stream(piece, nothing, "validation-0", 1)
     assert len(streamed) == 0
     assert client.evaluate(piece.logits, streamed) == {}

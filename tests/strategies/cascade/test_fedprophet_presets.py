@@ -6,13 +6,13 @@ import pytest
 
 from piecework.device_profiles.fleet import load_fleet
 from piecework.federated_data.datasets import PUBLISHED
-from piecework.federated_data.partition import share_class_counts
+from piecework.federated_data.partition import client_class_counts
 from piecework.options import read_preset, settings_from
 from piecework.planning.costs import cost_model_for
 from piecework.question import budget_bytes
 from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 from piecework.training.settings import Settings, learning_rate
-from piecework.training.setup import blueprint_of_shape, client_shares
+from piecework.training.setup import blueprint_of_shape, client_rows
 
 SETTINGS = [
     f"fedprophet-{data}-{level}"
@@ -82,8 +82,8 @@ def test_jfat_trains_on_the_same() -> None:
 def test_clients_have_the_papers_skew(name: str, own: float) -> None:
     settings = settings_from(name, [])
     labels = labels_like(settings.dataset)
-    shares = client_shares(settings, labels, settings.clients)
-    counts = share_class_counts(labels, shares, PUBLISHED[settings.dataset][1])
+    shares = client_rows(settings, labels, settings.clients)
+    counts = client_class_counts(labels, shares, PUBLISHED[settings.dataset][1])
     assert {len(share) for share in shares} == {PUBLISHED[settings.dataset][2] // 100}
     largest = np.sort(counts)[:, -settings.partition_classes :].sum(1) / counts.sum(1)
     assert largest.mean() == pytest.approx(own, abs=0.01)
