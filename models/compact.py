@@ -79,7 +79,7 @@ def kept_parts(units: Units, plan: Layout) -> dict[str, Places]:
     return found
 
 
-def kept_share(units: Units, parts: Mapping[str, Places]) -> float:
+def kept_fraction(units: Units, parts: Mapping[str, Places]) -> float:
     """Return the fraction of a model's parameters that lies in these parts."""
     kept = total = 0
     for unit, module in units.items():

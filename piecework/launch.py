@@ -121,7 +121,7 @@ def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
     if find_spec("ray") is None:
         raise EngineError("--engine ray needs Ray, which is not installed: pip install 'piecework[simulation]'")
     gpus = max(1, torch.cuda.device_count()) if settings.accelerator == "cuda" else 0
-    share = gpu_share(settings.workers, gpus)  # without it Ray hides the GPUs
+    share = gpu_fraction(settings.workers, gpus)  # without it Ray hides the GPUs
     federation = f"num-supernodes={settings.clients} client-resources-num-cpus=1 client-resources-num-gpus={share}"
     if not ray_address():
         federation += (
@@ -141,7 +141,7 @@ def ray_address() -> str:
     return "" if address == OWN_RAY else address
 
 
-def gpu_share(workers: int, gpus: int) -> float:
+def gpu_fraction(workers: int, gpus: int) -> float:
     """Return the fraction of a GPU per client with which `workers` clients spread evenly over all; rounded down to fit."""
     return math.floor(1e4 / math.ceil(workers / gpus)) / 1e4 if gpus else 0.0
 

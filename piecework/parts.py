@@ -32,7 +32,7 @@ class Trains(Protocol):
         """The bytes of training."""
 
 
-def trained_shares(full: Blueprint, tasks: list[list[list[Any]]], *, moving: bool = False) -> dict[str, Any]:
+def trained_fractions(full: Blueprint, tasks: list[list[list[Any]]], *, moving: bool = False) -> dict[str, Any]:
     """Return the fraction (0 to 1) of the full model's parameters that clients train in a round, over all stages.
 
     The result has the mean by device, the minimum, and the fraction that the fleet trains together. `tasks` are by stage, round

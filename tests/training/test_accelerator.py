@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from piecework.cli import app
 from piecework.device_profiles.memory import PeakMemory
-from piecework.launch import gpu_share
+from piecework.launch import gpu_fraction
 from piecework.models.static_norms import is_statistic
 from piecework.planning.step_cost import fake_batch, piece_cost
 from piecework.server_app.records import RunDir
@@ -86,7 +86,7 @@ def test_a_client_without_a_gpu_says_why_it_failed(tmp_path: Path) -> None:
     [(4, 0, 0.0), (1, 1, 1.0), (4, 1, 0.25), (3, 1, 0.3333), (4, 2, 0.5), (3, 2, 0.5), (5, 2, 0.3333), (2, 4, 1.0)],
 )
 def test_rays_clients_share_the_gpus_evenly(workers: int, gpus: int, share: float) -> None:
-    assert gpu_share(workers, gpus) == share
+    assert gpu_fraction(workers, gpus) == share
 
 
 # ---- the processor, as if there were no accelerators

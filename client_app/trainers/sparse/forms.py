@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from piecework.client_app.client import Client
-from piecework.models.compact import Compact, Layout, Places, compacted, kept_parts, kept_share, put, take_into
+from piecework.models.compact import Compact, Layout, Places, compacted, kept_fraction, kept_parts, put, take_into
 from piecework.models.masked import Masked, masked_layers
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
@@ -132,7 +132,7 @@ class SparseTrainer(LocalTrainer):
         assert isinstance(model, SparseModel)
         assert self.layout is not None
         parts = kept_parts(model.units(), self.layout)
-        self._stays = kept_share(model.units(), parts) > WORTH
+        self._stays = kept_fraction(model.units(), parts) > WORTH
         if self._stays:
             return
         self.client.save(model)
