@@ -17,7 +17,7 @@ from piecework.models.layers import map_size, named, require_one_of, require_siz
 
 CHANNELS = {"caffe": (20, 50), "lecun": (6, 16)}
 HIDDEN = {"caffe": (500,), "lecun": (120, 84)}
-LEAST = {"caffe": 16, "lecun": 12}  # pixels
+MIN_EDGE = {"caffe": 16, "lecun": 12}  # pixels
 
 
 def lenet5(
@@ -25,7 +25,7 @@ def lenet5(
 ) -> Blueprint:
     """Build the atoms `conv1`, `conv2`. `lecun` pads images below 32 pixels by 2, so that 28x28 and 32x32 both end in 5x5."""
     require_one_of("layout", layout, tuple(CHANNELS))
-    require_size(f"lenet5 in the {layout} layout", input_shape, LEAST[layout])
+    require_size(f"lenet5 in the {layout} layout", input_shape, MIN_EDGE[layout])
     bias = layout == "lecun"
     padding = 2 if layout == "lecun" and min(input_shape[1:]) < 32 else 0
     first, second = (scaled(channels, width) for channels in CHANNELS[layout])

@@ -25,7 +25,7 @@ from piecework.models.cascade import Atom, Blueprint, Shape
 
 StraightThrough = Literal["paper", "flowing", "clipped"]
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
-LEAST_DENSITY = 0.01  # of a layer; at or below it the thresholds restart at 0 (appendix A.1)
+MIN_DENSITY = 0.01  # of a layer; at or below it the thresholds restart at 0 (appendix A.1)
 
 
 class StraightThroughMask(torch.autograd.Function):
@@ -136,7 +136,7 @@ class Masked(nn.Module):
         """Clamp weights to [-1, 1] and thresholds to [0, 1] after a step; at a density of 1 % the thresholds restart at 0."""
         self.weight.clamp_(-1, 1)
         self.tau.clamp_(0, 1)
-        self.tau.mul_(self.mask().sum() > LEAST_DENSITY * len(self.tau))
+        self.tau.mul_(self.mask().sum() > MIN_DENSITY * len(self.tau))
 
 
 class MaskedConv2d(nn.Conv2d, Masked):
