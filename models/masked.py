@@ -132,7 +132,7 @@ class Masked(nn.Module):
         return self.above() > 0
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def after_step(self) -> None:
         """Clamp weights to [-1, 1] and thresholds to [0, 1] after a step; at a density of 1 % the thresholds restart at 0."""
         self.weight.clamp_(-1, 1)
         self.tau.clamp_(0, 1)

@@ -87,7 +87,7 @@ class PieceModel:
         """List the parameters without weight decay."""
         return []
 
-    def settle(self) -> None:
+    def after_step(self) -> None:
         """Hook that changes parameters after each optimiser step; the default does nothing."""
 
     def expect(self, attacked: bool) -> None:
@@ -108,9 +108,9 @@ class SGD:
         parameters: Sequence[nn.Parameter],
         training_config: TrainingConfig,
         undecayed: Iterable[nn.Parameter] = (),
-        settle: Sequence[Callable[[], None]] = (),
+        after_step: Sequence[Callable[[], None]] = (),
     ) -> None:
-        self.parameters, self._settle = list(parameters), settle
+        self.parameters, self._after_step = list(parameters), after_step
         self.training_config = training_config
         self._undecayed = {id(p) for p in undecayed}
         self.buffers: list[Tensor] = []
@@ -133,8 +133,8 @@ class SGD:
             self._move([i for i in with_grad if id(self.parameters[i]) in self._undecayed], 0.0)
         for parameter in self.parameters:
             parameter.grad = None
-        for settle in self._settle:
-            settle()
+        for hook in self._after_step:
+            hook()
 
     def _move(self, which: Sequence[int], weight_decay: float) -> None:
         torch._fused_sgd_(
@@ -334,7 +334,7 @@ def start(pieces: list[PieceModel], training_config: TrainingConfig, make_loss: 
             [p for piece in pieces for p in piece.parameters() if p.requires_grad],
             training_config,
             [p for piece in pieces for p in piece.undecayed()],
-            [piece.settle for piece in pieces],
+            [piece.after_step for piece in pieces],
         ),
     )
 

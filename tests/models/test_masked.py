@@ -110,7 +110,9 @@ def test_a_step_moves_thresholds_by_their_gradient_and_the_regulariser() -> None
         added = float(losses[1](z, y) - losses[0](z, y))
     assert added == pytest.approx(0.5 * sum(float((-t).exp().sum()) for t in before), rel=1e-5)
     value.backward()
-    SGD(model.parameters(), a_training_config(lr=0.01, momentum=0.0, weight_decay=0.0), settle=[model.settle]).step()
+    SGD(
+        model.parameters(), a_training_config(lr=0.01, momentum=0.0, weight_decay=0.0), after_step=[model.after_step]
+    ).step()
     for layer, tau, gradient in zip(layers, before, h, strict=True):
         expected = (tau - 0.01 * gradient + 0.5 * 0.01 * (-tau).exp()).clamp(0, 1)
         torch.testing.assert_close(layer.tau.detach(), expected)
@@ -118,7 +120,7 @@ def test_a_step_moves_thresholds_by_their_gradient_and_the_regulariser() -> None
 
 def test_after_a_step_weights_and_thresholds_are_within_their_bounds() -> None:
     layer = linear([[1.5, -3.0], [0.5, 0.5]], [-0.2, 0.3])
-    layer.settle()
+    layer.after_step()
     assert layer.weight.tolist() == [[1.0, -1.0], [0.5, 0.5]]
     assert layer.tau.tolist() == pytest.approx([0.0, 0.3])
 
@@ -126,7 +128,7 @@ def test_after_a_step_weights_and_thresholds_are_within_their_bounds() -> None:
 @pytest.mark.parametrize(("open_filters", "reset"), [(2, False), (1, True), (0, True)])
 def test_thresholds_of_a_layer_begin_again_when_a_hundredth_of_it_is_left(open_filters: int, reset: bool) -> None:
     layer = linear([[0.5]] * 100, [0.4] * open_filters + [0.6] * (100 - open_filters))
-    layer.settle()
+    layer.after_step()
     assert bool((layer.tau == 0).all()) == reset
 
 

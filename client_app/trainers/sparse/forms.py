@@ -35,10 +35,10 @@ class SparseModel(PieceModel):
         """The thresholds."""
         return [layer.tau for layer in self.layers()]
 
-    def settle(self) -> None:
-        """Keep weights and thresholds within their bounds; see `Masked.settle`."""
+    def after_step(self) -> None:
+        """Keep weights and thresholds within their bounds; see `Masked.after_step`."""
         for layer in self.layers():
-            layer.settle()
+            layer.after_step()
 
     def logits(self, z: Tensor) -> Tensor:
         """Logits[B, classes]; between units a compact form has fewer channels than the blueprint."""

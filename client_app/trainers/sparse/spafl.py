@@ -77,7 +77,7 @@ def train(task: Task, client: Client) -> Update:
         model = load(client, source)
         if task_config.shared:
             take_over(model, client)
-        model.settle()
+        model.after_step()
         return [model]
 
     trainer = SparseTrainer(client, begin, sparse_loss(task_config.alpha), carried, layout)
