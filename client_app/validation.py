@@ -53,7 +53,7 @@ class StreamedCascade:
             for parameter in piece.parameters():
                 parameter.requires_grad_(False)
             self._loaded[number] = piece
-        self._loaded[number].expect(self.attacked)
+        self._loaded[number].set_attacked(self.attacked)
         return self._loaded[number]
 
     def _keep(self, number: int, z: Tensor) -> None:

@@ -78,19 +78,19 @@ class Evaluator:
         pixels = torch.tensor(self.data.test_inputs[rows]).permute(0, 3, 1, 2).float().div_(255)
         on_pixels = OnPixels(model.logits, model.units().values(), self.data.mean, self.data.std)
         labels, seed = torch.tensor(self.data.test_labels[rows]), integer(self.seed, "autoattack")
-        model.expect(True)
+        model.set_attacked(True)
         try:
             with at_full_speed():
                 return autoattack(on_pixels, pixels, labels, epsilon, seed, self.batch_size)
         finally:
-            model.expect(False)
+            model.set_attacked(False)
 
     def _withstood(self, model: PieceModel, attack: Attack) -> tuple[int, int]:
         """Images that are classified rightly under the attack, and images attacked."""
         start = torch.Generator().manual_seed(integer(self.seed, "evaluation-attack"))
         gradient = by_backward(lambda z, y: classification_loss(model.logits(z), y))
         withstood, seen = 0, 0
-        model.expect(True)
+        model.set_attacked(True)
         try:
             for z, y in self._batches(self._chosen(self.attacked)):
                 adversarial = pgd(gradient, z, y, attack, start)
@@ -98,7 +98,7 @@ class Evaluator:
                     withstood += int((predictions(model.logits(adversarial)) == y).sum())
                 seen += len(y)
         finally:
-            model.expect(False)
+            model.set_attacked(False)
         return withstood, seen
 
     def _chosen(self, count: int) -> np.ndarray:

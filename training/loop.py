@@ -90,7 +90,7 @@ class PieceModel:
     def after_step(self) -> None:
         """Hook that changes parameters after each optimiser step; the default does nothing."""
 
-    def expect(self, attacked: bool) -> None:
+    def set_attacked(self, attacked: bool) -> None:
         """Hook before attacked or clean examples are evaluated; the default treats them alike."""
 
     def before_attack(self, loss: Loss, z: Tensor, y: Tensor) -> None:

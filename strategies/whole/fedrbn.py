@@ -189,7 +189,7 @@ class FedRBN(PieceStrategy):
     def prepare(self, piece: PieceModel) -> None:
         """Choose a model's statistics; let it learn what attacks look like, where that is asked for."""
         begin_adversarial(piece.units().values())
-        piece.expect(False)
+        piece.set_attacked(False)
         if self.public is not None:
             fit_detector(piece, self.public, self.settings)
 

@@ -43,7 +43,7 @@ class DualPiece(PieceModel):
 
     clean_loss: Tensor
 
-    def expect(self, attacked: bool) -> None:
+    def set_attacked(self, attacked: bool) -> None:
         """Use the set that is for them; where no adversarial example was ever met, that is the clean one."""
         if attacked:
             begin_adversarial(self.units().values())
@@ -57,9 +57,9 @@ class CleanPiece(PieceModel):
 class AttackedPiece(DualPiece):
     """Adversarial statistics, whatever comes."""
 
-    def expect(self, attacked: bool) -> None:
+    def set_attacked(self, attacked: bool) -> None:
         """There is no difference."""
-        super().expect(True)
+        super().set_attacked(True)
 
 
 BRANCHES: dict[str, type[PieceModel]] = {"oracle": DualPiece, "clean": CleanPiece, "adversarial": AttackedPiece}
@@ -119,7 +119,7 @@ class AdversarialTrainer(LocalTrainer):
         """As usual; what is asked of the pieces from now on is clean."""
         pieces = super().finish()
         for piece in pieces:
-            piece.expect(False)
+            piece.set_attacked(False)
         return pieces
 
 
