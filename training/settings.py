@@ -379,18 +379,18 @@ class Settings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _shares_are_shares(self) -> Self:
-        self.shares()
+    def _ratios_are_in_range(self) -> Self:
+        self.width_ratios()
         self.keeps()
         return self
 
-    def shares(self) -> list[float]:
+    def width_ratios(self) -> list[float]:
         """Return the values of `width-shares`, largest first. Raises ValueError."""
-        return _shares("width-shares", self.width_shares)
+        return _ratios("width-shares", self.width_shares)
 
     def keeps(self) -> list[float]:
         """Return the values of `keep-ratios`, largest first. Raises ValueError."""
-        return _shares("keep-ratios", self.keep_ratios)
+        return _ratios("keep-ratios", self.keep_ratios)
 
     def options(self) -> dict[str, str]:
         """Return `model-options` as a dictionary. Raises ValueError."""
@@ -487,9 +487,9 @@ def check_resume(old: Mapping[str, Scalar], new: Settings) -> None:
             )
 
 
-def _shares(key: str, text: str) -> list[float]:
+def _ratios(key: str, text: str) -> list[float]:
     try:
-        found = sorted({float(share) for share in text.split(",")}, reverse=True)
+        found = sorted({float(ratio) for ratio in text.split(",")}, reverse=True)
     except ValueError:
         found = []
     if not found or not 0 < found[-1] <= found[0] <= 1:

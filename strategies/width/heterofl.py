@@ -59,7 +59,7 @@ class HeteroFLPolicy(PartitionPolicy):
     @cached_property
     def shares(self) -> list[float]:
         """The shares of channels that there are, largest first."""
-        return self.settings.shares()
+        return self.settings.width_ratios()
 
     def variant_of(self, level: int) -> Variant:
         """The sub-model of a share."""
