@@ -49,12 +49,12 @@ def plain_worker(
     """Train every client from the queue and add it, weighted, to this process's sum."""
     torch.set_num_threads(1)
     data = load(Path(folder))
-    shares = iid(np.asarray(data.labels), CLIENTS, 1)
+    rows = iid(np.asarray(data.labels), CLIENTS, 1)
     model = lenet(data).train()
     while (client := jobs.get()) is not None:
         model.load_state_dict(weights)
         optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, fused=True)
-        images, labels = normalised(data.inputs[shares[client]], data), torch.tensor(data.labels[shares[client]])
+        images, labels = normalised(data.inputs[rows[client]], data), torch.tensor(data.labels[rows[client]])
         rng = np.random.default_rng(client)
         for _ in range(epochs):
             for positions in batches(len(labels), BATCH, rng, drop_single=True):

@@ -24,9 +24,9 @@ SLOWEST = 2.0**-53
 class Fleet:
     """The emulated devices and how clients get them.
 
-    `shares` are the probabilities of `devices` (assignment "random"). `clients` names a device per client ("list"). `memories`
-    are the bytes of each client ("memories"). `memory_range` (bytes, both ends included) is the range of "uniform". The last
-    two assignments have one device, with the largest of these memories.
+    `shares` are the drawing weights of `devices` (assignment "random"). `clients` names a device per client ("list").
+    `memories` are the bytes of each client ("memories"). `memory_range` (bytes, both ends included) is the range of
+    "uniform". The last two assignments have one device, with the largest of these memories.
 
     Every client loses in every round fractions of its memory and its speed, drawn from (low, high). If `flops_left` is given,
     one of its values is drawn instead as the remaining fraction of the speed. Degradation never takes memory below

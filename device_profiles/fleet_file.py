@@ -277,15 +277,13 @@ def _find_pool(name: str, where: str, folder: Path) -> Path:
 
 
 def _pool(path: Path, skew: float, where: str) -> list[DeviceTable]:
-    """Return the devices of a pool with probabilities proportional to (flops x memory)^skew: 0 = equal, below 0 = mostly
-    weak.
-    """
+    """Return the devices of a pool, drawn with weights (flops x memory)^skew: 0 = equal, below 0 = mostly weak."""
     devices = _table(_PoolTable, lambda: _toml(path), where).device
     _each_once([device.name for device in devices], where)
     strength = [device.flops * device.memory for device in devices]
     # Divided by the strongest: only the proportions matter, and large powers of large numbers would overflow.
-    shares = [(s / max(strength)) ** skew for s in strength]
+    weights = [(s / max(strength)) ** skew for s in strength]
     return [
-        DeviceTable.model_validate(device.model_dump(by_alias=True) | {"share": share})
-        for device, share in zip(devices, shares, strict=True)
+        DeviceTable.model_validate(device.model_dump(by_alias=True) | {"share": weight})
+        for device, weight in zip(devices, weights, strict=True)
     ]

@@ -24,8 +24,9 @@ def _relaid(gradient: Tensor, *copied: Tensor) -> int:
 
 
 def _padded(features: int, item: int = 4) -> int:
-    """Return oneDNN's row length for `features` items of `item` bytes: whole cache lines, but no multiple of 256, against
-    aliasing.
+    """Return oneDNN's row length for `features` items of `item` bytes: whole cache lines.
+
+    It is no multiple of 256, which avoids aliasing.
     """
     line = 64 // item
     rounded = -(-features // line) * line
@@ -94,9 +95,7 @@ def _convolution(args: tuple[Any, ...]) -> int:
 
 
 def _convolution_backward(args: tuple[Any, ...]) -> int:
-    """Return the peak bytes: first for the input's gradient, then for the weight's, with copies to other formats during
-    both.
-    """
+    """Return the peak bytes over the gradients of the input and then the weight, with copies to other formats during both."""
     (gradient, x, weight), (for_input, for_weight, _) = args[:3], args[10]
     outputs, inputs, *kernel = weight.shape
     returned = _bytes(weight)

@@ -45,9 +45,7 @@ def caltech256(source: Path, download: bool) -> Source:
 
 
 def held_out_squares(classes: list[list[Path]], test_images: int, short_edge: int, edge: int) -> Source:
-    """Return the pictures of each class as `square` makes them, with `test_images` of each drawn with a fixed seed for
-    tests.
-    """
+    """Return the pictures of each class as `square` makes them; a fixed seed draws `test_images` of each for tests."""
     rng = np.random.default_rng(np.random.SeedSequence(_TEST_SEED))
     train: list[tuple[Path, int]] = []
     test: list[tuple[Path, int]] = []

@@ -17,11 +17,10 @@ _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 def npz(source: Path, download: bool) -> Source:
-    """Read arrays x_train, y_train, optional x_test, y_test (else 20 % is held out) and group_train (N,) for partition
-    `natural`.
+    """Read arrays x_train, y_train, optional x_test, y_test (else 20 % is held out), and group_train.
 
     Images are uint8 or float32 of shape (N, H, W), (N, H, W, C) or (N, C, H, W), with C up to 4. Tokens are integers below
-    65,536 of shape (N, length). Labels and groups are integers from 0.
+    65,536 of shape (N, length). Labels and groups are integers from 0; group_train (N,) is for partition `natural`.
     """
     arrays: dict[str, NDArray[Any]] = {}
     try:

@@ -182,10 +182,10 @@ def split(indices: NDArray[Any], validation_share: float, seed: int, client: int
     return np.sort(order[size:]), np.sort(order[:size])
 
 
-def client_class_counts(labels: NDArray[Any], shares: list[Ints], num_classes: int) -> Ints:
+def client_class_counts(labels: NDArray[Any], client_rows: list[Ints], num_classes: int) -> Ints:
     """Return the number of examples per client and class: [clients, num_classes]."""
-    counts = [np.bincount(labels[share], minlength=num_classes) for share in shares]
-    return np.array(counts, dtype=np.int64).reshape(len(shares), num_classes)
+    counts = [np.bincount(labels[rows], minlength=num_classes) for rows in client_rows]
+    return np.array(counts, dtype=np.int64).reshape(len(client_rows), num_classes)
 
 
 def _classes(labels: NDArray[Any], classes_per_client: int) -> tuple[NDArray[Any], Ints]:
@@ -225,9 +225,9 @@ def _unbalanced_counts(sizes: Ints, clients: int, alpha: float, minimum: int, rn
         held = np.zeros(clients, dtype=np.int64)
         counts = np.zeros((clients, len(sizes)), dtype=np.int64)
         for k, weights in enumerate(rng.dirichlet(np.full(clients, alpha), size=len(sizes))):
-            shares = _normalised(weights, held * clients < total, rng)
+            fractions = _normalised(weights, held * clients < total, rng)
             # Rounding the running sum, which ends at the class's size, gives away every example.
-            cuts = np.rint(np.cumsum(shares) * sizes[k]).astype(np.int64)
+            cuts = np.rint(np.cumsum(fractions) * sizes[k]).astype(np.int64)
             counts[:, k] = np.diff(cuts, prepend=0)
             held += counts[:, k]
         if held.min() >= minimum:
@@ -268,13 +268,13 @@ def _deal(labels: NDArray[Any], counts: Ints, rng: np.random.Generator) -> list[
     dealt: list[list[Ints]] = [[] for _ in counts]
     for k, label in enumerate(np.unique(labels)):
         queue = rng.permutation(np.flatnonzero(labels == label))
-        for share, part in zip(dealt, np.split(queue, np.cumsum(counts[:, k])), strict=False):
-            share.append(part)
-    return _sorted([np.concatenate(share) for share in dealt])
+        for own, part in zip(dealt, np.split(queue, np.cumsum(counts[:, k])), strict=False):
+            own.append(part)
+    return _sorted([np.concatenate(own) for own in dealt])
 
 
-def _sorted(shares: list[Any]) -> list[Ints]:
-    return [np.sort(share).astype(np.int64) for share in shares]
+def _sorted(client_rows: list[Any]) -> list[Ints]:
+    return [np.sort(rows).astype(np.int64) for rows in client_rows]
 
 
 def _rng(*key: int) -> np.random.Generator:

@@ -79,18 +79,14 @@ def digits(source: Path, download: bool) -> Source:
 
 
 def digits32(source: Path, download: bool) -> Source:
-    """Return `digits` at 32x32, each pixel repeated four by four times, for models that need the size; the split is the
-    same.
-    """
+    """Return `digits` with the same split at 32x32, each pixel repeated four by four times, for models that need the size."""
     small = digits(source, download)
     images, test_images = (part.repeat(4, axis=1).repeat(4, axis=2) for part in (small.inputs, small.test_inputs))
     return Source(images, small.labels, test_images, small.test_labels, small.num_classes)
 
 
 def fashion_mnist(source: Path, download: bool) -> Source:
-    """Read the four idx files in torchvision's layout. torchvision does not read them, as it would unpickle `processed`
-    files.
-    """
+    """Read the four idx files in torchvision's layout, but not with torchvision, which would unpickle `processed` files."""
     raw = source / "FashionMNIST" / "raw"
     if download and not all(_idx_file(raw, stem) for stem in _FASHION_MNIST):
         vision = extra("torchvision.datasets")

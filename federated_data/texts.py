@@ -87,8 +87,9 @@ def text(source: Path, download: bool) -> Source:
 
 
 def tokenised(train: Sequence[str], test: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-    """Return tokens [N, LENGTH] of both. The vocabulary is that of the training texts; equally frequent words are
-    alphabetical.
+    """Return tokens [N, LENGTH] of both, with the vocabulary of the training texts.
+
+    Equally frequent words are ordered alphabetically.
     """
     words = extra("sklearn.feature_extraction.text").CountVectorizer(stop_words="english").build_analyzer()
     counts = Counter(word for text in train for word in words(text))

@@ -24,11 +24,10 @@ class AtomTooLargeError(ValueError):
 
 
 def greedy_partition(atoms: Sequence[int], cost: Cost, allowed: int, names: Sequence[str]) -> list[Piece]:
-    """Return consecutive pieces of `atoms`, each as long as `allowed` bytes permit (FedProphet Algorithm 1, FeDepth section
-    4.1).
+    """Return consecutive pieces of `atoms`, each as long as `allowed` bytes permit.
 
-    A longer piece is assumed to cost no less. Raises AtomTooLargeError, with the atom's name from `names`, if an atom alone
-    does not fit.
+    This is FedProphet's Algorithm 1 and FeDepth's section 4.1. A longer piece is assumed to cost no less. Raises
+    AtomTooLargeError, with the atom's name from `names`, if an atom alone does not fit.
     """
     left, pieces = tuple(atoms), list[Piece]()
     while left:

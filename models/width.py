@@ -110,8 +110,7 @@ def take(array: np.ndarray, indices: Indices) -> np.ndarray:
 
 
 class CoverageMean:
-    """The mean of arrays that each cover a part of the model: sum_k w_k x_k / sum_k w_k per entry, over the clients that have
-    it.
+    """The mean of arrays that each cover a part of the model, over the clients that have an entry: sum_k w_k x_k / sum_k w_k.
 
     Integer buffers (`num_batches_tracked`) take the maximum instead.
     """

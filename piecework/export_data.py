@@ -37,10 +37,10 @@ def export_data(settings: Settings, out: Path, force: bool = False) -> list[dict
     data = load(source, verify=True)
     if data.export is not None:
         raise DatasetError(f"{source} is a part of an export; export the whole data set, which is elsewhere")
-    shares = client_rows(settings, data.labels, settings.clients, data.groups)
-    own_tests = client_test_rows(data.labels, shares, data.test_labels, settings.seed)
+    of_clients = client_rows(settings, data.labels, settings.clients, data.groups)
+    own_tests = client_test_rows(data.labels, of_clients, data.test_labels, settings.seed)
     parts: list[tuple[str, int | None, np.ndarray, np.ndarray]] = [
-        (f"node-{client}", client, *both) for client, both in enumerate(zip(shares, own_tests, strict=True))
+        (f"node-{client}", client, *both) for client, both in enumerate(zip(of_clients, own_tests, strict=True))
     ]
     parts.append((SERVER, None, public_rows(settings, len(data.labels)), np.arange(len(data.test_labels))))
     staging = out.with_name(f".{out.name}.{os.getpid()}.{secrets.token_hex(4)}")

@@ -121,8 +121,8 @@ def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
     if find_spec("ray") is None:
         raise EngineError("--engine ray needs Ray, which is not installed: pip install 'piecework[simulation]'")
     gpus = max(1, torch.cuda.device_count()) if settings.accelerator == "cuda" else 0
-    share = gpu_fraction(settings.workers, gpus)  # without it Ray hides the GPUs
-    federation = f"num-supernodes={settings.clients} client-resources-num-cpus=1 client-resources-num-gpus={share}"
+    fraction = gpu_fraction(settings.workers, gpus)  # without it Ray hides the GPUs
+    federation = f"num-supernodes={settings.clients} client-resources-num-cpus=1 client-resources-num-gpus={fraction}"
     if not ray_address():
         federation += (
             f" init-args-num-cpus={settings.workers} init-args-num-gpus={gpus}"
@@ -147,9 +147,7 @@ def gpu_fraction(workers: int, gpus: int) -> float:
 
 
 def run_deployment(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
-    """Run real processes on this machine: a SuperLink with a database, a SuperExec, and per client a SuperNode and
-    SuperExec.
-    """
+    """Run real processes on this machine: SuperLink with a database, SuperExec, and a SuperNode with SuperExec per client."""
     with ExitStack() as stack:
         home = stack.enter_context(flower_home())
         database = str(home.path / "state.db")

@@ -51,7 +51,7 @@ def trained_fractions(full: Blueprint, tasks: list[list[list[Any]]], *, moving: 
     together = union(everyone)
     return {
         "devices": {name: sum(found) / len(found) for name, found in by_device.items()},
-        "least": min(min(found) for found in by_device.values()),
+        "minimum": min(min(found) for found in by_device.values()),
         "together": weighed(dict.fromkeys(together, 1.0) if moving else together, sizes),
     }
 

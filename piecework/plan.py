@@ -88,8 +88,9 @@ def make_plan(settings: Settings, question: Question, cost_model: CostModel | No
 def policy_for(
     fleet: Fleet, settings: Settings, question: Question, cost_model: CostModel | None = None
 ) -> tuple[PartitionPolicy, list[list[DeviceState]]]:
-    """Return the method's policy, with its model cut or sized for the fleet, and the device states by round. Raises
-    ValueError.
+    """Return the method's policy, with its model cut or sized for the fleet, and the device states by round.
+
+    Raises ValueError.
     """
     policy_class = find_policy(settings.strategy)
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)

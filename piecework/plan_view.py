@@ -120,10 +120,10 @@ def several_words(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> str:
     more = (
         f"\nin {first['stage']}: {'; '.join(map(words, first['trains'][:SHOWN]))}" if len(first["trains"]) > 1 else ""
     )
-    return shares(stages, fleet) + more
+    return participation_text(stages, fleet) + more
 
 
-def shares(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> str:
+def participation_text(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> str:
     """Return who takes part, and the missing memory of the client with the least."""
     missing = max(stage["missing_bytes"] for stage in stages)
     said = participation(stages)

@@ -190,9 +190,7 @@ def rate_plan(rounds: Sequence[Record]) -> str:
 
 
 def trained_section(parts: Sequence[Record], coverage: Record | None) -> Section:
-    """Return which parts of the model were trained by how many clients, with untrained parts in bold, and the initial
-    coverage.
-    """
+    """Return which parts of the model were trained by how many clients, untrained ones in bold, and the initial coverage."""
     caption = (
         "Clients whose updates entered the model in any round, and their fraction of all clients' training examples."
     )

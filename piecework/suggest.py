@@ -74,9 +74,7 @@ def blueprint_of(settings: Settings, question: Question) -> Blueprint:
 
 
 def fedavg_verdict(settings: Settings, question: Question) -> dict[str, Any]:
-    """Return whether every device can hold a step of the whole model; if not, the largest smaller batch with which all
-    could.
-    """
+    """Return whether every device can hold a step of the whole model; if not, the largest smaller batch that all can hold."""
     settings = settings.model_copy(update={"strategy": "fedavg"})
     plan = make_plan(settings, question)
     fleet = load_fleet(settings.fleet)
@@ -147,7 +145,7 @@ def planned(settings: Settings, question: Question, cost_model: CostModel) -> di
     except ValueError as error:
         return row | {"reason": str(error)}
     if not plan["fleet"]["participation"]:
-        return row | {"reason": nobody(plan)}
+        return row | {"reason": no_device_reason(plan)}
     stages, trained, cover = plan["fleet"]["stages"], plan["trained"], plan["coverage"]
     if cover["level"] == "error":
         return row | {"reason": cover["says"]}
@@ -156,7 +154,7 @@ def planned(settings: Settings, question: Question, cost_model: CostModel) -> di
         "participation": plan["fleet"]["participation"],
         "pretending": plan["pretence"]["share"] if plan["pretence"] else 0.0,
         "trains": trained["devices"],
-        "least_share": trained["least"],
+        "min_fraction": trained["minimum"],
         "covered": trained["together"],
         "bytes_per_round": fmean(stage["bytes_down"] + stage["bytes_up"] for stage in stages),
         "round_seconds": fmean(stage["round_seconds"] for stage in stages),
@@ -165,7 +163,7 @@ def planned(settings: Settings, question: Question, cost_model: CostModel) -> di
     }
 
 
-def nobody(plan: dict[str, Any]) -> str:
+def no_device_reason(plan: dict[str, Any]) -> str:
     """Return why no device can train anything."""
     richest = max(device["budget_bytes"][1] for device in plan["devices"])
     needed = min(module["memory_bytes"] for module in plan["modules"])

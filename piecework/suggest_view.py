@@ -48,7 +48,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         found.add_row(
             row["strategy"],
             f"{row['participation'] - row['pretending']:.0%}",
-            shares([*row["trains"].values()]),
+            fraction_range([*row["trains"].values()]),
             f"{row['covered']:.0%}",
             format_bytes(int(row["bytes_per_round"])),
             duration(row["round_seconds"]),
@@ -57,7 +57,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return found
 
 
-def shares(found: list[float]) -> str:
+def fraction_range(found: list[float]) -> str:
     """Return the range from the device that trains the smallest part of the model to the one that trains the largest."""
     low, high = f"{min(found):.0%}", f"{max(found):.0%}"
     return low if low == high else f"{low} - {high}"

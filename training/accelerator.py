@@ -47,9 +47,7 @@ def without_denormals() -> Iterator[None]:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to the device in its memory format; to a GPU through pinned memory, so that the client does not
-    wait.
-    """
+    """Copy a CPU tensor to the device in its memory format; to a GPU through pinned memory, without waiting."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 

@@ -364,8 +364,9 @@ def in_precision(function: Callable[[Tensor], Tensor], training_config: Training
 def adversary(
     pieces: list[PieceModel], loss: Loss, attack: Attack, seed: int, gradient: Callable[[Loss], Gradient] = by_backward
 ) -> Perturb:
-    """Return a function that attacks pieces in evaluation mode, so that batch norms do not move, then restores training
-    mode.
+    """Return a function that attacks pieces in evaluation mode, so that batch norms do not move.
+
+    It leaves the pieces in training mode.
     """
 
     def perturb(z: Tensor, y: Tensor) -> Tensor:

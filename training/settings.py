@@ -421,8 +421,9 @@ class Settings(BaseModel):
         return self.memory_model == "traced" and self.enforce_memory
 
     def allowance(self, budget: int) -> int:
-        """Return the bytes that a cut may use: the budget plus the fraction `tolerance` of it; unlimited if the checks
-        are off.
+        """Return the bytes that a cut may use: the budget plus the fraction `tolerance` of it.
+
+        They are unlimited if the checks are off.
         """
         return int(budget * (1 + self.tolerance)) if self.enforce_memory else sys.maxsize
 
@@ -509,9 +510,7 @@ def too_many_asked(settings: Settings, clients: int) -> str:
 
 
 def learning_rate(settings: Settings, server_round: int) -> float:
-    """Return the rate of round 1, 2, ...: constant, lr-decay^(round - 1), or a cosine that reaches zero after the last
-    round.
-    """
+    """Return the rate of a round, from 1: constant, lr-decay^(round - 1), or a cosine that reaches 0 after the last round."""
     if settings.lr_schedule == "constant":
         return settings.lr
     if settings.lr_schedule == "exponential":

@@ -53,8 +53,8 @@ def client_rows(
     if len(public):
         left = np.setdiff1d(np.arange(len(labels)), public)
         own = settings.model_copy(update={"public_share": 0.0})
-        shares = client_rows(own, np.asarray(labels)[left], clients, None if groups is None else groups[left])
-        return [left[share] for share in shares]
+        rows = client_rows(own, np.asarray(labels)[left], clients, None if groups is None else groups[left])
+        return [left[each] for each in rows]
     return partition_rows(
         settings.partition,
         np.asarray(labels),

@@ -37,10 +37,10 @@ def sent() -> list[tuple[str, str, float, str]]:
         ("SpaFL", "CIFAR-100", wide, "ours and the paper's"),
         ("SpaFL", "CIFAR-100", narrow, "ours, width of code and Table 4"),
     ]
-    for method, share in (("FedAvg", 1.0), ("HeteroFL", 0.5)):
+    for method, fraction in (("FedAvg", 1.0), ("HeteroFL", 0.5)):
         for data, what in zip(DATA, ("parameters", "entries", "convolutions"), strict=True):
             blueprint = policy_for(f"--model {DATA[data][0]} --set batch-norm=running").blueprint
-            found.append((method, data, share * count(blueprint, what), what + ", half of them" * (share < 1)))
+            found.append((method, data, fraction * count(blueprint, what), what + ", half of them" * (fraction < 1)))
     return found
 
 

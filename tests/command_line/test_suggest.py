@@ -211,7 +211,7 @@ def test_the_part_that_a_narrow_model_has() -> None:
     full = num_parameters(build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="batch"))
     trained = make_plan(settings, ask(settings))["trained"]
     assert trained["devices"] == {"full": pytest.approx(half / full)}
-    assert trained["together"] == trained["least"] == pytest.approx(half / full)
+    assert trained["together"] == trained["minimum"] == pytest.approx(half / full)
 
 
 def test_the_part_that_nobody_trains_is_not_covered() -> None:
@@ -223,7 +223,7 @@ def test_the_part_that_nobody_trains_is_not_covered() -> None:
     assert row["stages"][0]["trains"][0]["leaves_out"] == ["block1", "block2", "block3"]
     share = 1 - 3 * (2 * 16 * 16 * 9 + 2 * 2 * 16) / found["parameters"]
     assert found["trained"]["devices"] == {"poor": pytest.approx(share), "poorest": 0}
-    assert (found["trained"]["least"], found["trained"]["together"]) == (0, pytest.approx(share))
+    assert (found["trained"]["minimum"], found["trained"]["together"]) == (0, pytest.approx(share))
 
 
 def test_stages_are_trained_one_after_another() -> None:
@@ -233,7 +233,7 @@ def test_stages_are_trained_one_after_another() -> None:
     assert len(found["fleet"]["stages"]) > 1
     assert found["trained"] == {
         "devices": {"full": pytest.approx(1)},
-        "least": pytest.approx(1),
+        "minimum": pytest.approx(1),
         "together": pytest.approx(1),
     }
 
