@@ -1,7 +1,7 @@
-"""The networks that systems make of a run's model, as values: the one place where each is built.
+"""Variants: the networks that methods make of a run's model, described by values and built in one place.
 
-A strategy chooses a `Variant`; tasks and model files carry it as plain values; servers, clients, plans and `piecework.load`
-build the same network from it by `vary`.
+A strategy chooses a `Variant`. Tasks and model files carry it as plain values. Servers, clients, plans and `piecework.load`
+build the same network from it with `vary`.
 """
 
 from collections.abc import Mapping
@@ -25,16 +25,16 @@ from piecework.models.zoo import MODELS, build_blueprint, model_options
 
 @dataclass(frozen=True)
 class Variant:
-    """What is made of a model, in the order of the fields; as it is where none is given.
+    """The changes to a model, applied in the order of the fields; without any the model stays as it is.
 
-    `architecture`: another model of the zoo, as wide, with those of the options that it has too (FedDF). `width`: this fraction
-    of the channels (HeteroFL). `dual_norms`: batch norms have two sets of statistics (FedRBN). `nets`: narrow networks side by
-    side, by their numbers (SplitMix). `keep`: layers are factorised and keep this fraction of the rank, 0 = not factorised;
-    `channels`: which output channels a factorised layer computes (PriSM). `thresholds`: weights below a learned threshold are
-    pruned, by this straight-through gradient; `silent`: so are biases and norms of pruned filters (SpaFL). `scores`: weights
-    are frozen, drawn from `seed`, and masked by trained scores, by this straight-through gradient (FedPM). `exits`: classifiers
-    stand behind these blocks of atoms (DepthFL). `basic_layers`: a small layer beside each of these blocks can stand for it
-    (ProFL). `statistics`: batch norms that are trained without running statistics have some (`batch-norm = measured`).
+    `architecture` is another model of the same width, with those options that it also has (FedDF). `width` is the width ratio
+    (HeteroFL). `dual_norms` gives batch norms two sets of statistics (FedRBN). `nets` are the numbers of narrow networks side
+    by side (SplitMix). `keep` is the fraction of the rank that factorised layers keep, 0 = not factorised, and `channels` says
+    which output channels they compute (PriSM). `thresholds` prunes weights below a learned threshold, with this
+    straight-through gradient, and `silent` also biases and norms of pruned filters (SpaFL). `scores` freezes weights drawn from
+    `seed` and masks them by trained scores, with this straight-through gradient (FedPM). `exits` adds classifiers after these
+    blocks of atoms (DepthFL). `basic_layers` adds a small layer that can stand for each of these blocks (ProFL). `statistics`
+    gives running statistics to batch norms that are trained without them (`batch-norm = measured`).
     """
 
     architecture: str = ""
@@ -52,12 +52,12 @@ class Variant:
     statistics: bool = False
 
     def to_values(self) -> dict[str, Any]:
-        """Those that are not the default, as JSON values."""
+        """Return the fields that differ from their defaults, as JSON values."""
         return {f.name: plain(value) for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Variant":
-        """What `to_values` was made of. Raises TypeError for an unknown name, ValueError for a bad value."""
+        """Return the variant of `to_values`. Raises TypeError for an unknown name, ValueError for a bad value."""
         if not isinstance(values, Mapping):
             raise TypeError(f"a variant is {values!r:.100}: expected names and values")
         if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
@@ -69,12 +69,12 @@ VARIANT = TypeAdapter(Variant)
 
 
 def plain(value: Any) -> Any:
-    """Tuples as lists, as JSON has them."""
+    """Return tuples as lists, as in JSON."""
     return [plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def vary(model: Blueprint, variant: Variant) -> Blueprint:
-    """The network of a variant; `model` itself where nothing is to be done. Raises ValueError where that cannot be done."""
+    """Return the network of a variant, or `model` itself without changes. Raises ValueError for an impossible change."""
     if variant.architecture or variant.width != 1 or variant.dual_norms:
         model = rebuilt(model, variant)
     if variant.nets:
@@ -93,7 +93,7 @@ def vary(model: Blueprint, variant: Variant) -> Blueprint:
 
 
 def rebuilt(model: Blueprint, variant: Variant) -> Blueprint:
-    """Another model of the zoo, or the same one with other channels or batch norms."""
+    """Return another model of the zoo, or the same one with other channels or batch norms."""
     if not model.zoo_name:
         raise ValueError(
             f"{model.name} was not built by piecework.models.zoo.build_blueprint: it cannot be built again, as {variant}"

@@ -1,4 +1,4 @@
-"""What a client does at once, as a value: strategies ask for work items, costs are listed by them, updates name those done."""
+"""Work items: strategies ask for them, costs are listed by them, and updates name those that were done."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -12,12 +12,12 @@ from piecework.models.variant import Variant, plain
 
 @dataclass(frozen=True)
 class WorkItem:
-    """Atoms of a network that are held at once with a head, and what is done with them: they are trained, unless it says more.
+    """Atoms of a network that are held at once with a head; they are trained unless a field says otherwise.
 
-    `variant` is the network, of the run's model. Without atoms, the item is the head alone. `copies` of the atoms teach each
-    other (FeDepth's mutual distillation). `learns`: the atoms that learn where the others are only held (FeDepth's sub-problems
-    in the whole network). `clean`: on clean examples, also where others train on adversarial ones (FedRBN). `measured`: nothing
-    is trained; batch norms take statistics, one atom after another.
+    `variant` is the network, made of the run's model. Without atoms, the item is the head alone. `copies` of the atoms teach
+    each other (FeDepth's mutual distillation). `learns` are the atoms that learn while the others are only held (FeDepth's
+    sub-problems in the whole network). `clean` items use clean examples even if others train on adversarial ones (FedRBN). With
+    `measured`, nothing is trained, and batch norms measure statistics, one atom after another.
     """
 
     atoms: Piece
@@ -29,14 +29,14 @@ class WorkItem:
     measured: bool = False
 
     def to_values(self) -> dict[str, Any]:
-        """The atoms, and those of the other fields that are not the default, as JSON values."""
+        """Return the atoms, and the other fields that differ from their defaults, as JSON values."""
         values = {name: plain(value) for name in OTHERS if (value := getattr(self, name)) != getattr(PLAIN, name)}
         variant = {"variant": self.variant.to_values()} if self.variant != PLAIN.variant else {}
         return {"atoms": list(self.atoms), **values, **variant}
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "WorkItem":
-        """The item that `to_values` described. Raises TypeError for a missing or unknown name, ValueError for a bad value."""
+        """Return the item of `to_values`. Raises TypeError for a missing or unknown name, ValueError for a bad value."""
         if not isinstance(values, Mapping) or "atoms" not in values:
             raise TypeError(f"a work item is {values!r:.100}: expected its atoms, and names and values")
         if unknown := sorted(set(values) - {f.name for f in fields(cls)}):

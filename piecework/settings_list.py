@@ -1,4 +1,4 @@
-"""The settings of a run: what each means, its default, and what it may be."""
+"""List the settings of a run with their meanings, defaults and allowed values."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 def setting_rows(word: str = "") -> list[dict[str, Any]]:
-    """Every setting; or those that belong to the strategy `word`, or have `word` in their key or meaning.
+    """Return every setting, or those that belong to the strategy `word` or have `word` in their key or meaning.
 
     A row has the setting's `key`, its `default`, `allowed` values in words, its `meaning`, and the cases that it `belongs` to,
-    empty where every run uses it. Raises SettingsError where there are none.
+    which are empty if every run uses it. Raises SettingsError if there are none.
     """
     rows = []
     for key, field in Settings.model_json_schema(by_alias=True)["properties"].items():
@@ -32,14 +32,14 @@ def setting_rows(word: str = "") -> list[dict[str, Any]]:
         if word in strategies or (word not in STRATEGIES and word.lower() in f"{key} {row['meaning']}".lower()):
             rows.append(row)
     if not rows and word in STRATEGIES:
-        raise SettingsError(f"{word} has no settings of its own: piecework settings lists those that all share")
+        raise SettingsError(f"{word} has no settings of its own: piecework settings lists those common to all")
     if not rows:
         raise SettingsError(f"no setting is about {word!r}: piecework settings lists all {len(Settings.model_fields)}")
     return rows
 
 
 def allowed(field: dict[str, Any]) -> str:
-    """The values that a setting may have, from its JSON schema: `0 <= value < 1`, choices, or its type."""
+    """Return the values that a setting may have, from its JSON schema: `0 <= value < 1`, choices, or its type."""
     if "enum" in field:
         return " | ".join(map(str, field["enum"]))
     if "anyOf" in field:
@@ -50,7 +50,7 @@ def allowed(field: dict[str, Any]) -> str:
 
 
 def setting_table(rows: list[dict[str, Any]]) -> Table:
-    """Settings for people; it fits a terminal of 80 columns."""
+    """Return a table of settings that fits a terminal of 80 columns."""
     table = Table(box=None, padding=(0, 2, 1, 0), show_header=False)
     table.add_column("setting", no_wrap=True)
     table.add_column("meaning")
@@ -62,5 +62,5 @@ def setting_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def shown(value: Any) -> str:
-    """A default as TOML has it."""
+    """Return a default as TOML has it."""
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,4 +1,4 @@
-"""The systems: what each does, whose paper it follows, and what it needs."""
+"""List the systems with their methods, papers and requirements."""
 
 import re
 import sys
@@ -13,7 +13,9 @@ LINK = re.compile(r"https://[^\s,;)]+[^\s,;).]")
 
 
 def strategy_rows() -> list[dict[str, Any]]:
-    """Every system: its name (`strategy`), its `family`, what it is `about`, the link of its `paper`, what it `needs`."""
+    """Return every system: its name (`strategy`), its `family`, what it is `about`, the link of its `paper`, what it
+    `needs`.
+    """
     rows = []
     for name, (module, _) in STRATEGIES.items():
         strategy = find_strategy(name)
@@ -32,7 +34,7 @@ def strategy_rows() -> list[dict[str, Any]]:
 
 
 def strategy_table(rows: list[dict[str, Any]]) -> Table:
-    """Systems for people; it fits a terminal of 80 columns."""
+    """Return a table of systems that fits a terminal of 80 columns."""
     table = Table(box=None, padding=(0, 2, 1, 0), show_header=False)
     table.add_column("strategy", no_wrap=True)
     table.add_column("about")
