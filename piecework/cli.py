@@ -292,7 +292,7 @@ def settings(
     word: Annotated[str, typer.Argument(help="a strategy's own settings, or those about a word; empty lists all")] = "",
     as_json: Json = False,
 ) -> None:
-    """The settings of a run: what each means, its default, what it may be, and what it belongs to."""
+    """List the settings of a run: the meaning, default, allowed values and strategies of each."""
     from piecework.settings_list import setting_rows, setting_table
 
     with errors_for_people(as_json):
@@ -306,7 +306,7 @@ def settings(
 
 @app.command()
 def strategies(as_json: Json = False) -> None:
-    """The systems that can train: what each does, whose paper it follows, what it needs."""
+    """List the systems that can train: the method, paper and requirements of each."""
     from piecework.strategies_list import strategy_rows, strategy_table
 
     with errors_for_people(as_json):
