@@ -504,7 +504,7 @@ def too_many_asked(settings: Settings, clients: int) -> str:
     if asked <= clients or asked == Settings.model_fields["clients_per_round"].default:
         return ""
     return (
-        f"clients-per-round = {asked} is more than the {clients} existing clients (clients, --nodes): set it to at most "
+        f"clients-per-round = {asked} is more than the {clients} clients there are (clients, --nodes): set it to at most "
         f"{clients}, or to 0 to ask all of them"
     )
 
