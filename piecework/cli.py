@@ -103,7 +103,9 @@ def run_one(
     from piecework.federation.registry import TooFewNodesError
     from piecework.launch import SuperLinkLostError, launch
     from piecework.progress import RoundProgress
-    from piecework.server_app.rounds import RunAbortedError, preflight, resolve_run_dir
+    from piecework.server_app.preflight import preflight
+    from piecework.server_app.rounds import RunAbortedError
+    from piecework.server_app.run_folder import resolve_run_dir
     from piecework.server_app.summary import STOPPED, stop_reason, summarise
 
     listen()

@@ -31,8 +31,9 @@ from piecework.processes import (
     wait_until_healthy,
 )
 from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.preflight import preflight
 from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import RunAbortedError, preflight, run_experiment
+from piecework.server_app.rounds import RunAbortedError, run_experiment
 from piecework.server_app.run_lock import RunLockedError, require_free, run_lock
 from piecework.server_app.start import say
 from piecework.server_app.summary import STOPPED, stop_reason, summarise

@@ -9,7 +9,8 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Flower's entry: the same loop as every engine's."""
-    from piecework.server_app.rounds import resolve_run_dir, run_experiment
+    from piecework.server_app.rounds import run_experiment
+    from piecework.server_app.run_folder import resolve_run_dir
     from piecework.server_app.used_settings import require_used
     from piecework.training.settings import Settings
 

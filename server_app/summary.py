@@ -7,6 +7,7 @@ from piecework.device_profiles.profile import is_limit
 from piecework.federation.reports import ClientReport
 from piecework.server_app.failures import excluded_classes, failures
 from piecework.server_app.records import RunDir
+from piecework.strategies.base import PieceStrategy
 from piecework.training.settings import Settings
 
 STOPPED = "stopped"  # status of a run that was told to end, by Ctrl-C or SIGTERM
@@ -56,6 +57,22 @@ def stop_reason(run_dir: RunDir) -> str:
     """How far a run that was told to end had come."""
     last = run_dir.last_complete_round()
     return f"stopped by a signal, {f'after round {last}' if last else 'before its first round was complete'}"
+
+
+def about_stages(strategy: PieceStrategy, settings: Settings, last_round: int) -> list[str]:
+    """Why a run's stages and its rounds did not end together, in sentences for the log; none where they did."""
+    if strategy.finished:
+        if not settings.resume_from or last_round >= settings.num_rounds:
+            return []
+        return [
+            f"all stages ended after round {last_round} of num-rounds = {settings.num_rounds}: their lengths were planned when "
+            "the run began, and a longer run begins again"
+        ]
+    if not strategy.stage or last_round != settings.num_rounds:
+        return []
+    return [
+        f"num-rounds = {settings.num_rounds} came before {strategy.stage} was over: the model is what has been trained so far"
+    ]
 
 
 def trained_parts(rounds: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,8 +18,9 @@ from piecework.federation.registry import TooFewNodesError
 from piecework.options import settings_from
 from piecework.question import data_shape
 from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.preflight import preflight
 from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import preflight, run_experiment
+from piecework.server_app.rounds import run_experiment
 from piecework.training.settings import Settings
 from piecework.training.setup import client_rows
 

@@ -14,7 +14,7 @@ from piecework.cli import app
 from piecework.compare import runs_at
 from piecework.seeds import conclusion
 from piecework.server_app.records import CheckpointError, RunDir
-from piecework.server_app.rounds import resolve_run_dir
+from piecework.server_app.run_folder import resolve_run_dir
 from piecework.training.settings import Settings
 
 TINY = ("num-rounds=1", "clients-per-round=1", "local-epochs=1", "workers=1", "model-width=0.25", "fleet=unlimited")

@@ -30,7 +30,7 @@ from piecework.options import read_preset, settings_from
 from piecework.processes import free_ports, stop
 from piecework.runs import stores
 from piecework.server_app.records import RunDir, read_arrays
-from piecework.server_app.rounds import resolve_run_dir
+from piecework.server_app.run_folder import resolve_run_dir
 from piecework.server_app.run_lock import run_lock
 from piecework.training.settings import Settings
 

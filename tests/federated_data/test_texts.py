@@ -17,7 +17,7 @@ from piecework.export_data import export_data
 from piecework.federated_data.datasets import PUBLISHED, ArrayDataset, DatasetError, load, prepare
 from piecework.federated_data.texts import LENGTH, WORDS, text_files, tokenised
 from piecework.models.zoo import build_blueprint
-from piecework.server_app.rounds import preflight
+from piecework.server_app.preflight import preflight
 from piecework.training import loop
 from piecework.training.examples import as_inputs
 from piecework.training.loop import train_step

@@ -19,7 +19,7 @@ from helpers import (
 )
 
 from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import resolve_run_dir
+from piecework.server_app.run_folder import resolve_run_dir
 from piecework.training.settings import SettingsError
 
 HERE = Path(__file__).resolve().parent

@@ -1,0 +1,31 @@
+"""What the file of a trained model says of itself, so that the model can be built again from it."""
+
+from typing import Any
+
+from piecework.federated_data.datasets import ArrayDataset, set_name
+from piecework.models.trained_model import FORMAT
+from piecework.training.settings import Settings
+
+
+def described(settings: Settings, data: ArrayDataset) -> dict[str, Any]:
+    """What the file of a trained model says of the network and of its inputs, as JSON values."""
+    return {
+        "format": FORMAT,
+        "model": {
+            "name": settings.model,
+            "width": settings.model_width,
+            "options": settings.options(),
+            "batch_norm": settings.norms,
+            "input_shape": list(data.input_shape),
+            "num_classes": data.num_classes,
+        },
+        "inputs": {
+            "dataset": set_name(settings.dataset),
+            "dtype": str(data.inputs.dtype),
+            "mean": list(data.mean),
+            "std": list(data.std),
+            "vocabulary": data.vocabulary,
+            "class_names": list(data.class_names),
+        },
+        "settings": settings.to_run_config(),
+    }

@@ -1,0 +1,32 @@
+"""What is checked before a run begins: that all its settings name something, and that these go together."""
+
+from pathlib import Path
+
+from piecework.device_profiles.fleet import Fleet, load_fleet
+from piecework.federated_data.datasets import ArrayDataset, default_cache, load, prepare
+from piecework.federation.autoattack import require_autoattack
+from piecework.models.cascade import Blueprint
+from piecework.models.init_weights import pretrained
+from piecework.strategies import find_strategy
+from piecework.strategies.base import PieceStrategy
+from piecework.training.settings import Settings
+from piecework.training.setup import blueprint_for, check_augmentation, check_partition, image_attack, open_dataset
+
+
+def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayDataset, Blueprint]:
+    """All that settings name, or a ValueError that says what is wrong with which: fleet, strategy, data set, model."""
+    fleet, strategy = load_fleet(settings.fleet), find_strategy(settings.strategy)
+    folder = prepare(
+        settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.download
+    )
+    load(folder, verify=True)  # here once; clients trust what was verified
+    data = open_dataset(settings.dataset, settings.data_dir)
+    check_partition(settings, data)
+    check_augmentation(settings, data)
+    if strategy.policy_class.attacks(settings):
+        image_attack(settings, data, settings.attack_steps)
+    require_autoattack(settings, data)
+    blueprint = blueprint_for(settings, data)
+    if settings.init_weights:
+        pretrained(Path(settings.init_weights), blueprint)
+    return fleet, strategy, data, blueprint

@@ -1,0 +1,184 @@
+"""What the records say of one round: the line that it leaves in rounds.jsonl, and from what that line is made.
+
+A round has four parts that leave something behind: what was asked before it, training, evaluation, and the clients' reports.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from flwr.app import MetricRecord
+
+from piecework.device_profiles.clock import round_seconds
+from piecework.federation.evaluation import Evaluation
+from piecework.federation.reports import ClientReport
+from piecework.planning.coverage import Row
+from piecework.server_app.rates import describe
+from piecework.server_app.summary import accuracy_by_device
+from piecework.strategies.base import PieceStrategy
+from piecework.training.settings import too_many_asked
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round. The fields are the keys of a line in rounds.jsonl, in this order.
+
+    Sizes are in bytes and times in seconds. Accuracies are from 0 to 1. What was not evaluated is None, and so is what no
+    client told. `details` belong to the system alone: each of them is a key of its own in the line.
+    """
+
+    round: int  # from 1
+    stage: str  # its name; empty where the system has none
+    lr: float  # the learning rate that clients trained with
+    lr_schedule: str  # `cosine over 20 rounds`
+    init_weights: str  # what was taken from `init-weights`, in the first round; else empty
+    details: dict[str, Any]  # of the system alone, by key
+    personal: bool  # whether clients evaluate, each on its own part of the test split
+    accuracy: float | None  # of the model on the test split; the mean over clients where evaluation is personal
+    loss: float | None  # likewise
+    adversarial_accuracy: float | None  # of the model on attacked images of the test split
+    train_loss: float | None  # mean over the examples of the clients that trained
+    distillation_loss: float | None  # of a map, or of the server's distillation
+    client_accuracy: float | None  # of the new model on clients' validation data; None where evaluation is personal
+    client_adversarial_accuracy: float | None  # of the new model on clients' attacked validation data
+    clients_evaluated: int  # whose evaluation counts
+    accuracy_by_device: dict[str, float]  # validation accuracy after local training, by device class
+    aggregated: bool  # whether there is a new model
+    examples: int  # training examples of all clients
+    trained: list[Row]  # of each part of the model, who trained it
+    asked: int  # clients that were given a task
+    answered: int  # clients whose update entered the model, or would have
+    failed: int  # clients whose task came to nothing
+    late_replies: list[dict[str, Any]]  # to messages of earlier rounds, that came before this one began
+    busy: list[int]  # clients still at an earlier task when the round began
+    devices: dict[str, int]  # how many clients each device class has
+    unusable_nodes: list[dict[str, int | str]]  # nodes that did not say who they are, and why
+    warning: str  # what is wrong with the settings for so few clients; else empty
+    excluded: list[dict[str, int]]  # clients left out because their processes died, and how often in a row
+    bytes_down: int  # of training messages, to clients
+    bytes_up: int  # of their replies, and of answers to who they are
+    bytes_evaluation: int  # of evaluation messages and of measuring batch norms, both ways
+    bytes_query: int  # of what was asked before the round, both ways
+    batch_norm: str  # by which statistics the model was evaluated
+    statistics: dict[str, Any] | None  # who measured the batch norms; None where nobody was asked
+    evaluation: dict[str, Any] | None  # which clients evaluated; None where nobody was asked
+    query: dict[str, Any] | None  # which clients answered before the round; None where nobody was asked
+    enforced: bool  # whether clients stop at their budgets
+    seconds: float  # of the round, on the server's clock
+    train_seconds: float  # of it, until the new model was there
+    simulated_seconds: float  # of its slowest client, on its emulated device
+    clients: list[ClientReport]  # one for each client that was asked
+
+    def to_values(self) -> dict[str, Any]:
+        """The line of rounds.jsonl, as JSON values."""
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values |= value if field.name == "details" else {field.name: value}
+        return values | {"clients": [asdict(report) for report in self.clients]}
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What is known when a round begins. `query`: which clients answered a question before it, None where none was asked."""
+
+    late_replies: list[dict[str, Any]]
+    busy: list[int]
+    query: dict[str, Any] | None
+    query_bytes: int
+
+
+@dataclass(frozen=True)
+class Training:
+    """How training went. `aggregated`: whether there is a new model."""
+
+    aggregated: bool
+    metrics: MetricRecord | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ModelEvaluation:
+    """How the model of a round does.
+
+    `central`: on the server; `clients`: on clients' data; `answers`: which clients evaluated; `statistics`: which clients
+    measured its batch norms. Each is None where it was not asked for. `message_bytes`: of both questions, both ways.
+    `batch_norm`: by which statistics the model was evaluated.
+    """
+
+    central: Evaluation | None
+    clients: MetricRecord | None
+    answers: dict[str, Any] | None
+    statistics: dict[str, Any] | None
+    message_bytes: int
+    batch_norm: str
+
+
+def record_of(
+    strategy: PieceStrategy,
+    server_round: int,
+    opening: Opening,
+    training: Training,
+    evaluation: ModelEvaluation,
+    *,
+    init_weights: str,
+    seconds: float,
+) -> RoundRecord:
+    """The record of a round that a strategy has just done."""
+    registry, reports = strategy.registry, list(strategy.reports.values())
+    return RoundRecord(
+        round=server_round,
+        stage=strategy.stage,
+        lr=strategy.rate(server_round),
+        lr_schedule=describe(strategy.settings),
+        init_weights=init_weights,
+        details={**strategy.details(), **strategy.evaluation_details()},
+        **accuracies(evaluation, personal=strategy.personal),
+        train_loss=metric(training.metrics, "train-loss"),
+        distillation_loss=metric(training.metrics, "distillation-loss"),
+        clients_evaluated=strategy.evaluated,
+        accuracy_by_device=accuracy_by_device(reports),
+        aggregated=training.aggregated,
+        examples=sum(member.examples for member in registry.members.values()),
+        trained=strategy.trained_rows(training.aggregated),
+        asked=len(reports),
+        answered=sum(report.status == "ok" for report in reports),
+        failed=sum(report.status != "ok" for report in reports),
+        late_replies=opening.late_replies,
+        busy=opening.busy,
+        devices=registry.devices(),
+        unusable_nodes=registry.unusable(),
+        warning=too_many_asked(strategy.settings, registry.clients),
+        excluded=[{"client": c, "crashes": n} for c, n in sorted(strategy.excluded.items())],
+        bytes_down=sum(report.bytes_down for report in reports),
+        bytes_up=sum(report.bytes_up for report in reports) + registry.take_query_bytes(),
+        bytes_evaluation=evaluation.message_bytes,
+        bytes_query=opening.query_bytes,
+        batch_norm=evaluation.batch_norm,
+        statistics=evaluation.statistics,
+        evaluation=evaluation.answers,
+        query=opening.query,
+        enforced=strategy.policy.enforced,
+        seconds=seconds,
+        train_seconds=training.seconds,
+        simulated_seconds=round_seconds(report.simulated_seconds for report in reports),
+        clients=reports,
+    )
+
+
+def accuracies(evaluation: ModelEvaluation, *, personal: bool) -> dict[str, Any]:
+    """The fields of a record that say how good the model is, on the server and on clients."""
+    found = evaluation.central
+    accuracy, loss = (metric(evaluation.clients, key) for key in ("val-accuracy", "val-loss"))
+    return {
+        "personal": personal,
+        "accuracy": found.accuracy if found else accuracy if personal else None,
+        "loss": found.loss if found else loss if personal else None,
+        "adversarial_accuracy": found.adversarial_accuracy if found else None,
+        "client_accuracy": None if personal else accuracy,
+        "client_adversarial_accuracy": metric(evaluation.clients, "val-adversarial-accuracy"),
+    }
+
+
+def metric(metrics: MetricRecord | None, key: str) -> float | None:
+    """A metric of a round; None where no client told it."""
+    return float(metrics[key]) if metrics is not None and key in metrics else None  # type: ignore[arg-type]
