@@ -5,7 +5,7 @@ first, so that only what lacks is sent again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 
@@ -78,6 +78,10 @@ class WeightCache:
                 self._hashes[unit] = objects, digest
             named[unit] = digest
         return named
+
+    def named(self, task: Task, arrays: ArrayRecord, units: Iterable[str]) -> Task:
+        """The task with the content hashes of its frozen units, which are to be held before it begins."""
+        return replace(task, frozen=self.hashes(arrays, units))
 
     def batches(
         self, tasks: Mapping[int, Task], arrays: ArrayRecord, reports: Mapping[int, ClientReport]

@@ -11,7 +11,7 @@ from flwr.app import MetricRecord
 from piecework.device_profiles.clock import round_seconds
 from piecework.federation.evaluation import Evaluation
 from piecework.federation.reports import ClientReport
-from piecework.planning.coverage import Row
+from piecework.planning.coverage import Row, part_names, trained_rows
 from piecework.server_app.rates import describe
 from piecework.server_app.summary import accuracy_by_device
 from piecework.strategies.base import PieceStrategy
@@ -127,19 +127,19 @@ def record_of(
     registry, reports = strategy.registry, list(strategy.reports.values())
     return RoundRecord(
         round=server_round,
-        stage=strategy.stage,
+        stage=strategy.progress.stage,
         lr=strategy.rate(server_round),
         lr_schedule=describe(strategy.settings),
         init_weights=init_weights,
-        details={**strategy.details(), **strategy.evaluation_details()},
+        details={**strategy.details(), **strategy.evaluation_details},
         **accuracies(evaluation, personal=strategy.personal),
         train_loss=metric(training.metrics, "train-loss"),
         distillation_loss=metric(training.metrics, "distillation-loss"),
-        clients_evaluated=strategy.evaluated,
+        clients_evaluated=strategy.evaluation.evaluated,
         accuracy_by_device=accuracy_by_device(reports),
         aggregated=training.aggregated,
         examples=sum(member.examples for member in registry.members.values()),
-        trained=strategy.trained_rows(training.aggregated),
+        trained=trained_rows_of(strategy, training.aggregated),
         asked=len(reports),
         answered=sum(report.status == "ok" for report in reports),
         failed=sum(report.status != "ok" for report in reports),
@@ -148,7 +148,7 @@ def record_of(
         devices=registry.devices(),
         unusable_nodes=registry.unusable(),
         warning=too_many_asked(strategy.settings, registry.clients),
-        excluded=[{"client": c, "crashes": n} for c, n in sorted(strategy.excluded.items())],
+        excluded=[{"client": c, "crashes": n} for c, n in sorted(strategy.cohort.excluded.items())],
         bytes_down=sum(report.bytes_down for report in reports),
         bytes_up=sum(report.bytes_up for report in reports) + registry.take_query_bytes(),
         bytes_evaluation=evaluation.message_bytes,
@@ -177,6 +177,15 @@ def accuracies(evaluation: ModelEvaluation, *, personal: bool) -> dict[str, Any]
         "client_accuracy": None if personal else accuracy,
         "client_adversarial_accuracy": metric(evaluation.clients, "val-adversarial-accuracy"),
     }
+
+
+def trained_rows_of(strategy: PieceStrategy, aggregated: bool) -> list[Row]:
+    """What the clients trained in this round whose updates were accepted, if there is a new model."""
+    accepted = [report for report in strategy.reports.values() if aggregated and report.status == "ok"]
+    trained = {report.client: report.trained for report in accepted}
+    examples = {client: member.examples for client, member in strategy.registry.members.items()}
+    distilled = bool(trained) and strategy.policy.untrained == "distilled"
+    return trained_rows([*part_names(strategy.policy.blueprint).values()], trained, examples, distilled=distilled)
 
 
 def metric(metrics: MetricRecord | None, key: str) -> float | None:

@@ -29,6 +29,7 @@ from piecework.server_app.served_model import ServedModel
 from piecework.server_app.start import look_at
 from piecework.server_app.summary import STOPPED, about_stages, stop_reason, summarise, why_empty
 from piecework.strategies.base import PieceStrategy
+from piecework.strategies.staged import StagedStrategy
 from piecework.strategies.state import Experiment
 from piecework.training.settings import Settings, too_many_asked
 from piecework.training.setup import blueprint_for, image_attack
@@ -87,7 +88,7 @@ class Run:
         self.gather()
         self.run_dir.write_coverage(look_at(strategy))
         for server_round in range(self.values["round"] + 1, settings.num_rounds + 1):
-            if strategy.finished:
+            if strategy.progress.finished:
                 break
             record = self.one_round(server_round)
             values = record.to_values()
@@ -134,7 +135,9 @@ class Run:
     def _leave(self) -> None:
         """Write the trained model; how it does, where attacks are of interest; and free what emulated clients cached."""
         settings, strategy = self.settings, self.strategy
-        arrays, (atoms, head) = strategy.final(self.arrays), strategy.final_model()
+        arrays, (atoms, head) = self.arrays, strategy.trained_model()
+        if isinstance(strategy, StagedStrategy):
+            arrays, (atoms, head) = strategy.final(arrays), strategy.final_model()
         self._measure(self.values["round"], arrays, (atoms, head))
         if not self.served.is_of(arrays, atoms, head):
             raise RunAbortedError(
@@ -150,14 +153,14 @@ class Run:
                 "atoms": list(atoms),
                 "head": head,
                 "variant": self.served.variant.to_values(),
-                **strategy.model_details(),
+                **strategy.model_details,
             },
         )
         if strategy.policy.attacks(settings) or settings.autoattack_examples:
             if settings.autoattack_examples:
                 LOG.warning("AutoAttack on %s images begins: minutes to an hour", settings.autoattack_examples)
             found = final_evaluation(self.evaluate, arrays, atoms, head, settings)
-            self.run_dir.write_final(found | strategy.evaluation_details())
+            self.run_dir.write_final(found | strategy.evaluation_details)
         for folder in Path(strategy.experiment.state_dir).glob(f"{self.values['experiment-id']}/*/features"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -184,15 +187,18 @@ class Run:
         """Wait for clients; ask them what has to be known before the round. Raises RunAbortedError if none answered."""
         late = self._assemble()
         busy = self.registry.busy_clients()
-        questions = self.strategy.configure_query(server_round, self.arrays, self.grid)
+        strategy = self.strategy
+        if not isinstance(strategy, StagedStrategy):
+            return Opening(late, busy, None, 0)
+        questions = strategy.configure_query(server_round, self.arrays, self.grid)
         if questions is None:
             return Opening(late, busy, None, 0)
         self._deliver(server_round)
-        if not self.strategy.aggregate_query(server_round, self.transport.exchange(server_round, questions)):
+        if not strategy.aggregate_query(server_round, self.transport.exchange(server_round, questions)):
             raise RunAbortedError(
-                f"no client could measure what {self.strategy.stage} starts from: {self.strategy.dispatcher.silence()}"
+                f"no client could measure what {strategy.stage} starts from: {strategy.dispatcher.silence()}"
             )
-        return Opening(late, busy, self.strategy.dispatcher.account(), self.strategy.dispatcher.bytes())
+        return Opening(late, busy, strategy.dispatcher.account(), strategy.dispatcher.bytes())
 
     def _train(self, server_round: int) -> tuple[bool, MetricRecord | None]:
         """Have clients train; whether that makes a new model, and what they say of it."""
@@ -206,7 +212,7 @@ class Run:
     def _evaluate(self, server_round: int) -> ModelEvaluation:
         """Evaluate the new model where it is time: on the server once its batch norms are known, and on clients."""
         strategy, model = self.strategy, self.strategy.trained_model()
-        due = self.settings.evaluation_due(server_round) and strategy.measurable and not strategy.personal
+        due = self.settings.evaluation_due(server_round) and strategy.progress.measurable and not strategy.personal
         statistics, measured_bytes = self._measure(server_round, self.arrays, model) if due else (None, 0)
         questions = strategy.configure_evaluate(server_round, self.arrays, ConfigRecord(), self.grid)
         self._deliver(server_round)
@@ -219,7 +225,7 @@ class Run:
 
     def _deliver(self, server_round: int) -> None:
         for batch in self.strategy.dispatcher.batches():
-            self.strategy.delivered(self.transport.exchange(server_round, batch))
+            self.strategy.gate.delivered(self.transport.exchange(server_round, batch))
 
     def _measure(
         self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str]
@@ -245,7 +251,7 @@ class Run:
                 client = self.registry.client_of(sent.node_id)
                 status = status_of(reply.error) if reply.has_error() else "ok"
                 if client is not None:
-                    self.strategy.note_error(client, sent.server_round, status)
+                    self.strategy.gate.note_error(client, sent.server_round, status)
                 late.append({"client": client, "round": sent.server_round, "status": status})
             self.registry.busy = self.transport.busy()
             self.registry.update(self.grid)

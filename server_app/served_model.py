@@ -98,7 +98,7 @@ class ServedModel:
             )
         atoms, head = self.strategy.trained_model()
         if not self.is_of(ArrayRecord(), atoms, head):
-            needed, richest = self.needed(atoms, head), int(max(self.strategy.budgets()))
+            needed, richest = self.needed(atoms, head), int(max(self.strategy.resources.budgets()))
             allowed = self.strategy.settings.allowance(richest)
             if needed > allowed >= self.strategy.min_budget():  # where none can train, the first round says so
                 raise ValueError(
@@ -115,24 +115,29 @@ class ServedModel:
         needed = self.needed(atoms, head)
         sent = ArrayRecord({name: array for name, array in arrays.items() if unit_of(name) in {*units(atoms), head}})
         tasks = {
-            client: strategy.with_hashes(self.task(client, server_round, model, needed), sent)
+            client: self._named(self.task(client, server_round, model, needed), sent)
             for client in self.clients(server_round, grid)
-            if strategy.affords(client, server_round, needed)
+            if strategy.resources.affords(client, server_round, needed)
         }
         return strategy.dispatcher.configure(
             "query.statistics", tasks, sent, travelling=lambda task, model: without_units(model, task.frozen)
         )
 
+    def _named(self, task: Task, sent: ArrayRecord) -> Task:
+        """The task, naming the units of the strategy that no client trains any more."""
+        return self.strategy.weight_cache.named(task, sent, self.strategy.frozen_units(task))
+
     def clients(self, server_round: int, grid: Grid) -> list[int]:
         """Those of the round that can be reached; where there was none, those who would be."""
         strategy = self.strategy
-        return [c for c in strategy.reports if strategy.reachable(c)] or strategy.sample(server_round, grid)
+        return [c for c in strategy.reports if strategy.evaluation.reachable(c)] or strategy.cohort.sample(
+            server_round, grid
+        )
 
     def task(self, client: int, server_round: int, model: tuple[Piece, str], needed: int) -> Task:
         """What a client is asked."""
         strategy = self.strategy
-        experiment, message = strategy.experiment, strategy.message_bytes
-        state = strategy.registry.state(client, server_round, strategy.reference_bytes, message)
+        experiment, state = strategy.experiment, strategy.resources.state(client, server_round)
         item = WorkItem(*model, self.variant, measured=True)
         return Task(
             experiment_id=experiment.experiment_id,
@@ -140,7 +145,7 @@ class ServedModel:
             state_round=server_round,
             strategy=strategy.name,
             budget=state.budget_bytes,
-            reference=strategy.reference_bytes,
+            reference=strategy.resources.reference_bytes,
             lr=learning_rate(strategy.settings, server_round),
             state_dir=experiment.state_dir,
             enforced=strategy.policy.enforced,
@@ -170,7 +175,7 @@ class ServedModel:
         """The statistics of clients that make sense by themselves; how they compare with the others' is looked at later."""
         strategy = self.strategy
         answers = strategy.dispatcher.contents(
-            replies, lambda client, status: strategy.note_error(client, server_round, status)
+            replies, lambda client, status: strategy.gate.note_error(client, server_round, status)
         )
         for client, metrics, arrays in answers:
             try:

@@ -18,7 +18,7 @@ def look_at(strategy: PieceStrategy) -> dict[str, Any]:
 
     Raises ValueError where a part of the model would stay random and the settings do not allow that.
     """
-    found = covered(strategy.policy, strategy.trainers())
+    found = covered(strategy.policy, strategy.resources.trainers())
     if found["level"] == "error":
         raise ValueError(found["says"])
     say(found)

@@ -61,17 +61,18 @@ def stop_reason(run_dir: RunDir) -> str:
 
 def about_stages(strategy: PieceStrategy, settings: Settings, last_round: int) -> list[str]:
     """Why a run's stages and its rounds did not end together, in sentences for the log; none where they did."""
-    if strategy.finished:
+    if strategy.progress.finished:
         if not settings.resume_from or last_round >= settings.num_rounds:
             return []
         return [
             f"all stages ended after round {last_round} of num-rounds = {settings.num_rounds}: their lengths were planned when "
             "the run began, and a longer run begins again"
         ]
-    if not strategy.stage or last_round != settings.num_rounds:
+    stage = strategy.progress.stage
+    if not stage or last_round != settings.num_rounds:
         return []
     return [
-        f"num-rounds = {settings.num_rounds} came before {strategy.stage} was over: the model is what has been trained so far"
+        f"num-rounds = {settings.num_rounds} came before {stage} was over: the model is what has been trained so far"
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a strategy works on, and what it remembers."""
+"""What a strategy works on, what it remembers, and how far it is."""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
@@ -30,6 +30,19 @@ class StrategyState:
         if set(values) != known:
             raise ValueError(f"strategy state has the fields {sorted(values)}, expected {sorted(known)}")
         return cls(**values | {"crash_history": CrashHistory(**values["crash_history"])})
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    `stage`: its name, empty where a system has none; `finished`: whether there is nothing left to train; `measurable`: whether
+    the model of the round can be evaluated.
+    """
+
+    stage: str = ""
+    finished: bool = False
+    measurable: bool = True
 
 
 @dataclass(frozen=True)

@@ -123,21 +123,14 @@ class DepthFL(PieceStrategy):
             )
 
     def begin(self) -> None:
-        """Raises ValueError where no client can train the first block."""
-        self.require_somebody(self.policy.min_budget(), "Training the first block with its exit")
-
-    def may_be_asked(self, client: int, server_round: int) -> bool:
-        """Who can afford the first block in this round; others are excluded, as in ProFL's comparison."""
-        return self.affords(client, server_round, self.policy.min_budget())
+        """Who cannot train the first block is not asked, as in ProFL's comparison. Raises ValueError where no client can."""
+        self.cohort.minimum = self.policy.min_budget()
+        self.resources.require_somebody(self.cohort.minimum, "Training the first block with its exit")
 
     def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """Those of the assigned depth, or of one block, and of all shallower ones."""
         items = [self.policy.depth(d) for d in range(1, max(1, self.policy.deepest(budget)) + 1)]
-        return {item: self.cost(item) for item in items}
-
-    def min_budget(self) -> int:
-        """What the first block takes."""
-        return self.policy.min_budget()
+        return {item: self.policy.bytes(item) for item in items}
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """How deep the client trains."""

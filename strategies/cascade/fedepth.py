@@ -147,7 +147,7 @@ class FeDepth(PieceStrategy):
         asked: dict[WorkItem, int] = {}
 
         def look_up(item: WorkItem) -> int:
-            asked[item] = self.cost(item)
+            asked[item] = self.policy.bytes(item)
             return asked[item]
 
         with suppress(AtomTooLargeError):  # the client will refuse, with the cost of the atom that does not fit

@@ -33,19 +33,21 @@ from math import inf
 from statistics import median_low
 from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from piecework.client_app.trainers.cascade.fedprophet import FedProphetTaskConfig, head_behind
 from piecework.device_profiles.profile import DeviceState
-from piecework.models.cascade import unit_of
+from piecework.models.cascade import initial_state, unit_of
 from piecework.models.partition import AtomTooLargeError, Piece
 from piecework.models.work_item import WorkItem
 from piecework.planning.costs import share_or_bytes
 from piecework.planning.part import whole_model
-from piecework.strategies.base import PieceStrategy
 from piecework.strategies.cascade.fedprophet_adjustment import FedProphetState, adjusted_alpha, measurement
 from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
+from piecework.strategies.client_evaluation import after_training
+from piecework.strategies.staged import StagedStrategy
 from piecework.strategies.state import Experiment
 from piecework.training.messages import Task
 from piecework.training.settings import learning_rate
@@ -53,7 +55,7 @@ from piecework.training.settings import learning_rate
 LOG = logging.getLogger("piecework")
 
 
-class FedProphet(PieceStrategy):
+class FedProphet(StagedStrategy):
     """The cascade, module after module."""
 
     name = "fedprophet"
@@ -96,9 +98,9 @@ class FedProphet(PieceStrategy):
                 f"batch-size = {settings.batch_size}: {self.name} looks at features in halves of a batch, which have no "
                 "statistics then; use 3 or more, or batch-norm = running"
             )
-        self.require_emulated()
+        self.resources.require_emulated()
         if not state.r_min:
-            state.r_min = self.policy.smallest or max(int(min(self.budgets())), self.policy.min_budget())
+            state.r_min = self.policy.smallest or max(int(min(self.resources.budgets())), self.policy.min_budget())
         self.policy = self.policy.with_smallest(state.r_min)
         self._check_modules()
         if not state.stage_rounds:
@@ -109,7 +111,7 @@ class FedProphet(PieceStrategy):
         if self.policy.swaps:
             return
         largest = max(self.policy.bytes(self.policy.item(stage.parts[0].atoms)) for stage in self.policy.stages)
-        richest = int(max(self.budgets()))
+        richest = int(max(self.resources.budgets()))
         if largest > self.settings.allowance(richest):
             raise ValueError(
                 f"R_min of {self.state.r_min:,} bytes (r-min = {self.settings.r_min!r}) makes a module of {largest:,} bytes, "
@@ -143,9 +145,10 @@ class FedProphet(PieceStrategy):
         """The atoms of each module."""
         return [stage.parts[0].atoms for stage in self.policy.stages]
 
-    def units(self) -> list[str]:
-        """The model's, and the auxiliary heads."""
-        return [*super().units(), *(f"aux.{module[-1]}" for module in self.modules[:-1])]
+    def initial(self) -> dict[str, np.ndarray]:
+        """The arrays of the model and of the auxiliary heads."""
+        units = [*self.blueprint.units(), *(f"aux.{module[-1]}" for module in self.modules[:-1])]
+        return {name: value.numpy() for name, value in initial_state(self.blueprint, self.settings.seed, units=units)}
 
     def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """None yet: what a client looks up depends on what it is assigned."""
@@ -157,10 +160,6 @@ class FedProphet(PieceStrategy):
         modules = [list(module) for module in self.modules]
         return FedProphetTaskConfig(modules, state.stage, last, state.epsilon, state.nonnegative, self.policy.swaps)
 
-    def is_adversarial(self, server_round: int) -> bool:
-        """After the warm-up of each stage."""
-        return self.state.stage_round >= self.settings.attack_warmup
-
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The modules of a client, with a cost for each number of them that it may fall back to."""
         stage = self.state.stage
@@ -169,7 +168,9 @@ class FedProphet(PieceStrategy):
             next(n for n in range(stage, len(self.modules)) if self.modules[n][-1] == assigned[-1])
         )
         pieces = [task_config.atoms(last) for last in range(stage, task_config.last + 1)]
-        return self._ordered(super().task(server_round, state), task_config, pieces)
+        adversarial = self.state.stage_round >= self.settings.attack_warmup  # that of each stage
+        task = replace(super().task(server_round, state), adversarial=adversarial)
+        return self._ordered(task, task_config, pieces)
 
     def rate(self, server_round: int) -> float:
         """By the round, or by the round of the stage where the schedule begins again with each."""
@@ -190,14 +191,14 @@ class FedProphet(PieceStrategy):
         return replace(
             task,
             own=task_config.to_values(),
-            costs={item: self.cost(item) for item in items},
+            costs={item: self.policy.bytes(item) for item in items},
             void=self.state.void,
             kept_round=int(self.state.best.get("round", 0)),
         )
 
-    def min_budget(self) -> int:
+    def min_budget(self, state: DeviceState | None = None) -> int:
         """What the stage's module takes."""
-        return self.cost(self.policy.item(self.modules[self.state.stage]))
+        return self.policy.bytes(self.policy.item(self.modules[self.state.stage]))
 
     def frozen_units(self, task: Task) -> list[str]:
         """The fixed modules."""
@@ -220,14 +221,15 @@ class FedProphet(PieceStrategy):
         before = replace(before, epsilon=state.fixed["epsilon"], nonnegative=bool(state.fixed["nonnegative"]))
         tasks = {}
         for client, (task, _) in self.ask(self.registry.present(grid), server_round, arrays).items():
-            tasks[client] = self.with_hashes(self._ordered(task, before, []), arrays)
+            asked = self._ordered(task, before, [])
+            tasks[client] = self.weight_cache.named(asked, arrays, self.frozen_units(asked))
         return self.dispatcher.configure("query.query", tasks, arrays)
 
     def aggregate_query(self, server_round: int, replies: Iterable[Message]) -> bool:
         """E[max ||Delta z||] over all examples (Eq. 11). False where no client measured."""
         answers: dict[int, tuple[float, float, int]] = {}
         for client, metrics in self.dispatcher.answers(
-            replies, lambda c, status: self.note_error(c, server_round, status)
+            replies, lambda c, status: self.gate.note_error(c, server_round, status)
         ):
             try:
                 answers[client] = measurement(metrics, self.registry.members[client].examples)
@@ -249,7 +251,7 @@ class FedProphet(PieceStrategy):
 
     def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
         """The clients of the round, or all, tell C_m and A_m of the new model."""
-        asked = {client: task for client, (task, _) in self._asked.items() if self.reachable(client)}
+        asked = {client: task for client, (task, _) in self._asked.items() if self.evaluation.reachable(client)}
         if self.settings.validation_clients == "all":
             others = [client for client in self.registry.present(grid) if client not in self._asked]
             asked |= {client: task for client, (task, _) in self.ask(others, server_round, arrays).items()}
@@ -257,8 +259,7 @@ class FedProphet(PieceStrategy):
         modules = self.modules[: task_config.stage + 1]
         pieces = [*modules, tuple(atom for module in modules for atom in module)]
         return {
-            client: self.after_training(self._ordered(task, task_config, pieces))
-            for client, task in sorted(asked.items())
+            client: after_training(self._ordered(task, task_config, pieces)) for client, task in sorted(asked.items())
         }
 
     def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:

@@ -46,7 +46,6 @@ from piecework.models.cascade import has_statistics, parameter_names, unit_of
 from piecework.models.init_weights import pretrained
 from piecework.models.partition import Piece
 from piecework.models.work_item import WorkItem
-from piecework.strategies.base import PieceStrategy
 from piecework.strategies.cascade.profl_freezing import (
     Freezing,
     converged,
@@ -57,6 +56,7 @@ from piecework.strategies.cascade.profl_freezing import (
     times_below,
 )
 from piecework.strategies.cascade.profl_steps import ProFLPolicy
+from piecework.strategies.staged import StagedStrategy
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.training.messages import Task
 
@@ -110,7 +110,7 @@ class ProFLState(StrategyState):
     frozen: list[dict[str, Any]] = field(default_factory=list)
 
 
-class ProFL(PieceStrategy):
+class ProFL(StagedStrategy):
     """Step after step, block after block."""
 
     name = "profl"
@@ -136,7 +136,7 @@ class ProFL(PieceStrategy):
         """Cut the model and plan the phases, once a run. Raises ValueError where there are too few rounds."""
         state = self.state
         if not state.blocks:
-            budgets = self.budgets()
+            budgets = self.resources.budgets()
             fitted = self.policy.fit(int(min(budgets)), int(max(budgets)))
             state.blocks = [list(block) for block in fitted.blocks]
         self.policy = self.policy.cut([tuple(block) for block in state.blocks])
@@ -204,7 +204,7 @@ class ProFL(PieceStrategy):
         needed = {"map": self.policy.needed_to_map, "statistics": self.policy.needed_to_measure}
         return needed.get(self.phase.kind, self.policy.needed)(self.phase.t)
 
-    def min_budget(self) -> int:
+    def min_budget(self, state: DeviceState | None = None) -> int:
         """What the cheapest of these takes."""
         return min(self.costs_for(0).values())
 

@@ -191,7 +191,9 @@ class FedDF(PieceStrategy):
         level = self.policy.level(state.budget_bytes)
         item = self.policy.member(level)
         own = FedDFTaskConfig(level).to_values()
-        return replace(super().task(server_round, state), own=own, variant=item.variant, costs={item: self.cost(item)})
+        return replace(
+            super().task(server_round, state), own=own, variant=item.variant, costs={item: self.policy.bytes(item)}
+        )
 
     def architecture(self, task: Task) -> str:
         """The name of a task's model."""

@@ -108,6 +108,8 @@ class SpaFL(PieceStrategy):
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
+        self.personal = True
+        self.model_details = {"personal": True}  # that it is none
         settings = self.settings
         if settings.evaluation == "central":
             raise ValueError(
@@ -146,11 +148,6 @@ class SpaFL(PieceStrategy):
         self.density: float | None = None
         self.tau = self.initial()[THRESHOLDS]
 
-    @property
-    def personal(self) -> bool:
-        """Always."""
-        return True
-
     @cached_property
     def digest(self) -> str:
         """Of the initial model, of which one unit at a time is held here, once."""
@@ -179,7 +176,7 @@ class SpaFL(PieceStrategy):
 
     def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """The masked model's."""
-        return {self.policy.whole: self.cost(self.policy.whole)}
+        return {self.policy.whole: self.policy.bytes(self.policy.whole)}
 
     def alpha(self, server_round: int) -> float:
         """The regulariser's weight."""
@@ -231,18 +228,13 @@ class SpaFL(PieceStrategy):
         self.mean.add(update.arrays, 1)
         self.masks[client] = self._told[client]
 
-    def executed(self, task: Task, metrics: dict[str, Any]) -> float:
+    def _executed(self, task: Task, metrics: dict[str, Any]) -> float:
         """By what the masked layers' forward passes took."""
         macs = finite(metrics, "macs") or 0.0
         dense = sum(self.macs.values()) * sum(int(n) for n in metrics["seen"])
         if not 0 < macs <= 1.001 * dense:
             raise UpdateRejectedError(f"macs is {macs!r}: they are at most {dense}")
         return macs / dense
-
-    def note_answer(self, client: int, metrics: dict[str, Any]) -> None:
-        """Who has no model any more evaluated the initial one."""
-        if metrics.get("fresh") and client in self.state.trained:
-            self.lost.append(client)
 
     def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
         super()._note(report, outcome, metrics)
@@ -267,8 +259,10 @@ class SpaFL(PieceStrategy):
         self.state.trained = sorted({*self.state.trained, report.client})
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """As usual; keeps the mean density of the clients' models."""
+        """As usual; keeps the mean density of the clients' models, and who evaluated the initial one for lack of its own."""
         found = super().aggregate_evaluate(server_round, replies)
+        answers = self.evaluation.answers.items()
+        self.lost += [client for client, said in answers if said.get("fresh") and client in self.state.trained]
         self.density = float(found["density"]) if found is not None else None  # type: ignore[arg-type]
         return found
 
@@ -300,10 +294,6 @@ class SpaFL(PieceStrategy):
             "lost": self.lost,
             "filters": layers,
         }
-
-    def model_details(self) -> dict[str, Any]:
-        """That this is none."""
-        return {"personal": True}
 
 
 class LocalPolicy(SpaFLPolicy):

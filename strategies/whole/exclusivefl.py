@@ -20,12 +20,9 @@ class ExclusiveFL(FedAvg):
 
     def begin(self) -> None:
         """Raises ValueError where no client can train the whole model."""
-        self.require_somebody(self.needed(), "Training the whole model")
+        self.cohort.minimum = self.needed()
+        self.resources.require_somebody(self.cohort.minimum, "Training the whole model")
 
     def needed(self) -> int:
         """Bytes of training the whole model."""
-        return self.cost(self.policy.whole)
-
-    def may_be_asked(self, client: int, server_round: int) -> bool:
-        """Who can afford it in this round."""
-        return self.affords(client, server_round, self.needed())
+        return self.policy.bytes(self.policy.whole)

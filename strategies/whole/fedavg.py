@@ -37,4 +37,4 @@ class FedAvg(PieceStrategy):
 
     def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """One cost: the whole model's."""
-        return {self.policy.whole: self.cost(self.policy.whole)}
+        return {self.policy.whole: self.policy.bytes(self.policy.whole)}

@@ -113,12 +113,15 @@ class FedRBN(PieceStrategy):
                 "evaluation-branch = 'detector': it learns from the server's public data, and clients evaluate"
             )
         self.public: Examples | None = public_examples(settings) if branch == "detector" else None
-        self.piece_class = branch_of(branch)
+        self.piece_class, self.prepare = branch_of(branch), self._prepare
+        self.evaluation_details = self.model_details = {
+            "evaluation_branch": branch
+        }  # which statistics the model has then
         self._mean, self._found = WeightedMean(), dict[int, tuple[Statistics, int]]()
 
     def begin(self) -> None:
         """Raises ValueError for clients that cannot pretend to swap."""
-        self.require_emulated()
+        self.resources.require_emulated()
 
     def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """None yet: what a client looks up depends on its device."""
@@ -128,7 +131,7 @@ class FedRBN(PieceStrategy):
         """The whole model; adversarially where there is memory, after the warm-up."""
         robust = server_round > self.settings.attack_warmup and self.policy.robust(state)
         item = replace(self.policy.whole, clean=not robust)
-        return replace(super().task(server_round, state), adversarial=robust, costs={item: self.cost(item)})
+        return replace(super().task(server_round, state), adversarial=robust, costs={item: self.policy.bytes(item)})
 
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
@@ -178,15 +181,7 @@ class FedRBN(PieceStrategy):
         """Who was to train adversarially."""
         return {"adversarial_clients": [c for c, (task, _) in self._asked.items() if task.adversarial]}
 
-    def evaluation_details(self) -> dict[str, Any]:
-        """Which statistics the model is evaluated with."""
-        return {"evaluation_branch": self.settings.evaluation_branch}
-
-    def model_details(self) -> dict[str, Any]:
-        """Which statistics it is evaluated with."""
-        return self.evaluation_details()
-
-    def prepare(self, piece: PieceModel) -> None:
+    def _prepare(self, piece: PieceModel) -> None:
         """Choose a model's statistics; let it learn what attacks look like, where that is asked for."""
         begin_adversarial(piece.units().values())
         piece.set_attacked(False)

@@ -91,7 +91,7 @@ class AllSmall(FedAvg):
     def begin(self) -> None:
         """Size the model, once a run. Raises ValueError."""
         if not self.state.share:
-            budgets = self.budgets()
+            budgets = self.resources.budgets()
             self.state.share = self.policy.fit(int(min(budgets)), int(max(budgets))).share
         self.policy = self.policy.narrow(self.state.share)
         self.blueprint = self.policy.model

@@ -80,7 +80,7 @@ class FjORD(HeteroFL):
         nested = shares[level + 1 :][: self.policy.nested(level)]
         return FjORDTaskConfig(level, nested, self.policy.distils)
 
-    def executed(self, task: Task, metrics: dict[str, Any]) -> float:
+    def _executed(self, task: Task, metrics: dict[str, Any]) -> float:
         """By the nets that were drawn, of which the client says on how many examples each was trained."""
         task_config, seen = FjORDTaskConfig.of(task), sum(int(n) for n in metrics["seen"])
         told = metrics.get("widths")
@@ -103,5 +103,5 @@ class FjORD(HeteroFL):
             level = int(rng.integers(widest, len(self.policy.shares)))
             own = self.task_config(level).to_values() | {"draw": client}
             item = self.policy.sub_model(level)
-            drawn[client] = replace(task, own=own, variant=item.variant, costs={item: self.cost(item)}), state
+            drawn[client] = replace(task, own=own, variant=item.variant, costs={item: self.policy.bytes(item)}), state
         return drawn

@@ -186,26 +186,24 @@ class HeteroFL(PieceStrategy):
         """None yet: what a client looks up depends on its device."""
         return {}
 
-    def min_budget(self) -> int:
-        """What the narrowest model takes."""
-        return self.policy.min_budget()
-
     def begin(self) -> None:
         """Raises ValueError for a fleet that gives a device a share which there is not."""
-        for state in self.states():
+        for state in self.resources.states():
             self.policy.level_of(state)
 
-    def min_budget_of(self, state: DeviceState) -> int:
-        """The cost of the share that its fleet gives the device, if it does."""
-        return (
-            self.min_budget() if state.keep is None else self.cost(self.policy.sub_model(self.policy.level_of(state)))
-        )
+    def min_budget(self, state: DeviceState | None = None) -> int:
+        """The cost of the share that its fleet gives the device, if it does; else of the narrowest model."""
+        if state is None or state.keep is None:
+            return self.policy.min_budget()
+        return self.policy.bytes(self.policy.sub_model(self.policy.level_of(state)))
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The sub-model of the client's device, and its cost."""
         level = self.policy.level_of(state)
         item, own = self.policy.sub_model(level), self.task_config(level).to_values()
-        return replace(super().task(server_round, state), own=own, variant=item.variant, costs={item: self.cost(item)})
+        return replace(
+            super().task(server_round, state), own=own, variant=item.variant, costs={item: self.policy.bytes(item)}
+        )
 
     def task_config(self, level: int) -> TaskConfig:
         """What is said of a sub-model."""

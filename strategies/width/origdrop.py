@@ -36,8 +36,8 @@ class OrigDrop(HeteroFL):
     def finish(self) -> ArrayRecord:
         """The new model; 0 where no client can train it."""
         allowance = self.settings.allowance
-        levels = [(self.policy.level_of(state), allowance(state.budget_bytes)) for state in self.states()]
-        fitting = [level for level, allowed in levels if self.cost(self.policy.sub_model(level)) <= allowed]
+        levels = [(self.policy.level_of(state), allowance(state.budget_bytes)) for state in self.resources.states()]
+        fitting = [level for level, allowed in levels if self.policy.bytes(self.policy.sub_model(level)) <= allowed]
         largest = self.policy.shapes[min(fitting, default=-1)]
         kept = sub_indices(self.axes, self.full, largest, ordered)
         return ArrayRecord({name: Array(only(array.numpy(), kept[name])) for name, array in super().finish().items()})

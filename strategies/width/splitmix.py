@@ -111,10 +111,10 @@ class SplitMix(PieceStrategy):
             if value == bad:
                 raise ValueError(f"{key} = {value!r}: splitmix trains narrow nets, which change from round to round")
 
-    def min_budget_of(self, state: DeviceState) -> int:
+    def min_budget(self, state: DeviceState | None = None) -> int:
         """The cost of the nets that its fleet gives the device, if it does, else of one."""
-        nets = range(self.policy.nets_of(state) if state.keep is not None else 1)
-        return self.cost(self.policy.mix(nets))
+        nets = range(self.policy.nets_of(state) if state is not None and state.keep is not None else 1)
+        return self.policy.bytes(self.policy.mix(nets))
 
     def costs_for(self, budget: int) -> dict[WorkItem, int]:
         """None yet: what a client looks up depends on its device."""
@@ -128,7 +128,7 @@ class SplitMix(PieceStrategy):
         for place, (client, (task, state)) in enumerate(super().ask(clients, server_round, arrays).items()):
             nets = self.nets(server_round, place, client, self.policy.nets_of(state))
             item = self.policy.mix(nets)
-            asked[client] = replace(task, variant=item.variant, costs={item: self.cost(item)}), state
+            asked[client] = replace(task, variant=item.variant, costs={item: self.policy.bytes(item)}), state
         return asked
 
     def nets(self, server_round: int, place: int, client: int, wanted: int) -> list[int]:

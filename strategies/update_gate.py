@@ -1,0 +1,118 @@
+"""The gate that replies pass before they touch the model: each is received, checked, and compared with the others.
+
+What an update must be is in federation/aggregation.py; what it must be besides, a system says in `check` and `combine`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Message
+
+from piecework.federation.aggregation import (
+    CheckedUpdate,
+    Norms,
+    UpdateRejectedError,
+    compared,
+    first_limit,
+    norm_limits,
+    note_norms,
+    require_within,
+)
+from piecework.federation.faults import status_of
+from piecework.federation.reports import LONGEST, ClientReport
+from piecework.training.messages import Outcome, content_bytes
+
+if TYPE_CHECKING:
+    from piecework.strategies.base import PieceStrategy
+
+ReadReply = Callable[[ClientReport, Outcome, dict[str, Any]], None]
+NORMS_KEPT = 200  # of each unit
+
+
+class UpdateGate:
+    """Lets the updates of a round into a strategy's model. `read` fills in a client's report from its reply."""
+
+    def __init__(self, strategy: "PieceStrategy", read: ReadReply) -> None:
+        self.strategy, self.read = strategy, read
+
+    def admit(self, replies: Iterable[Message]) -> bool:
+        """Combine what may enter the model. False where no client trained, or fewer than `min-clients`."""
+        strategy = self.strategy
+        accepted, norms = 0, dict[str, list[float]]()
+        known, factor = strategy.state.norms, strategy.settings.update_norm_limit
+        for report, update, limits in compared(self._received(replies), factor, known):
+            try:
+                require_within(update.norms, limits)
+                strategy.combine(report.client, update)
+            except UpdateRejectedError as error:
+                report.status, report.reason = "rejected", str(error)
+                continue
+            note_norms(norms, update.norms)
+            accepted += 1
+        if accepted < max(1, strategy.settings.min_clients):
+            return False
+        strategy.state.norms = known | {unit: [*known.get(unit, []), *new][-NORMS_KEPT:] for unit, new in norms.items()}
+        return True
+
+    def _received(self, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
+        strategy, factor = self.strategy, self.strategy.settings.update_norm_limit
+        limits, maximum = (
+            norm_limits(strategy.state.norms, factor),
+            cache(partial(first_limit, factor, strategy.dispatcher.arrays)),
+        )
+        for message in replies:
+            client = strategy.registry.client_of(message.metadata.src_node_id)
+            if client is None or client not in strategy.reports:
+                continue
+            report = strategy.reports[client]
+            if (update := self._receive(message, report, limits, maximum)) is not None:
+                yield report, update
+
+    def _receive(
+        self, message: Message, report: ClientReport, limits: Norms, maximum: Callable[[], float]
+    ) -> CheckedUpdate | None:
+        """Fill in the report; the update, if it may enter the model."""
+        strategy = self.strategy
+        if message.has_error():
+            self._fail(message, report)
+            return None
+        try:
+            report.bytes_up += content_bytes(message.content)
+            outcome = Outcome.from_record(message.content.config_records["outcome"])
+            metrics = dict(message.content.metric_records["metrics"])
+            self.read(report, outcome, metrics)
+            if outcome.status != "ok":
+                report.status, report.reason = outcome.status, outcome.reason[:LONGEST]
+                report.needed, report.allowed = outcome.needed, outcome.allowed
+                strategy.weight_cache.forget(report.client, outcome.missing)
+                return None
+            arrays = message.content.array_records["arrays"]
+            update = strategy.check(arrays, metrics, strategy.dispatcher.tasks[report.client], limits, maximum)
+            if report.examples > (known := strategy.registry.members[report.client].examples):
+                raise UpdateRejectedError(f"num-examples is {report.examples}: the client has {known}")
+        except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+            report.status = "rejected"
+            reason = str(error) if isinstance(error, UpdateRejectedError) else f"{type(error).__name__}: {error}"
+            report.reason = reason[:LONGEST]
+            return None
+        report.status, report.reason = "ok", ""
+        strategy.state.crash_history.answered(report.client)
+        return update
+
+    def delivered(self, replies: Iterable[Message]) -> None:
+        """Take note of which frozen units arrived."""
+        dispatcher = self.strategy.dispatcher
+        for client, message in self.strategy.weight_cache.note(replies, dispatcher.log):
+            self._fail(message, dispatcher.log[client])
+
+    def _fail(self, message: Message, report: ClientReport) -> None:
+        report.status = status_of(message.error)
+        report.reason = f"error {message.error.code}: {message.error.reason}"[:LONGEST]
+        self.note_error(report.client, self.strategy.dispatcher.tasks[report.client].round, report.status)
+
+    def note_error(self, client: int, server_round: int, status: str) -> None:
+        """What a client's error in a round means for later ones; also of an error that comes late."""
+        policy = self.strategy.policy
+        if status == "crashed":
+            self.strategy.state.crash_history.crashed(client, server_round, policy.cuts or policy.adapts)
