@@ -44,7 +44,13 @@ from piecework.models.partition import AtomTooLargeError, Piece
 from piecework.models.work_item import WorkItem
 from piecework.planning.costs import share_or_bytes
 from piecework.planning.part import whole_model
-from piecework.strategies.cascade.fedprophet_adjustment import FedProphetState, adjusted_alpha, measurement
+from piecework.strategies.cascade.fedprophet_adjustment import (
+    BestRound,
+    FedProphetState,
+    FixedModule,
+    adjusted_alpha,
+    measurement,
+)
 from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 from piecework.strategies.client_evaluation import after_training
 from piecework.strategies.staged import StagedStrategy
@@ -193,7 +199,7 @@ class FedProphet(StagedStrategy):
             own=task_config.to_values(),
             costs={item: self.policy.bytes(item) for item in items},
             void=self.state.void,
-            kept_round=int(self.state.best.get("round", 0)),
+            kept_round=self.state.best.round if self.state.best else 0,
         )
 
     def min_budget(self, state: DeviceState | None = None) -> int:
@@ -215,10 +221,10 @@ class FedProphet(StagedStrategy):
     def configure_query(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:
         """Before the first round of a stage, all clients measure what attacks do to the features that it starts from."""
         state = self.state
-        if not state.stage or state.distance is not None:
+        if state.fixed is None or state.distance is not None:
             return None
         before = replace(self.task_config(state.stage - 2), stage=state.stage - 1)
-        before = replace(before, epsilon=state.fixed["epsilon"], nonnegative=bool(state.fixed["nonnegative"]))
+        before = replace(before, epsilon=state.fixed.epsilon, nonnegative=state.fixed.nonnegative)
         tasks = {}
         for client, (task, _) in self.ask(self.registry.present(grid), server_round, arrays).items():
             asked = self._ordered(task, before, [])
@@ -284,16 +290,16 @@ class FedProphet(StagedStrategy):
         state.recent = [*kept, [clean, adversarial]][-settings.apa_window :]
         if state.stage_round <= settings.attack_warmup + settings.apa_after:
             return
-        rho = state.fixed["clean"] / state.fixed["adversarial"] if state.fixed.get("adversarial") else self.first_rho
+        fixed = state.fixed
+        rho = fixed.clean / fixed.adversarial if fixed and fixed.adversarial else self.first_rho
         score = clean + rho * adversarial
         state.since_best += 1
-        if not state.best or score > state.best["score"]:
-            state.best = {"score": score, "clean": clean, "adversarial": adversarial}
-            state.best |= {"alpha": state.alpha, "round": server_round}
+        if not state.best or score > state.best.score:
+            state.best = BestRound(score, clean, adversarial, state.alpha, server_round)
             state.since_best = 0
             self.kept = self._in_training(arrays)
-        if state.stage and settings.apa and state.stage_round % settings.apa_every == 0:
-            state.alpha = adjusted_alpha(state.alpha, state.recent, state.fixed, settings)
+        if state.stage and fixed and settings.apa and state.stage_round % settings.apa_every == 0:
+            state.alpha = adjusted_alpha(state.alpha, state.recent, fixed, settings)
 
     def _in_training(self, arrays: ArrayRecord) -> ArrayRecord:
         fixed = {f"atoms.{atom}" for module in self.modules[: self.state.stage] for atom in module}
@@ -303,9 +309,9 @@ class FedProphet(StagedStrategy):
         """Fix the module as it was in the best round, or as it is where no round was scored."""
         state = self.state
         last = state.recent[-1] if state.recent else [0.0, 0.0]
-        best = state.best or {"clean": last[0], "adversarial": last[1], "alpha": state.alpha, "round": server_round}
-        if best["round"] < server_round:
-            state.void = [*state.void, [int(best["round"]) + 1, server_round]]
+        best = state.best or BestRound(0.0, last[0], last[1], state.alpha, server_round)
+        if best.round < server_round:
+            state.void = [*state.void, [best.round + 1, server_round]]
         arrays = self.final(arrays)
         self.kept = ArrayRecord()
         self.state = replace(
@@ -315,13 +321,13 @@ class FedProphet(StagedStrategy):
             alpha=self.settings.apa_start,
             distance=None,
             recent=[],
-            fixed={
-                "clean": best["clean"],
-                "adversarial": best["adversarial"],
-                "epsilon": best["alpha"] * (state.distance or 0.0),
-                "nonnegative": state.nonnegative,
-            },
-            best={},
+            fixed=FixedModule(
+                best.clean,
+                best.adversarial,
+                epsilon=best.alpha * (state.distance or 0.0),
+                nonnegative=state.nonnegative,
+            ),
+            best=None,
             since_best=0,
             norms={},  # another module's first updates are of another size than this one's last
         )
@@ -350,8 +356,8 @@ class FedProphet(StagedStrategy):
             "alpha": state.alpha,
             "distance": state.distance,
             "clean_round": state.stage_round < self.settings.attack_warmup,
-            "fixed_accuracy": state.fixed.get("clean"),
-            "fixed_adversarial_accuracy": state.fixed.get("adversarial"),
+            "fixed_accuracy": state.fixed.clean if state.fixed else None,
+            "fixed_adversarial_accuracy": state.fixed.adversarial if state.fixed else None,
         }
 
     def trained_model(self) -> tuple[Piece, str]:

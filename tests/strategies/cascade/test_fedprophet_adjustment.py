@@ -1,5 +1,6 @@
 """FedProphet's Adaptive Perturbation Adjustment: Equation 12 on its boundaries, and from round to round."""
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,13 +12,15 @@ from fedprophet_helpers import a_run
 from flwr.app import MetricRecord
 
 from piecework.strategies.cascade.fedprophet import FedProphet
-from piecework.strategies.cascade.fedprophet_adjustment import FedProphetState, adjusted_alpha
+from piecework.strategies.cascade.fedprophet_adjustment import BestRound, FedProphetState, FixedModule, adjusted_alpha
 from piecework.training.settings import Settings
 
 # ---- on its boundaries
 
 GAMMA = Settings(apa_margin=0.25, apa_step=0.1)  # boundaries that are exact in binary
-FIXED = {"clean": 0.5, "adversarial": 0.25}  # C* / A* = 2: 2.5 and 1.5 are still within
+FIXED = FixedModule(
+    clean=0.5, adversarial=0.25, epsilon=0.0, nonnegative=True
+)  # C* / A* = 2: 2.5 and 1.5 are still within
 
 
 def up(x: float) -> float:
@@ -52,9 +55,10 @@ def test_alpha_with_the_papers_gamma(ratio: float, alpha: float) -> None:
 
 def test_a_stage_before_without_robustness() -> None:
     """C* / A* is infinite: every ratio is less; where it is not defined, nothing changes."""
-    assert adjusted_alpha(0.3, [[0.5, 0.25]], {"clean": 0.5, "adversarial": 0.0}, GAMMA) == 0.2
-    assert adjusted_alpha(0.3, [[0.5, 0.0]], {"clean": 0.5, "adversarial": 0.0}, GAMMA) == 0.3
-    assert adjusted_alpha(0.3, [[0.5, 0.25]], {"clean": 0.0, "adversarial": 0.0}, GAMMA) == 0.3
+    without, useless = replace(FIXED, adversarial=0.0), replace(FIXED, clean=0.0, adversarial=0.0)
+    assert adjusted_alpha(0.3, [[0.5, 0.25]], without, GAMMA) == 0.2
+    assert adjusted_alpha(0.3, [[0.5, 0.0]], without, GAMMA) == 0.3
+    assert adjusted_alpha(0.3, [[0.5, 0.25]], useless, GAMMA) == 0.3
 
 
 def test_alphas_lower_bound() -> None:
@@ -77,6 +81,23 @@ def test_epsilon_is_alpha_times_the_mean_largest_perturbation() -> None:
     assert FedProphetState(alpha=0.3).epsilon == 0  # in the first stage
 
 
+@pytest.mark.parametrize("best", [None, BestRound(score=1.3, clean=0.6, adversarial=0.35, alpha=0.4, round=11)])
+@pytest.mark.parametrize("fixed", [None, FIXED])
+def test_a_checkpoint_holds_what_stages_left_as_json_values(fixed: FixedModule | None, best: BestRound | None) -> None:
+    state = FedProphetState(r_min=7, stage=int(fixed is not None), fixed=fixed, best=best)
+    values = json.loads(json.dumps(state.to_values()))
+    assert FedProphetState.from_values(values) == state
+    del values["fixed"]
+    with pytest.raises(ValueError, match="expected"):
+        FedProphetState.from_values(values)
+
+
+def test_a_checkpoint_from_before_these_records_is_read() -> None:
+    """Then no module and no round were empty objects."""
+    values = FedProphetState(r_min=7).to_values() | {"fixed": {}, "best": {}}
+    assert FedProphetState.from_values(values) == FedProphetState(r_min=7)
+
+
 # ---- from round to round
 
 
@@ -94,7 +115,6 @@ def second_stage(tmp_path: Path) -> Iterator[Callable[..., list[FedProphetState]
         def states(accuracies: list[tuple[float, float]], stage: int = 1, **settings: Any) -> list[FedProphetState]:
             changes = {"apa_margin": 0.25, "stage_patience": 0} | settings
             strategy.settings = run.settings.model_copy(update=changes)
-            fixed = {"clean": 0.5, "adversarial": 0.25, "epsilon": 0.0, "nonnegative": True}
             strategy.state = FedProphetState(
                 r_min=1,
                 stage_rounds=99,
@@ -102,7 +122,7 @@ def second_stage(tmp_path: Path) -> Iterator[Callable[..., list[FedProphetState]
                 alpha=0.3,
                 distance=5.0,
                 nonnegative=True,
-                fixed=fixed,
+                fixed=FIXED,
                 norms={"head": [1.0]},
             )
             found = []
@@ -139,8 +159,8 @@ def test_what_a_stage_leaves_to_the_next(second_stage: Play) -> None:
     """Its best round is the second, with a score of 0.6 + 2 x 0.35, whose weights were trained with alpha = 0.4."""
     states = second_stage([HIGH, (0.6, 0.35), LOW, EVEN], stage_patience=2, apa_start=0.7)
     assert [(state.stage, state.alpha) for state in states] == [(1, 0.4), (1, 0.4), (1, 0.3), (2, 0.7)]
-    assert states[1].best == {"score": pytest.approx(1.3), "clean": 0.6, "adversarial": 0.35, "alpha": 0.4, "round": 11}
-    assert states[3].fixed == {"clean": 0.6, "adversarial": 0.35, "epsilon": 0.4 * 5.0, "nonnegative": True}
+    assert states[1].best == BestRound(score=pytest.approx(1.3), clean=0.6, adversarial=0.35, alpha=0.4, round=11)
+    assert states[3].fixed == FixedModule(clean=0.6, adversarial=0.35, epsilon=0.4 * 5.0, nonnegative=True)
     assert states[3].void == [[12, 13]]
-    assert (states[3].distance, states[3].recent, states[3].best) == (None, [], {})
+    assert (states[3].distance, states[3].recent, states[3].best) == (None, [], None)
     assert [state.norms for state in states] == [{"head": [1.0]}] * 3 + [{}]  # limits of updates are a stage's own

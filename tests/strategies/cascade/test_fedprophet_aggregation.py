@@ -14,6 +14,7 @@ from helpers import arrays_of, average, examples_of, numpy_of
 from piecework.models.cascade import unit_of
 from piecework.server_app.rounds import Run
 from piecework.strategies.cascade.fedprophet import FedProphet
+from piecework.strategies.cascade.fedprophet_adjustment import FixedModule
 from piecework.training.messages import Outcome
 
 
@@ -32,7 +33,7 @@ class Answers:
         server_round = 1 if what == "first" else 2
         if server_round == 2:
             strategy.state.stage, strategy.state.alpha = 1, 0.3
-            strategy.state.fixed = {"clean": 0.5, "adversarial": 0.25, "epsilon": 0.0, "nonnegative": False}
+            strategy.state.fixed = FixedModule(clean=0.5, adversarial=0.25, epsilon=0.0, nonnegative=False)
             strategy.state.distance = None if what == "query" else 2.0
         if what == "query":
             messages = strategy.configure_query(server_round, run.arrays, run.grid)
