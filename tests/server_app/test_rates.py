@@ -108,8 +108,9 @@ def test_plans_in_words() -> None:
 def test_the_rounds_to_come_of_a_cascade(restart: bool, last: int, places: list[tuple[int, int]]) -> None:
     """Three modules of at most four rounds; two rounds of the second are over. The first ended early."""
     state = SimpleNamespace(stage=1, stage_round=2, stage_rounds=4, r_min=1)
+    policy = SimpleNamespace(with_smallest=lambda budget: policy)
     strategy: Any = SimpleNamespace(
-        state=state, modules=[(0,), (1,), (2,)], policy=SimpleNamespace(), settings=SimpleNamespace(lr_restart=restart)
+        state=state, modules=[(0,), (1,), (2,)], policy=policy, settings=SimpleNamespace(lr_restart=restart)
     )
     assert list(FedProphet.schedule(strategy, 8, last)) == places
     state.stage_rounds = 0  # a new run, which is not cut yet
