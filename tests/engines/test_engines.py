@@ -1,4 +1,4 @@
-"""The same run on the in-process grid, on Ray, and as real processes; and the resident set of a client that serves one task."""
+"""Runs on Ray and as real processes, killed and started again; and the resident set of a client that serves one task."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import get_context
@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import FEW, fleet_json, run_local
+from helpers import FEW, fleet_json, model_of, run_local
 from typer.testing import CliRunner
 
 import piecework
@@ -29,36 +29,12 @@ from piecework.launch import launch
 from piecework.options import read_preset, settings_from
 from piecework.processes import free_ports, stop
 from piecework.runs import stores
-from piecework.server_app.records import RunDir, read_arrays
+from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import resolve_run_dir
 from piecework.server_app.run_lock import run_lock
 from piecework.training.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["clients-per-round=2", "num-rounds=2", "local-epochs=1", "max-in-flight=2"]
-
-
-# Two of three modules, a round each: what was fixed travels by itself, and all clients measure it.
-CASCADE = ["strategy=fedprophet", "num-rounds=2", "stage-rounds=1", "batch-norm=running", "local-iterations=2"]
-CASCADE += ["attack-steps=1", "evaluation-attack-steps=1", "evaluation-attack-examples=10"]
-
-
-def run_engine(tmp_path: Path, engine: str, nodes: int, extra: list[str]) -> RunDir:
-    settings = settings_from("", [*SMALL, *extra], engine=engine, nodes=nodes, output_dir=str(tmp_path))
-    settings = settings.model_copy(update={"run_name": engine, "workers": 2})
-    run_dir = RunDir(tmp_path / engine)
-    summary = launch(settings, run_dir, lambda record: None)
-    assert summary["status"] == "completed"
-    assert summary["clients_answered"] == 2 * settings.num_rounds
-    return run_dir
-
-
-def model(run_dir: RunDir) -> dict[str, np.ndarray]:
-    return {name: array.numpy() for name, array in read_arrays(run_dir.path / "model.safetensors").items()}
-
-
-def started_here() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 @pytest.fixture
@@ -71,71 +47,46 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @contextmanager
-def foreign_cluster(folder: Path) -> Iterator[Callable[[], None]]:
-    """Another Ray cluster, which every plain `ray.init()` would join; gives a function that waits until it is there."""
+def foreign_cluster(folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Another Ray cluster, which is there and which every plain `ray.init()` would join."""
     call = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=1", "--port=0"]
     call += ["--include-dashboard=false", "--disable-usage-stats"]
     with subprocess.Popen(call, stdout=subprocess.DEVNULL) as cluster:
-
-        def wait() -> None:
+        try:
             while not (folder / "ray" / "ray_current_cluster").is_file():
                 assert not ended(cluster), "the other cluster did not start"
-
-        try:
-            yield wait
-            assert not ended(cluster), "the other cluster goes on"
+            yield cluster
         finally:
             stop(cluster)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("engine", "nodes", "extra"),
-    [("ray", 3, []), ("deployment", 2, CASCADE)],
-    ids=["ray", "deployment-cascade"],
-)
-def test_engines_agree(tmp_path: Path, ray_folder: Path, engine: str, nodes: int, extra: list[str]) -> None:
-    """Ray is ours, though another cluster runs beside it."""
-    with ExitStack() as stack:
-        wait = stack.enter_context(foreign_cluster(ray_folder)) if engine == "ray" else bool
-        before = started_here()
-        one = model(run_engine(tmp_path, "local", nodes, extra))
-        wait()
-        other = model(run_engine(tmp_path, engine, nodes, extra))
-        no_process_is_left(before)
-    assert one.keys() == other.keys()
-    for name, array in one.items():
-        np.testing.assert_allclose(array, other[name], rtol=0, atol=1e-6)
+def test_ray_agrees_and_is_ours_and_a_killed_simulation_is_started_again_until_ctrl_c(
+    tmp_path: Path, ray_folder: Path, wheel: Path
+) -> None:
+    """`--restarts`: the process of the ServerApp gets SIGKILL after a round; the run goes on where it was, until Ctrl-C.
 
-
-def no_process_is_left(before: set[int]) -> None:
-    left = [
-        p
-        for p in psutil.Process().children(recursive=True)
-        if p.pid not in before and "flower" in " ".join(p.cmdline())
-    ]
-    assert left == []
-
-
-@pytest.mark.processes
-def test_a_killed_simulation_is_started_again_and_ctrl_c_ends_it(tmp_path: Path, ray_folder: Path, wheel: Path) -> None:
-    """`--restarts`: the process of the ServerApp gets SIGKILL after two rounds; the run goes on where it was, until Ctrl-C.
-
-    All from the wheel, where a Ray cluster ran before and left its address behind.
+    All from the wheel, first beside another Ray cluster, then where that one has ended and left its address behind.
     """
-    (ray_folder / "ray").mkdir()
-    (ray_folder / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")
-    sets = [f"--set={text}" for text in ("num-rounds=400", "clients-per-round=2", "local-epochs=1", "run-name=run")]
+    values = {"clients-per-round": 2, "local-epochs": 1, "run-name": "run", "lr-rounds": 400}
+    sets = [f"--set={key}={value}" for key, value in (values | {"num-rounds": 400}).items()]
     call = [str(wheel), "run", "--engine=ray", "--nodes=2", "--restarts=1", *sets]
     environment, family = without_checkout(), list[psutil.Process]()
-    with subprocess.Popen(
-        call, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as launcher:
+    with ExitStack() as stack:
+        cluster = stack.enter_context(foreign_cluster(ray_folder))
+        launcher = stack.enter_context(
+            subprocess.Popen(
+                call, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+            )
+        )
         run_dir, killed = RunDir(tmp_path / "runs" / "run"), False
         while not ended(launcher):
-            if not killed and len(run_dir.rounds()) >= 2:
-                killed = kill_simulation(launcher.pid)
-            elif killed and not family and run_dir.last_complete_round() >= 3:
+            if not killed and run_dir.last_complete_round() >= 1 and kill_simulation(launcher.pid):
+                killed, before = True, len(run_dir.rounds())
+                assert not ended(cluster), "the other cluster goes on"
+                stop(cluster)
+                (ray_folder / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")
+            elif killed and not family and run_dir.last_complete_round() > before:
                 family = psutil.Process(launcher.pid).children(recursive=True)
                 os.killpg(launcher.pid, signal.SIGINT)
         said = launcher.stderr.read() if launcher.stderr else ""
@@ -148,6 +99,13 @@ def test_a_killed_simulation_is_started_again_and_ctrl_c_ends_it(tmp_path: Path,
     assert [process for process in family if process.is_running()] == []
     with run_lock(run_dir.path):  # which is free
         pass
+    settings = settings_from("", [f"{key}={value}" for key, value in values.items()], nodes=2, output_dir=str(tmp_path))
+    local = RunDir(tmp_path / "local")
+    launch(settings.model_copy(update={"num_rounds": last, "run_name": "local", "workers": 1}), local, lambda _: None)
+    one, other = model_of(local), model_of(run_dir)
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_allclose(array, other[name], rtol=0, atol=1e-6)
 
 
 def without_checkout() -> dict[str, str]:
@@ -172,28 +130,28 @@ def kill_simulation(launcher: int) -> bool:
 
 @pytest.mark.processes
 def test_a_node_is_killed_and_started_again(tmp_path: Path, wheel: Path) -> None:
-    """SIGKILL to a SuperNode and its executor after the first round: the others go on, it comes back under another node id.
+    """SIGKILL to a SuperNode and its executor in the first round: the others go on, it comes back under another node id.
 
     All from the wheel.
     """
-    values = {"num-rounds": 3, "clients-per-round": 0, "local-epochs": 1, "round-timeout": 20.0, "run-name": "run"}
+    values = {"num-rounds": 2, "clients-per-round": 0, "local-epochs": 1, "round-timeout": 20.0, "run-name": "run"}
     sets = [f"--set={key}={value}" for key, value in values.items()]
     call = [str(wheel), "run", "--engine=deployment", "--nodes=2", *sets]
     with subprocess.Popen(call, cwd=tmp_path, env=without_checkout(), stderr=subprocess.PIPE, text=True) as launcher:
         run_dir, killed = RunDir(tmp_path / "runs" / "run"), 0
         while not ended(launcher):
-            if not killed and run_dir.rounds():
+            if not killed and run_dir.coverage():  # all clients have been heard of
                 killed = kill_node(launcher.pid, 1)
         said = launcher.stderr.read() if launcher.stderr else ""
     assert (killed, launcher.returncode) == (2, 0), said
     assert "supernode-1 ended with exit code -9: started again" in said
     records = run_dir.rounds()
-    assert [(record["round"], record["aggregated"]) for record in records] == [(1, True), (2, True), (3, True)]
-    seen = [{c["client"]: c["status"] for c in record["clients"]} for record in records]
-    assert seen[0] == seen[2] == {0: "ok", 1: "ok"}
-    assert seen[1][0] == "ok"
-    # Killed at once after round 1, client 1 was asked in round 2 under its old node id, or was not there yet.
-    assert seen[1].get(1, "not asked") in ("timeout", "gone", "not asked")
+    assert [(record["round"], record["aggregated"]) for record in records] == [(1, True), (2, True)]
+    first, second = ({c["client"]: c["status"] for c in record["clients"]} for record in records)
+    assert second == {0: "ok", 1: "ok"}
+    assert first[0] == "ok"
+    # Killed at once, client 1 was asked under its old node id, or was not there yet.
+    assert first.get(1, "not asked") in ("timeout", "gone", "not asked")
 
 
 def kill_node(launcher: int, client: int) -> int:
@@ -223,7 +181,7 @@ def test_resident_set_stays_within_the_budget(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
         fresh.submit(train_with_little_memory, tmp_path).result()
     ((client,),) = [record["clients"] for record in RunDir(tmp_path / "fedepth").rounds()]
-    weights = sum(array.nbytes for array in model(RunDir(tmp_path / "fedepth")).values())
+    weights = sum(array.nbytes for array in model_of(RunDir(tmp_path / "fedepth")).values())
     assert weights > 100_000_000
     assert client["status"] == "ok"
     assert client["measured_peak"] <= client["budget"] < 2 * weights

@@ -1,6 +1,7 @@
 """Who is refused: real SuperNodes and executors that a SuperLink must not serve, and an update that must not get in."""
 
 import json
+import shutil
 import ssl
 import subprocess
 import time
@@ -12,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
@@ -22,7 +24,7 @@ from flwr.supercore.date import now
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 from flwr.supernode import node_auth_http_interceptor
 from flwr.supernode.fleet_http_client import FleetHttpClient
-from helpers import TRIO, clients_of, run_local
+from helpers import TRIO, clients_of, model_of, run_local
 from typer.testing import CliRunner
 
 from piecework import certs, registration
@@ -34,7 +36,9 @@ from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import RunAbortedError
 
 DEADLINE = 60.0
-SMALL = ["num-rounds=1", "local-epochs=1", "clients-per-round=1", "fleet=reference-step"]
+# The second of three modules, a round each: what was fixed travels by itself, and the clients measure it before they train.
+CASCADE = ["strategy=fedprophet", "stage-rounds=1", "lr-rounds=2", "batch-norm=running", "local-iterations=2"]
+CASCADE += ["attack-steps=1", "evaluation-attack-steps=1", "evaluation-attack-examples=10", "run-name=run", "workers=1"]
 
 
 @dataclass
@@ -250,15 +254,25 @@ def test_an_executor_without_the_secret_gets_no_task(federation: Federation, ser
 
 @pytest.mark.processes
 def test_a_run_reaches_the_registered_node_alone(federation: Federation, tmp_path: Path) -> None:
-    """Everybody else is still there, or was refused."""
+    """Everybody else is still there, or was refused. And the round is the same in processes as in this one."""
     federation.executor("server-app", federation.port, *federation.secret("executor.secret"))
     federation.executor("client-app", federation.node_port, *federation.secret("nodes/node-0.secret"))
-    settings = settings_from("", SMALL, engine="deployment", nodes=1, output_dir=str(tmp_path))
-    run_dir = RunDir(tmp_path / "run")
-    settings = settings.model_copy(update={"run_name": "run"})
-    summary = launch(settings, run_dir, lambda record: None, connection=federation.connection)
+    here = settings_from("", CASCADE, nodes=1, output_dir=str(tmp_path / "here")).model_copy(update={"num_rounds": 2})
+    local = RunDir(tmp_path / "here" / "run")
+    launch(here.model_copy(update={"num_rounds": 1}), local, lambda record: None)
+    run_dir = RunDir(Path(shutil.copytree(local.path, tmp_path / "there" / "run")))
+    resumed = here.model_copy(update={"resume_from": str(local.path)})
+    launch(resumed, local, lambda record: None)
+    there = resumed.model_copy(update={"resume_from": str(run_dir.path), "engine": "deployment"})
+    summary = launch(there, run_dir, lambda record: None, connection=federation.connection)
     assert summary["status"] == "completed"
-    assert [(client["client"], client["status"]) for client in clients_of(run_dir)] == [(0, "ok")]
+    (record,) = run_dir.rounds()[1:]
+    assert [(client["client"], client["status"]) for client in record["clients"]] == [(0, "ok")]
+    assert (record["stage"], record["query"]["answered"], record["clients_evaluated"]) == ("module 2", 1, 1)
+    one, other = model_of(local), model_of(run_dir)
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_allclose(array, other[name], rtol=0, atol=1e-6)
     assert federation.says("node-0").count("Receiving: train message") == 1
     ours = {"node-0", "superlink", "server-app", "client-app"}
     others = {path.stem for path in federation.home.path.glob("*.log")} - ours
