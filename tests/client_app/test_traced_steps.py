@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import a_training_config, random_examples
-from test_traced_zoo import SMALL, blueprint_of
+from zoo_helpers import SMALL, blueprint_of
 
 from piecework.device_profiles.memory import PeakMemory, trace
 from piecework.models.cascade import Blueprint

@@ -11,10 +11,11 @@ import torch
 from helpers import a_training_config, random_examples
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from zoo_helpers import SMALL, blueprint_of
 
 from piecework.device_profiles.memory import PeakMemory, trace
 from piecework.models.cascade import Blueprint
-from piecework.models.zoo import MODELS, build_blueprint, usual_input
+from piecework.models.zoo import MODELS
 from piecework.planning.step_cost import fake_batch, fake_load, piece_cost
 from piecework.training.examples import Examples
 from piecework.training.loop import LocalTrainer, PieceModel, single_loss, start, train_step
@@ -22,11 +23,6 @@ from piecework.training.memory_cap import MemoryCap
 
 RNN = torch.ops.aten.mkldnn_rnn_layer
 RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward
-
-
-def blueprint_of(name: str, **changes) -> Blueprint:
-    shape, classes = usual_input(name)
-    return build_blueprint(name, **{"num_classes": classes, "input_shape": shape, "batch_norm": "batch"} | changes)
 
 
 def examples_for(blueprint: Blueprint, atom: int, count: int) -> Examples:
@@ -52,7 +48,6 @@ def allocations(work: Callable[[], object]) -> list[int]:
 
 # ---- steps
 
-SMALL = {"cnn4": {"input_shape": (3, 64, 64)}, "lstm-imdb": {"input_shape": (60,)}, "vit": {"input_shape": (3, 96, 96)}}
 # the whole model, a piece behind a frozen prefix, and pieces that end in an own head or skip to the model's
 STEPS = [
     *((name, SMALL.get(name, {}), None, "head") for name in sorted(MODELS)),

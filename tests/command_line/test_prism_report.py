@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report import assert_self_contained, client, make_run, round_record, two_rounds
+from report_helpers import assert_self_contained, client, make_run, round_record, two_rounds
 
 from piecework.prism_report import kernel_figure, layer_rows
 from piecework.report import write_report

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report import assert_self_contained, client, make_run, round_record, two_rounds
+from report_helpers import assert_self_contained, client, make_run, round_record, two_rounds
 
 from piecework.profl_report import leg_rows, movement_figure
 from piecework.report import write_report

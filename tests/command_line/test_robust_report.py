@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import TRIO, fleet_json, run_local
+from report_helpers import assert_self_contained, client, make_run, round_record, text_of, two_rounds
 from rich.console import Console
 from safetensors import safe_open
-from test_report import assert_self_contained, client, make_run, round_record, text_of, two_rounds
 
 import piecework
 from piecework.cli import over_seeds

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from helpers import fleet_json, num_parameters
+from model_helpers import mlp
 from rich.console import Console
-from test_own_models import mlp
 from typer.testing import CliRunner
 
 from piecework.cli import app

@@ -3,7 +3,6 @@
 import errno
 import json
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message, RecordDict
-from helpers import TRIO, clients_of, digits, first_arrays, fleet_json, run_local, tiny_settings
+from flwr.app import Array
+from helpers import TRIO, clients_of, fleet_json, run_local
+from process_helpers import a_message, in_a_fresh_process
 from safetensors import SafetensorError
 
 from piecework.client_app.prepare import encode
-from piecework.models.work_item import WorkItem
-from piecework.server_app.local_grid import FIRST_NODE, identify
 from piecework.server_app.records import RunDir
 from piecework.training.memory_cap import is_out_of_memory
-from piecework.training.messages import Task
-from piecework.training.setup import blueprint_for
 
-ROOT = Path(__file__).resolve().parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
 
@@ -71,37 +66,6 @@ def test_without_checks_a_cut_is_the_whole_model_on_both_sides(tmp_path: Path) -
     ]
     (client,) = clients_of(run_local(tmp_path, mutual_models=1, run_name="checked", **poor))
     assert len(client["pieces"]) > 1
-
-
-def a_message(folder: Path, **settings: Any) -> Path:
-    """A file with a pickled train message for client 0, of the whole model at once, and the run's configuration."""
-    chosen = tiny_settings(**settings)
-    blueprint = blueprint_for(chosen, digits())
-    task = Task(
-        experiment_id="experiment",
-        round=1,
-        state_round=0,
-        strategy=chosen.strategy,
-        budget=10**12,
-        reference=10**9,
-        lr=chosen.lr,
-        state_dir=str(folder / "clients"),
-        costs={WorkItem(tuple(range(len(blueprint.atoms)))): 1},
-    )
-    arrays = ArrayRecord({name: Array(array) for name, array in first_arrays(chosen).items()})
-    identify(1)
-    content = RecordDict({"task": task.to_record(), "arrays": arrays})
-    message = pickle.dumps(Message(content, dst_node_id=FIRST_NODE, message_type="train"), protocol=5)
-    (folder / "message.pickle").write_bytes(pickle.dumps((message, chosen.to_run_config()), protocol=5))
-    return folder / "message.pickle"
-
-
-def in_a_fresh_process(code: str, *arguments: Path | str) -> str:
-    """What a script prints that runs in a process of its own."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 WITHOUT_MEMORY = """

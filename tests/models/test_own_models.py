@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import TRIO, run_local, tiny_settings
+from model_helpers import mlp
 from torch import nn
 
 from piecework.models.cascade import Atom, Blueprint
@@ -38,15 +39,6 @@ class Shortcut(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.body(x) + self.skip(x)).relu()
-
-
-def mlp(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
-    """That of docs/extend.md."""
-    pixels, hidden = input_shape[0] * input_shape[1] * input_shape[2], max(1, int(64 * width))
-    first = partial(lambda: nn.Sequential(nn.Flatten(), nn.Linear(pixels, hidden), nn.ReLU()))
-    second = partial(lambda: nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU()))
-    atoms = (Atom("fc1", first, (hidden,)), Atom("fc2", second, (hidden,)))
-    return Blueprint("mlp", input_shape, num_classes, atoms, partial(nn.Linear, hidden, num_classes), batch_norm)
 
 
 def maps(blocks: Any) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from helpers import few_digits, fleet_json
+from report_helpers import client, make_run, round_record, text_of
 from rich.console import Console
-from test_report import client, make_run, round_record, text_of
 from typer.testing import CliRunner
 
 from piecework.cli import app

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from helpers import TRIO, run_local
-from test_settings import ALL, CHOICES, other
+from settings_helpers import ALL, CHOICES, other
 from typer.testing import CliRunner
 
 from piecework.cli import app

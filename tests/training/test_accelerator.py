@@ -19,7 +19,7 @@ from helpers import (
     same,
     tiny_settings,
 )
-from test_client_process import a_message, in_a_fresh_process
+from process_helpers import a_message, in_a_fresh_process
 from typer.testing import CliRunner
 
 from piecework.cli import app

@@ -18,7 +18,7 @@ from helpers import (
     run_local,
     tiny_settings,
 )
-from test_traced_zoo import SMALL, blueprint_of
+from zoo_helpers import SMALL, blueprint_of
 
 import piecework.client_app.trainers.whole.fedavg
 from piecework.client_app.client import Client, Update
