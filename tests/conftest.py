@@ -1,15 +1,19 @@
 """Where the tests find data: env PIECEWORK_DATA, else the folder beside the checkout, if it is there."""
 
+import io
 import os
+import pickle
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -30,6 +34,41 @@ def data_dir() -> Path:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Converted data sets of a test session do not touch the user's cache."""
     os.environ["PIECEWORK_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def traced_once() -> Iterator[None]:
+    """Runs price the same parts of the same model again and again: within a test session each is traced once.
+
+    What stands for a question is all of it, pickled; local functions by themselves. Tests of the tracing call it directly.
+    """
+    from piecework.planning import costs
+
+    known: dict[bytes, Any] = {}
+    functions: dict[int, object] = {}  # kept, so that no other gets their id
+
+    class Question(pickle.Pickler):
+        def persistent_id(self, found: object) -> int | None:
+            if isinstance(found, FunctionType | type) and "<" in found.__qualname__:
+                functions[id(found)] = found
+                return id(found)
+            return None
+
+    def once(trace: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*arguments: Any, **options: Any) -> Any:
+            question = io.BytesIO()
+            Question(question).dump((trace, arguments, options, torch.get_num_threads()))
+            key = question.getvalue()
+            if key not in known:
+                known[key] = trace(*arguments, **options)
+            return known[key]
+
+        return asked
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "piece_cost", once(costs.piece_cost))
+        patch.setattr(costs, "stream_cost", once(costs.stream_cost))
+        yield
 
 
 @pytest.fixture
