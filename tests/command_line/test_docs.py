@@ -78,7 +78,7 @@ def test_a_strategy_of_ones_own_does_what_the_settings_ask(
 ) -> None:
     """Without its proximal term FedProx is FedAvg: also on adversarial examples, and in so many batches."""
     Path("my_fedprox.py").write_text(Path("my_fedprox.py").read_text().replace("MU = 0.1", "MU = 0.0"))
-    asked = TRIO | {"fleet": "unlimited", "local_iterations": 2, "attack_steps": 2, "num_rounds": 2}
+    asked = TRIO | {"fleet": "unlimited", "local_iterations": 3, "attack_steps": 2, "num_rounds": 1}
     runs = {
         (name, adversarial): run_local(
             tmp_path / f"{name}-{adversarial}", strategy=name, adversarial=adversarial, **asked

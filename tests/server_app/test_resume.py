@@ -58,10 +58,10 @@ def test_evaluation_on_clients_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", RESUMABLE)
 def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, kind: str) -> None:
     settings = RESUMABLE[kind]
-    unbroken = run_local(tmp_path / "unbroken", num_rounds=4, **settings)
+    unbroken = run_local(tmp_path / "unbroken", num_rounds=3, **settings)
     broken = run_local(tmp_path / "broken", num_rounds=2, **settings)
     assert not same(model_of(unbroken), model_of(broken))
-    resumed = run_local(tmp_path / "elsewhere", num_rounds=4, resume_from=str(broken.path), **settings)
+    resumed = run_local(tmp_path / "elsewhere", num_rounds=3, resume_from=str(broken.path), **settings)
     assert resumed.path == broken.path
     assert same(model_of(unbroken), model_of(resumed))
     assert results(unbroken) == results(resumed)

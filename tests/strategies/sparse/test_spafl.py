@@ -156,9 +156,9 @@ def test_a_round_of_lenet_moves_a_three_hundredth_of_fedavgs_bytes(tmp_path: Pat
 
 def test_resume_is_bit_identical_with_the_clients_own_states(tmp_path: Path) -> None:
     changes = SPAFL | {"client_momentum": True, "clients_per_round": 2, "state_dir": ""}
-    whole = run_local(tmp_path / "whole", **changes | {"num_rounds": 4, "lr_rounds": 4})
-    part = run_local(tmp_path / "part", **changes | {"num_rounds": 2, "lr_rounds": 4})
-    resumed = run_local(tmp_path / "part", **changes | {"num_rounds": 4, "lr_rounds": 4, "resume_from": str(part.path)})
+    whole = run_local(tmp_path / "whole", **changes | {"num_rounds": 3, "lr_rounds": 3})
+    part = run_local(tmp_path / "part", **changes | {"num_rounds": 2, "lr_rounds": 3})
+    resumed = run_local(tmp_path / "part", **changes | {"num_rounds": 3, "lr_rounds": 3, "resume_from": str(part.path)})
     assert same(model_of(whole), model_of(resumed))
     for client in range(3):
         one, other = kept(whole, client), kept(resumed, client)
@@ -215,7 +215,7 @@ def test_initial_models_have_a_digest_of_their_own() -> None:
 
 @pytest.mark.parametrize("every", [0, 1, 3])
 def test_forms_predict_what_they_take_and_count_what_they_execute(tmp_path: Path, every: int) -> None:
-    changes = SPAFL | {"masked_every": every, "num_rounds": 5, "lr": 0.05, "sparsity": 0.05, "batch_size": 8}
+    changes = SPAFL | {"masked_every": every, "num_rounds": 3, "lr": 0.05, "sparsity": 0.1, "batch_size": 8}
     records = run_local(tmp_path, **changes).rounds()
     for client in (c for record in records for c in record["clients"]):
         assert client["status"] == "ok"

@@ -27,6 +27,8 @@ from helpers import (
 from torch.nn import functional as F
 
 from piecework import load
+from piecework.client_app.client import Client
+from piecework.client_app.trainers.whole import fedrbn
 from piecework.client_app.trainers.whole.fedrbn import adversarial_loss, learner
 from piecework.federated_data.datasets import default_cache, prepare
 from piecework.federation.public_data import public_examples
@@ -36,6 +38,7 @@ from piecework.plan import make_plan
 from piecework.planning.costs import cost_model_for
 from piecework.planning.part import Part
 from piecework.question import ask
+from piecework.server_app.records import RunDir
 from piecework.strategies.whole.fedrbn import begun, propagated, similarity
 from piecework.strategies.whole.fedrbn_detector import DetectingPiece, fit_detector
 from piecework.training.attacks import by_backward, pgd
@@ -52,6 +55,39 @@ SMALL: dict[str, Any] = TRIO | {
     "evaluation_attack_examples": 40,
     "fleet": fleet_json(rich=2.2, poor=0.3),
 }
+
+
+@pytest.fixture(scope="module")
+def one_round(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, RecordingGrid]:
+    """A round and its messages."""
+
+    class Kept(RecordingGrid):
+        """This run's."""
+
+    run_dir = run_local(tmp_path_factory.mktemp("one-round"), Kept, **SMALL)
+    return run_dir, Kept.last
+
+
+@pytest.fixture(scope="module")
+def two_rounds(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[RunDir, RecordingGrid, list[dict[str, np.ndarray]]]:
+    """Two rounds where clients keep their statistics, the messages, and what each task found in the client's store."""
+    seen: list[dict[str, np.ndarray]] = []
+    train = fedrbn.train
+
+    class Kept(RecordingGrid):
+        """This run's."""
+
+    def noted(task: Any, client: Client) -> Any:
+        seen.append(dict(client.store.read(["atoms.1"])))
+        return train(task, client)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fedrbn, "train", noted)
+        changes = SMALL | {"batch_norm": "local", "num_rounds": 2}
+        run_dir = run_local(tmp_path_factory.mktemp("two-rounds"), Kept, **changes)
+    return run_dir, Kept.last, seen
 
 
 # ---- the layer
@@ -158,8 +194,8 @@ def test_statistics_propagate_by_softmax_weights() -> None:
     assert {name: array.dtype for name, array in found.items()} == {name: near[name].dtype for name in found}
 
 
-def test_a_round_by_hand(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, RecordingGrid, **SMALL)
+def test_a_round_by_hand(one_round: tuple[RunDir, RecordingGrid]) -> None:
+    run_dir, grid = one_round
     (record,) = run_dir.rounds()
     assert record["adversarial_clients"] == [0, 2]
     assert [client["status"] for client in record["clients"]] == ["ok"] * 3
@@ -168,7 +204,7 @@ def test_a_round_by_hand(tmp_path: Path) -> None:
     for client in record["clients"]:
         assert client["measured_peak"] == client["predicted_peak"]
     assert record["clients"][0]["flops"] > 2 * record["clients"][1]["flops"]
-    replies = training(RecordingGrid.last.received)
+    replies = training(grid.received)
     sent = [arrays_of(reply) for reply in replies]
     weights = np.array([examples_of(reply) for reply in replies]) / sum(examples_of(reply) for reply in replies)
     sent[1] |= propagated(sent[1], [sent[0], sent[2]])
@@ -212,9 +248,11 @@ def test_nothing_propagates_where_no_adversarial_update_enters(tmp_path: Path, b
     assert checkpoint is not None and not checkpoint.kept
 
 
-def test_local_statistics_stay_and_adversarial_ones_come_from_the_server(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, RecordingGrid, **SMALL | {"batch_norm": "local", "num_rounds": 2})
-    tasks, replies = training(RecordingGrid.last.sent), training(RecordingGrid.last.received)
+def test_local_statistics_stay_and_adversarial_ones_come_from_the_server(
+    two_rounds: tuple[RunDir, RecordingGrid, Any],
+) -> None:
+    run_dir, grid, _ = two_rounds
+    tasks, replies = training(grid.sent), training(grid.received)
     first = [arrays_of(reply) for reply in replies[:3]]
     handed = propagated(first[1], [first[0], first[2]])
     for client, message in enumerate(tasks[3:]):
@@ -228,22 +266,11 @@ def test_local_statistics_stay_and_adversarial_ones_come_from_the_server(tmp_pat
     assert {name.partition("/")[0] for name in numpy_of(checkpoint.kept)} == {"0", "1", "2"}
 
 
-def test_a_client_keeps_its_clean_batch_norms_only(tmp_path: Path) -> None:
-    from piecework.client_app.client import Client
-    from piecework.client_app.trainers.whole import fedrbn
-
-    seen: list[dict[str, np.ndarray]] = []
-    train = fedrbn.train
-
-    def noted(task: Any, client: Client) -> Any:
-        seen.append(dict(client.store.read(["atoms.1"])))
-        return train(task, client)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fedrbn, "train", noted)
-        run_local(tmp_path, RecordingGrid, **SMALL | {"batch_norm": "local", "num_rounds": 2})
-    first = [arrays_of(reply) for reply in training(RecordingGrid.last.received)[:3]]
-    sent = [arrays_of(message) for message in training(RecordingGrid.last.sent)[3:]]
+def test_a_client_keeps_its_clean_batch_norms_only(two_rounds: tuple[Any, RecordingGrid, Any]) -> None:
+    _, grid, seen = two_rounds
+    first = [arrays_of(reply) for reply in training(grid.received)[:3]]
+    sent = [arrays_of(message) for message in training(grid.sent)[3:]]
+    assert len(seen) == 6
     for client, held in enumerate(seen[3:]):
         for name, array in held.items():
             if is_adversarial(name):
@@ -252,9 +279,9 @@ def test_a_client_keeps_its_clean_batch_norms_only(tmp_path: Path) -> None:
                 assert np.array_equal(array, first[client][name])
 
 
-def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, two_rounds: tuple[RunDir, Any, Any]) -> None:
     changes = SMALL | {"batch_norm": "local", "num_rounds": 2}
-    through = run_local(tmp_path / "a", **changes)
+    through, _, _ = two_rounds
     halved = run_local(tmp_path / "b", **changes | {"num_rounds": 1, "lr_rounds": 2})
     halved = run_local(tmp_path / "b", **changes | {"lr_rounds": 2, "resume_from": str(halved.path)})
     assert same(model_of(through), model_of(halved))
@@ -276,9 +303,9 @@ def test_the_first_adversarial_round_is_measured_from_the_clean_set(tmp_path: Pa
     used = begun(ArrayRecord({**sent, "a.adversarial_num_batches_tracked": Array(np.array(4))}))
     assert [float(used[f"a.adversarial_running_{name}"].numpy()[0]) for name in ("mean", "var")] == [0.0, 1.0]
 
-    changes = {"attack_warmup": 20, "num_rounds": 21, "local_iterations": 5, "lr": 0.05, "evaluate_every": 0}
+    changes = {"attack_warmup": 5, "num_rounds": 6, "local_iterations": 20, "lr": 0.05, "evaluate_every": 0}
     run_dir = run_local(tmp_path, **SMALL | changes)
-    assert [client["status"] for client in clients_of(run_dir, 21)] == ["ok"] * 3
+    assert [client["status"] for client in clients_of(run_dir, 6)] == ["ok"] * 3
 
 
 def test_losses_of_clients_are_of_both_parts(tmp_path: Path) -> None:
@@ -338,9 +365,9 @@ def test_before_anybody_met_an_attack_the_clean_set_stands_in(tmp_path: Path) ->
     assert second[0]["accuracy"] == second[1]["accuracy"]
 
 
-def test_plain_clients_stay_plain_whatever_settings_say(tmp_path: Path) -> None:
-    plain = clients_of(run_local(tmp_path / "a", **SMALL))[1]
-    told = clients_of(run_local(tmp_path / "b", **SMALL | {"adversarial": True}))[1]
+def test_plain_clients_stay_plain_whatever_settings_say(tmp_path: Path, one_round: tuple[RunDir, Any]) -> None:
+    plain = clients_of(one_round[0])[1]
+    told = clients_of(run_local(tmp_path, **SMALL | {"adversarial": True}))[1]
     assert (told["train_loss"], told["measured_peak"]) == (plain["train_loss"], plain["predicted_peak"])
 
 
@@ -383,7 +410,7 @@ def test_a_detector_learns_what_attacks_look_like() -> None:
 def test_clients_evaluate_each_example_by_its_own_set(tmp_path: Path) -> None:
     found = {}
     for branch in ("oracle", "clean", "adversarial"):
-        changes = {"client_evaluation_every": 1, "validation_share": 0.4, "num_rounds": 3, "evaluation_branch": branch}
+        changes = {"client_evaluation_every": 1, "validation_share": 0.4, "num_rounds": 2, "evaluation_branch": branch}
         found[branch] = run_local(tmp_path / branch, **SMALL | changes).rounds()
     keys = "client_accuracy", "client_adversarial_accuracy"
     oracle, clean, robust = ([[r[key] for key in keys] for r in rounds] for rounds in found.values())
@@ -391,8 +418,8 @@ def test_clients_evaluate_each_example_by_its_own_set(tmp_path: Path) -> None:
     assert [attacked for _, attacked in oracle] == [attacked for _, attacked in robust]
 
 
-def test_the_model_can_be_loaded(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL)
+def test_the_model_can_be_loaded(tmp_path: Path, one_round: tuple[RunDir, Any]) -> None:
+    run_dir, _ = one_round
     model = load(run_dir.path)
     x = torch.rand(4, 1, 8, 8)
     clean = model(x)
