@@ -24,7 +24,7 @@ ACCURACIES = {"accuracy": "Accuracy", "adversarial_accuracy": "Accuracy under at
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """The figures of one run.
 
     Bytes are those of training messages. `curves` have (round, bytes so far, accuracy) of the evaluated rounds by record key.
@@ -54,7 +54,7 @@ class Group:
 
     label: str
     differs: dict[str, Scalar]
-    runs: list[Outcome]
+    runs: list[RunResult]
 
     @property
     def seeds(self) -> list[int]:
@@ -73,7 +73,7 @@ def runs_at(path: Path) -> list[RunDir]:
     return [RunDir(folder) for folder in found]
 
 
-def read_run(run_dir: RunDir) -> Outcome:
+def read_run(run_dir: RunDir) -> RunResult:
     """Return the figures of a run. Raises CheckpointError for a folder that is not a run, or one of another version."""
     try:
         settings = Settings.from_run_config(run_dir.settings()).to_run_config()
@@ -83,7 +83,7 @@ def read_run(run_dir: RunDir) -> Outcome:
     evaluated, (status, _, seconds) = display.accuracies(rounds, final), display.how_it_ended(run_dir, rounds)
     sent = list(accumulate(r["bytes_down"] + r["bytes_up"] for r in rounds))
     clients = [c for r in rounds for c in r["clients"]]
-    return Outcome(
+    return RunResult(
         path=run_dir.path,
         settings=settings,
         status=status,
@@ -108,7 +108,7 @@ def read_run(run_dir: RunDir) -> Outcome:
 def group_runs(run_dirs: Iterable[RunDir]) -> list[Group]:
     """Group the runs by settings, in the given order. Raises CheckpointError."""
     unique = {run_dir.path: run_dir for run_dir in run_dirs}
-    together: dict[str, list[Outcome]] = {}
+    together: dict[str, list[RunResult]] = {}
     for run in map(read_run, unique.values()):
         kept = {key: value for key, value in run.settings.items() if key not in IGNORED}
         together.setdefault(repr(sorted(kept.items())), []).append(run)

@@ -21,7 +21,7 @@ from piecework.planning.paper_memory import MACS
 from piecework.planning.part import Part, whole_model
 from piecework.planning.partition_policy import PartitionPolicy, label
 from piecework.planning.timing import local_work, swapped_seconds, work_seconds
-from piecework.question import Question, budget_bytes
+from piecework.question import PlanQuestion, budget_bytes
 from piecework.server_app.start import covered
 from piecework.strategies import find_policy
 from piecework.training.settings import Settings
@@ -31,7 +31,7 @@ ROUNDS = 20  # rounds of a plan if the fleet changes between rounds or not all c
 
 
 @dataclass(frozen=True)
-class Task:
+class PlannedTask:
     """A client's task in a round: parts, bytes needed, seconds, bytes down and up. Without parts the client is excluded."""
 
     client: int
@@ -42,7 +42,7 @@ class Task:
     wire: tuple[int, int] = (0, 0)
 
 
-def make_plan(settings: Settings, question: Question, cost_model: CostModel | None = None) -> dict[str, Any]:
+def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel | None = None) -> dict[str, Any]:
     """Return the whole plan as JSON values. Raises ValueError if a setting makes no sense or the budget allows no cut.
 
     `cost_model` may be that of another plan with the same steps, which are then not traced again. Bytes and FLOPs of a module
@@ -86,7 +86,7 @@ def make_plan(settings: Settings, question: Question, cost_model: CostModel | No
 
 
 def policy_for(
-    fleet: Fleet, settings: Settings, question: Question, cost_model: CostModel | None = None
+    fleet: Fleet, settings: Settings, question: PlanQuestion, cost_model: CostModel | None = None
 ) -> tuple[PartitionPolicy, list[list[DeviceState]]]:
     """Return the method's policy, with its model cut or sized for the fleet, and the device states by round.
 
@@ -154,7 +154,7 @@ def fleet_states(fleet: Fleet, settings: Settings, reference_bytes: int) -> list
 
 def tasks_of_round(
     policy: PartitionPolicy, stage: int, number: int, states: list[DeviceState], examples: int
-) -> list[Task]:
+) -> list[PlannedTask]:
     """Return the task of every client in a round of a stage, as if it were asked; `number` decides which clients are."""
     speeds = [states[client].flops_per_second for client in asked(policy.settings, states, number)]
     return [
@@ -170,14 +170,14 @@ def asked(settings: Settings, states: Sequence[object], number: int) -> list[int
 
 def client_task(
     policy: PartitionPolicy, stage: int, client: int, state: DeviceState, slowest: float, examples: int
-) -> Task:
+) -> PlannedTask:
     """Return the task of one client in a round."""
     try:
         parts = tuple(policy.work(stage, state, slowest))
     except (MemoryBudgetExceededError, AtomTooLargeError) as error:
-        return Task(client, state, (), error.needed or 0)
+        return PlannedTask(client, state, (), error.needed or 0)
     needed, wire = totals(policy, parts)
-    return Task(client, state, parts, needed, seconds_of(policy, parts, state, examples), wire)
+    return PlannedTask(client, state, parts, needed, seconds_of(policy, parts, state, examples), wire)
 
 
 def seconds_of(policy: PartitionPolicy, parts: Sequence[Part], state: DeviceState, examples: int) -> float:
@@ -199,7 +199,7 @@ def totals(policy: PartitionPolicy, parts: tuple[Part, ...]) -> tuple[int, tuple
 
 
 def fleet_row(
-    fleet: Fleet, settings: Settings, policy: PartitionPolicy, tasks: list[list[list[Task]]]
+    fleet: Fleet, settings: Settings, policy: PartitionPolicy, tasks: list[list[list[PlannedTask]]]
 ) -> dict[str, Any]:
     """Return who takes part in which stage, with seconds and bytes of a round, as means over rounds of the asked clients.
 
@@ -243,7 +243,7 @@ def quantiles(budgets: list[int]) -> list[int]:
     return [ordered[max(0, ceil(len(ordered) * twentieths / 20) - 1)] for twentieths in range(21)]
 
 
-def device_rows(policy: PartitionPolicy, tasks: list[list[list[Task]]], examples: int) -> list[dict[str, Any]]:
+def device_rows(policy: PartitionPolicy, tasks: list[list[list[PlannedTask]]], examples: int) -> list[dict[str, Any]]:
     """Return each device of the fleet: its budgets and, by stage, what its clients train and how much memory is missing."""
     names = sorted({task.state.device for task in tasks[0][0]}, key=lambda name: (min_budget(tasks[0], name), name))
     rows = []
@@ -264,12 +264,12 @@ def device_rows(policy: PartitionPolicy, tasks: list[list[list[Task]]], examples
     return rows
 
 
-def min_budget(rounds: list[list[Task]], name: str) -> int:
+def min_budget(rounds: list[list[PlannedTask]], name: str) -> int:
     """Return the minimum budget of a device."""
     return min(task.state.budget_bytes for of_round in rounds for task in of_round if task.state.device == name)
 
 
-def stage_row(policy: PartitionPolicy, part: Part, tasks: list[Task], examples: int) -> dict[str, Any]:
+def stage_row(policy: PartitionPolicy, part: Part, tasks: list[PlannedTask], examples: int) -> dict[str, Any]:
     """Return what the clients of a device train in a stage and, for excluded ones, the missing bytes and swapping seconds."""
     trained = Counter(" | ".join(map(label, task.parts)) for task in tasks if task.parts)
     skipped = {" | ".join(map(label, task.parts)): policy.excluded(list(task.parts)) for task in tasks if task.parts}

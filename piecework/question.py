@@ -15,7 +15,7 @@ EXAMPLES = 500  # examples per client if no data set defines them
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """The input of a plan besides settings: shape of an example, classes, a client's training examples, and a budget.
 
     `budget` is as a person writes it (`60MB`, `0.2x`); empty = the minimum in the fleet. `attack_steps` None = as many as the
@@ -39,7 +39,7 @@ def ask(
     budget: str = "",
     precision: str = "float32",
     attack_steps: int | None = None,
-) -> Question:
+) -> PlanQuestion:
     """Return the question of a command line, about one of three inputs.
 
     It is about `input_shape` (`3x224x224`, `500`) if given, else with `usual` about the model's usual input, else about the
@@ -63,7 +63,7 @@ def ask(
         raise SettingsError(f"--precision {precision}: expected one of {', '.join(get_args(Precision))}")
     if precision != "float32" and settings.memory_model != "traced":
         raise SettingsError(f"--precision {precision}: memory-model {settings.memory_model} knows float32 only")
-    return Question(shape, classes, examples or default, budget, cast(Precision, precision), attack_steps)
+    return PlanQuestion(shape, classes, examples or default, budget, cast(Precision, precision), attack_steps)
 
 
 def parse_shape(text: str) -> Shape:

@@ -15,7 +15,7 @@ from piecework.models.cascade import Blueprint
 from piecework.plan import fleet_states, make_plan
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.part import whole_model
-from piecework.question import Question
+from piecework.question import PlanQuestion
 from piecework.strategies import STRATEGIES, find_policy
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
@@ -28,7 +28,7 @@ ORDER = (
 )
 
 
-def advise(settings: Settings, question: Question) -> dict[str, Any]:
+def advise(settings: Settings, question: PlanQuestion) -> dict[str, Any]:
     """Return the whole advice as JSON values.
 
     `simple` is FedAvg's verdict; if all devices fit a step of the whole model, that is the advice, and no other system is
@@ -65,7 +65,7 @@ def suits(name: str, attacked: bool) -> bool:
     return find_policy(name).adversarial != ("never" if attacked else "always")
 
 
-def blueprint_of(settings: Settings, question: Question) -> Blueprint:
+def blueprint_of(settings: Settings, question: PlanQuestion) -> Blueprint:
     """Return the model of the question."""
     return blueprint_of_shape(settings, question.input_shape, question.num_classes)
 
@@ -73,7 +73,7 @@ def blueprint_of(settings: Settings, question: Question) -> Blueprint:
 # ---- FedAvg
 
 
-def fedavg_verdict(settings: Settings, question: Question) -> dict[str, Any]:
+def fedavg_verdict(settings: Settings, question: PlanQuestion) -> dict[str, Any]:
     """Return whether every device can hold a step of the whole model; if not, the largest smaller batch that all can hold."""
     settings = settings.model_copy(update={"strategy": "fedavg"})
     plan = make_plan(settings, question)
@@ -105,7 +105,7 @@ def smaller_batches(batch_size: int) -> list[int]:
     return [2**power for power in range(batch_size.bit_length(), 0, -1) if 2**power < batch_size]
 
 
-def cost_model_of(settings: Settings, question: Question, attack_steps: int) -> CostModel:
+def cost_model_of(settings: Settings, question: PlanQuestion, attack_steps: int) -> CostModel:
     """Return the cost model of all systems' steps."""
     reference = blueprint_of(settings.model_copy(update={"model_width": 1.0}), question)
     return cost_model_for(settings, reference, attack_steps, question.precision)
@@ -137,7 +137,7 @@ def verdict_text(verdict: dict[str, Any]) -> str:
 # ---- the others
 
 
-def planned(settings: Settings, question: Question, cost_model: CostModel) -> dict[str, Any]:
+def planned(settings: Settings, question: PlanQuestion, cost_model: CostModel) -> dict[str, Any]:
     """Plan one system; `reason` says why it cannot train the model, or why no device can take part."""
     row: dict[str, Any] = {"strategy": settings.strategy, "reason": "", "participation": 0.0}
     try:

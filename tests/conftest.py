@@ -47,7 +47,7 @@ def traced_once() -> Iterator[None]:
     known: dict[bytes, Any] = {}
     functions: dict[int, object] = {}  # kept, so that no other gets their id
 
-    class Question(pickle.Pickler):
+    class PlanQuestion(pickle.Pickler):
         def persistent_id(self, found: object) -> int | None:
             if isinstance(found, FunctionType | type) and "<" in found.__qualname__:
                 functions[id(found)] = found
@@ -57,7 +57,7 @@ def traced_once() -> Iterator[None]:
     def once(trace: Callable[..., Any]) -> Callable[..., Any]:
         def asked(*arguments: Any, **options: Any) -> Any:
             question = io.BytesIO()
-            Question(question).dump((trace, arguments, options, torch.get_num_threads()))
+            PlanQuestion(question).dump((trace, arguments, options, torch.get_num_threads()))
             key = question.getvalue()
             if key not in known:
                 known[key] = trace(*arguments, **options)

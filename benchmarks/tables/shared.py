@@ -22,7 +22,7 @@ from piecework.plan import fleet_states
 from piecework.planning.costs import cost_model_for
 from piecework.planning.part import Part, whole_model
 from piecework.planning.partition_policy import PartitionPolicy
-from piecework.question import Question, ask, budget_bytes
+from piecework.question import PlanQuestion, ask, budget_bytes
 from piecework.strategies import find_policy
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
@@ -36,7 +36,7 @@ Rows = Iterable[Iterable[str]]
 # ---- what a command line of `piecework plan` is about
 
 
-def asked(flags: str) -> tuple[Settings, Question]:
+def asked(flags: str) -> tuple[Settings, PlanQuestion]:
     """Return the settings and the question of `piecework plan FLAGS`, for a model's usual input or --input-shape."""
     given = PLAN.commands["plan"].make_context("plan", shlex.split(flags)).params
     keys = ("model", "strategy", "fleet", "memory-model", "batch-size")

@@ -20,7 +20,7 @@ from piecework.models.variant import Variant
 from piecework.models.zoo import MODELS, build_blueprint
 from piecework.plan import make_plan
 from piecework.planning.costs import cost_model_for
-from piecework.question import Question, ask
+from piecework.question import PlanQuestion, ask
 from piecework.strategies.cascade.depthfl import DepthFLPolicy
 from piecework.training.examples import normalised
 from piecework.training.settings import Settings
@@ -171,7 +171,7 @@ def test_participation_of_the_papers_devices(strategy: str, share: float) -> Non
     settings = Settings(
         strategy=strategy, model="resnet18", memory_model="profl", fleet="profl", batch_size=64, clients=100
     )
-    found = make_plan(settings, Question(input_shape=(3, 32, 32), num_classes=10, examples=500))
+    found = make_plan(settings, PlanQuestion(input_shape=(3, 32, 32), num_classes=10, examples=500))
     assert found["fleet"]["participation"] == share
 
 
@@ -227,7 +227,7 @@ def test_the_papers_memory_counts_no_classifiers(depth: int, megabytes: int) -> 
 def test_participation_in_the_presets(model: str, shares: tuple[float, float]) -> None:
     """Of ExclusiveFL and DepthFL, by the fitted formula; Table 1 has 0 and 34 %, 24 and 43 %, 0 and 37 %."""
     preset = tomllib.loads((CONF / f"profl-{model}-cifar10.toml").read_text(encoding="utf-8"))
-    question = Question(input_shape=(3, 32, 32), num_classes=10, examples=500)
+    question = PlanQuestion(input_shape=(3, 32, 32), num_classes=10, examples=500)
     found = []
     for strategy in ("exclusivefl", "depthfl"):
         settings = Settings.from_run_config(preset | {"strategy": strategy})
