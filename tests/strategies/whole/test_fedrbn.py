@@ -303,9 +303,9 @@ def test_the_first_adversarial_round_is_measured_from_the_clean_set(tmp_path: Pa
     used = begun(ArrayRecord({**sent, "a.adversarial_num_batches_tracked": Array(np.array(4))}))
     assert [float(used[f"a.adversarial_running_{name}"].numpy()[0]) for name in ("mean", "var")] == [0.0, 1.0]
 
-    changes = {"attack_warmup": 5, "num_rounds": 6, "local_iterations": 20, "lr": 0.05, "evaluate_every": 0}
+    changes = {"attack_warmup": 12, "num_rounds": 13, "local_iterations": 10, "lr": 0.05, "evaluate_every": 0}
     run_dir = run_local(tmp_path, **SMALL | changes)
-    assert [client["status"] for client in clients_of(run_dir, 6)] == ["ok"] * 3
+    assert [client["status"] for client in clients_of(run_dir, 13)] == ["ok"] * 3
 
 
 def test_losses_of_clients_are_of_both_parts(tmp_path: Path) -> None:
