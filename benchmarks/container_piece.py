@@ -15,7 +15,11 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from piecework.client_app.store import Store
+    from piecework.models.cascade import Blueprint
 
 CGROUP_V1, CGROUP_V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 SAMPLE_SECONDS = 0.003
@@ -75,15 +79,26 @@ def start_executor(log: Path) -> subprocess.Popen[bytes]:
     return process
 
 
+def filled_store(folder: Path, blueprint: "Blueprint", atoms: tuple[int, ...]) -> "Store":
+    """A client's store that holds the weights of some atoms and of the head."""
+    from piecework.client_app.store import Store
+    from piecework.models.cascade import isolated_rng
+
+    store = Store(folder, "benchmark", 0, "train-1")
+    for unit in [*(f"atoms.{atom}" for atom in atoms), "head"]:
+        with isolated_rng(0):
+            store.save(unit, blueprint.build_unit(unit))
+    return store
+
+
 def train(task: dict[str, Any], folder: Path) -> None:
     """Write the piece's weights and examples to the disk, then train it as a client does."""
     import numpy as np
     import torch
 
-    from piecework.client_app.store import FeatureWriter, Store
+    from piecework.client_app.store import FeatureWriter
     from piecework.device_profiles.profile import available_memory
     from piecework.federated_data.datasets import ArrayDataset
-    from piecework.models.cascade import isolated_rng
     from piecework.training.examples import Examples, feature_examples, training_examples
     from piecework.training.loop import LocalTrainer, PieceModel, load_for_device
     from piecework.training.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
@@ -93,11 +108,8 @@ def train(task: dict[str, Any], folder: Path) -> None:
     settings = Settings.from_run_config({"model": task["model"], "batch-size": task["batch_size"]})
     torch.set_num_threads(settings.torch_threads)
     blueprint = blueprint_of_shape(settings, SHAPE, CLASSES)
-    store = Store(folder, "benchmark", 0, "train-1")
     atoms, rng = tuple(task["atoms"]), np.random.default_rng(0)
-    for unit in [*(f"atoms.{atom}" for atom in atoms), "head"]:
-        with isolated_rng(0):
-            store.save(unit, blueprint.build_unit(unit))
+    store = filled_store(folder, blueprint, atoms)
     count, shape = task["steps"] * task["batch_size"], blueprint.shape_before(atoms[0])
     labels = rng.integers(0, CLASSES, count)
 

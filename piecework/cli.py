@@ -63,10 +63,7 @@ def run(
     """Train. Without options: FeDepth on handwritten digits over 20 emulated boards."""
     with errors_for_people(as_json):
         connection = connection_to(superlink, root_certificates, insecure)
-        if connection and engine not in ("", "deployment"):
-            raise SettingsError(
-                f"--engine {engine} --superlink {superlink}: the nodes of a SuperLink are real processes"
-            )
+        require_real_processes(engine, superlink)
         settings = settings_from(
             preset,
             assignments,
@@ -94,6 +91,12 @@ def run(
             err.print(f"--fail-on-excluded-class: {'; '.join(dict.fromkeys(excluded))}", markup=False, soft_wrap=True)
         if (fail_on_excluded_class and excluded) or any(s["status"] != "completed" for s in summaries):
             raise typer.Exit(FAILED)
+
+
+def require_real_processes(engine: str, superlink: str) -> None:
+    """Raise SettingsError where an engine other than deployment is asked to train on the nodes of a SuperLink."""
+    if superlink and engine not in ("", "deployment"):
+        raise SettingsError(f"--engine {engine} --superlink {superlink}: the nodes of a SuperLink are real processes")
 
 
 def run_one(
@@ -212,7 +215,6 @@ def plan(
 ) -> None:
     """Show which pieces a model falls into, which device can train which, and how long a round takes; nothing is trained."""
     from piecework.plan import make_plan
-    from piecework.plan_view import draw, plan_tables
     from piecework.question import ask
     from piecework.suggest import advise
     from piecework.suggest_view import advice_tables
@@ -234,17 +236,23 @@ def plan(
             advice = advise(settings, question)
             print(json.dumps({"suggest": advice})) if as_json else show(advice_tables(advice))
             return
-        found = make_plan(settings, question)
-        if picture:
-            draw(found, Path(picture))
-        if as_json:
-            print(json.dumps(found))
-            return
-        show(plan_tables(found))
-        if picture:
-            out.print(f"picture: {picture}", soft_wrap=True)
-        elif not preset:
-            out.print("to train in a published setting: piecework presets", soft_wrap=True)
+        show_plan(make_plan(settings, question), picture, preset, as_json)
+
+
+def show_plan(found: dict[str, Any], picture: str, preset: str, as_json: bool) -> None:
+    """Print a plan, and draw its picture where a file for it is named."""
+    from piecework.plan_view import draw, plan_tables
+
+    if picture:
+        draw(found, Path(picture))
+    if as_json:
+        print(json.dumps(found))
+        return
+    show(plan_tables(found))
+    if picture:
+        out.print(f"picture: {picture}", soft_wrap=True)
+    elif not preset:
+        out.print("to train in a published setting: piecework presets", soft_wrap=True)
 
 
 def show(lines: Iterable[Any]) -> None:

@@ -4,6 +4,7 @@ import logging
 import os
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from piecework.app_folder import PRESETS
 from piecework.device_profiles.fleet import load_fleet
@@ -35,9 +36,7 @@ def settings_from(
     asked_for = dict(map(assignment, assignments)) | (named or {})
     values, dropped = without_unused(asked_for, read_preset(preset)) if preset else (dict(asked_for), [])
     if dropped:
-        LOG.warning(
-            "of --preset %s is excluded, as it means nothing with what was given: %s", preset, ", ".join(dropped)
-        )
+        LOG.warning("--preset %s: these have no effect with what was given: %s", preset, ", ".join(dropped))
     if engine:
         values["engine"] = engine
     if nodes:
@@ -63,16 +62,20 @@ def settings_from(
     settings = Settings.from_run_config(values)
     # The settings that a run started with do not prevent its resumption.
     require_used(settings, None if resumed in ("", "auto") else {key.replace("_", "-") for key in given})
+    resolved = readable_anywhere(settings) | {"workers": default_workers(settings.workers)}
+    of_run = resolved.keys() - given if resumed not in ("", "auto") else set()  # as the run has them
+    return settings.model_copy(update={key: value for key, value in resolved.items() if key not in of_run})
+
+
+def readable_anywhere(settings: Settings) -> dict[str, Any]:
+    """The settings that name files, by field, as they can be read from anywhere: absolute paths, and the fleet itself."""
     kind, colon, source = settings.dataset.partition(":")
     dataset = f"{kind}:{(Path(settings.data_dir) / source).resolve()}" if colon else settings.dataset
-    paths = {"dataset": dataset} | {
+    return {"dataset": dataset, "fleet": load_fleet(settings.fleet).to_json()} | {
         key: str(Path(value).resolve())
         for key in ("output_dir", "data_dir", "state_dir", "resume_from", "init_weights")
         if (value := getattr(settings, key)) and value != "auto"
     }
-    resolved = paths | {"fleet": load_fleet(settings.fleet).to_json(), "workers": default_workers(settings.workers)}
-    of_run = resolved.keys() - given if resumed not in ("", "auto") else set()  # as the run has them
-    return settings.model_copy(update={key: value for key, value in resolved.items() if key not in of_run})
 
 
 def settings_of_run(folder: str) -> Scalars:

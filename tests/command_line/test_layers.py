@@ -75,3 +75,16 @@ def test_modules_of_a_user_with_our_names_are_left_alone(tmp_path: Path) -> None
     words = "import piecework, piecework.cli, piecework.server_app.rounds, piecework.client_app.app as app; print(app.__file__)"
     done = subprocess.run([sys.executable, "-c", words], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).resolve() == ROOT / "client_app" / "app.py"
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, "benchmarks"])
+def test_functions_and_classes_can_be_seen_at_once(folder: str) -> None:
+    """No function above 50 lines, no class above 25 public methods."""
+    for path in files_of(folder):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno is not None
+                assert node.end_lineno - node.lineno < 50, f"{path}: {node.name}"
+            elif isinstance(node, ast.ClassDef):
+                methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"]
+                assert len(methods) <= 25, f"{path}: {node.name}"

@@ -119,9 +119,7 @@ def test_a_rival_in_a_presets_place_takes_none_of_its_systems_settings(caplog: p
     """The documents compare so: `--preset profl-fmnist --set strategy=allsmall`."""
     with caplog.at_level(logging.WARNING):
         settings = settings_from("profl-fmnist", ["strategy=allsmall"])
-    assert (
-        "of --preset profl-fmnist is excluded, as it means nothing with what was given: stage-rounds, " in caplog.text
-    )
+    assert "--preset profl-fmnist: these have no effect with what was given: stage-rounds, " in caplog.text
     default = Settings()
     assert (settings.strategy, settings.stage_rounds, settings.movement_window) == (
         "allsmall",
