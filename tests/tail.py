@@ -17,7 +17,7 @@ class Tail(FedAvg):
     policy_class = FedAvgPolicy
 
     def costs_for(self, budget: int) -> dict[WorkItem, int]:
-        return {TRAINED: self.cost(TRAINED)}
+        return {TRAINED: self.policy.bytes(TRAINED)}
 
     def frozen_units(self, task: Task) -> list[str]:
         return FROZEN
