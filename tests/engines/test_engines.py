@@ -218,7 +218,10 @@ def command(script: Path, *arguments: str, cwd: Path) -> "subprocess.CompletedPr
 
 def test_the_wheel_has_the_packages_and_the_presets(tmp_path: Path, wheel: Path) -> None:
     """From an empty folder; nothing of the checkout can be imported."""
-    found = "import piecework as p, piecework.server_app as s, piecework.app_folder as a; print(p.__file__, s.__file__, a.PRESETS)"
+    found = (
+        "import piecework, piecework.server_app as server, piecework.app_folder as folder\n"
+        "print(piecework.__file__, server.__file__, folder.PRESETS)"
+    )
     said = command(wheel.with_name("python"), "-c", found, cwd=tmp_path).stdout.split()
     assert len(said) == 3
     assert all(Path(path).is_relative_to(wheel.parents[1]) for path in said)
