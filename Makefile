@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 # Without compiled modules every process compiles torch anew, which doubles the time of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check tables clean
+.PHONY: setup demo test check tables defaults clean
 
 setup: $(STAMP)
 
@@ -28,6 +28,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Writes the defaults that training/settings declares into pyproject.toml.
+defaults: setup
+	$(BIN)/python -m benchmarks.defaults
 
 tables: setup
 	$(BIN)/python -m benchmarks.tables

@@ -7,8 +7,8 @@ Each line is a federation with one client: a SuperLink here, and a container wit
 systemd unit, in which `flower-supernode --isolation subprocess` runs with device = "auto". `piecework run --superlink` trains
 one round of FeDepth on two batches of random images of 3x32x32, 10 classes. The anonymous memory of a process is the largest
 sample of its private pages, from /proc; for the task it excludes the training bytes that the task counted itself. `budget` is
-what the device measured while it held model and message, less `reserve` and three messages. Requires Docker on this machine, an
-image made from the Dockerfile, and root, because the processes belong to another user.
+what the device measured while it held model and message, less `memory.reserve` and three messages. Requires Docker on this
+machine, an image made from the Dockerfile, and root, because the processes belong to another user.
 """
 
 import argparse
@@ -115,12 +115,12 @@ def measure(options: argparse.Namespace, size: int, model: str) -> dict[str, Any
             "dataset": f"npz:{folder / 'random.npz'}",
             "strategy": "fedepth",
             "fleet": "reference-step",
-            "batch-size": options.batch_size,
+            "training.batch-size": options.batch_size,
             "num-rounds": 1,
             "clients-per-round": 0,
-            "local-epochs": 1,
-            "validation-share": 0.0,
-            "mutual-models": 1,
+            "training.local-epochs": 1,
+            "data.validation-fraction": 0.0,
+            "fedepth.mutual-models": 1,
         }
         sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         piecework("export-data", "--nodes", "1", "--out", str(folder / "data"), *sets)

@@ -90,7 +90,7 @@ def write_task(folder: Path) -> Path:
         strategy="fedavg",
         budget=10**12,
         reference=10**9,
-        lr=settings.lr,
+        lr=settings.training.lr,
         state_dir=str(folder),
         costs={WorkItem(tuple(range(len(blueprint.atoms)))): 1},
     )

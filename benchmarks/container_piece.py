@@ -105,8 +105,8 @@ def train(task: dict[str, Any], folder: Path) -> None:
     from piecework.training.settings import Settings
     from piecework.training.setup import blueprint_of_shape, training_config_for
 
-    settings = Settings.from_run_config({"model": task["model"], "batch-size": task["batch_size"]})
-    torch.set_num_threads(settings.torch_threads)
+    settings = Settings.from_run_config({"model": task["model"], "training.batch-size": task["batch_size"]})
+    torch.set_num_threads(settings.training.torch_threads)
     blueprint = blueprint_of_shape(settings, SHAPE, CLASSES)
     atoms, rng = tuple(task["atoms"]), np.random.default_rng(0)
     store = filled_store(folder, blueprint, atoms)
@@ -122,7 +122,7 @@ def train(task: dict[str, Any], folder: Path) -> None:
 
     def features() -> Examples:
         stored = (*shape[1:], shape[0]) if len(shape) == 3 else shape
-        writer = FeatureWriter(store.feature_path("train-0"), count, stored, settings.feature_cache_bytes)
+        writer = FeatureWriter(store.feature_path("train-0"), count, stored, settings.memory.feature_cache_bytes)
         for _ in range(count):
             writer.append(rng.standard_normal((1, *stored), dtype=np.float32))
         return feature_examples(writer.close(), labels)
@@ -133,7 +133,7 @@ def train(task: dict[str, Any], folder: Path) -> None:
     cap = MemoryCap(task["budget"], enforced=False)
     load = load_for_device(blueprint, store.load)
     trainer = LocalTrainer(
-        lambda: [PieceModel(blueprint, atoms, "head", load)], training_config_for(settings, settings.lr)
+        lambda: [PieceModel(blueprint, atoms, "head", load)], training_config_for(settings, settings.training.lr)
     )
     started = time.process_time()
     trainer.epoch(examples, rng, cap, "train")

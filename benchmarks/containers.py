@@ -137,7 +137,7 @@ def trials(options: argparse.Namespace, model: str, floor: int) -> Iterable[Tria
     from piecework.training.settings import Settings
     from piecework.training.setup import blueprint_of_shape
 
-    settings = Settings.from_run_config({"model": model, "batch-size": options.batch_size})
+    settings = Settings.from_run_config({"model": model, "training.batch-size": options.batch_size})
     blueprint = blueprint_of_shape(settings, SHAPE, CLASSES)
     cost_model, names = cost_model_for(settings, blueprint), atom_names(blueprint)
 

@@ -82,7 +82,7 @@ def policy_for(flags: str) -> FedProphetPolicy:
 def batches(setting: Setting, atoms: Piece, how: How) -> tuple[tuple[Batch, int], ...]:
     """Return the batches of a client's round on a piece with their counts. The memory of a full batch is MemReq."""
     policy = policy_for(setting.flags)
-    part, size = policy.part(policy.item(atoms)), policy.settings.batch_size
+    part, size = policy.part(policy.item(atoms)), policy.settings.training.batch_size
     features = policy.cost_model.bytes(part) // 4 - 3 * part.parameters
     flops = policy.cost_model.traced(part).flops if how.true_flops else 2 * macs(part, size) * (1 + how.attack_steps)
     full, left_over = divmod(setting.examples, size)

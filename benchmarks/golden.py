@@ -35,32 +35,43 @@ TINY = {
     "clients": 8,
     "clients-per-round": 4,
     "num-rounds": ROUNDS,
-    "local-epochs": 1,
+    "training.local-epochs": 1,
     "engine": "local",
     "workers": 1,
-    "evaluate-every": 1,
-    "allow-untrained": True,
+    "evaluation.every": 1,
+    "faults.allow-untrained": True,
 }
 EVERY_DEVICE = {"fleet": "unlimited"}
 # Additional settings of strategies: the demo's fleet has no client for systems that train whole models.
 NEEDED: dict[str, dict[str, Any]] = {
     "exclusivefl": EVERY_DEVICE,
     "fedavg": EVERY_DEVICE,
-    "feddf": {"model": "cnn3", "family": "convnet", "public-share": 0.1, "server-iterations": 4},
+    "feddf": {"model": "cnn3", "feddf.family": "convnet", "data.public-fraction": 0.1, "feddf.server-iterations": 4},
     "fedet": EVERY_DEVICE
-    | {"model": "resnet18", "model-width": 0.125, "family": "resnet10", "public-share": 0.1, "server-iterations": 4},
+    | {
+        "model": "resnet18",
+        "architecture.width": 0.125,
+        "feddf.family": "resnet10",
+        "data.public-fraction": 0.1,
+        "feddf.server-iterations": 4,
+    },
     "fedpm": EVERY_DEVICE,
-    "fedprophet": {"stage-rounds": 1},
+    "fedprophet": {"fedprophet.stage-rounds": 1},
     "fedrbn": EVERY_DEVICE,
     "fjord": EVERY_DEVICE,
     "jfat": EVERY_DEVICE,
     "local": EVERY_DEVICE,
     "orthdrop": EVERY_DEVICE,
-    "profl": {"stage-rounds": 1},
+    "profl": {"profl.stage-rounds": 1},
     "spafl": EVERY_DEVICE,
 }
 PERSONAL = ("local", "spafl")  # their clients evaluate in any case
-ATTACK = {"adversarial": True, "attack-steps": 2, "evaluation-attack-examples": 40, "evaluation-attack-steps": 2}
+ATTACK = {
+    "training.adversarial": True,
+    "attack.steps": 2,
+    "evaluation.attack-examples": 40,
+    "evaluation.attack-steps": 2,
+}
 OF_A_ROUND = (
     "accuracy",
     "loss",
@@ -95,19 +106,21 @@ def cases() -> dict[str, dict[str, Any]]:
     for strategy in STRATEGIES:
         settings = TINY | {"strategy": strategy} | NEEDED.get(strategy, {})
         if strategy not in PERSONAL:
-            settings |= {"client-evaluation-every": 1}
+            settings |= {"evaluation.on-clients-every": 1}
         found[strategy] = settings
-        found |= {f"{strategy} {kind}": settings | {"batch-norm": kind} for kind in BATCH_NORMS}
+        found |= {f"{strategy} {kind}": settings | {"architecture.batch-norm": kind} for kind in BATCH_NORMS}
         found[f"{strategy} adversarial"] = settings | ATTACK
     for strategy in ("fedepth", "prism"):
         found[f"{strategy} two workers"] = found[strategy] | {"workers": 2}
     for strategy in ("fedepth", "depthfl"):
-        found[f"{strategy} two epochs"] = found[strategy] | {"local-epochs": 2}
-        found[f"{strategy} iterations"] = found[strategy] | {"local-iterations": 3}
+        found[f"{strategy} two epochs"] = found[strategy] | {"training.local-epochs": 2}
+        found[f"{strategy} iterations"] = found[strategy] | {"training.local-iterations": 3}
     for strategy in ("fedavg", "depthfl"):
-        found[f"{strategy} warm-up"] = found[f"{strategy} adversarial"] | {"attack-warmup": 1}
+        found[f"{strategy} warm-up"] = found[f"{strategy} adversarial"] | {"attack.warmup": 1}
     for strategy in ("fedprophet", "spafl"):
-        found[f"{strategy} resumed"] = found[strategy] | {"lr-schedule": "constant"}  # it does not depend on num-rounds
+        found[f"{strategy} resumed"] = found[strategy] | {
+            "training.lr-schedule": "constant"
+        }  # it does not depend on num-rounds
     return found
 
 
@@ -127,8 +140,8 @@ def run(folder: Path, values: dict[str, Any], resumed: bool) -> RunDir:
     run_dir = RunDir(folder / "run")
     settings = Settings.from_run_config(values | {"output-dir": str(folder), "run-name": "run"})
     if resumed:
-        launch(settings.model_copy(update={"num_rounds": 1}), run_dir, lambda _: None)
-        settings = settings.model_copy(update={"resume_from": str(run_dir.path)})
+        launch(settings.changed({"num-rounds": 1}), run_dir, lambda _: None)
+        settings = settings.changed({"resume-from": str(run_dir.path)})
     launch(settings, run_dir, lambda _: None)
     return run_dir
 

@@ -35,13 +35,13 @@ def sub_model(
     blueprint: Blueprint, arrays: Arrays, keep: float, settings: Settings, rng: np.random.Generator
 ) -> Cascade:
     """Return a sub-model of the model with these arrays."""
-    channels = settings.output_channels
+    channels = settings.prism.output_channels
     small = low_rank(blueprint, keep, narrow=channels != "all", scattered=channels == "random")
     model, state, rows = Cascade(small), dict(arrays), {}
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     for layer in factors(small):
         sigma, v, u = decompose(state.pop(layer.weight))
-        chosen = sample(sigma, shapes[layer.v][0], settings.kappa, rng, settings.kernel_sampling)
+        chosen = sample(sigma, shapes[layer.v][0], settings.prism.kappa, rng, settings.prism.kernel_sampling)
         state[layer.v], state[layer.u] = v[chosen], u[:, chosen]
         kept = shapes[layer.u][0]
         rows[layer.weight] = (
@@ -84,10 +84,10 @@ def main(
         load(run, normalise=False).network,
     )
     table = Table("keep ratio", "accuracy", "lowest", "highest", box=None)
-    table.add_row("1 (the model)", f"{accuracy(whole, data, images, settings.eval_batch_size):.1%}", "", "")
+    table.add_row("1 (the model)", f"{accuracy(whole, data, images, settings.evaluation.batch_size):.1%}", "", "")
     for keep in KEEPS:
         models = (sub_model(blueprint, arrays, keep, settings, np.random.default_rng(n)) for n in range(draws))
-        found = [accuracy(model, data, images, settings.eval_batch_size) for model in models]
+        found = [accuracy(model, data, images, settings.evaluation.batch_size) for model in models]
         table.add_row(f"{keep:g}", f"{np.mean(found):.1%}", f"{min(found):.1%}", f"{max(found):.1%}")
     Console().print(table)
 

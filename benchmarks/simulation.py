@@ -102,26 +102,26 @@ def engine_rounds(
     engine: str, data_dir: str, epochs: int, rounds: int, output: Path, asked: int = ASKED, strategy: str = "fedavg"
 ) -> list[dict]:
     """Return the records of an engine's rounds, without the first, a warm-up."""
-    distils = {"family": "cnn3", "public-share": 0.02} if strategy == "feddf" else {}
+    distils = {"feddf.family": "cnn3", "data.public-fraction": 0.02} if strategy == "feddf" else {}
     settings = Settings.from_run_config(
         {
             "engine": engine,
             "strategy": strategy,
             "model": "lenet5",
-            "model-options": "layout=lecun",
+            "architecture.options": "layout=lecun",
             "dataset": "fashion-mnist",
             "data-dir": data_dir,
             "partition": "iid",
-            "validation-share": 0.0,
+            "data.validation-fraction": 0.0,
             "fleet": "unlimited",
             "clients": CLIENTS,
             "clients-per-round": asked,
             "num-rounds": rounds + 1,
-            "local-epochs": epochs,
-            "batch-size": BATCH,
+            "training.local-epochs": epochs,
+            "training.batch-size": BATCH,
             "lr": 0.05,
-            "lr-schedule": "constant",
-            "evaluate-every": 0,
+            "training.lr-schedule": "constant",
+            "evaluation.every": 0,
             "workers": PROCESSES,
             "output-dir": str(output),
             "run-name": f"{engine}-{epochs}-{asked}",

@@ -52,13 +52,15 @@ def query_device(message: Message, context: Context) -> Message:
     if number < clients:
         data, rows = open_share(settings, context, number, clients)
         test_rows = own_test_rows(data, settings, context, number, clients)
-    train, held = split(rows, settings.validation_share, settings.seed, number) if len(rows) else (rows, rows)
+    train, held = split(rows, settings.data.validation_fraction, settings.seed, number) if len(rows) else (rows, rows)
     metrics: Metrics = {"partition-id": number, "num-partitions": clients}
     metrics |= {"num-examples": len(train), "num-validation": len(held), "num-test": len(test_rows)}
     if node.get("device") == "auto":
         folder = Path(str(node.get("state-dir", ".")))
         folder.mkdir(parents=True, exist_ok=True)
-        available = memory_for_training(find_device(settings.accelerator))  # before the probes, which take some
+        available = memory_for_training(
+            find_device(settings.training.accelerator)
+        )  # before the probes, which take some
         measured = measure_device(folder)
         metrics |= {
             "memory-available": available,
@@ -90,7 +92,7 @@ def train(message: Message, context: Context) -> Message:
         resident = ResidentPeak()
         update = find_trainer(task.strategy)(task, client)
         rss_peak = resident.peak_bytes()
-        if client.settings.batch_norm == "local":
+        if client.settings.architecture.batch_norm == "local":
             _keep_batch_norm(client, update.units)
         client.commit()
         arrays = pack(client.store, update.units)

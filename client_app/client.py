@@ -102,7 +102,9 @@ class Client:
                 block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy()
             if writer is None:
                 path = self.store.feature_path(part)
-                writer = FeatureWriter(path, len(examples) - single, block.shape[1:], self.settings.feature_cache_bytes)
+                writer = FeatureWriter(
+                    path, len(examples) - single, block.shape[1:], self.settings.memory.feature_cache_bytes
+                )
             writer.append(block)
             labels.append(examples.labels[positions])
             del z, block

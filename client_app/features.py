@@ -35,7 +35,7 @@ def prefix_features(client: Client, modules: Sequence[Piece], *, training: bool 
     if not modules:
         return client.share(STAGES)
     paths = _paths(client, modules)
-    found = len(modules) - 1 if client.settings.feature_cache else -1
+    found = len(modules) - 1 if client.settings.memory.feature_cache else -1
     features = None
     while found >= 0 and (features := _opened(client, paths[found], modules[found])) is None:
         found -= 1
@@ -54,7 +54,7 @@ def prefix_features(client: Client, modules: Sequence[Piece], *, training: bool 
 
 def _paths(client: Client, modules: Sequence[Piece]) -> list[Path]:
     """Where the features behind each module belong."""
-    folder = client.store.features if client.settings.feature_cache else client.store.task / "features"
+    folder = client.store.features if client.settings.memory.feature_cache else client.store.task / "features"
     folder.mkdir(exist_ok=True)
     digest, paths = hashlib.sha256(), []
     for module in modules:
@@ -120,7 +120,7 @@ def _stream(
 
     Where it is `measured`, its batch norms get the mean statistics of these batches.
     """
-    limit = client.settings.feature_cache_bytes
+    limit = client.settings.memory.feature_cache_bytes
     piece = PieceModel(client.blueprint, module, head, client.load())
     piece.train(training)
     if measured:
@@ -173,7 +173,8 @@ def make_room(experiment: Path, path: Path, size: int, limit: int) -> None:
     """
     if size > limit:
         raise OSError(
-            f"features of {size:,} bytes ({path.name}), feature-cache-bytes allows {limit:,}: raise it, or give the client "
+            f"features of {size:,} bytes ({path.name}), memory.feature-cache-bytes allows {limit:,}: raise it, or give the "
+            f"client "
             "fewer examples"
         )
     held = []

@@ -1,4 +1,4 @@
-"""Momentum that outlives a round: PriSM's and SpaFL's authors' choice (`server-momentum`, `client-momentum`).
+"""Momentum that outlives a round: PriSM's and SpaFL's authors' choice (`prism.server-momentum`, `spafl.client-momentum`).
 
 What the server averages, PriSM's of factors and of their norms, comes and goes with the model's arrays, each as `momentum_` and
 the name of its parameter, and so with a unit of its own for every atom. That of the other parameters stays with the client, in

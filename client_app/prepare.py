@@ -48,27 +48,27 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     Raises MissingUnitsError, and NoAcceleratorError where the settings ask for a GPU that is not there.
     """
     settings = Settings.from_run_config(context.run_config)
-    torch.set_num_threads(settings.torch_threads)
-    device = find_device(settings.accelerator)
+    torch.set_num_threads(settings.training.torch_threads)
+    device = find_device(settings.training.accelerator)
     number = int(context.node_config["partition-id"])
     clients = settings.clients or int(context.node_config["num-partitions"])
     old_state = store.newest_state(task.state_round, task.void)
     unpack(content, store.write_units)
     frozen.forget_others(store.frozen, set(task.frozen.values()))
     frozen.lay(store.frozen, task.frozen, store.model)
-    if settings.batch_norm == "local" and old_state is not None:
+    if settings.architecture.batch_norm == "local" and old_state is not None:
         store.overlay(old_state / "batch-norm")
     data, rows = open_share(settings, context, number, clients)
-    train_rows, validation_rows = split(rows, settings.validation_share, settings.seed, number)
+    train_rows, validation_rows = split(rows, settings.data.validation_fraction, settings.seed, number)
     if task.personal:
         validation = examples_of_test(data, own_test_rows(data, settings, context, number, clients))
     else:
         validation = training_examples(data, validation_rows)
     budget = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes, device))
-    allowed = settings.allowance(budget)
+    allowed = settings.memory.allowance(budget)
     keep_heap_tight(budget, available_memory())
     full = blueprint_for(settings, data)
-    attack = image_attack(settings, data, settings.attack_steps) if task.adversarial else None
+    attack = image_attack(settings, data, settings.attack.steps) if task.adversarial else None
     return Client(
         number=number,
         round=task.round,
@@ -101,7 +101,7 @@ def training_data(
     """A client's training examples, augmented again for each `fill`, where the settings ask for that."""
     when, purpose = (server_round, fill) if fill != STAGES else (0, "stages")
     rng = generator(settings.seed, when, number, "augment", purpose)
-    drawn = Augmentation.draw(len(rows), rng) if settings.augment else None
+    drawn = Augmentation.draw(len(rows), rng) if settings.data.augment else None
     return training_examples(data, rows, drawn).on(device)
 
 
@@ -151,7 +151,7 @@ def own_budget(
     """Bytes this client may use by its own knowledge: measured on a device, else a function of (fleet, seed, round, client)."""
     name = str(context.node_config.get("device", ""))
     if name == "auto":
-        return memory_for_training(device) - settings.reserve - 3 * message_bytes
+        return memory_for_training(device) - settings.memory.reserve - 3 * message_bytes
     fleet = load_fleet(settings.fleet)
     state = device_state(fleet, number, clients, settings.seed, task.round, task.reference, name or None)
     return state.budget_bytes

@@ -176,7 +176,8 @@ class FeatureWriter:
         size = 4 * count * math.prod(shape)
         if size > limit:
             raise OSError(
-                f"features of {count} examples of shape {shape} take {size:,} bytes, feature-cache-bytes allows {limit:,}: "
+                f"features of {count} examples of shape {shape} take {size:,} bytes, memory.feature-cache-bytes allows "
+                f"{limit:,}: "
                 "raise it, or give the client fewer examples"
             )
         self.path = path

@@ -31,7 +31,7 @@ def caltech256(source: Path, download: bool) -> Source:
     if not base.is_dir():
         raise DatasetError(
             f"caltech256: no {base}; set data-dir (now {source}) to the folder that holds "
-            "caltech256/256_ObjectCategories/{001.ak47,..}, or set download = true"
+            "caltech256/256_ObjectCategories/{001.ak47,..}, or set data.download = true"
         )
     folders = [entry for entry in sorted(base.iterdir()) if entry.is_dir() and not entry.name.endswith(".clutter")]
     classes = [sorted(folder.glob("*.jpg")) for folder in folders]

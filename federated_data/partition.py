@@ -73,7 +73,7 @@ def dirichlet(
     labels = _check(labels, clients)
     if not 0 < alpha <= 1e6:
         raise ValueError(
-            f"partition-alpha is {alpha}; allowed are numbers above 0 up to 1e6 (0.1 is strong skew, 100 nearly none)"
+            f"data.partition-alpha is {alpha}; allowed are numbers above 0 up to 1e6 (0.1 is strong skew, 100 nearly none)"
         )
     rng = _rng(seed, _DIRICHLET)
     sizes = np.unique(labels, return_counts=True)[1]
@@ -102,7 +102,7 @@ def pathological(labels: NDArray[Any], clients: int, seed: int, classes_per_clie
             if each == 0:
                 raise ValueError(
                     f"class {classes[card]} has {sizes[card]} examples for {holders[card]} clients; "
-                    "use fewer clients or smaller partition-classes"
+                    "use fewer clients or smaller data.partition-classes"
                 )
             counts[client, card] = each + (seen[card] < over)
             seen[card] += 1
@@ -126,13 +126,16 @@ def skewed(labels: NDArray[Any], clients: int, seed: int, classes_per_client: in
     labels = _check(labels, clients)
     classes, sizes = _classes(labels, classes_per_client)
     if not 0 <= skew <= 1:
-        raise ValueError(f"partition-skew is {skew}; it must be at least 0 (as iid) and at most 1 (own classes only)")
+        raise ValueError(
+            f"data.partition-skew is {skew}; it must be at least 0 (as iid) and at most 1 (own classes only)"
+        )
     quota = len(labels) // clients
     own = round(skew * quota)
     if 0 < own < classes_per_client:
         raise ValueError(
-            f"partition-skew {skew} makes {own} of a client's {quota} examples those of its {classes_per_client} classes, too "
-            "few for one of each; use fewer clients, smaller partition-classes or larger partition-skew"
+            f"data.partition-skew {skew} makes {own} of a client's {quota} examples those of its {classes_per_client} "
+            f"classes, too "
+            "few for one of each; use fewer clients, smaller data.partition-classes or larger data.partition-skew"
         )
     rng = _rng(seed, _SKEWED)
     order = rng.permutation(len(classes))
@@ -157,12 +160,13 @@ def natural(
     """
     labels = _check(labels, clients)
     if groups is None:
-        raise ValueError("partition = natural: these data have no groups; npz data have them as group_train")
+        raise ValueError("data.partition = natural: these data have no groups; npz data have them as group_train")
     known = np.unique(groups)
     wanted = clients * max(1, groups_per_client)
     if wanted > len(known):
         raise ValueError(
-            f"partition-groups is {groups_per_client}: {clients} clients need {wanted} groups, these data have {len(known)}; "
+            f"data.partition-groups is {groups_per_client}: {clients} clients need {wanted} groups, these data have "
+            f"{len(known)}; "
             "use fewer clients or fewer groups for each"
         )
     order = _rng(seed, _NATURAL).permutation(known)
@@ -176,7 +180,7 @@ def split(indices: NDArray[Any], validation_share: float, seed: int, client: int
     Validation gets the nearest whole number to `validation_share` (in [0, 1)) of them, but never all.
     """
     if not 0 <= validation_share < 1:
-        raise ValueError(f"validation-share is {validation_share}; it must be at least 0 and below 1")
+        raise ValueError(f"data.validation-fraction is {validation_share}; it must be at least 0 and below 1")
     size = max(0, min(round(validation_share * len(indices)), len(indices) - 1))
     order = _rng(seed, client, _VALIDATION).permutation(np.asarray(indices, dtype=np.int64))
     return np.sort(order[size:]), np.sort(order[:size])
@@ -192,7 +196,7 @@ def _classes(labels: NDArray[Any], classes_per_client: int) -> tuple[NDArray[Any
     """Return the classes present and their sizes. Raises ValueError unless a client can have that many."""
     classes, sizes = np.unique(labels, return_counts=True)
     if not 1 <= classes_per_client <= len(classes):
-        raise ValueError(f"partition-classes is {classes_per_client}; these data allow 1 to {len(classes)}")
+        raise ValueError(f"data.partition-classes is {classes_per_client}; these data allow 1 to {len(classes)}")
     return classes, sizes
 
 
@@ -234,8 +238,8 @@ def _unbalanced_counts(sizes: Ints, clients: int, alpha: float, minimum: int, rn
             return counts
         best = max(best, int(held.min()))
     raise ValueError(
-        f"partition-alpha {alpha}: in {_MAX_DRAWS} draws the poorest of {clients} clients got at most {best} of {total}, "
-        f"min-examples is {minimum}; use a larger partition-alpha, fewer clients, or partition-balanced = true"
+        f"data.partition-alpha {alpha}: in {_MAX_DRAWS} draws the poorest of {clients} clients got at most {best} of {total}, "
+        f"min-examples is {minimum}; use a larger data.partition-alpha, fewer clients, or data.partition-balanced = true"
     )
 
 

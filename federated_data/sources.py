@@ -221,7 +221,7 @@ def _read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
 def _missing(name: str, source: Path, path: Path) -> DatasetError:
     return DatasetError(
         f"{name}: no {path}; set data-dir (now {source}) to the folder that holds {_LAYOUTS[name]}, "
-        "or set download = true"
+        "or set data.download = true"
     )
 
 

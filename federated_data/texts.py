@@ -43,7 +43,7 @@ def imdb(source: Path, download: bool) -> Source:
         if lost := [part for part in ("train", "test") if not (folder / part).is_dir()]:
             raise DatasetError(
                 f"imdb: no {folder / lost[0]}; set data-dir (now {source}) to the folder that holds "
-                "aclImdb/{train,test}/{neg,pos}/*.txt or imdb/{train,test}.jsonl (or .gz, .xz), or set download = true"
+                "aclImdb/{train,test}/{neg,pos}/*.txt or imdb/{train,test}.jsonl (or .gz, .xz), or set data.download = true"
             )
         (texts, labels), (test_texts, test_labels) = (
             _read_folder(folder / part, IMDB_CLASSES) for part in ("train", "test")

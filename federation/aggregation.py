@@ -129,7 +129,7 @@ def check_update(
     total = math.sqrt(sum(squares[unit] for unit in weights))
     if any(unit not in (limits or {}) for unit in weights) and total > maximum():
         raise UpdateRejectedError(
-            f"the update's norm {total:.4g} is past the limit {maximum():.4g} (update-norm-limit)"
+            f"the update's norm {total:.4g} is past the limit {maximum():.4g} (faults.update-norm-limit)"
         )
     return CheckedUpdate(checked, examples, norms)
 
@@ -173,7 +173,7 @@ def require_within(norms: Norms, limits: Mapping[str, float]) -> None:
         if norm > (limit := limits.get(unit, math.inf)):
             raise UpdateRejectedError(
                 f"the update of {unit} moves it by {norm:.4g} (root mean square), past the limit {limit:.4g} "
-                "(update-norm-limit)"
+                "(faults.update-norm-limit)"
             )
 
 

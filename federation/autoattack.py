@@ -67,19 +67,19 @@ def require_autoattack(settings: Settings, data: ArrayDataset) -> None:
     """Refuse a run that could not end with the AutoAttack it asks for. Raises SettingsError, and DatasetError for other data
     than images of 8 bits.
     """
-    if not settings.autoattack_examples:
+    if not settings.evaluation.autoattack_examples:
         return
-    key = f"autoattack-examples = {settings.autoattack_examples}"
+    key = f"evaluation.autoattack-examples = {settings.evaluation.autoattack_examples}"
     if data.num_classes < LEAST_CLASSES:
         raise SettingsError(
             f"{key}: data set {data.name} has {data.num_classes} classes and AutoAttack's targeted attack needs "
-            f"{LEAST_CLASSES}; set autoattack-examples = 0"
+            f"{LEAST_CLASSES}; set evaluation.autoattack-examples = 0"
         )
     image_attack(settings, data, 1)
     try:
         _torchattacks()
     except SettingsError as error:
-        raise SettingsError(f"{key}: {error}, or set autoattack-examples = 0") from error
+        raise SettingsError(f"{key}: {error}, or set evaluation.autoattack-examples = 0") from error
 
 
 def autoattack(

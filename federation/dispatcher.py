@@ -54,7 +54,7 @@ class Dispatcher:
                 continue
             content = RecordDict({"task": task.to_record(), "arrays": travelling(task, self.arrays)})
             self.log[client].bytes_down += content_bytes(content)
-            self.log[client].reason = "no answer within round-timeout"
+            self.log[client].reason = "no answer within messages.round-timeout"
             node = self.registry.members[client].node_id
             ttl = LIFE * self.timeout
             yield Message(content, dst_node_id=node, message_type=kind, group_id=str(task.round), ttl=ttl)

@@ -129,9 +129,11 @@ def final_evaluation(
     evaluate: Evaluator, arrays: ArrayRecord, atoms: Piece, head: str, settings: Settings
 ) -> dict[str, Any]:
     """How the trained model does, as JSON values: clean, under PGD, and under AutoAttack where that is asked for."""
-    found = asdict(evaluate(arrays, atoms, head)) | {"attack_steps": settings.evaluation_attack_steps}
-    if settings.autoattack_examples:
-        result = evaluate.autoattack(arrays, settings.autoattack_examples, settings.attack_epsilon, atoms, head)
+    found = asdict(evaluate(arrays, atoms, head)) | {"attack_steps": settings.evaluation.attack_steps}
+    if settings.evaluation.autoattack_examples:
+        result = evaluate.autoattack(
+            arrays, settings.evaluation.autoattack_examples, settings.attack.epsilon, atoms, head
+        )
         found["autoattack"] = asdict(result)
     return found
 

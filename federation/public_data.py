@@ -15,36 +15,38 @@ from piecework.training.setup import open_dataset, public_rows
 def public_examples(settings: Settings) -> Examples:
     """The server's public examples, normalised as the run's. Their labels come along, and distillation does not read them.
 
-    Raises ValueError where there are fewer than two, or those of `public-data` are not like the run's.
+    Raises ValueError where there are fewer than two, or those of `data.public` are not like the run's.
     """
     data = open_dataset(settings.dataset, settings.data_dir)
-    if settings.public_data:
+    if settings.data.public:
         return _own(settings, data)
     rows = np.arange(len(data.labels)) if data.export is not None else public_rows(settings, len(data.labels))
     if len(rows) < 2:
         raise ValueError(
-            f"public-share = {settings.public_share}: {settings.strategy} needs public examples on the server, and has "
-            f"{len(rows)}; set public-share = 0.1, of the training examples, or public-data to a folder of yours"
+            f"data.public-fraction = {settings.data.public_fraction}: {settings.strategy} needs public examples on the "
+            f"server, and has "
+            f"{len(rows)}; set data.public-fraction = 0.1, of the training examples, or data.public to a folder of yours"
         )
     return training_examples(data, rows)
 
 
 def _own(settings: Settings, data: ArrayDataset) -> Examples:
-    if settings.public_share or settings.public_data == settings.dataset:
+    if settings.data.public_fraction or settings.data.public == settings.dataset:
         raise ValueError(
-            f"public-data = {settings.public_data!r}: beside public-share = {settings.public_share} and dataset = "
+            f"data.public = {settings.data.public!r}: beside data.public-fraction = {settings.data.public_fraction} and "
+            f"dataset = "
             f"{settings.dataset!r} it has to be other data, and the share 0"
         )
     folder = "" if data.export is not None else settings.data_dir  # a part of an export holds no other data
-    prepare(settings.public_data, data_dir=folder, cache_dir=default_cache(), download=settings.download)
-    own = open_dataset(settings.public_data, folder)
+    prepare(settings.data.public, data_dir=folder, cache_dir=default_cache(), download=settings.data.download)
+    own = open_dataset(settings.data.public, folder)
     if (own.input_shape, own.inputs.dtype, own.vocabulary) != (data.input_shape, data.inputs.dtype, data.vocabulary):
         raise ValueError(
-            f"public-data = {settings.public_data!r} holds {own.inputs.dtype} of shape {own.input_shape}, data set "
+            f"data.public = {settings.data.public!r} holds {own.inputs.dtype} of shape {own.input_shape}, data set "
             f"{data.name} {data.inputs.dtype} of shape {data.input_shape}: they have to be alike"
         )
     if len(own.labels) < 2:
         raise ValueError(
-            f"public-data = {settings.public_data!r} holds {len(own.labels)} training examples: two or more"
+            f"data.public = {settings.data.public!r} holds {len(own.labels)} training examples: two or more"
         )
     return training_examples(replace(own, mean=data.mean, std=data.std), np.arange(len(own.labels)))

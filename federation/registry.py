@@ -92,7 +92,8 @@ class ClientRegistry:
                 return
             if late:
                 raise TooFewNodesError(
-                    f"{len(self.members)} of {expected or 'at least 1'} clients connected within {timeout:g} s (node-timeout): "
+                    f"{len(self.members)} of {expected or 'at least 1'} clients connected within {timeout:g} s "
+                    f"(messages.node-timeout): "
                     "start more nodes, lower `clients`, or give each node its own partition-id"
                     + (f"; the last answer that could not be used: {self.last_error}" if self.last_error else "")
                 )

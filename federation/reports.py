@@ -23,10 +23,10 @@ class ClientReport:
     `gpu_peak` of what torch's allocator gave out of a GPU.
 
     `status`: ok; memory (refused, or stopped at its budget: `needed` and `allowed` tell); failed (it raised an exception);
-    crashed (its process died); gone (its node left); timeout (no answer within round-timeout); rejected (an update that may not
-    enter the model). `note` is what else there is to say, also of an ok. `trained` names the parts of the model that the client
-    trained, and `pieces` the atoms of each of its work items. `counted_bits` and `counted_flops` are by the rules of SpaFL's
-    Table 2.
+    crashed (its process died); gone (its node left); timeout (no answer within messages.round-timeout); rejected (an update
+    that may not enter the model). `note` is what else there is to say, also of an ok. `trained` names the parts of the model
+    that the client trained, and `pieces` the atoms of each of its work items. `counted_bits` and `counted_flops` are by the
+    rules of SpaFL's Table 2.
     """
 
     client: int
@@ -34,7 +34,7 @@ class ClientReport:
     budget: int
     bytes_down: int = 0
     status: str = "timeout"
-    reason: str = "not sent within round-timeout"
+    reason: str = "not sent within messages.round-timeout"
     note: str = ""
     bytes_up: int = 0
     client_budget: int = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-LIFE = 2  # times round-timeout: then Flower drops a message, and its node is free again
+LIFE = 2  # times messages.round-timeout: then Flower drops a message, and its node is free again
 
 
 @dataclass(frozen=True)

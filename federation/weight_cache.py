@@ -112,7 +112,7 @@ class WeightCache:
             return []  # it did not answer
         missing = [unit for unit, digest in task.frozen.items() if digest not in self._held[client].hashes]
         sizes = {u: sum(len(a.data) for a in held.values()) for u, held in units_of(arrays, missing).items()}
-        return chunks(sizes, self.settings.message_bytes)
+        return chunks(sizes, self.settings.messages.max_bytes)
 
     def _messages(
         self,
@@ -135,13 +135,13 @@ class WeightCache:
                 }
             )
             reports[client].bytes_down += content_bytes(content)
-            reports[client].reason = "no answer to its frozen units within round-timeout"
+            reports[client].reason = "no answer to its frozen units within messages.round-timeout"
             yield Message(
                 content,
                 dst_node_id=self.registry.members[client].node_id,
                 message_type="query.units",
                 group_id=str(tasks[client].round),
-                ttl=LIFE * self.settings.round_timeout,
+                ttl=LIFE * self.settings.messages.round_timeout,
             )
 
     def note(self, replies: Iterable[Message], reports: Mapping[int, ClientReport]) -> Iterator[tuple[int, Message]]:

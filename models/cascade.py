@@ -168,7 +168,7 @@ def num_features(shape: Shape) -> int:
 
 
 def norm_layer(channels: int, batch_norm: str) -> nn.Module:
-    """Return the batch norm for a value of `batch-norm`.
+    """Return the batch norm for a value of `architecture.batch-norm`.
 
     `running` and `local` keep running statistics, `batch` always uses those of the batch, and `dual` (for FedRBN) has two sets.
     """

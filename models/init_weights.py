@@ -1,4 +1,4 @@
-"""Load a model's initial weights from a file (`init-weights`), as in papers that start from ImageNet weights.
+"""Load a model's initial weights from a file (`training.init-weights`), as in papers that start from ImageNet weights.
 
 The file has our names, as a run's own `model.safetensors` does, or torchvision's. The latter is made once where torchvision is
 installed:
@@ -38,12 +38,13 @@ def pretrained(path: Path, blueprint: Blueprint) -> tuple[dict[str, np.ndarray],
     taken = {our: their for our, their in theirs.items() if _layer(our) not in misfits}
     if not taken:
         raise ValueError(
-            f"init-weights = {path}: none of its {len(held)} arrays fits {blueprint.name}. It holds {_some(held)}; the model "
+            f"training.init-weights = {path}: none of its {len(held)} arrays fits {blueprint.name}. It holds {_some(held)}; "
+            f"the model "
             f"has {_some(own)}, and takes these names{_other_names(blueprint)}"
         )
     for their in taken.values():
         if not held[their].isfinite().all():
-            raise ValueError(f"init-weights = {path}: {their} has values that are not finite")
+            raise ValueError(f"training.init-weights = {path}: {their} has values that are not finite")
     arrays = {our: held[their].to(own[our].dtype, copy=True).numpy() for our, their in taken.items()}
     used = set(taken.values())
     return arrays, [name for name in held if name not in used]
@@ -66,13 +67,14 @@ def account(path: Path, taken: Mapping[str, np.ndarray], excluded: list[str]) ->
 
 def _read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
-        raise ValueError(f"init-weights = {path}: there is no such file")
+        raise ValueError(f"training.init-weights = {path}: there is no such file")
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"init-weights = {path} cannot be read as safetensors: {error}. Pickles (.pt, .pth) are not read: load them where "
+            f"training.init-weights = {path} cannot be read as safetensors: {error}. Pickles (.pt, .pth) are not read: load "
+            f"them where "
             "you trust them, and save the state dict by safetensors.torch.save_file"
         ) from None
 

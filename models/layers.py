@@ -26,7 +26,7 @@ def pooled_linear(channels: int, num_classes: int) -> nn.Sequential:
 
 
 def norm_layer_1d(features: int, batch_norm: str) -> nn.Module:
-    """Return the batch norm after a linear layer for a value of `batch-norm` (models/cascade.py has that of maps)."""
+    """Return the batch norm after a linear layer for `architecture.batch-norm`; models/cascade.py has that of maps."""
     if batch_norm == "dual":
         return DualBatchNorm1d(features)
     return nn.BatchNorm1d(features, track_running_stats=batch_norm != "batch")

@@ -19,7 +19,7 @@ class AtomTooLargeError(ValueError):
         self.name, self.needed, self.allowed = name, needed, allowed
         cost = "more than any cost listed" if needed is None else f"{needed:,} bytes"
         super().__init__(
-            f"atom {name!r} needs {cost}, the budget allows {allowed:,} bytes: raise the budget, or lower batch-size"
+            f"atom {name!r} needs {cost}, the budget allows {allowed:,} bytes: raise the budget, or lower training.batch-size"
         )
 
 

@@ -1,8 +1,8 @@
 """Names of our parameters in torchvision's state dicts (timm's are the same for these layers), for pretrained weights.
 
 These are names only: whoever loads by them must compare shapes, because the first convolution (`stem = "cifar"`), the number of
-classes or the width may differ, and must skip buffers that `batch-norm = "batch"` does not have. The classifiers of our VGGs
-are made for small images and never fit torchvision's.
+classes or the width may differ, and must skip buffers that `architecture.batch-norm = "batch"` does not have. The classifiers
+of our VGGs are made for small images and never fit torchvision's.
 """
 
 from piecework.models import resnet, vgg

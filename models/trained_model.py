@@ -47,7 +47,7 @@ class TrainedModel(nn.Module):
     With `normalise=False` images must be standardised already.
 
     `network` is the model alone and `class_names` are the names of its classes. `depends_on_batch` says whether the prediction
-    for an example depends on the others of its batch (`batch-norm = batch`).
+    for an example depends on the others of its batch (`architecture.batch-norm = batch`).
     """
 
     mean: Tensor
@@ -192,8 +192,8 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
     use([network], adversarial=described.get("evaluation_branch") == "adversarial")
     if model.depends_on_batch:
         warnings.warn(
-            f"{file} was trained with batch-norm = batch: what it says of an example depends on the others of its batch. Give "
-            "it large, mixed batches, or train with batch-norm = running or measured",
+            f"{file} was trained with architecture.batch-norm = batch: what it says of an example depends on the others of "
+            "its batch. Give it large, mixed batches, or train with architecture.batch-norm = running or measured",
             stacklevel=3,
         )
     return model.eval()

@@ -34,7 +34,7 @@ class Variant:
     straight-through gradient, and `silent` also biases and norms of pruned filters (SpaFL). `scores` freezes weights drawn from
     `seed` and masks them by trained scores, with this straight-through gradient (FedPM). `exits` adds classifiers after these
     blocks of atoms (DepthFL). `basic_layers` adds a small layer that can stand for each of these blocks (ProFL). `statistics`
-    gives running statistics to batch norms that are trained without them (`batch-norm = measured`).
+    gives running statistics to batch norms that are trained without them (`architecture.batch-norm = measured`).
     """
 
     architecture: str = ""

@@ -65,7 +65,7 @@ def build_blueprint(
     """
     require_one_of("model", name, tuple(MODELS))
     if batch_norm != "dual":
-        require_one_of("batch-norm", batch_norm, BATCH_NORMS)
+        require_one_of("architecture.batch-norm", batch_norm, BATCH_NORMS)
     shape = tuple(input_shape)
     _require_shape(name, shape)
     if num_classes < 1 or width <= 0:

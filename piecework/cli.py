@@ -113,11 +113,11 @@ def run_one(
 
     listen()
     name = f"{settings.run_name}-seed{seed}" if several and settings.run_name else settings.run_name
-    settings = settings.model_copy(update={"seed": seed, "run_name": name})
+    settings = settings.changed({"seed": seed, "run-name": name})
     preflight(settings)
     run_dir = resolve_run_dir(settings)
     if not settings.resume_from:
-        settings = settings.model_copy(update={"run_name": run_dir.path.name})
+        settings = settings.changed({"run-name": run_dir.path.name})
     reason, ended_by, before = "", 0, run_dir.summary_version()
     try:
         with RoundProgress(settings.num_rounds) as progress:
@@ -221,7 +221,7 @@ def plan(
 
     with errors_for_people(as_json, {}):
         named: Scalars = {"model": model, "dataset": dataset, "strategy": strategy, "fleet": fleet}
-        named |= {"memory-model": memory_model, "batch-size": batch_size or 0}
+        named |= {"memory.model": memory_model, "training.batch-size": batch_size or 0}
         given = {key: value for key, value in named.items() if value}
         settings = settings_from(preset, assignments, nodes=nodes, named=given)
         usual = bool(model) and not (dataset or preset)  # a model without a data set: what it usually reads
@@ -229,9 +229,8 @@ def plan(
             raise SettingsError(f"--input-shape {input_shape} and --dataset {dataset}: give one of them")
         if suggest and picture:
             raise SettingsError(f"--picture {picture}: a picture shows one plan, --suggest makes several")
-        question = ask(
-            settings, usual, input_shape, classes, examples, budget, precision or settings.precision, attack_steps
-        )
+        precise = precision or settings.training.precision
+        question = ask(settings, usual, input_shape, classes, examples, budget, precise, attack_steps)
         if suggest:
             advice = advise(settings, question)
             print(json.dumps({"suggest": advice})) if as_json else show(advice_tables(advice))

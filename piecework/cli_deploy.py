@@ -43,7 +43,7 @@ def profile(
     assignments: Set = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    r"""Measure this machine into a \[\[device]] table for a fleet, by the settings torch-threads and reserve."""
+    r"""Measure this machine into a \[\[device]] table for a fleet, by the settings training.torch-threads and reserve."""
     import platform
 
     from piecework.profile_device import check_new, profile_device, toml_text, write_new
@@ -53,7 +53,7 @@ def profile(
         if file is not None:
             check_new(file)
         device = name or platform.node() or "device"
-        measured = profile_device(device, seconds, folder, settings.torch_threads, settings.reserve)
+        measured = profile_device(device, seconds, folder, settings.training.torch_threads, settings.memory.reserve)
         if file is not None:
             write_new(file, toml_text(measured))
         if as_json:

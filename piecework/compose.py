@@ -187,10 +187,10 @@ def places(settings: Settings, floor: int) -> list[Place]:
 
     Raises SettingsError, FleetError.
     """
-    if settings.memory_model != "traced":
+    if settings.memory.model != "traced":
         raise SettingsError(
-            f"memory-model = {settings.memory_model!r} counts less than training takes, and the kernel would end every "
-            "client: containers need memory-model = 'traced'"
+            f"memory.model = {settings.memory.model!r} counts less than training takes, and the kernel would end every "
+            "client: containers need memory.model = 'traced'"
         )
     fleet, clients = load_fleet(settings.fleet), settings.clients
     devices = [device_of(fleet, client, clients, settings.seed) for client in range(clients)]
@@ -219,7 +219,7 @@ def places(settings: Settings, floor: int) -> list[Place]:
 def reference_bytes(settings: Settings) -> int:
     """Return the bytes of one reference step, of which ratio budgets are fractions."""
     shape, classes, _ = data_shape(settings)
-    full = settings.model_copy(update={"model_width": 1.0})
+    full = settings.changed({"architecture.width": 1.0})
     return cost_model_for(settings, blueprint_of_shape(full, shape, classes)).reference_bytes
 
 

@@ -32,7 +32,7 @@ def export_data(settings: Settings, out: Path, force: bool = False) -> list[dict
     out = out.expanduser().absolute()
     _check_target(out, force)
     source = prepare(
-        settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.download
+        settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.data.download
     )
     data = load(source, verify=True)
     if data.export is not None:

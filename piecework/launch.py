@@ -39,6 +39,7 @@ from piecework.server_app.start import say
 from piecework.server_app.summary import STOPPED, stop_reason, summarise
 from piecework.training.accelerator import find_device
 from piecework.training.settings import Settings
+from piecework.training.settings.run import nested
 
 OnRound = Callable[[dict[str, Any]], None]
 Engine = Callable[[Settings, RunDir, OnRound], None]
@@ -65,7 +66,7 @@ def launch(
     preflight(settings)
     require_free(run_dir.path)  # checked before anything is started; the writing process takes the lock itself
     if not connection and not (settings.engine == "ray" and ray_address()):
-        find_device(settings.accelerator)  # the clients will run on this machine
+        find_device(settings.training.accelerator)  # the clients will run on this machine
     engines: dict[str, Engine] = {"local": run_local, "ray": run_ray, "deployment": run_deployment}
     engine = partial(run_there, connection=connection) if connection else engines[settings.engine]
     started = time.monotonic()
@@ -98,7 +99,7 @@ def attempts(engine: Engine, settings: Settings, run_dir: RunDir, on_round: OnRo
 def resumed(settings: Settings, run_dir: RunDir) -> Settings:
     """Return the settings that resume a run from its last checkpoint, or start it again if it has none."""
     begun = (run_dir.path / "settings.toml").is_file()
-    return settings.model_copy(update={"resume_from": str(run_dir.path)}) if begun else settings
+    return settings.changed({"resume-from": str(run_dir.path)}) if begun else settings
 
 
 def note_stop(run_dir: RunDir, seconds: float) -> None:
@@ -121,7 +122,7 @@ def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
     """Run on Flower's simulation: our own SuperLink, which starts its own Ray or joins the cluster of RAY_ADDRESS."""
     if find_spec("ray") is None:
         raise EngineError("--engine ray needs Ray, which is not installed: pip install 'piecework[simulation]'")
-    gpus = max(1, torch.cuda.device_count()) if settings.accelerator == "cuda" else 0
+    gpus = max(1, torch.cuda.device_count()) if settings.training.accelerator == "cuda" else 0
     fraction = gpu_fraction(settings.workers, gpus)  # without it Ray hides the GPUs
     federation = f"num-supernodes={settings.clients} client-resources-num-cpus=1 client-resources-num-gpus={fraction}"
     if not ray_address():
@@ -184,7 +185,7 @@ def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRo
     """
     config = home.path / "run-config.toml"
     values = settings.to_run_config() | {"output-dir": str(run_dir.path.parent), "run-name": run_dir.path.name}
-    config.write_text(tomli_w.dumps(values), encoding="utf-8")
+    config.write_text(tomli_w.dumps(nested(values)), encoding="utf-8")
     seen = len(run_dir.readable_rounds()[0]) if settings.resume_from else 0
     before, known = run_dir.summary_version(), run_dir.coverage()
     app = app_folder(home.path / "app")

@@ -4,13 +4,13 @@ import logging
 import os
 import tomllib
 from pathlib import Path
-from typing import Any
 
 from piecework.app_folder import PRESETS
 from piecework.device_profiles.fleet import load_fleet
 from piecework.processes import Connection
 from piecework.server_app.used_settings import require_used, without_unused
 from piecework.training.settings import Scalar, Settings, SettingsError
+from piecework.training.settings.run import fields, flat
 
 Scalars = dict[str, Scalar]
 LOG = logging.getLogger("piecework")
@@ -43,7 +43,7 @@ def settings_from(
         values["clients"] = nodes
     if output_dir:
         values["output-dir"] = output_dir
-    given, resumed = {key.replace("-", "_") for key in values}, str(values.get("resume-from", ""))
+    given, resumed = set(values), str(values.get("resume-from", ""))
     if resumed not in ("", "auto"):
         values = settings_of_run(resumed) | values
         given |= {"workers"}  # as many as this machine has cores
@@ -53,7 +53,7 @@ def settings_from(
                 "--superlink HOST:PORT to go on with them"
             )
     elif not values.get("clients"):
-        fleet = load_fleet(str(values.get("fleet", Settings.model_fields["fleet"].default)))
+        fleet = load_fleet(str(values.get("fleet", fields()["fleet"].default)))
         values["clients"] = fleet.prescribed_clients or (
             0 if there else 4 if values.get("engine") == "deployment" else 20
         )
@@ -61,21 +61,22 @@ def settings_from(
         values.setdefault("data-dir", os.environ["PIECEWORK_DATA"])
     settings = Settings.from_run_config(values)
     # The settings that a run started with do not prevent its resumption.
-    require_used(settings, None if resumed in ("", "auto") else {key.replace("_", "-") for key in given})
+    require_used(settings, None if resumed in ("", "auto") else given)
     resolved = readable_anywhere(settings) | {"workers": default_workers(settings.workers)}
     of_run = resolved.keys() - given if resumed not in ("", "auto") else set()  # as the run has them
-    return settings.model_copy(update={key: value for key, value in resolved.items() if key not in of_run})
+    return settings.changed({key: value for key, value in resolved.items() if key not in of_run})
 
 
-def readable_anywhere(settings: Settings) -> dict[str, Any]:
-    """The settings that name files, by field, as they can be read from anywhere: absolute paths, and the fleet itself."""
+def readable_anywhere(settings: Settings) -> Scalars:
+    """Return the settings that name files so that they can be read from anywhere: absolute paths, and the fleet itself."""
     kind, colon, source = settings.dataset.partition(":")
     dataset = f"{kind}:{(Path(settings.data_dir) / source).resolve()}" if colon else settings.dataset
-    return {"dataset": dataset, "fleet": load_fleet(settings.fleet).to_json()} | {
-        key: str(Path(value).resolve())
-        for key in ("output_dir", "data_dir", "state_dir", "resume_from", "init_weights")
-        if (value := getattr(settings, key)) and value != "auto"
-    }
+    found: Scalars = {"dataset": dataset, "fleet": load_fleet(settings.fleet).to_json()}
+    values = settings.to_run_config()
+    for key in ("output-dir", "data-dir", "state-dir", "resume-from", "training.init-weights"):
+        if values[key] not in ("", "auto"):
+            found[key] = str(Path(str(values[key])).resolve())
+    return found
 
 
 def settings_of_run(folder: str) -> Scalars:
@@ -91,18 +92,41 @@ def settings_of_run(folder: str) -> Scalars:
         raise SettingsError(f"resume-from = {folder!r} was written by another version of Piecework: {error}") from error
 
 
-def read_preset(preset: str) -> dict[str, Scalar]:
-    """Return a preset's settings. Raises SettingsError."""
-    path = Path(preset)
-    if not path.is_file() and (PRESETS / f"{preset}.toml").is_file():
-        path = PRESETS / f"{preset}.toml"
+def read_preset(preset: str) -> Scalars:
+    """Return the settings of a preset, a file or the name of a shipped one, on top of those that it extends.
+
+    `extends = NAME` names a preset beside it or a shipped one, which extends none itself. Raises SettingsError.
+    """
+    path = preset_path(preset)
+    own = read_tables(path)
+    if "extends" not in own:
+        return own
+    extended = str(own.pop("extends"))
+    beside = path.with_name(f"{extended}.toml")
+    base = read_tables(beside if beside.is_file() else preset_path(extended))
+    if "extends" in base:
+        raise SettingsError(
+            f"preset {path}: it extends {extended!r}, which extends {base['extends']!r}: a preset may extend only one that "
+            "extends none"
+        )
+    return base | own
+
+
+def preset_path(preset: str) -> Path:
+    """Return the file of a preset. Raises SettingsError."""
+    path, shipped = Path(preset), PRESETS / f"{preset}.toml"
+    if path.is_file() or shipped.is_file():
+        return path if path.is_file() else shipped
+    names = ", ".join(sorted(found.stem for found in PRESETS.glob("*.toml")))
+    raise SettingsError(f"preset {preset}: no such file, and no shipped preset ({names})")
+
+
+def read_tables(path: Path) -> Scalars:
+    """Return the settings in a TOML file by their keys. Raises SettingsError."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        shipped = ", ".join(sorted(found.stem for found in PRESETS.glob("*.toml")))
-        raise SettingsError(f"--preset {preset}: no such file, and no shipped preset ({shipped})") from None
+        return flat(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, OSError) as error:
-        raise SettingsError(f"--preset {preset}: {error}") from None
+        raise SettingsError(f"preset {path}: {error}") from None
 
 
 def assignment(text: str) -> tuple[str, Scalar]:
@@ -110,7 +134,7 @@ def assignment(text: str) -> tuple[str, Scalar]:
     key, equals, raw = text.partition("=")
     if not equals:
         raise SettingsError(f"--set {text}: expected KEY=VALUE")
-    field = Settings.model_fields.get(key.strip().replace("-", "_"))
+    field = fields().get(key.strip())
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:

@@ -65,12 +65,12 @@ def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel 
         "model": settings.model,
         "input_shape": list(question.input_shape),
         "classes": question.num_classes,
-        "batch_size": settings.batch_size,
+        "batch_size": settings.training.batch_size,
         "precision": question.precision,
         "attack_steps": policy.cost_model.training_config.attack.steps
         if policy.cost_model.training_config.attack
         else 0,
-        "memory_model": settings.memory_model,
+        "memory_model": settings.memory.model,
         "parameters": model.parameters,
         "full_memory_bytes": full,
         "reference_bytes": policy.cost_model.reference_bytes,
@@ -95,19 +95,19 @@ def policy_for(
     policy_class = find_policy(settings.strategy)
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
     reference = blueprint_of_shape(
-        settings.model_copy(update={"model_width": 1.0}), question.input_shape, question.num_classes
+        settings.changed({"architecture.width": 1.0}), question.input_shape, question.num_classes
     )
-    own = settings.attack_steps if policy_class.attacks(settings) else 0
+    own = settings.attack.steps if policy_class.attacks(settings) else 0
     steps = own if question.attack_steps is None else question.attack_steps
     if steps and blueprint.vocabulary:
         raise ValueError(
-            f"{settings.model} reads tokens, which cannot be attacked by gradients: attack-steps must be 0"
+            f"{settings.model} reads tokens, which cannot be attacked by gradients: attack.steps must be 0"
         )
     cost_model = cost_model or cost_model_for(settings, reference, steps, question.precision)
     full = cost_model.bytes(whole_model(blueprint))
     states = fleet_states(fleet, settings, cost_model.reference_bytes)
     budgets = [state.budget_bytes for states_of_round in states for state in states_of_round]
-    budget = question.budget or (settings.r_min if policy_class.adversarial == "always" else "")
+    budget = question.budget or (settings.fedprophet.r_min if policy_class.adversarial == "always" else "")
     minimum = budget_bytes(budget, full) if budget else min(budgets)
     policy = policy_class(blueprint, cost_model, settings)
     policy.require_model()
@@ -135,7 +135,7 @@ def module_row(policy: PartitionPolicy, stage: str, part: Part) -> dict[str, Any
         "memory_bytes": policy.cost_model.bytes(part),
         "forward_flops": part.forward_flops * batch,
         "training_flops": policy.cost_model.traced(part).flops,
-        "macs": count(part, batch) if (count := MACS.get(policy.settings.memory_model)) else None,
+        "macs": count(part, batch) if (count := MACS.get(policy.settings.memory.model)) else None,
         "bytes_down": down_up[0],
         "bytes_up": down_up[1],
     }

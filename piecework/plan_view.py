@@ -18,7 +18,7 @@ def plan_tables(plan: dict[str, Any]) -> list[str | Table]:
     full, budget = format_compared(plan["full_memory_bytes"], plan["budget_bytes"])
     return [
         f"{plan['strategy']} on {plan['model']}: {plan['parameters']:,} parameters, {shape} to {plan['classes']} classes",
-        f"memory-model {plan['memory_model']}, batch {plan['batch_size']}: a step of the whole model takes {full}; "
+        f"memory.model {plan['memory_model']}, batch {plan['batch_size']}: a step of the whole model takes {full}; "
         + (f"cut for {budget}" if plan["cuts"] else f"{plan['strategy']} does not cut it by a budget"),
         piece_table(plan),
         *pretending(plan),

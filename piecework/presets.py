@@ -1,13 +1,13 @@
 """List the shipped presets and the purpose of each."""
 
-import tomllib
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from piecework.app_folder import PRESETS
-from piecework.training.settings import SettingsError
+from piecework.options import read_preset
+from piecework.training.settings import Settings, SettingsError
 
 
 def preset_rows(word: str = "") -> list[dict[str, Any]]:
@@ -18,8 +18,8 @@ def preset_rows(word: str = "") -> list[dict[str, Any]]:
     rows = []
     for path in sorted(PRESETS.glob("*.toml"), key=lambda path: path.stem):
         text = path.read_text(encoding="utf-8")
-        values, about = tomllib.loads(text), text.splitlines()[0].removeprefix("# ")
-        rows.append({"preset": path.stem, **{key: values[key] for key in ("strategy", "dataset")}, "about": about})
+        settings, about = Settings.from_run_config(read_preset(path.stem)), text.splitlines()[0].removeprefix("# ")
+        rows.append({"preset": path.stem, "strategy": settings.strategy, "dataset": settings.dataset, "about": about})
     found = [row for row in rows if word.lower() in " ".join(row.values()).lower()]
     if not found:
         raise SettingsError(f"no preset is about {word!r}: piecework presets lists all {len(rows)}")

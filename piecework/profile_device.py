@@ -31,7 +31,7 @@ STEADY = 0.9  # fraction of the first second's speed below which the device is r
 
 @dataclass(frozen=True)
 class Profile:
-    """The measurements: free bytes (`reserve` of them stay free), FLOPs/s in the first second and sustained, disk."""
+    """The measurements: free bytes (`memory.reserve` of them stay free), FLOPs/s in the first second and sustained, disk."""
 
     name: str
     available: int
@@ -89,8 +89,8 @@ def profile_device(name: str, seconds: float, folder: Path, threads: int, reserv
     if available <= reserve:
         free_now, kept = format_compared(available, reserve)
         raise ValueError(
-            f"{free_now} of memory are available and reserve = {kept} are to stay free: "
-            "nothing is left to train with; end other programs or lower the reserve (--set reserve=...)"
+            f"{free_now} of memory are available and memory.reserve = {kept} are to stay free: "
+            "nothing is left to train with; end other programs or lower the reserve (--set memory.reserve=...)"
         )
     try:
         disk = measure_disk(folder, size, DISK_ACCESSES)

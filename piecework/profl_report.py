@@ -17,11 +17,11 @@ def is_progressive(rounds: Sequence[Record]) -> bool:
 
 def movement_section(rounds: Sequence[Record], settings: Record) -> Section:
     """Return the section of movements, slopes, and where parts of the run ended."""
-    window, phi, times = (settings[f"movement-{key}"] for key in ("window", "share", "times"))
+    window, phi, times = (settings[f"profl.movement-{key}"] for key in ("window", "fraction", "times"))
     policy = (
         f"A block is frozen when the slope of the line through its last {window} movements was below {phi:g} of its first "
         f"slope in {times} rounds in a row"
-        if settings["freezing"] == "movement"
+        if settings["profl.freezing"] == "movement"
         else "A block has its rounds by the number of its parameters"
     )
     return Section(

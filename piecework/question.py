@@ -57,12 +57,12 @@ def ask(
         default = EXAMPLES
     else:
         shape, classes, total = data_shape(settings)
-        clients = total * (1 - settings.public_share)
-        default = max(2, int(clients / settings.clients * (1 - settings.validation_share)))
+        clients = total * (1 - settings.data.public_fraction)
+        default = max(2, int(clients / settings.clients * (1 - settings.data.validation_fraction)))
     if precision not in get_args(Precision):
         raise SettingsError(f"--precision {precision}: expected one of {', '.join(get_args(Precision))}")
-    if precision != "float32" and settings.memory_model != "traced":
-        raise SettingsError(f"--precision {precision}: memory-model {settings.memory_model} knows float32 only")
+    if precision != "float32" and settings.memory.model != "traced":
+        raise SettingsError(f"--precision {precision}: memory.model {settings.memory.model} knows float32 only")
     return PlanQuestion(shape, classes, examples or default, budget, cast(Precision, precision), attack_steps)
 
 
@@ -78,7 +78,7 @@ def data_shape(settings: Settings) -> tuple[Shape, int, int]:
     """Return shape of an example, classes, training examples; published sets need not exist here. Raises DatasetError."""
     if settings.dataset in PUBLISHED:
         return PUBLISHED[settings.dataset]
-    prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.download)
+    prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.data.download)
     data = open_dataset(settings.dataset, settings.data_dir)
     return data.input_shape, data.num_classes, data.examples
 

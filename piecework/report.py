@@ -58,7 +58,7 @@ def overview(settings: Record, rounds: Sequence[Record], final: Record | None, s
     clients, a_round = settings.get("clients") or "all", settings.get("clients-per-round") or "all"
     return [
         ("Strategy", setting["strategy"]),
-        ("Model", f"{setting['model']}, width {settings.get('model-width', 1.0)}"),
+        ("Model", f"{setting['model']}, width {settings.get('architecture.width', 1.0)}"),
         ("Data set", setting["dataset"]),
         ("Clients", f"{clients}, {a_round} a round"),
         ("Rounds", f"{len(rounds)} of {setting['num-rounds']}"),
@@ -128,7 +128,7 @@ def memory_section(rounds: Sequence[Record]) -> Section:
         caption += "; in the table, measured is the larger of the peaks in training and in evaluation"
     caption += "."
     if not display.is_enforced(rounds):
-        caption += " This run's memory-model decides, but its budgets are not enforced."
+        caption += " This run's memory model decides, but its budgets are not enforced."
     below = f'<div class="memory">{table(display.memory_rows(rounds), display.MEMORY_COLUMNS)}</div>'
     return Section("Training memory by client", caption, memory_figure(rounds), below)
 

@@ -55,7 +55,7 @@ def final_section(final: Record, settings: Record, path: Path) -> Section:
             if warnings
             else "<p>AutoAttack's checks found nothing that makes its result doubtful.</p>"
         )
-    epsilon = float(settings["attack-epsilon"])
+    epsilon = float(settings["attack.epsilon"])
     caption = (
         f"{which_model(path)}On the test data; attacks move a pixel by at most {epsilon * 255:.3g}/255. Images that are wrong "
         "unattacked count as wrong."
@@ -78,8 +78,8 @@ def which_model(path: Path) -> str:
 
 def robust_curves(rounds: Sequence[Record], settings: Record) -> list[Section]:
     """Return the sections of clean and adversarial accuracy side by side, and of the losses."""
-    validators = "all clients" if settings.get("validation-clients") == "all" else "the clients of a round"
-    steps, images = settings["evaluation-attack-steps"], settings["evaluation-attack-examples"]
+    validators = "all clients" if settings.get("fedprophet.validation-clients") == "all" else "the clients of a round"
+    steps, images = settings["evaluation.attack-steps"], settings["evaluation.attack-examples"]
     shown = [p for p in CLEAN_AND_ATTACKED if any(r.get(key) is not None for r in rounds for key in p[1:])]
     titles = [title for title, _, _ in shown]
     figure = panels(len(shown), shared_yaxes=True, horizontal_spacing=0.06, subplot_titles=titles)
@@ -117,7 +117,7 @@ def robust_curves(rounds: Sequence[Record], settings: Record) -> list[Section]:
 
 def cascade_sections(rounds: Sequence[Record], settings: Record) -> list[Section]:
     """Return the sections of each stage's perturbation, and of which clients trained which part."""
-    norm = NORMS.get(str(settings["feature-norm"]), str(settings["feature-norm"]))
+    norm = NORMS.get(str(settings["fedprophet.feature-norm"]), str(settings["fedprophet.feature-norm"]))
     return [
         Section(
             "Adaptive perturbation",

@@ -5,36 +5,43 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from piecework.server_app.used_settings import ONLY_WITH, written
+from piecework.server_app.used_settings import written
 from piecework.strategies import STRATEGIES
-from piecework.training.settings import Settings, SettingsError
+from piecework.training.settings import SettingsError
+from piecework.training.settings.run import cases, fields, tables
 
 LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 def setting_rows(word: str = "") -> list[dict[str, Any]]:
-    """Return every setting, or those that belong to the strategy `word` or have `word` in their key or meaning.
+    """Return every setting; or those of the table or strategy `word`, or with `word` in their key or meaning.
 
     A row has the setting's `key`, its `default`, `allowed` values in words, its `meaning`, and the cases that it `belongs` to,
-    which are empty if every run uses it. Raises SettingsError if there are none.
+    which are empty if every run uses it. The table `run` has the keys without a table. Raises SettingsError if there are none.
     """
+    schemas = {name: table.model_json_schema(by_alias=True)["properties"] for name, table in tables().items()}
     rows = []
-    for key, field in Settings.model_json_schema(by_alias=True)["properties"].items():
-        cases = ONLY_WITH.get(key, ())
-        strategies = {name for case in cases for name in case.get("strategy", ())}
+    for key in fields():
+        table, _, name = key.rpartition(".")
+        schema, belongs = schemas[table or "run"][name], cases().get(key, ())
         row = {
             "key": key,
-            "default": field["default"],
-            "allowed": allowed(field),
-            "meaning": field.get("description", ""),
-            "belongs": ", or ".join(map(written, cases)),
+            "default": schema["default"],
+            "allowed": allowed(schema),
+            "meaning": schema["description"],
+            "belongs": ", or ".join(map(written, belongs)),
         }
-        if word in strategies or (word not in STRATEGIES and word.lower() in f"{key} {row['meaning']}".lower()):
+        strategies = {name for case in belongs for name in case.get("strategy", ())}
+        if word in tables() or word in STRATEGIES:
+            wanted = word == (table or "run") or word in strategies
+        else:
+            wanted = word.lower() in f"{key} {row['meaning']}".lower()
+        if wanted:
             rows.append(row)
     if not rows and word in STRATEGIES:
         raise SettingsError(f"{word} has no settings of its own: piecework settings lists those common to all")
     if not rows:
-        raise SettingsError(f"no setting is about {word!r}: piecework settings lists all {len(Settings.model_fields)}")
+        raise SettingsError(f"no setting is about {word!r}: piecework settings lists all {len(fields())}")
     return rows
 
 

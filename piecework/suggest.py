@@ -33,11 +33,11 @@ def advise(settings: Settings, question: PlanQuestion) -> dict[str, Any]:
 
     `simple` is FedAvg's verdict; if all devices fit a step of the whole model, that is the advice, and no other system is
     planned. Otherwise `rivals` are AllSmall and ExclusiveFL, `rows` the other systems in order, and `refused` those that cannot
-    train the model, with the reason. The advice is on adversarial training if the settings ask for it, by `adversarial = true`
-    or a system that always does it.
+    train the model, with the reason. The advice is on adversarial training if the settings ask for it, by `training.adversarial
+    = true` or a system that always does it.
     """
-    attacked = settings.adversarial or find_policy(settings.strategy).adversarial == "always"
-    settings = settings.model_copy(update={"adversarial": attacked})
+    attacked = settings.training.adversarial or find_policy(settings.strategy).adversarial == "always"
+    settings = settings.changed({"training.adversarial": attacked})
     simple = fedavg_verdict(settings, question)
     advice: dict[str, Any] = {"adversarial": attacked, "simple": simple, "rivals": [], "rows": [], "refused": []}
     if not simple["fits"]:
@@ -46,7 +46,7 @@ def advise(settings: Settings, question: PlanQuestion) -> dict[str, Any]:
         costs: dict[str, CostModel] = {}  # by how batch norms are run, which a strategy may decide
         for name in STRATEGIES:
             if name != "fedavg" and suits(name, attacked):
-                own = settings.model_copy(update={"strategy": name})
+                own = settings.changed({"strategy": name})
                 if own.norms not in costs:
                     costs[own.norms] = cost_model_of(own, question, simple["attack_steps"])
                 found.append(planned(own, question, costs[own.norms]) | {"measured": accuracies(name, measured)})
@@ -75,7 +75,7 @@ def blueprint_of(settings: Settings, question: PlanQuestion) -> Blueprint:
 
 def fedavg_verdict(settings: Settings, question: PlanQuestion) -> dict[str, Any]:
     """Return whether every device can hold a step of the whole model; if not, the largest smaller batch that all can hold."""
-    settings = settings.model_copy(update={"strategy": "fedavg"})
+    settings = settings.changed({"strategy": "fedavg"})
     plan = make_plan(settings, question)
     fleet = load_fleet(settings.fleet)
     poorest = min(s.budget_bytes for states in fleet_states(fleet, settings, plan["reference_bytes"]) for s in states)
@@ -83,7 +83,7 @@ def fedavg_verdict(settings: Settings, question: PlanQuestion) -> dict[str, Any]
     verdict: dict[str, Any] = {
         "fits": participation == 1,
         "participation": participation,
-        "batch_size": settings.batch_size,
+        "batch_size": settings.training.batch_size,
         "attack_steps": plan["attack_steps"],
         "step_bytes": plan["full_memory_bytes"],
         "poorest_bytes": poorest,
@@ -91,10 +91,10 @@ def fedavg_verdict(settings: Settings, question: PlanQuestion) -> dict[str, Any]
         "ratios": any(device.memory_ratio is not None for device in fleet.devices),
     }
     if not verdict["fits"]:
-        for size in smaller_batches(settings.batch_size):
-            cost_model = cost_model_of(settings.model_copy(update={"batch_size": size}), question, plan["attack_steps"])
+        for size in smaller_batches(settings.training.batch_size):
+            cost_model = cost_model_of(settings.changed({"training.batch-size": size}), question, plan["attack_steps"])
             needed = cost_model.bytes(whole_model(blueprint_of(settings, question)))
-            if needed <= settings.allowance(poorest):
+            if needed <= settings.memory.allowance(poorest):
                 verdict["smaller_batch"] = {"batch_size": size, "step_bytes": needed}
                 break
     return verdict | {"text": verdict_text(verdict)}
@@ -107,7 +107,7 @@ def smaller_batches(batch_size: int) -> list[int]:
 
 def cost_model_of(settings: Settings, question: PlanQuestion, attack_steps: int) -> CostModel:
     """Return the cost model of all systems' steps."""
-    reference = blueprint_of(settings.model_copy(update={"model_width": 1.0}), question)
+    reference = blueprint_of(settings.changed({"architecture.width": 1.0}), question)
     return cost_model_for(settings, reference, attack_steps, question.precision)
 
 

@@ -13,9 +13,9 @@ def advice_tables(advice: dict[str, Any]) -> list[str | Table]:
     adversarial, simple = advice["adversarial"], advice["simple"]
     training = "adversarial" if adversarial else "clean"
     ask = (
-        "Adversarial training. For clean training leave `adversarial` and the strategy as they are by default."
+        "Adversarial training. For clean training leave `training.adversarial` and the strategy as they are by default."
         if adversarial
-        else "Clean training. For adversarial training ask with --set adversarial=true."
+        else "Clean training. For adversarial training ask with --set training.adversarial=true."
     )
     if simple["fits"]:
         return [simple["text"], ask]

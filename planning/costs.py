@@ -1,4 +1,4 @@
-"""What parts of a model cost on a device: traced, or by a paper's own memory-model.
+"""What parts of a model cost on a device: traced, or by a paper's own memory model.
 
 Used by strategies for the costs in their tasks, and by plans; each question is answered once.
 """
@@ -67,7 +67,7 @@ class CostModel:
         return self._traced[key]
 
     def streamed(self, blueprint: Blueprint, atom: int, head: str | None = None, *, measured: bool = False) -> int:
-        """Peak bytes of a frozen atom that makes features of a batch, or with a head logits; 0 by a paper's memory-model.
+        """Peak bytes of a frozen atom that makes features of a batch, or with a head logits; 0 by a paper's memory model.
 
         `measured`: while its batch norms take statistics.
         """
@@ -91,7 +91,7 @@ class CostModel:
         )
 
     def bytes(self, part: Part) -> int:
-        """Bytes of training a part by the memory-model."""
+        """Bytes of training a part by the memory model."""
         if self.memory_model is None:
             return self.traced(part).peak_bytes
         key = part.blueprint.name, part.whole, part.atoms, part.signature()
@@ -128,20 +128,20 @@ class CostModel:
 def cost_model_for(
     settings: Settings, reference: Blueprint, attack_steps: int = 0, precision: Precision | None = None
 ) -> CostModel:
-    """The costs of a run: its local step, by its memory-model. Of an attack only its norm and its steps matter.
+    """The costs of a run: its local step, by its memory model. Of an attack only its norm and its steps matter.
 
-    `precision` is that of the settings, unless it is given.
+    `training.precision` is that of the settings, unless it is given.
     """
     attack, channels = None, (0.5,) * reference.input_shape[0]
     if attack_steps:
         attack = Attack("linf", 8 / 255, 2 / 255, attack_steps, 0.0, 1.0, mean=channels, std=channels)
     training_config = replace(
-        training_config_for(settings, 1.0), attack=attack, precision=precision or settings.precision
+        training_config_for(settings, 1.0), attack=attack, precision=precision or settings.training.precision
     )
     return CostModel(
         training_config,
-        MEMORY_MODELS.get(settings.memory_model),
+        MEMORY_MODELS.get(settings.memory.model),
         reference,
-        settings.feature_norm,
-        frozen_training=settings.frozen_mode == "training",
+        settings.fedprophet.feature_norm,
+        frozen_training=settings.profl.frozen_mode == "training",
     )

@@ -139,16 +139,17 @@ def anybody(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> bool:
 def left_random(policy: PartitionPolicy, said: str, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> Finding:
     """What it means that no client can train some parts, of which these are not pretrained either."""
     if not parts:
-        return Finding("note", f"{said}: what no client trains stays as init-weights has it")
+        return Finding("note", f"{said}: what no client trains stays as training.init-weights has it")
     said += (
         f", so {'they keep' if len(parts) > 1 else 'it keeps'} random initial weights{needs(policy, parts, trainers)}"
     )
-    if policy.settings.allow_untrained:
-        return Finding("warning", f"{said} (allow-untrained = true)")
+    if policy.settings.faults.allow_untrained:
+        return Finding("warning", f"{said} (faults.allow-untrained = true)")
     return Finding(
         "error",
-        f"{said}. Give some clients more memory, lower batch-size or model-width, choose a system whose clients train every "
-        "part (piecework plan --suggest), or accept this by allow-untrained = true",
+        f"{said}. Give some clients more memory, lower training.batch-size or architecture.width, choose a system whose "
+        f"clients train every "
+        "part (piecework plan --suggest), or accept this by faults.allow-untrained = true",
     )
 
 

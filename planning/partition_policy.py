@@ -58,13 +58,17 @@ class PartitionPolicy(ABC):
     @classmethod
     def attacks(cls, settings: Settings) -> bool:
         """Whether a run with these settings trains on adversarial examples. Raises ValueError where it should and cannot."""
-        if settings.adversarial and cls.adversarial == "never":
-            raise ValueError(f"adversarial = true: {settings.strategy} trains on clean examples only")
-        if settings.adversarial and cls.adversarial == "optional" and settings.attack_warmup >= settings.num_rounds:
+        if settings.training.adversarial and cls.adversarial == "never":
+            raise ValueError(f"training.adversarial = true: {settings.strategy} trains on clean examples only")
+        if (
+            settings.training.adversarial
+            and cls.adversarial == "optional"
+            and settings.attack.warmup >= settings.num_rounds
+        ):
             raise ValueError(
-                f"attack-warmup = {settings.attack_warmup} leaves no adversarial round of num-rounds = {settings.num_rounds}"
+                f"attack.warmup = {settings.attack.warmup} leaves no adversarial round of num-rounds = {settings.num_rounds}"
             )
-        return cls.adversarial == "always" or (cls.adversarial == "optional" and settings.adversarial)
+        return cls.adversarial == "always" or (cls.adversarial == "optional" and settings.training.adversarial)
 
     def require_model(self) -> None:  # noqa: B027 (most systems take every model)
         """Raises ValueError, which names layer and reason, for a model that the system cannot take."""
@@ -82,7 +86,7 @@ class PartitionPolicy(ABC):
     @property
     def enforced(self) -> bool:
         """Whether clients are held to their budgets."""
-        return self.settings.enforced
+        return self.settings.memory.enforced
 
     @property
     def swaps(self) -> bool:
@@ -179,7 +183,7 @@ class PartitionPolicy(ABC):
     def within(self, part: Part, state: DeviceState) -> Part:
         """The part, if the device can train it. Raises MemoryBudgetExceededError."""
         needed = self.cost_model.bytes(part)
-        if needed > self.settings.allowance(state.budget_bytes):
+        if needed > self.settings.memory.allowance(state.budget_bytes):
             raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
         return part
 
@@ -210,9 +214,12 @@ def require_no_statistics(blueprint: Blueprint, settings: Settings, reason: str)
     if found is None:
         return
     if not settings.batch_statistics:
-        raise ValueError(f"batch-norm = {settings.batch_norm!r}: {reason}, use measured or batch")
+        raise ValueError(
+            f"architecture.batch-norm = {settings.architecture.batch_norm!r}: {reason}, use measured or batch"
+        )
     raise ValueError(
-        f"{found} of {blueprint.name} keeps statistics although batch-norm = {settings.norms!r}, and {reason}: build its "
+        f"{found} of {blueprint.name} keeps statistics although architecture.batch-norm = {settings.norms!r}, and {reason}: "
+        f"build its "
         "batch norms with track_running_stats=batch_norm != 'batch'"
     )
 

@@ -13,16 +13,20 @@ from piecework.training.settings import Settings
 
 def local_work(settings: Settings, examples: int) -> tuple[int, int]:
     """The batches that a client with so many examples trains on in a round, and the examples in them."""
-    if settings.local_iterations:
-        return settings.local_iterations, settings.local_iterations * min(settings.batch_size, examples)
-    return ceil(examples / settings.batch_size) * settings.local_epochs, examples * settings.local_epochs
+    if settings.training.local_iterations:
+        return settings.training.local_iterations, settings.training.local_iterations * min(
+            settings.training.batch_size, examples
+        )
+    return ceil(
+        examples / settings.training.batch_size
+    ) * settings.training.local_epochs, examples * settings.training.local_epochs
 
 
 def batches_of(settings: Settings, seen: int) -> int:
     """In how many batches a client saw so many examples, all its epochs together."""
-    if settings.local_iterations:
-        return settings.local_iterations if seen else 0
-    return ceil(seen / (settings.local_epochs * settings.batch_size)) * settings.local_epochs
+    if settings.training.local_iterations:
+        return settings.training.local_iterations if seen else 0
+    return ceil(seen / (settings.training.local_epochs * settings.training.batch_size)) * settings.training.local_epochs
 
 
 def work_flops(cost_model: CostModel, parts: Sequence[Part], seen: Sequence[int], executed: float = 1.0) -> float:

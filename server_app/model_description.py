@@ -13,8 +13,8 @@ def described(settings: Settings, data: ArrayDataset) -> dict[str, Any]:
         "format": FORMAT,
         "model": {
             "name": settings.model,
-            "width": settings.model_width,
-            "options": settings.options(),
+            "width": settings.architecture.width,
+            "options": settings.architecture.parsed_options(),
             "batch_norm": settings.norms,
             "input_shape": list(data.input_shape),
             "num_classes": data.num_classes,

@@ -17,16 +17,16 @@ def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayData
     """All that settings name, or a ValueError that says what is wrong with which: fleet, strategy, data set, model."""
     fleet, strategy = load_fleet(settings.fleet), find_strategy(settings.strategy)
     folder = prepare(
-        settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.download
+        settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.data.download
     )
     load(folder, verify=True)  # here once; clients trust what was verified
     data = open_dataset(settings.dataset, settings.data_dir)
     check_partition(settings, data)
     check_augmentation(settings, data)
     if strategy.policy_class.attacks(settings):
-        image_attack(settings, data, settings.attack_steps)
+        image_attack(settings, data, settings.attack.steps)
     require_autoattack(settings, data)
     blueprint = blueprint_for(settings, data)
-    if settings.init_weights:
-        pretrained(Path(settings.init_weights), blueprint)
+    if settings.training.init_weights:
+        pretrained(Path(settings.training.init_weights), blueprint)
     return fleet, strategy, data, blueprint

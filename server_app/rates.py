@@ -8,36 +8,36 @@ from piecework.training.settings import Settings, SettingsError, learning_rate
 
 def describe(settings: Settings) -> str:
     """The schedule with its length: `cosine over 20 rounds`."""
-    if settings.lr_schedule == "constant":
+    if settings.training.lr_schedule == "constant":
         return "constant"
-    anew = ", again in every stage" if settings.lr_restart else ""
-    if settings.lr_schedule == "exponential":
-        return f"times {settings.lr_decay:g} a round{anew}"
-    return f"cosine over {settings.lr_rounds or settings.num_rounds} rounds{anew}"
+    anew = ", again in every stage" if settings.fedprophet.lr_restart else ""
+    if settings.training.lr_schedule == "exponential":
+        return f"times {settings.training.lr_decay:g} a round{anew}"
+    return f"cosine over {settings.training.lr_rounds or settings.num_rounds} rounds{anew}"
 
 
 def require_rates(settings: Settings, to_come: Iterable[tuple[int, int]], run: str) -> None:
     """Raise SettingsError where rounds to come would train with a rate of 0: a cosine's after its last round.
 
-    `to_come` are rounds with their places in the schedule, `settings` those of the plan (its `lr-rounds` is set), and `run` is
-    the folder of a run that goes on, empty for a new one.
+    `to_come` are rounds with their places in the schedule, `settings` those of the plan (its `training.lr-rounds` is set), and
+    `run` is the folder of a run that goes on, empty for a new one.
     """
-    if settings.lr_schedule != "cosine":
+    if settings.training.lr_schedule != "cosine":
         return
-    length, places = settings.lr_rounds, list(to_come)
+    length, places = settings.training.lr_rounds, list(to_come)
     idle = [server_round for server_round, place in places if place > length]
     if not idle:
         return
     enough = max(place for _, place in places)
-    longer = settings.model_copy(update={"lr_rounds": enough})
+    longer = settings.changed({"training.lr-rounds": enough})
     rate = learning_rate(longer, dict(places)[idle[0]])
     others = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
-    advice = f"Set lr-rounds = {enough}, which gives round {idle[0]} a rate of {rate:.3g}"
+    advice = f"Set training.lr-rounds = {enough}, which gives round {idle[0]} a rate of {rate:.3g}"
     if run:
-        changes = [f"resume-from={run}", f"num-rounds={settings.num_rounds}", f"lr-rounds={enough}"]
+        changes = [f"resume-from={run}", f"num-rounds={settings.num_rounds}", f"training.lr-rounds={enough}"]
         command = shlex.join(["piecework", "run", *(part for change in changes for part in ("--set", change))])
         advice += f" ({command}), or leave num-rounds as it was"
     raise SettingsError(
         f"round {idle[0]}{others} would train with a learning rate of 0: num-rounds = {settings.num_rounds}, and the cosine is "
-        f"{length} rounds long{', as it was planned when the run began' if run else ' (lr-rounds)'}. {advice}"
+        f"{length} rounds long{', as it was planned when the run began' if run else ' (training.lr-rounds)'}. {advice}"
     )

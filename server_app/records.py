@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from piecework.training.settings import Scalar, Settings
+from piecework.training.settings.run import flat, nested
 
 SCHEMA = 2  # 2: norms of updates by unit
 KEPT = 2  # newest checkpoints kept, besides the first
@@ -52,18 +53,18 @@ class RunDir:
     def create(self, settings: Settings) -> None:
         """Make the folder and write the settings."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path / "settings.toml", tomli_w.dumps(settings.to_run_config()).encode())
+        write_atomically(self.path / "settings.toml", tomli_w.dumps(nested(settings.to_run_config())).encode())
 
     def has_begun(self) -> bool:
         """Whether a run was started here: its settings are the first thing that is written."""
         return (self.path / "settings.toml").is_file()
 
     def settings(self) -> dict[str, Scalar]:
-        """The settings the run was started with. Raises CheckpointError."""
+        """Return the settings the run was started with, by key. Raises CheckpointError."""
         import tomllib
 
         try:
-            return tomllib.loads((self.path / "settings.toml").read_text(encoding="utf-8"))
+            return flat(tomllib.loads((self.path / "settings.toml").read_text(encoding="utf-8")))
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise CheckpointError(f"{self.path} is not the folder of a run: {error}") from error
 

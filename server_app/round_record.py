@@ -30,7 +30,7 @@ class RoundRecord:
     stage: str  # its name; empty where the system has none
     lr: float  # the learning rate that clients trained with
     lr_schedule: str  # `cosine over 20 rounds`
-    init_weights: str  # what was taken from `init-weights`, in the first round; else empty
+    init_weights: str  # what was taken from `training.init-weights`, in the first round; else empty
     details: dict[str, Any]  # of the system alone, by key
     personal: bool  # whether clients evaluate, each on its own part of the test split
     accuracy: float | None  # of the model on the test split; the mean over clients where evaluation is personal

@@ -51,12 +51,14 @@ class Run:
         self.recovery = find_recovery(run_dir) if settings.resume_from else Recovery(None)
         checkpoint = self.recovery.checkpoint
         self.values = first_values(settings) if checkpoint is None else resumed_values(checkpoint, settings)
-        self.registry = ClientRegistry(fleet, settings.seed, settings.clients, settings.reserve)
-        self.transport = Transport(grid, settings.max_in_flight or default_in_flight(settings), settings.round_timeout)
+        self.registry = ClientRegistry(fleet, settings.seed, settings.clients, settings.memory.reserve)
+        self.transport = Transport(
+            grid, settings.messages.max_in_flight or default_in_flight(settings), settings.messages.round_timeout
+        )
         state_dir = settings.state_dir or str(run_dir.path / "clients")
-        reference = blueprint_for(settings.model_copy(update={"model_width": 1.0}), self.data)
+        reference = blueprint_for(settings.changed({"architecture.width": 1.0}), self.data)
         # A resumed run may be longer; its learning rate goes on as it was planned at the first start.
-        planned = settings.model_copy(update={"lr_rounds": self.values["lr-rounds"]})
+        planned = settings.changed({"training.lr-rounds": self.values["lr-rounds"]})
         experiment = Experiment(planned, blueprint, reference, self.registry, self.values["experiment-id"], state_dir)
         self.strategy: PieceStrategy = strategy_class(experiment)
         if checkpoint is not None:
@@ -67,10 +69,10 @@ class Run:
         self.served = ServedModel(self.strategy)
         if checkpoint is not None:
             self.strategy.kept = self.served.restore(checkpoint.kept)
-        attack, attacked = None, settings.evaluation_attack_examples
+        attack, attacked = None, settings.evaluation.attack_examples
         if self.strategy.policy.attacks(settings):
-            attack = image_attack(settings, self.data, settings.evaluation_attack_steps)
-        self.evaluate = Evaluator(blueprint, self.data, settings.eval_batch_size, attack, attacked, settings.seed)
+            attack = image_attack(settings, self.data, settings.evaluation.attack_steps)
+        self.evaluate = Evaluator(blueprint, self.data, settings.evaluation.batch_size, attack, attacked, settings.seed)
 
     def take_over(self) -> None:
         """The first change of the run's folder: what an earlier run, or rounds to be done again, left there goes."""
@@ -95,7 +97,7 @@ class Run:
             note_round(self.values, record)
             self.run_dir.append_round(values)
             on_round(values)
-            if self.values["empty-rounds"] >= settings.max_empty_rounds:
+            if self.values["empty-rounds"] >= settings.faults.max_empty_rounds:
                 raise RunAbortedError(why_empty(values, settings))  # without a checkpoint: resumed, it is done again
             self._checkpoint(server_round)
             if ends_early(self.values, record, settings):
@@ -107,12 +109,12 @@ class Run:
 
     def gather(self) -> None:
         """Wait for the clients; a new run's model depends on who they are. Raises TooFewNodesError."""
-        self.registry.gather(self.grid, self.settings.node_timeout, self.settings.min_clients)
+        self.registry.gather(self.grid, self.settings.messages.node_timeout, self.settings.faults.min_clients)
         if told := too_many_asked(self.settings, self.registry.clients):
             LOG.warning("%s; until then each round asks all of them", told)
         if self.strategy.personal and not any(member.test for member in self.registry.members.values()):
             raise ValueError(
-                "evaluation is personal, and no client has a part of the test split: give the nodes some, as `piecework "
+                "evaluation.mode is personal, and no client has a part of the test split: give the nodes some, as `piecework "
                 "export-data` does"
             )
         self.strategy.begin()
@@ -125,8 +127,8 @@ class Run:
 
     def _initial_arrays(self) -> ArrayRecord:
         arrays = self.strategy.initial()
-        if self.settings.init_weights:
-            path = Path(self.settings.init_weights)
+        if self.settings.training.init_weights:
+            path = Path(self.settings.training.init_weights)
             taken, excluded = pretrained(path, self.strategy.blueprint)
             arrays |= taken
             self.values["init-weights"] = account(path, taken, excluded)
@@ -141,7 +143,7 @@ class Run:
         self._measure(self.values["round"], arrays, (atoms, head))
         if not self.served.is_of(arrays, atoms, head):
             raise RunAbortedError(
-                "no client could measure the batch norms of the trained model (batch-norm = measured): "
+                "no client could measure the batch norms of the trained model (architecture.batch-norm = measured): "
                 f"{strategy.dispatcher.silence()}"
             )
         arrays = self.served.complete(arrays)
@@ -156,9 +158,11 @@ class Run:
                 **strategy.model_details,
             },
         )
-        if strategy.policy.attacks(settings) or settings.autoattack_examples:
-            if settings.autoattack_examples:
-                LOG.warning("AutoAttack on %s images begins: minutes to an hour", settings.autoattack_examples)
+        if strategy.policy.attacks(settings) or settings.evaluation.autoattack_examples:
+            if settings.evaluation.autoattack_examples:
+                LOG.warning(
+                    "AutoAttack on %s images begins: minutes to an hour", settings.evaluation.autoattack_examples
+                )
             found = final_evaluation(self.evaluate, arrays, atoms, head, settings)
             self.run_dir.write_final(found | strategy.evaluation_details)
         for folder in Path(strategy.experiment.state_dir).glob(f"{self.values['experiment-id']}/*/features"):
@@ -244,8 +248,8 @@ class Run:
         return self.strategy.dispatcher.account(), self.strategy.dispatcher.bytes()
 
     def _assemble(self) -> list[dict[str, Any]]:
-        """Take note of replies that came late, and wait, at most node-timeout, for clients that are free; the late replies."""
-        late, deadline = [], time.monotonic() + self.settings.node_timeout
+        """Return late replies, after waiting for clients that are free, at most `messages.node-timeout` seconds."""
+        late, deadline = [], time.monotonic() + self.settings.messages.node_timeout
         while True:
             for sent, reply in self.transport.late():
                 client = self.registry.client_of(sent.node_id)
@@ -255,7 +259,7 @@ class Run:
                 late.append({"client": client, "round": sent.server_round, "status": status})
             self.registry.busy = self.transport.busy()
             self.registry.update(self.grid)
-            enough = len(self.registry.present(self.grid)) >= max(1, self.settings.min_clients)
+            enough = len(self.registry.present(self.grid)) >= max(1, self.settings.faults.min_clients)
             if (enough and not self.registry.expects()) or time.monotonic() > deadline:
                 return late
             time.sleep(0.2)

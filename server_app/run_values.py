@@ -16,14 +16,14 @@ def first_values(settings: Settings) -> dict[str, Any]:
         "empty-rounds": 0,
         "best": None,
         "since-best": 0,
-        "lr-rounds": settings.lr_rounds or settings.num_rounds,
+        "lr-rounds": settings.training.lr_rounds or settings.num_rounds,
     }
 
 
 def resumed_values(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:
     """What a checkpoint remembers, for a run with these settings. Raises SettingsError where they do not go together."""
     check_resume(checkpoint.values["settings"], settings)
-    return checkpoint.values | ({"lr-rounds": settings.lr_rounds} if settings.lr_rounds else {})
+    return checkpoint.values | ({"lr-rounds": settings.training.lr_rounds} if settings.training.lr_rounds else {})
 
 
 def note_round(values: dict[str, Any], record: RoundRecord) -> None:
@@ -37,6 +37,8 @@ def note_round(values: dict[str, Any], record: RoundRecord) -> None:
 
 
 def ends_early(values: dict[str, Any], record: RoundRecord, settings: Settings) -> bool:
-    """Whether a run ends before its last round: at `target-accuracy`, or when `patience` is over."""
+    """Whether a run ends before its last round: at `evaluation.target-accuracy`, or when `evaluation.patience` is over."""
     accuracy = record.accuracy or 0.0
-    return 0 < settings.target_accuracy <= accuracy or 0 < settings.patience <= values["since-best"]
+    return (
+        0 < settings.evaluation.target_accuracy <= accuracy or 0 < settings.evaluation.patience <= values["since-best"]
+    )

@@ -1,4 +1,5 @@
-"""The model that is served: with `batch-norm = measured` clients measure the statistics of its batch norms after training.
+"""The model that is served: with `architecture.batch-norm = measured` clients measure the statistics of its batch norms after
+training.
 
 Static batch norm (Diao et al., "HeteroFL", ICLR 2021, section 3). m_k, v_k: mean and variance of what a channel of a batch norm
 is given on the training data of client k, which has n_k examples:
@@ -93,17 +94,20 @@ class ServedModel:
         """Raises ValueError where clients cannot measure: they do not know the served model, or none has the memory."""
         if self.measured and not self.strategy.measures:
             raise ValueError(
-                f"batch-norm = 'measured': clients of {self.strategy.name} do not hold the model that is served, so they "
+                f"architecture.batch-norm = 'measured': clients of {self.strategy.name} do not hold the model that is "
+                f"served, so they "
                 "cannot measure it; use running or batch"
             )
         atoms, head = self.strategy.trained_model()
         if not self.is_of(ArrayRecord(), atoms, head):
             needed, richest = self.needed(atoms, head), int(max(self.strategy.resources.budgets()))
-            allowed = self.strategy.settings.allowance(richest)
+            allowed = self.strategy.settings.memory.allowance(richest)
             if needed > allowed >= self.strategy.min_budget():  # where none can train, the first round says so
                 raise ValueError(
-                    f"batch-norm = 'measured': measuring the batch norms of the served model, one atom at a time, needs "
-                    f"{needed:,} bytes, and the richest client has {richest:,}; lower batch-size, or use running or batch"
+                    f"architecture.batch-norm = 'measured': measuring the batch norms of the served model, one atom at a "
+                    f"time, needs "
+                    f"{needed:,} bytes, and the richest client has {richest:,}; lower training.batch-size, or use running or "
+                    f"batch"
                 )
 
     def configure(
@@ -158,7 +162,7 @@ class ServedModel:
     def aggregate(self, server_round: int, replies: Iterable[Message]) -> bool:
         """Take in what clients measured; whether any did."""
         strategy, moments = self.strategy, Moments()
-        dispatcher, factor = strategy.dispatcher, strategy.settings.update_norm_limit
+        dispatcher, factor = strategy.dispatcher, strategy.settings.faults.update_norm_limit
         for client, update, limits in compared(self.received(server_round, replies), factor, ()):
             try:
                 require_within(update.norms, limits)

@@ -33,9 +33,9 @@ def covered(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> dict[st
 
 
 def pretrained_parts(policy: PartitionPolicy) -> set[str]:
-    """The parts that begin with weights of `init-weights`; all, where a plan is made without that file."""
-    names, path = part_names(policy.blueprint), Path(policy.settings.init_weights)
-    if not policy.settings.init_weights:
+    """The parts that begin with weights of `training.init-weights`; all, where a plan is made without that file."""
+    names, path = part_names(policy.blueprint), Path(policy.settings.training.init_weights)
+    if not policy.settings.training.init_weights:
         return set()
     if not path.is_file():
         return set(names.values())

@@ -30,7 +30,11 @@ def why_empty(record: dict[str, Any], settings: Settings) -> str:
     """Why no client trained, in one message that says what to change."""
     clients, trained = record["clients"], record["answered"]
     refused = [c for c in clients if c["status"] == "memory"]
-    who = f"only {trained} clients trained (min-clients = {settings.min_clients})" if trained else "no client trained"
+    who = (
+        f"only {trained} clients trained (faults.min-clients = {settings.faults.min_clients})"
+        if trained
+        else "no client trained"
+    )
     lines = [f"{who} in round {record['round']}: {len(clients)} asked, {len(refused)} refused for memory"]
     if not clients and not record["excluded"] and not record["busy"]:
         lines[0] += f": of those connected, none has what {settings.strategy} needs in this round"
@@ -46,7 +50,7 @@ def why_empty(record: dict[str, Any], settings: Settings) -> str:
         pieces = "" if cut else "a strategy that trains in pieces (strategy = fedepth), "
         lines.append(
             f"nearest to fitting, client {nearest['client']} ({nearest['device']}): {nearest['reason']}. Choose {pieces}a "
-            "smaller batch-size or model-width, or a fleet with more memory"
+            "smaller training.batch-size or architecture.width, or a fleet with more memory"
         )
     others = [c for c in clients if c["status"] not in ("ok", "memory")]
     lines += sorted({f"client {c['client']}: {c['reason']}" for c in others})[:3]

@@ -69,7 +69,7 @@ class PieceStrategy(Strategy):
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.settings = experiment, experiment.settings
         self.registry = experiment.registry
-        steps = self.settings.attack_steps if self.policy_class.attacks(self.settings) else 0
+        steps = self.settings.attack.steps if self.policy_class.attacks(self.settings) else 0
         self.policy = self.policy_class(
             experiment.blueprint, cost_model_for(self.settings, experiment.reference, steps), self.settings
         )
@@ -77,7 +77,7 @@ class PieceStrategy(Strategy):
         self.blueprint = self.policy.model
         self.state = self.state_class()
         self.kept = ArrayRecord()
-        self.personal = self.settings.evaluation == "personal"
+        self.personal = self.settings.evaluation.mode == "personal"
         self.evaluation_details: dict[str, Any] = {}
         self.model_details: dict[str, Any] = {}
         self.prepare: Callable[[PieceModel], None] = lambda _: None
@@ -85,7 +85,9 @@ class PieceStrategy(Strategy):
         self.slowest = math.inf
         self._asked: dict[int, tuple[Task, DeviceState]] = {}
         self.weight_cache = WeightCache(self.settings, self.registry, experiment.experiment_id, experiment.state_dir)
-        self.dispatcher = Dispatcher(self.registry, self.weight_cache, self.settings.round_timeout, self.travelling)
+        self.dispatcher = Dispatcher(
+            self.registry, self.weight_cache, self.settings.messages.round_timeout, self.travelling
+        )
         self.resources, self.cohort = ClientResources(self), Cohort(self)
         self.gate, self.evaluation = UpdateGate(self, self._note), ClientEvaluation(self)
 
@@ -127,7 +129,7 @@ class PieceStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One task a client. Costs are traced now; messages are made when they are sent, `max-in-flight` at a time."""
+        """One task a client. Costs are traced now; messages are made when they are sent, `messages.max-in-flight` at a time."""
         self._asked = self.ask(self.cohort.sample(server_round, grid), server_round, arrays)
         self.reports = {c: ClientReport(c, state.device, state.budget_bytes) for c, (_, state) in self._asked.items()}
         for client, report in self.reports.items():
@@ -178,14 +180,14 @@ class PieceStrategy(Strategy):
             state_dir=self.experiment.state_dir,
             enforced=self.policy.enforced,
             costs=self.costs_for(state.budget_bytes),
-            adversarial=self.policy.attacks(self.settings) and server_round > self.settings.attack_warmup,
+            adversarial=self.policy.attacks(self.settings) and server_round > self.settings.attack.warmup,
             variant=self.policy.variant,
         )
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Take in replies one by one. Returns (None, None) when no client trained, or fewer than `min-clients`."""
+        """Take in replies one by one. Returns (None, None) when no client trained, or fewer than `faults.min-clients`."""
         self.mean = WeightedMean()
         return (self.finish(), self._train_metrics()) if self.gate.admit(replies) else (None, None)
 
@@ -234,7 +236,7 @@ class PieceStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Personal evaluation; or every `client-evaluation-every`-th round the round's clients evaluate the new model."""
+        """Personal evaluation; or every `evaluation.on-clients-every`-th round the round's clients evaluate the new model."""
         return self.dispatcher.configure("evaluate", self.evaluation_tasks(server_round, arrays, grid), arrays)
 
     def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:

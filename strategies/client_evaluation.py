@@ -41,7 +41,7 @@ class ClientEvaluation:
     def tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid, asked: Mapping[int, Task]) -> dict[int, Task]:
         """Who evaluates the new model, and by which task. `asked` are the tasks that the clients of the round trained by."""
         strategy, settings = self.strategy, self.strategy.settings
-        every = settings.client_evaluation_every
+        every = settings.evaluation.on_clients_every
         if strategy.personal:
             due = settings.evaluation_due(server_round)
             return self._personal_tasks(server_round, arrays, grid, asked) if due else {}
@@ -52,9 +52,9 @@ class ClientEvaluation:
     def _personal_tasks(
         self, server_round: int, arrays: ArrayRecord, grid: Grid, asked: Mapping[int, Task]
     ) -> dict[int, Task]:
-        """The tasks of all clients, or of `evaluation-clients` that are drawn, but for those that were silent in the round."""
+        """The tasks of all clients, or of `evaluation.clients` that are drawn, but for those that were silent in the round."""
         strategy, settings = self.strategy, self.strategy.settings
-        chosen = sampled(strategy.registry.present(grid), settings.evaluation_clients, settings.seed + 1, server_round)
+        chosen = sampled(strategy.registry.present(grid), settings.evaluation.clients, settings.seed + 1, server_round)
         tasks = {client: task for client, task in asked.items() if client in chosen and self.reachable(client)}
         if others := [client for client in chosen if client not in asked]:
             tasks |= {client: task for client, (task, _) in strategy.ask(others, server_round, arrays).items()}

@@ -28,7 +28,7 @@ class Cohort:
         excluded = self.strategy.state.crash_history.excluded(server_round)
         present = [client for client in self.strategy.registry.present(grid) if self.may_be_asked(client, server_round)]
         chosen = [client for client in present if client not in excluded]
-        if len(chosen) < max(1, settings.min_clients):
+        if len(chosen) < max(1, settings.faults.min_clients):
             chosen = present  # rather those than too few
         self.excluded = {client: excluded[client] for client in present if client not in chosen}
         return sampled(chosen, settings.clients_per_round, settings.seed, server_round) if chosen else []

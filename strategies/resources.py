@@ -58,7 +58,7 @@ class ClientResources:
 
     def affords(self, client: int, server_round: int, needed: int) -> bool:
         """Whether a client has so many bytes in a round."""
-        return needed <= self.settings.allowance(self.state(client, server_round).budget_bytes)
+        return needed <= self.settings.memory.allowance(self.state(client, server_round).budget_bytes)
 
     def require_emulated(self) -> None:
         """Raises ValueError where clients pretend to swap, and one has a memory of its own."""
@@ -66,14 +66,14 @@ class ClientResources:
             raise ValueError(
                 f"{self.strategy.name} only pretends to swap here, and client {self.registry.auto[0]} has device = 'auto', a "
                 "memory of its own: give it the name of a device of the fleet, or train by strategy = fedprophet with "
-                "memory-model = traced"
+                "memory.model = traced"
             )
 
     def require_somebody(self, needed: int, doing: str) -> None:
         """Raises ValueError where no client will have so many bytes, in any of the first rounds."""
         richest = int(max(self.budgets()))
-        if needed > self.settings.allowance(richest):
+        if needed > self.settings.memory.allowance(richest):
             raise ValueError(
                 f"{self.strategy.name}: NA. {doing} needs {needed:,} bytes, and the richest client has {richest:,}: no client "
-                "can take part; lower batch-size or model-width, or give clients more memory"
+                "can take part; lower training.batch-size or architecture.width, or give clients more memory"
             )

@@ -37,10 +37,10 @@ class UpdateGate:
         self.strategy, self.read = strategy, read
 
     def admit(self, replies: Iterable[Message]) -> bool:
-        """Combine what may enter the model. False where no client trained, or fewer than `min-clients`."""
+        """Combine what may enter the model. False where no client trained, or fewer than `faults.min-clients`."""
         strategy = self.strategy
         accepted, norms = 0, dict[str, list[float]]()
-        known, factor = strategy.state.norms, strategy.settings.update_norm_limit
+        known, factor = strategy.state.norms, strategy.settings.faults.update_norm_limit
         for report, update, limits in compared(self._received(replies), factor, known):
             try:
                 require_within(update.norms, limits)
@@ -50,13 +50,13 @@ class UpdateGate:
                 continue
             note_norms(norms, update.norms)
             accepted += 1
-        if accepted < max(1, strategy.settings.min_clients):
+        if accepted < max(1, strategy.settings.faults.min_clients):
             return False
         strategy.state.norms = known | {unit: [*known.get(unit, []), *new][-NORMS_KEPT:] for unit, new in norms.items()}
         return True
 
     def _received(self, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
-        strategy, factor = self.strategy, self.strategy.settings.update_norm_limit
+        strategy, factor = self.strategy, self.strategy.settings.faults.update_norm_limit
         limits, maximum = (
             norm_limits(strategy.state.norms, factor),
             cache(partial(first_limit, factor, strategy.dispatcher.arrays)),

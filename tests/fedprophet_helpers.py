@@ -60,16 +60,16 @@ FLEET = {
 SETTINGS: dict[str, Any] = TRIO | {
     "dataset": "",
     "strategy": "fedprophet",
-    "memory_model": "fedprophet",
-    "r_min": "370kB",
+    "memory__model": "fedprophet",
+    "fedprophet__r_min": "370kB",
     "fleet": json.dumps(FLEET),
-    "batch_norm": "running",
-    "partition": "dirichlet",
-    "partition_balanced": False,
+    "architecture__batch_norm": "running",
+    "data__partition": "dirichlet",
+    "data__partition_balanced": False,
     "seed": 3,
-    "local_iterations": 2,
-    "attack_steps": 1,
-    "evaluation_attack_steps": 1,
+    "training__local_iterations": 2,
+    "attack__steps": 1,
+    "evaluation__attack_steps": 1,
 }
 
 
@@ -88,7 +88,7 @@ def a_run(folder: Path, **changes: Any) -> Iterator[Run]:
 
 def seasoned(folder: Path, blueprint: Blueprint | None = None, **changes: Any) -> Client:
     """A client whose batch norms, where they keep statistics, have seen some images."""
-    settings = tiny_settings(strategy="fedprophet", **{"batch_norm": "running"} | changes)
+    settings = tiny_settings(strategy="fedprophet", **{"architecture__batch_norm": "running"} | changes)
     client = a_client(folder, settings, blueprint=blueprint)
     model = cascade(client).train()
     for layer in model.modules():

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message
+from settings_helpers import key_of
 
 from piecework.client_app.client import Client
 from piecework.client_app.store import Store
@@ -30,11 +31,11 @@ TINY = {
     "clients": 20,  # about 70 images each
     "clients-per-round": 3,
     "num-rounds": 1,
-    "local-epochs": 1,
-    "partition": "iid",
+    "training.local-epochs": 1,
+    "data.partition": "iid",
     "fleet": "reference-step",
-    "lr": 0.05,
-    "lr-schedule": "constant",
+    "training.lr": 0.05,
+    "training.lr-schedule": "constant",
     "workers": 1,
     "run-name": "run",
 }
@@ -46,7 +47,7 @@ SPEEDS = {"flops": 1e9, "bandwidth": 1e6, "disk-bandwidth": 1e7}
 
 def tiny_settings(**changes: Any) -> Settings:
     """The settings of a run of seconds: TINY, with underscores for hyphens. No more clients are asked than there are."""
-    values: dict[str, Any] = TINY | {key.replace("_", "-"): value for key, value in changes.items()}
+    values: dict[str, Any] = TINY | {key_of(key): value for key, value in changes.items()}
     if "clients_per_round" not in changes and values["clients"]:
         values["clients-per-round"] = min(values["clients-per-round"], values["clients"])
     return Settings.from_run_config(values)
@@ -181,7 +182,7 @@ def a_client(
             "full": blueprint,
             "store": store,
             "cap": MemoryCap(allowed, enforced=True),
-            "training_config": training_config_for(settings, settings.lr),
+            "training_config": training_config_for(settings, settings.training.lr),
             "share": lambda fill: training_examples(data, np.arange(rows)),
             "validation": training_examples(data, np.arange(rows, rows + 20)),
             "old_state": None,

@@ -28,7 +28,7 @@ def a_message(folder: Path, **settings: Any) -> Path:
         strategy=chosen.strategy,
         budget=10**12,
         reference=10**9,
-        lr=chosen.lr,
+        lr=chosen.training.lr,
         state_dir=str(folder / "clients"),
         costs={WorkItem(tuple(range(len(blueprint.atoms)))): 1},
     )

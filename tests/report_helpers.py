@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from settings_helpers import key_of
 
 from piecework.server_app.records import RunDir
 from piecework.training.settings import Settings
@@ -70,7 +71,7 @@ def make_run(
 ) -> RunDir:
     """A run's folder; no summary where `status` is empty."""
     run_dir = RunDir(path)
-    values = {key.replace("_", "-"): value for key, value in settings.items()}
+    values = {key_of(key): value for key, value in settings.items()}
     run_dir.create(Settings.from_run_config({"num-rounds": 2, "run-name": path.name, **values}))
     for record in rounds:
         run_dir.append_round(record)

@@ -1,6 +1,18 @@
 """All settings with their defaults, and another value for each that is allowed."""
 
+from typing import Any
+
 from piecework.training.settings import Settings
+
+
+def key_of(name: str) -> str:
+    """The key of a setting from a keyword: `fedprophet__apa_step` is `fedprophet.apa-step`."""
+    return name.replace("__", ".").replace("_", "-")
+
+
+def settings_with(**values: Any) -> Settings:
+    """Settings from keywords."""
+    return Settings.from_run_config({key_of(name): value for name, value in values.items()})
 
 
 def other(value: object) -> object:
@@ -13,32 +25,32 @@ def other(value: object) -> object:
 
 
 CHOICES = {
-    "batch-norm": "local",
-    "accelerator": "cuda",
-    "precision": "bfloat16",
-    "model-options": "shortcut_from=relu",
-    "partition": "iid",
-    "lr-schedule": "constant",
-    "memory-model": "fedepth",
-    "partial-training": "dilute",
-    "mutual-loss": "authors",
-    "sub-problem": "network",
-    "feature-norm": "linf",
-    "keep-ratios": "0.5",
-    "kernel-sampling": "uniform",
-    "output-channels": "random",
-    "validation-clients": "round",
-    "blocks": "budget",
-    "freezing": "parameters",
-    "frozen-mode": "training",
-    "fjord-sampling": "round",
-    "straight-through": "flowing",
-    "importance-update": "off",
-    "width-shares": "1,0.5",
-    "server-optimiser": "adam",
+    "architecture.batch-norm": "local",
+    "training.accelerator": "cuda",
+    "training.precision": "bfloat16",
+    "architecture.options": "shortcut_from=relu",
+    "data.partition": "iid",
+    "training.lr-schedule": "constant",
+    "memory.model": "fedepth",
+    "fedepth.partial-training": "dilute",
+    "fedepth.mutual-loss": "authors",
+    "fedepth.sub-problem": "network",
+    "fedprophet.feature-norm": "linf",
+    "prism.keep-ratios": "0.5",
+    "prism.kernel-sampling": "uniform",
+    "prism.output-channels": "random",
+    "fedprophet.validation-clients": "round",
+    "profl.blocks": "budget",
+    "profl.freezing": "parameters",
+    "profl.frozen-mode": "training",
+    "fjord.sampling": "round",
+    "spafl.straight-through": "flowing",
+    "spafl.importance-update": "off",
+    "heterofl.width-ratios": "1,0.5",
+    "feddf.server-optimiser": "adam",
     "engine": "ray",
-    "evaluation": "personal",
-    "evaluation-branch": "detector",
+    "evaluation.mode": "personal",
+    "fedrbn.evaluation-branch": "detector",
 }
 
 

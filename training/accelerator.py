@@ -20,14 +20,15 @@ class NoAcceleratorError(ValueError):
 
 
 def find_device(accelerator: str) -> torch.device:
-    """Return the device for the setting `accelerator`. Raises NoAcceleratorError."""
+    """Return the device for the setting `training.accelerator`. Raises NoAcceleratorError."""
     if accelerator == "none":
         return CPU
     if not torch.cuda.is_available():
         missing = "finds no GPU" if torch.version.cuda else "was built without CUDA"
         raise NoAcceleratorError(
-            f"setting accelerator = {accelerator!r}: torch {torch.__version__} {missing} here. Start this client where "
-            "`python -c 'import torch; print(torch.cuda.is_available())'` prints True, or set accelerator = none"
+            f"setting training.accelerator = {accelerator!r}: torch {torch.__version__} {missing} here. Start this client "
+            f"where "
+            "`python -c 'import torch; print(torch.cuda.is_available())'` prints True, or set training.accelerator = none"
         )
     return torch.device("cuda", torch.cuda.current_device())
 

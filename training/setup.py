@@ -52,39 +52,41 @@ def client_rows(
     public = public_rows(settings, len(labels))
     if len(public):
         left = np.setdiff1d(np.arange(len(labels)), public)
-        own = settings.model_copy(update={"public_share": 0.0})
+        own = settings.changed({"data.public-fraction": 0.0})
         rows = client_rows(own, np.asarray(labels)[left], clients, None if groups is None else groups[left])
         return [left[each] for each in rows]
     return partition_rows(
-        settings.partition,
+        settings.data.partition,
         np.asarray(labels),
         clients,
         settings.seed,
-        alpha=settings.partition_alpha,
-        balanced=settings.partition_balanced,
-        classes_per_client=settings.partition_classes,
-        skew=settings.partition_skew,
+        alpha=settings.data.partition_alpha,
+        balanced=settings.data.partition_balanced,
+        classes_per_client=settings.data.partition_classes,
+        skew=settings.data.partition_skew,
         groups=groups,
-        groups_per_client=settings.partition_groups,
+        groups_per_client=settings.data.partition_groups,
     )
 
 
 def public_rows(settings: Settings, examples: int) -> np.ndarray:
-    """Draw the fraction `public-share` of this many training examples for the server; no client has them. They are sorted."""
+    """Draw the fraction `data.public-fraction` of the training examples, which no client gets; their sorted rows."""
     order = generator(settings.seed, "public").permutation(examples)
-    return np.sort(order[: round(settings.public_share * examples)])
+    return np.sort(order[: round(settings.data.public_fraction * examples)])
 
 
 def partition_settings(settings: Settings) -> dict[str, Scalar]:
     """Return the settings of the chosen partition, which with the number of clients and the seed decide the client data."""
     names = {
-        "dirichlet": ("partition-alpha", "partition-balanced"),
-        "pathological": ("partition-classes",),
-        "skewed": ("partition-classes", "partition-skew"),
-        "natural": ("partition-groups",),
+        "dirichlet": ("data.partition-alpha", "data.partition-balanced"),
+        "pathological": ("data.partition-classes",),
+        "skewed": ("data.partition-classes", "data.partition-skew"),
+        "natural": ("data.partition-groups",),
     }
     values = settings.to_run_config()
-    return {key: values[key] for key in ("partition", "public-share", *names.get(settings.partition, ()))}
+    return {
+        key: values[key] for key in ("data.partition", "data.public-fraction", *names.get(settings.data.partition, ()))
+    }
 
 
 def check_partition(settings: Settings, data: ArrayDataset) -> None:
@@ -110,7 +112,12 @@ def check_export(settings: Settings, data: ArrayDataset, client: int | None, cli
     if data.export is None:
         return
     run = {"dataset": set_name(settings.dataset), "clients": clients, **partition_settings(settings)}
-    made = {"dataset": data.name, "clients": data.export["clients"], "public-share": 0.0, **data.export["settings"]}
+    made = {
+        "dataset": data.name,
+        "clients": data.export["clients"],
+        "data.public-fraction": 0.0,
+        **data.export["settings"],
+    }
     if not clients:
         del run["clients"]
     for key, value in run.items():
@@ -141,9 +148,9 @@ def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int)
         settings.model,
         num_classes=num_classes,
         input_shape=input_shape,
-        width=settings.model_width,
+        width=settings.architecture.width,
         batch_norm="batch" if settings.norms == "measured" else settings.norms,
-        **settings.options(),
+        **settings.architecture.parsed_options(),
     )
 
 
@@ -151,21 +158,21 @@ def training_config_for(settings: Settings, lr: float) -> TrainingConfig:
     """Return the training config of a round."""
     return TrainingConfig(
         lr,
-        settings.momentum,
-        settings.weight_decay,
-        settings.batch_size,
-        settings.local_epochs,
-        settings.local_iterations,
-        precision=settings.precision,
-        clip_norm=settings.clip_norm,
+        settings.training.momentum,
+        settings.training.weight_decay,
+        settings.training.batch_size,
+        settings.training.local_epochs,
+        settings.training.local_iterations,
+        precision=settings.training.precision,
+        clip_norm=settings.training.clip_norm,
     )
 
 
 def check_augmentation(settings: Settings, data: ArrayDataset) -> None:
     """Raise ValueError if there is nothing to flip and crop."""
-    if settings.augment and data.vocabulary:
+    if settings.data.augment and data.vocabulary:
         raise ValueError(
-            f"augment = true flips and crops images, and data set {data.name} holds tokens: set it to false"
+            f"data.augment = true flips and crops images, and data set {data.name} holds tokens: set it to false"
         )
 
 
@@ -177,5 +184,5 @@ def image_attack(settings: Settings, data: ArrayDataset, steps: int) -> Attack:
             "[0, 1] and needs 8-bit images"
         )
     return Attack(
-        "linf", settings.attack_epsilon, settings.attack_step, steps, 0.0, 1.0, tuple(data.mean), tuple(data.std)
+        "linf", settings.attack.epsilon, settings.attack.step_size, steps, 0.0, 1.0, tuple(data.mean), tuple(data.std)
     )

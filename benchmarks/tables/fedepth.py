@@ -4,7 +4,7 @@ from benchmarks.tables.shared import COMPARED, MIB, beside, commands, full_bytes
 from piecework.planning.partition_policy import label
 
 OF_FEDEPTH = "--model preresnet20 --strategy fedepth --memory-model fedepth --batch-size 32"
-CUT = f"{OF_FEDEPTH} --budget 19.34MiB --set tolerance=0.05"
+CUT = f"{OF_FEDEPTH} --budget 19.34MiB --set memory.tolerance=0.05"
 SINGLE = f"{OF_FEDEPTH} --budget 10.08MiB"
 DEPTH = ["20.02", "20.02", "20.02", "14.05", "10.07", "10.07", "7.21", "5.28", "5.28"]
 WIDTHS = {"0.125": "14.51", "0.1666667": "19.34", "0.3333333": "38.68", "0.5": "58.02", "1": "116.04"}
@@ -12,7 +12,7 @@ WIDTHS = {"0.125": "14.51", "0.1666667": "19.34", "0.3333333": "38.68", "0.5": "
 
 def text() -> str:
     """Return the section."""
-    policy, flags = policy_for(CUT), f"{OF_FEDEPTH} --set model-width="
+    policy, flags = policy_for(CUT), f"{OF_FEDEPTH} --set architecture.width="
     depth = [[f"B{n}", f"block{n}", *beside(mib, policy.alone(n) / MIB)] for n, mib in enumerate(DEPTH, start=1)]
     cuts = ["; ".join(label(part) for part in policy_for(each).stages[0].parts) for each in (CUT, SINGLE)]
     width = [[width, *beside(mib, full_bytes(flags + width) / MIB)] for width, mib in WIDTHS.items()]
@@ -28,5 +28,5 @@ def text() -> str:
         "Widths are `full_memory_bytes` for the W of the table:",
         commands(flags + "W"),
         table(("W", *COMPARED), width),
-        """The paper's column is linear in the width, and so is this memory-model. Its first row is labelled "1/6" there.""",
+        """The paper's column is linear in the width, and so is this memory model. Its first row is labelled "1/6" there.""",
     )

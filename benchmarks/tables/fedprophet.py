@@ -17,7 +17,7 @@ def modules(flags: str, printed: str, whole: str) -> str:
     policy, rows = policy_for(flags), []
     for figures, stage in zip(printed.split(", "), policy.stages, strict=True):
         (part,), (memory, flops) = stage.parts, figures.split()
-        found = macs(part, policy.settings.batch_size) / 10**9
+        found = macs(part, policy.settings.training.batch_size) / 10**9
         rows.append([label(part), *beside(memory, policy.cost_model.bytes(part) / MB), *beside(flops, found)])
     rows.append(["the whole model", *beside(whole, full_bytes(flags) / MB), *[""] * 4])
     names = "module", *(f"MB, {c}" for c in COMPARED), *(f"GFLOPs, {c}" for c in COMPARED)

@@ -56,7 +56,7 @@ def part_of(flags: str, what: str, t: int = 1) -> Part:
 
 def by_formula(what: str, t: int = 1, flags: str = RES18) -> float:
     """Return the fitted formula's MB."""
-    return fitted_mb(part_of(flags, what, t), policy_for(flags).settings.batch_size)
+    return fitted_mb(part_of(flags, what, t), policy_for(flags).settings.training.batch_size)
 
 
 def implied(percent: int) -> tuple[float, float]:

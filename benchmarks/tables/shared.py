@@ -29,7 +29,7 @@ from piecework.training.setup import blueprint_of_shape
 
 PLAN: Any = typer.main.get_command(app)
 MB, MIB = 10**6, 2**20
-OF_PROFL = "--set model-options=pooling=profl,classifier=profl"  # a VGG as in ProFL's code
+OF_PROFL = "--set architecture.options=pooling=profl,classifier=profl"  # a VGG as in ProFL's code
 Rows = Iterable[Iterable[str]]
 
 
@@ -39,8 +39,9 @@ Rows = Iterable[Iterable[str]]
 def asked(flags: str) -> tuple[Settings, PlanQuestion]:
     """Return the settings and the question of `piecework plan FLAGS`, for a model's usual input or --input-shape."""
     given = PLAN.commands["plan"].make_context("plan", shlex.split(flags)).params
-    keys = ("model", "strategy", "fleet", "memory-model", "batch-size")
-    chosen = {key: value for key in keys if (value := given[key.replace("-", "_")])}
+    keys = {"memory_model": "memory.model", "batch_size": "training.batch-size"}
+    keys |= {name: name for name in ("model", "strategy", "fleet")}
+    chosen = {key: given[name] for name, key in keys.items() if given[name]}
     settings = settings_from("", list(given["assignments"]), named=chosen)
     return settings, ask(settings, True, given["input_shape"], given["classes"], budget=given["budget"])
 
@@ -51,7 +52,7 @@ def policy_for(flags: str) -> PartitionPolicy:
     settings, question = asked(flags)
     about = question.input_shape, question.num_classes
     blueprint = blueprint_of_shape(settings, *about)
-    reference = blueprint_of_shape(settings.model_copy(update={"model_width": 1.0}), *about)
+    reference = blueprint_of_shape(settings.changed({"architecture.width": 1.0}), *about)
     cost_model = cost_model_for(settings, reference)
     budget = budget_bytes(question.budget, cost_model.bytes(whole_model(blueprint))) if question.budget else 0
     return find_policy(settings.strategy)(blueprint, cost_model, settings, budget)

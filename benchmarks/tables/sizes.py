@@ -11,9 +11,9 @@ SIZES = [  # flags, what is counted, the published figure, its source
     ("--model lenet5", "weights", "430,500", "SpaFL, A.1"),
     ("--model conv4", "weights", "804,800", "SpaFL's code"),
     ("--model conv4", "norms", "1,280", "SpaFL's code"),
-    ("--model conv4 --set batch-norm=running", "entries", "807,366", "SpaFL, A.1"),
+    ("--model conv4 --set architecture.batch-norm=running", "entries", "807,366", "SpaFL, A.1"),
     ("--model resnet18-preact", "convolutions", "11,159,232", "SpaFL, A.1"),
-    ("--model resnet18-preact --set model-width=0.5", "convolutions", "2,790,240", "SpaFL's code and Table 4"),
+    ("--model resnet18-preact --set architecture.width=0.5", "convolutions", "2,790,240", "SpaFL's code and Table 4"),
     (f"--model vgg11 {OF_PROFL}", "parameters in 10^6", "28.1", "ProFL's code, rounded"),
     ("--model vit --input-shape 3x224x224 --classes 1000", "parameters", "5,717,416", "timm's vit_tiny_patch16_224"),
 ]

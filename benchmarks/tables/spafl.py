@@ -15,7 +15,11 @@ TAU = [  # thresholds: flags, paper, remark
     ("--model lenet5 --strategy spafl", "580", "FMNIST"),
     ("--model conv4 --strategy spafl", "1418", "CIFAR-10"),
     ("--model resnet18-preact --strategy spafl", "4800", "CIFAR-100, the text: 64 channels in front"),
-    ("--model resnet18-preact --strategy spafl --set model-width=0.5", "4800", "CIFAR-100, code and Table 4: 32"),
+    (
+        "--model resnet18-preact --strategy spafl --set architecture.width=0.5",
+        "4800",
+        "CIFAR-100, code and Table 4: 32",
+    ),
 ]
 # Table 2, by data set: Gbit; FedAvg's FLOPs and their power of ten
 COMM = {"SpaFL": "0.1856 0.4537 4.6080", "FedAvg": "133.8 258.36 10712", "HeteroFL": "68.88 129.178 5356.4"}
@@ -39,7 +43,7 @@ def sent() -> list[tuple[str, str, float, str]]:
     ]
     for method, fraction in (("FedAvg", 1.0), ("HeteroFL", 0.5)):
         for data, what in zip(DATA, ("parameters", "entries", "convolutions"), strict=True):
-            blueprint = policy_for(f"--model {DATA[data][0]} --set batch-norm=running").blueprint
+            blueprint = policy_for(f"--model {DATA[data][0]} --set architecture.batch-norm=running").blueprint
             found.append((method, data, fraction * count(blueprint, what), what + ", half of them" * (fraction < 1)))
     return found
 

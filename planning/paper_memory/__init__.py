@@ -1,4 +1,4 @@
-"""The papers' own rules for the memory of a part of a model, by the name that `memory-model` gives them."""
+"""The papers' own rules for the memory of a part of a model, by the name that `memory.model` gives them."""
 
 from collections.abc import Callable
 

@@ -24,6 +24,6 @@ def memory_bytes(part: Part, reference: Blueprint, training_config: TrainingConf
                 elements += layer.outputs * (layer.kind == "Conv2d") + layer.inputs * (layer.kind in NORMS)
     if not elements:
         raise ValueError(
-            f"memory-model prism counts convolutions behind the first atom: {part.blueprint.name} has none"
+            f"memory.model prism counts convolutions behind the first atom: {part.blueprint.name} has none"
         )
     return 4 * part.copies * training_config.batch_size * elements

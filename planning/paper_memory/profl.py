@@ -55,5 +55,5 @@ def fitted_mb(part: Part, batch_size: int) -> float:
         for layer in convolutions:
             elements += layer.outputs * (1 if single or layer.on_shortcut else 3)
     if part.atoms and not elements:  # the output layer alone has no maps
-        raise ValueError(f"memory-model profl counts maps of layers: {part.blueprint.name} has none that it knows")
+        raise ValueError(f"memory.model profl counts maps of layers: {part.blueprint.name} has none that it knows")
     return 2 * 4 * part.copies * batch_size * elements / 2**20

@@ -5,8 +5,8 @@ d_k: the depth of client k, the most blocks whose step with their classifiers fi
 is not asked. Every array is averaged over the clients that trained it, each counting the same. The model predicts by the mean
 of its classifiers' logits.
 
-With `feddyn-alpha` a > 0 (FedDyn, as in the paper): h <- h - a / m sum_k (theta_k - theta_t) over the round's clients that
-trained the array, m of all; theta <- mean of theta_k - h / a. Off by default: ProFL compares by plain averaging.
+With `depthfl.feddyn-alpha` a > 0 (FedDyn, as in the paper): h <- h - a / m sum_k (theta_k - theta_t) over the round's clients
+that trained the array, m of all; theta <- mean of theta_k - h / a. Off by default: ProFL compares by plain averaging.
 
 Ours: blocks are ProFL's (runs of equal channels), so that the comparison is on the same cuts; classifiers that no client has
 trained yet have no say.
@@ -71,12 +71,12 @@ class DepthFLPolicy(PartitionPolicy):
         depth = next(d for d in range(1, len(self.blocks) + 1) if self.depth(d) == item)
         name = "the whole model" if depth == len(self.blocks) else "block 1" if depth == 1 else f"blocks 1 to {depth}"
         # how much self-distillation weighs changes nothing of what it takes
-        loss = costed_loss(1.0, self.settings.feddyn_alpha)
+        loss = costed_loss(1.0, self.settings.depthfl.feddyn_alpha)
         return Part(self.model, item.atoms, item.head, make_loss=loss, name=f"{name} and exits", piece_class=ExitsModel)
 
     def deepest(self, budget: int) -> int:
         """How many blocks a budget (bytes) allows, 0 where not even the first one."""
-        allowed = self.settings.allowance(budget)
+        allowed = self.settings.memory.allowance(budget)
         depths = range(len(self.blocks), 0, -1)
         return next((d for d in depths if self.bytes(self.depth(d)) <= allowed), 0)
 
@@ -117,9 +117,9 @@ class DepthFL(PieceStrategy):
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
-        if self.settings.batch_norm == "local":
+        if self.settings.architecture.batch_norm == "local":
             raise ValueError(
-                "batch-norm = 'local': the server would have no model to predict with, use running or batch"
+                "architecture.batch-norm = 'local': the server would have no model to predict with, use running or batch"
             )
 
     def begin(self) -> None:
@@ -135,7 +135,7 @@ class DepthFL(PieceStrategy):
     def task(self, server_round: int, state: DeviceState) -> Task:
         """How deep the client trains."""
         depth = max(1, self.policy.deepest(state.budget_bytes))
-        weight = distillation_weight(server_round, self.settings.distillation_rounds)
+        weight = distillation_weight(server_round, self.settings.depthfl.distillation_rounds)
         return replace(super().task(server_round, state), own=DepthFLTaskConfig(depth, weight).to_values())
 
     def sent_units(self, task: Task) -> set[str]:
@@ -159,7 +159,7 @@ class DepthFL(PieceStrategy):
 
     def finish(self) -> ArrayRecord:
         """The mean; with FedDyn, less h / a."""
-        alpha, before = self.settings.feddyn_alpha, self.dispatcher.arrays
+        alpha, before = self.settings.depthfl.feddyn_alpha, self.dispatcher.arrays
         after = super().finish()
         if not alpha:
             return after

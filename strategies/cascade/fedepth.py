@@ -14,7 +14,7 @@ W^{t+1} = sum_k p_k / sum_k' p_k' W_k^{t+1}, where p_k is the number of training
 by its own budget. The server sends the memory costs that this cut looks up, each from one training step on fake tensors.
 
 Ours, where the paper is silent: blocks that a client had to leave out are neither uploaded nor averaged
-(`partial-training = dilute` restores the authors' way). m-FeDepth's heads are part of the global model and are averaged
+(`fedepth.partial-training = dilute` restores the authors' way). m-FeDepth's heads are part of the global model and are averaged
 with it.
 """
 
@@ -53,7 +53,7 @@ class FeDepthPolicy(PartitionPolicy):
     def part(self, item: WorkItem) -> Part:
         """A block with its head, alone or within the network, or M whole models that learn together."""
         if item.copies > 1:
-            loss, name = mutual_loss(self.settings.mutual_loss), f"{item.copies} whole models, mutually"
+            loss, name = mutual_loss(self.settings.fedepth.mutual_loss), f"{item.copies} whole models, mutually"
             return Part(self.blueprint, item.atoms, item.head, item.copies, loss, name)
         if item.learns:
             name = f"{label(Part(self.blueprint, item.learns))} of the network"
@@ -64,7 +64,7 @@ class FeDepthPolicy(PartitionPolicy):
     def require_model(self) -> None:
         """Raises ValueError for an atom whose features zero padding cannot bring to the head that all blocks share."""
         wanted = self.blueprint.feature_shape
-        if self.exits or self.settings.sub_problem == "network":
+        if self.exits or self.settings.fedepth.sub_problem == "network":
             return
         for atom in self.blueprint.atoms:
             if not can_fit(atom.shape, wanted):
@@ -75,14 +75,16 @@ class FeDepthPolicy(PartitionPolicy):
                 )
 
     def bytes(self, item: WorkItem) -> int:
-        """The cost of a work item; by a paper's memory-model that of its blocks, also where the whole network is there."""
+        """The cost of a work item; by a paper's memory model that of its blocks, also where the whole network is there."""
         if self.cost_model.memory_model is None or not item.learns:
             return super().bytes(item)
         return self.cost_model.bytes(Part(self.blueprint, item.learns))
 
     def items(self, budget: int, cost: ItemCost) -> list[WorkItem]:
         """The decomposition for a budget (bytes). Raises AtomTooLargeError where an atom does not fit that is always needed."""
-        return items_of(self.blueprint, self.settings, cost, self.settings.allowance(budget), own_heads=self.exits)
+        return items_of(
+            self.blueprint, self.settings, cost, self.settings.memory.allowance(budget), own_heads=self.exits
+        )
 
     def _parts(self, budget: int) -> list[Part]:
         return [self.part(item) for item in self.items(budget, self.bytes)]
@@ -91,7 +93,7 @@ class FeDepthPolicy(PartitionPolicy):
         """The last atom's cost: what does not fit before it is excluded, if it can be."""
         atoms = range(len(self.blueprint.atoms))
         last = self.alone(atoms[-1])
-        if self.settings.sub_problem == "network" or indispensable(self.blueprint, [atoms[-1]]) is None:
+        if self.settings.fedepth.sub_problem == "network" or indispensable(self.blueprint, [atoms[-1]]) is None:
             return last
         costs = sorted({last, *(cost for atom in atoms if (cost := self.alone(atom)) > last)})
         kept = (exclude_input_side(atoms, lambda piece: self.bytes(self.item(piece)), cost) for cost in costs)
@@ -137,9 +139,9 @@ class FeDepth(PieceStrategy):
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
-        if self.settings.sub_problem == "network" and self.policy.exits:
+        if self.settings.fedepth.sub_problem == "network" and self.policy.exits:
             raise ValueError(
-                f"sub-problem = 'network' trains the model's own head: {self.name} has others, use fedepth"
+                f"fedepth.sub-problem = 'network' trains the model's own head: {self.name} has others, use fedepth"
             )
 
     def costs_for(self, budget: int) -> dict[WorkItem, int]:

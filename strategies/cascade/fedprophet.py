@@ -20,10 +20,10 @@ Adaptive Perturbation Adjustment: epsilon_{m-1} = alpha E[max ||Delta z_{m-1}||]
 of all clients that are there when module m - 1 was fixed; alpha follows C_m / A_m (Eq. 12). Partial average (Eqs. 16 and 17):
 modules over the clients that trained them, theta_n over those that ended with it, by numbers of examples.
 
-Where the paper is silent, as in the authors' code: all clients validate (`validation-clients`); a round's score is C_m + rho
-A_m, rho = C*_{m-1} / A*_{m-1} (1 in the first stage); a stage ends with the weights of its best round. Ours: alpha does not go
-below 0; where `r-min` is not set, it is the least budget of the clients, but at least what the largest atom needs: poorer
-clients refuse.
+Where the paper is silent, as in the authors' code: all clients validate (`fedprophet.validation-clients`); a round's score is
+C_m + rho A_m, rho = C*_{m-1} / A*_{m-1} (1 in the first stage); a stage ends with the weights of its best round. Ours: alpha
+does not go below 0; where `fedprophet.r-min` is not set, it is the least budget of the clients, but at least what the largest
+atom needs: poorer clients refuse.
 """
 
 import logging
@@ -77,32 +77,35 @@ class FedProphet(StagedStrategy):
         super().__init__(experiment)
         if self.personal:
             raise ValueError(
-                f"evaluation = 'personal': clients of {self.name} tell by their validation shares how to go on; use central"
+                f"evaluation.mode = 'personal': clients of {self.name} tell by their validation shares how to go on; use "
+                f"central"
             )
         if self.blueprint.vocabulary:
             raise ValueError(
                 f"{self.settings.model} reads tokens, which gradients cannot attack: {self.name} needs a model of images"
             )
-        if not self.settings.validation_share:
+        if not self.settings.data.validation_fraction:
             raise ValueError(
-                f"validation-share is 0: {self.name} is steered by the accuracy on clients' validation data"
+                f"data.validation-fraction is 0: {self.name} is steered by the accuracy on clients' validation data"
             )
-        if self.settings.patience:
+        if self.settings.evaluation.patience:
             raise ValueError(
-                f"patience = {self.settings.patience} compares the accuracies of different modules: use stage-patience"
+                f"evaluation.patience = {self.settings.evaluation.patience} compares the accuracies of different modules: "
+                f"use fedprophet.stage-patience"
             )
-        if self.settings.stage_rounds:
-            self._check_warmup(self.settings.stage_rounds)
-        if self.settings.r_min:
-            self._cut(self.settings.r_min)
+        if self.settings.fedprophet.stage_rounds:
+            self._check_warmup(self.settings.fedprophet.stage_rounds)
+        if self.settings.fedprophet.r_min:
+            self._cut(self.settings.fedprophet.r_min)
 
     def begin(self) -> None:
         """Cut the model: R_min is found once a run. Raises ValueError where settings, clients and cut do not go together."""
         state, settings = self.state, self.settings
-        if settings.batch_statistics and settings.batch_size < 3:
+        if settings.batch_statistics and settings.training.batch_size < 3:
             raise ValueError(
-                f"batch-size = {settings.batch_size}: {self.name} looks at features in halves of a batch, which have no "
-                "statistics then; use 3 or more, or batch-norm = running"
+                f"training.batch-size = {settings.training.batch_size}: {self.name} looks at features in halves of a batch, "
+                f"which have no "
+                "statistics then; use 3 or more, or architecture.batch-norm = running"
             )
         self.resources.require_emulated()
         if not state.r_min:
@@ -110,7 +113,9 @@ class FedProphet(StagedStrategy):
         self.policy = self.policy.with_smallest(state.r_min)
         self._check_modules()
         if not state.stage_rounds:
-            state.stage_rounds = settings.stage_rounds or max(1, settings.num_rounds // len(self.policy.stages))
+            state.stage_rounds = settings.fedprophet.stage_rounds or max(
+                1, settings.num_rounds // len(self.policy.stages)
+            )
         self._check_warmup(state.stage_rounds)
 
     def _check_modules(self) -> None:
@@ -118,33 +123,34 @@ class FedProphet(StagedStrategy):
             return
         largest = max(self.policy.bytes(self.policy.item(stage.parts[0].atoms)) for stage in self.policy.stages)
         richest = int(max(self.resources.budgets()))
-        if largest > self.settings.allowance(richest):
+        if largest > self.settings.memory.allowance(richest):
             raise ValueError(
-                f"R_min of {self.state.r_min:,} bytes (r-min = {self.settings.r_min!r}) makes a module of {largest:,} bytes, "
-                f"and the richest client has {richest:,}: no client could train it; lower r-min"
+                f"R_min of {self.state.r_min:,} bytes (fedprophet.r-min = {self.settings.fedprophet.r_min!r}) makes a module "
+                f"of {largest:,} bytes, "
+                f"and the richest client has {richest:,}: no client could train it; lower fedprophet.r-min"
             )
 
     def _check_warmup(self, stage_rounds: int) -> None:
-        if self.settings.attack_warmup >= stage_rounds:
+        if self.settings.attack.warmup >= stage_rounds:
             raise ValueError(
-                f"attack-warmup = {self.settings.attack_warmup} leaves no adversarial round in stages of {stage_rounds} "
-                "(stage-rounds): lower it, or raise stage-rounds"
+                f"attack.warmup = {self.settings.attack.warmup} leaves no adversarial round in stages of {stage_rounds} "
+                "(fedprophet.stage-rounds): lower it, or raise fedprophet.stage-rounds"
             )
 
     def _cut(self, r_min: str) -> None:
-        """Cut the model for the setting `r-min`. Raises ValueError where it makes no sense."""
+        """Cut the model for the setting `fedprophet.r-min`. Raises ValueError where it makes no sense."""
         try:
             smallest = share_or_bytes(r_min, self.policy.cost_model.bytes(whole_model(self.blueprint)))
             self.policy = self.policy.with_smallest(smallest)
             _ = self.policy.stages
         except AtomTooLargeError as error:
             raise ValueError(
-                f"setting r-min = {r_min!r} is {self.policy.smallest:,} bytes, and atom {error.name!r} alone needs "
+                f"setting fedprophet.r-min = {r_min!r} is {self.policy.smallest:,} bytes, and atom {error.name!r} alone needs "
                 f"{error.needed:,}: give at least what the largest atom needs, {self.policy.min_budget():,} bytes, or lower "
-                "batch-size"
+                "training.batch-size"
             ) from None
         except ValueError as error:
-            raise ValueError(f"setting r-min = {r_min!r}: {error}") from None
+            raise ValueError(f"setting fedprophet.r-min = {r_min!r}: {error}") from None
 
     @property
     def modules(self) -> list[Piece]:
@@ -174,13 +180,15 @@ class FedProphet(StagedStrategy):
             next(n for n in range(stage, len(self.modules)) if self.modules[n][-1] == assigned[-1])
         )
         pieces = [task_config.atoms(last) for last in range(stage, task_config.last + 1)]
-        adversarial = self.state.stage_round >= self.settings.attack_warmup  # that of each stage
+        adversarial = self.state.stage_round >= self.settings.attack.warmup  # that of each stage
         task = replace(super().task(server_round, state), adversarial=adversarial)
         return self._ordered(task, task_config, pieces)
 
     def rate(self, server_round: int) -> float:
         """By the round, or by the round of the stage where the schedule begins again with each."""
-        return learning_rate(self.settings, self.state.stage_round + 1 if self.settings.lr_restart else server_round)
+        return learning_rate(
+            self.settings, self.state.stage_round + 1 if self.settings.fedprophet.lr_restart else server_round
+        )
 
     def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
         """Until the last stage has had all its rounds."""
@@ -190,7 +198,10 @@ class FedProphet(StagedStrategy):
         self.policy = self.policy.with_smallest(state.r_min)
         left = (len(self.modules) - state.stage) * maximum - state.stage_round
         for n, server_round in enumerate(range(first, min(last, first + left - 1) + 1)):
-            yield server_round, (state.stage_round + n) % maximum + 1 if self.settings.lr_restart else server_round
+            yield (
+                server_round,
+                (state.stage_round + n) % maximum + 1 if self.settings.fedprophet.lr_restart else server_round,
+            )
 
     def _ordered(self, task: Task, task_config: FedProphetTaskConfig, pieces: list[Piece]) -> Task:
         items = [self.policy.item(piece) for piece in pieces]
@@ -241,12 +252,12 @@ class FedProphet(StagedStrategy):
                 answers[client] = measurement(metrics, self.registry.members[client].examples)
             except (ValueError, TypeError, LookupError, ArithmeticError) as error:
                 self.dispatcher.reject(client, str(error))
-        factor = self.settings.update_norm_limit
+        factor = self.settings.faults.update_norm_limit
         maximum = factor * median_low([distance for distance, _, _ in answers.values()]) if answers and factor else inf
         for client, (distance, _, _) in list(answers.items()):
             if distance > maximum:
                 self.dispatcher.reject(
-                    client, f"perturbation is {distance:.4g}, past the limit {maximum:.4g} (update-norm-limit)"
+                    client, f"perturbation is {distance:.4g}, past the limit {maximum:.4g} (faults.update-norm-limit)"
                 )
                 del answers[client]
         if not answers:
@@ -258,7 +269,7 @@ class FedProphet(StagedStrategy):
     def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
         """The clients of the round, or all, tell C_m and A_m of the new model."""
         asked = {client: task for client, (task, _) in self._asked.items() if self.evaluation.reachable(client)}
-        if self.settings.validation_clients == "all":
+        if self.settings.fedprophet.validation_clients == "all":
             others = [client for client in self.registry.present(grid) if client not in self._asked]
             asked |= {client: task for client, (task, _) in self.ask(others, server_round, arrays).items()}
         task_config = self.task_config(self.state.stage)
@@ -279,16 +290,16 @@ class FedProphet(StagedStrategy):
         else:
             clean, adversarial = (float(metrics[key]) for key in self.evaluation_keys[1:])  # type: ignore[arg-type]
             self._score(server_round, arrays, clean, adversarial)
-        stale = settings.stage_patience and state.since_best >= settings.stage_patience
+        stale = settings.fedprophet.stage_patience and state.since_best >= settings.fedprophet.stage_patience
         return self._next_stage(server_round, arrays) if stale or state.stage_round >= state.stage_rounds else arrays
 
     def _score(self, server_round: int, arrays: ArrayRecord, clean: float, adversarial: float) -> None:
         state, settings = self.state, self.settings
         kept = (
-            state.recent if state.stage_round > settings.attack_warmup + 1 else []
+            state.recent if state.stage_round > settings.attack.warmup + 1 else []
         )  # clean rounds say nothing of alpha
-        state.recent = [*kept, [clean, adversarial]][-settings.apa_window :]
-        if state.stage_round <= settings.attack_warmup + settings.apa_after:
+        state.recent = [*kept, [clean, adversarial]][-settings.fedprophet.apa_window :]
+        if state.stage_round <= settings.attack.warmup + settings.fedprophet.apa_after:
             return
         fixed = state.fixed
         rho = fixed.clean / fixed.adversarial if fixed and fixed.adversarial else self.first_rho
@@ -298,7 +309,7 @@ class FedProphet(StagedStrategy):
             state.best = BestRound(score, clean, adversarial, state.alpha, server_round)
             state.since_best = 0
             self.kept = self._in_training(arrays)
-        if state.stage and fixed and settings.apa and state.stage_round % settings.apa_every == 0:
+        if state.stage and fixed and settings.fedprophet.apa and state.stage_round % settings.fedprophet.apa_every == 0:
             state.alpha = adjusted_alpha(state.alpha, state.recent, fixed, settings)
 
     def _in_training(self, arrays: ArrayRecord) -> ArrayRecord:
@@ -318,7 +329,7 @@ class FedProphet(StagedStrategy):
             state,
             stage=state.stage + 1,
             stage_round=0,
-            alpha=self.settings.apa_start,
+            alpha=self.settings.fedprophet.apa_start,
             distance=None,
             recent=[],
             fixed=FixedModule(
@@ -352,10 +363,10 @@ class FedProphet(StagedStrategy):
         state = self.state
         return {
             "modules": len(self.modules),
-            "epsilon": state.epsilon if state.stage else self.settings.attack_epsilon,
+            "epsilon": state.epsilon if state.stage else self.settings.attack.epsilon,
             "alpha": state.alpha,
             "distance": state.distance,
-            "clean_round": state.stage_round < self.settings.attack_warmup,
+            "clean_round": state.stage_round < self.settings.attack.warmup,
             "fixed_accuracy": state.fixed.clean if state.fixed else None,
             "fixed_adversarial_accuracy": state.fixed.adversarial if state.fixed else None,
         }

@@ -79,10 +79,10 @@ def adjusted_alpha(alpha: float, recent: list[list[float]], fixed: FixedModule, 
     """Eq. 12 for C and A summed over the `recent` rounds; without divisions, as A may be 0."""
     clean, adversarial = (sum(column) for column in zip(*recent, strict=True))
     ratio, target = clean * fixed.adversarial, adversarial * fixed.clean
-    if ratio > (1 + settings.apa_margin) * target:
-        return round(alpha + settings.apa_step, 9)
-    if ratio < (1 - settings.apa_margin) * target:
-        return round(max(settings.apa_least, alpha - settings.apa_step), 9)
+    if ratio > (1 + settings.fedprophet.apa_margin) * target:
+        return round(alpha + settings.fedprophet.apa_step, 9)
+    if ratio < (1 - settings.fedprophet.apa_margin) * target:
+        return round(max(settings.fedprophet.apa_min, alpha - settings.fedprophet.apa_step), 9)
     return alpha
 
 

@@ -30,7 +30,7 @@ class FedProphetPolicy(PartitionPolicy):
     @property
     def swaps(self) -> bool:
         """By the paper's own memory, a device that lacks some for the first module swaps."""
-        return self.settings.memory_model == "fedprophet"
+        return self.settings.memory.model == "fedprophet"
 
     def item(self, atoms: Piece) -> WorkItem:
         """Atoms with the auxiliary head behind them, or with the model's own head at the end."""
@@ -38,7 +38,7 @@ class FedProphetPolicy(PartitionPolicy):
 
     def part(self, item: WorkItem) -> Part:
         """Modules with the strongly convex loss."""
-        return Part(self.blueprint, item.atoms, item.head, make_loss=module_loss(self.settings.convexity))
+        return Part(self.blueprint, item.atoms, item.head, make_loss=module_loss(self.settings.fedprophet.convexity))
 
     def min_budget(self) -> int:
         """The largest atom's cost."""
@@ -50,7 +50,7 @@ class FedProphetPolicy(PartitionPolicy):
         modules = greedy_partition(
             range(len(self.blueprint.atoms)),
             lambda atoms: self.bytes(self.item(atoms)),
-            self.settings.allowance(self.smallest),
+            self.settings.memory.allowance(self.smallest),
             atom_names(self.blueprint),
         )
         return [Stage(f"module {m}", (self.part(self.item(module)),)) for m, module in enumerate(modules, start=1)]
@@ -74,7 +74,7 @@ class FedProphetPolicy(PartitionPolicy):
         part = self.stages[stage].parts[0]
         return (
             [part]
-            if self.swaps or self.bytes(self.item(part.atoms)) <= self.settings.allowance(state.budget_bytes)
+            if self.swaps or self.bytes(self.item(part.atoms)) <= self.settings.memory.allowance(state.budget_bytes)
             else []
         )
 
@@ -86,8 +86,8 @@ class FedProphetPolicy(PartitionPolicy):
             * state.flops_per_second
             / slowest
         )
-        allowed = self.settings.allowance(state.budget_bytes)
-        for later in self.stages[stage + 1 :] if self.settings.dma else []:
+        allowed = self.settings.memory.allowance(state.budget_bytes)
+        for later in self.stages[stage + 1 :] if self.settings.fedprophet.dma else []:
             longer = (*assigned, *later.parts[0].atoms)
             item = self.item(longer)
             if self.part(item).forward_flops > flops or self.bytes(item) > allowed:

@@ -14,19 +14,19 @@ theta_t: block t of T; theta_op: the output module of a step, basic layers theta
 theta_L; theta_t^ini: a block as shrinking leaves it.
 
 Shrinking (section 2.3), t = T .. 2: [theta_{1,F}, .., theta_t, theta_op] is trained until theta_t converges, which gives
-theta_t^ini; then (Map) theta_t is integrated into theta_{t,b} by distillation on the clients, `distil-rounds` of them. Growing
-(section 2.2), t = 1 .. T: the same steps the other way, each from theta_t^ini and the output module of its step in shrinking,
-over the blocks that growing has frozen. `shrinking` = false leaves only growing, from random weights (Table 2). Eq. 1: theta_t
-and theta_op are averaged by numbers of examples over the clients that trained them, theta_L also over those that trained no
-more.
+theta_t^ini; then (Map) theta_t is integrated into theta_{t,b} by distillation on the clients, `profl.distil-rounds` of them.
+Growing (section 2.2), t = 1 .. T: the same steps the other way, each from theta_t^ini and the output module of its step in
+shrinking, over the blocks that growing has frozen. `profl.shrinking` = false leaves only growing, from random weights (Table
+2). Eq. 1: theta_t and theta_op are averaged by numbers of examples over the clients that trained them, theta_L also over those
+that trained no more.
 
 Where the paper is silent: blocks before t are frozen at their random start in shrinking, as in the authors' code. A step takes
-at most `stage-rounds`. Ours: the running statistics of random blocks, which in theirs follow the batches of each round, are
-measured once, by the clients of a first round; a step's output module in growing starts as its step in shrinking left it, that
-of step 1 as the last map did; where a step is too large for every client, all blocks are single atoms (the paper's "layer-wise
-training"); who cannot take part in a map says so; of a block of more than `movement-scalars` so many are looked at. With
-`freezing` = `parameters` (Table 3's ParamAware) the rounds of a run, less those of maps and statistics, are dealt out to the
-steps by the parameters of their blocks.
+at most `profl.stage-rounds`. Ours: the running statistics of random blocks, which in theirs follow the batches of each round,
+are measured once, by the clients of a first round; a step's output module in growing starts as its step in shrinking left it,
+that of step 1 as the last map did; where a step is too large for every client, all blocks are single atoms (the paper's
+"layer-wise training"); who cannot take part in a map says so; of a block of more than `profl.movement-scalars` so many are
+looked at. With `profl.freezing` = `parameters` (Table 3's ParamAware) the rounds of a run, less those of maps and statistics,
+are dealt out to the steps by the parameters of their blocks.
 """
 
 from collections.abc import Collection, Iterable
@@ -122,14 +122,21 @@ class ProFL(StagedStrategy):
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
         settings = self.settings
-        if settings.batch_norm == "local":
-            raise ValueError("batch-norm = 'local': profl averages blocks whole, use measured, running or batch")
-        for key, value in (("patience", settings.patience), ("target-accuracy", settings.target_accuracy)):
+        if settings.architecture.batch_norm == "local":
+            raise ValueError(
+                "architecture.batch-norm = 'local': profl averages blocks whole, use measured, running or batch"
+            )
+        for key, value in (
+            ("evaluation.patience", settings.evaluation.patience),
+            ("evaluation.target-accuracy", settings.evaluation.target_accuracy),
+        ):
             if value:
                 raise ValueError(
-                    f"{key} = {value} compares the models of different steps: use stage-rounds and movement-times"
+                    f"{key} = {value} compares the models of different steps: use profl.stage-rounds and profl.movement-times"
                 )
-        self.freezing = Freezing(settings.movement_window, settings.movement_share, settings.movement_times)
+        self.freezing = Freezing(
+            settings.profl.movement_window, settings.profl.movement_fraction, settings.profl.movement_times
+        )
         self.phases: list[Phase] = []
 
     def begin(self) -> None:
@@ -151,8 +158,8 @@ class ProFL(StagedStrategy):
             )
 
     def _brought(self) -> set[str]:
-        """The units whose batch norms get statistics from `init-weights`."""
-        taken, _ = pretrained(Path(self.settings.init_weights), self.blueprint)
+        """The units whose batch norms get statistics from `training.init-weights`."""
+        taken, _ = pretrained(Path(self.settings.training.init_weights), self.blueprint)
         return {unit_of(name) for name in taken if name.endswith("running_mean")}
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
@@ -166,21 +173,21 @@ class ProFL(StagedStrategy):
         settings, phases = self.settings, self.phases
         steps, maps = [phase for phase in phases if phase.is_step], sum(phase.kind == "map" for phase in phases)
         statistics = len(phases) - len(steps) - maps
-        left = settings.num_rounds - settings.distil_rounds * maps - statistics
-        by_parameters = settings.freezing == "parameters"
-        if settings.stage_rounds and not by_parameters:
-            dealt = [settings.stage_rounds] * len(steps)
+        left = settings.num_rounds - settings.profl.distil_rounds * maps - statistics
+        by_parameters = settings.profl.freezing == "parameters"
+        if settings.profl.stage_rounds and not by_parameters:
+            dealt = [settings.profl.stage_rounds] * len(steps)
         elif left < len(steps):
             raise ValueError(
-                f"num-rounds = {settings.num_rounds} is too few: {len(steps)} steps, and {maps} maps of distil-rounds = "
-                f"{settings.distil_rounds}, need {settings.num_rounds - left + len(steps)}"
+                f"num-rounds = {settings.num_rounds} is too few: {len(steps)} steps, and {maps} maps of profl.distil-rounds = "
+                f"{settings.profl.distil_rounds}, need {settings.num_rounds - left + len(steps)}"
                 + (", one of them for statistics" if statistics else "")
             )
         else:
             parameters = [self._parameters(phase.t) if by_parameters else 1 for phase in steps]
             dealt = rounds_by_parameters(parameters, left)
         rounds = iter(dealt)
-        fixed = {"map": settings.distil_rounds, "statistics": 1}
+        fixed = {"map": settings.profl.distil_rounds, "statistics": 1}
         return [next(rounds) if phase.is_step else fixed[phase.kind] for phase in phases]
 
     def _parameters(self, t: int) -> int:
@@ -188,11 +195,11 @@ class ProFL(StagedStrategy):
 
     def _phases(self) -> list[Phase]:
         settings = self.settings
-        maps = basic_atoms(self.policy.model) if settings.distil_rounds else ()
+        maps = basic_atoms(self.policy.model) if settings.profl.distil_rounds else ()
         random = [f"atoms.{atom}" for block in self.policy.blocks[:-1] for atom in block]
-        known = self._brought() if settings.init_weights else set()
+        known = self._brought() if settings.training.init_weights else set()
         unknown = any(has_statistics(self.policy.model, unit) for unit in random if unit not in known)
-        return legs_of(len(self.policy.blocks), shrinking=settings.shrinking, maps=maps, statistics=unknown)
+        return legs_of(len(self.policy.blocks), shrinking=settings.profl.shrinking, maps=maps, statistics=unknown)
 
     @property
     def phase(self) -> Phase:
@@ -215,7 +222,7 @@ class ProFL(StagedStrategy):
 
     def rate(self, server_round: int) -> float:
         """Of a map its own."""
-        return self.settings.distil_lr if self.phase.kind == "map" else super().rate(server_round)
+        return self.settings.profl.distil_lr if self.phase.kind == "map" else super().rate(server_round)
 
     def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
         """Until the last phase has had all its rounds."""
@@ -262,7 +269,7 @@ class ProFL(StagedStrategy):
 
     @property
     def _converged(self) -> bool:
-        return self.settings.freezing == "movement" and converged(self.state.movements, self.freezing)
+        return self.settings.profl.freezing == "movement" and converged(self.state.movements, self.freezing)
 
     @property
     def _ended(self) -> bool:
@@ -288,11 +295,11 @@ class ProFL(StagedStrategy):
                 self.state.movements.append(effective_movement(list(seen)))
 
     def _scalars(self, arrays: ArrayRecord) -> np.ndarray:
-        """The parameters of the step's block, or `movement-scalars` of them, the same in all its rounds."""
+        """The parameters of the step's block, or `profl.movement-scalars` of them, the same in all its rounds."""
         block = [f"atoms.{atom}" for atom in self.policy.blocks[self.phase.t - 1]]
         names = [name for unit in block for name in parameter_names(self.blueprint, unit)]
         values = np.concatenate([arrays[name].numpy().reshape(-1) for name in names])
-        wanted = self.settings.movement_scalars
+        wanted = self.settings.profl.movement_scalars
         if not wanted or wanted >= len(values):
             return values
         rng = np.random.default_rng([self.settings.seed, self.state.phase])

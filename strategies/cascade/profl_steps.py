@@ -53,9 +53,9 @@ class ProFLPolicy(PartitionPolicy):
         Raises AtomTooLargeError, and ValueError where not even layers fit.
         """
         policy = self.with_smallest(minimum)
-        if self.settings.blocks == "budget":
+        if self.settings.profl.blocks == "budget":
             return policy.cut(self.by_budget(minimum))
-        allowed = self.settings.allowance(maximum)
+        allowed = self.settings.memory.allowance(maximum)
         step, needed = self.largest()
         if needed > allowed:
             LOG.warning(
@@ -67,7 +67,7 @@ class ProFLPolicy(PartitionPolicy):
         if needed > allowed:
             raise ValueError(
                 f"step {step} of layer-wise training needs {needed:,} bytes, and the richest client has {allowed:,}: no client "
-                "could train its atom; lower batch-size or model-width, or give clients more memory"
+                "could train its atom; lower training.batch-size or architecture.width, or give clients more memory"
             )
         return policy
 
@@ -179,12 +179,12 @@ class ProFLPolicy(PartitionPolicy):
         """The block of the step with its output module. Raises MemoryBudgetExceededError."""
         (part,) = self.stages[stage].parts
         needed = self.needed(stage + 1)[self.item(part.atoms)]
-        if needed > self.settings.allowance(state.budget_bytes):
+        if needed > self.settings.memory.allowance(state.budget_bytes):
             raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
         return [part]
 
     def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The step, or where that does not fit the output layer alone."""
-        allowed, needed = self.settings.allowance(state.budget_bytes), self.needed(stage + 1)
+        allowed, needed = self.settings.memory.allowance(state.budget_bytes), self.needed(stage + 1)
         items = [self.item(atoms) for atoms in (self.stages[stage].parts[0].atoms, OUTPUT_LAYER)]
         return [self.part(item) for item in items if needed[item] <= allowed][:1]

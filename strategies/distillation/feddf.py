@@ -9,11 +9,12 @@ architecture p the server has a prototype w_p, and after a round, with D_p the c
 
 over the public examples, also for a p that no client trained. The model of the run is the largest one's prototype. Here as in
 FedProphet's authors' code: 128 batches of 64, SGD with momentum 0.9 at a constant rate, clean examples also where clients train
-on adversarial ones. FedDF's own: Adam (`server-optimiser`), a cosine, and 10,000 batches, ended early on a validation set.
+on adversarial ones. FedDF's own: Adam (`feddf.server-optimiser`), a cosine, and 10,000 batches, ended early on a validation
+set.
 
-Clients' models make their logits in evaluation mode. With `batch-norm = measured`, FedDF's default, or `batch`, their norms
-take the statistics of each public batch, as in FedProphet's code, which leaves them in training mode; with `running`, FedET's
-default, their own. Ours: prototypes average batch norms with everything else (theirs belong to the clients).
+Clients' models make their logits in evaluation mode. With `architecture.batch-norm = measured`, FedDF's default, or `batch`,
+their norms take the statistics of each public batch, as in FedProphet's code, which leaves them in training mode; with
+`running`, FedET's default, their own. Ours: prototypes average batch norms with everything else (theirs belong to the clients).
 """
 
 import logging
@@ -74,11 +75,11 @@ class FamilyPolicy(PartitionPolicy):
     @cached_property
     def names(self) -> list[str]:
         """The family, largest first. Raises ValueError where the settings name none."""
-        text = self.settings.family or FAMILIES.get(self.settings.model, "")
+        text = self.settings.feddf.family or FAMILIES.get(self.settings.model, "")
         names = [name.strip() for name in text.split(",") if name.strip()]
         if not names:
             raise ValueError(
-                f"family is empty: name the smaller models beside {self.settings.model}, as family=cnn3; only "
+                f"feddf.family is empty: name the smaller models beside {self.settings.model}, as feddf.family=cnn3; only "
                 f"{' and '.join(FAMILIES)} have one of FedProphet's"
             )
         return list(dict.fromkeys([self.settings.model, *names]))
@@ -89,7 +90,7 @@ class FamilyPolicy(PartitionPolicy):
         try:
             rest = [vary(self.blueprint, self.variant_of(level)) for level in range(1, len(self.names))]
         except ValueError as error:
-            raise ValueError(f"family = {','.join(self.names[1:])!r}: {error}; name other models") from error
+            raise ValueError(f"feddf.family = {','.join(self.names[1:])!r}: {error}; name other models") from error
         models = [self.blueprint, *rest]
         self.require_alike(models)
         return models
@@ -123,7 +124,7 @@ class FamilyPolicy(PartitionPolicy):
 
     def level(self, budget: int) -> int:
         """The number of the model with most parameters that a budget (bytes) allows; of the cheapest where none does."""
-        levels, allowed = range(len(self.names)), self.settings.allowance(budget)
+        levels, allowed = range(len(self.names)), self.settings.memory.allowance(budget)
         fitting = [level for level in levels if self.bytes(self.member(level)) <= allowed]
         if not fitting:
             return min(levels, key=lambda level: self.bytes(self.member(level)))
@@ -152,9 +153,10 @@ class FedDF(PieceStrategy):
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
-        if self.settings.batch_norm == "local":
+        if self.settings.architecture.batch_norm == "local":
             raise ValueError(
-                f"batch-norm = 'local': clients of {self.name} change architectures, use measured, running or batch"
+                f"architecture.batch-norm = 'local': clients of {self.name} change architectures, use measured, running or "
+                f"batch"
             )
         self.models = self.policy.models
         self.public = public_examples(self.settings)
@@ -213,7 +215,7 @@ class FedDF(PieceStrategy):
         """As usual; units of different architectures have histories of their own."""
         prefix = f"{self.architecture(task)}/"
         own = {unit.removeprefix(prefix): limit for unit, limit in limits.items() if unit.startswith(prefix)}
-        factor, sent = self.settings.update_norm_limit, self.untrained(task)
+        factor, sent = self.settings.faults.update_norm_limit, self.untrained(task)
         update = super().check(arrays, metrics, task, own, partial(first_limit, factor, sent))
         return replace(update, norms={prefix + unit: norm for unit, norm in update.norms.items()})
 
@@ -236,7 +238,9 @@ class FedDF(PieceStrategy):
         require_all(update, self.untrained(task))
         arrays = {name: Array(array) for name, array in update.arrays.items()}
         model, settings = self.models[level], self.settings
-        logits = logits_of(model, arrays, self.public, settings.eval_batch_size, self.cap, settings.torch_threads)
+        logits = logits_of(
+            model, arrays, self.public, settings.evaluation.batch_size, self.cap, settings.training.torch_threads
+        )
         if not logits.isfinite().all():
             raise UpdateRejectedError("the model's logits of the public examples are not finite")
         self.means.setdefault(level, WeightedMean()).add(update.arrays, update.examples)
@@ -259,7 +263,7 @@ class FedDF(PieceStrategy):
 
     def doubt(self) -> None:
         """Leave out of the ensemble who is much surer than the others: batch norms whose variances are made small do that."""
-        self.distrusted = [self.members[n] for n in self.ensemble.distrust(self.settings.update_norm_limit)]
+        self.distrusted = [self.members[n] for n in self.ensemble.distrust(self.settings.faults.update_norm_limit)]
 
     def distil(
         self, level: int, arrays: ArrayRecord, targets: Tensor, make_loss: MakeLoss
@@ -267,21 +271,26 @@ class FedDF(PieceStrategy):
         """What a model learns of the public examples, and its mean loss; where that is not finite, the model as it was."""
         settings = self.settings
         training_config = TrainingConfig(
-            settings.server_lr, 0.9, 0.0, settings.server_batch_size, 1, iterations=settings.server_iterations
+            settings.feddf.server_lr,
+            0.9,
+            0.0,
+            settings.feddf.server_batch_size,
+            1,
+            iterations=settings.feddf.server_iterations,
         )
         rng = generator(settings.seed, self.round, "distil", level)
-        piece_class = AdamPiece if settings.server_optimiser == "adam" else PieceModel
-        model, threads = self.models[level], settings.torch_threads
+        piece_class = AdamPiece if settings.feddf.server_optimiser == "adam" else PieceModel
+        model, threads = self.models[level], settings.training.torch_threads
         new, loss = distilled(
             model, arrays, self.public, targets, make_loss, training_config, rng, self.cap, piece_class, threads
         )
         if math.isfinite(loss) and all(np.isfinite(array.numpy()).all() for array in new.values()):
             return new, loss
         LOG.warning(
-            "distillation of %s in round %s diverged, and was excluded: lower server-lr = %s",
+            "distillation of %s in round %s diverged, and was excluded: lower feddf.server-lr = %s",
             self.policy.names[level],
             self.round,
-            settings.server_lr,
+            settings.feddf.server_lr,
         )
         return arrays, math.nan
 

@@ -7,7 +7,7 @@ client k's logits s_k, v_k(x) their variance over the classes, and phi the last 
   1. phi of W <- sum_k n_k phi_k / sum_k n_k
   2. pseudo-label y(x): the largest class of sum_k v_k s_k / sum_k v_k, the weighted consensus
   3. diversity logits d(x): the same over those k whose own largest class is not y(x)
-  4. W <- steps on CE(s_W(x), y(x)) + lambda KL(softmax(d(x)) || softmax(s_W(x))), x public; lambda is `diversity`
+  4. W <- steps on CE(s_W(x), y(x)) + lambda KL(softmax(d(x)) || softmax(s_W(x))), x public; lambda is `fedet.diversity`
   5. w_p <- sum_{k in D_p} n_k w_k / sum_{k in D_p} n_k, with phi of W, for each architecture p
 
 Where an example has no k that disagrees, its loss is the cross-entropy alone. Batches, rate and momentum as in FedDF.
@@ -65,7 +65,7 @@ class FedET(FedDF):
             name: Array(head.over(name, array.numpy())) if name in head else array
             for name, array in self.dispatcher.arrays.items()
         }
-        loss = consensus_loss(self.settings.diversity)
+        loss = consensus_loss(self.settings.fedet.diversity)
         model, self.loss = self.distil(0, ArrayRecord(server), consensus(self.ensemble), loss)
         for level in range(len(self.policy.names)):
             names = dict(zip(self.last[level], self.last[0], strict=True))

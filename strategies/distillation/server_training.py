@@ -102,7 +102,7 @@ def likeness_loss(pieces: list[PieceModel]) -> Loss:
 
 
 def consensus_loss(diversity: float) -> MakeLoss:
-    """FedET: cross-entropy with the pseudo-label, plus `diversity` x KL to the diversity logits; targets [B, 2 C].
+    """FedET: cross-entropy with the pseudo-label, plus `fedet.diversity` x KL to the diversity logits; targets [B, 2 C].
 
     An example on which all clients agree adds no KL to the mean over the batch.
     """

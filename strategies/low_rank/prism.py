@@ -18,10 +18,10 @@ A round: every layer that changed is decomposed again (orthogonal space refresh)
 first r entries, and whatever else its sub-model is made of (models/low_rank.py). Each entry of u'_i and v'_i becomes the mean
 over the clients that had it, each counting the same (Eq. 5); the others are as they were. W = sum_i u'_i v'_i is the model.
 
-Which keep ratio a device gets is not said: here the largest of `keep-ratios` whose sub-model fits, or that of its fleet.
+Which keep ratio a device gets is not said: here the largest of `prism.keep-ratios` whose sub-model fits, or that of its fleet.
 Everything else is averaged over its clients likewise. Weights alone are kept between rounds: kernels are a function of them.
-With `server-momentum` (authors' code) the clients' momentum of u', v' and norms is averaged in the same way, and handed to
-those who train these entries next, though the kernels are others after their decomposition.
+With `prism.server-momentum` (authors' code) the clients' momentum of u', v' and norms is averaged in the same way, and handed
+to those who train these entries next, though the kernels are others after their decomposition.
 """
 
 from collections.abc import Iterable
@@ -57,7 +57,7 @@ class PriSMPolicy(HeteroFLPolicy):
     @cached_property
     def shares(self) -> list[float]:
         """The keep ratios that there are, largest first."""
-        return self.settings.keeps()
+        return self.settings.prism.ratios()
 
     def require_model(self) -> None:
         """Raises ValueError for a model without anything to factorise, or with a chain that cannot be."""
@@ -74,7 +74,7 @@ class PriSMPolicy(HeteroFLPolicy):
     @property
     def channels_computed(self) -> Literal["first", "random", "all"]:
         """Which output channels a sub-model computes."""
-        return self.settings.output_channels
+        return self.settings.prism.output_channels
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
         """What the sub-model has."""
@@ -85,7 +85,7 @@ class PriSMPolicy(HeteroFLPolicy):
         return Part(
             self.models[self.levels[item.variant]],
             item.atoms,
-            make_loss=low_rank_loss(self.settings.weight_decay),
+            make_loss=low_rank_loss(self.settings.training.weight_decay),
             name=f"sub-model {item.variant.keep:.4g}",
             piece_class=LowRankModel,
         )
@@ -97,18 +97,18 @@ class PriSM(HeteroFL):
     name = "prism"
     policy_class = PriSMPolicy
     policy: PriSMPolicy
-    sampling: ClassVar[Sampling | None] = None  # by `kernel-sampling`
+    sampling: ClassVar[Sampling | None] = None  # by `prism.kernel-sampling`
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
-        if self.settings.server_momentum and not self.settings.momentum:
+        if self.settings.prism.server_momentum and not self.settings.training.momentum:
             raise ValueError(
-                "server-momentum = true averages clients' momentum, and momentum is 0.0: set it, or leave it off"
+                "prism.server-momentum = true averages clients' momentum, and training.momentum is 0.0: set it, or leave it off"
             )
         self.whole = vary(self.blueprint, self.policy.factorised(1.0))
         self.scattered = self.policy.channels_computed == "random"
         self.factors, self.full = factors(self.whole), shapes(self.whole)
-        self.carried = averaged(self.whole) if self.settings.server_momentum else []
+        self.carried = averaged(self.whole) if self.settings.prism.server_momentum else []
         self.full |= {MOMENTUM + name: self.full[name] for name in self.carried}
         self.computed = computed(self.whole) if self.scattered else {}
         self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # of a weight: sigma, v', u'
@@ -148,7 +148,7 @@ class PriSM(HeteroFL):
     ) -> dict[int, tuple[Task, DeviceState]]:
         """The tasks; for each, I_c of every layer is a function of (seed, round, client, layer) and of the model."""
         asked, settings = super().ask(clients, server_round, arrays), self.settings
-        sampling = self.sampling or settings.kernel_sampling
+        sampling = self.sampling or settings.prism.kernel_sampling
         self.drawn |= {client: {} for client in asked}
         self.rows |= {client: {} for client in asked}
         for client, (task, _) in asked.items():
@@ -157,7 +157,7 @@ class PriSM(HeteroFL):
                 rng = generator(settings.seed, server_round, client, "kernels", layer.weight)
                 sigma = self.kernels(layer, arrays)[0]
                 kept = small[layer.v][0]
-                self.drawn[client][layer.weight] = sample(sigma, kept, settings.kappa, rng, sampling)
+                self.drawn[client][layer.weight] = sample(sigma, kept, settings.prism.kappa, rng, sampling)
                 if self.scattered:
                     channels, kept = self.full[layer.u][0], small[layer.u][0]
                     self.rows[client][layer.weight] = np.sort(rng.choice(channels, kept, replace=False))

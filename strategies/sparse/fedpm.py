@@ -6,7 +6,8 @@ again; with masks m_k of K clients its mode is theta = sum_k m_k / K (Algorithm 
 as in the authors' code, so that scores stay finite. Down go scores, 32 bits each; up a mask, a bit each: records have as
 `coded_bits` what an arithmetic coder would leave of it, layer by layer.
 
-Ours: the straight-through gradient is the identity (`straight-through` other than paper: the authors' code, theta times it).
+Ours: the straight-through gradient is the identity (`spafl.straight-through` other than paper: the authors' code, theta times
+it).
 """
 
 from collections.abc import Callable, Iterable
@@ -44,7 +45,7 @@ class FedPMPolicy(FedAvgPolicy):
     @property
     def variant(self) -> Variant:
         """The model with scores."""
-        return Variant(scores=self.settings.straight_through, seed=self.settings.seed)
+        return Variant(scores=self.settings.spafl.straight_through, seed=self.settings.seed)
 
     def part(self, item: WorkItem) -> Part:
         """All of it."""
@@ -65,8 +66,10 @@ class FedPM(FedAvg):
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
-        if self.settings.init_weights:
-            raise ValueError(f"init-weights = {self.settings.init_weights!r}: fedpm's weights are random and stay so")
+        if self.settings.training.init_weights:
+            raise ValueError(
+                f"training.init-weights = {self.settings.training.init_weights!r}: fedpm's weights are random and stay so"
+            )
         self.counts, self.votes = np.zeros(0), 0
         self.coded: dict[int, float] = {}
 

@@ -14,8 +14,8 @@ mean of the clients' thresholds, each alike (Eq. 7); alpha weighs the sparsity r
 by them: evaluation is personal.
 
 Ours: thresholds are sent with their last change, which a client that was not asked before cannot know. What pruned filters
-would shift behind their batch norms is masked with them (the authors' code: `silent-norms = false`). With `target-density`
-alpha adapts (the paper cannot control sparsity).
+would shift behind their batch norms is masked with them (the authors' code: `spafl.silent-norms = false`). With
+`spafl.target-density` alpha adapts (the paper cannot control sparsity).
 """
 
 import math
@@ -44,7 +44,7 @@ from piecework.strategies.base import PieceStrategy
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.training.messages import Outcome, Task
 
-BAND = 0.1  # of density, above `target-density`, in which alpha falls
+BAND = 0.1  # of density, above `spafl.target-density`, in which alpha falls
 
 
 class SpaFLPolicy(PartitionPolicy):
@@ -55,7 +55,7 @@ class SpaFLPolicy(PartitionPolicy):
     @property
     def variant(self) -> Variant:
         """The model with thresholds."""
-        return Variant(thresholds=self.settings.straight_through, silent=self.settings.silent_norms)
+        return Variant(thresholds=self.settings.spafl.straight_through, silent=self.settings.spafl.silent_norms)
 
     def part(self, item: WorkItem) -> Part:
         """The masked model. Raises ValueError where there is nothing to mask."""
@@ -111,34 +111,38 @@ class SpaFL(PieceStrategy):
         self.personal = True
         self.model_details = {"personal": True}  # that it is none
         settings = self.settings
-        if settings.evaluation == "central":
+        if settings.evaluation.mode == "central":
             raise ValueError(
-                f"evaluation = 'central': {self.name} has no model but those of the clients, set it to personal"
+                f"evaluation.mode = 'central': {self.name} has no model but those of the clients, set it to personal"
             )
-        if settings.client_evaluation_every or settings.autoattack_examples:
+        if settings.evaluation.on_clients_every or settings.evaluation.autoattack_examples:
             raise ValueError(
-                f"client-evaluation-every = {settings.client_evaluation_every}, autoattack-examples = "
-                f"{settings.autoattack_examples}: {self.name} has no model to evaluate but those of the clients, which "
-                "evaluate by evaluate-every; set both to 0"
+                f"evaluation.on-clients-every = {settings.evaluation.on_clients_every}, evaluation.autoattack-examples = "
+                f"{settings.evaluation.autoattack_examples}: {self.name} has no model to evaluate but those of the clients, "
+                f"which "
+                "evaluate by evaluation.every; set both to 0"
             )
-        if settings.init_weights:
+        if settings.training.init_weights:
             raise ValueError(
-                f"init-weights = {settings.init_weights!r}: {self.name}'s clients build their models from the seed"
+                f"training.init-weights = {settings.training.init_weights!r}: {self.name}'s clients build their models from "
+                f"the seed"
             )
-        if settings.batch_norm == "local":
+        if settings.architecture.batch_norm == "local":
             raise ValueError(
-                f"batch-norm = 'local': {self.name} leaves norms with the clients anyhow, set it to running"
+                f"architecture.batch-norm = 'local': {self.name} leaves norms with the clients anyhow, set it to running"
             )
-        if settings.client_momentum and not settings.momentum:
+        if settings.spafl.client_momentum and not settings.training.momentum:
             raise ValueError(
-                "client-momentum = true keeps the clients' momentum, and momentum is 0.0: set it, or leave it off"
+                "spafl.client-momentum = true keeps the clients' momentum, and training.momentum is 0.0: set it, or leave it "
+                "off"
             )
-        if settings.masked_every != 1 and not settings.silent_norms:
+        if settings.spafl.masked_every != 1 and not settings.spafl.silent_norms:
             raise ValueError(
-                f"masked-every = {settings.masked_every}: with silent-norms = false pruned filters shift what is behind their "
+                f"spafl.masked-every = {settings.spafl.masked_every}: with spafl.silent-norms = false pruned filters shift "
+                f"what is behind their "
                 "norms, so nothing can be excluded; set it to 1"
             )
-        if settings.masked_every != 1:
+        if settings.spafl.masked_every != 1:
             layout(self.policy.blueprint, self.blueprint)  # a model whose channels cannot be followed is refused here
         self.layers = thresholds(self.policy.model)
         self.masks: dict[int, np.ndarray] = {}
@@ -180,11 +184,11 @@ class SpaFL(PieceStrategy):
 
     def alpha(self, server_round: int) -> float:
         """The regulariser's weight."""
-        settings, alpha = self.settings, self.settings.sparsity
-        if settings.sparsity_ramp:
+        settings, alpha = self.settings, self.settings.spafl.sparsity
+        if settings.spafl.sparsity_ramp:
             alpha /= 1 + math.exp(min(700, 5 - 10 * (server_round - 1)))
-        if settings.target_density:
-            alpha *= min(1.0, max(0.0, (self.state.density - settings.target_density) / BAND))
+        if settings.spafl.target_density:
+            alpha *= min(1.0, max(0.0, (self.state.density - settings.spafl.target_density) / BAND))
         return alpha
 
     def task(self, server_round: int, state: DeviceState) -> Task:
@@ -246,7 +250,7 @@ class SpaFL(PieceStrategy):
             raise UpdateRejectedError(f"mask: {error}") from error
         self._told[report.client] = mask
         epochs = round(sum(int(n) for n in metrics["seen"]) / max(1, report.examples))
-        batches = max(1, epochs) * math.ceil(report.examples / self.settings.batch_size)
+        batches = max(1, epochs) * math.ceil(report.examples / self.settings.training.batch_size)
         density = {name: float(part.mean()) for name, part in self.by_layer(mask).items()}
         seen, weights = (
             sum(int(n) for n in metrics["seen"]),

@@ -1,7 +1,7 @@
 """FedAvg (McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
 2017, https://arxiv.org/abs/1602.05629).
 
-Algorithm 1: w <- sum_k n_k / n w_k over the clients of a round. Every client trains the whole model, at `model-width`;
+Algorithm 1: w <- sum_k n_k / n w_k over the clients of a round. Every client trains the whole model, at `architecture.width`;
 a client whose budget does not allow it says so.
 """
 

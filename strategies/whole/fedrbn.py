@@ -8,15 +8,15 @@ Robustness propagates:
   (mu'_t, v'_t) <- sum_{s in S} a_ts (mu'_s, v'_s),   a_t = softmax over s of c_ts / 0.01
   c_ts = mean over layers of [cos(mu_t, mu_s) + cos(v_t, v_s)] / 2
 
-and nothing where S is empty. With `batch-norm = local`, FedRBN's own setting, clean statistics, scales and shifts stay with the
-clients, and the server keeps each client's adversarial statistics for it; with `running`, they are averaged over the clients of
-the round, propagated ones included, like everything else.
+and nothing where S is empty. With `architecture.batch-norm = local`, FedRBN's own setting, clean statistics, scales and shifts
+stay with the clients, and the server keeps each client's adversarial statistics for it; with `running`, they are averaged over
+the clients of the round, propagated ones included, like everything else.
 
 As FedProphet runs it: clients with less memory than an adversarial step takes train plainly, and swap where they cannot do that
 either, at the cost of simulated time alone; so budgets are not enforced, and FedRBN runs only where they are emulated. The
-model is tested with the statistics that are for what an example is (`evaluation-branch = oracle`). FedRBN's own test learns a
-detector; ours (`detector`) is a support vector machine with an RBF kernel on the clean logits of public examples and of
-attacks on them, again for each evaluation.
+model is tested with the statistics that are for what an example is (`fedrbn.evaluation-branch = oracle`). FedRBN's own test
+learns a detector; ours (`detector`) is a support vector machine with an RBF kernel on the clean logits of public examples and
+of attacks on them, again for each evaluation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -55,7 +55,7 @@ class FedRBNPolicy(Swapping):
 
     def part(self, item: WorkItem) -> Part:
         """The whole model, on adversarial examples or on clean ones."""
-        weight = self.settings.clean_weight
+        weight = self.settings.fedrbn.clean_weight
         if item.clean:
             return Part(self.model, item.atoms, name="the whole model, clean", piece_class=DualPiece, clean=True)
         loss, name = adversarial_loss(weight), "the whole model, attacked"
@@ -70,7 +70,8 @@ class FedRBNPolicy(Swapping):
         """Raises ValueError where there are no statistics."""
         if self.settings.batch_statistics:
             raise ValueError(
-                f"batch-norm = {self.settings.batch_norm!r}: fedrbn propagates running statistics, use running or local"
+                f"architecture.batch-norm = {self.settings.architecture.batch_norm!r}: fedrbn propagates running statistics, "
+                f"use running or local"
             )
         if not any(has_statistics(self.blueprint, unit) for unit in self.blueprint.units()):
             raise ValueError(
@@ -79,7 +80,7 @@ class FedRBNPolicy(Swapping):
 
     def robust(self, state: DeviceState) -> bool:
         """Whether a device has memory to train adversarially."""
-        return self.bytes(self.whole) <= self.settings.allowance(state.budget_bytes)
+        return self.bytes(self.whole) <= self.settings.memory.allowance(state.budget_bytes)
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -103,14 +104,14 @@ class FedRBN(PieceStrategy):
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
         settings = self.settings
-        if settings.attack_warmup >= settings.num_rounds:
+        if settings.attack.warmup >= settings.num_rounds:
             raise ValueError(
-                f"attack-warmup = {settings.attack_warmup} leaves no adversarial round of num-rounds = {settings.num_rounds}"
+                f"attack.warmup = {settings.attack.warmup} leaves no adversarial round of num-rounds = {settings.num_rounds}"
             )
-        branch = settings.evaluation_branch
-        if branch == "detector" and (self.personal or settings.client_evaluation_every):
+        branch = settings.fedrbn.evaluation_branch
+        if branch == "detector" and (self.personal or settings.evaluation.on_clients_every):
             raise ValueError(
-                "evaluation-branch = 'detector': it learns from the server's public data, and clients evaluate"
+                "fedrbn.evaluation-branch = 'detector': it learns from the server's public data, and clients evaluate"
             )
         self.public: Examples | None = public_examples(settings) if branch == "detector" else None
         self.piece_class, self.prepare = branch_of(branch), self._prepare
@@ -129,7 +130,7 @@ class FedRBN(PieceStrategy):
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The whole model; adversarially where there is memory, after the warm-up."""
-        robust = server_round > self.settings.attack_warmup and self.policy.robust(state)
+        robust = server_round > self.settings.attack.warmup and self.policy.robust(state)
         item = replace(self.policy.whole, clean=not robust)
         return replace(super().task(server_round, state), adversarial=robust, costs={item: self.policy.bytes(item)})
 
@@ -173,7 +174,7 @@ class FedRBN(PieceStrategy):
             own = adversarial(sets) if client in robust else propagated(sets, sources)
             self._mean.add(own, examples)
             kept |= {f"{client}/{name}": Array(array) for name, array in own.items()}
-        if self.settings.batch_norm == "local":
+        if self.settings.architecture.batch_norm == "local":
             self.kept = ArrayRecord(kept)
         return updated(self.dispatcher.arrays, self._mean)
 

@@ -59,11 +59,11 @@ def fit_detector(piece: PieceModel, public: Examples, settings: Settings) -> Non
     assert isinstance(piece, DetectingPiece)
     piece.detector = None
     rows = np.linspace(0, len(public) - 1, min(LEARNT_FROM, len(public))).astype(int)
-    attack = image_attack(settings, open_dataset(settings.dataset, settings.data_dir), settings.attack_steps)
+    attack = image_attack(settings, open_dataset(settings.dataset, settings.data_dir), settings.attack.steps)
     start = torch.Generator().manual_seed(integer(settings.seed, "detector"))
     gradient = by_backward(lambda z, y: classification_loss(piece.logits(z), y))
     met = []
-    for positions in np.array_split(rows, max(1, len(rows) // settings.eval_batch_size)):
+    for positions in np.array_split(rows, max(1, len(rows) // settings.evaluation.batch_size)):
         z = public.read(positions)
         with torch.no_grad():
             y = predictions(
@@ -84,5 +84,5 @@ def _sklearn(module: str) -> Any:
         return import_module(f"sklearn.{module}")
     except ImportError as error:
         raise SettingsError(
-            f"evaluation-branch = 'detector' needs scikit-learn ({error}): pip install 'piecework[data]', or use oracle"
+            f"fedrbn.evaluation-branch = 'detector' needs scikit-learn ({error}): pip install 'piecework[data]', or use oracle"
         ) from error

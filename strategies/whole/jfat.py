@@ -6,7 +6,8 @@ one module, and is built so. A device that is short of memory swaps, which costs
 accuracy. So budgets are not enforced, and jFAT runs only where they are emulated.
 
 The model of the run is that of the round with the best C + 1.5 A on the clients' validation data, as in the authors' code; it
-ends where that has not risen for `stage-patience` rounds. `r-min`, `apa` and `dma` mean nothing here.
+ends where that has not risen for `fedprophet.stage-patience` rounds. `fedprophet.r-min`, `fedprophet.apa` and `fedprophet.dma`
+mean nothing here.
 """
 
 from functools import cached_property

@@ -38,7 +38,7 @@ class AllSmallPolicy(FedAvgPolicy):
 
     def fit(self, minimum: int, maximum: int) -> Self:
         """Raises ValueError where not even the narrowest model fits the poorest client."""
-        allowed, needed = self.settings.allowance(minimum), 0
+        allowed, needed = self.settings.memory.allowance(minimum), 0
         low, high = 0, STEPS + 1  # of 64ths: the first fits, the second does not
         while high - low > 1:
             middle = (low + high) // 2
@@ -47,7 +47,7 @@ class AllSmallPolicy(FedAvgPolicy):
         if not low:
             raise ValueError(
                 f"allsmall: with 1/{STEPS} of its channels the model needs {needed:,} bytes, and the poorest client has "
-                f"{minimum:,}; lower batch-size or model-width, or give clients more memory"
+                f"{minimum:,}; lower training.batch-size or architecture.width, or give clients more memory"
             )
         return self.with_smallest(minimum).narrow(low / STEPS)
 
@@ -83,9 +83,10 @@ class AllSmall(FedAvg):
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
-        if self.settings.init_weights:
+        if self.settings.training.init_weights:
             raise ValueError(
-                f"init-weights = {self.settings.init_weights!r}: allsmall narrows the model, which they do not fit"
+                f"training.init-weights = {self.settings.training.init_weights!r}: allsmall narrows the model, which they do "
+                f"not fit"
             )
 
     def begin(self) -> None:

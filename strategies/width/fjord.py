@@ -1,12 +1,12 @@
 """FjORD (Horvath et al., "FjORD: Fair and Accurate Federated Learning under heterogeneous targets with Ordered Dropout",
 NeurIPS 2021, https://arxiv.org/abs/2102.13451), the server's side.
 
-p_max: of `width-shares` the largest whose step fits a client, or that which its fleet gives it (`keep`). The client is sent the
-first p_max C channels of every layer, and trains all nets of smaller shares within them (in its trainer). Each
+p_max: of `heterofl.width-ratios` the largest whose step fits a client, or that which its fleet gives it (`keep`). The client is
+sent the first p_max C channels of every layer, and trains all nets of smaller shares within them (in its trainer). Each
 entry is averaged over the clients that had it, weighted by examples: the slices of FjORD's nested aggregation.
 
-`fjord-sampling = round` is what SpaFL compares with: one share is drawn for each client and round, and only that is sent and
-trained. There is no Scaler. Self-distillation: `fjord-distillation`.
+`fjord.sampling = round` is what SpaFL compares with: one share is drawn for each client and round, and only that is sent and
+trained. There is no Scaler. Self-distillation: `fjord.distillation`.
 """
 
 from collections.abc import Iterable
@@ -40,11 +40,11 @@ class FjORDPolicy(HeteroFLPolicy):
     @property
     def distils(self) -> bool:
         """Whether a client's widest net teaches the others."""
-        return self.settings.fjord_distillation and self.settings.fjord_sampling == "batch"
+        return self.settings.fjord.distillation and self.settings.fjord.sampling == "batch"
 
     def nested(self, level: int) -> int:
         """How many narrower nets a client with this share trains."""
-        return len(self.shares) - level - 1 if self.settings.fjord_sampling == "batch" else 0
+        return len(self.shares) - level - 1 if self.settings.fjord.sampling == "batch" else 0
 
     def part(self, item: WorkItem) -> Part:
         """A sub-model when all of it is trained."""
@@ -94,7 +94,7 @@ class FjORD(HeteroFL):
     ) -> dict[int, tuple[Task, DeviceState]]:
         """The tasks; where one share is drawn for a round, any that fits, by (seed, round, client)."""
         asked = super().ask(clients, server_round, arrays)
-        if self.settings.fjord_sampling == "batch":
+        if self.settings.fjord.sampling == "batch":
             return asked
         drawn = {}
         for client, (task, state) in asked.items():

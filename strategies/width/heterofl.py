@@ -2,14 +2,14 @@
 Heterogeneous Clients", ICLR 2021, https://arxiv.org/abs/2010.01264), the server's side. FedRolex
 and FedDrop choose other channels and are built on it.
 
-W_l: the full model's weights of layer l; r: a client's share of the channels, the largest of `width-shares` whose step fits
-its budget. A client trains the first r C of every layer's C channels (inputs and classes are never cut). Each entry of the new
-W_l is the mean over the clients that had it, each counting the same; what no client had stays as it was. Of the last layer only
-the rows of classes that a client has enter (masked cross-entropy; `masked-loss`).
+W_l: the full model's weights of layer l; r: a client's share of the channels, the largest of `heterofl.width-ratios` whose step
+fits its budget. A client trains the first r C of every layer's C channels (inputs and classes are never cut). Each entry of the
+new W_l is the mean over the clients that had it, each counting the same; what no client had stays as it was. Of the last layer
+only the rows of classes that a client has enter (masked cross-entropy; `heterofl.masked-loss`).
 
-Its static batch norm is `batch-norm = measured`, the default here: norms keep no statistics in training, and those of the full
-model are measured by clients (server_app/served_model.py; the paper asks all of them once, at the end). Running statistics
-averaged over sub-models of different widths are not those of the full model: 9.7 % on the digits, and
+Its static batch norm is `architecture.batch-norm = measured`, the default here: norms keep no statistics in training, and those
+of the full model are measured by clients (server_app/served_model.py; the paper asks all of them once, at the end). Running
+statistics averaged over sub-models of different widths are not those of the full model: 9.7 % on the digits, and
 measured ones give 94.2 %.
 """
 
@@ -59,7 +59,7 @@ class HeteroFLPolicy(PartitionPolicy):
     @cached_property
     def shares(self) -> list[float]:
         """The shares of channels that there are, largest first."""
-        return self.settings.width_ratios()
+        return self.settings.heterofl.ratios()
 
     def variant_of(self, level: int) -> Variant:
         """The sub-model of a share."""
@@ -97,12 +97,12 @@ class HeteroFLPolicy(PartitionPolicy):
     @property
     def masked(self) -> bool:
         """Whether clients leave out the logits of classes that they lack."""
-        return self.masks and self.settings.masked_loss
+        return self.masks and self.settings.heterofl.masked_loss
 
     @property
     def scaled(self) -> bool:
         """Whether sub-models have a Scaler."""
-        return self.scales and self.settings.scaler
+        return self.scales and self.settings.heterofl.scaler
 
     def part(self, item: WorkItem) -> Part:
         """All of a sub-model."""
@@ -114,7 +114,7 @@ class HeteroFLPolicy(PartitionPolicy):
 
     def level(self, budget: int) -> int:
         """The number of the largest share that a budget (bytes) allows, the last one where none does."""
-        allowed = self.settings.allowance(budget)
+        allowed = self.settings.memory.allowance(budget)
         fitting = (level for level in range(len(self.shares)) if self.bytes(self.sub_model(level)) <= allowed)
         return next(fitting, len(self.shares) - 1)
 
@@ -165,9 +165,10 @@ class HeteroFL(PieceStrategy):
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
-        if self.settings.batch_norm == "local":
+        if self.settings.architecture.batch_norm == "local":
             raise ValueError(
-                f"batch-norm = 'local': channels of {self.name}'s sub-models change, use measured, running or batch"
+                f"architecture.batch-norm = 'local': channels of {self.name}'s sub-models change, use measured, running or "
+                f"batch"
             )
         self.coverage = CoverageMean()
         self._classes: dict[int, list[int]] = {}

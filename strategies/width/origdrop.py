@@ -1,8 +1,9 @@
 """OrigDrop, PriSM's rival in the original space: the first channels of every layer, for every client (ordered dropout).
 
-A client of keep ratio c (`keep-ratios`) trains HeteroFL's sub-model of that share of the channels, without Scaler and mask;
-each entry is averaged over the clients that had it. Channels that no client can ever have are 0 in the server's model (PriSM's
-authors' code), which is then the largest sub-model that any client trains. Ours: as in HeteroFL the first layer is cut too.
+A client of keep ratio c (`prism.keep-ratios`) trains HeteroFL's sub-model of that share of the channels, without Scaler and
+mask; each entry is averaged over the clients that had it. Channels that no client can ever have are 0 in the server's model
+(PriSM's authors' code), which is then the largest sub-model that any client trains. Ours: as in HeteroFL the first layer is cut
+too.
 """
 
 from functools import cached_property
@@ -24,7 +25,7 @@ class OrigDropPolicy(HeteroFLPolicy):
     @cached_property
     def shares(self) -> list[float]:
         """The keep ratios."""
-        return self.settings.keeps()
+        return self.settings.prism.ratios()
 
 
 class OrigDrop(HeteroFL):
@@ -35,7 +36,7 @@ class OrigDrop(HeteroFL):
 
     def finish(self) -> ArrayRecord:
         """The new model; 0 where no client can train it."""
-        allowance = self.settings.allowance
+        allowance = self.settings.memory.allowance
         levels = [(self.policy.level_of(state), allowance(state.budget_bytes)) for state in self.resources.states()]
         fitting = [level for level, allowed in levels if self.policy.bytes(self.policy.sub_model(level)) <= allowed]
         largest = self.policy.shapes[min(fitting, default=-1)]

@@ -1,10 +1,10 @@
 """SplitMix (Hong et al., "Efficient Split-Mix Federated Learning for On-Demand and In-Situ Customization", ICLR 2022,
 https://arxiv.org/abs/2203.09747), the server's side.
 
-a: `mix-share`, a base net's share of the channels; there are round(1 / a) of them, which share no weight. A client trains as
-many as its budget allows, or as make the share that its fleet gives it (`keep`): one by turns, so that all are trained alike,
-the others drawn. Each net is averaged over the clients that trained it, weighted by examples; nets that no client trained stay
-as they were. The model is the mean of all nets' logits.
+a: `splitmix.width-ratio`, a base net's share of the channels; there are round(1 / a) of them, which share no weight. A client
+trains as many as its budget allows, or as make the share that its fleet gives it (`keep`): one by turns, so that all are
+trained alike, the others drawn. Each net is averaged over the clients that trained it, weighted by examples; nets that no
+client trained stay as they were. The model is the mean of all nets' logits.
 
 Ours: nets are not rescaled by 1 / a (the authors' HeteroFL-like Scaler), which batch norms would undo.
 """
@@ -42,7 +42,7 @@ class SplitMixPolicy(PartitionPolicy):
     @property
     def count(self) -> int:
         """How many base nets there are."""
-        return max(1, round(1 / self.settings.mix_share))
+        return max(1, round(1 / self.settings.splitmix.width_ratio))
 
     @property
     def variant(self) -> Variant:
@@ -51,7 +51,7 @@ class SplitMixPolicy(PartitionPolicy):
 
     def variant_of(self, nets: Iterable[int]) -> Variant:
         """Some of them, by their numbers."""
-        return Variant(width=self.settings.mix_share, nets=tuple(nets))
+        return Variant(width=self.settings.splitmix.width_ratio, nets=tuple(nets))
 
     @cached_property
     def mixes(self) -> list[Blueprint]:
@@ -71,14 +71,14 @@ class SplitMixPolicy(PartitionPolicy):
 
     def nets(self, budget: int) -> int:
         """How many a budget (bytes) allows, at least one."""
-        allowed = self.settings.allowance(budget)
+        allowed = self.settings.memory.allowance(budget)
         return next((n for n in range(self.count, 1, -1) if self.bytes(self.mix(range(n))) <= allowed), 1)
 
     def nets_of(self, state: DeviceState) -> int:
         """How many a device trains: those that make the share that its fleet gives it, else as many as fit."""
         if state.keep is None:
             return self.nets(state.budget_bytes)
-        return min(self.count, max(1, round(state.keep / self.settings.mix_share)))
+        return min(self.count, max(1, round(state.keep / self.settings.splitmix.width_ratio)))
 
     def min_budget(self) -> int:
         """A base net's cost."""
@@ -105,8 +105,8 @@ class SplitMix(PieceStrategy):
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
         for key, value, bad in (
-            ("batch-norm", self.settings.batch_norm, "local"),
-            ("init-weights", self.settings.init_weights, self.settings.init_weights or None),
+            ("architecture.batch-norm", self.settings.architecture.batch_norm, "local"),
+            ("training.init-weights", self.settings.training.init_weights, self.settings.training.init_weights or None),
         ):
             if value == bad:
                 raise ValueError(f"{key} = {value!r}: splitmix trains narrow nets, which change from round to round")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import a_client, clients_of, fleet_json, run_local, tiny_settings
+from settings_helpers import key_of
 
 from piecework.client_app.client import Client, Update
 from piecework.client_app.trainers import find_trainer
@@ -77,7 +78,9 @@ def blueprint_of(name: str) -> Blueprint:
 
 @cache
 def policy_of(strategy: str, name: str) -> Any:
-    settings = tiny_settings(strategy=strategy, model=name, batch_size=BATCH, batch_norm="running", attack_steps=1)
+    settings = tiny_settings(
+        strategy=strategy, model=name, training__batch_size=BATCH, architecture__batch_norm="running", attack__steps=1
+    )
     cost_model = cost_model_for(settings, blueprint_of(name), 1 if strategy == "fedprophet" else 0)
     return find_policy(strategy)(blueprint_of(name), cost_model, settings)
 
@@ -99,7 +102,7 @@ def client_of(folder: Path, policy: Any, allowed: int, units: Sequence[str] = ()
     data, model = data_for(policy.blueprint), policy.model
     client = a_client(
         folder,
-        policy.settings.model_copy(update=changes),
+        policy.settings.changed({key_of(name): value for name, value in changes.items()}),
         allowed,
         blueprint=policy.blueprint,
         full=policy.blueprint,
@@ -239,7 +242,12 @@ def test_the_first_blocks_with_their_exits(tmp_path: Path, name: str) -> None:
 
 def test_a_run_whose_devices_leave_out_the_first_atoms(tmp_path: Path) -> None:
     """The poor devices' budget is the cost of their first piece: there is room for nothing beside its step."""
-    model = {"model": "vgg11", "model_width": 0.1, "batch_size": 64, "batch_norm": "batch"}
+    model = {
+        "model": "vgg11",
+        "architecture__width": 0.1,
+        "training__batch_size": 64,
+        "architecture__batch_norm": "batch",
+    }
     blueprint = build_blueprint("vgg11", num_classes=10, input_shape=(1, 32, 32), width=0.1, batch_norm="batch")
     settings = tiny_settings(**model)
     policy = find_policy("fedepth")(blueprint, cost_model_for(settings, blueprint), settings)

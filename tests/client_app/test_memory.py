@@ -418,7 +418,7 @@ def test_greedy_partition_names_the_atom_that_does_not_fit() -> None:
         greedy_partition([1, 2, 3, 0], tenths, 29, LAYERS)
     assert (caught.value.name, caught.value.needed) == ("layer0", 30)
     assert str(caught.value) == (
-        "atom 'layer0' needs 30 bytes, the budget allows 29 bytes: raise the budget, or lower batch-size"
+        "atom 'layer0' needs 30 bytes, the budget allows 29 bytes: raise the budget, or lower training.batch-size"
     )
     with pytest.raises(AtomTooLargeError, match="'layer2' needs more than any cost listed"):
         greedy_partition([2], lambda _: None, 10**9, LAYERS)
@@ -442,7 +442,7 @@ def test_fits() -> None:
 
 
 def test_streaming_and_evaluating_stay_within_the_training_price(tmp_path: Path) -> None:
-    client = a_client(tmp_path, tiny_settings(batch_norm="running"))
+    client = a_client(tmp_path, tiny_settings(architecture__batch_norm="running"))
     cost = piece_cost(client.blueprint, (0,), "head", client.training_config).peak_bytes
     client.cap = MemoryCap(cost, enforced=True)
     piece = PieceModel(client.blueprint, (0,), "head", client.load())

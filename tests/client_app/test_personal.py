@@ -17,12 +17,12 @@ from piecework.training.settings import SettingsError
 from piecework.training.setup import all_client_rows, open_dataset
 
 SKEWED = {
-    "partition": "dirichlet",
-    "partition_alpha": 0.3,
-    "partition_balanced": False,
+    "data__partition": "dirichlet",
+    "data__partition_alpha": 0.3,
+    "data__partition_balanced": False,
     "clients_per_round": 2,
     "num_rounds": 3,
-    "batch_norm": "running",
+    "architecture__batch_norm": "running",
 }
 
 
@@ -54,7 +54,7 @@ def test_all_of_the_test_split_is_given_away_once(kind: str) -> None:
 
 def test_every_client_evaluates_on_its_part_and_each_counts_alike(tmp_path: Path) -> None:
     settings = tiny_settings(**TRIO | {"dataset": f"npz:{few_digits()}"} | SKEWED)
-    run_dir = run_local(tmp_path, strategy="fedavg", evaluation="personal", evaluate_every=2, **TRIO | SKEWED)
+    run_dir = run_local(tmp_path, strategy="fedavg", evaluation__mode="personal", evaluation__every=2, **TRIO | SKEWED)
     first, second, third = run_dir.rounds()
     assert (first["accuracy"], first["loss"], first["bytes_evaluation"]) == (None, None, 0)
     assert second["accuracy"] is not None
@@ -72,36 +72,38 @@ def test_every_client_evaluates_on_its_part_and_each_counts_alike(tmp_path: Path
 
 
 def test_some_clients_are_drawn(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, strategy="fedavg", evaluation="personal", evaluation_clients=2, **TRIO)
+    run_dir = run_local(tmp_path, strategy="fedavg", evaluation__mode="personal", evaluation__clients=2, **TRIO)
     assert run_dir.rounds()[0]["evaluation"]["asked"] == 2
 
 
 def test_it_leaves_the_clients_validation_alone() -> None:
-    with pytest.raises(SettingsError, match="client-evaluation-every = 2: with evaluation = 'personal'"):
-        tiny_settings(dataset=FEW, evaluation="personal", client_evaluation_every=2)
+    with pytest.raises(SettingsError, match=r"evaluation\.on-clients-every = 2: with evaluation\.mode = 'personal'"):
+        tiny_settings(dataset=FEW, evaluation__mode="personal", evaluation__on_clients_every=2)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_evaluates_personally_or_refuses(tmp_path: Path, strategy: str) -> None:
     """Also clients that were not in the round; every one counts alike."""
-    changes = TRIO | {"clients_per_round": 2, "strategy": strategy, "momentum": 0.0}
+    changes = TRIO | {"clients_per_round": 2, "strategy": strategy, "training__momentum": 0.0}
     changes |= {
-        "attack_steps": 1,
-        "evaluation_attack_steps": 1,
-        "local_iterations": 1,
-        "distil_rounds": 0,
+        "attack__steps": 1,
+        "evaluation__attack_steps": 1,
+        "training__local_iterations": 1,
+        "profl__distil_rounds": 0,
         "fleet": fleet_json(rich=4.0),
     }
-    changes |= {"family": "convnet", "public_share": 0.1, "server_iterations": 1}
+    changes |= {"feddf__family": "convnet", "data__public_fraction": 0.1, "feddf__server_iterations": 1}
     if strategy == "fedrbn":
-        changes |= {"batch_norm": "running"}
+        changes |= {"architecture__batch_norm": "running"}
     if strategy in ("fedprophet", "jfat"):
-        with pytest.raises(ValueError, match=r"evaluation = 'personal': clients of .* tell by their validation shares"):
-            run_local(tmp_path, evaluation="personal", **changes)
+        with pytest.raises(
+            ValueError, match=r"evaluation\.mode = 'personal': clients of .* tell by their validation shares"
+        ):
+            run_local(tmp_path, evaluation__mode="personal", **changes)
         return
     if strategy == "profl":
-        changes |= {"num_rounds": 6, "evaluate_every": 0}
-    record = run_local(tmp_path, evaluation="personal", **changes).rounds()[-1]
+        changes |= {"num_rounds": 6, "evaluation__every": 0}
+    record = run_local(tmp_path, evaluation__mode="personal", **changes).rounds()[-1]
     assert record["accuracy"] is not None
     assert record["clients_evaluated"] == 3
     assert record["evaluation"]["others"] == []

@@ -325,7 +325,7 @@ def test_features_in_another_order_or_type(tmp_path: Path) -> None:
 
 def test_features_over_the_limit_say_so_before_writing(tmp_path: Path) -> None:
     message = (
-        r"features of 1000 examples of shape \(16, 8\) take 512,000 bytes, feature-cache-bytes allows 511,999: "
+        r"features of 1000 examples of shape \(16, 8\) take 512,000 bytes, memory.feature-cache-bytes allows 511,999: "
         "raise it, or give the client fewer examples"
     )
     with pytest.raises(OSError, match=message):

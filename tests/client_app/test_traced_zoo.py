@@ -1,6 +1,6 @@
 """Every model of the zoo: a traced step is the real one to the byte and agrees with torch.profiler; FLOPs counted by hand.
 
-Costs are those of one thread (`torch-threads`), the default, which `helpers` sets.
+Costs are those of one thread (`training.torch-threads`), the default, which `helpers` sets.
 """
 
 from collections.abc import Callable

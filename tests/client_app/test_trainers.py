@@ -51,7 +51,7 @@ def a_task(strategy: str = "fedepth", extra: dict[Piece, int] | None = None, mut
 
 
 def poor_client(folder: Path, allowed: int, **settings: Any) -> Client:
-    chosen = tiny_settings(**{"local_epochs": 2} | settings)
+    chosen = tiny_settings(**{"training__local_epochs": 2} | settings)
     return a_client(folder, chosen, allowed, cap=MemoryCap(allowed, enforced=False))
 
 
@@ -85,7 +85,7 @@ class Watched:
 
 @pytest.mark.parametrize("batch_norm", ["running", "batch"])
 def test_frozen_atoms_do_not_change(tmp_path: Path, batch_norm: str) -> None:
-    client = poor_client(tmp_path, 200, batch_norm=batch_norm)
+    client = poor_client(tmp_path, 200, architecture__batch_norm=batch_norm)
     before = stored(client, client.blueprint.units())
     watched = Watched(client)
     update = fedepth.train(a_task(), client)
@@ -105,7 +105,7 @@ def test_frozen_atoms_do_not_change(tmp_path: Path, batch_norm: str) -> None:
 
 
 def test_validation_is_of_the_whole_model(tmp_path: Path) -> None:
-    client = poor_client(tmp_path, 100, batch_norm="running")
+    client = poor_client(tmp_path, 100, architecture__batch_norm="running")
     update = fedepth.train(a_task(), client)
     model = Cascade(client.blueprint).eval()
     model.load_state_dict({name: torch.from_numpy(array) for name, array in stored(client, update.units).items()})
@@ -152,8 +152,8 @@ def test_a_piece_goes_on_with_the_head_of_the_one_before(tmp_path: Path) -> None
 @pytest.mark.parametrize("batch_norm", ["running", "batch"])
 @pytest.mark.parametrize("strategy", ["fedepth", "m-fedepth"])
 def test_without_a_feature_cache_the_weights_are_the_same(tmp_path: Path, strategy: str, batch_norm: str) -> None:
-    kept = poor_client(tmp_path / "kept", 200, batch_norm=batch_norm)
-    anew = poor_client(tmp_path / "anew", 200, batch_norm=batch_norm, feature_cache=False)
+    kept = poor_client(tmp_path / "kept", 200, architecture__batch_norm=batch_norm)
+    anew = poor_client(tmp_path / "anew", 200, architecture__batch_norm=batch_norm, memory__feature_cache=False)
     one, other = (find_trainer(strategy)(a_task(strategy), client) for client in (kept, anew))
     assert one.done == other.done
     assert one.seen == other.seen
@@ -163,7 +163,7 @@ def test_without_a_feature_cache_the_weights_are_the_same(tmp_path: Path, strate
 
 @pytest.mark.parametrize(("cache", "fills"), [(True, [0]), (False, [0, 1, 2, 1, 2, 1, 2])])
 def test_augmentation_is_drawn_once_a_cache_fill(tmp_path: Path, cache: bool, fills: list[int]) -> None:
-    client = poor_client(tmp_path, 200, feature_cache=cache, local_epochs=3)
+    client = poor_client(tmp_path, 200, memory__feature_cache=cache, training__local_epochs=3)
     asked: list[int] = []
     share = client.share
 
@@ -184,7 +184,7 @@ def test_a_client_leaves_out_what_it_cannot_train(tmp_path: Path) -> None:
     assert [item.atoms for item in update.done] == [(0, 2), (3, 4)]
     assert "atoms.1" not in update.units
     assert same(before, stored(client, ["atoms.1"]))
-    diluting = poor_client(tmp_path / "2", 200, partial_training="dilute")
+    diluting = poor_client(tmp_path / "2", 200, fedepth__partial_training="dilute")
     update = fedepth.train(task, diluting)
     assert set(update.units) == set(client.blueprint.units())
     assert same(before, stored(diluting, ["atoms.1"]))
@@ -246,7 +246,7 @@ def test_unknown_trainer() -> None:
 def test_training_learns(tmp_path: Path) -> None:
     losses = []
     for epochs in (1, 8):
-        client = poor_client(tmp_path / str(epochs), 100, local_epochs=epochs)
+        client = poor_client(tmp_path / str(epochs), 100, training__local_epochs=epochs)
         update: Update = fedepth.train(a_task(), client)
         losses.append(update.metrics["train-loss"])
     assert losses[1] < 0.6 * losses[0]

@@ -117,7 +117,7 @@ def test_the_overlay_changes_only_what_security_needs() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--set", "memory-model=fedepth"], "memory-model = 'fedepth'"),
+        (["--set", "memory.model=fedepth"], "memory.model = 'fedepth'"),
         (["--floor", "much"], "--floor much"),
         (["--fleet", "nowhere"], "nowhere"),
         (["--fleet", fleet_json(**{"a'b": 64 * MB})], "a'b"),

@@ -67,7 +67,9 @@ def test_add_your_own(tmp_path: Path, page: dict[str, object]) -> None:
     settings = page["settings"]
     assert isinstance(settings, dict)
     changes = {key.replace("-", "_"): value for key, value in settings.items()}
-    run_dir = run_local(tmp_path, num_rounds=3, clients_per_round=4, local_epochs=3, batch_size=8, **changes)
+    run_dir = run_local(
+        tmp_path, num_rounds=3, clients_per_round=4, training__local_epochs=3, training__batch_size=8, **changes
+    )
     last = run_dir.rounds()[-1]
     assert last["accuracy"] > 0.9
     assert all(client["measured_peak"] <= client["predicted_peak"] for client in last["clients"])
@@ -78,10 +80,10 @@ def test_a_strategy_of_ones_own_does_what_the_settings_ask(
 ) -> None:
     """Without its proximal term FedProx is FedAvg: also on adversarial examples, and in so many batches."""
     Path("my_fedprox.py").write_text(Path("my_fedprox.py").read_text().replace("MU = 0.1", "MU = 0.0"))
-    asked = TRIO | {"fleet": "unlimited", "local_iterations": 3, "attack_steps": 2, "num_rounds": 1}
+    asked = TRIO | {"fleet": "unlimited", "training__local_iterations": 3, "attack__steps": 2, "num_rounds": 1}
     runs = {
         (name, adversarial): run_local(
-            tmp_path / f"{name}-{adversarial}", strategy=name, adversarial=adversarial, **asked
+            tmp_path / f"{name}-{adversarial}", strategy=name, training__adversarial=adversarial, **asked
         )
         for name in ("fedprox", "fedavg")
         for adversarial in (False, True)

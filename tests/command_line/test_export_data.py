@@ -24,7 +24,13 @@ from piecework.server_app.rounds import run_experiment
 from piecework.training.settings import Settings
 from piecework.training.setup import client_rows
 
-TRIO = {"clients": 3, "clients_per_round": 0, "dataset": "digits", "partition": "dirichlet", "partition_alpha": 0.5}
+TRIO = {
+    "clients": 3,
+    "clients_per_round": 0,
+    "dataset": "digits",
+    "data__partition": "dirichlet",
+    "data__partition_alpha": 0.5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +87,17 @@ def test_each_folder_has_its_clients_rows_and_no_others(exported: Path) -> None:
         "examples": 1438,
         "seed": 1,
         "settings": {
-            "partition": "dirichlet",
-            "public-share": 0.0,
-            "partition-alpha": 0.5,
-            "partition-balanced": True,
+            "data.partition": "dirichlet",
+            "data.public-fraction": 0.0,
+            "data.partition-alpha": 0.5,
+            "data.partition-balanced": True,
         },
     }
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_over_exported_folders_is_the_simulation(exported: Path, tmp_path: Path, workers: int) -> None:
-    changes = {"validation_share": 0.2, "num_rounds": 2, "strategy": "fedepth"}
+    changes = {"data__validation_fraction": 0.2, "num_rounds": 2, "strategy": "fedepth"}
     simulated = run_local(tmp_path / "one", **TRIO | changes)
     deployed = run_over(nodes_of(exported), exported / "server", tmp_path / "two", workers, **changes)
     assert same(model_of(simulated), model_of(deployed))
@@ -108,17 +114,17 @@ def test_another_seed_trains_otherwise_on_the_same_folders(exported: Path, tmp_p
 
 def test_own_data_are_found_by_the_files_name_wherever_the_folders_lie(tmp_path: Path) -> None:
     """The server has neither the .npz file nor its path, only data-dir."""
-    changes = TRIO | {"partition": "iid", "dataset": f"npz:{few_digits()}"}
+    changes = TRIO | {"data.partition": "iid", "dataset": f"npz:{few_digits()}"}
     rows = export_data(tiny_settings(**changes), tmp_path / "data")
     assert [row["examples"] for row in rows] == [70, 70, 70, 0]
     assert "few-digits" in (tmp_path / "data" / "server" / "meta.json").read_text()
     assert str(few_digits().parent) not in (tmp_path / "data" / "server" / "meta.json").read_text()
     named = {"dataset": "npz:few-digits.npz", "data-dir": str(tmp_path / "data" / "server")}
-    settings = settings_from("", ["partition=iid"], nodes=3, named=named)
+    settings = settings_from("", ["data.partition=iid"], nodes=3, named=named)
     assert len(preflight(settings)[2].test_labels) == 100
     assert data_shape(settings) == ((1, 8, 8), 10, 210)
-    simulated = run_local(tmp_path / "one", **TRIO | {"partition": "iid", "dataset": FEW})
-    changes = {"partition": "iid", "dataset": "npz:few-digits.npz"}
+    simulated = run_local(tmp_path / "one", **TRIO | {"data.partition": "iid", "dataset": FEW})
+    changes = {"data.partition": "iid", "dataset": "npz:few-digits.npz"}
     folders = nodes_of(tmp_path / "data")
     assert same(
         model_of(simulated), model_of(run_over(folders, tmp_path / "data" / "server", tmp_path / "two", **changes))
@@ -129,9 +135,18 @@ def test_own_data_are_found_by_the_files_name_wherever_the_folders_lie(tmp_path:
     ("changes", "told"),
     [
         ({"clients": 4}, r"exported with clients = 3, the run has clients = 4: export them again"),
-        ({"partition": "iid"}, r"exported with partition = 'dirichlet', the run has partition = 'iid'"),
-        ({"public_share": 0.1}, r"exported with public-share = 0.0, the run has public-share = 0.1"),
-        ({"partition_alpha": 0.1}, r"exported with partition-alpha = 0.5, the run has partition-alpha = 0.1"),
+        (
+            {"data.partition": "iid"},
+            r"exported with data\.partition = 'dirichlet', the run has data\.partition = 'iid'",
+        ),
+        (
+            {"data__public_fraction": 0.1},
+            r"exported with data.public-fraction = 0.0, the run has data.public-fraction = 0.1",
+        ),
+        (
+            {"data__partition_alpha": 0.1},
+            r"exported with data.partition-alpha = 0.5, the run has data.partition-alpha = 0.1",
+        ),
         ({"dataset": "digits32"}, r"data-dir .*server holds a prepared 'digits', the run asks for 'digits32'"),
     ],
 )
@@ -146,7 +161,7 @@ def test_the_server_takes_its_own_part_only(exported: Path) -> None:
         preflight(tiny_settings(**TRIO | {"data_dir": str(exported / "node-2")}))
     preflight(tiny_settings(**TRIO | {"data_dir": str(exported / "server")}))
     # what the partition does not read may be anything
-    preflight(tiny_settings(**TRIO | {"data_dir": str(exported / "server"), "partition_classes": 9}))
+    preflight(tiny_settings(**TRIO | {"data_dir": str(exported / "server"), "data__partition_classes": 9}))
 
 
 @pytest.mark.parametrize(
@@ -160,12 +175,12 @@ def test_a_node_refuses_what_is_not_its_own(exported: Path, tmp_path: Path, orde
     """clients = 0: how many there are is known to the nodes only."""
     folders = [exported / f"node-{client}" for client in order]
     with pytest.raises(TooFewNodesError, match=told):
-        run_over(folders, exported / "server", tmp_path, clients=0, node_timeout=0.1)
+        run_over(folders, exported / "server", tmp_path, clients=0, messages__node_timeout=0.1)
 
 
 def test_emulated_clients_cannot_train_on_the_servers_part(exported: Path, tmp_path: Path) -> None:
     with pytest.raises(TooFewNodesError, match="is a part of an export, not the whole data set: give each node"):
-        run_local(tmp_path, **TRIO | {"data_dir": str(exported / "server"), "node_timeout": 0.1})
+        run_local(tmp_path, **TRIO | {"data_dir": str(exported / "server"), "messages__node_timeout": 0.1})
 
 
 def test_a_damaged_part_is_named(exported: Path, tmp_path: Path) -> None:
@@ -223,7 +238,7 @@ def test_a_part_cannot_be_exported_again(exported: Path, tmp_path: Path) -> None
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIECEWORK_DATA", raising=False)
-    command = ["export-data", "--set", "partition=iid", "--nodes", "2", "--out", str(tmp_path / "data")]
+    command = ["export-data", "--set", "data.partition=iid", "--nodes", "2", "--out", str(tmp_path / "data")]
     done = CliRunner().invoke(app, [*command, "--json"])
     assert done.exit_code == 0, done.stderr
     answer = json.loads(done.stdout)
@@ -239,4 +254,4 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "719" in done.stdout
     # the environment's folder is where the server looks
     monkeypatch.setenv("PIECEWORK_DATA", str(tmp_path / "data" / "server"))
-    assert len(preflight(settings_from("", ["partition=iid"], nodes=2))[2].test_labels) == 359
+    assert len(preflight(settings_from("", ["data.partition=iid"], nodes=2))[2].test_labels) == 359

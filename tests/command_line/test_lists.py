@@ -19,17 +19,17 @@ def test_every_setting_is_listed_with_its_default() -> None:
 
 
 def test_the_settings_of_one_strategy() -> None:
-    assert {"dma", "apa-step", "stage-patience"} <= set(keys("fedprophet"))
-    assert not {"lr", "kappa"} & set(keys("fedprophet"))
-    assert keys("depthfl") == ["distillation-rounds", "feddyn-alpha"]
-    (kappa,) = [row for row in setting_rows("prism") if row["key"] == "kappa"]
-    assert kappa["belongs"] == "strategy = prism with kernel-sampling = importance"
+    assert {"fedprophet.dma", "fedprophet.apa-step", "fedprophet.stage-patience"} <= set(keys("fedprophet"))
+    assert not {"training.lr", "prism.kappa"} & set(keys("fedprophet"))
+    assert keys("depthfl") == ["depthfl.distillation-rounds", "depthfl.feddyn-alpha"]
+    (kappa,) = [row for row in setting_rows("prism") if row["key"] == "prism.kappa"]
+    assert kappa["belongs"] == "strategy = prism with prism.kernel-sampling = importance"
     assert (kappa["default"], kappa["allowed"]) == (2.5, "number >= 0")
 
 
 def test_settings_about_a_word() -> None:
-    assert {"lr", "lr-schedule", "server-lr"} <= set(keys("lr"))
-    (row,) = [row for row in setting_rows("precision") if row["key"] == "precision"]
+    assert {"training.lr", "training.lr-schedule", "feddf.server-lr"} <= set(keys("lr"))
+    (row,) = [row for row in setting_rows("precision") if row["key"] == "training.precision"]
     assert row["allowed"] == "float32 | bfloat16"
     with pytest.raises(SettingsError, match="no setting is about 'momentm': piecework settings lists all"):
         setting_rows("momentm")
@@ -51,4 +51,4 @@ def test_every_strategy_is_listed() -> None:
 def test_what_people_see(words: list[str]) -> None:
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    assert {"settings": "movement-window", "strategies": "fedprophet"}[words[0]] in done.output
+    assert {"settings": "profl.movement-window", "strategies": "fedprophet"}[words[0]] in done.output

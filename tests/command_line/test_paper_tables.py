@@ -85,7 +85,7 @@ def test_fedepth_table_1() -> None:
     assert blocks == pytest.approx([20.02] * 3 + [14.05, 10.07, 10.07, 7.21, 5.28, 5.28], abs=0.01)
     pieces = [part.atoms for part in policy.stages[0].parts]
     assert pieces == [(0, 1), (2,), (3,), (4,), (5, 6), (7, 8, 9)]
-    widths = [full_bytes(f"{fedepth.OF_FEDEPTH} --set model-width={width}") / MIB for width in fedepth.WIDTHS]
+    widths = [full_bytes(f"{fedepth.OF_FEDEPTH} --set architecture.width={width}") / MIB for width in fedepth.WIDTHS]
     assert widths == pytest.approx([14.51, 19.34, 38.68, 58.02, 116.04], abs=0.01)
 
 

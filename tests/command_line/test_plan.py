@@ -106,7 +106,16 @@ def test_who_is_left_out_and_what_is_missing() -> None:
 
 
 def test_a_device_that_lacks_a_byte_is_not_shown_as_if_it_had_all() -> None:
-    options = ("--model", "convnet", "--dataset", "digits", "--strategy", "fedavg", "--set", "batch-norm=batch")
+    options = (
+        "--model",
+        "convnet",
+        "--dataset",
+        "digits",
+        "--strategy",
+        "fedavg",
+        "--set",
+        "architecture.batch-norm=batch",
+    )
     needed = plan(*options)["full_memory_bytes"]
     done = CliRunner().invoke(app, ["plan", *options, "--set", f"fleet={fleet_json(only=needed - 1)}"])
     assert (needed, done.exit_code) == (1_029_248, 0)
@@ -248,7 +257,7 @@ one = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8))
 piece_cost(one, (0,), "exits.0", TrainingConfig(0.1, 0.9, 0.0, 2, 1))
 before = peak()
 for strategy in ("fedepth", "prism", "spafl"):
-    settings = Settings(model="resnet18", strategy=strategy, batch_size=32, clients=20)
+    settings = Settings.from_run_config({"model": "resnet18", "strategy": strategy, "training.batch-size": 32, "clients": 20})
     plan = make_plan(settings, ask(settings, input_shape="3x224x224", classes=256))
 print(plan["parameters"], peak() - before, "sklearn" in sys.modules, "torchvision" in sys.modules)
 """
@@ -271,7 +280,7 @@ def test_a_plan_allocates_no_weights() -> None:
         (["--strategy", "guess"], "unknown strategy 'guess': known are allsmall"),
         (["--model", "guess"], "model = 'guess' is not known: use one of cnn3"),
         (["--fleet", "guess"], "unknown fleet 'guess'; there are"),
-        (["--memory-model", "guess"], "setting memory-model = 'guess'"),
+        (["--memory-model", "guess"], "setting memory.model = 'guess'"),
         (
             ["--input-shape", "3x32", "--classes", "10"],
             "--input-shape 3x32: expected channels, height and width as 3x224x224",
@@ -279,10 +288,10 @@ def test_a_plan_allocates_no_weights() -> None:
         (["--input-shape", "3x32x32"], "--input-shape 3x32x32 needs the number of classes beside it"),
         (["--classes", "5"], "--classes 5 belongs to --input-shape"),
         (["--precision", "int8"], "--precision int8: expected one of float32, bfloat16"),
-        (["--precision", "bfloat16", "--memory-model", "prism"], "memory-model prism knows float32 only"),
+        (["--precision", "bfloat16", "--memory-model", "prism"], "memory.model prism knows float32 only"),
         (["--input-shape", "3x32x32", "--classes", "10", "--dataset", "cifar10"], "give one of them"),
         (["--suggest", "--picture", "a.svg"], "--suggest makes several"),
-        (["--model", "deit-tiny", "--strategy", "fedavg", "--memory-model", "prism"], "memory-model prism counts conv"),
+        (["--model", "deit-tiny", "--strategy", "fedavg", "--memory-model", "prism"], "memory.model prism counts conv"),
         (["--budget", "lots"], "--budget lots: expected bytes as 60MB"),
         (
             ["--model", "lstm-imdb", "--dataset", "cifar10"],
@@ -290,8 +299,8 @@ def test_a_plan_allocates_no_weights() -> None:
         ),
         (["--model", "lstm-imdb", "--attack-steps", "3"], "cannot be attacked by gradients"),
         (["--model", "vgg16", *FEDPROPHET, "--budget", "10MB"], "atom 'conv6' needs"),
-        (["--set", "model-options=stem"], "'stem' is not NAME=VALUE"),
-        (["--set", "model-options=stem=cifar"], "convnet has no option 'stem'"),
+        (["--set", "architecture.options=stem"], "'stem' is not NAME=VALUE"),
+        (["--set", "architecture.options=stem=cifar"], "convnet has no option 'stem'"),
         (["--picture", "plan.jpg"], "must end in .svg, .png or .pdf"),
     ],
 )

@@ -97,7 +97,7 @@ def test_the_disk(tmp_path: Path) -> None:
 def test_the_command_writes_a_file_once(tmp_path: Path) -> None:
     file = tmp_path / "board.toml"
     command = ["profile", "--seconds", "1", "--name", "shed", "--folder", str(tmp_path), "--out", str(file)]
-    done = CliRunner().invoke(app, [*command, "--json", "--set", "reserve=1000000"])
+    done = CliRunner().invoke(app, [*command, "--json", "--set", "memory.reserve=1000000"])
     assert done.exit_code == 0, done.stderr
     assert "in the first second" in done.stderr
     (row,) = tomllib.loads(file.read_text())["device"]
@@ -126,8 +126,8 @@ def test_without_a_file_it_goes_to_stdout(tmp_path: Path) -> None:
         (["--seconds", "0.5"], "--seconds 0.5: must be at least 1"),
         (["--seconds", "nan"], "--seconds nan: must be at least 1"),
         (["--name", " "], "--name ' ': a device needs a name"),
-        (["--set", "reserve=1000000000000000"], "nothing is left to train with"),
-        (["--set", "torch-threads=0"], "setting torch-threads = 0"),
+        (["--set", "memory.reserve=1000000000000000"], "nothing is left to train with"),
+        (["--set", "training.torch-threads=0"], "setting training.torch-threads = 0"),
         (["--out", "nowhere/board.toml"], "--out nowhere/board.toml: there is no folder"),
     ],
 )

@@ -54,7 +54,7 @@ def test_page(tmp_path: Path) -> None:
     assert_self_contained(page)
     assert "<h2>Effective movement of the block in training</h2>" in page
     assert "was below 0.1 of its first slope in 20 rounds in a row" in page
-    by_parameters = make_run(tmp_path / "b", rounds(), strategy="profl", freezing="parameters")
+    by_parameters = make_run(tmp_path / "b", rounds(), strategy="profl", profl__freezing="parameters")
     assert "by the number of its parameters" in write_report(by_parameters).read_text(encoding="utf-8")
     other = write_report(make_run(tmp_path / "c", two_rounds(0.25, 0.75))).read_text(encoding="utf-8")
     assert "Effective movement" not in other[other.index("<body>") : other.index("<h2>Settings</h2>")]

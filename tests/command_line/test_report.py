@@ -66,7 +66,7 @@ def test_page_without_rounds(tmp_path: Path) -> None:
 
 def test_budgets_not_enforced(tmp_path: Path) -> None:
     rounds = [round_record(1, 0.5, [client(0, measured_peak=5000)], enforced=False)]
-    run_dir = make_run(tmp_path / "a", rounds, memory_model="fedepth")
+    run_dir = make_run(tmp_path / "a", rounds, memory__model="fedepth")
     page = write_report(run_dir).read_text(encoding="utf-8")
     assert "500.00%" not in page[page.index("<body>") : page.index("<section>")]
     assert page.count("<td>not enforced</td>") == 2
@@ -120,15 +120,19 @@ def test_seeds_are_one_group_and_other_settings_are_not(tmp_path: Path) -> None:
     runs = [
         make_run(tmp_path / "a1", two_rounds(0.9, 0.6), seed=1, workers=3),
         make_run(
-            tmp_path / "wide", two_rounds(0.2, 0.3, measured_peak=950), seed=1, model_width=0.33, strategy="fedavg"
+            tmp_path / "wide",
+            two_rounds(0.2, 0.3, measured_peak=950),
+            seed=1,
+            architecture__width=0.33,
+            strategy="fedavg",
         ),
         make_run(tmp_path / "a2", two_rounds(0.7, 0.8), seed=2),
         make_run(tmp_path / "a3", two_rounds(0.1, 0.7), seed=3),
     ]
     groups = group_runs([*runs, runs[0]])
     assert [group.label for group in groups] == [
-        "strategy=fedepth model-width=1.0",
-        "strategy=fedavg model-width=0.33",
+        "strategy=fedepth architecture.width=1.0",
+        "strategy=fedavg architecture.width=0.33",
     ]
     several, single = compare_json(groups)["groups"]
     assert several["seeds"] == [1, 2, 3]
@@ -144,7 +148,7 @@ def test_seeds_are_one_group_and_other_settings_are_not(tmp_path: Path) -> None:
     assert single["accuracy_mean"] == 0.3
     assert single["accuracy_std"] is None
     assert single["largest_measured_peak"] == 950
-    assert single["differs"] == {"strategy": "fedavg", "model-width": 0.33}
+    assert single["differs"] == {"strategy": "fedavg", "architecture.width": 0.33}
     shown = text_of(compare_table(groups))
     assert "70.00% ± 10.00%" in shown
     assert "30.00% ±" not in shown
@@ -167,7 +171,9 @@ def test_repeating_a_seed_gives_no_spread(tmp_path: Path) -> None:
 
 
 def test_compare_without_finished_rounds(tmp_path: Path) -> None:
-    groups = group_runs([make_run(tmp_path / "a", [], "failed", "no nodes"), make_run(tmp_path / "b", [], "", lr=0.2)])
+    groups = group_runs(
+        [make_run(tmp_path / "a", [], "failed", "no nodes"), make_run(tmp_path / "b", [], "", training__lr=0.2)]
+    )
     first = compare_json(groups)["groups"][0]
     assert (first["accuracy_mean"], first["rounds"], first["status"]) == (None, [0], {"failed": 1})
     assert first["bytes_down_mean"] is None

@@ -29,7 +29,7 @@ from piecework.training.setup import open_dataset
 
 pytest.importorskip("plotly")
 
-SETTINGS = {"evaluation-attack-steps": 20, "evaluation-attack-examples": 500, "feature-norm": "l2"}
+SETTINGS = {"evaluation.attack-steps": 20, "evaluation.attack-examples": 500, "fedprophet.feature-norm": "l2"}
 FINAL = {"loss": 1.0, "accuracy": 0.7, "adversarial_accuracy": 0.4, "attacked": 100, "attack_steps": 20}
 AUTOATTACK = {
     "images": 40,
@@ -289,10 +289,10 @@ def test_compare_under_attack(tmp_path: Path) -> None:
 def test_compare_attacks_of_several_strengths(tmp_path: Path) -> None:
     runs = [
         robust_run(tmp_path / "a", FINAL),
-        robust_run(tmp_path / "b", FINAL | {"attack_steps": 5}, evaluation_attack_steps=5),
+        robust_run(tmp_path / "b", FINAL | {"attack_steps": 5}, evaluation__attack_steps=5),
     ]
     rows = text_of(compare_table(group_runs(runs)), width=120).splitlines()
-    assert any("evaluation-attack-steps" in row and "20" in row and "5" in row for row in rows)
+    assert any("evaluation.attack-steps" in row and "20" in row and "5" in row for row in rows)
     assert sum("under PGD " in row for row in rows) == 1
 
 
@@ -312,14 +312,21 @@ def test_json_over_seeds() -> None:
 def in_the_middle(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run of FedProphet that ends in its second module of three."""
     quick: dict[str, Any] = {
-        "local_iterations": 4,
-        "attack_steps": 1,
-        "evaluation_attack_steps": 1,
-        "evaluation_attack_examples": 20,
+        "training__local_iterations": 4,
+        "attack__steps": 1,
+        "evaluation__attack_steps": 1,
+        "evaluation__attack_examples": 20,
     }
-    cascade = {"stage_rounds": 2, "r_min": "0.55x", "fleet": fleet_json(rich=1.2, poor=0.6), "batch_norm": "running"}
+    cascade = {
+        "fedprophet__stage_rounds": 2,
+        "fedprophet__r_min": "0.55x",
+        "fleet": fleet_json(rich=1.2, poor=0.6),
+        "architecture__batch_norm": "running",
+    }
     folder = tmp_path_factory.mktemp("cascade")
-    return run_local(folder, strategy="fedprophet", num_rounds=3, validation_share=0.3, **{**TRIO, **quick, **cascade})
+    return run_local(
+        folder, strategy="fedprophet", num_rounds=3, data__validation_fraction=0.3, **{**TRIO, **quick, **cascade}
+    )
 
 
 def test_a_model_of_the_first_modules(in_the_middle: RunDir) -> None:

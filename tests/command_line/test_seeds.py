@@ -17,7 +17,14 @@ from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import resolve_run_dir
 from piecework.training.settings import Settings
 
-TINY = ("num-rounds=1", "clients-per-round=1", "local-epochs=1", "workers=1", "model-width=0.25", "fleet=unlimited")
+TINY = (
+    "num-rounds=1",
+    "clients-per-round=1",
+    "training.local-epochs=1",
+    "workers=1",
+    "architecture.width=0.25",
+    "fleet=unlimited",
+)
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,14 @@ def test_a_stopped_run_says_so_and_goes_on(tmp_path: Path) -> None:
 )
 def test_the_command_says_how_to_go_on(tmp_path: Path, sent: signal.Signals, code: int, workers: int) -> None:
     """Ctrl-C goes to all processes of the terminal; SIGTERM to the one that is named."""
-    sets = ["num-rounds=500", "clients=4", "clients-per-round=2", "local-epochs=1", "run-name=a run", "lr=0.07"]
+    sets = [
+        "num-rounds=500",
+        "clients=4",
+        "clients-per-round=2",
+        "training.local-epochs=1",
+        "run-name=a run",
+        "training.lr=0.07",
+    ]
     call = [sys.executable, "-m", "piecework.cli", "run", *(f"--set={text}" for text in (*sets, f"workers={workers}"))]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -78,7 +85,7 @@ def test_the_command_says_how_to_go_on(tmp_path: Path, sent: signal.Signals, cod
         done = CliRunner().invoke(app, [*again, "--json", "--set=workers=1", f"--set=num-rounds={last + 1}"])
         assert done.exit_code == 0, done.stderr
         summary = json.loads(done.stdout)
-        assert (summary["status"], summary["rounds"], run.settings()["lr"]) == ("completed", last + 1, 0.07)
+        assert (summary["status"], summary["rounds"], run.settings()["training.lr"]) == ("completed", last + 1, 0.07)
 
 
 def test_workers_never_see_ctrl_c() -> None:

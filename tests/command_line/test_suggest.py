@@ -10,6 +10,7 @@ import pytest
 from helpers import fleet_json, num_parameters
 from model_helpers import mlp
 from rich.console import Console
+from settings_helpers import settings_with
 from typer.testing import CliRunner
 
 from piecework.cli import app
@@ -70,14 +71,14 @@ def test_where_every_device_fits_the_model_federated_averaging_is_the_advice() -
     assert step == found["simple"]["poorest_bytes"]
     said = told("--fleet", "reference-step")
     assert said.startswith("Every device fits a step of the whole model: use FedAvg. A step at batch 16 takes 1 MB (")
-    assert "For adversarial training ask with --set adversarial=true." in said
+    assert "For adversarial training ask with --set training.adversarial=true." in said
 
 
 def test_a_smaller_batch_is_the_largest_that_fits() -> None:
     """Its cost is that of a plan at this batch."""
     needed = {}
     for size in (4, 8, 16):
-        settings = Settings(clients=2, batch_size=size, strategy="fedavg")
+        settings = settings_with(clients=2, training__batch_size=size, strategy="fedavg")
         needed[size] = make_plan(settings, ask(settings))["full_memory_bytes"]
     budget = (needed[4] + needed[8]) // 2
     settings = Settings(clients=2, fleet=fleet_json(board=budget))
@@ -107,7 +108,7 @@ def test_the_simple_rivals_stand_beside_the_systems_and_all_are_there(demo: dict
     assert re.fullmatch(
         r"no device can: at least 1 MB are needed, the richest has 97\d(\.\d)? kB", refused["exclusivefl"]
     )
-    assert refused["feddf"].startswith("family is empty: name the smaller models")
+    assert refused["feddf"].startswith("feddf.family is empty: name the smaller models")
     systems = {row["strategy"] for row in [*demo["rivals"], *demo["rows"], *demo["refused"]]}
     assert systems == set(SOME) - {"fedavg", "fedprophet", "jfat"}
 
@@ -175,7 +176,7 @@ def test_clean_and_adversarial_systems_are_apart() -> None:
     settings = Settings(clients=2, strategy="fedprophet", fleet="unlimited")  # which always trains so
     found = advise(settings, ask(settings))
     assert found["adversarial"]
-    assert found["simple"]["attack_steps"] == settings.attack_steps
+    assert found["simple"]["attack_steps"] == settings.attack.steps
 
 
 def test_a_system_that_cannot_take_a_model_of_ones_own_does_not_stop_the_others(
@@ -185,7 +186,7 @@ def test_a_system_that_cannot_take_a_model_of_ones_own_does_not_stop_the_others(
     settings = Settings(model="mlp", clients=4)
     question = ask(settings)
     cost_model = cost_model_of(settings, question, 0)
-    rows = {n: plan_of(settings.model_copy(update={"strategy": n}), question, cost_model) for n in ("prism", "fedepth")}
+    rows = {n: plan_of(settings.changed({"strategy": n}), question, cost_model) for n in ("prism", "fedepth")}
     assert rows["prism"]["reason"].startswith("atom 'fc2' of mlp cannot be cut by rank: it is a chain of 0 (Linear)")
     assert rows["fedepth"]["participation"] > 0
 
@@ -204,7 +205,7 @@ def test_a_row_is_what_a_plan_of_that_system_alone_says(demo: dict[str, Any]) ->
 
 
 def test_the_part_that_a_narrow_model_has() -> None:
-    settings = Settings(clients=2, strategy="heterofl", width_shares="0.5", fleet="unlimited")
+    settings = settings_with(clients=2, strategy="heterofl", heterofl__width_ratios="0.5", fleet="unlimited")
     half = num_parameters(
         build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), width=0.5, batch_norm="batch")
     )
@@ -217,7 +218,9 @@ def test_the_part_that_a_narrow_model_has() -> None:
 def test_the_part_that_nobody_trains_is_not_covered() -> None:
     """FeDepth's poorest leave out blocks 1 to 3 (its Table 1: 20.02 MB each, of a model of 116)."""
     fleet = fleet_json(poor=0.125, poorest=1e-6)
-    settings = Settings(clients=2, model="preresnet20", memory_model="fedepth", batch_size=32, fleet=fleet)
+    settings = settings_with(
+        clients=2, model="preresnet20", memory__model="fedepth", training__batch_size=32, fleet=fleet
+    )
     found = make_plan(settings, ask(settings, input_shape="3x32x32", classes=10))
     row = next(row for row in found["devices"] if row["device"] == "poor")
     assert row["stages"][0]["trains"][0]["leaves_out"] == ["block1", "block2", "block3"]
@@ -228,7 +231,7 @@ def test_the_part_that_nobody_trains_is_not_covered() -> None:
 
 def test_stages_are_trained_one_after_another() -> None:
     """Of a cascade a device trains its modules by turns, the heads that only help along the way count for nothing."""
-    settings = Settings(clients=2, strategy="fedprophet", fleet="unlimited", r_min="0.7x")
+    settings = settings_with(clients=2, strategy="fedprophet", fleet="unlimited", fedprophet__r_min="0.7x")
     found = make_plan(settings, ask(settings))
     assert len(found["fleet"]["stages"]) > 1
     assert found["trained"] == {

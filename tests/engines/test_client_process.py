@@ -26,7 +26,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from 
 
 
 def test_a_damaged_state_is_told_in_the_record(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {**TRIO, "strategy": "fedavg", "batch_norm": "local"}
+    settings: dict[str, Any] = {**TRIO, "strategy": "fedavg", "architecture__batch_norm": "local"}
     run_dir = run_local(tmp_path, num_rounds=2, **settings)
     assert {client["note"] for number in (1, 2) for client in clients_of(run_dir, number)} == {""}
     (store,) = (run_dir.path / "clients").iterdir()
@@ -46,7 +46,7 @@ def test_a_damaged_state_is_told_in_the_record(tmp_path: Path) -> None:
 
 def test_without_checks_a_client_trains_over_its_budget(tmp_path: Path) -> None:
     poor: dict[str, Any] = {"strategy": "fedavg", "clients_per_round": 2, "fleet": fleet_json(poor=0.5)}
-    run_dir = run_local(tmp_path, enforce_memory=False, **poor)
+    run_dir = run_local(tmp_path, memory__enforce=False, **poor)
     (record,) = run_dir.rounds()
     assert record["enforced"] is False
     for client in record["clients"]:
@@ -61,10 +61,10 @@ def test_without_checks_a_client_trains_over_its_budget(tmp_path: Path) -> None:
 
 def test_without_checks_a_cut_is_the_whole_model_on_both_sides(tmp_path: Path) -> None:
     poor: dict[str, Any] = {"strategy": "fedepth", "clients_per_round": 1, "fleet": fleet_json(poor=0.5)}
-    assert [c["pieces"] for c in clients_of(run_local(tmp_path, mutual_models=1, enforce_memory=False, **poor))] == [
-        [[0, 1, 2, 3, 4]]
-    ]
-    (client,) = clients_of(run_local(tmp_path, mutual_models=1, run_name="checked", **poor))
+    assert [
+        c["pieces"] for c in clients_of(run_local(tmp_path, fedepth__mutual_models=1, memory__enforce=False, **poor))
+    ] == [[[0, 1, 2, 3, 4]]]
+    (client,) = clients_of(run_local(tmp_path, fedepth__mutual_models=1, run_name="checked", **poor))
     assert len(client["pieces"]) > 1
 
 
@@ -88,7 +88,7 @@ print(json.dumps(outcome | {"arrays": len(reply.content.array_records["arrays"])
 @linux
 def test_no_memory_left_is_a_normal_answer(tmp_path: Path) -> None:
     """A model of 45 MB needs three times as much to be trained; the process may have 130 MB more."""
-    task = a_message(tmp_path, strategy="fedavg", model="resnet18", validation_share=0.9)
+    task = a_message(tmp_path, strategy="fedavg", model="resnet18", data__validation_fraction=0.9)
     outcome = json.loads(in_a_fresh_process(WITHOUT_MEMORY, task, str(130_000_000)))
     assert outcome["status"] == "memory"
     assert outcome["needed"] == 0
@@ -207,7 +207,12 @@ def test_a_message_is_held_once_and_not_while_training(tmp_path: Path) -> None:
     for name in ("small", "large"):
         (tmp_path / name).mkdir()
     small = a_message(tmp_path / "small", strategy="fedavg")
-    shape: dict[str, Any] = {"model": "resnet18", "model_width": 1.5, "batch_size": 4, "validation_share": 0.9}
+    shape: dict[str, Any] = {
+        "model": "resnet18",
+        "architecture__width": 1.5,
+        "training__batch_size": 4,
+        "data__validation_fraction": 0.9,
+    }
     held = json.loads(in_a_fresh_process(HOLDS, small, a_message(tmp_path / "large", strategy="fedavg", **shape)))
     size = held["reply"]
     assert size > 100_000_000

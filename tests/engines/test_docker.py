@@ -27,7 +27,10 @@ CLIENTS, LARGE = 6, (2, 5)
 # A small model for what is about processes: rounds of a few seconds of training.
 BRIEF = [
     *PRESET,
-    *(f"--set={text}" for text in ("model=convnet", "batch-size=32", "local-epochs=1", "mutual-models=1")),
+    *(
+        f"--set={text}"
+        for text in ("model=convnet", "training.batch-size=32", "training.local-epochs=1", "fedepth.mutual-models=1")
+    ),
 ]
 FLIP = """
 import sys, time
@@ -131,8 +134,8 @@ def test_the_kernel_ends_what_does_not_fit(fleet: Containers, say: Callable[[str
         *PRESET,
         "--set=strategy=fedavg",
         "--set=num-rounds=2",
-        "--set=local-epochs=1",
-        "--set=enforce-memory=false",
+        "--set=training.local-epochs=1",
+        "--set=memory.enforce=false",
     ]
     with fleet.watched() as seen:
         run = fleet.start_run(*whole)
@@ -153,7 +156,7 @@ def excluded(record: dict[str, Any]) -> str:
 
 def test_clients_refuse_before_the_kernel_acts(fleet: Containers, say: Callable[[str], None]) -> None:
     with fleet.watched() as seen:
-        run = fleet.start_run(*PRESET, "--set=strategy=fedavg", "--set=num-rounds=1", "--set=local-epochs=1")
+        run = fleet.start_run(*PRESET, "--set=strategy=fedavg", "--set=num-rounds=1", "--set=training.local-epochs=1")
         fleet.finish(run)
     (record,) = fleet.rounds(run)
     say(f"FedAvg checked: {story([record])}; killed: {killed(seen) or 'nobody'}")
@@ -178,7 +181,7 @@ def test_a_client_killed_in_mid_round(fleet: Containers, say: Callable[[str], No
 def test_a_client_paused_beyond_the_timeout(fleet: Containers, say: Callable[[str], None]) -> None:
     """Two clients a round, so that the other answers well within the timeout."""
     paused, other = sampled(range(CLIENTS), 2, seed=1, server_round=2)
-    few = [f"--set={text}" for text in ("num-rounds=6", "clients-per-round=2", "round-timeout=50")]
+    few = [f"--set={text}" for text in ("num-rounds=6", "clients-per-round=2", "messages.round-timeout=50")]
     run = fleet.start_run(*BRIEF, *few)
     fleet.wait_in_round(run, 2, paused)
     docker("pause", fleet.id(f"client-{paused}"))
@@ -223,7 +226,7 @@ def restarts(run: Run) -> str:
 
 def test_a_client_finds_its_store_damaged(fleet: Containers, say: Callable[[str], None]) -> None:
     flip = ["docker", "exec", fleet.id("client-0"), "python", "-c", FLIP]
-    run = fleet.start_run(*BRIEF, "--set=num-rounds=4", "--set=batch-norm=local")
+    run = fleet.start_run(*BRIEF, "--set=num-rounds=4", "--set=architecture.batch-norm=local")
     flipped = subprocess.run(flip, check=False, capture_output=True, text=True)
     fleet.finish(run)
     assert flipped.returncode == 0, flipped.stderr

@@ -18,10 +18,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from flwr.common.config import flatten_dict, fuse_dicts, parse_config_args
 from helpers import FEW, fleet_json, model_of, run_local
 from typer.testing import CliRunner
 
 import piecework
+from benchmarks.defaults import with_defaults
 from piecework import processes
 from piecework.cli import app
 from piecework.client_app import prepare
@@ -68,7 +70,7 @@ def test_ray_agrees_and_is_ours_and_a_killed_simulation_is_started_again_until_c
 
     All from the wheel, first beside another Ray cluster, then where that one has ended and left its address behind.
     """
-    values = {"clients-per-round": 2, "local-epochs": 1, "run-name": "run", "lr-rounds": 400}
+    values = {"clients-per-round": 2, "training.local-epochs": 1, "run-name": "run", "training.lr-rounds": 400}
     sets = [f"--set={key}={value}" for key, value in (values | {"num-rounds": 400}).items()]
     call = [str(wheel), "run", "--engine=ray", "--nodes=2", "--restarts=1", *sets]
     environment, family = without_checkout(), list[psutil.Process]()
@@ -101,7 +103,7 @@ def test_ray_agrees_and_is_ours_and_a_killed_simulation_is_started_again_until_c
         pass
     settings = settings_from("", [f"{key}={value}" for key, value in values.items()], nodes=2, output_dir=str(tmp_path))
     local = RunDir(tmp_path / "local")
-    launch(settings.model_copy(update={"num_rounds": last, "run_name": "local", "workers": 1}), local, lambda _: None)
+    launch(settings.changed({"num-rounds": last, "run-name": "local", "workers": 1}), local, lambda _: None)
     one, other = model_of(local), model_of(run_dir)
     assert one.keys() == other.keys()
     for name, array in one.items():
@@ -134,7 +136,13 @@ def test_a_node_is_killed_and_started_again(tmp_path: Path, wheel: Path) -> None
 
     All from the wheel.
     """
-    values = {"num-rounds": 2, "clients-per-round": 0, "local-epochs": 1, "round-timeout": 20.0, "run-name": "run"}
+    values = {
+        "num-rounds": 2,
+        "clients-per-round": 0,
+        "training.local-epochs": 1,
+        "messages.round-timeout": 20.0,
+        "run-name": "run",
+    }
     sets = [f"--set={key}={value}" for key, value in values.items()]
     call = [str(wheel), "run", "--engine=deployment", "--nodes=2", *sets]
     with subprocess.Popen(call, cwd=tmp_path, env=without_checkout(), stderr=subprocess.PIPE, text=True) as launcher:
@@ -166,8 +174,15 @@ def kill_node(launcher: int, client: int) -> int:
 
 
 def test_plain_flwr_run_has_every_setting() -> None:
-    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert document["tool"]["flwr"]["app"]["config"] == Settings().to_run_config()
+    """`make defaults` writes them; Flower hands over the keys of tables with dots."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert with_defaults(text) == text
+    assert with_defaults(text.replace("apa-step = 0.1", "apa-step = 0.3")) == text
+    defaults = flatten_dict(tomllib.loads(text)["tool"]["flwr"]["app"]["config"])
+    assert defaults == Settings().to_run_config()
+    given = parse_config_args(["fedprophet.apa-step=0.2 num-rounds=3"])
+    values = Settings.from_run_config(fuse_dicts(defaults, given, check_keys=True))
+    assert (values.fedprophet.apa_step, values.num_rounds) == (0.2, 3)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf").glob("*.toml")), ids=lambda path: path.stem)
@@ -196,14 +211,14 @@ def train_with_little_memory(folder: Path) -> None:
     prepare.available_memory = lambda: 10**9
     common = {
         "model": "resnet18",
-        "model_width": 1.5,
-        "batch_size": 4,
+        "architecture__width": 1.5,
+        "training__batch_size": 4,
         "dataset": FEW,
         "clients": 1,
-        "partition": "iid",
+        "data__partition": "iid",
         "clients_per_round": 1,
-        "evaluate_every": 0,
-        "validation_share": 0.9,
+        "evaluation__every": 0,
+        "data__validation_fraction": 0.9,
         "fleet": fleet_json(board=200_000_000),
     }
     run_local(folder, strategy="fedepth", run_name="fedepth", **common)
@@ -234,7 +249,7 @@ def test_the_wheel_has_the_packages_and_the_presets(tmp_path: Path, wheel: Path)
 
 def test_json_of_a_run_and_what_can_be_done_with_it(tmp_path: Path, wheel: Path) -> None:
     """With the wheel, from an empty folder."""
-    sets = [f"--set={text}" for text in ("num-rounds=1", "clients-per-round=2", "local-epochs=1", "workers=1")]
+    sets = [f"--set={text}" for text in ("num-rounds=1", "clients-per-round=2", "training.local-epochs=1", "workers=1")]
     done = command(wheel, "run", "--json", "--seeds", "1,2", *sets, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     last = json.loads(done.stdout.splitlines()[-1])
@@ -279,13 +294,16 @@ def test_json_of_a_run_and_what_can_be_done_with_it(tmp_path: Path, wheel: Path)
         (["--set", "model=alexnet"], ["model", "'alexnet'", "preresnet20"]),
         (["--set", "dataset=mnist3"], ["mnist3", "fashion-mnist"]),
         (["--set", "fleet=nowhere"], ["nowhere", "fedepth-fair"]),
-        (["--set", "lr=fast"], ["lr", "'fast'", "number"]),
-        (["--set", "lr=-1"], ["lr", "-1", "greater than 0"]),
-        (["--set", "batchsize=3"], ["batchsize", "batch-size"]),
+        (["--set", "training.lr=fast"], ["training.lr", "'fast'", "number"]),
+        (["--set", "training.lr=-1"], ["training.lr", "-1", "greater than 0"]),
+        (["--set", "batchsize=3"], ["batchsize", "training.batch-size"]),
         (["--set", "dataset=fashion-mnist", "--set", "data-dir=empty"], ["data-dir", "empty"]),
         (["--set", "resume-from=nothing"], ["resume-from", "nothing"]),
         (["--set", "clients=5000"], ["5000 clients", "1 to 1438"]),
-        (["--set", "partition=pathological", "--set", "partition-classes=11"], ["partition-classes", "11", "1 to 10"]),
+        (
+            ["--set", "data.partition=pathological", "--set", "data.partition-classes=11"],
+            ["data.partition-classes", "11", "1 to 10"],
+        ),
         (["--seeds", "1,a"], ["1,a", "whole numbers"]),
         (["--preset", "no-such"], ["no-such", "fedepth-fmnist-fair"]),
     ],

@@ -91,5 +91,7 @@ def test_what_plans_know_of_it_is_the_published_set_less_its_test_images():
 
 
 def test_without_the_files_the_layout_is_told(tmp_path: Path):
-    with pytest.raises(DatasetError, match=r"caltech256/256_ObjectCategories.*set data-dir.*or set download = true"):
+    with pytest.raises(
+        DatasetError, match=r"caltech256/256_ObjectCategories.*set data-dir.*or set data.download = true"
+    ):
         prepare("caltech256", data_dir=str(tmp_path), cache_dir=tmp_path / "cache")

@@ -203,7 +203,7 @@ def test_an_unbalanced_client_with_its_part_gets_nothing_of_later_classes():
 
 def test_unbalanced_shares_that_cannot_be_drawn_say_what_to_change():
     with pytest.raises(
-        ValueError, match=r"alpha 0\.001: in 2000 draws the poorest of 20 .*larger partition-alpha.*balanced"
+        ValueError, match=r"alpha 0\.001: in 2000 draws the poorest of 20 .*larger data.partition-alpha.*balanced"
     ):
         dirichlet(TEN_CLASSES, 20, 0, 0.001, balanced=False)
     with pytest.raises(ValueError, match=r"3 clients with at least 10 examples each need 30, there are 20; use fewer"):
@@ -230,25 +230,28 @@ def test_a_class_of_examples_fewer_than_holders_is_an_error():
         (lambda: shares_of("dirichlet", alpha=float("nan")), "alpha is nan"),
         (
             lambda: shares_of("pathological", classes_per_client=11),
-            "partition-classes is 11; these data allow 1 to 10",
+            "data.partition-classes is 11; these data allow 1 to 10",
         ),
-        (lambda: shares_of("skewed", classes_per_client=0), "partition-classes is 0; these data allow 1 to 10"),
-        (lambda: shares_of("skewed", skew=1.1), "partition-skew is 1.1; it must be at least 0 (as iid) and at most 1"),
-        (lambda: shares_of("skewed", skew=float("nan")), "partition-skew is nan"),
+        (lambda: shares_of("skewed", classes_per_client=0), "data.partition-classes is 0; these data allow 1 to 10"),
+        (
+            lambda: shares_of("skewed", skew=1.1),
+            "data.partition-skew is 1.1; it must be at least 0 (as iid) and at most 1",
+        ),
+        (lambda: shares_of("skewed", skew=float("nan")), "data.partition-skew is nan"),
         (
             lambda: shares_of("skewed", skew=0.01, classes_per_client=4),
-            "partition-skew 0.01 makes 3 of a client's 300 examples those of its 4 classes, too few for one of each",
+            "data.partition-skew 0.01 makes 3 of a client's 300 examples those of its 4 classes, too few for one of each",
         ),
         (lambda: shares_of("natural"), "partition = natural: these data have no groups"),
         (
             lambda: natural(TEN_CLASSES, 20, 0, TEN_CLASSES, 0),
-            "partition-groups is 0: 20 clients need 20 groups, these data have 10",
+            "data.partition-groups is 0: 20 clients need 20 groups, these data have 10",
         ),
         (
             lambda: natural(TEN_CLASSES, 4, 0, TEN_CLASSES, 3),
-            "partition-groups is 3: 4 clients need 12 groups, these data have 10",
+            "data.partition-groups is 3: 4 clients need 12 groups, these data have 10",
         ),
-        (lambda: split(np.arange(3), 1.0, 0, 0), "validation-share is 1.0; it must be at least 0 and below 1"),
+        (lambda: split(np.arange(3), 1.0, 0, 0), "data.validation-fraction is 1.0; it must be at least 0 and below 1"),
     ],
 )
 def test_errors_print_the_value_and_what_is_allowed(call, message):

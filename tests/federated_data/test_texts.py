@@ -197,14 +197,30 @@ def test_groups_are_one_an_example(tmp_path: Path) -> None:
         prepare(f"npz:{tmp_path / 'x.npz'}", data_dir="", cache_dir=tmp_path / "cache")
 
 
-TOKENS: dict[str, Any] = TRIO | {"model": "lstm-imdb", "model_width": 0.25, "batch_size": 8, "local_epochs": 4}
-TOKENS |= {"strategy": "prism", "keep_ratios": "0.5", "lr": 0.5, "momentum": 0.5, "num_rounds": 4, "clip_norm": 5.0}
+TOKENS: dict[str, Any] = TRIO | {
+    "model": "lstm-imdb",
+    "architecture__width": 0.25,
+    "training__batch_size": 8,
+    "training__local_epochs": 4,
+}
+TOKENS |= {
+    "strategy": "prism",
+    "prism__keep_ratios": "0.5",
+    "training__lr": 0.5,
+    "training__momentum": 0.5,
+    "num_rounds": 4,
+    "training__clip_norm": 5.0,
+}
 
 
 def test_prism_learns_tokens(tmp_path: Path) -> None:
     """Each client holds a half of the recurrent kernels; what the classes are is plain from the numbers."""
-    changes = TOKENS | {"dataset": f"npz:{some_tokens(tmp_path)}", "partition": "natural", "validation_share": 0.25}
-    changes |= {"lr_rounds": 4, "update_norm_limit": 0.0}  # after a plateau updates are much longer
+    changes = TOKENS | {
+        "dataset": f"npz:{some_tokens(tmp_path)}",
+        "data__partition": "natural",
+        "data__validation_fraction": 0.25,
+    }
+    changes |= {"training__lr_rounds": 4, "faults__update_norm_limit": 0.0}  # after a plateau updates are much longer
     whole = run_local(tmp_path / "whole", **changes)
     assert whole.rounds()[-1]["accuracy"] == 1.0
     for record in whole.rounds():
@@ -229,7 +245,9 @@ def test_numbers_near_zero_are_zero_in_training_alone(tmp_path: Path, monkeypatc
         return train_step(*args, **kwargs)
 
     monkeypatch.setattr(loop, "train_step", noted)
-    run_local(tmp_path, **TOKENS | {"dataset": f"npz:{some_tokens(tmp_path)}", "num_rounds": 1, "local_epochs": 1})
+    run_local(
+        tmp_path, **TOKENS | {"dataset": f"npz:{some_tokens(tmp_path)}", "num_rounds": 1, "training__local_epochs": 1}
+    )
     assert len(seen) >= 3
     assert not any(seen)
     assert product() > 0
@@ -237,7 +255,8 @@ def test_numbers_near_zero_are_zero_in_training_alone(tmp_path: Path, monkeypatc
 
 def test_exported_tokens_know_their_vocabulary(tmp_path: Path) -> None:
     settings = tiny_settings(
-        **TOKENS | {"dataset": f"npz:{some_tokens(tmp_path)}", "partition": "natural", "partition_groups": 2}
+        **TOKENS
+        | {"dataset": f"npz:{some_tokens(tmp_path)}", "data__partition": "natural", "data__partition_groups": 2}
     )
     export_data(settings, tmp_path / "out")
     whole = open_dataset(settings.dataset, "")
@@ -250,11 +269,11 @@ def test_exported_tokens_know_their_vocabulary(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"augment": True}, r"augment = true flips and crops images, and data set npz:.* holds tokens"),
+        ({"data.augment": True}, r"augment = true flips and crops images, and data set npz:.* holds tokens"),
         ({"model": "convnet"}, r"convnet reads images: expected an input shape of \(C, H, W\), got \(12,\)"),
         (
-            {"partition": "natural", "partition_groups": 5},
-            r"partition-groups is 5: 3 clients need 15 groups, .* have 12",
+            {"data__partition": "natural", "data__partition_groups": 5},
+            r"data.partition-groups is 5: 3 clients need 15 groups, .* have 12",
         ),
         ({"strategy": "fedprophet"}, r"an attack changes pixels within \[0, 1\] and needs 8-bit images"),
     ],

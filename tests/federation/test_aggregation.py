@@ -177,7 +177,8 @@ def test_the_norm_limit_is_inclusive() -> None:
     five = a_model() | {"b": floats(6, 7)}
     assert check(five, limit=5.0).norms["b"] == 5.0
     with pytest.raises(
-        UpdateRejectedError, match=r"moves it by 5 \(root mean square\), past the limit 4\.99 \(update-norm-limit\)"
+        UpdateRejectedError,
+        match=r"moves it by 5 \(root mean square\), past the limit 4\.99 \(faults.update-norm-limit\)",
     ):
         check(five, limit=4.99)
 
@@ -257,7 +258,7 @@ def test_without_a_history_the_limit_is_of_the_model_itself() -> None:
     far = record({"atoms.0.w": floats(3, 30, 40), "head.b": floats(-4)})
     assert check_update(far, 1, model, spec_of(model), {}, lambda: 50.0).norms["head"] == 0
     with pytest.raises(
-        UpdateRejectedError, match=r"the update's norm 50 is past the limit 49\.9 \(update-norm-limit\)"
+        UpdateRejectedError, match=r"the update's norm 50 is past the limit 49\.9 \(faults.update-norm-limit\)"
     ):
         check_update(far, 1, model, spec_of(model), {"head": 1.0}, lambda: 49.9)
     assert check_update(far, 1, model, spec_of(model), {"head": 1.0, "atoms.0": 30.0}, lambda: 49.9).examples == 1
@@ -302,7 +303,9 @@ def test_what_batch_norms_have_seen_has_no_first_limit() -> None:
     model = record({"atoms.0.bn.running_var": floats(1, 1), "atoms.0.conv.weight": floats(3, 4)})
     spread = record({"atoms.0.bn.running_var": floats(7000, 1), "atoms.0.conv.weight": floats(3, 6)})
     assert check_update(spread, 1, model, spec_of(model), maximum=lambda: 2.5).norms["atoms.0"] == math.sqrt(2)
-    with pytest.raises(UpdateRejectedError, match=r"the update's norm 2 is past the limit 1.5 \(update-norm-limit\)"):
+    with pytest.raises(
+        UpdateRejectedError, match=r"the update's norm 2 is past the limit 1.5 \(faults.update-norm-limit\)"
+    ):
         check_update(spread, 1, model, spec_of(model), maximum=lambda: 1.5)
 
 

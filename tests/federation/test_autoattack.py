@@ -222,9 +222,10 @@ def without_torchattacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_the_extra() -> None:
     with pytest.raises(SettingsError, match=r"AutoAttack needs torchattacks.*pip install 'piecework\[attacks\]'"):
         autoattack(Brightest(), *images(), EPSILON, seed=1)
-    settings = tiny_settings(autoattack_examples=50)
+    settings = tiny_settings(evaluation__autoattack_examples=50)
     with pytest.raises(
-        SettingsError, match=r"autoattack-examples = 50: .*'piecework\[attacks\]', or set autoattack-examples = 0"
+        SettingsError,
+        match=r"evaluation.autoattack-examples = 50: .*'piecework\[attacks\]', or set evaluation.autoattack-examples = 0",
     ):
         require_autoattack(settings, digits())
     require_autoattack(tiny_settings(), digits())  # a run that asks for none needs none
@@ -232,9 +233,11 @@ def test_without_the_extra() -> None:
 
 def test_data_that_autoattack_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchattacks", ModuleType("torchattacks"))  # as if installed
-    settings = tiny_settings(autoattack_examples=50)
+    settings = tiny_settings(evaluation__autoattack_examples=50)
     require_autoattack(settings, digits())
-    with pytest.raises(SettingsError, match=r"autoattack-examples = 50: data set digits has 3 classes .* needs 4"):
+    with pytest.raises(
+        SettingsError, match=r"evaluation.autoattack-examples = 50: data set digits has 3 classes .* needs 4"
+    ):
         require_autoattack(settings, replace(digits(), num_classes=3))
     with pytest.raises(DatasetError, match="float32"):
         require_autoattack(settings, replace(digits(), inputs=digits().inputs.astype(np.float32)))

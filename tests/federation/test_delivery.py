@@ -81,8 +81,8 @@ EVERYTHING = Counter((client, unit) for client in range(3) for unit in FROZEN)
 
 
 def test_sent_once_and_the_same_as_sending_everything(tmp_path: Path, grids: Any) -> None:
-    run_dir, grid = run(tmp_path / "hashes", grids, num_rounds=3, client_evaluation_every=1)
-    whole, _ = run(tmp_path / "whole", grids, num_rounds=3, client_evaluation_every=1, strategy="whole-tail")
+    run_dir, grid = run(tmp_path / "hashes", grids, num_rounds=3, evaluation__on_clients_every=1)
+    whole, _ = run(tmp_path / "whole", grids, num_rounds=3, evaluation__on_clients_every=1, strategy="whole-tail")
     assert same(model_of(run_dir), model_of(whole))
     assert [r["client_accuracy"] for r in run_dir.rounds()] == [r["client_accuracy"] for r in whole.rounds()]
     assert grid.brought(1) == EVERYTHING
@@ -111,7 +111,7 @@ def test_bytes_of_deliveries_count(tmp_path: Path, grids: Any) -> None:
 
 @pytest.mark.parametrize("limit", [1, 10**4, 10**6])
 def test_messages_are_bounded_and_one_at_a_time(tmp_path: Path, grids: Any, limit: int) -> None:
-    run_dir, grid = run(tmp_path, grids, message_bytes=limit)
+    run_dir, grid = run(tmp_path, grids, messages__max_bytes=limit)
     assert grid.brought(1) == EVERYTHING
     sizes = []
     for message in grid.deliveries(1):

@@ -120,7 +120,7 @@ def test_fedavg_leaves_a_client_out_after_a_crash(tmp_path: Path, grids: Any) ->
 
 def test_fedepth_gives_a_smaller_piece_after_a_crash(tmp_path: Path, grids: Any) -> None:
     grid = grids(Faulty, errors={(1, 1): 8})
-    settings = {"fleet": fleet_json(board=1.2), "mutual_models": 1, **TRIO}
+    settings = {"fleet": fleet_json(board=1.2), "fedepth__mutual_models": 1, **TRIO}
     run = run_local(tmp_path, grid, strategy="fedepth", num_rounds=3, **settings)
     first, second, third = (clients_of(run, r)[1] for r in (1, 2, 3))
     assert (first["status"], second["status"], third["status"]) == ("crashed", "ok", "ok")
@@ -137,21 +137,28 @@ def test_a_share_that_a_fleet_fixes_is_not_taken_away_by_a_crash(tmp_path: Path,
     fleet = fleet_json({"board": 1.0}, board=1.2)
     for strategy in ("heterofl", "splitmix"):
         grid = grids(Faulty, errors={(1, 0): 8})
-        run = run_local(tmp_path / strategy, grid, strategy=strategy, num_rounds=2, mix_share=0.25, **TRIO, fleet=fleet)
+        run = run_local(
+            tmp_path / strategy, grid, strategy=strategy, num_rounds=2, splitmix__width_ratio=0.25, **TRIO, fleet=fleet
+        )
         assert [statuses(run, n)[0] for n in (1, 2)] == ["crashed", "ok"], strategy
 
 
 def test_statistics_that_nobody_measured_are_measured_in_the_next_round(tmp_path: Path, grids: Any) -> None:
     grid = grids(Faulty, errors=dict.fromkeys([(1, 0), (1, 1), (1, 2)], 8))
-    settings = TRIO | {"strategy": "profl", "batch_norm": "running", "max_empty_rounds": 3, "num_rounds": 3}
-    run = run_local(tmp_path, grid, **settings, stage_rounds=1, distil_rounds=1, fleet="unlimited")
+    settings = TRIO | {
+        "strategy": "profl",
+        "architecture__batch_norm": "running",
+        "faults__max_empty_rounds": 3,
+        "num_rounds": 3,
+    }
+    run = run_local(tmp_path, grid, **settings, profl__stage_rounds=1, profl__distil_rounds=1, fleet="unlimited")
     assert [record["stage"] for record in run.rounds()] == ["statistics"] * 2 + ["shrinking, step 3"]
     assert [record["aggregated"] for record in run.rounds()] == [False, True, True]
 
 
 def test_who_did_not_answer_is_not_asked_to_evaluate(tmp_path: Path, grids: Any) -> None:
     grid = grids(Faulty, errors={(1, 1): 5})
-    run_local(tmp_path, grid, strategy="fedavg", client_evaluation_every=1, **TRIO)
+    run_local(tmp_path, grid, strategy="fedavg", evaluation__on_clients_every=1, **TRIO)
     asked = [m.metadata.dst_node_id for m in grid.last.sent if m.metadata.message_type == "evaluate"]
     assert asked == [FIRST_NODE, FIRST_NODE + 2]
 
@@ -166,11 +173,11 @@ def test_other_errors_have_no_consequence(tmp_path: Path, grids: Any, code: int,
 def test_min_clients(tmp_path: Path, grids: Any) -> None:
     """Two of three trained in round 1, which is enough for two, and not for three."""
     errors = {(1, 1): 2}
-    enough = run_local(tmp_path / "2", grids(Faulty, errors=errors), strategy="fedavg", min_clients=2, **TRIO)
+    enough = run_local(tmp_path / "2", grids(Faulty, errors=errors), strategy="fedavg", faults__min_clients=2, **TRIO)
     assert enough.rounds()[0]["aggregated"]
-    why = r"only 2 clients trained \(min-clients = 3\) in round 1: 3 asked, 0 refused for memory\nclient 1: error 2: as told"
+    why = r"only 2 clients trained \(faults\.min-clients = 3\) in round 1: 3 asked, 0 refused for memory\nclient 1: error 2"
     with pytest.raises(RunAbortedError, match=why):
-        run_local(tmp_path / "3", grids(Faulty, errors=errors), strategy="fedavg", min_clients=3, **TRIO)
+        run_local(tmp_path / "3", grids(Faulty, errors=errors), strategy="fedavg", faults__min_clients=3, **TRIO)
     run = RunDir(tmp_path / "3" / "run")
     assert not run.rounds()[0]["aggregated"]
     assert run.load_checkpoint() is None
@@ -190,7 +197,7 @@ def test_a_restart_does_not_make_an_aborted_run_complete(tmp_path: Path) -> None
 def test_a_client_is_not_given_less_than_it_needs_to_train(tmp_path: Path, grids: Any) -> None:
     """1.2 times the last atom: three quarters of it would be too little for anything."""
     minimum = 499_456  # bytes of training the last atom of the convnet, by the plan
-    values = {"fleet": fleet_json(board=int(1.2 * minimum)), "mutual_models": 1, **TRIO}
+    values = {"fleet": fleet_json(board=int(1.2 * minimum)), "fedepth__mutual_models": 1, **TRIO}
     run = run_local(tmp_path, grids(Faulty, errors={(1, 1): 8}), strategy="fedepth", num_rounds=2, **values)
     assert statuses(run, 1)[1] == "crashed"
     (again,) = [c for c in clients_of(run, 2) if c["client"] == 1]
@@ -199,13 +206,15 @@ def test_a_client_is_not_given_less_than_it_needs_to_train(tmp_path: Path, grids
 
 @pytest.mark.parametrize("asked", [{"clients": 2}, {"clients-per-round": 2}])
 def test_more_than_are_asked_cannot_answer(asked: dict[str, int]) -> None:
-    with pytest.raises(SettingsError, match=rf"min-clients = 3 is more than {next(iter(asked))} = 2"):
-        Settings.from_run_config({"min-clients": 3, **asked})
+    with pytest.raises(SettingsError, match=rf"faults.min-clients = 3 is more than {next(iter(asked))} = 2"):
+        Settings.from_run_config({"faults.min-clients": 3, **asked})
 
 
 def test_those_left_out_are_asked_where_min_clients_need_them(tmp_path: Path, grids: Any) -> None:
     grid = grids(Faulty, errors={(1, 1): 8, (1, 2): 8})
-    run = run_local(tmp_path, grid, strategy="fedavg", num_rounds=2, min_clients=2, max_empty_rounds=2, **TRIO)
+    run = run_local(
+        tmp_path, grid, strategy="fedavg", num_rounds=2, faults__min_clients=2, faults__max_empty_rounds=2, **TRIO
+    )
     assert statuses(run, 2) == {0: "ok", 1: "ok", 2: "ok"}
 
 
@@ -263,7 +272,9 @@ def test_a_node_that_fits_nowhere_is_named_and_left_out(
         def __init__(self, clients: int, run_config: Any, workers: int) -> None:
             super().__init__(clients, run_config, workers, [{}, config, {}])
 
-    run = run_local(tmp_path, grids(Mixed), strategy="fedavg", min_clients=2, node_timeout=0.3, **TRIO)
+    run = run_local(
+        tmp_path, grids(Mixed), strategy="fedavg", faults__min_clients=2, messages__node_timeout=0.3, **TRIO
+    )
     assert statuses(run, 1) == {0: "ok", 2: "ok"}
     (unusable,) = run.rounds()[0]["unusable_nodes"]
     assert unusable["node"] == FIRST_NODE + 1
@@ -300,12 +311,12 @@ class Thin(RecordingGrid):
 
 
 def test_a_run_begins_with_min_clients(tmp_path: Path, grids: Any) -> None:
-    settings = {"strategy": "fedavg", "node_timeout": 0.3, **TRIO}
+    settings = {"strategy": "fedavg", "messages__node_timeout": 0.3, **TRIO}
     with pytest.raises(TooFewNodesError, match=r"2 of 3 clients connected within 0\.3 s"):
         run_local(tmp_path, grids(Thin), **settings)
     with pytest.raises(TooFewNodesError, match="2 of 3 clients connected"):
-        run_local(tmp_path, grids(Thin), min_clients=3, **settings)
-    run = run_local(tmp_path, grids(Thin), min_clients=2, **settings)
+        run_local(tmp_path, grids(Thin), faults__min_clients=3, **settings)
+    run = run_local(tmp_path, grids(Thin), faults__min_clients=2, **settings)
     assert statuses(run, 1) == {0: "ok", 1: "ok"}
 
 
@@ -368,7 +379,7 @@ def test_a_late_crash_counts_as_one(tmp_path: Path, grids: Any) -> None:
             return super().get_node_ids()
 
     grid = grids(Late, errors={(1, 1): 8, (3, 1): 8})
-    run = run_local(tmp_path, grid, strategy="fedavg", num_rounds=4, round_timeout=3.0, **TRIO)
+    run = run_local(tmp_path, grid, strategy="fedavg", num_rounds=4, messages__round_timeout=3.0, **TRIO)
     assert statuses(run, 1) == {0: "ok", 1: "timeout", 2: "ok"}
     assert run.rounds()[1]["busy"] == [1]
     assert run.rounds()[2]["late_replies"] == [{"client": 1, "round": 1, "status": "crashed"}]

@@ -11,7 +11,7 @@ from piecework.federated_data.datasets import load
 from piecework.federation.public_data import public_examples
 from piecework.training.setup import client_rows, open_dataset, public_rows
 
-DIGITS = {"dataset": "digits", "clients": 3, "public_share": 0.1}
+DIGITS = {"dataset": "digits", "clients": 3, "data__public_fraction": 0.1}
 
 
 def test_public_examples_are_no_clients() -> None:
@@ -29,19 +29,19 @@ def test_what_is_left_is_shared_as_ever() -> None:
     """The rows of the clients are those that they would have of a data set without the public examples."""
     settings, labels = tiny_settings(**DIGITS), np.asarray(open_dataset("digits", "").labels)
     left = np.setdiff1d(np.arange(len(labels)), public_rows(settings, len(labels)))
-    without = client_rows(tiny_settings(**DIGITS | {"public_share": 0.0}), labels[left], 3)
+    without = client_rows(tiny_settings(**DIGITS | {"data__public_fraction": 0.0}), labels[left], 3)
     for one, other in zip(client_rows(settings, labels, 3), without, strict=True):
         assert np.array_equal(one, left[other])
 
 
 def test_without_a_share_nothing_changes() -> None:
-    settings, labels = tiny_settings(**DIGITS | {"public_share": 0.0}), open_dataset("digits", "").labels
+    settings, labels = tiny_settings(**DIGITS | {"data__public_fraction": 0.0}), open_dataset("digits", "").labels
     assert len(public_rows(settings, len(labels))) == 0
     assert sum(map(len, client_rows(settings, labels, 3))) == 1438
 
 
 def test_groups_stay_whole_beside_public_examples() -> None:
-    settings = tiny_settings(**DIGITS | {"partition": "natural", "public_share": 0.5})
+    settings = tiny_settings(**DIGITS | {"data__partition": "natural", "data__public_fraction": 0.5})
     labels, groups = np.arange(40) % 4, np.arange(40) // 4
     public, shares = public_rows(settings, 40), client_rows(settings, labels, 3, groups)
     owners = [set(groups[share]) for share in shares]
@@ -63,7 +63,7 @@ def test_own_public_data_are_normalised_as_the_runs(tmp_path: Path) -> None:
     pixels = np.full((4, 8, 8), 255, dtype=np.uint8)
     np.savez(tmp_path / "own.npz", x_train=pixels, y_train=np.arange(4), x_test=pixels, y_test=np.arange(4))
     examples = public_examples(
-        tiny_settings(**DIGITS | {"public_share": 0.0, "public_data": f"npz:{tmp_path / 'own.npz'}"})
+        tiny_settings(**DIGITS | {"data__public_fraction": 0.0, "data__public": f"npz:{tmp_path / 'own.npz'}"})
     )
     data = open_dataset("digits", "")
     assert len(examples) == 4
@@ -73,11 +73,15 @@ def test_own_public_data_are_normalised_as_the_runs(tmp_path: Path) -> None:
 def test_public_data_have_to_be_like_the_runs(tmp_path: Path) -> None:
     pixels = np.zeros((4, 9, 8), dtype=np.uint8)
     np.savez(tmp_path / "own.npz", x_train=pixels, y_train=np.arange(4), x_test=pixels, y_test=np.arange(4))
-    with pytest.raises(ValueError, match=r"public-data = .*own.npz' holds uint8 of shape \(1, 9, 8\), data set digits"):
-        public_examples(tiny_settings(**DIGITS | {"public_share": 0.0, "public_data": f"npz:{tmp_path / 'own.npz'}"}))
+    with pytest.raises(ValueError, match=r"data.public = .*own.npz' holds uint8 of shape \(1, 9, 8\), data set digits"):
+        public_examples(
+            tiny_settings(**DIGITS | {"data__public_fraction": 0.0, "data__public": f"npz:{tmp_path / 'own.npz'}"})
+        )
 
 
-@pytest.mark.parametrize("changes", [{"public_data": "digits", "public_share": 0.0}, {"public_data": "npz:own.npz"}])
+@pytest.mark.parametrize(
+    "changes", [{"data__public": "digits", "data__public_fraction": 0.0}, {"data__public": "npz:own.npz"}]
+)
 def test_public_data_are_other_data_and_no_share_beside_them(changes: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="it has to be other data, and the share 0"):
         public_examples(tiny_settings(**DIGITS | changes))
@@ -86,7 +90,7 @@ def test_public_data_are_other_data_and_no_share_beside_them(changes: dict[str, 
 def test_own_public_data_go_with_exported_ones(tmp_path: Path) -> None:
     pixels = np.zeros((4, 8, 8), dtype=np.uint8)
     np.savez(tmp_path / "own.npz", x_train=pixels, y_train=np.arange(4), x_test=pixels, y_test=np.arange(4))
-    changes = {"public_share": 0.0, "public_data": f"npz:{tmp_path / 'own.npz'}"}
+    changes = {"data__public_fraction": 0.0, "data__public": f"npz:{tmp_path / 'own.npz'}"}
     export_data(tiny_settings(**DIGITS | changes), tmp_path / "out")
     server = {"data_dir": str(tmp_path / "out" / "server")}
     assert len(public_examples(tiny_settings(**DIGITS | changes | server))) == 4
@@ -95,9 +99,9 @@ def test_own_public_data_go_with_exported_ones(tmp_path: Path) -> None:
 def test_too_few_public_examples_are_refused() -> None:
     with pytest.raises(
         ValueError,
-        match=r"public-share = 0.0: .* needs public examples on the server, and has 0; set public-share = 0.1",
+        match=r"data.public-fraction = 0.0: .* needs public examples on the server, and has 0; set data.public-fraction = 0.1",
     ):
-        public_examples(tiny_settings(**DIGITS | {"public_share": 0.0}))
+        public_examples(tiny_settings(**DIGITS | {"data__public_fraction": 0.0}))
 
 
 def test_an_export_gives_them_to_the_server_alone(tmp_path: Path) -> None:

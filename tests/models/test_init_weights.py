@@ -138,7 +138,7 @@ def test_a_narrower_model_takes_nothing(saved):
 
 def test_files_that_cannot_be_used(tmp_path, saved):
     blueprint = blueprint_of("convnet")
-    with pytest.raises(ValueError, match=r"init-weights = .*absent\.safetensors: there is no such file"):
+    with pytest.raises(ValueError, match=r"training.init-weights = .*absent\.safetensors: there is no such file"):
         pretrained(tmp_path / "absent.safetensors", blueprint)
     pickled = tmp_path / "model.pth"
     torch.save(Cascade(blueprint).state_dict(), pickled)
@@ -163,5 +163,7 @@ def test_the_sentence_for_the_log():
 
 def test_a_file_named_on_the_command_line_is_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert settings_from("", ["init-weights=w.safetensors"]).init_weights == str(tmp_path / "w.safetensors")
-    assert settings_from("", []).init_weights == ""
+    assert settings_from("", ["training.init-weights=w.safetensors"]).training.init_weights == str(
+        tmp_path / "w.safetensors"
+    )
+    assert settings_from("", []).training.init_weights == ""

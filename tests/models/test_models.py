@@ -253,7 +253,10 @@ def test_bad_requests_say_what_is_allowed():
         return str(error.value)
 
     assert message("resnet19") == f"model = 'resnet19' is not known: use one of {', '.join(MODELS)}"
-    assert message(batch_norm="group") == "batch-norm = 'group' is not known: use one of running, batch, local"
+    assert (
+        message(batch_norm="group")
+        == "architecture.batch-norm = 'group' is not known: use one of running, batch, local"
+    )
     assert message(classifier="prism") == "resnet18 has no option 'classifier': it has stem"
     assert message("convnet", stem="cifar") == "convnet has no option 'stem': it has none"
     assert message(stem="tiny") == "stem = 'tiny' is not known: use one of auto, cifar, imagenet"

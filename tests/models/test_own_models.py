@@ -42,7 +42,7 @@ class Shortcut(nn.Module):
 
 
 def maps(blocks: Any) -> Any:
-    """A convolutional model of atoms that `blocks` makes of (channels of the image, c, batch_norm)."""
+    """A convolutional model of atoms that `profl.blocks` makes of (channels of the image, c, batch_norm)."""
 
     def build(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
         colours, *edges = input_shape
@@ -109,7 +109,7 @@ def registered() -> Iterator[None]:
 
 def refusal(model: str, strategy: str) -> str:
     """Why a system does not plan a model; empty where it does."""
-    settings = tiny_settings(model=model, strategy=strategy, clients=2, family="cnn3")
+    settings = tiny_settings(model=model, strategy=strategy, clients=2, feddf__family="cnn3")
     try:
         assert make_plan(settings, ask(settings))["modules"]
     except ValueError as error:
@@ -124,8 +124,8 @@ REFUSED = {
     ("mlp", "spafl"): "mlp has neither convolutions nor linear layers without bias to mask",
     ("convs", "prism"): f"atom 'body' of mine {CHAIN} 0 (Conv2d), 1 (BatchNorm2d), 2 (ReLU)",
     ("convs", "orthdrop"): f"atom 'body' of mine {CHAIN} 0 (Conv2d)",
-    ("deaf", "fjord"): "atoms.0 of mine keeps statistics although batch-norm = 'measured', and fjord's nets have different",
-    ("deaf", "fedpm"): "atoms.0 of mine keeps statistics although batch-norm = 'measured', and fedpm sends masks",
+    ("deaf", "fjord"): "atoms.0 of mine keeps statistics although architecture.batch-norm = 'measured', and fjord's nets have",
+    ("deaf", "fedpm"): "atoms.0 of mine keeps statistics although architecture.batch-norm = 'measured', and fedpm sends masks",
     ("flattened", "fedepth"): "mine cannot be trained block by block: atom 'stem' makes features of shape (4, 8, 8), which",
     ("projected", "fjord"): "mine cannot be cut by width: with 0.0625 of its channels it lacks 'bias' of 'atoms.1.skip'",
     ("projected", "heterofl"): "mine cannot be cut by width: with 0.0625 of its channels it lacks 'bias' of 'atoms.1.skip'",

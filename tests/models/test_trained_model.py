@@ -21,7 +21,7 @@ from piecework.server_app.records import RunDir
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    return run_local(tmp_path_factory.mktemp("trained"), strategy="fedavg", **TRIO | {"local_epochs": 2})
+    return run_local(tmp_path_factory.mktemp("trained"), strategy="fedavg", **TRIO | {"training__local_epochs": 2})
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_class_names_come_from_the_folders(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         for n, row in enumerate(np.flatnonzero(data.labels == label)[:40]):
             image.fromarray(data.inputs[row, ..., 0]).save(folder / f"{n}.png")
-    settings = TRIO | {"dataset": f"folder:{tmp_path / 'pictures'}", "partition": "iid"}
+    settings = TRIO | {"dataset": f"folder:{tmp_path / 'pictures'}", "data.partition": "iid"}
     model = piecework.load(run_local(tmp_path, strategy="fedavg", **settings).path)
     assert model.class_names == ("seven", "three")
     assert set(model.predict(data.inputs[:10]).names) <= {"seven", "three"}

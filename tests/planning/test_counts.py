@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import TRIO, few_digits, run_local, tiny_settings
+from settings_helpers import settings_with
 
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.masked import masked
@@ -12,7 +13,6 @@ from piecework.models.zoo import build_blueprint
 from piecework.planning.costs import cost_model_for
 from piecework.planning.counts import bits, dense_flops, entries, sparse_flops
 from piecework.strategies import find_policy
-from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_for, open_dataset
 
 
@@ -43,7 +43,7 @@ def test_entries_are_parameters_and_what_norms_remember() -> None:
 
 @pytest.mark.parametrize(("strategy", "share"), [("fedavg", 1.0), ("heterofl", 0.5)])
 def test_records_count_values_both_ways(tmp_path: Path, strategy: str, share: float) -> None:
-    changes = TRIO | {"strategy": strategy, "width_shares": "0.5", "batch_norm": "running"}
+    changes = TRIO | {"strategy": strategy, "heterofl__width_ratios": "0.5", "architecture__batch_norm": "running"}
     (record,) = run_local(tmp_path, **changes).rounds()
     settings = tiny_settings(**changes | {"dataset": f"npz:{few_digits()}"})
     model = blueprint_for(settings, open_dataset(settings.dataset, ""))
@@ -56,7 +56,7 @@ def test_records_count_values_both_ways(tmp_path: Path, strategy: str, share: fl
 
 
 def test_spafls_records_count_thresholds_and_densities(tmp_path: Path) -> None:
-    changes = TRIO | {"strategy": "spafl", "fleet": "spafl", "clients": 1, "sparsity": 0.1, "num_rounds": 4}
+    changes = TRIO | {"strategy": "spafl", "fleet": "spafl", "clients": 1, "spafl__sparsity": 0.1, "num_rounds": 4}
     last = run_local(tmp_path, **changes).rounds()[-1]
     (client,) = last["clients"]
     settings = tiny_settings(**changes | {"dataset": f"npz:{few_digits()}"})
@@ -66,7 +66,7 @@ def test_spafls_records_count_thresholds_and_densities(tmp_path: Path) -> None:
     assert min(densities) < 1
     kept = sum(density * layer.macs for density, layer in zip(densities, layers, strict=True))
     weights = sum(int(np.prod(layer.weight)) for layer in layers)
-    batches = -(-client["examples"] // settings.batch_size)
+    batches = -(-client["examples"] // settings.training.batch_size)
     assert client["counted_bits"] == 64 * 160
     expected = 3 * kept * client["examples"] + 160 * batches + weights
     assert client["counted_flops"] == pytest.approx(expected)
@@ -81,7 +81,7 @@ def test_spafls_records_count_thresholds_and_densities(tmp_path: Path) -> None:
     ],
 )
 def test_rules_count_as_real_runs_do(model: str, shape: tuple[int, ...], sparse: int, dense: int) -> None:
-    settings = Settings(model=model, width_shares="0.5", batch_norm="running")
+    settings = settings_with(model=model, heterofl__width_ratios="0.5", architecture__batch_norm="running")
     classes = 100 if model == "resnet18-preact" else 10
     blueprint = build_blueprint(model, num_classes=classes, input_shape=shape, batch_norm="running")
     for strategy, values in (("spafl", sparse), ("fedavg", dense), ("heterofl", dense / 2)):

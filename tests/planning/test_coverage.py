@@ -25,7 +25,7 @@ from piecework.training.settings import SettingsError, check_resume
 
 # One step of conv2 alone takes 869,120 bytes with batches of 32, the dearest of all; conv5 takes 802,688.
 SMALL, LARGE = 810_000, 870_000
-CONV = {"batch_size": 32, "batch_norm": "batch"}
+CONV = {"training__batch_size": 32, "architecture__batch_norm": "batch"}
 
 
 def found_for(fleet: str, **changes: Any) -> dict[str, Any]:
@@ -65,14 +65,14 @@ NOBODY = (
 )
 
 
-@pytest.mark.parametrize("changes", [{}, {"partial_training": "dilute"}], ids=["leave-out", "dilute"])
+@pytest.mark.parametrize("changes", [{}, {"fedepth__partial_training": "dilute"}], ids=["leave-out", "dilute"])
 def test_a_part_that_no_client_can_train(changes) -> None:
     found = found_for(fleet_json(small=SMALL), **changes)
     assert by_part(found) == {"conv1": 4, "conv2": 0, "conv3": 4, "conv4": 4, "conv5": 4, "head": 4}
     assert found["level"] == "error"
     assert found["says"].startswith(f"{NOBODY}. Give some clients more memory")
-    allowed = found_for(fleet_json(small=SMALL), allow_untrained=True, **changes)
-    assert (allowed["level"], allowed["says"]) == ("warning", f"{NOBODY} (allow-untrained = true)")
+    allowed = found_for(fleet_json(small=SMALL), faults__allow_untrained=True, **changes)
+    assert (allowed["level"], allowed["says"]) == ("warning", f"{NOBODY} (faults.allow-untrained = true)")
 
 
 def test_a_pretrained_part_is_no_error(tmp_path: Path) -> None:
@@ -81,12 +81,12 @@ def test_a_pretrained_part_is_no_error(tmp_path: Path) -> None:
     save_file(arrays, tmp_path / "all.safetensors")
     save_file({n: v for n, v in arrays.items() if "atoms.1" not in n}, tmp_path / "rest.safetensors")
     fleet = fleet_json(small=SMALL)
-    found = found_for(fleet, init_weights=str(tmp_path / "all.safetensors"))
+    found = found_for(fleet, training__init_weights=str(tmp_path / "all.safetensors"))
     assert (found["level"], found["says"]) == (
         "note",
-        "no client can train conv2: what no client trains stays as init-weights has it",
+        "no client can train conv2: what no client trains stays as training.init-weights has it",
     )
-    assert found_for(fleet, init_weights=str(tmp_path / "rest.safetensors"))["level"] == "error"
+    assert found_for(fleet, training__init_weights=str(tmp_path / "rest.safetensors"))["level"] == "error"
 
 
 def test_that_no_client_can_train_anything_is_a_warning() -> None:
@@ -111,7 +111,7 @@ def test_clients_without_two_examples_are_an_error() -> None:
 
 
 def test_a_network_sub_problem_trains_its_block_the_first_atom_and_the_head() -> None:
-    settings = tiny_settings(clients=4, fleet=fleet_json(large=2.2), sub_problem="network")
+    settings = tiny_settings(clients=4, fleet=fleet_json(large=2.2), fedepth__sub_problem="network")
     policy, _ = policy_for(load_fleet(settings.fleet), settings, ask(settings))
     piece = policy.part(policy.item((2, 3)))
     assert piece.whole
@@ -150,7 +150,7 @@ def test_a_model_that_ends_where_training_does() -> None:
 
 @pytest.mark.parametrize(("ratio", "clients", "level"), [(0.001, 0, "warning"), (0.6, 0, "note"), (1.0, 4, "")])
 def test_a_server_that_distils(ratio: float, clients: int, level: str) -> None:
-    model = {"model": "conv4", "family": "convnet", "dataset": "digits32", "public_share": 0.1}
+    model = {"model": "conv4", "feddf__family": "convnet", "dataset": "digits32", "data__public_fraction": 0.1}
     found = found_for(fleet_json(small=ratio), strategy="feddf", **model)
     assert (set(by_part(found).values()), found["level"]) == ({clients}, level)
 
@@ -185,8 +185,8 @@ def test_runs_of_parts() -> None:
 
 
 def test_the_plan_says_so_in_bold() -> None:
-    options = ("plan", "--set", f"fleet={fleet_json(small=SMALL)}", "--set", "batch-size=32", "--nodes", "4")
-    options += ("--set", "batch-norm=batch")
+    options = ("plan", "--set", f"fleet={fleet_json(small=SMALL)}", "--set", "training.batch-size=32", "--nodes", "4")
+    options += ("--set", "architecture.batch-norm=batch")
     done = CliRunner().invoke(app, options)
     assert done.exit_code == 0
     assert f"error: {NOBODY}. Give" in done.stdout
@@ -222,9 +222,9 @@ def test_a_run_that_would_leave_a_part_random_does_not_begin(tmp_path: Path) -> 
     assert refused(tmp_path) == plan
     assert not list(tmp_path.glob("run/rounds.jsonl"))
     one = tiny_settings()
-    check_resume(one.to_run_config(), tiny_settings(allow_untrained=True))  # it decides no number
-    with pytest.raises(SettingsError, match="partial-training"):
-        check_resume(one.to_run_config(), tiny_settings(partial_training="dilute"))
+    check_resume(one.to_run_config(), tiny_settings(faults__allow_untrained=True))  # it decides no number
+    with pytest.raises(SettingsError, match=r"fedepth\.partial-training"):
+        check_resume(one.to_run_config(), tiny_settings(fedepth__partial_training="dilute"))
 
 
 def test_a_run_says_at_its_start_in_its_records_and_at_its_end_who_trained_what(tmp_path: Path, caplog) -> None:
@@ -260,9 +260,16 @@ def test_a_run_says_at_its_start_in_its_records_and_at_its_end_who_trained_what(
 
 def test_what_was_never_trained_is_in_the_table_and_the_page(tmp_path: Path, caplog) -> None:
     fleet = fleet_json(small=SMALL)
-    changes = {"clients": 2, "clients_per_round": 0, "dataset": FEW, "fleet": fleet, "allow_untrained": True, **CONV}
+    changes = {
+        "clients": 2,
+        "clients_per_round": 0,
+        "dataset": FEW,
+        "fleet": fleet,
+        "faults__allow_untrained": True,
+        **CONV,
+    }
     run = run_local(tmp_path, **changes)
-    assert f"{NOBODY} (allow-untrained = true)" in caplog.text
+    assert f"{NOBODY} (faults.allow-untrained = true)" in caplog.text
     summary = run.summary()
     assert summary is not None
     console = Console(width=100, record=True)
@@ -270,5 +277,5 @@ def test_what_was_never_trained_is_in_the_table_and_the_page(tmp_path: Path, cap
     assert "never trained: conv2" in console.export_text()
     page = write_report(run).read_text(encoding="utf-8")
     assert "<strong>Never trained in this run: conv2.</strong>" in page
-    assert f"<strong>At the start: {NOBODY} (allow-untrained = true).</strong>" in page
+    assert f"<strong>At the start: {NOBODY} (faults.allow-untrained = true).</strong>" in page
     assert "<td>conv2</td><td>0</td><td>0%</td><td>never trained</td>" in page

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import num_parameters
+from settings_helpers import settings_with
 
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
@@ -23,7 +24,6 @@ from piecework.planning.part import Part, whole_model
 from piecework.planning.partition_policy import PartitionPolicy, label
 from piecework.strategies import STRATEGIES, find_policy, find_strategy
 from piecework.training.loop import PieceModel, TrainingConfig, classification_loss, predictions
-from piecework.training.settings import Settings
 
 
 @lru_cache
@@ -41,7 +41,13 @@ def policy_of(
     strategy: str, model: str, memory_model: str, smallest: float = 0, batch_size: int = 64, tokens: int = 500
 ) -> PartitionPolicy:
     norm = "running" if strategy == "fedrbn" else "batch"
-    settings = Settings(model=model, family=model, memory_model=memory_model, batch_size=batch_size, batch_norm=norm)
+    settings = settings_with(
+        model=model,
+        feddf__family=model,
+        memory__model=memory_model,
+        training__batch_size=batch_size,
+        architecture__batch_norm=norm,
+    )
     blueprint = blueprint_of(model, batch_norm=norm)
     if blueprint.vocabulary:
         blueprint = build_blueprint(model, num_classes=blueprint.num_classes, input_shape=(tokens,), batch_norm=norm)

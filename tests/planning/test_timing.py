@@ -13,14 +13,14 @@ from piecework.strategies import find_policy
 @pytest.mark.parametrize(
     ("examples", "changes", "batches", "seen"),
     [
-        (40, {"local_epochs": 3}, 6, 120),  # 32 and 8, three times: not 120 examples in 4 batches
-        (64, {"local_epochs": 1}, 2, 64),
-        (40, {"local_iterations": 5}, 5, 160),
-        (10, {"local_iterations": 5}, 5, 50),
+        (40, {"training__local_epochs": 3}, 6, 120),  # 32 and 8, three times: not 120 examples in 4 batches
+        (64, {"training__local_epochs": 1}, 2, 64),
+        (40, {"training__local_iterations": 5}, 5, 160),
+        (10, {"training__local_iterations": 5}, 5, 50),
     ],
 )
 def test_batches_of_full_and_partial_epochs(examples: int, changes: dict[str, int], batches: int, seen: int) -> None:
-    settings = tiny_settings(batch_size=32, **changes)
+    settings = tiny_settings(training__batch_size=32, **changes)
     assert local_work(settings, examples) == (batches, seen)
     assert batches_of(settings, seen) == batches
     assert batches_of(settings, 0) == 0
@@ -28,7 +28,7 @@ def test_batches_of_full_and_partial_epochs(examples: int, changes: dict[str, in
 
 def test_seconds_by_hand() -> None:
     """Two pieces on 40 and on 20 examples, of which half the FLOPs are executed."""
-    settings = tiny_settings(batch_size=32, local_epochs=1)
+    settings = tiny_settings(training__batch_size=32, training__local_epochs=1)
     blueprint = a_blueprint()
     policy = find_policy("fedepth")(blueprint, cost_model_for(settings, blueprint), settings)
     parts = [policy.part(policy.item(atoms)) for atoms in ((0, 1, 2), (3, 4))]
@@ -47,7 +47,7 @@ def test_seconds_by_hand() -> None:
 
 def test_swapping_takes_what_the_clock_of_batches_says() -> None:
     """64 examples are two batches, each of which goes to the disk and back: the device has next to no memory."""
-    settings = tiny_settings(batch_size=32, local_epochs=1, strategy="fedavg")
+    settings = tiny_settings(training__batch_size=32, training__local_epochs=1, strategy="fedavg")
     blueprint = a_blueprint()
     policy = find_policy("fedavg")(blueprint, cost_model_for(settings, blueprint), settings)
     state, (part,) = DeviceState("board", 100_000, 1e9, 1e6, 1e7), policy.stages[0].parts

@@ -24,10 +24,10 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """ExclusiveFL on adversarial examples: a step takes more than a plain one."""
     return run_local(
         tmp_path_factory.mktemp("run"),
-        **TRIO | {"strategy": "exclusivefl", "adversarial": True, "attack_steps": 1, "fleet": "unlimited"},
-        local_iterations=1,
-        evaluation_attack_steps=1,
-        evaluation_attack_examples=10,
+        **TRIO | {"strategy": "exclusivefl", "training__adversarial": True, "attack__steps": 1, "fleet": "unlimited"},
+        training__local_iterations=1,
+        evaluation__attack_steps=1,
+        evaluation__attack_examples=10,
     )
 
 
@@ -51,7 +51,7 @@ def test_what_is_unlimited_and_what_is_a_limit() -> None:
         load_fleet(json.dumps({"name": "odd", "assignment": "blocks", "device": [wrong]}))
 
 
-@pytest.mark.parametrize("options", [["spafl"], ["fedpm"], ["exclusivefl", "--set", "adversarial=true"]])
+@pytest.mark.parametrize("options", [["spafl"], ["fedpm"], ["exclusivefl", "--set", "training.adversarial=true"]])
 def test_everything_fits(options: list[str]) -> None:
     call = ["plan", "--model", "convnet", "--dataset", "digits", "--nodes", "2", "--strategy", *options, "--fleet"]
     found = {}
@@ -110,7 +110,7 @@ def test_budgets_of_a_mixed_fleet(tmp_path: Path) -> None:
     """The peak over the budget is that of the devices that have a limit."""
     mixed = json.loads(fleet_json(server=10**9, board=10**9))
     mixed["device"][0]["memory"] = "unlimited"
-    run = run_local(tmp_path, **TRIO | {"strategy": "fedavg", "fleet": json.dumps(mixed)}, local_iterations=1)
+    run = run_local(tmp_path, **TRIO | {"strategy": "fedavg", "fleet": json.dumps(mixed)}, training__local_iterations=1)
     (board,) = [client for client in clients_of(run) if client["device"] == "board"]
     summary = run.summary()
     assert summary is not None

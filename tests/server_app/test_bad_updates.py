@@ -257,7 +257,9 @@ def test_momentum_is_compared_layer_by_layer(tmp_path: Path, grids: Any) -> None
     """What one layer's momentum hides among that of all would throw every honest client off in the next round."""
     poison = put("momentum_atoms.0.bn.bias", lambda array: array + np.float32(10))
     grid = grids(TamperingGrid, tamper=staticmethod(poison), in_round=2)
-    run = run_local(tmp_path, grid, strategy="prism", server_momentum=True, num_rounds=3, fleet="unlimited", **TRIO)
+    run = run_local(
+        tmp_path, grid, strategy="prism", prism__server_momentum=True, num_rounds=3, fleet="unlimited", **TRIO
+    )
     assert [[c["status"] for c in clients_of(run, n)] for n in (1, 2, 3)] == [
         ["ok"] * 3,
         ["ok", "rejected", "ok"],
@@ -268,8 +270,13 @@ def test_momentum_is_compared_layer_by_layer(tmp_path: Path, grids: Any) -> None
 
 def test_while_statistics_are_measured_weights_stay(tmp_path: Path, grids: Any) -> None:
     grid = grids(TamperingGrid, tamper=staticmethod(put("atoms.1.conv.weight", lambda array: array * np.float32(-3))))
-    settings = TRIO | {"strategy": "profl", "batch_norm": "running", "num_rounds": 1, "fleet": "unlimited"}
-    run = run_local(tmp_path, grid, **settings, stage_rounds=1, distil_rounds=1)
+    settings = TRIO | {
+        "strategy": "profl",
+        "architecture__batch_norm": "running",
+        "num_rounds": 1,
+        "fleet": "unlimited",
+    }
+    run = run_local(tmp_path, grid, **settings, profl__stage_rounds=1, profl__distil_rounds=1)
     sent = next(arrays_of(message) for message in training(grid.last.sent))
     for name, array in model_of(run).items():
         if name in sent and not name.endswith(("running_mean", "running_var", "num_batches_tracked")):
@@ -303,7 +310,7 @@ def load(run: RunDir, server_round: int) -> Any:
 def test_a_huge_update_in_a_later_round(tmp_path: Path, grids: Any, limit: float, status: str) -> None:
     huge = put(W, lambda a: a + np.float32(1e6))
     grid = grids(TamperingGrid, tamper=staticmethod(huge), in_round=2)
-    run = run_local(tmp_path, grid, num_rounds=2, strategy="fedavg", update_norm_limit=limit, **TRIO)
+    run = run_local(tmp_path, grid, num_rounds=2, strategy="fedavg", faults__update_norm_limit=limit, **TRIO)
     assert [c["status"] for c in clients_of(run, 1)] == ["ok"] * 3
     assert [c["status"] for c in clients_of(run, 2)] == ["ok", status, "ok"]
     if status == "rejected":
@@ -339,7 +346,7 @@ def test_a_node_nobody_knows_is_not_listened_to(tmp_path: Path, grids: Any) -> N
 
     run = run_local(tmp_path, grids(TamperingGrid, tamper=staticmethod(stranger)), strategy="fedavg", **TRIO)
     assert [c["status"] for c in clients_of(run)] == ["ok", "timeout", "ok"]
-    assert clients_of(run)[1]["reason"] == "no answer within round-timeout"
+    assert clients_of(run)[1]["reason"] == "no answer within messages.round-timeout"
 
 
 class Clock:
@@ -372,9 +379,9 @@ def test_a_client_that_never_answers_is_counted(tmp_path: Path, monkeypatch: pyt
             ]
 
     clock = Clock(monkeypatch)
-    run = run_local(tmp_path, Loses, strategy="fedavg", num_rounds=2, round_timeout=50.0, **TRIO)
+    run = run_local(tmp_path, Loses, strategy="fedavg", num_rounds=2, messages__round_timeout=50.0, **TRIO)
     assert [c["status"] for c in clients_of(run, 1)] == ["ok", "timeout", "ok"]
-    assert clients_of(run, 1)[1]["reason"] == "no answer within round-timeout"
+    assert clients_of(run, 1)[1]["reason"] == "no answer within messages.round-timeout"
     assert [c["client"] for c in clients_of(run, 2)] == [0, 2]  # client 1 may still be at its task
     assert run.rounds()[1]["busy"] == [1]
     assert 50 <= clock.now < 60

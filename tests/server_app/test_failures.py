@@ -88,7 +88,7 @@ def test_the_table_and_the_page_say_it_in_bold(tmp_path: Path) -> None:
 def test_scripts_can_ask_for_an_exit_code(tmp_path: Path, options: list[str], code: int) -> None:
     """One of two device classes is too small for the whole model."""
     settings = {"clients": 4, "clients-per-round": 0, "dataset": f"npz:{few_digits()}", "strategy": "fedavg"}
-    settings |= {"num-rounds": 1, "partition": "iid", "local-epochs": 1, "workers": 1, "run-name": "run"}
+    settings |= {"num-rounds": 1, "data.partition": "iid", "training.local-epochs": 1, "workers": 1, "run-name": "run"}
     settings |= {"fleet": fleet_json(large=1.0, small=0.5)}
     sets = [f"--set={key}={value}" for key, value in settings.items()]
     done = CliRunner().invoke(app, ["run", "--json", *options, "--output-dir", str(tmp_path), *sets])

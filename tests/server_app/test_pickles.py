@@ -52,7 +52,7 @@ def object_array(tmp_path: Path) -> bytes:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run of one round whose clients keep batch norm on their disks."""
-    return run_local(tmp_path_factory.mktemp("finished"), strategy="fedavg", batch_norm="local", **TRIO)
+    return run_local(tmp_path_factory.mktemp("finished"), strategy="fedavg", architecture__batch_norm="local", **TRIO)
 
 
 def copied(run_dir: RunDir, to: Path) -> RunDir:
@@ -70,7 +70,14 @@ def test_a_pickle_in_a_clients_store(finished: RunDir, tmp_path: Path, trap: byt
         path.write_bytes(trap)
     if file == "arrays-resealed":  # whoever can write the one file can write the other
         seal(state)
-    run_local(tmp_path, strategy="fedavg", batch_norm="local", num_rounds=2, resume_from=str(run_dir.path), **TRIO)
+    run_local(
+        tmp_path,
+        strategy="fedavg",
+        architecture__batch_norm="local",
+        num_rounds=2,
+        resume_from=str(run_dir.path),
+        **TRIO,
+    )
     told = clients_of(run_dir, 2)
     assert [report["status"] for report in told] == ["ok", "ok", "ok"]
     assert [bool(report["note"]) for report in told] == [False, True, False]
@@ -91,7 +98,14 @@ def test_a_pickle_in_a_checkpoint(finished: RunDir, tmp_path: Path, trap: bytes,
     with pytest.raises(CheckpointError, match=folder.name):
         run_dir.load_checkpoint()
     with pytest.raises(CheckpointError, match=folder.name):
-        run_local(tmp_path, strategy="fedavg", batch_norm="local", num_rounds=2, resume_from=str(run_dir.path), **TRIO)
+        run_local(
+            tmp_path,
+            strategy="fedavg",
+            architecture__batch_norm="local",
+            num_rounds=2,
+            resume_from=str(run_dir.path),
+            **TRIO,
+        )
 
 
 def test_a_pickle_in_place_of_a_model(finished: RunDir, tmp_path: Path, trap: bytes) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from helpers import TRIO, run_local, tiny_settings
+from settings_helpers import settings_with
 
 from piecework.report import rate_plan, write_report
 from piecework.server_app.rates import describe, require_rates
@@ -14,7 +15,7 @@ from piecework.strategies.cascade.fedprophet import FedProphet
 from piecework.strategies.cascade.profl import ProFL
 from piecework.training.settings import SettingsError
 
-COSINE: dict[str, Any] = TRIO | {"strategy": "fedavg", "lr": 0.1, "lr_schedule": "cosine"}
+COSINE: dict[str, Any] = TRIO | {"strategy": "fedavg", "training__lr": 0.1, "training__lr_schedule": "cosine"}
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +29,16 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     # 0.1 / 2 (1 + cos(2 pi / 4)) = 0.05
     assert str(caught.value) == (
         "round 3 and 1 more would train with a learning rate of 0: num-rounds = 4, and the cosine is 2 rounds long, as it was "
-        "planned when the run began. Set lr-rounds = 4, which gives round 3 a rate of 0.05 "
-        f"(piecework run --set resume-from={run.path} --set num-rounds=4 --set lr-rounds=4), or leave num-rounds as it was"
+        "planned when the run began. Set training.lr-rounds = 4, which gives round 3 a rate of 0.05 "
+        f"(piecework run --set resume-from={run.path} --set num-rounds=4 --set training.lr-rounds=4), or leave num-rounds as "
+        f"it was"
     )
     assert {path: path.read_bytes() for path in before} == before
     with pytest.raises(
         SettingsError, match=r"round 4 would train with a learning rate of 0.* the cosine is 3 rounds long"
     ):
-        run_local(folder, **COSINE, num_rounds=4, lr_rounds=3, resume_from=str(run.path))
-    return run_local(folder, **COSINE, num_rounds=4, lr_rounds=4, resume_from=str(run.path))
+        run_local(folder, **COSINE, num_rounds=4, training__lr_rounds=3, resume_from=str(run.path))
+    return run_local(folder, **COSINE, num_rounds=4, training__lr_rounds=4, resume_from=str(run.path))
 
 
 def test_a_finished_run_is_extended_only_with_a_longer_plan(extended: RunDir) -> None:
@@ -49,7 +51,7 @@ def test_a_finished_run_is_extended_only_with_a_longer_plan(extended: RunDir) ->
     checkpoint = extended.load_checkpoint()
     assert checkpoint is not None
     assert checkpoint.values["lr-rounds"] == 4
-    assert extended.settings()["lr-rounds"] == 4
+    assert extended.settings()["training.lr-rounds"] == 4
 
 
 def test_the_plan_is_in_the_report(extended: RunDir) -> None:
@@ -62,8 +64,10 @@ def test_the_plan_is_in_the_report(extended: RunDir) -> None:
 
 
 def test_a_new_run_is_refused_before_it_begins(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"round 2 and 1 more would .* the cosine is 1 rounds long \(lr-rounds\)"):
-        run_local(tmp_path, **COSINE, num_rounds=3, lr_rounds=1)
+    with pytest.raises(
+        SettingsError, match=r"round 2 and 1 more would .* the cosine is 1 rounds long \(training.lr-rounds\)"
+    ):
+        run_local(tmp_path, **COSINE, num_rounds=3, training__lr_rounds=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -72,15 +76,19 @@ def test_a_new_run_is_refused_before_it_begins(tmp_path: Path) -> None:
     [
         ({}, [(20, 20)], ""),
         ({}, [(20, 20), (21, 21)], "round 21 would"),
-        ({"lr_schedule": "constant"}, [(21, 21)], ""),
-        ({"lr_schedule": "exponential"}, [(21, 21)], ""),
-        ({"lr_restart": True}, [(40, 20), (41, 1)], ""),
-        ({"lr_restart": True}, [(40, 20), (41, 21), (42, 22), (43, 1)], "round 41 and 1 more would .* lr-rounds = 22"),
+        ({"training__lr_schedule": "constant"}, [(21, 21)], ""),
+        ({"training__lr_schedule": "exponential"}, [(21, 21)], ""),
+        ({"fedprophet__lr_restart": True}, [(40, 20), (41, 1)], ""),
+        (
+            {"fedprophet__lr_restart": True},
+            [(40, 20), (41, 21), (42, 22), (43, 1)],
+            "round 41 and 1 more would .* training.lr-rounds = 22",
+        ),
         ({}, [], ""),
     ],
 )
 def test_when_a_plan_is_refused(changes: dict[str, Any], places: list[tuple[int, int]], refused: str) -> None:
-    settings = tiny_settings(**{"lr_schedule": "cosine", "lr_rounds": 20} | changes)
+    settings = tiny_settings(**{"training__lr_schedule": "cosine", "training__lr_rounds": 20} | changes)
     if not refused:
         require_rates(settings, places, "run")
     else:
@@ -89,11 +97,11 @@ def test_when_a_plan_is_refused(changes: dict[str, Any], places: list[tuple[int,
 
 
 def test_plans_in_words() -> None:
-    assert describe(tiny_settings(lr_schedule="cosine", num_rounds=7)) == "cosine over 7 rounds"
-    assert describe(tiny_settings(lr_schedule="cosine", lr_rounds=5, lr_restart=True)) == (
-        "cosine over 5 rounds, again in every stage"
-    )
-    assert describe(tiny_settings(lr_schedule="exponential", lr_decay=0.99)) == "times 0.99 a round"
+    assert describe(tiny_settings(training__lr_schedule="cosine", num_rounds=7)) == "cosine over 7 rounds"
+    assert describe(
+        tiny_settings(training__lr_schedule="cosine", training__lr_rounds=5, fedprophet__lr_restart=True)
+    ) == ("cosine over 5 rounds, again in every stage")
+    assert describe(tiny_settings(training__lr_schedule="exponential", training__lr_decay=0.99)) == "times 0.99 a round"
     assert describe(tiny_settings()) == "constant"
 
 
@@ -110,7 +118,7 @@ def test_the_rounds_to_come_of_a_cascade(restart: bool, last: int, places: list[
     state = SimpleNamespace(stage=1, stage_round=2, stage_rounds=4, r_min=1)
     policy = SimpleNamespace(with_smallest=lambda budget: policy)
     strategy: Any = SimpleNamespace(
-        state=state, modules=[(0,), (1,), (2,)], policy=policy, settings=SimpleNamespace(lr_restart=restart)
+        state=state, modules=[(0,), (1,), (2,)], policy=policy, settings=settings_with(fedprophet__lr_restart=restart)
     )
     assert list(FedProphet.schedule(strategy, 8, last)) == places
     state.stage_rounds = 0  # a new run, which is not cut yet

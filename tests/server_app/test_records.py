@@ -55,7 +55,7 @@ def test_a_checkpoint_round_trips(run: RunDir) -> None:
     values = {
         "round": 3,
         "best": None,
-        "settings": {"lr": 0.1},
+        "settings": {"training.lr": 0.1},
         "strategy-state": {"norms": {"head": [0.1, 1e-17, 3.0]}},
     }
     run.save_checkpoint(arrays(0.1), values)
@@ -212,11 +212,11 @@ def test_settings_of_a_run(run: RunDir) -> None:
 
 
 def test_the_model_file(run: RunDir) -> None:
-    run.save_model(arrays(), {"experiment-id": "e", "settings": {"lr": 0.1}})
+    run.save_model(arrays(), {"experiment-id": "e", "settings": {"training.lr": 0.1}})
     path = run.path / "model.safetensors"
     assert same(numpy_of(arrays()), numpy_of(read_arrays(path)))
     with safe_open(path, framework="np") as file:
-        assert json.loads(file.metadata()["piecework"]) == {"experiment-id": "e", "settings": {"lr": 0.1}}
+        assert json.loads(file.metadata()["piecework"]) == {"experiment-id": "e", "settings": {"training.lr": 0.1}}
     assert not (run.path / "model.tmp").exists()
 
 

@@ -151,7 +151,7 @@ def test_readers_name_a_damaged_document(run: RunDir, name: str) -> None:
 @pytest.fixture(scope="module")
 def thirty(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run for 30 clients with a preset's worth of settings that are not the defaults."""
-    changes: dict[str, Any] = {"clients": 30, "strategy": "fedavg", "lr": 0.03, "run_name": "thirty"}
+    changes: dict[str, Any] = {"clients": 30, "strategy": "fedavg", "training__lr": 0.03, "run_name": "thirty"}
     return run_local(tmp_path_factory.mktemp("thirty"), **changes)
 
 
@@ -169,17 +169,17 @@ def test_resume_from_alone_takes_all_settings_from_the_run(thirty: RunDir, tmp_p
 
 
 def test_only_what_is_given_is_compared(thirty: RunDir) -> None:
-    done = invoke("--set", f"resume-from={thirty.path}", "--set", "lr=0.5", "--nodes", "20")
+    done = invoke("--set", f"resume-from={thirty.path}", "--set", "training.lr=0.5", "--nodes", "20")
     assert done.exit_code == 2
     assert "setting clients = 20 differs from 30 of the run to resume" in done.stderr
-    done = invoke("--set", f"resume-from={thirty.path}", "--set", "lr=0.5")
-    assert "setting lr = 0.5 differs from 0.03 of the run to resume" in done.stderr
+    done = invoke("--set", f"resume-from={thirty.path}", "--set", "training.lr=0.5")
+    assert "setting training.lr = 0.5 differs from 0.03 of the run to resume" in done.stderr
 
 
 def test_a_run_of_another_version_is_named(thirty: RunDir, tmp_path: Path) -> None:
     run = RunDir(Path(shutil.copytree(thirty.path, tmp_path / "run")))
-    with (run.path / "settings.toml").open("a") as file:
-        file.write("xyzzy = 1\n")
+    settings = run.path / "settings.toml"
+    settings.write_text("xyzzy = 1\n" + settings.read_text("utf-8"))
     done = invoke("--set", f"resume-from={run.path}")
     assert done.exit_code == 2
     assert f"{str(run.path)!r} was written by another version of Piecework: unknown setting 'xyzzy'" in done.stderr

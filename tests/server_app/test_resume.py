@@ -30,10 +30,16 @@ HERE = Path(__file__).resolve().parent
 
 # A client that teaches a companion and keeps it, one that trains in pieces, one that trains the whole model.
 MUTUAL = TRIO | {"fleet": fleet_json(rich=2.2, poor=0.6, full=1.0)}
-LOCAL_NORMS = TRIO | {"fleet": fleet_json(poor=0.6, full=1.0), "batch_norm": "local"}
+LOCAL_NORMS = TRIO | {"fleet": fleet_json(poor=0.6, full=1.0), "architecture__batch_norm": "local"}
 RESUMABLE = {
     "demo": {"fleet": "demo"},
-    "mutual-local-norms": MUTUAL | {"batch_norm": "local", "augment": True, "feature_cache": False, "local_epochs": 2},
+    "mutual-local-norms": MUTUAL
+    | {
+        "architecture__batch_norm": "local",
+        "data__augment": True,
+        "memory__feature_cache": False,
+        "training__local_epochs": 2,
+    },
 }
 UNTIMED = ("round", "accuracy", "loss", "train_loss", "accuracy_by_device")
 
@@ -48,9 +54,9 @@ def results(run: RunDir) -> list[dict[str, Any]]:
 
 
 def test_evaluation_on_clients_changes_nothing(tmp_path: Path) -> None:
-    settings = MUTUAL | {"batch_norm": "local", "num_rounds": 3}
+    settings = MUTUAL | {"architecture__batch_norm": "local", "num_rounds": 3}
     without = run_local(tmp_path / "without", **settings)
-    evaluated = run_local(tmp_path / "with", client_evaluation_every=1, **settings)
+    evaluated = run_local(tmp_path / "with", evaluation__on_clients_every=1, **settings)
     assert [record["clients_evaluated"] for record in evaluated.rounds()] == [3, 3, 3]
     assert same(model_of(without), model_of(evaluated))
 
@@ -92,8 +98,8 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
 def test_a_resumption_with_other_settings_is_refused_and_leaves_the_run_alone(tmp_path: Path) -> None:
     run = run_local(tmp_path)
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
-    with pytest.raises(SettingsError, match=r"setting lr = 0\.25 differs from 0\.05 of the run to resume"):
-        run_local(tmp_path, num_rounds=2, lr=0.25, resume_from=str(run.path))
+    with pytest.raises(SettingsError, match=r"setting training.lr = 0\.25 differs from 0\.05 of the run to resume"):
+        run_local(tmp_path, num_rounds=2, training__lr=0.25, resume_from=str(run.path))
     after = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     changed = {path.name for path in before if after[path] != before[path]}
     assert changed <= {"summary.json"}
@@ -121,7 +127,7 @@ def test_resume_from_auto_takes_the_run_with_these_settings(tmp_path: Path) -> N
         resolve_run_dir(tiny_settings(resume_from=str(tmp_path), output_dir=str(tmp_path)))
 
 
-KILLED = MUTUAL | {"batch_norm": "local", "num_rounds": 3}
+KILLED = MUTUAL | {"architecture__batch_norm": "local", "num_rounds": 3}
 POINTS = {  # where it was killed, and how many rounds the newest checkpoint holds
     "first-round": 0,
     "evaluation": 2,

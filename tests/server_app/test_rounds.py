@@ -34,7 +34,12 @@ from piecework.training.messages import content_bytes
 
 
 def test_with_full_budgets_fedepth_is_fedavg(tmp_path: Path) -> None:
-    settings = {"num_rounds": 2, "local_epochs": 2, "momentum": 0.9, "batch_norm": "batch"}
+    settings = {
+        "num_rounds": 2,
+        "training__local_epochs": 2,
+        "training__momentum": 0.9,
+        "architecture__batch_norm": "batch",
+    }
     fedavg = run_local(tmp_path / "fedavg", strategy="fedavg", **settings)
     fedepth = run_local(tmp_path / "fedepth", strategy="fedepth", **settings)
     assert same(model_of(fedavg), model_of(fedepth))
@@ -45,7 +50,11 @@ def test_with_full_budgets_fedepth_is_fedavg(tmp_path: Path) -> None:
 def test_a_round_is_the_weighted_mean_of_its_replies(tmp_path: Path) -> None:
     grid = RecordingGrid
     run = run_local(
-        tmp_path, grid, fleet=fleet_json(a=0.5, b=0.75, c=1.0), partition="dirichlet", partition_balanced=False
+        tmp_path,
+        grid,
+        fleet=fleet_json(a=0.5, b=0.75, c=1.0),
+        data__partition="dirichlet",
+        data__partition_balanced=False,
     )
     replies, model = training(grid.last.received), model_of(run)
     assert len(replies) == 3
@@ -57,7 +66,7 @@ def test_a_round_is_the_weighted_mean_of_its_replies(tmp_path: Path) -> None:
 
 def test_one_client_gives_its_own_weights(tmp_path: Path) -> None:
     grid = RecordingGrid
-    run = run_local(tmp_path, grid, clients_per_round=1, batch_norm="running")
+    run = run_local(tmp_path, grid, clients_per_round=1, architecture__batch_norm="running")
     (reply,) = training(grid.last.received)
     model = model_of(run)
     assert same(model, arrays_of(reply))
@@ -67,13 +76,13 @@ def test_one_client_gives_its_own_weights(tmp_path: Path) -> None:
 
 # At batch 64 one step takes, in bytes: conv1 1,163,392; conv2 1,426,432; conv3 1,183,104; conv4 1,088,896; conv5 1,360,000;
 # conv1 with conv3 behind it 1,463,168. So 1.4 MB train all but conv2, one by one; and 1.3 MB cannot train the end.
-PARTIAL = TRIO | {"batch_size": 64, "mutual_models": 1}
+PARTIAL = TRIO | {"training__batch_size": 64, "fedepth__mutual_models": 1}
 
 
 def test_what_nobody_trained_stays_as_it_was(tmp_path: Path) -> None:
     grid = RecordingGrid
     # no client can train conv2: what is then left of it is what is tested
-    run = run_local(tmp_path, grid, fleet=fleet_json(small=1_500_000), allow_untrained=True, **PARTIAL)
+    run = run_local(tmp_path, grid, fleet=fleet_json(small=1_500_000), faults__allow_untrained=True, **PARTIAL)
     assert [c["pieces"] for c in clients_of(run)] == [[[0], [2], [3], [4]]] * 3
     assert all("atoms.1.conv.weight" not in arrays_of(m) for m in training(grid.last.received))
     before, after = first_arrays(tiny_settings()), model_of(run)
@@ -89,7 +98,7 @@ def test_partial_training_leaves_out_or_dilutes(tmp_path: Path) -> None:
     models = {}
     for how in ("leave-out", "dilute"):
         grid = RecordingGrid
-        run = run_local(tmp_path / how, grid, fleet=fleet, partial_training=how, **PARTIAL)
+        run = run_local(tmp_path / how, grid, fleet=fleet, fedepth__partial_training=how, **PARTIAL)
         assert [c["pieces"] for c in clients_of(run)] == [
             [[0, 1, 2, 3, 4]],
             [[0], [2], [3], [4]],
@@ -106,7 +115,7 @@ def test_partial_training_leaves_out_or_dilutes(tmp_path: Path) -> None:
 
 
 def test_number_of_workers_does_not_matter(tmp_path: Path) -> None:
-    settings = {"num_rounds": 2, "fleet": "demo", "clients_per_round": 4, "partition": "dirichlet"}
+    settings = {"num_rounds": 2, "fleet": "demo", "clients_per_round": 4, "data__partition": "dirichlet"}
     one = run_local(tmp_path / "one", workers=1, **settings)
     two = run_local(tmp_path / "two", workers=2, **settings)
     assert same(model_of(one), model_of(two))
@@ -119,7 +128,7 @@ def test_number_of_workers_does_not_matter(tmp_path: Path) -> None:
 
 def test_bytes_and_clients_are_as_on_the_messages(tmp_path: Path) -> None:
     grid = RecordingGrid
-    run = run_local(tmp_path, grid, fleet="demo", num_rounds=2, batch_norm="batch")
+    run = run_local(tmp_path, grid, fleet="demo", num_rounds=2, architecture__batch_norm="batch")
     sent, received = training(grid.last.sent), training(grid.last.received)
     for server_round in (1, 2):
         (record,) = [r for r in run.rounds() if r["round"] == server_round]
@@ -150,7 +159,13 @@ def test_bytes_and_clients_are_as_on_the_messages(tmp_path: Path) -> None:
 
 def test_the_demo_keeps_to_its_budgets_and_predictions(tmp_path: Path) -> None:
     run = run_local(
-        tmp_path, fleet="demo", clients_per_round=10, num_rounds=2, partition="dirichlet", local_epochs=2, lr=0.1
+        tmp_path,
+        fleet="demo",
+        clients_per_round=10,
+        num_rounds=2,
+        data__partition="dirichlet",
+        training__local_epochs=2,
+        training__lr=0.1,
     )
     reports = clients_of(run, 1) + clients_of(run, 2)
     assert len(reports) == 20
@@ -186,7 +201,9 @@ def checkpoint_state(run: RunDir) -> str:
 
 def test_clients_evaluate_in_every_nth_round(tmp_path: Path) -> None:
     grid = RecordingGrid
-    run = run_local(tmp_path, grid, num_rounds=4, client_evaluation_every=2, fleet="demo", batch_norm="batch")
+    run = run_local(
+        tmp_path, grid, num_rounds=4, evaluation__on_clients_every=2, fleet="demo", architecture__batch_norm="batch"
+    )
     asked = [m for m in grid.last.sent if m.metadata.message_type == "evaluate"]
     answers = [m for m in grid.last.received if m.metadata.message_type == "evaluate"]
     assert [m.metadata.group_id for m in asked] == ["2", "2", "2", "4", "4", "4"]
@@ -203,7 +220,7 @@ def test_clients_evaluate_in_every_nth_round(tmp_path: Path) -> None:
 
 
 def test_central_evaluation_at_the_end_only(tmp_path: Path) -> None:
-    run = run_local(tmp_path, num_rounds=3, evaluate_every=0, strategy="fedavg", **TRIO)
+    run = run_local(tmp_path, num_rounds=3, evaluation__every=0, strategy="fedavg", **TRIO)
     accuracies = [record["accuracy"] for record in run.rounds()]
     assert accuracies[:2] == [None, None]
     assert accuracies[2] == run.summary()["accuracy"] > 0.1
@@ -266,7 +283,14 @@ def test_a_run_keeps_to_max_in_flight(tmp_path: Path) -> None:
             return identifiers
 
     grid = Counts
-    run_local(tmp_path, grid, clients_per_round=5, max_in_flight=2, client_evaluation_every=1, strategy="fedavg")
+    run_local(
+        tmp_path,
+        grid,
+        clients_per_round=5,
+        messages__max_in_flight=2,
+        evaluation__on_clients_every=1,
+        strategy="fedavg",
+    )
     assert grid.last.maximum["train"] == grid.last.maximum["evaluate"] == 2
 
 
@@ -297,7 +321,7 @@ def test_fedavg_on_small_devices_aborts_and_says_why(tmp_path: Path) -> None:
 
 def test_max_empty_rounds(tmp_path: Path) -> None:
     with pytest.raises(RunAbortedError, match="no client trained in round 3"):
-        run_local(tmp_path, strategy="fedavg", fleet="demo", num_rounds=5, max_empty_rounds=3)
+        run_local(tmp_path, strategy="fedavg", fleet="demo", num_rounds=5, faults__max_empty_rounds=3)
     assert len(RunDir(tmp_path / "run").rounds()) == 3
 
 
@@ -316,31 +340,44 @@ def test_one_useful_reply_resets_the_empty_rounds(tmp_path: Path) -> None:
     with pytest.raises(
         RunAbortedError, match="no client trained in round 4: 3 asked, 0 refused for memory\nclient 0: error 8"
     ):
-        run_local(tmp_path, EveryOther, strategy="fedavg", num_rounds=9, max_empty_rounds=2, **TRIO)
+        run_local(tmp_path, EveryOther, strategy="fedavg", num_rounds=9, faults__max_empty_rounds=2, **TRIO)
     assert [r["answered"] for r in RunDir(tmp_path / "run").rounds()] == [0, 3, 0, 0]
 
 
 def test_target_accuracy_ends_a_run(tmp_path: Path) -> None:
-    run = run_local(tmp_path, num_rounds=3, target_accuracy=0.02, strategy="fedavg", **TRIO)
+    run = run_local(tmp_path, num_rounds=3, evaluation__target_accuracy=0.02, strategy="fedavg", **TRIO)
     assert (len(run.rounds()), run.summary()["status"]) == (1, "completed")
     assert (run.path / "model.safetensors").is_file()
     assert (
-        len(run_local(tmp_path / "high", num_rounds=2, target_accuracy=0.9999, strategy="fedavg", **TRIO).rounds()) == 2
+        len(
+            run_local(
+                tmp_path / "high", num_rounds=2, evaluation__target_accuracy=0.9999, strategy="fedavg", **TRIO
+            ).rounds()
+        )
+        == 2
     )
 
 
 def test_patience_ends_a_run(tmp_path: Path) -> None:
-    run = run_local(tmp_path, num_rounds=6, patience=2, lr=1e-30, strategy="fedavg", batch_norm="batch", **TRIO)
+    run = run_local(
+        tmp_path,
+        num_rounds=6,
+        evaluation__patience=2,
+        training__lr=1e-30,
+        strategy="fedavg",
+        architecture__batch_norm="batch",
+        **TRIO,
+    )
     assert len({record["accuracy"] for record in run.rounds()}) == 1
     assert len(run.rounds()) == 3
 
 
 def test_too_few_nodes(tmp_path: Path) -> None:
-    settings = tiny_settings(clients=5, node_timeout=0.01, output_dir=str(tmp_path))
+    settings = tiny_settings(clients=5, messages__node_timeout=0.01, output_dir=str(tmp_path))
     run_dir = RunDir(tmp_path / "run")
     with (
         LocalGrid(3, settings.to_run_config()) as grid,
-        pytest.raises(TooFewNodesError, match=r"3 of 5 clients connected within 0\.01 s \(node-timeout\)"),
+        pytest.raises(TooFewNodesError, match=r"3 of 5 clients connected within 0\.01 s \(messages.node-timeout\)"),
     ):
         run_experiment(grid, settings, run_dir)
     assert run_dir.summary()["status"] == "failed"
@@ -348,7 +385,7 @@ def test_too_few_nodes(tmp_path: Path) -> None:
 
 
 def test_clients_0_takes_who_is_there(tmp_path: Path) -> None:
-    settings = tiny_settings(clients=0, clients_per_round=0, validation_share=0.85, output_dir=str(tmp_path))
+    settings = tiny_settings(clients=0, clients_per_round=0, data__validation_fraction=0.85, output_dir=str(tmp_path))
     run_dir = RunDir(tmp_path / "run")
     with LocalGrid(4, settings.to_run_config()) as grid:
         run_experiment(grid, settings, run_dir)

@@ -37,8 +37,14 @@ from piecework.server_app.rounds import RunAbortedError
 
 DEADLINE = 60.0
 # The second of three modules, a round each: what was fixed travels by itself, and the clients measure it before they train.
-CASCADE = ["strategy=fedprophet", "stage-rounds=1", "lr-rounds=2", "batch-norm=running", "local-iterations=2"]
-CASCADE += ["attack-steps=1", "evaluation-attack-steps=1", "evaluation-attack-examples=10", "run-name=run", "workers=1"]
+CASCADE = [
+    "strategy=fedprophet",
+    "fedprophet.stage-rounds=1",
+    "training.lr-rounds=2",
+    "architecture.batch-norm=running",
+    "training.local-iterations=2",
+]
+CASCADE += ["attack.steps=1", "evaluation.attack-steps=1", "evaluation.attack-examples=10", "run-name=run", "workers=1"]
 
 
 @dataclass
@@ -257,13 +263,13 @@ def test_a_run_reaches_the_registered_node_alone(federation: Federation, tmp_pat
     """Everybody else is still there, or was refused. And the round is the same in processes as in this one."""
     federation.executor("server-app", federation.port, *federation.secret("executor.secret"))
     federation.executor("client-app", federation.node_port, *federation.secret("nodes/node-0.secret"))
-    here = settings_from("", CASCADE, nodes=1, output_dir=str(tmp_path / "here")).model_copy(update={"num_rounds": 2})
+    here = settings_from("", CASCADE, nodes=1, output_dir=str(tmp_path / "here")).changed({"num-rounds": 2})
     local = RunDir(tmp_path / "here" / "run")
-    launch(here.model_copy(update={"num_rounds": 1}), local, lambda record: None)
+    launch(here.changed({"num-rounds": 1}), local, lambda record: None)
     run_dir = RunDir(Path(shutil.copytree(local.path, tmp_path / "there" / "run")))
-    resumed = here.model_copy(update={"resume_from": str(local.path)})
+    resumed = here.changed({"resume-from": str(local.path)})
     launch(resumed, local, lambda record: None)
-    there = resumed.model_copy(update={"resume_from": str(run_dir.path), "engine": "deployment"})
+    there = resumed.changed({"resume-from": str(run_dir.path), "engine": "deployment"})
     summary = launch(there, run_dir, lambda record: None, connection=federation.connection)
     assert summary["status"] == "completed"
     (record,) = run_dir.rounds()[1:]
@@ -290,7 +296,7 @@ def test_a_run_reaches_the_registered_node_alone(federation: Federation, tmp_pat
 def test_what_a_diverged_client_process_sends_is_dropped(tmp_path: Path) -> None:
     """Clients in processes of their own train until their weights are no numbers."""
     with pytest.raises(RunAbortedError):
-        run_local(tmp_path, strategy="fedavg", workers=2, lr=1e30, **TRIO)
+        run_local(tmp_path, strategy="fedavg", workers=2, training__lr=1e30, **TRIO)
     for client in clients_of(RunDir(tmp_path / "run")):
         assert client["status"] == "rejected"
         assert "nan" in client["reason"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from flwr.app import Array, Message
 from helpers import FEW, TRIO, a_client, digits, fleet_json, model_of, run_local, same, tiny_settings
+from settings_helpers import settings_with
 from torch import nn
 
 import piecework
@@ -26,32 +27,37 @@ from piecework.training.loop import PieceModel
 from piecework.training.messages import Task
 from piecework.training.settings import Settings
 
-WIDTH = {"strategy": "heterofl", "width_shares": "1,0.5", "fleet": fleet_json(rich=1.5, poor=0.7)}
+WIDTH = {"strategy": "heterofl", "heterofl__width_ratios": "1,0.5", "fleet": fleet_json(rich=1.5, poor=0.7)}
 RUNS: dict[str, dict[str, Any]] = {
     "fedepth": {"fleet": fleet_json(poor=0.6)},
     "fedavg": {"strategy": "fedavg", "fleet": fleet_json(rich=1.5)},
-    "fedprophet": {"strategy": "fedprophet", "r_min": "0.6x", "attack_steps": 1, "evaluation_attack_examples": 0},
-    "profl": {"strategy": "profl", "num_rounds": 2, "stage_rounds": 1},
+    "fedprophet": {
+        "strategy": "fedprophet",
+        "fedprophet__r_min": "0.6x",
+        "attack__steps": 1,
+        "evaluation__attack_examples": 0,
+    },
+    "profl": {"strategy": "profl", "num_rounds": 2, "profl__stage_rounds": 1},
     "heterofl": WIDTH,
     "prism": {"strategy": "prism", "fleet": fleet_json(rich=1.5)},
-    "allsmall": {"strategy": "allsmall", "batch_norm": "measured", "fleet": fleet_json(poor=0.6)},
+    "allsmall": {"strategy": "allsmall", "architecture__batch_norm": "measured", "fleet": fleet_json(poor=0.6)},
     "feddf": {
         "strategy": "feddf",
         "model": "cnn3",
-        "family": "convnet",
-        "public_share": 0.1,
-        "server_iterations": 2,
+        "feddf__family": "convnet",
+        "data__public_fraction": 0.1,
+        "feddf__server_iterations": 2,
         "fleet": fleet_json(rich=1.5, poor=0.5),
     },
     "fedpm": {"strategy": "fedpm", "fleet": fleet_json(rich=4.0)},
-    "fjord": {"strategy": "fjord", "width_shares": "1,0.5", "fleet": fleet_json(rich=4.0)},
+    "fjord": {"strategy": "fjord", "heterofl__width_ratios": "1,0.5", "fleet": fleet_json(rich=4.0)},
 }
 
 
 @pytest.fixture(scope="module", params=RUNS)
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A short run of each way to come to statistics, on the digits, with the default `batch-norm`."""
-    settings = {"clients": 3, "clients_per_round": 0, "local_iterations": 4} | RUNS[request.param]
+    """A short run of each way to come to statistics, on the digits, with the default `architecture.batch-norm`."""
+    settings = {"clients": 3, "clients_per_round": 0, "training__local_iterations": 4} | RUNS[request.param]
     return run_local(tmp_path_factory.mktemp("served"), **settings)
 
 
@@ -100,7 +106,11 @@ def test_what_clients_measure_is_what_all_their_data_have(tmp_path: Path) -> Non
     """Each client in one batch: the first batch norm's statistics are those of the convolution's output on all 60 images."""
     moments, outputs = Moments(), []
     for number, rows in enumerate((20, 40)):
-        client = a_client(tmp_path / str(number), tiny_settings(batch_norm="measured", batch_size=40), rows=rows)
+        client = a_client(
+            tmp_path / str(number),
+            tiny_settings(architecture__batch_norm="measured", training__batch_size=40),
+            rows=rows,
+        )
         plain = PieceModel(client.blueprint, (0,), None, client.load())
         client.blueprint = with_statistics(client.blueprint)
         measure_statistics(client, (0, 1))
@@ -124,7 +134,9 @@ def test_measuring_takes_what_was_predicted(tmp_path: Path, name: str) -> None:
 
     A weight that no operation has read yet is not counted by the client: resnet10's peak comes before its last ones.
     """
-    settings = tiny_settings(model=name, model_width=0.25, batch_norm="measured", strategy="fedavg")
+    settings = tiny_settings(
+        model=name, architecture__width=0.25, architecture__batch_norm="measured", strategy="fedavg"
+    )
     model = build_blueprint(name, num_classes=10, input_shape=(1, 8, 8), width=0.25, batch_norm="batch")
     served = with_statistics(model)
     client = a_client(tmp_path, settings, rows=32, blueprint=served)
@@ -181,7 +193,7 @@ def test_only_batch_norms_move_while_they_are_measured() -> None:
 
 def test_training_is_that_of_batch_to_the_bit(tmp_path: Path) -> None:
     batch, measured = (
-        run_local(tmp_path / norm, batch_norm=norm, **TRIO | WIDTH | {"local_epochs": 2})
+        run_local(tmp_path / norm, architecture__batch_norm=norm, **TRIO | WIDTH | {"training__local_epochs": 2})
         for norm in ("batch", "measured")
     )
     one, other = model_of(batch), model_of(measured)
@@ -250,14 +262,19 @@ def test_statistics_that_make_no_sense_are_rejected(tmp_path: Path) -> None:
         ),
         ({"strategy": "splitmix"}, "clients of splitmix do not hold the model that is served"),
         (
-            {"strategy": "heterofl", "width_shares": "0.03", "fleet": fleet_json(poor=0.05), "batch_size": 40},
+            {
+                "strategy": "heterofl",
+                "heterofl__width_ratios": "0.03",
+                "fleet": fleet_json(poor=0.05),
+                "training__batch_size": 40,
+            },
             "measuring the batch norms of the served model, one atom at a time, needs .* bytes, and the richest client has",
         ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run_local(tmp_path, **TRIO | {"batch_norm": "measured"} | changes)
+        run_local(tmp_path, **TRIO | {"architecture__batch_norm": "measured"} | changes)
 
 
 def test_auto_is_decided_by_the_strategy() -> None:
@@ -274,12 +291,14 @@ def test_auto_is_decided_by_the_strategy() -> None:
         "fedpm": "measured",
         "profl": "measured",
     }
-    assert Settings(strategy="heterofl", batch_norm="batch").norms == "batch"
+    assert settings_with(strategy="heterofl", architecture__batch_norm="batch").norms == "batch"
 
 
 def test_the_option_batch_says_what_it_means(tmp_path: Path) -> None:
-    run = run_local(tmp_path, batch_norm="batch", **TRIO)
+    run = run_local(tmp_path, architecture__batch_norm="batch", **TRIO)
     assert run.rounds()[0]["batch_norm"] == "batch"
-    with pytest.warns(UserWarning, match="batch-norm = batch: what it says of an example depends on the others"):
+    with pytest.warns(
+        UserWarning, match="architecture.batch-norm = batch: what it says of an example depends on the others"
+    ):
         model = piecework.load(run.path)
     assert model.depends_on_batch

@@ -7,50 +7,34 @@ from typing import Any
 
 import pytest
 from helpers import TRIO, run_local
-from settings_helpers import ALL, CHOICES, other
+from settings_helpers import ALL, CHOICES, key_of, other, settings_with
 from typer.testing import CliRunner
 
 from piecework.cli import app
 from piecework.options import PRESETS, read_preset, settings_from
 from piecework.server_app.local_grid import LocalGrid
-from piecework.server_app.used_settings import ONLY_WITH, require_used, unused
+from piecework.server_app.used_settings import require_used, unused
 from piecework.strategies import STRATEGIES
 from piecework.strategies.low_rank.prism import PriSM
 from piecework.strategies.whole.fedavg import FedAvg
 from piecework.training.settings import Settings, SettingsError
+from piecework.training.settings.run import cases
 
 ROOT = Path(__file__).resolve().parents[2]
-GENERAL = {
-    "strategy", "num-rounds", "clients", "clients-per-round", "seed", "model", "model-width", "batch-norm", "init-weights",
-    "model-options", "dataset", "data-dir", "download", "partition", "public-share", "validation-share", "augment",
-    "local-epochs", "local-iterations", "batch-size", "eval-batch-size", "lr", "lr-schedule", "momentum", "weight-decay",
-    "clip-norm", "torch-threads", "accelerator", "precision", "fleet", "memory-model", "tolerance", "enforce-memory", "reserve",
-    "feature-cache", "feature-cache-bytes", "adversarial", "attack-epsilon", "evaluation-attack-examples",
-    "autoattack-examples", "evaluate-every", "evaluation", "client-evaluation-every", "target-accuracy", "patience",
-    "max-empty-rounds",
-    "update-norm-limit", "min-clients", "round-timeout", "node-timeout", "engine", "workers", "message-bytes", "max-in-flight",
-    "output-dir", "run-name", "state-dir", "resume-from", "allow-untrained",
-}  # fmt: skip
 
 
 def changed(key: str, **rest: Any) -> Settings:
     """The demo's settings with another value of this key, and of others."""
-    values = {key: CHOICES.get(key, other(ALL[key]))} | {name.replace("_", "-"): value for name, value in rest.items()}
+    values = {key: CHOICES.get(key, other(ALL[key]))} | {key_of(name): value for name, value in rest.items()}
     return Settings.from_run_config(values)
 
 
 # ---- one place says what belongs to what
 
 
-def test_every_setting_is_general_or_belongs_to_something() -> None:
-    """A new one has to be put into one of the two lists."""
-    assert GENERAL | set(ONLY_WITH) >= set(ALL)
-    assert not GENERAL & set(ONLY_WITH)
-
-
-@pytest.mark.parametrize("key", ONLY_WITH)
+@pytest.mark.parametrize("key", cases())
 def test_a_setting_is_used_with_what_it_belongs_to_and_refused_without(key: str) -> None:
-    for case in ONLY_WITH[key]:
+    for case in cases()[key]:
         for governing, allowed in case.items():
             assert governing in ALL
             choices = STRATEGIES if governing == "strategy" else None
@@ -58,24 +42,26 @@ def test_a_setting_is_used_with_what_it_belongs_to_and_refused_without(key: str)
                 assert choices is None or value in choices
                 beside = {name: values[0] for name, values in case.items()} | {governing: value}
                 assert unused(changed(key, **beside)) == []
-    elsewhere = {"strategy": "fedavg", "partition": "iid", "lr-schedule": "constant"}
+    elsewhere = {"strategy": "fedavg", "data.partition": "iid", "training.lr-schedule": "constant"}
     with pytest.raises(SettingsError) as caught:
         require_used(changed(key, **elsewhere))
     first, *more = str(caught.value).splitlines()
     assert not more
     assert first.startswith(f"setting {key} = ")
     assert f"Leave it out, or set it to its default, {ALL[key]!r}" in first
-    for value in (str(value).lower() for values in ONLY_WITH[key][0].values() for value in values):
+    for value in (str(value).lower() for values in cases()[key][0].values() for value in values):
         assert value in first
 
 
 def test_what_is_wrong_and_what_to_do() -> None:
     with pytest.raises(SettingsError) as caught:
-        require_used(Settings.from_run_config({"kappa": 7.0, "lr-decay": 0.9}))
+        require_used(Settings.from_run_config({"prism.kappa": 7.0, "training.lr-decay": 0.9}))
     assert str(caught.value).splitlines() == [
-        "setting lr-decay = 0.9 has no effect here: it belongs to lr-schedule = exponential, and lr-schedule is 'cosine'. "
+        "setting training.lr-decay = 0.9 has no effect here: it belongs to training.lr-schedule = exponential, and "
+        "training.lr-schedule is 'cosine'. "
         "Leave it out, or set it to its default, 0.994",
-        "setting kappa = 7.0 has no effect here: it belongs to strategy = prism with kernel-sampling = importance, and "
+        "setting prism.kappa = 7.0 has no effect here: it belongs to strategy = prism with prism.kernel-sampling = "
+        "importance, and "
         "strategy is 'fedepth'. Leave it out, or set it to its default, 2.5",
     ]
 
@@ -88,8 +74,8 @@ def test_defaults_are_nobodys() -> None:
 def test_strategies_of_ones_own_use_what_those_use_that_they_are_built_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES, "mine", (__name__, "Mine"))
     monkeypatch.setitem(STRATEGIES, "plain", (__name__, "Plain"))
-    assert unused(Settings(strategy="mine", kappa=7.0)) == []
-    assert unused(Settings(strategy="plain", kappa=7.0)) == ["kappa"]
+    assert unused(settings_with(strategy="mine", prism__kappa=7.0)) == []
+    assert unused(settings_with(strategy="plain", prism__kappa=7.0)) == ["prism.kappa"]
 
 
 class Mine(PriSM):
@@ -105,9 +91,11 @@ class Plain(FedAvg):
 
 def test_run_and_plan_refuse_it() -> None:
     for command in ("run", "plan"):
-        done = CliRunner().invoke(app, [command, "--set", "strategy=fedepth", "--set", "kappa=7"])
+        done = CliRunner().invoke(app, [command, "--set", "strategy=fedepth", "--set", "prism.kappa=7"])
         assert done.exit_code == 2
-        assert "setting kappa = 7.0 has no effect here: it belongs to strategy = prism" in " ".join(done.stderr.split())
+        assert "setting prism.kappa = 7.0 has no effect here: it belongs to strategy = prism" in " ".join(
+            done.stderr.split()
+        )
 
 
 @pytest.mark.parametrize("path", sorted(PRESETS.glob("*.toml")), ids=lambda path: path.stem)
@@ -119,15 +107,15 @@ def test_a_rival_in_a_presets_place_takes_none_of_its_systems_settings(caplog: p
     """The documents compare so: `--preset profl-fmnist --set strategy=allsmall`."""
     with caplog.at_level(logging.WARNING):
         settings = settings_from("profl-fmnist", ["strategy=allsmall"])
-    assert "--preset profl-fmnist: these have no effect with what was given: stage-rounds, " in caplog.text
+    assert "--preset profl-fmnist: these have no effect with what was given: profl.stage-rounds, " in caplog.text
     default = Settings()
-    assert (settings.strategy, settings.stage_rounds, settings.movement_window) == (
+    assert (settings.strategy, settings.profl.stage_rounds, settings.profl.movement_window) == (
         "allsmall",
         0,
-        default.movement_window,
+        default.profl.movement_window,
     )
     assert settings.num_rounds == read_preset("profl-fmnist")["num-rounds"]
-    assert settings_from("prism-fmnist", ["partition=iid"]).partition_alpha == default.partition_alpha
+    assert settings_from("prism-fmnist", ["data.partition=iid"]).data.partition_alpha == default.data.partition_alpha
 
 
 def test_no_command_in_the_documents_is_refused() -> None:
@@ -145,17 +133,17 @@ def test_no_command_in_the_documents_is_refused() -> None:
 
 def test_what_was_given_is_never_left_out(tmp_path: Path) -> None:
     with pytest.raises(
-        SettingsError, match=r"setting movement-window = 7 has no effect here: it belongs to strategy = profl"
+        SettingsError, match=r"setting profl.movement-window = 7 has no effect here: it belongs to strategy = profl"
     ):
-        settings_from("profl-fmnist", ["strategy=allsmall", "movement-window=7"])
-    (tmp_path / "mine.toml").write_text('strategy = "fedavg"\nkappa = 7.0\n')
-    with pytest.raises(SettingsError, match=r"setting kappa = 7\.0 has no effect here"):
+        settings_from("profl-fmnist", ["strategy=allsmall", "profl.movement-window=7"])
+    (tmp_path / "mine.toml").write_text('strategy = "fedavg"\nprism.kappa = 7.0\n')
+    with pytest.raises(SettingsError, match=r"setting prism.kappa = 7\.0 has no effect here"):
         settings_from(str(tmp_path / "mine.toml"), [])
 
 
 def test_a_suggestion_gives_each_system_its_own_settings() -> None:
     call = ["plan", "--model", "convnet", "--dataset", "digits", "--suggest", "--json"]
-    done = CliRunner().invoke(app, [*call, "--strategy", "prism", "--set", "kappa=7"])
+    done = CliRunner().invoke(app, [*call, "--strategy", "prism", "--set", "prism.kappa=7"])
     assert done.exit_code == 0, done.stderr
 
 
@@ -180,7 +168,7 @@ def test_more_clients_asked_than_there_are() -> None:
 def test_where_the_federation_says_how_many_there_are_a_warning_does(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    changes = TRIO | {"clients": 0, "clients_per_round": 50, "strategy": "fedavg", "local_iterations": 1}
+    changes = TRIO | {"clients": 0, "clients_per_round": 50, "strategy": "fedavg", "training__local_iterations": 1}
     with caplog.at_level(logging.WARNING):
         run = run_local(tmp_path, Three, **changes)
     assert "clients-per-round = 50 is more than the 3 clients there are" in caplog.text

@@ -46,39 +46,41 @@ META = torch.device("meta")  # tensors without data: another device that every m
 no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU here: what is told without one cannot be seen"
 )
-LACKING = r"setting accelerator = 'cuda': torch \S+ (finds no GPU|was built without CUDA) here"
+LACKING = r"setting training.accelerator = 'cuda': torch \S+ (finds no GPU|was built without CUDA) here"
 
 # ---- the choice
 
 
 def test_without_an_accelerator_clients_use_the_processor() -> None:
     assert find_device("none") == CPU
-    assert Settings().accelerator == "none"
+    assert Settings().training.accelerator == "none"
 
 
 @no_gpu
 def test_without_a_gpu_the_error_names_the_setting_and_what_to_do() -> None:
     with pytest.raises(NoAcceleratorError, match=LACKING) as caught:
         find_device("cuda")
-    assert str(caught.value).endswith("or set accelerator = none")
+    assert str(caught.value).endswith("or set training.accelerator = none")
 
 
 @no_gpu
 def test_a_run_on_this_machine_is_refused_before_it_begins(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["run", "--set", "accelerator=cuda", "--output-dir", str(tmp_path / "runs")])
+    done = CliRunner().invoke(
+        app, ["run", "--set", "training.accelerator=cuda", "--output-dir", str(tmp_path / "runs")]
+    )
     assert done.exit_code != 0
-    assert "setting accelerator = 'cuda'" in " ".join(done.output.split())
+    assert "setting training.accelerator = 'cuda'" in " ".join(done.output.split())
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/rounds.jsonl"))
 
 
 @no_gpu
 def test_a_client_without_a_gpu_says_why_it_failed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no client trained in round 1"):
-        run_local(tmp_path, accelerator="cuda", **TRIO)
+        run_local(tmp_path, training__accelerator="cuda", **TRIO)
     clients = clients_of(RunDir(tmp_path / "run"))
     assert [client["status"] for client in clients] == ["failed"] * 3
     for client in clients:
-        assert client["reason"].startswith("setting accelerator = 'cuda': torch ")
+        assert client["reason"].startswith("setting training.accelerator = 'cuda': torch ")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ print(torch.cuda.is_initialized(), [m for m in ("torch._dynamo", "sympy") if m i
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_without_an_accelerator_nothing_of_cuda_is_touched(tmp_path: Path, precision: str) -> None:
-    task = a_message(tmp_path, strategy="fedavg", precision=precision)
+    task = a_message(tmp_path, strategy="fedavg", training__precision=precision)
     assert in_a_fresh_process(TOUCHED, task).splitlines() == ["ok 0", "False []"]
 
 
@@ -182,9 +184,9 @@ def test_what_a_gpu_says_when_it_has_no_memory() -> None:
 
 FEDRBN: dict[str, Any] = {
     "strategy": "fedrbn",
-    "batch_norm": "running",
-    "attack_steps": 2,
-    "evaluation_attack_examples": 0,
+    "architecture__batch_norm": "running",
+    "attack__steps": 2,
+    "evaluation__attack_examples": 0,
     "fleet": fleet_json(one=2.2),
 }
 
@@ -192,26 +194,26 @@ FEDRBN: dict[str, Any] = {
 @pytest.mark.parametrize(
     "case",
     [
-        {"strategy": "fedavg", "client_evaluation_every": 1},  # its budget is just what a step needs
+        {"strategy": "fedavg", "evaluation__on_clients_every": 1},  # its budget is just what a step needs
         {"strategy": "fedepth", "fleet": fleet_json(one=0.6)},
         {"strategy": "fedepth", "fleet": fleet_json(one=2.2)},  # two models learn mutually
         {
             "strategy": "fedprophet",
             "num_rounds": 2,
-            "stage_rounds": 1,
-            "r_min": "0.6x",
-            "attack_steps": 2,
-            "evaluation_attack_steps": 2,
-            "evaluation_attack_examples": 0,
+            "fedprophet__stage_rounds": 1,
+            "fedprophet__r_min": "0.6x",
+            "attack__steps": 2,
+            "evaluation__attack_steps": 2,
+            "evaluation__attack_examples": 0,
         },
         FEDRBN,
-        FEDRBN | {"clean_weight": 0.5},
+        FEDRBN | {"fedrbn__clean_weight": 0.5},
     ],
     ids=["fedavg", "fedepth", "mutual", "fedprophet", "fedrbn", "fedrbn-both"],
 )
 def test_a_round_in_bfloat16_takes_what_was_predicted(tmp_path: Path, case: dict[str, Any]) -> None:
     exact, half = (
-        run_local(tmp_path, **TRIO, **case, precision=precision, run_name=precision)
+        run_local(tmp_path, **TRIO, **case, training__precision=precision, run_name=precision)
         for precision in ("float32", "bfloat16")
     )
     for server_round in range(1, len(half.rounds()) + 1):
@@ -254,8 +256,8 @@ def test_bfloat16_prices_are_those_of_the_setting() -> None:
     from piecework.planning.costs import cost_model_for
     from piecework.planning.part import whole_model
 
-    blueprint, settings = a_blueprint(), tiny_settings(precision="bfloat16")
-    training_config = replace(a_training_config(settings.batch_size), precision="bfloat16")
+    blueprint, settings = a_blueprint(), tiny_settings(training__precision="bfloat16")
+    training_config = replace(a_training_config(settings.training.batch_size), precision="bfloat16")
     expected = piece_cost(blueprint, range(5), "head", training_config).peak_bytes
     assert cost_model_for(settings, blueprint).bytes(whole_model(blueprint)) == expected
     assert cost_model_for(settings, blueprint, precision="float32").bytes(whole_model(blueprint)) > expected
@@ -263,9 +265,9 @@ def test_bfloat16_prices_are_those_of_the_setting() -> None:
 
 def test_papers_memory_models_know_float32_only() -> None:
     with pytest.raises(
-        SettingsError, match="precision = 'bfloat16': memory-model prism knows float32 only, use traced"
+        SettingsError, match=r"precision = 'bfloat16': memory\.model prism knows float32 only, use traced"
     ):
-        tiny_settings(precision="bfloat16", memory_model="prism")
+        tiny_settings(training__precision="bfloat16", memory__model="prism")
 
 
 def test_an_accounting_without_a_gpu_has_no_gpu_peak() -> None:

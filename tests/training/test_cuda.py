@@ -36,10 +36,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 MiB = 2**20
 PROPHET: dict[str, Any] = {
     "strategy": "fedprophet",
-    "r_min": "0.6x",
-    "attack_steps": 2,
-    "evaluation_attack_steps": 2,
-    "evaluation_attack_examples": 0,
+    "fedprophet__r_min": "0.6x",
+    "attack__steps": 2,
+    "evaluation__attack_steps": 2,
+    "evaluation__attack_examples": 0,
 }
 
 
@@ -57,7 +57,7 @@ def gpu() -> torch.device:
 )
 def test_a_round_gives_the_weights_of_the_processor(tmp_path: Path, case: dict[str, Any]) -> None:
     here, there = (
-        run_local(tmp_path, **TRIO, **case, accelerator=accelerator, run_name=accelerator)
+        run_local(tmp_path, **TRIO, **case, training__accelerator=accelerator, run_name=accelerator)
         for accelerator in ("none", "cuda")
     )
     for name, array in model_of(here).items():
@@ -72,7 +72,13 @@ def test_a_round_gives_the_weights_of_the_processor(tmp_path: Path, case: dict[s
 def test_all_stages_of_fedprophet(tmp_path: Path) -> None:
     """Features of fixed modules, the pre-round query of perturbations and streamed validation, too."""
     run_dir = run_local(
-        tmp_path, **TRIO, **PROPHET, accelerator="cuda", num_rounds=3, stage_rounds=1, fleet="reference-step"
+        tmp_path,
+        **TRIO,
+        **PROPHET,
+        training__accelerator="cuda",
+        num_rounds=3,
+        fedprophet__stage_rounds=1,
+        fleet="reference-step",
     )
     assert len({record["stage"] for record in run_dir.rounds()}) > 1
     for record in run_dir.rounds():
@@ -82,7 +88,7 @@ def test_all_stages_of_fedprophet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", [{"strategy": "fedavg"}, PROPHET], ids=["fedavg", "fedprophet"])
 def test_a_round_in_bfloat16(tmp_path: Path, case: dict[str, Any]) -> None:
-    run_dir = run_local(tmp_path, **TRIO, **case, accelerator="cuda", precision="bfloat16")
+    run_dir = run_local(tmp_path, **TRIO, **case, training__accelerator="cuda", training__precision="bfloat16")
     for client in clients_of(run_dir):
         assert client["status"] == "ok"
         assert 0 < client["measured_peak"] <= client["budget"]
@@ -100,7 +106,7 @@ def greedy(task: Task, client: Client) -> Update:
 def test_past_the_allocators_limit_the_answer_is_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piecework.client_app.trainers.whole.fedavg, "train", greedy)
     with pytest.raises(RuntimeError, match="3 refused for memory"):
-        run_local(tmp_path, **TRIO, strategy="fedavg", accelerator="cuda")
+        run_local(tmp_path, **TRIO, strategy="fedavg", training__accelerator="cuda")
     for client in clients_of(RunDir(tmp_path / "run")):
         assert client["status"] == "memory"
         assert client["reason"].startswith("the device had no memory left: OutOfMemoryError")
@@ -125,7 +131,10 @@ def test_the_limit_holds_during_the_body_only() -> None:
 
 def test_a_pause_frees_the_gpu(tmp_path: Path) -> None:
     client = a_client(
-        tmp_path, tiny_settings(batch_norm="running"), device=gpu(), cap=MemoryCap(10**9, enforced=True, device=gpu())
+        tmp_path,
+        tiny_settings(architecture__batch_norm="running"),
+        device=gpu(),
+        cap=MemoryCap(10**9, enforced=True, device=gpu()),
     )
     trainer = LocalTrainer(
         lambda: [PieceModel(client.blueprint, (0, 1), "head", client.load())], client.training_config

@@ -139,7 +139,7 @@ def test_a_piece_skips_to_the_shared_head() -> None:
 @pytest.mark.parametrize("batch_norm", ["running", "batch"])
 @pytest.mark.parametrize("rows", [40, 33])
 def test_a_stream_is_the_direct_forward_pass(tmp_path: Path, batch_norm: str, rows: int) -> None:
-    client = a_client(tmp_path, tiny_settings(batch_norm=batch_norm), rows=rows)
+    client = a_client(tmp_path, tiny_settings(architecture__batch_norm=batch_norm), rows=rows)
     piece = PieceModel(client.blueprint, (0,), "head", client.load())
     piece.train(False)
     examples = client.share(0)
@@ -166,7 +166,7 @@ def test_a_stream_is_the_direct_forward_pass(tmp_path: Path, batch_norm: str, ro
 
 
 def test_a_stream_is_fitted_to_the_next_piece(tmp_path: Path) -> None:
-    client = a_client(tmp_path, tiny_settings(batch_norm="running"), rows=20)
+    client = a_client(tmp_path, tiny_settings(architecture__batch_norm="running"), rows=20)
     piece = PieceModel(client.blueprint, (0,), "head", client.load())
     piece.train(False)
     to_last = client.stream(piece, client.share(0), "train-0", 4)  # conv5 takes 32 x 4 x 4
@@ -190,7 +190,7 @@ def test_a_stream_of_nothing(tmp_path: Path) -> None:
 
 
 def trained(folder: Path, pause: bool) -> dict[str, np.ndarray]:
-    client = a_client(folder, tiny_settings(batch_norm="running"))
+    client = a_client(folder, tiny_settings(architecture__batch_norm="running"))
     trainer = LocalTrainer(
         lambda: [PieceModel(client.blueprint, (0, 1), "head", client.load())], client.training_config
     )

@@ -6,10 +6,10 @@ block i. It trains blocks and classifiers 1 .. d_k by
     sum_i l_CE(p_i) + lambda_t / (d_k - 1) sum_i sum_{j != i} KL(p_j || p_i),
 
 self-distillation among its classifiers, p_j a constant; lambda_t = exp(-5 (1 - min(t, T) / T)^2) in round t, T = 300
-(`distillation-rounds`). Its prediction is the mean of the classifiers' logits.
+(`depthfl.distillation-rounds`). Its prediction is the mean of the classifiers' logits.
 
-With `feddyn-alpha` a > 0 (FedDyn, Acar et al., ICLR 2021, as in the paper) the loss has - <h_k, theta> + a / 2 ||theta -
-theta_t||^2 besides, and h_k <- h_k - a (theta_k - theta_t) is the client's state.
+With `depthfl.feddyn-alpha` a > 0 (FedDyn, Acar et al., ICLR 2021, as in the paper) the loss has - <h_k, theta> + a / 2 ||theta
+- theta_t||^2 besides, and h_k <- h_k - a (theta_k - theta_t) is the client's state.
 """
 
 import math
@@ -147,7 +147,7 @@ def train(task: Task, client: Client) -> Update:
     """Train as many blocks as fit. Raises MemoryBudgetExceededError where not even the first one does."""
     task_config, settings = DepthFLTaskConfig.of(task), client.settings
     item = deepest(task, client)
-    alpha = settings.feddyn_alpha
+    alpha = settings.depthfl.feddyn_alpha
     make_loss = depth_loss(task_config.weight)
     if alpha:
         make_loss = dynamic(make_loss, alpha, lambda piece: corrections(client, piece, alpha))
@@ -155,7 +155,7 @@ def train(task: Task, client: Client) -> Update:
         lambda: [ExitsModel(client.blueprint, item.atoms, item.head, client.load())], client.training_config, make_loss
     )
     for epoch in trainer.epochs():
-        examples = client.share(0 if settings.feature_cache else epoch)
+        examples = client.share(0 if settings.memory.feature_cache else epoch)
         trainer.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train")
     (piece,) = trainer.finish()
     if alpha:

@@ -10,9 +10,9 @@ Where the paper is silent: frozen blocks run in evaluation mode; each sub-proble
 one optimiser, which comes to the same for block parameters and carries the head's momentum over); with mutual distillation the
 other model's logits are constants, as in the authors' code.
 
-`sub-problem = network` is how the authors fine-tune transformers: every sub-problem runs the whole network and trains its
-block, the first atom (embedding, class token, positions) and the head. Gradients go back through all blocks, so that memory is
-hardly saved; by default the first atom is trained in the first sub-problem alone, and frozen blocks are not there.
+`fedepth.sub-problem = network` is how the authors fine-tune transformers: every sub-problem runs the whole network and trains
+its block, the first atom (embedding, class token, positions) and the head. Gradients go back through all blocks, so that memory
+is hardly saved; by default the first atom is trained in the first sub-problem alone, and frozen blocks are not there.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,7 @@ def choose_items(
 def sub_problem(blueprint: Blueprint, settings: Settings, atoms: Piece, *, own_heads: bool = False) -> WorkItem:
     """The work item that trains a block: with the shared head, with one of its own, or within the whole network."""
     last = len(blueprint.atoms) - 1
-    if settings.sub_problem == "network":
+    if settings.fedepth.sub_problem == "network":
         return WorkItem(tuple(range(last + 1)), learns=atoms)
     return WorkItem(atoms, f"exits.{atoms[-1]}" if own_heads and atoms[-1] != last else "head")
 
@@ -96,8 +96,8 @@ def items_of(
 ) -> list[WorkItem]:
     """`choose_items` of a model. Raises AtomTooLargeError also for an atom that does not fit and cannot be left out."""
     names, item = atom_names(blueprint), partial(sub_problem, blueprint, settings, own_heads=own_heads)
-    items = choose_items(names, cost, allowed, settings.mutual_models, item)
-    if settings.sub_problem == "network" or items[0].copies > 1:
+    items = choose_items(names, cost, allowed, settings.fedepth.mutual_models, item)
+    if settings.fedepth.sub_problem == "network" or items[0].copies > 1:
         return items
     if (needed := indispensable(blueprint, [atom for each in items for atom in each.atoms])) is not None:
         raise AtomTooLargeError(names[needed], cost(item((needed,))), allowed)
@@ -146,7 +146,7 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
         raise MemoryBudgetExceededError(error.needed or 0, client.allowed, f"training atom {error.name!r}") from error
     if items[0].copies > 1:
         return train_mutually(client, items[0], task.cost(items[0]) or 0)
-    if client.settings.sub_problem == "network":
+    if client.settings.fedepth.sub_problem == "network":
         return train_network(task, client, items)
     pieces = [item.atoms for item in items]
     trained: dict[str, None] = {}
@@ -157,7 +157,7 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     for j, item in enumerate(items):
         trainer = LocalTrainer(partial(_load_piece, client, item.atoms, item.head), client.training_config)
         for epoch in trainer.epochs():
-            if epoch and not client.settings.feature_cache:
+            if epoch and not client.settings.memory.feature_cache:
                 share = client.share(epoch).entering(entrance)
                 examples = _stream_anew(client, trainer, pieces[: j + 1], share) if j else share
             trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(item.atoms)}")
@@ -177,7 +177,7 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
         del piece, trainer
         return_free_memory()
     metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.cost(item) or 0 for item in items)}
-    skipped = [] if client.settings.partial_training == "leave-out" else client.blueprint.units()
+    skipped = [] if client.settings.fedepth.partial_training == "leave-out" else client.blueprint.units()
     return Update([*dict.fromkeys([*trained, *skipped])], metrics, items, seen)
 
 
@@ -188,7 +188,7 @@ def train_network(task: Task, client: Client, items: list[WorkItem]) -> Update:
         make = partial(_load_piece, client, item.atoms, item.head, network_piece(item.learns))
         trainer = LocalTrainer(make, client.training_config)
         for epoch in trainer.epochs():
-            examples = client.share(0 if client.settings.feature_cache else epoch)
+            examples = client.share(0 if client.settings.memory.feature_cache else epoch)
             trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(item.learns)}")
         (piece,) = trainer.finish()
         client.save(piece)
@@ -229,7 +229,7 @@ def train_mutually(client: Client, item: WorkItem, needed: int) -> Update:
     trainer = LocalTrainer(
         lambda: [PieceModel(client.blueprint, item.atoms, item.head, load) for load in loads],
         client.training_config,
-        mutual_loss(client.settings.mutual_loss),
+        mutual_loss(client.settings.fedepth.mutual_loss),
     )
     examples = client.share(0)
     for epoch in trainer.epochs():

@@ -7,10 +7,10 @@ Eq. 9 and 13: min over w_m .. w_{M_k}, theta_{M_k} of the max over ||delta|| <= 
 z_{M_k}(z_{m-1} + delta), plus mu/2 ||z_{M_k}||^2, the un-pooled features. delta by PGD in evaluation mode, on the same loss.
 Eq. 11, when module m is done: the largest ||z_m(z_{m-1} + delta) - z_m(z_{m-1})||_2 of each training example.
 
-Where the paper is silent, as in the authors' code: images are attacked in L-infinity; features in an L2 ball (`feature-norm` =
-`linf`: of radius epsilon / sqrt(dimension)), from a random direction and radius, by steps of 2.5 epsilon / T, not below 0 where
-features never are; the regulariser is a mean over the batch; momentum starts at zero in every round; psi = 1. Ours: the last
-module, which has the model's own head and no auxiliary one, has no regulariser.
+Where the paper is silent, as in the authors' code: images are attacked in L-infinity; features in an L2 ball
+(`fedprophet.feature-norm` = `linf`: of radius epsilon / sqrt(dimension)), from a random direction and radius, by steps of 2.5
+epsilon / T, not below 0 where features never are; the regulariser is a mean over the batch; momentum starts at zero in every
+round; psi = 1. Ours: the last module, which has the model's own head and no auxiliary one, has no regulariser.
 """
 
 import math
@@ -104,7 +104,7 @@ def train(task: Task, client: Client) -> Update:
     trainer = LocalTrainer(
         lambda: [PieceModel(client.blueprint, item.atoms, item.head, client.load())],
         training_config,
-        module_loss(client.settings.convexity),
+        module_loss(client.settings.fedprophet.convexity),
     )
     for epoch in trainer.epochs():
         trainer.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(item.atoms)}")
@@ -137,14 +137,16 @@ def stage_examples(client: Client, task_config: FedProphetTaskConfig) -> Example
 def stage_attack(client: Client, task_config: FedProphetTaskConfig) -> Attack:
     """The attack on a stage's inputs."""
     settings = client.settings
-    images = image_attack(settings, client.data, settings.attack_steps)
+    images = image_attack(settings, client.data, settings.attack.steps)
     if not task_config.stage:
         return images
     epsilon = task_config.epsilon
-    if settings.feature_norm == "linf":
+    if settings.fedprophet.feature_norm == "linf":
         epsilon /= math.sqrt(math.prod(client.blueprint.shape_before(task_config.atoms(task_config.stage)[0])))
     low = 0.0 if task_config.nonnegative else -math.inf
-    return Attack(settings.feature_norm, epsilon, 2.5 * epsilon / settings.attack_steps, settings.attack_steps, low)
+    return Attack(
+        settings.fedprophet.feature_norm, epsilon, 2.5 * epsilon / settings.attack.steps, settings.attack.steps, low
+    )
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
@@ -156,7 +158,7 @@ def evaluate(task: Task, client: Client) -> Metrics:
         pieces = [whole]
     largest = max(validation_cost(task, client, piece) or client.allowed for piece in pieces)
     held = len(pieces) == 1 or largest + held_bytes(client, pieces) <= client.allowed
-    attack = image_attack(client.settings, client.data, client.settings.evaluation_attack_steps)
+    attack = image_attack(client.settings, client.data, client.settings.evaluation.attack_steps)
     return validate(client, pieces, head_behind(client.blueprint, whole[-1]), attack, held=held)
 
 

@@ -12,9 +12,9 @@ Statistics (ours): blocks that shrinking leaves random get running statistics fo
 
 Where the paper is silent, as in the authors' code: of the student only theta_{t,b} learns, in the last block's map theta_L too;
 momentum starts at zero in every round. Ours: frozen blocks and the teacher run in evaluation mode, so that z_{t-1} is computed
-once a step and lies in the store. With `frozen-mode = training` frozen blocks run in training mode, as theirs: their batch
-norms take statistics of a batch, whose running means (which theirs go on averaging) stay as the block's own step left them.
-The teacher's logits are computed first, one atom after another: teacher and student are never held together.
+once a step and lies in the store. With `profl.frozen-mode = training` frozen blocks run in training mode, as theirs: their
+batch norms take statistics of a batch, whose running means (which theirs go on averaging) stay as the block's own step left
+them. The teacher's logits are computed first, one atom after another: teacher and student are never held together.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def train(task: Task, client: Client) -> Update:
     elif not whole:
         require(task, client, item_of(task, OUTPUT_LAYER), "training the output layer")
     frozen = [(atom,) for atom in frozen_atoms(task)]
-    training = client.settings.frozen_mode == "training"
+    training = client.settings.profl.frozen_mode == "training"
     # images are augmented again in every round, features are not
     z = prefix_features(client, frozen, training=training) if frozen else client.share(0)
     if task_config.doing == "map":

@@ -1,9 +1,10 @@
 """PriSM, the client's side (section 3.2.2): local training of a sub-model of low rank, or of OrthDrop's, which has other sizes.
 
-u', v': the factors of a layer (models/low_rank.py). lambda: `weight-decay`. What is not a factor decays by lambda as usual,
-factors by Eq. 6: lambda / 2 ||U' V'||_F^2 = lambda / 2 tr(U'^T U' V' V'^T), which needs no U' V'. Its gradient is lambda U' V'
-V'^T and lambda U'^T U' V'; the norm of the whole gradient, this included, may be bounded (`clip-norm`, 5 in the authors' code).
-Momentum begins at zero in every round; in the authors' code it goes on (`server-momentum`, piecework.client_app.momentum).
+u', v': the factors of a layer (models/low_rank.py). lambda: `training.weight-decay`. What is not a factor decays by lambda as
+usual, factors by Eq. 6: lambda / 2 ||U' V'||_F^2 = lambda / 2 tr(U'^T U' V' V'^T), which needs no U' V'. Its gradient is lambda
+U' V' V'^T and lambda U'^T U' V'; the norm of the whole gradient, this included, may be bounded (`training.clip-norm`, 5 in the
+authors' code). Momentum begins at zero in every round; in the authors' code it goes on (`prism.server-momentum`,
+piecework.client_app.momentum).
 """
 
 from dataclasses import dataclass, replace
@@ -71,7 +72,7 @@ def low_rank_loss(decay: float) -> MakeLoss:
 
 def train(task: Task, client: Client) -> Update:
     """Train the sub-model. Raises MemoryBudgetExceededError."""
-    carried = CarriedMomentum(client, averaged(client.blueprint)) if client.settings.server_momentum else None
+    carried = CarriedMomentum(client, averaged(client.blueprint)) if client.settings.prism.server_momentum else None
     make_loss = low_rank_loss(client.training_config.weight_decay)
     update = train_whole(task, client, make_loss, LowRankModel, carried)
     return replace(update, units=[*update.units, *carried.units()]) if carried else update

@@ -115,7 +115,7 @@ class SparseTrainer(LocalTrainer):
         return (0,) if self._stays or self._is_masked() else (1, int(self._compact is None))
 
     def _is_masked(self) -> bool:
-        every = self.client.settings.masked_every
+        every = self.client.settings.spafl.masked_every
         return self.layout is None or (every > 0 and self.batches % every == 0)
 
     def _step(self, z: Tensor, y: Tensor, rng: np.random.Generator) -> Tensor:

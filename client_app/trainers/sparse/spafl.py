@@ -3,11 +3,11 @@ client's side, and `local`, the same without communication.
 
 w_k, tau: the client's weights and its thresholds; Delta tau: how the server's thresholds changed. Algorithm 1: the client
 takes the server's thresholds, moves its weights by Delta tau (Eq. 13), and trains both for E epochs (Eq. 3 to 6). Weights and
-batch norms stay in its store, with momentum where `client-momentum` says so, and thresholds alone are sent. Who has no model
-yet, or lost it, builds the initial one from the seed.
+batch norms stay in its store, with momentum where `spafl.client-momentum` says so, and thresholds alone are sent. Who has no
+model yet, or lost it, builds the initial one from the seed.
 
 Ours: the server sends Delta tau too, because a client that was not in the round before cannot know it. Weights are never
-decayed towards thresholds, nor thresholds by `weight-decay`.
+decayed towards thresholds, nor thresholds by `training.weight-decay`.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def train(task: Task, client: Client) -> Update:
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
     source = own_model(client, task_config)
-    carried = CarriedMomentum(client) if settings.client_momentum else None
+    carried = CarriedMomentum(client) if settings.spafl.client_momentum else None
     folder = client.new_state(anew=True)
 
     def begin() -> list[PieceModel]:
@@ -121,7 +121,7 @@ def evaluate(task: Task, client: Client) -> Metrics:
 def own_layout(client: Client, variant: Variant) -> Layout | None:
     """The layout of the compact form of a client's masked model, where that is used."""
     settings, data = client.settings, client.data
-    return _layout(settings, data.input_shape, data.num_classes, variant) if settings.masked_every != 1 else None
+    return _layout(settings, data.input_shape, data.num_classes, variant) if settings.spafl.masked_every != 1 else None
 
 
 @lru_cache(maxsize=4)
@@ -158,7 +158,7 @@ def take_over(model: SparseModel, client: Client) -> None:
     sent = dict(client.store.read([THRESHOLDS]))
     if (client.store.model / f"{CHANGE}.safetensors").is_file():
         sent |= dict(client.store.read([CHANGE]))
-    place, how = 0, client.settings.importance_update
+    place, how = 0, client.settings.spafl.importance_update
     for layer in model.layers():
         part = slice(place, place := place + len(layer.tau))
         if how != "off" and CHANGE in sent:

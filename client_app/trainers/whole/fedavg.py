@@ -1,8 +1,8 @@
 """Federated averaging, the client's side: local SGD on the whole model (McMahan et al., 2017, Algorithm 1).
 
-A device whose budget does not allow the whole model says so; nothing is trained in its place. With `adversarial` it is local
-adversarial training (Zizzo et al., "FAT: Federated Adversarial Training", 2020): PGD on the images, after `attack-warmup` clean
-rounds.
+A device whose budget does not allow the whole model says so; nothing is trained in its place. With `training.adversarial` it is
+local adversarial training (Zizzo et al., "FAT: Federated Adversarial Training", 2020): PGD on the images, after `attack.warmup`
+clean rounds.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def train_whole(
 
     trainer = make_trainer(make, client.training_config, make_loss, carried)
     for epoch in trainer.epochs():
-        examples = client.share(0 if client.settings.feature_cache else epoch)
+        examples = client.share(0 if client.settings.memory.feature_cache else epoch)
         trainer.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train the whole model")
     (model,) = trainer.finish()
     client.save(model)

@@ -6,8 +6,8 @@ for an adversarial step trains adversarially; each batch first goes through the 
 it, then it is attacked and learnt with the adversarial set. Others train on clean examples, with the clean set.
 
 Where FedProphet's authors learn adversarial examples alone, FedRBN's also learn the clean ones: (1 - q) CE(clean) + q
-CE(adversarial), q = 0.5; `clean-weight` is 1 - q, by default 0. Ours: the two gradients are taken one after the other, so that
-their activations are never held together.
+CE(adversarial), q = 0.5; `fedrbn.clean-weight` is 1 - q, by default 0. Ours: the two gradients are taken one after the other,
+so that their activations are never held together.
 """
 
 from dataclasses import dataclass
@@ -127,7 +127,7 @@ def train(task: Task, client: Client) -> Update:
     """Train the whole model, swapping where it does not fit."""
     if not task.adversarial:
         return train_whole(task, client, piece_class=DualPiece, clean=True, swaps=True)
-    weight = client.settings.clean_weight
+    weight = client.settings.fedrbn.clean_weight
     return train_whole(
         task,
         client,
@@ -139,7 +139,9 @@ def train(task: Task, client: Client) -> Update:
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """Accuracy on this client's validation share, clean and under attack, by the statistics of `evaluation-branch`."""
+    """Accuracy on this client's validation share, clean and under attack, by the statistics of `fedrbn.evaluation-branch`."""
     whole = tuple(range(len(client.blueprint.atoms)))
-    attack = image_attack(client.settings, client.data, client.settings.evaluation_attack_steps)
-    return validate(client, [whole], "head", attack, held=True, piece_class=BRANCHES[client.settings.evaluation_branch])
+    attack = image_attack(client.settings, client.data, client.settings.evaluation.attack_steps)
+    return validate(
+        client, [whole], "head", attack, held=True, piece_class=BRANCHES[client.settings.fedrbn.evaluation_branch]
+    )

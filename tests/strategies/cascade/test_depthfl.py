@@ -1,7 +1,6 @@
 """DepthFL: its loss and FedDyn's terms by hand, exits of all models, runs of clients of different depth."""
 
 import math
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from helpers import TRIO, clients_of, digits, first_arrays, fleet_json, model_of, run_local, same, tiny_settings
 from safetensors.numpy import load_file
+from settings_helpers import settings_with
 
 from piecework import load
 from piecework.client_app.trainers.cascade.depthfl import corrected, distillation_weight, exits_loss, item_of_depth
@@ -18,6 +18,7 @@ from piecework.models.cascade import num_logits, unit_of
 from piecework.models.depth_exits import ExitCascade, exits_of, with_exits
 from piecework.models.variant import Variant
 from piecework.models.zoo import MODELS, build_blueprint
+from piecework.options import read_preset
 from piecework.plan import make_plan
 from piecework.planning.costs import cost_model_for
 from piecework.question import PlanQuestion, ask
@@ -25,11 +26,10 @@ from piecework.strategies.cascade.depthfl import DepthFLPolicy
 from piecework.training.examples import normalised
 from piecework.training.settings import Settings
 
-CONF = Path(__file__).resolve().parents[3] / "conf"
 # The convnet has the blocks (0, 1), (2, 3) and (4,), with the exits 5 and 6 behind atoms 1 and 3.
 SMALL: dict[str, Any] = TRIO | {
     "strategy": "depthfl",
-    "local_iterations": 2,
+    "training__local_iterations": 2,
     "num_rounds": 2,
     "fleet": fleet_json(rich=1.8, some=1.45, poor=1.2),
 }
@@ -123,7 +123,7 @@ def test_what_nobody_trains_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_the_model_predicts_by_the_mean_of_its_exits(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"dataset": "digits", "batch_norm": "running"})
+    run_dir = run_local(tmp_path, **SMALL | {"dataset": "digits", "architecture__batch_norm": "running"})
     model = load(run_dir.path, normalise=False)
     assert isinstance(model.network, ExitCascade)
     data = digits()
@@ -133,14 +133,14 @@ def test_the_model_predicts_by_the_mean_of_its_exits(tmp_path: Path) -> None:
 
 
 def test_clients_evaluate_their_depth(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"client_evaluation_every": 1, "num_rounds": 1})
+    run_dir = run_local(tmp_path, **SMALL | {"evaluation__on_clients_every": 1, "num_rounds": 1})
     for client in clients_of(run_dir):
         assert 0 < client["evaluation_peak"] <= client["budget"]
 
 
 def test_feddyn_on_both_sides(tmp_path: Path) -> None:
     """One client of one: h of the server is h_k, - a (theta_k - theta_0), and theta_1 = theta_k - h / a."""
-    alone = SMALL | {"clients": 1, "feddyn_alpha": 0.1, "fleet": fleet_json(rich=2.5), "num_rounds": 1}
+    alone = SMALL | {"clients": 1, "depthfl__feddyn_alpha": 0.1, "fleet": fleet_json(rich=2.5), "num_rounds": 1}
     run_dir = run_local(tmp_path, **alone)
     checkpoint = run_dir.load_checkpoint()
     assert checkpoint is not None
@@ -156,10 +156,10 @@ def test_feddyn_on_both_sides(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    changes = SMALL | {"feddyn_alpha": 0.1, "local_iterations": 1}
+    changes = SMALL | {"depthfl__feddyn_alpha": 0.1, "training__local_iterations": 1}
     through = run_local(tmp_path / "a", **changes)
-    halved = run_local(tmp_path / "b", **changes | {"num_rounds": 1, "lr_rounds": 2})
-    halved = run_local(tmp_path / "b", **changes | {"lr_rounds": 2, "resume_from": str(halved.path)})
+    halved = run_local(tmp_path / "b", **changes | {"num_rounds": 1, "training__lr_rounds": 2})
+    halved = run_local(tmp_path / "b", **changes | {"training__lr_rounds": 2, "resume_from": str(halved.path)})
     assert same(model_of(through), model_of(halved))
     for client in clients_of(through):
         assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
@@ -168,8 +168,8 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("strategy", "share"), [("depthfl", 0.47), ("exclusivefl", 0.08)])
 def test_participation_of_the_papers_devices(strategy: str, share: float) -> None:
     """ProFL's Table 1, of its 100 devices by its authors' memory."""
-    settings = Settings(
-        strategy=strategy, model="resnet18", memory_model="profl", fleet="profl", batch_size=64, clients=100
+    settings = settings_with(
+        strategy=strategy, model="resnet18", memory__model="profl", fleet="profl", training__batch_size=64, clients=100
     )
     found = make_plan(settings, PlanQuestion(input_shape=(3, 32, 32), num_classes=10, examples=500))
     assert found["fleet"]["participation"] == share
@@ -188,12 +188,19 @@ def test_who_cannot_train_a_block_is_not_asked(tmp_path: Path) -> None:
 
 
 def test_no_batch_norm_of_ones_own(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="batch-norm = 'local': the server would have no model to predict with"):
-        run_local(tmp_path, **SMALL | {"batch_norm": "local"})
+    with pytest.raises(
+        ValueError, match=r"architecture\.batch-norm = 'local': the server would have no model to predict with"
+    ):
+        run_local(tmp_path, **SMALL | {"architecture__batch_norm": "local"})
 
 
 def test_exits_that_nobody_has_trained_have_no_say(tmp_path: Path) -> None:
-    changes = {"fleet": fleet_json(some=1.45, poor=1.2), "num_rounds": 1, "batch_norm": "running", "dataset": "digits"}
+    changes = {
+        "fleet": fleet_json(some=1.45, poor=1.2),
+        "num_rounds": 1,
+        "architecture__batch_norm": "running",
+        "dataset": "digits",
+    }
     run_dir = run_local(tmp_path, **SMALL | changes)
     model, data = load(run_dir.path, normalise=False), digits()
     assert len(model.network.atoms) == 5  # two blocks and the first one's exit; the second's is the head
@@ -216,7 +223,7 @@ def test_two_classes_of_one_logit() -> None:
 @pytest.mark.parametrize(("depth", "megabytes"), [(1, 478), (2, 688), (3, 792), (4, 840)])
 def test_the_papers_memory_counts_no_classifiers(depth: int, megabytes: int) -> None:
     resnet = build_blueprint("resnet18", num_classes=10, input_shape=(3, 32, 32))
-    settings = Settings(model="resnet18", memory_model="profl", batch_size=64)
+    settings = settings_with(model="resnet18", memory__model="profl", training__batch_size=64)
     policy = DepthFLPolicy(resnet, cost_model_for(settings, resnet), settings)
     assert policy.bytes(policy.depth(depth)) == megabytes * 10**6
 
@@ -226,7 +233,7 @@ def test_the_papers_memory_counts_no_classifiers(depth: int, megabytes: int) -> 
 )
 def test_participation_in_the_presets(model: str, shares: tuple[float, float]) -> None:
     """Of ExclusiveFL and DepthFL, by the fitted formula; Table 1 has 0 and 34 %, 24 and 43 %, 0 and 37 %."""
-    preset = tomllib.loads((CONF / f"profl-{model}-cifar10.toml").read_text(encoding="utf-8"))
+    preset = read_preset(f"profl-{model}-cifar10")
     question = PlanQuestion(input_shape=(3, 32, 32), num_classes=10, examples=500)
     found = []
     for strategy in ("exclusivefl", "depthfl"):

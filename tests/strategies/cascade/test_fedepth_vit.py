@@ -15,6 +15,7 @@ from helpers import (
     tiny_settings,
     training,
 )
+from settings_helpers import settings_with
 from torch import nn
 
 from piecework.client_app.trainers.cascade.fedepth import network_piece
@@ -24,17 +25,16 @@ from piecework.models.zoo import build_blueprint
 from piecework.planning.costs import cost_model_for
 from piecework.planning.part import whole_model
 from piecework.strategies.cascade.fedepth import FeDepthPolicy
-from piecework.training.settings import Settings
 
 # A transformer of 6 encoders on digits, narrow enough for seconds.
 SMALL: dict[str, Any] = TRIO | {
     "strategy": "fedepth",
     "model": "vit",
-    "model_options": "patch=4,depth=6",
-    "model_width": 0.1,
-    "local_iterations": 1,
-    "evaluate_every": 0,
-    "mutual_models": 1,
+    "architecture__options": "patch=4,depth=6",
+    "architecture__width": 0.1,
+    "training__local_iterations": 1,
+    "evaluation__every": 0,
+    "fedepth__mutual_models": 1,
 }
 
 
@@ -55,7 +55,7 @@ def fleet(**shares: float) -> str:
 
 @cache
 def policy_of(shape: tuple[int, int, int], patch: int) -> FeDepthPolicy:
-    settings = Settings(strategy="fedepth", model="vit", batch_size=32, mutual_models=1)
+    settings = settings_with(strategy="fedepth", model="vit", training__batch_size=32, fedepth__mutual_models=1)
     blueprint = build_blueprint("vit", num_classes=10, input_shape=shape, patch=patch)
     return FeDepthPolicy(blueprint, cost_model_for(settings, blueprint), settings)
 
@@ -76,7 +76,7 @@ def test_the_fleet_makes_groups_of_2_4_6_and_12_encoders(shape: tuple[int, int, 
 @pytest.mark.parametrize("sub_problem", ["blocks", "network"])
 def test_measured_equals_traced(tmp_path: Path, sub_problem: str) -> None:
     devices = fleet(pair=0.25, half=0.6, all=1.0) if sub_problem == "blocks" else fleet(maximum=0.9, all=1.0)
-    changes = {"fleet": devices, "sub_problem": sub_problem}
+    changes = {"fleet": devices, "fedepth__sub_problem": sub_problem}
     for client in clients_of(run_local(tmp_path, **SMALL | changes)):
         assert client["status"] == "ok"
         assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
@@ -100,8 +100,8 @@ def test_in_the_network_gradients_reach_the_first_atom_the_block_and_the_head() 
 
 
 def test_the_authors_way_saves_little(tmp_path: Path) -> None:
-    """The paper's memory-model cuts it as it would be without the other blocks; the traced peak says what it takes."""
-    changes = {"sub_problem": "network", "memory_model": "fedepth", "fleet": fleet_json(poor=0.02)}
+    """The paper's memory.model cuts it as it would be without the other blocks; the traced peak says what it takes."""
+    changes = {"fedepth__sub_problem": "network", "memory__model": "fedepth", "fleet": fleet_json(poor=0.02)}
     run_dir = run_local(tmp_path, RecordingGrid, **SMALL | changes)
     (record,) = run_dir.rounds()
     assert not record["enforced"]
@@ -114,12 +114,14 @@ def test_the_authors_way_saves_little(tmp_path: Path) -> None:
 
 def test_what_is_not_trained_is_not_sent(tmp_path: Path) -> None:
     """In the network, too: a client that cannot train encoders 1 to 5 sends the first atom, the last and the head."""
-    poor = {"fleet": fleet(poor=0.7), "allow_untrained": True}  # no client trains what is not sent
-    run_local(tmp_path, RecordingGrid, **SMALL | {"sub_problem": "network"} | poor)
+    poor = {"fleet": fleet(poor=0.7), "faults__allow_untrained": True}  # no client trains what is not sent
+    run_local(tmp_path, RecordingGrid, **SMALL | {"fedepth__sub_problem": "network"} | poor)
     found = arrays_of(training(RecordingGrid.last.received)[0])
     assert {unit_of(name) for name in found} == {"atoms.0", "atoms.6", "head"}
 
 
 def test_own_heads_and_the_network_do_not_go_together(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="sub-problem = 'network' trains the model's own head: m-fedepth has others"):
-        run_local(tmp_path, **SMALL | {"strategy": "m-fedepth", "sub_problem": "network"})
+    with pytest.raises(
+        ValueError, match=r"fedepth\.sub-problem = 'network' trains the model's own head: m-fedepth has others"
+    ):
+        run_local(tmp_path, **SMALL | {"strategy": "m-fedepth", "fedepth__sub_problem": "network"})

@@ -37,18 +37,18 @@ FLEET = boards(poor=(0.56, 1e10), slow=(1.3, 1e9), rich=(1.3, 1e11))
 MODULES = [(0, 1, 2), (3,), (4,)]
 SMALL: dict[str, Any] = TRIO | {
     "strategy": "fedprophet",
-    "batch_norm": "running",
-    "local_iterations": 2,
-    "attack_steps": 1,
-    "evaluation_attack_steps": 1,
-    "evaluation_attack_examples": 20,
-    "validation_share": 0.3,
+    "architecture__batch_norm": "running",
+    "training__local_iterations": 2,
+    "attack__steps": 1,
+    "evaluation__attack_steps": 1,
+    "evaluation__attack_examples": 20,
+    "data__validation_fraction": 0.3,
     "num_rounds": 6,
-    "stage_rounds": 2,
-    "stage_patience": 0,
-    "lr": 0.02,
+    "fedprophet__stage_rounds": 2,
+    "fedprophet__stage_patience": 0,
+    "training__lr": 0.02,
     "fleet": FLEET,
-    "r_min": "0.55x",
+    "fedprophet__r_min": "0.55x",
 }
 
 
@@ -250,7 +250,10 @@ def test_a_client_that_comes_late_rebuilds_what_it_missed(tmp_path: Path) -> Non
 
 
 def test_without_adjustment_and_assignment(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"apa": False, "dma": False, "stage_rounds": 1, "num_rounds": 3})
+    run_dir = run_local(
+        tmp_path,
+        **SMALL | {"fedprophet__apa": False, "fedprophet__dma": False, "fedprophet__stage_rounds": 1, "num_rounds": 3},
+    )
     rounds = run_dir.rounds()
     assert [record["stage"] for record in rounds] == ["module 1", "module 2", "module 3"]
     assert [record["alpha"] for record in rounds[1:]] == [0.3, 0.3]
@@ -260,7 +263,11 @@ def test_without_adjustment_and_assignment(tmp_path: Path) -> None:
 
 
 def test_a_stage_ends_early_with_its_best_round(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"stage_rounds": 50, "stage_patience": 1, "num_rounds": 30, "lr": 0.5})
+    run_dir = run_local(
+        tmp_path,
+        **SMALL
+        | {"fedprophet__stage_rounds": 50, "fedprophet__stage_patience": 1, "num_rounds": 30, "training__lr": 0.5},
+    )
     rounds = run_dir.rounds()
     last = [record for record, following in pairwise(rounds) if record["stage"] != following["stage"]]
     assert len(last) == 2
@@ -281,7 +288,7 @@ def test_a_stage_ends_early_with_its_best_round(tmp_path: Path) -> None:
 
 def test_what_training_ends_with_is_the_best_round(tmp_path: Path) -> None:
     """Broken off in a stage's bad rounds, the model is that of its best one; the checkpoint goes on from the last."""
-    settings = SMALL | {"stage_rounds": 4, "num_rounds": 4, "lr": 0.9}
+    settings = SMALL | {"fedprophet__stage_rounds": 4, "num_rounds": 4, "training__lr": 0.9}
     run_dir = run_local(tmp_path, **settings | {"num_rounds": 3})
     scores = [r["client_accuracy"] + r["client_adversarial_accuracy"] for r in run_dir.rounds()]
     checkpoint = run_dir.load_checkpoint()
@@ -303,14 +310,20 @@ def test_a_run_that_ends_with_a_stage_leaves_what_was_trained(two_stages: RunDir
 
 
 def test_clean_rounds_come_first(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"attack_warmup": 1, "num_rounds": 3})
+    run_dir = run_local(tmp_path, **SMALL | {"attack__warmup": 1, "num_rounds": 3})
     assert [record["clean_round"] for record in run_dir.rounds()] == [True, False, True]
     warm, hot = (record["clients"][0] for record in run_dir.rounds()[:2])
     assert warm["flops"] < hot["flops"]
     assert warm["simulated_seconds"] < hot["simulated_seconds"]
 
 
-LOCAL = SMALL | {"batch_norm": "local", "stage_rounds": 3, "stage_patience": 1, "num_rounds": 6, "lr": 0.3}
+LOCAL = SMALL | {
+    "architecture__batch_norm": "local",
+    "fedprophet__stage_rounds": 3,
+    "fedprophet__stage_patience": 1,
+    "num_rounds": 6,
+    "training__lr": 0.3,
+}
 
 
 def test_local_batch_norm_goes_back_with_the_model(tmp_path: Path) -> None:
@@ -332,7 +345,8 @@ def test_features_of_emulated_clients_are_gone_in_the_end(whole_run: RunDir) -> 
 def test_a_papers_memory_assigns_the_first_module_always(tmp_path: Path) -> None:
     fleet = boards(none=(1, 1e9), some=(10**7, 1e9), all=(10**9, 1e9))
     run_dir = run_local(
-        tmp_path, **SMALL | {"memory_model": "fedprophet", "fleet": fleet, "num_rounds": 1, "r_min": "0.6x"}
+        tmp_path,
+        **SMALL | {"memory__model": "fedprophet", "fleet": fleet, "num_rounds": 1, "fedprophet__r_min": "0.6x"},
     )
     (record,) = run_dir.rounds()
     assert (record["enforced"], record["answered"]) == (False, 3)
@@ -343,10 +357,10 @@ def test_a_papers_memory_assigns_the_first_module_always(tmp_path: Path) -> None
 
 def test_everybody_measures_within_the_smallest_budget(tmp_path: Path) -> None:
     """All have just what the largest module takes: the pre-round query and validation take no more."""
-    settings = SMALL | {"num_rounds": 3, "stage_rounds": 1}
-    rich = run_local(tmp_path / "rich", **settings | {"fleet": boards(rich=(10**9, 1e9)), "dma": False})
+    settings = SMALL | {"num_rounds": 3, "fedprophet__stage_rounds": 1}
+    rich = run_local(tmp_path / "rich", **settings | {"fleet": boards(rich=(10**9, 1e9)), "fedprophet.dma": False})
     needed = max(client["predicted_peak"] for record in rich.rounds() for client in record["clients"])
-    run_dir = run_local(tmp_path / "poor", **settings | {"fleet": boards(all=(needed, 1e9)), "r_min": ""})
+    run_dir = run_local(tmp_path / "poor", **settings | {"fleet": boards(all=(needed, 1e9)), "fedprophet__r_min": ""})
     queries = [record["query"] for record in run_dir.rounds() if record["query"]]
     assert len(queries) >= 2
     for found in (*queries, *(record["evaluation"] for record in run_dir.rounds())):
@@ -393,7 +407,7 @@ def test_a_lie_about_the_model_does_not_count(tmp_path: Path, lies: dict[str, fl
 @pytest.mark.parametrize("distance", [1e5, 1e300])
 def test_a_measurement_far_from_all_others_does_not_count(tmp_path: Path, distance: float) -> None:
     grid = type("Here", (Lying,), {"kind": "query.query", "lies": {"perturbation": distance}})
-    record = run_local(tmp_path, grid, **SMALL | {"stage_rounds": 1, "num_rounds": 2}).rounds()[1]
+    record = run_local(tmp_path, grid, **SMALL | {"fedprophet__stage_rounds": 1, "num_rounds": 2}).rounds()[1]
     assert record["query"]["answered"] == 2
     assert record["distance"] < 100
 
@@ -417,14 +431,14 @@ def test_a_client_whose_process_died_can_still_train_its_module(tmp_path: Path) 
 
 
 def test_one_image_is_enough_to_validate(tmp_path: Path) -> None:
-    (record,) = run_local(tmp_path, **SMALL | {"validation_share": 0.01, "num_rounds": 1}).rounds()
+    (record,) = run_local(tmp_path, **SMALL | {"data__validation_fraction": 0.01, "num_rounds": 1}).rounds()
     assert record["clients_evaluated"] == 3
     assert record["client_accuracy"] is not None
 
 
 # ---- jFAT
 
-JOINT = SMALL | {"strategy": "jfat", "num_rounds": 1, "r_min": ""}
+JOINT = SMALL | {"strategy": "jfat", "num_rounds": 1, "fedprophet__r_min": ""}
 
 
 def test_jfat_swaps_at_the_price_of_time(tmp_path: Path) -> None:
@@ -445,7 +459,7 @@ def test_fedprophet_with_memory_for_everything_is_jfat(tmp_path: Path) -> None:
     """One module is the whole model, with its own head: the paper's section 7.3."""
     rich = SMALL | {"fleet": boards(rich=(10**9, 1e9)), "num_rounds": 2}
     joint = run_local(tmp_path / "joint", **rich | {"strategy": "jfat"})
-    prophet = run_local(tmp_path / "prophet", **rich | {"r_min": "1x"})
+    prophet = run_local(tmp_path / "prophet", **rich | {"fedprophet__r_min": "1x"})
     assert same(model_of(joint), model_of(prophet))
 
 
@@ -456,18 +470,27 @@ def test_fedprophet_with_memory_for_everything_is_jfat(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (
-            {"r_min": "0.3x"},
-            r"setting r-min = '0.3x' is [\d,]+ bytes, and atom 'conv\d' alone needs [\d,]+: give at least",
+            {"fedprophet__r_min": "0.3x"},
+            r"setting fedprophet.r-min = '0.3x' is [\d,]+ bytes, and atom 'conv\d' alone needs [\d,]+: give at least",
         ),
-        ({"r_min": "lots"}, r"setting r-min = 'lots': expected bytes as 60MB or 57MiB, or a share"),
-        ({"attack_warmup": 2}, r"attack-warmup = 2 leaves no adversarial round in stages of 2"),
-        ({"patience": 3}, r"patience = 3 compares the accuracies of different modules: use stage-patience"),
-        ({"apa_least": 0.5}, r"apa-least = 0.5 is more than apa-start = 0.3"),
-        ({"init_weights": "none.safetensors"}, r"init-weights = none.safetensors: there is no such file"),
-        ({"validation_share": 0.0}, r"validation-share is 0: fedprophet is steered"),
-        ({"attack_epsilon": 1.5}, r"setting attack-epsilon = 1.5: should be less than or equal to 1"),
-        ({"attack_epsilon": 0.0}, r"setting attack-epsilon = 0.0: should be greater than 0"),
-        ({"apa_margin": 1.0}, r"setting apa-margin = 1.0: should be less than 1"),
+        (
+            {"fedprophet__r_min": "lots"},
+            r"setting fedprophet.r-min = 'lots': expected bytes as 60MB or 57MiB, or a share",
+        ),
+        ({"attack__warmup": 2}, r"attack.warmup = 2 leaves no adversarial round in stages of 2"),
+        (
+            {"evaluation.patience": 3},
+            r"patience = 3 compares the accuracies of different modules: use fedprophet.stage-patience",
+        ),
+        ({"fedprophet__apa_min": 0.5}, r"fedprophet.apa-min = 0.5 is more than fedprophet.apa-start = 0.3"),
+        (
+            {"training__init_weights": "none.safetensors"},
+            r"training.init-weights = none.safetensors: there is no such file",
+        ),
+        ({"data__validation_fraction": 0.0}, r"data.validation-fraction is 0: fedprophet is steered"),
+        ({"attack__epsilon": 1.5}, r"setting attack.epsilon = 1.5: should be less than or equal to 1"),
+        ({"attack__epsilon": 0.0}, r"setting attack.epsilon = 0.0: should be greater than 0"),
+        ({"fedprophet__apa_margin": 1.0}, r"setting fedprophet.apa-margin = 1.0: should be less than 1"),
     ],
 )
 def test_bad_settings_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -500,7 +523,7 @@ def test_nobody_can_measure_the_next_stage(tmp_path: Path) -> None:
             kept = [m for m in messages if m.metadata.message_type != "query.query"]
             return super().push_messages(kept)
 
-    short = {"round_timeout": 2.0, "stage_rounds": 1, "num_rounds": 2}
+    short = {"messages__round_timeout": 2.0, "fedprophet__stage_rounds": 1, "num_rounds": 2}
     with pytest.raises(RunAbortedError, match="no client could measure what module 2 starts from: no answer within"):
         run_local(tmp_path, Silent, **SMALL | short)
     resumed = run_local(tmp_path, **SMALL | short, resume_from=str(tmp_path / "run"))

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from fedprophet_helpers import a_run
 from flwr.app import MetricRecord
+from settings_helpers import key_of, settings_with
 
 from piecework.strategies.cascade.fedprophet import FedProphet
 from piecework.strategies.cascade.fedprophet_adjustment import BestRound, FedProphetState, FixedModule, adjusted_alpha
-from piecework.training.settings import Settings
 
 # ---- on its boundaries
 
-GAMMA = Settings(apa_margin=0.25, apa_step=0.1)  # boundaries that are exact in binary
+GAMMA = settings_with(fedprophet__apa_margin=0.25, fedprophet__apa_step=0.1)  # boundaries that are exact in binary
 FIXED = FixedModule(
     clean=0.5, adversarial=0.25, epsilon=0.0, nonnegative=True
 )  # C* / A* = 2: 2.5 and 1.5 are still within
@@ -50,7 +50,12 @@ def test_alpha_follows_the_ratio_of_accuracies(clean: float, adversarial: float,
 
 @pytest.mark.parametrize(("ratio", "alpha"), [(2.101, 0.4), (2.099, 0.3), (1.901, 0.3), (1.899, 0.2)])
 def test_alpha_with_the_papers_gamma(ratio: float, alpha: float) -> None:
-    assert adjusted_alpha(0.3, [[0.25 * ratio, 0.25]], FIXED, Settings(apa_margin=0.05, apa_step=0.1)) == alpha
+    assert (
+        adjusted_alpha(
+            0.3, [[0.25 * ratio, 0.25]], FIXED, settings_with(fedprophet__apa_margin=0.05, fedprophet__apa_step=0.1)
+        )
+        == alpha
+    )
 
 
 def test_a_stage_before_without_robustness() -> None:
@@ -64,7 +69,7 @@ def test_a_stage_before_without_robustness() -> None:
 def test_alphas_lower_bound() -> None:
     low = [[0.1, 0.25]]
     assert adjusted_alpha(0.05, low, FIXED, GAMMA) == 0.0
-    authors = GAMMA.model_copy(update={"apa_least": 0.3})
+    authors = GAMMA.changed({"fedprophet.apa-min": 0.3})
     assert adjusted_alpha(0.3, low, FIXED, authors) == 0.3
     assert adjusted_alpha(0.35, low, FIXED, authors) == 0.3
     assert adjusted_alpha(0.5, low, FIXED, authors) == 0.4
@@ -113,8 +118,8 @@ def second_stage(tmp_path: Path) -> Iterator[Callable[..., list[FedProphetState]
         assert isinstance(strategy, FedProphet)
 
         def states(accuracies: list[tuple[float, float]], stage: int = 1, **settings: Any) -> list[FedProphetState]:
-            changes = {"apa_margin": 0.25, "stage_patience": 0} | settings
-            strategy.settings = run.settings.model_copy(update=changes)
+            changes = {"fedprophet__apa_margin": 0.25, "fedprophet__stage_patience": 0} | settings
+            strategy.settings = run.settings.changed({key_of(name): value for name, value in changes.items()})
             strategy.state = FedProphetState(
                 r_min=1,
                 stage_rounds=99,
@@ -145,19 +150,19 @@ def test_alpha_from_round_to_round(second_stage: Play) -> None:
     assert alphas([HIGH, HIGH, EVEN, LOW]) == [0.4, 0.5, 0.5, 0.4]
     assert alphas([LOW] * 5) == [0.2, 0.1, 0.0, 0.0, 0.0]
     assert alphas([HIGH, LOW], stage=0) == [0.3, 0.3]  # the radius around images is fixed
-    assert alphas([HIGH, LOW], apa=False) == [0.3, 0.3]
+    assert alphas([HIGH, LOW], fedprophet__apa=False) == [0.3, 0.3]
     # the authors': the mean of a window, at every second round, after those that do not count, not below the start
-    assert alphas([HIGH, LOW, (0.3, 0.25)], apa_window=2) == [0.4, 0.4, 0.3]  # 2.8; 1.8; 1
-    assert alphas([HIGH] * 4, apa_every=2) == [0.3, 0.4, 0.4, 0.5]
-    assert alphas([HIGH] * 4, apa_after=1, attack_warmup=1) == [0.3, 0.3, 0.4, 0.5]
+    assert alphas([HIGH, LOW, (0.3, 0.25)], fedprophet__apa_window=2) == [0.4, 0.4, 0.3]  # 2.8; 1.8; 1
+    assert alphas([HIGH] * 4, fedprophet__apa_every=2) == [0.3, 0.4, 0.4, 0.5]
+    assert alphas([HIGH] * 4, fedprophet__apa_after=1, attack__warmup=1) == [0.3, 0.3, 0.4, 0.5]
     # clean rounds are not of the window: 3 x HIGH would be 5.6, LOW alone is 1.6
-    assert alphas([HIGH, HIGH, HIGH, LOW], apa_window=4, attack_warmup=3) == [0.3, 0.3, 0.3, 0.2]
-    assert alphas([LOW, HIGH, LOW, LOW], apa_least=0.3) == [0.3, 0.4, 0.3, 0.3]
+    assert alphas([HIGH, HIGH, HIGH, LOW], fedprophet__apa_window=4, attack__warmup=3) == [0.3, 0.3, 0.3, 0.2]
+    assert alphas([LOW, HIGH, LOW, LOW], fedprophet__apa_min=0.3) == [0.3, 0.4, 0.3, 0.3]
 
 
 def test_what_a_stage_leaves_to_the_next(second_stage: Play) -> None:
     """Its best round is the second, with a score of 0.6 + 2 x 0.35, whose weights were trained with alpha = 0.4."""
-    states = second_stage([HIGH, (0.6, 0.35), LOW, EVEN], stage_patience=2, apa_start=0.7)
+    states = second_stage([HIGH, (0.6, 0.35), LOW, EVEN], fedprophet__stage_patience=2, fedprophet__apa_start=0.7)
     assert [(state.stage, state.alpha) for state in states] == [(1, 0.4), (1, 0.4), (1, 0.3), (2, 0.7)]
     assert states[1].best == BestRound(score=pytest.approx(1.3), clean=0.6, adversarial=0.35, alpha=0.4, round=11)
     assert states[3].fixed == FixedModule(clean=0.6, adversarial=0.35, epsilon=0.4 * 5.0, nonnegative=True)

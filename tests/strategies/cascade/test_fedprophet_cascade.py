@@ -33,7 +33,7 @@ def test_pieces_have_the_gradient_of_the_whole(
     tmp_path: Path, batch_norm: str, model: str, held: bool, pieces: list[Piece]
 ) -> None:
     blueprint = a_blueprint(batch_norm=batch_norm) if model == "convnet" else resnet(batch_norm)
-    client = seasoned(tmp_path, blueprint, batch_norm=batch_norm)
+    client = seasoned(tmp_path, blueprint, architecture__batch_norm=batch_norm)
     whole, streamed = cascade(client), StreamedCascade(client, pieces, "head", held=held)
     for positions in (np.arange(12), np.arange(12, 19)):
         x, y = client.share(0).read(positions), client.share(0).targets(positions)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fedprophet_helpers import built, chain, generator, linear
 from helpers import a_client, same, tiny_settings
+from settings_helpers import settings_with
 from torch import Tensor, nn
 
 from piecework.client_app.client import Client
@@ -23,7 +24,6 @@ from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 from piecework.training.attacks import Attack
 from piecework.training.loop import PieceModel
 from piecework.training.messages import Task
-from piecework.training.settings import Settings
 
 # ---- Equations 9 and 13
 
@@ -96,7 +96,14 @@ def test_modules_are_trained_jointly_by_the_last_ones_loss(
     tmp_path: Path, last: int, atoms: tuple[int, ...], head: str
 ) -> None:
     modules, mu, lr = [[0, 1], [2, 3], [4]], 0.02, 0.1
-    plain = {"momentum": 0.0, "weight_decay": 0.0, "lr": lr, "batch_size": 40, "convexity": mu, "batch_norm": "batch"}
+    plain = {
+        "training__momentum": 0.0,
+        "training__weight_decay": 0.0,
+        "training__lr": lr,
+        "training__batch_size": 40,
+        "fedprophet__convexity": mu,
+        "architecture__batch_norm": "batch",
+    }
     client = with_heads(tmp_path, modules, settings=tiny_settings(strategy="fedprophet", **plain))
     everything = [*client.blueprint.units(), "aux.1", "aux.3"]
     before = dict(client.store.read(everything))
@@ -181,7 +188,7 @@ def first_module() -> Blueprint:
 
 def test_a_survey_of_the_first_module_by_hand(tmp_path: Path) -> None:
     """z = w x: the largest |Delta z| is the way of all pixels in w's direction or against it, as far as [0, 1] lets them."""
-    settings = tiny_settings(strategy="fedprophet", attack_epsilon=0.1, attack_step=0.05, attack_steps=8)
+    settings = tiny_settings(strategy="fedprophet", attack__epsilon=0.1, attack__step_size=0.05, attack__steps=8)
     client = a_client(tmp_path, settings, blueprint=first_module())
     metrics = fedprophet.query(a_task(FedProphetTaskConfig([[0], [1]], 0, -1)), client)
     state = dict(client.store.read(["atoms.0"]))
@@ -198,7 +205,7 @@ def test_a_survey_of_the_first_module_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_attack_on_a_stages_inputs(tmp_path: Path) -> None:
-    settings = tiny_settings(strategy="fedprophet", attack_steps=5, attack_epsilon=0.1, attack_step=0.03)
+    settings = tiny_settings(strategy="fedprophet", attack__steps=5, attack__epsilon=0.1, attack__step_size=0.03)
     client = a_client(tmp_path / "l2", settings)
     modules = [[0, 1], [2, 3], [4]]
     images = fedprophet.stage_attack(client, FedProphetTaskConfig(modules, 0, 0, epsilon=9.0))
@@ -208,7 +215,7 @@ def test_the_attack_on_a_stages_inputs(tmp_path: Path) -> None:
     assert fedprophet.stage_attack(client, FedProphetTaskConfig(modules, 2, 2, 0.8, nonnegative=True)) == Attack(
         "l2", 0.8, 0.4, 5, low=0.0
     )
-    box = a_client(tmp_path / "linf", settings.model_copy(update={"feature_norm": "linf"}))
+    box = a_client(tmp_path / "linf", settings.changed({"fedprophet.feature-norm": "linf"}))
     found = fedprophet.stage_attack(box, FedProphetTaskConfig(modules, 1, 1, 0.8))  # z_1 is 16 x 8 x 8: 32^2 values
     assert (found.norm, found.epsilon, found.step) == ("linf", pytest.approx(0.8 / 32), pytest.approx(0.8 / 64))
 
@@ -226,7 +233,7 @@ PLENTY = 10**6
 
 def a_policy(**changes: Any) -> FedProphetPolicy:
     blueprint = chain(4, linear(4, 3), linear(3, 5), linear(5, 5))
-    settings = Settings(memory_model="fedprophet", batch_size=2, attack_steps=1, **changes)
+    settings = settings_with(memory__model="fedprophet", training__batch_size=2, attack__steps=1, **changes)
     policy = FedProphetPolicy(blueprint, cost_model_for(settings, blueprint, 1), settings, smallest=600)
     assert [stage.parts[0].atoms for stage in policy.stages] == [(0,), (1,), (2,)]
     return policy
@@ -265,7 +272,7 @@ def test_the_memory_of_modules_by_hand() -> None:
 )
 def test_modules_are_assigned_as_far_as_memory_goes(stage: int, budget: int, modules: list[int]) -> None:
     assert assigned(stage, budget, speed=1e12, slowest=1.0) == modules
-    assert assigned(stage, budget, speed=1e12, slowest=1.0, dma=False) == [stage]
+    assert assigned(stage, budget, speed=1e12, slowest=1.0, fedprophet__dma=False) == [stage]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +289,7 @@ def test_modules_are_assigned_as_far_as_memory_goes(stage: int, budget: int, mod
 )
 def test_modules_are_assigned_as_far_as_time_goes(stage: int, speed: float, slowest: float, modules: list[int]) -> None:
     assert assigned(stage, PLENTY, speed, slowest) == modules
-    assert assigned(stage, PLENTY, speed, slowest, dma=False) == [stage]
+    assert assigned(stage, PLENTY, speed, slowest, fedprophet__dma=False) == [stage]
 
 
 def test_both_have_to_allow_it() -> None:
@@ -295,4 +302,4 @@ def test_both_have_to_allow_it() -> None:
 
 def test_tolerance_is_part_of_the_memory() -> None:
     assert assigned(0, 650, 1e12, 1.0) == [0]
-    assert assigned(0, 650, 1e12, 1.0, tolerance=0.05) == [0, 1]  # 682
+    assert assigned(0, 650, 1e12, 1.0, memory__tolerance=0.05) == [0, 1]  # 682

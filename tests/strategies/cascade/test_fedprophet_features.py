@@ -56,7 +56,7 @@ def test_features_are_what_frozen_atoms_make_of_each_example(tmp_path: Path) -> 
 def test_features_do_not_depend_on_the_round_or_the_way(tmp_path: Path, batch_norm: str, rows: int) -> None:
     found = []
     for number, steps in ((1, [2]), (7, [2]), (3, [1, 2])):
-        settings = tiny_settings(strategy="fedprophet", batch_norm=batch_norm, augment=True)
+        settings = tiny_settings(strategy="fedprophet", architecture__batch_norm=batch_norm, data__augment=True)
         client = a_client(tmp_path / str(number), settings, rows=rows, round=number)
         for count in steps:
             features = prefix_features(client, MODULES[:count])
@@ -126,7 +126,7 @@ def test_features_of_another_number_of_examples_are_not_used(tmp_path: Path) -> 
 
 
 def test_without_a_feature_cache_nothing_stays(tmp_path: Path) -> None:
-    cached, client = seasoned(tmp_path / "1"), seasoned(tmp_path / "2", feature_cache=False)
+    cached, client = seasoned(tmp_path / "1"), seasoned(tmp_path / "2", memory__feature_cache=False)
     one, other = (prefix_features(c, MODULES[:2]).read(np.arange(40)) for c in (cached, client))
     assert one.equal(other)
     client.store.close()
@@ -168,7 +168,7 @@ def test_the_oldest_features_of_all_clients_make_room(tmp_path: Path, size: int,
 def test_features_larger_than_all_room_remove_nothing(tmp_path: Path) -> None:
     here = a_file(tmp_path, 0, "a.npy", 20, 100)
     message = (
-        r"features of 1,001 bytes \(new\.npy\), feature-cache-bytes allows 1,000: raise it, or give the client fewer"
+        r"features of 1,001 bytes \(new\.npy\), memory\.feature-cache-bytes allows 1,000: raise it, or give the client"
     )
     with pytest.raises(OSError, match=message):
         make_room(tmp_path, tmp_path / "1" / "features" / "new.npy", 1001, 1000)
@@ -179,7 +179,7 @@ def test_a_client_that_lost_its_room_computes_anew(tmp_path: Path) -> None:
     """Room for the features of one: 40 x 16 x 64 values and a header; the two clients take turns."""
     clients = []
     for number in (0, 1):
-        settings = tiny_settings(strategy="fedprophet", feature_cache_bytes=4 * 40 * 16 * 64 + 200)
+        settings = tiny_settings(strategy="fedprophet", memory__feature_cache_bytes=4 * 40 * 16 * 64 + 200)
         client = a_client(tmp_path, settings, number=number)
         store = Store(tmp_path, "experiment", number, "train-2")
         store.write_units(dict(client.store.read(client.blueprint.units())))

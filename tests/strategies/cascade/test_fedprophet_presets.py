@@ -19,28 +19,28 @@ SETTINGS = [
     for data, level in itertools.product(("cifar10", "caltech"), ("balanced", "unbalanced"))
 ]
 AUTHORS_OWN = {
-    "batch-norm",
-    "lr-restart",
+    "architecture.batch-norm",
+    "fedprophet.lr-restart",
     "fleet",
-    "attack-epsilon",
-    "attack-step",
-    "attack-warmup",
-    "apa-every",
-    "apa-after",
-    "apa-window",
-    "apa-least",
-    "validation-clients",
+    "attack.epsilon",
+    "attack.step-size",
+    "attack.warmup",
+    "fedprophet.apa-every",
+    "fedprophet.apa-after",
+    "fedprophet.apa-window",
+    "fedprophet.apa-min",
+    "fedprophet.validation-clients",
 }
 FEDPROPHETS_OWN = {
     "strategy",
     "num-rounds",
-    "r-min",
-    "convexity",
-    "stage-rounds",
-    "stage-patience",
-    "apa-start",
-    "apa-step",
-    "apa-margin",
+    "fedprophet.r-min",
+    "fedprophet.convexity",
+    "fedprophet.stage-rounds",
+    "fedprophet.stage-patience",
+    "fedprophet.apa-start",
+    "fedprophet.apa-step",
+    "fedprophet.apa-margin",
 }
 
 
@@ -85,7 +85,7 @@ def test_clients_have_the_papers_skew(name: str, own: float) -> None:
     shares = client_rows(settings, labels, settings.clients)
     counts = client_class_counts(labels, shares, PUBLISHED[settings.dataset][1])
     assert {len(share) for share in shares} == {PUBLISHED[settings.dataset][2] // 100}
-    largest = np.sort(counts)[:, -settings.partition_classes :].sum(1) / counts.sum(1)
+    largest = np.sort(counts)[:, -settings.data.partition_classes :].sum(1) / counts.sum(1)
     assert largest.mean() == pytest.approx(own, abs=0.01)
 
 
@@ -94,12 +94,14 @@ def test_models_fall_into_the_papers_seven_modules(name: str) -> None:
     settings = settings_from(name, [])
     shape, classes, _ = PUBLISHED[settings.dataset]
     blueprint = blueprint_of_shape(settings, shape, classes)
-    policy = FedProphetPolicy(blueprint, cost_model_for(settings, blueprint), settings, budget_bytes(settings.r_min, 0))
+    policy = FedProphetPolicy(
+        blueprint, cost_model_for(settings, blueprint), settings, budget_bytes(settings.fedprophet.r_min, 0)
+    )
     assert len(policy.stages) == 7
-    assert settings.num_rounds == 7 * settings.stage_rounds
-    assert not settings.enforced
+    assert settings.num_rounds == 7 * settings.fedprophet.stage_rounds
+    assert not settings.memory.enforced
 
 
 def test_after_a_thousand_rounds_the_papers_rate_is_a_400th() -> None:
     settings = Settings.from_run_config(read_preset("fedprophet-cifar10-balanced"))  # its header says so
-    assert settings.lr / learning_rate(settings, 1001) == pytest.approx(400, rel=0.03)
+    assert settings.training.lr / learning_rate(settings, 1001) == pytest.approx(400, rel=0.03)

@@ -56,13 +56,13 @@ def boards(**memory: float | int) -> str:
 # memory for the output layer in step 1, and for more later.
 SMALL: dict[str, Any] = TRIO | {
     "strategy": "profl",
-    "batch_norm": "running",
-    "local_iterations": 2,
-    "stage_rounds": 2,
-    "distil_rounds": 1,
-    "distil_lr": 0.01,
+    "architecture__batch_norm": "running",
+    "training__local_iterations": 2,
+    "profl__stage_rounds": 2,
+    "profl__distil_rounds": 1,
+    "profl__distil_lr": 0.01,
     "num_rounds": 13,
-    "lr": 0.02,
+    "training__lr": 0.02,
     "fleet": boards(rich=1.5, some=1.2, poor=0.5),
 }
 BLOCKS = [[0, 1], [2, 3], [4]]
@@ -202,8 +202,13 @@ def test_stopped_anywhere_it_leaves_that_steps_model_and_goes_on(
 
 def test_a_teachers_output_layer_is_priced(tmp_path: Path) -> None:
     """Where the last atom takes most, what it takes together with the output layer is what a map needs."""
-    changes = {"model": "resnet18", "model_width": 0.125, "fleet": boards(rich=2.0), "batch_norm": "running"}
-    changes |= {"dataset": "digits", "stage_rounds": 1, "num_rounds": 3, "local_iterations": 1}
+    changes = {
+        "model": "resnet18",
+        "architecture__width": 0.125,
+        "fleet": boards(rich=2.0),
+        "architecture__batch_norm": "running",
+    }
+    changes |= {"dataset": "digits", "profl__stage_rounds": 1, "num_rounds": 3, "training__local_iterations": 1}
     record = run_local(tmp_path, **SMALL | changes).rounds()[2]
     assert record["stage"] == "map, block 4"
     for client in record["clients"]:
@@ -237,7 +242,7 @@ def test_statistics_that_init_weights_bring_are_not_measured(
     model, file = a_blueprint(batch_norm="running"), tmp_path / "some.safetensors"
     units = {f"atoms.{atom}": model.build_unit(f"atoms.{atom}") for atom in atoms}
     save_file({f"{u}.{n}": value for u, unit in units.items() for n, value in unit.state_dict().items()}, file)
-    run = run_local(tmp_path, **SMALL | {"init_weights": str(file), "num_rounds": 1})
+    run = run_local(tmp_path, **SMALL | {"training__init_weights": str(file), "num_rounds": 1})
     assert run.rounds()[0]["stage"] == begins
 
 
@@ -249,23 +254,25 @@ def test_presets_have_rounds_for_all_parts(name: str) -> None:
     policy = ProFLPolicy(
         blueprint_of_shape(settings, shape, classes), cost_model_for(settings, a_blueprint()), settings
     )
-    count, shrinking = len(policy.blocks), settings.shrinking
-    parts = legs_of(count, shrinking=shrinking, maps=range(2, count + 1), statistics=settings.batch_norm == "running")
-    rounds = {"map": settings.distil_rounds, "statistics": 1}
-    assert sum(rounds.get(phase.kind, settings.stage_rounds) for phase in parts) <= settings.num_rounds
+    count, shrinking = len(policy.blocks), settings.profl.shrinking
+    parts = legs_of(
+        count, shrinking=shrinking, maps=range(2, count + 1), statistics=settings.architecture.batch_norm == "running"
+    )
+    rounds = {"map": settings.profl.distil_rounds, "statistics": 1}
+    assert sum(rounds.get(phase.kind, settings.profl.stage_rounds) for phase in parts) <= settings.num_rounds
 
 
 def test_movements_survive_a_stop(tmp_path: Path) -> None:
     """Blocks freeze by their movements, after stops within a step, at its end and within a map as without any."""
     changes = SMALL | {
-        "movement_window": 2,
-        "movement_times": 1,
-        "movement_share": 0.99,
-        "movement_scalars": 70,
-        "stage_rounds": 6,
-        "distil_rounds": 3,
+        "profl__movement_window": 2,
+        "profl__movement_times": 1,
+        "profl__movement_fraction": 0.99,
+        "profl__movement_scalars": 70,
+        "profl__stage_rounds": 6,
+        "profl__distil_rounds": 3,
         "num_rounds": 11,
-        "lr_rounds": 60,
+        "training__lr_rounds": 60,
     }
     through = run_local(tmp_path / "a", **changes)
     resumed = run_in_parts(tmp_path / "b", [4, 6, 8], **changes)
@@ -278,8 +285,14 @@ def test_movements_survive_a_stop(tmp_path: Path) -> None:
 
 def test_a_block_that_converges_is_frozen_early(tmp_path: Path) -> None:
     """With H = 2 and W = 1 the earliest is round 3; a rate that falls makes movements alike."""
-    changes = {"movement_window": 2, "movement_times": 1, "movement_share": 0.99, "stage_rounds": 20, "num_rounds": 60}
-    run_dir = run_local(tmp_path, **SMALL | changes | {"distil_rounds": 0, "evaluate_every": 0})
+    changes = {
+        "profl__movement_window": 2,
+        "profl__movement_times": 1,
+        "profl__movement_fraction": 0.99,
+        "profl__stage_rounds": 20,
+        "num_rounds": 60,
+    }
+    run_dir = run_local(tmp_path, **SMALL | changes | {"profl__distil_rounds": 0, "evaluation__every": 0})
     rounds = run_dir.rounds()
     phases = [list(group) for _, group in groupby(rounds, key=lambda record: record["stage"])]
     assert [each["converged"] for each in rounds[-1]["frozen"]] == [False] + [len(phase) < 20 for phase in phases[1:-1]]
@@ -293,20 +306,20 @@ def test_a_block_that_converges_is_frozen_early(tmp_path: Path) -> None:
 
 
 def test_some_scalars_are_enough(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"movement_scalars": 50, "num_rounds": 2})
+    run_dir = run_local(tmp_path, **SMALL | {"profl__movement_scalars": 50, "num_rounds": 2})
     checkpoint = run_dir.load_checkpoint()
     assert checkpoint is not None
     assert checkpoint.kept["scalars"].shape == (2, 50)
 
 
 def test_growing_alone(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"shrinking": False, "num_rounds": 6})
+    run_dir = run_local(tmp_path, **SMALL | {"profl__shrinking": False, "num_rounds": 6})
     assert [record["stage"] for record in run_dir.rounds()] == [f"growing, step {t}" for t in (1, 1, 2, 2, 3, 3)]
 
 
 def test_rounds_by_parameters(tmp_path: Path) -> None:
     """Ten rounds of blocks of 5,082, 16,522 and 21,130 parameters: one each, and of seven 0.83, 2.71 and 3.46."""
-    changes = {"shrinking": False, "freezing": "parameters", "num_rounds": 10, "stage_rounds": 3}
+    changes = {"profl__shrinking": False, "profl__freezing": "parameters", "num_rounds": 10, "profl__stage_rounds": 3}
     run_dir = run_local(tmp_path, **SMALL | changes)
     counts = [len(list(group)) for _, group in groupby(record["stage"] for record in run_dir.rounds())]
     assert counts == [2, 4, 4]
@@ -315,7 +328,7 @@ def test_rounds_by_parameters(tmp_path: Path) -> None:
 def test_where_no_client_can_train_a_step_every_atom_is_a_block(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"fleet": boards(all=0.77), "shrinking": False, "num_rounds": 10})
+    run_dir = run_local(tmp_path, **SMALL | {"fleet": boards(all=0.77), "profl__shrinking": False, "num_rounds": 10})
     assert "every atom is a block (layer-wise training)" in caplog.text
     rounds = run_dir.rounds()
     assert [record["stage"] for record in rounds][::2] == [f"growing, step {t}" for t in range(1, 6)]
@@ -334,7 +347,9 @@ def test_a_plan_cuts_as_a_run_does() -> None:
 def test_blocks_for_a_budget(tmp_path: Path) -> None:
     """As large as the poorest can train: everybody takes part in every step."""
     run_dir = run_local(
-        tmp_path, **SMALL | {"blocks": "budget", "fleet": boards(a=0.8, b=1.5), "shrinking": False, "num_rounds": 4}
+        tmp_path,
+        **SMALL
+        | {"profl__blocks": "budget", "fleet": boards(a=0.8, b=1.5), "profl__shrinking": False, "num_rounds": 4},
     )
     for record in run_dir.rounds():
         assert all(client["pieces"] for client in record["clients"])
@@ -342,7 +357,7 @@ def test_blocks_for_a_budget(tmp_path: Path) -> None:
 
 
 def test_a_run_with_frozen_blocks_in_training_mode(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"frozen_mode": "training", "num_rounds": 5})
+    run_dir = run_local(tmp_path, **SMALL | {"profl__frozen_mode": "training", "num_rounds": 5})
     for record in run_dir.rounds():
         for client in record["clients"]:
             assert client["measured_peak"] <= client["predicted_peak"] <= client["budget"]
@@ -353,11 +368,17 @@ def test_a_vision_transformer_goes_through_all_stages(tmp_path: Path) -> None:
     rng, path = np.random.default_rng(0), tmp_path / "images.npz"
     arrays = {f"x_{part}": rng.integers(0, 256, (24, 64, 64, 3), np.uint8) for part in ("train", "test")}
     np.savez(path, **arrays, **{f"y_{part}": np.arange(24) % 3 for part in ("train", "test")})
-    changes = {"dataset": f"npz:{path}", "model": "vit", "model_width": 0.125, "clients": 2, "batch_size": 4}
+    changes = {
+        "dataset": f"npz:{path}",
+        "model": "vit",
+        "architecture__width": 0.125,
+        "clients": 2,
+        "training__batch_size": 4,
+    }
     changes |= {
-        "stage_rounds": 1,
+        "profl__stage_rounds": 1,
         "num_rounds": 7,
-        "local_iterations": 1,
+        "training__local_iterations": 1,
         "fleet": boards(all=1.0),
     }  # no batch norm, no statistics
     run_dir = run_local(tmp_path, **SMALL | changes)
@@ -380,17 +401,23 @@ def test_a_vision_transformer_goes_through_all_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_norm": "local"}, "batch-norm = 'local': profl averages blocks whole"),
+        ({"architecture__batch_norm": "local"}, "architecture.batch-norm = 'local': profl averages blocks whole"),
         (
             {"fleet": boards(all=0.5)},
             "step 2 of layer-wise training needs 783,112 bytes, and the richest client has 515,284",
         ),
         (
-            {"stage_rounds": 0, "num_rounds": 7},
-            r"num-rounds = 7 is too few: 5 steps, and 2 maps of distil-rounds = 1, need 8, one of them for statistics",
+            {"profl__stage_rounds": 0, "num_rounds": 7},
+            r"num-rounds = 7 is too few: 5 steps, and 2 maps of profl.distil-rounds = 1, need 8, one of them for statistics",
         ),
-        ({"patience": 3}, "patience = 3 compares the models of different steps: use stage-rounds and movement-times"),
-        ({"target_accuracy": 0.9}, r"target-accuracy = 0\.9 compares the models of different steps"),
+        (
+            {"evaluation.patience": 3},
+            "patience = 3 compares the models of different steps: use profl.stage-rounds and profl.movement-times",
+        ),
+        (
+            {"evaluation__target_accuracy": 0.9},
+            r"evaluation.target-accuracy = 0\.9 compares the models of different steps",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -27,7 +27,7 @@ from piecework.training.messages import Task
 
 
 def a_profl_client(folder: Path, allowed: int = 10**9) -> tuple[Any, Any]:
-    client = a_client(folder, tiny_settings(batch_norm="running"), allowed=allowed)
+    client = a_client(folder, tiny_settings(architecture__batch_norm="running"), allowed=allowed)
     model = with_basic_layers(client.blueprint, blocks_of(client.blueprint))
     torch.manual_seed(0)
     for atom in range(len(client.blueprint.atoms), len(model.atoms)):
@@ -127,7 +127,7 @@ def test_evaluation_is_of_the_steps_model(tmp_path: Path) -> None:
 def test_a_model_of_one_atom_is_evaluated_too(tmp_path: Path) -> None:
     whole = a_blueprint(batch_norm="running")
     one = replace(whole, atoms=whole.atoms[:1], build_head=lambda: whole.build_unit("aux.0"))
-    client = a_client(tmp_path, tiny_settings(batch_norm="running"), blueprint=one)
+    client = a_client(tmp_path, tiny_settings(architecture__batch_norm="running"), blueprint=one)
     assert evaluate_whole(a_task(1), client)["val-examples"] == 20
 
 
@@ -135,7 +135,7 @@ def test_frozen_blocks_in_training_mode_take_the_statistics_of_batches(tmp_path:
     """As a model whose batch norms never have others; the running ones stay as they are."""
     found = {}
     for mode, norm in (("training", "running"), ("evaluation", "batch"), ("evaluation", "running")):
-        client = a_client(tmp_path / mode / norm, tiny_settings(batch_norm=norm))
+        client = a_client(tmp_path / mode / norm, tiny_settings(architecture__batch_norm=norm))
         before = dict(client.store.read(["atoms.0", "atoms.1"]))
         examples = prefix_features(client, [(0,), (1,)], training=mode == "training")
         found[mode, norm] = examples.read(np.arange(len(examples)))

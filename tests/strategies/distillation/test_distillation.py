@@ -50,12 +50,12 @@ from piecework.training.memory_cap import MemoryCap
 SMALL: dict[str, Any] = TRIO | {
     "strategy": "feddf",
     "model": "resnet10",
-    "model_width": 0.125,
-    "family": "cnn3",
-    "public_share": 0.2,
-    "local_iterations": 2,
-    "server_iterations": 3,
-    "server_batch_size": 8,
+    "architecture__width": 0.125,
+    "feddf__family": "cnn3",
+    "data__public_fraction": 0.2,
+    "training__local_iterations": 2,
+    "feddf__server_iterations": 3,
+    "feddf__server_batch_size": 8,
     "fleet": fleet_json(rich=2_000_000, poor=300_000),
 }
 STILL = 1e-30  # a rate that moves nothing
@@ -215,7 +215,7 @@ def test_logits_are_of_all_examples_in_order() -> None:
 
 
 def test_each_client_trains_the_largest_model_that_fits(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"batch_norm": "running", "num_rounds": 2})
+    run_dir = run_local(tmp_path, **SMALL | {"architecture__batch_norm": "running", "num_rounds": 2})
     for record in run_dir.rounds():
         assert record["architectures"] == {"0": "resnet10", "1": "cnn3", "2": "resnet10"}
         assert record["public_examples"] == 42
@@ -249,7 +249,7 @@ def test_prototypes_by_hand(tmp_path: Path) -> None:
                 reply.content.metric_records["metrics"]["num-examples"] = examples
             return replies
 
-    changes = {"server_lr": STILL, "batch_norm": "batch", "update_norm_limit": 0.0}
+    changes = {"feddf__server_lr": STILL, "architecture__batch_norm": "batch", "faults__update_norm_limit": 0.0}
     run_dir = run_local(tmp_path, Grid, **SMALL | changes)
     assert [client["status"] for client in clients_of(run_dir)] == ["ok"] * 3
     assert run_dir.rounds()[0]["architectures"] == {"0": "resnet10", "1": "cnn3", "2": "resnet10"}
@@ -259,7 +259,7 @@ def test_prototypes_by_hand(tmp_path: Path) -> None:
 
 def test_prototypes_are_means_of_their_own_clients(tmp_path: Path) -> None:
     """With a rate that moves nothing; what no client trained stays as it was."""
-    still = SMALL | {"server_lr": STILL, "batch_norm": "batch"}
+    still = SMALL | {"feddf__server_lr": STILL, "architecture__batch_norm": "batch"}
     run_dir = run_local(tmp_path / "a", RecordingGrid, **still)
     replies = training(RecordingGrid.last.received)
     rich, poor = [replies[0], replies[2]], [replies[1]]
@@ -281,14 +281,14 @@ def build_cnn3() -> Any:
 
 
 def test_architectures_that_nobody_trained_learn_too(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"batch_norm": "batch", "fleet": fleet_json(rich=2_000_000)})
+    run_dir = run_local(tmp_path, **SMALL | {"architecture__batch_norm": "batch", "fleet": fleet_json(rich=2_000_000)})
     first = dict(initial_state(build_cnn3(), 1))
     kept = prototypes(run_dir)
     assert not any(np.array_equal(kept[f"cnn3/{n}"], v.numpy()) for n, v in first.items() if "weight" in n)
 
 
 def test_fedet_shares_the_last_layer_and_nothing_else(tmp_path: Path) -> None:
-    changes = SMALL | {"strategy": "fedet", "batch_norm": "batch", "server_lr": STILL}
+    changes = SMALL | {"strategy": "fedet", "architecture__batch_norm": "batch", "feddf__server_lr": STILL}
     run_dir = run_local(tmp_path, RecordingGrid, **changes)
     replies = training(RecordingGrid.last.received)
     sent = [(arrays_of(m), examples_of(m)) for m in replies]
@@ -311,26 +311,35 @@ def test_fedet_shares_the_last_layer_and_nothing_else(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["feddf", "fedet"])
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, strategy: str) -> None:
-    changes = SMALL | {"strategy": strategy, "batch_norm": "running", "num_rounds": 2}
+    changes = SMALL | {"strategy": strategy, "architecture__batch_norm": "running", "num_rounds": 2}
     through = run_local(tmp_path / "a", **changes)
-    halved = run_local(tmp_path / "b", **changes | {"num_rounds": 1, "lr_rounds": 2})
-    halved = run_local(tmp_path / "b", **changes | {"lr_rounds": 2, "resume_from": str(halved.path)})
+    halved = run_local(tmp_path / "b", **changes | {"num_rounds": 1, "training__lr_rounds": 2})
+    halved = run_local(tmp_path / "b", **changes | {"training__lr_rounds": 2, "resume_from": str(halved.path)})
     assert same(model_of(through), model_of(halved))
     assert same(prototypes(through), prototypes(halved))
 
 
 def test_clients_evaluate_the_prototype_of_their_architecture(tmp_path: Path) -> None:
-    changes = {"client_evaluation_every": 1, "validation_share": 0.2, "batch_norm": "running"}
+    changes = {
+        "evaluation__on_clients_every": 1,
+        "data__validation_fraction": 0.2,
+        "architecture__batch_norm": "running",
+    }
     (record,) = run_local(tmp_path, **SMALL | changes).rounds()
     assert record["clients_evaluated"] == 3
     assert all(0 < client["evaluation_peak"] <= client["budget"] for client in record["clients"])
 
 
 def test_clients_may_train_on_adversarial_examples(tmp_path: Path) -> None:
-    changes = {"adversarial": True, "attack_steps": 2, "evaluation_attack_examples": 50, "batch_norm": "running"}
+    changes = {
+        "training__adversarial": True,
+        "attack__steps": 2,
+        "evaluation__attack_examples": 50,
+        "architecture__batch_norm": "running",
+    }
     (record,) = run_local(tmp_path, **SMALL | changes).rounds()
     assert record["adversarial_accuracy"] is not None
-    clean = clients_of(run_local(tmp_path / "clean", **SMALL | {"batch_norm": "running"}))
+    clean = clients_of(run_local(tmp_path / "clean", **SMALL | {"architecture__batch_norm": "running"}))
     assert [c["status"] for c in record["clients"]] == ["ok"] * 3
     for attacked, plain in zip(record["clients"], clean, strict=True):
         assert attacked["flops"] > 2 * plain["flops"]
@@ -338,7 +347,9 @@ def test_clients_may_train_on_adversarial_examples(tmp_path: Path) -> None:
 
 
 def test_who_cannot_train_the_smallest_says_so(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"fleet": fleet_json(rich=2_000_000, none=50_000), "batch_norm": "batch"})
+    run_dir = run_local(
+        tmp_path, **SMALL | {"fleet": fleet_json(rich=2_000_000, none=50_000), "architecture__batch_norm": "batch"}
+    )
     assert [client["status"] for client in clients_of(run_dir)] == ["ok", "memory", "ok"]
     assert clients_of(run_dir)[1]["needed"] > 50_000
 
@@ -346,21 +357,30 @@ def test_who_cannot_train_the_smallest_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"public_share": 0.0}, r"public-share = 0.0: feddf needs public examples on the server, and has 0"),
-        ({"family": ""}, r"family is empty: name the smaller models beside resnet10, as family=cnn3; only vgg16 and"),
-        ({"family": "cnn5"}, r"family = 'cnn5': model = 'cnn5' is not known"),
-        ({"family": "cnn4"}, r"family = 'cnn4': cnn4 needs images of at least 51x51 pixels"),
-        ({"batch_norm": "local"}, r"batch-norm = 'local': clients of feddf change architectures"),
-        ({"strategy": "fedet", "family": "convnet"}, r"the last layers of resnet10 and convnet have the shapes"),
+        (
+            {"data__public_fraction": 0.0},
+            r"data.public-fraction = 0.0: feddf needs public examples on the server, and has 0",
+        ),
+        (
+            {"feddf.family": ""},
+            r"feddf.family is empty: name the smaller models beside resnet10, as feddf.family=cnn3; only vgg16 and",
+        ),
+        ({"feddf.family": "cnn5"}, r"family = 'cnn5': model = 'cnn5' is not known"),
+        ({"feddf.family": "cnn4"}, r"family = 'cnn4': cnn4 needs images of at least 51x51 pixels"),
+        (
+            {"architecture__batch_norm": "local"},
+            r"architecture.batch-norm = 'local': clients of feddf change architectures",
+        ),
+        ({"strategy": "fedet", "feddf.family": "convnet"}, r"the last layers of resnet10 and convnet have the shapes"),
     ],
 )
 def test_settings_that_make_no_sense(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        run_local(tmp_path, **SMALL | {"batch_norm": "running"} | changes)
+        run_local(tmp_path, **SMALL | {"architecture__batch_norm": "running"} | changes)
 
 
 def test_a_plan_refuses_what_a_run_refuses() -> None:
-    settings = tiny_settings(**SMALL | {"dataset": "digits", "strategy": "fedet", "family": "convnet"})
+    settings = tiny_settings(**SMALL | {"dataset": "digits", "strategy": "fedet", "feddf.family": "convnet"})
     with pytest.raises(ValueError, match="the last layers of resnet10 and convnet have the shapes"):
         make_plan(settings, ask(settings))
 
@@ -381,7 +401,9 @@ def test_a_model_whose_logits_overflow_does_not_enter(tmp_path: Path) -> None:
         def spoilt(self) -> int:
             return min(self.get_node_ids())
 
-    run_dir = run_local(tmp_path, Grid, **SMALL | {"batch_norm": "batch", "update_norm_limit": 0.0})
+    run_dir = run_local(
+        tmp_path, Grid, **SMALL | {"architecture__batch_norm": "batch", "faults__update_norm_limit": 0.0}
+    )
     statuses = {client["client"]: (client["status"], client["reason"]) for client in clients_of(run_dir)}
     assert sorted(status for status, _ in statuses.values()) == ["ok", "ok", "rejected"]
     assert "logits of the public examples are not finite" in "".join(reason for _, reason in statuses.values())
@@ -389,8 +411,10 @@ def test_a_model_whose_logits_overflow_does_not_enter(tmp_path: Path) -> None:
 
 
 def test_distillation_that_diverges_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"batch_norm": "running", "server_lr": 1e6, "num_rounds": 2})
-    assert "lower server-lr = 1000000.0" in caplog.text
+    run_dir = run_local(
+        tmp_path, **SMALL | {"architecture__batch_norm": "running", "feddf__server_lr": 1e6, "num_rounds": 2}
+    )
+    assert "lower feddf.server-lr = 1000000.0" in caplog.text
     for record in run_dir.rounds():
         assert record["aggregated"] and record["distillation_loss"] is None
         assert [client["status"] for client in record["clients"]] == ["ok"] * 3
@@ -415,7 +439,7 @@ def test_variances_of_nothing_do_not_make_the_others_learn(tmp_path: Path) -> No
                         arrays[name] = Array(np.zeros_like(arrays[name].numpy()))
             return replies
 
-    changes = {"batch_norm": "running", "num_rounds": 2, "max_empty_rounds": 2}
+    changes = {"architecture__batch_norm": "running", "num_rounds": 2, "faults__max_empty_rounds": 2}
     first, second = run_local(tmp_path, Grid, **SMALL | changes).rounds()
     assert [client["status"] for client in first["clients"]] == ["ok"] * 3
     assert len(first["distrusted"]) == 1
@@ -433,13 +457,13 @@ def test_a_model_that_is_not_whole_does_not_enter(tmp_path: Path) -> None:
                     self.cut = True
             return replies
 
-    found = clients_of(run_local(tmp_path, Grid, **SMALL | {"batch_norm": "batch"}))
+    found = clients_of(run_local(tmp_path, Grid, **SMALL | {"architecture__batch_norm": "batch"}))
     assert sorted(client["status"] for client in found) == ["ok", "ok", "rejected"]
     assert "array 'head.fc.bias' is missing" in "".join(client["reason"] for client in found)
 
 
 def test_a_plan_agrees_with_a_run(tmp_path: Path) -> None:
-    changes = SMALL | {"dataset": "digits", "batch_norm": "running"}
+    changes = SMALL | {"dataset": "digits", "architecture__batch_norm": "running"}
     found = make_plan(tiny_settings(**changes), ask(tiny_settings(**changes)))
     (record,) = run_local(tmp_path, **changes).rounds()
     (stage,) = found["fleet"]["stages"]

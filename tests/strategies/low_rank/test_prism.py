@@ -33,7 +33,7 @@ from piecework.models.width import CoverageMean
 from piecework.strategies.low_rank.prism import PriSM
 from piecework.training.loop import LocalTrainer
 
-SMALL = {"strategy": "prism", "lr": 0.05}
+SMALL = {"strategy": "prism", "training.lr": 0.05}
 MIXED = fleet_json(rich=2.0, middle=0.7, poor=0.6)
 
 
@@ -69,7 +69,7 @@ def test_entries_are_averaged_over_the_clients_that_had_them(
     composed = PriSM.composed
     monkeypatch.setattr(PriSM, "composed", lambda self, whole: (aggregated.append(whole), composed(self, whole))[1])
     grid = grids()
-    run = run_local(tmp_path, grid, **TRIO, **SMALL, fleet=MIXED, output_channels=channels)
+    run = run_local(tmp_path, grid, **TRIO, **SMALL, fleet=MIXED, prism__output_channels=channels)
     (strategy,), (whole,) = made, aggregated
     sent, replies = training(grid.last.sent), training(grid.last.received)
     arrays = ArrayRecord({n: Array(a) for n, a in first_arrays(strategy.settings).items()})
@@ -124,7 +124,9 @@ def test_all_output_channels_are_trained_where_they_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grids: Callable[..., Any], model: str
 ) -> None:
     """With the first ones, where all clients have the same ratio, the others are never trained."""
-    changes = TRIO | SMALL | {"model": model, "model_width": 0.125, "keep_ratios": "0.4", "fleet": "unlimited"}
+    changes = (
+        TRIO | SMALL | {"model": model, "architecture__width": 0.125, "prism__keep_ratios": "0.4", "fleet": "unlimited"}
+    )
     trained = {}
     for channels in ("first", "random"):
         made, grid = strategies(monkeypatch), grids()
@@ -132,10 +134,10 @@ def test_all_output_channels_are_trained_where_they_are_drawn(
             tmp_path / channels,
             grid,
             **changes,
-            output_channels=channels,
+            prism__output_channels=channels,
             num_rounds=4 if channels == "random" else 2,
-            local_iterations=1,
-            evaluate_every=0,
+            training__local_iterations=1,
+            evaluation__every=0,
         )
         for client in clients_of(run):
             assert client["measured_peak"] == client["predicted_peak"]
@@ -167,7 +169,13 @@ def test_kernels_differ_between_clients_and_rounds_and_not_between_runs(
 
 def test_every_kernel_is_drawn_sometimes(tmp_path: Path) -> None:
     run = run_local(
-        tmp_path, **SMALL, fleet=fleet_json(poor=0.6), num_rounds=8, kappa=1.0, local_iterations=1, evaluate_every=0
+        tmp_path,
+        **SMALL,
+        fleet=fleet_json(poor=0.6),
+        num_rounds=8,
+        prism__kappa=1.0,
+        training__local_iterations=1,
+        evaluation__every=0,
     )
     for name in run.rounds()[0]["layers"]:
         drawn = np.array([record["layers"][name]["drawn"] for record in run.rounds()])
@@ -187,7 +195,13 @@ def test_a_layer_is_decomposed_once_a_round(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     """With momentum that the server averages; without it, see test_deit_learns_and_goes_on."""
-    changes: dict[str, Any] = {**TRIO, **SMALL, "fleet": MIXED, "lr_rounds": 2, "server_momentum": True}
+    changes: dict[str, Any] = {
+        **TRIO,
+        **SMALL,
+        "fleet": MIXED,
+        "training__lr_rounds": 2,
+        "prism__server_momentum": True,
+    }
     through = run_local(tmp_path / "a", **changes, num_rounds=2)
     halved = run_local(tmp_path / "b", **changes, num_rounds=1)
     halved = run_local(tmp_path / "b", **changes, num_rounds=2, resume_from=str(halved.path))
@@ -215,7 +229,9 @@ def test_orthdrop_takes_the_top_kernels_and_all_outputs(tmp_path: Path, monkeypa
 def test_prism_with_all_output_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OrthDrop's sub-models, of kernels that are drawn."""
     made = strategies(monkeypatch)
-    run = run_local(tmp_path, **TRIO, **SMALL, fleet=fleet_json(rich=9.0), keep_ratios="0.5", output_channels="all")
+    run = run_local(
+        tmp_path, **TRIO, **SMALL, fleet=fleet_json(rich=9.0), prism__keep_ratios="0.5", prism__output_channels="all"
+    )
     (strategy,) = made
     for task, _ in strategy._asked.values():
         held = strategy.indices(task)
@@ -226,7 +242,7 @@ def test_prism_with_all_output_channels(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_origdrop_has_no_channels_that_nobody_trains(tmp_path: Path) -> None:
     fleet = fleet_json(some=0.6, poor=0.3)
-    run = run_local(tmp_path, **TRIO | SMALL | {"strategy": "origdrop"}, fleet=fleet, keep_ratios="1,0.5,0.25")
+    run = run_local(tmp_path, **TRIO | SMALL | {"strategy": "origdrop"}, fleet=fleet, prism__keep_ratios="1,0.5,0.25")
     assert set(run.rounds()[0]["shares"].values()) == {0.5, 0.25}
     conv = model_of(run)["atoms.1.conv.weight"]  # 16 -> 16 channels
     assert (conv[:8, :8] != 0).all()
@@ -242,7 +258,10 @@ def momentum_of(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def test_momentum_is_averaged_entry_by_entry_and_sent_to_the_next(tmp_path: Path, grids: Callable[..., Any]) -> None:
     """Of factors and norms: who gets a kernel gets its momentum; what no client had stays. The rest stays with the client."""
-    grid, changes = grids(), TRIO | SMALL | {"num_rounds": 3, "server_momentum": True, "keep_ratios": "0.5"}
+    grid, changes = (
+        grids(),
+        TRIO | SMALL | {"num_rounds": 3, "prism__server_momentum": True, "prism__keep_ratios": "0.5"},
+    )
     run = run_local(tmp_path, grid, **changes, fleet="unlimited")
     checkpoint = run.load_checkpoint()
     assert checkpoint is not None
@@ -271,7 +290,9 @@ def test_a_round_goes_on_with_the_momentum_of_the_last(tmp_path: Path) -> None:
     """Two steps in one task, or a task each: the same weights."""
 
     def tasks(folder: Path, *steps: int) -> dict[str, np.ndarray]:
-        client = a_client(folder, tiny_settings(strategy="prism", server_momentum=True, batch_norm="batch"))
+        client = a_client(
+            folder, tiny_settings(strategy="prism", prism__server_momentum=True, architecture__batch_norm="batch")
+        )
         client.blueprint = low_rank(client.blueprint, 0.5)
         for unit in client.blueprint.units():
             torch.manual_seed(0)
@@ -301,8 +322,10 @@ def test_a_round_goes_on_with_the_momentum_of_the_last(tmp_path: Path) -> None:
 
 
 def test_there_must_be_momentum_to_average(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"server-momentum = true averages clients' momentum, and momentum is 0\.0"):
-        run_local(tmp_path, **TRIO | SMALL | {"server_momentum": True, "momentum": 0.0})
+    with pytest.raises(
+        ValueError, match=r"prism\.server-momentum = true averages clients' momentum, and training\.momentum is 0\.0"
+    ):
+        run_local(tmp_path, **TRIO | SMALL | {"prism__server_momentum": True, "training__momentum": 0.0})
 
 
 # ---- ratios that a fleet fixes
@@ -312,7 +335,7 @@ def test_there_must_be_momentum_to_average(tmp_path: Path) -> None:
 def test_a_fleet_may_say_how_much_of_a_model_each_device_gets(tmp_path: Path, name: str) -> None:
     """And whose memory that does not fit cannot take part."""
     fleet = fleet_json({"half": 0.5, "quarter": 0.25, "poor": 0.5}, half=9.0, quarter=9.0, poor=0.2)
-    ratios = {"keep_ratios": "1,0.5,0.25", "width_shares": "1,0.5,0.25"}
+    ratios = {"prism__keep_ratios": "1,0.5,0.25", "heterofl__width_ratios": "1,0.5,0.25"}
     run = run_local(tmp_path, **TRIO | SMALL | {"strategy": name}, **ratios, fleet=fleet)
     (record,) = run.rounds()
     assert list(record["keep_ratios" if "keep_ratios" in record else "shares"].values()) == [0.5, 0.25, 0.5]
@@ -323,7 +346,7 @@ def test_a_fleet_may_say_how_much_of_a_model_each_device_gets(tmp_path: Path, na
 
 def test_origdrop_counts_no_ratio_that_its_device_has_no_memory_for(tmp_path: Path) -> None:
     fleet = fleet_json({"whole": 1.0, "half": 0.5, "quarter": 0.25}, whole=0.4, half=9.0, quarter=9.0)
-    run = run_local(tmp_path, **TRIO | SMALL | {"strategy": "origdrop"}, keep_ratios="1,0.5,0.25", fleet=fleet)
+    run = run_local(tmp_path, **TRIO | SMALL | {"strategy": "origdrop"}, prism__keep_ratios="1,0.5,0.25", fleet=fleet)
     conv = model_of(run)["atoms.1.conv.weight"]
     assert (conv[:8, :8] != 0).all()
     assert not conv[8:].any()
@@ -331,7 +354,7 @@ def test_origdrop_counts_no_ratio_that_its_device_has_no_memory_for(tmp_path: Pa
 
 def test_a_ratio_that_a_run_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"keep = 0\.3 of device 'odd': the run has the shares 0\.5, 0\.25"):
-        run_local(tmp_path, **TRIO | SMALL, keep_ratios="0.5,0.25", fleet=fleet_json({"odd": 0.3}, odd=9.0))
+        run_local(tmp_path, **TRIO | SMALL, prism__keep_ratios="0.5,0.25", fleet=fleet_json({"odd": 0.3}, odd=9.0))
 
 
 # ---- other models
@@ -339,8 +362,10 @@ def test_a_ratio_that_a_run_does_not_have(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "options"), [("resnet18", ""), ("preresnet20", ""), ("deit-tiny", "depth=2")])
 def test_other_models_train(tmp_path: Path, name: str, options: str) -> None:
-    changes: dict[str, Any] = TRIO | SMALL | {"model": name, "model_options": options, "model_width": 0.25}
-    run = run_local(tmp_path, **changes, fleet="unlimited", local_iterations=2)
+    changes: dict[str, Any] = (
+        TRIO | SMALL | {"model": name, "architecture__options": options, "architecture__width": 0.25}
+    )
+    run = run_local(tmp_path, **changes, fleet="unlimited", training__local_iterations=2)
     for client in clients_of(run):
         assert client["status"] == "ok"
         assert client["predicted_peak"] == client["measured_peak"] <= client["budget"]
@@ -360,14 +385,20 @@ def test_deit_learns_and_goes_on(tmp_path: Path, shape: tuple[int, ...], patch: 
         x_test=x[48:].astype(np.uint8),
         y_test=y[48:],
     )
-    changes: dict[str, Any] = TRIO | SMALL | {"model": "deit-tiny", "model_options": f"depth=2,patch={patch}"}
+    changes: dict[str, Any] = TRIO | SMALL | {"model": "deit-tiny", "architecture__options": f"depth=2,patch={patch}"}
     changes |= {
         "dataset": f"npz:{tmp_path / 'bright.npz'}",
-        "keep_ratios": "0.5",
+        "prism__keep_ratios": "0.5",
         "fleet": "unlimited",
-        "batch_size": 8,
+        "training__batch_size": 8,
     }
-    changes |= {"model_width": 0.25, "local_epochs": 3, "lr_rounds": 4, "lr": 0.02, "partition": "iid"}
+    changes |= {
+        "architecture__width": 0.25,
+        "training__local_epochs": 3,
+        "training__lr_rounds": 4,
+        "training__lr": 0.02,
+        "data__partition": "iid",
+    }
     whole = run_local(tmp_path / "whole", **changes, num_rounds=4)
     losses = [record["train_loss"] for record in whole.rounds()]
     assert losses[-1] < 0.5 * losses[0]

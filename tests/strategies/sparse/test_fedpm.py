@@ -19,7 +19,7 @@ from piecework.models.zoo import build_blueprint
 from piecework.strategies.sparse.fedpm import FedPM, coded_bits
 from piecework.training.adam import Adam
 
-FEDPM = TRIO | {"strategy": "fedpm", "fleet": "spafl", "lr": 0.1, "weight_decay": 0.0}
+FEDPM = TRIO | {"strategy": "fedpm", "fleet": "spafl", "training__lr": 0.1, "training__weight_decay": 0.0}
 
 
 def test_weights_are_one_size_with_signs_by_the_seed() -> None:
@@ -106,7 +106,7 @@ def test_what_a_coder_leaves_of_a_mask(mask: list[int], size: float) -> None:
 
 
 def test_it_learns_and_the_model_can_be_loaded(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **FEDPM | {"dataset": "digits", "num_rounds": 2, "local_epochs": 4})
+    run_dir = run_local(tmp_path, **FEDPM | {"dataset": "digits", "num_rounds": 2, "training__local_epochs": 4})
     assert run_dir.rounds()[-1]["accuracy"] > 0.5
     model = piecework.load(run_dir.path)
     assert model(torch.rand(2, 1, 8, 8)).shape == (2, 10)
@@ -131,7 +131,7 @@ def test_bits_behind_the_end_are_rejected(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(FedPM, "check", spoilt)
     with pytest.raises(RuntimeError, match=r"the mask of [0-9]+ scores has bits behind its end"):
-        run_local(tmp_path, **FEDPM | {"model": "lenet5", "dataset": "digits32", "model_width": 0.15})
+        run_local(tmp_path, **FEDPM | {"model": "lenet5", "dataset": "digits32", "architecture__width": 0.15})
 
 
 def test_layers_without_masks_are_refused() -> None:
@@ -142,6 +142,6 @@ def test_layers_without_masks_are_refused() -> None:
 @pytest.mark.parametrize("batch_norm", ["running", "local"])
 def test_statistics_are_refused(tmp_path: Path, batch_norm: str) -> None:
     with pytest.raises(
-        ValueError, match=f"batch-norm = '{batch_norm}': fedpm sends masks, and statistics are none, use"
+        ValueError, match=f"architecture.batch-norm = '{batch_norm}': fedpm sends masks, and statistics are none, use"
     ):
-        run_local(tmp_path, **FEDPM | {"batch_norm": batch_norm})
+        run_local(tmp_path, **FEDPM | {"architecture__batch_norm": batch_norm})

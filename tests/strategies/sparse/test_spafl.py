@@ -40,14 +40,20 @@ from piecework.training.loop import PieceModel, load_for_device
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_for, open_dataset, training_config_for
 
-SPAFL = TRIO | {"strategy": "spafl", "fleet": "spafl", "weight_decay": 0.0, "sparsity": 0.05, "local_epochs": 2}
+SPAFL = TRIO | {
+    "strategy": "spafl",
+    "fleet": "spafl",
+    "training__weight_decay": 0.0,
+    "spafl__sparsity": 0.05,
+    "training__local_epochs": 2,
+}
 LOSS = sparse_loss(0.01)
 
 
 def masked_model(settings: Settings) -> Blueprint:
     """The run's model with thresholds."""
     plain = blueprint_for(settings, open_dataset(settings.dataset, ""))
-    return masked(plain, settings.straight_through, silent=settings.silent_norms)
+    return masked(plain, settings.spafl.straight_through, silent=settings.spafl.silent_norms)
 
 
 def stores(run_dir: RunDir) -> Path:
@@ -80,7 +86,12 @@ def test_masks_as_words() -> None:
 def test_thresholds_alone_travel_and_their_mean_is_plain(tmp_path: Path, grids: Callable[..., Any]) -> None:
     """Eq. 7: each client counts alike, whatever its number of examples."""
     grid = grids()
-    changes = {"num_rounds": 2, "partition": "dirichlet", "partition_balanced": False, "partition_alpha": 0.5}
+    changes = {
+        "num_rounds": 2,
+        "data__partition": "dirichlet",
+        "data__partition_balanced": False,
+        "data__partition_alpha": 0.5,
+    }
     run_dir = run_local(tmp_path, grid, **SPAFL | changes)
     down, up = training(grid.last.sent), training(grid.last.received)
     assert [sorted(arrays_of(m)) for m in down] == 3 * [[THRESHOLDS]] + 3 * [[CHANGE, THRESHOLDS]]
@@ -99,7 +110,7 @@ def test_thresholds_alone_travel_and_their_mean_is_plain(tmp_path: Path, grids: 
 def test_a_client_goes_on_from_its_own_model(tmp_path: Path, grids: Callable[..., Any]) -> None:
     """With its weights, moved by Eq. 13, and the server's thresholds: a rate of almost 0 leaves it at that."""
     grid = grids()
-    run_local(tmp_path / "a", grid, **SPAFL | {"num_rounds": 2, "lr": 1e-12, "sparsity": 0.0})
+    run_local(tmp_path / "a", grid, **SPAFL | {"num_rounds": 2, "training__lr": 1e-12, "spafl__sparsity": 0.0})
     settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}"})
     model = masked_model(settings)
     initial = {name: value.numpy() for name, value in initial_state(model, settings.seed)}
@@ -116,7 +127,12 @@ def test_importance_moves_the_weights_at_the_start_of_a_round(tmp_path: Path, mo
     original, runs = SpaFL.travelling, {}
     monkeypatch.setattr(SpaFL, "travelling", lambda self, task, arrays: changed(original(self, task, arrays)))
     for how in ("paper", "authors", "off"):
-        changes = SPAFL | {"num_rounds": 2, "lr": 1e-12, "sparsity": 0.0, "importance_update": how}
+        changes = SPAFL | {
+            "num_rounds": 2,
+            "training__lr": 1e-12,
+            "spafl__sparsity": 0.0,
+            "spafl__importance_update": how,
+        }
         runs[how] = kept(run_local(tmp_path / how, **changes), 0)
     name = "atoms.1.conv.weight"  # 16 filters of 16 x 3 x 3
     before = runs["off"][1][name]
@@ -141,11 +157,11 @@ def test_a_round_of_lenet_moves_a_three_hundredth_of_fedavgs_bytes(tmp_path: Pat
         "data_dir": str(data_dir),
         "clients": 100,
         "clients_per_round": 2,
-        "local_iterations": 2,
+        "training__local_iterations": 2,
         "num_rounds": 2,
         "fleet": "spafl",
-        "evaluation_clients": 2,
-        "evaluation": "personal",
+        "evaluation__clients": 2,
+        "evaluation__mode": "personal",
     }
     sparse, dense = (run_local(tmp_path / s, strategy=s, **common).rounds()[1] for s in ("spafl", "fedavg"))
     moved = [record["bytes_down"] + record["bytes_up"] for record in (sparse, dense)]
@@ -155,10 +171,12 @@ def test_a_round_of_lenet_moves_a_three_hundredth_of_fedavgs_bytes(tmp_path: Pat
 
 
 def test_resume_is_bit_identical_with_the_clients_own_states(tmp_path: Path) -> None:
-    changes = SPAFL | {"client_momentum": True, "clients_per_round": 2, "state_dir": ""}
-    whole = run_local(tmp_path / "whole", **changes | {"num_rounds": 3, "lr_rounds": 3})
-    part = run_local(tmp_path / "part", **changes | {"num_rounds": 2, "lr_rounds": 3})
-    resumed = run_local(tmp_path / "part", **changes | {"num_rounds": 3, "lr_rounds": 3, "resume_from": str(part.path)})
+    changes = SPAFL | {"spafl__client_momentum": True, "clients_per_round": 2, "state_dir": ""}
+    whole = run_local(tmp_path / "whole", **changes | {"num_rounds": 3, "training__lr_rounds": 3})
+    part = run_local(tmp_path / "part", **changes | {"num_rounds": 2, "training__lr_rounds": 3})
+    resumed = run_local(
+        tmp_path / "part", **changes | {"num_rounds": 3, "training__lr_rounds": 3, "resume_from": str(part.path)}
+    )
     assert same(model_of(whole), model_of(resumed))
     for client in range(3):
         one, other = kept(whole, client), kept(resumed, client)
@@ -170,9 +188,9 @@ def test_resume_is_bit_identical_with_the_clients_own_states(tmp_path: Path) -> 
 
 
 def test_a_client_that_lost_its_store_starts_from_the_initial_model(tmp_path: Path) -> None:
-    part = run_local(tmp_path, **SPAFL | {"num_rounds": 2, "lr_rounds": 3})
+    part = run_local(tmp_path, **SPAFL | {"num_rounds": 2, "training__lr_rounds": 3})
     shutil.rmtree(stores(part) / "1")
-    resumed = run_local(tmp_path, **SPAFL | {"num_rounds": 3, "lr_rounds": 3, "resume_from": str(part.path)})
+    resumed = run_local(tmp_path, **SPAFL | {"num_rounds": 3, "training__lr_rounds": 3, "resume_from": str(part.path)})
     records = resumed.rounds()
     assert [record["restarted"] for record in records] == [[], [], [1]]
     (report,) = [c for c in records[2]["clients"] if c["client"] == 1]
@@ -183,7 +201,12 @@ def test_a_client_that_lost_its_store_starts_from_the_initial_model(tmp_path: Pa
 
 @pytest.mark.parametrize(("momentum", "models"), [(False, 2), (True, 4)])
 def test_a_store_takes_at_most_two_models_and_with_momentum_four(tmp_path: Path, momentum: bool, models: int) -> None:
-    changes = SPAFL | {"client_momentum": momentum, "masked_every": 0, "num_rounds": 4, "clients_per_round": 2}
+    changes = SPAFL | {
+        "spafl__client_momentum": momentum,
+        "spafl__masked_every": 0,
+        "num_rounds": 4,
+        "clients_per_round": 2,
+    }
     run_dir = run_local(tmp_path, **changes)
     settings = tiny_settings(**changes | {"dataset": f"npz:{few_digits()}"})
     model = masked_model(settings)
@@ -215,7 +238,13 @@ def test_initial_models_have_a_digest_of_their_own() -> None:
 
 @pytest.mark.parametrize(("every", "num_rounds"), [(0, 3), (1, 3), (3, 5)])
 def test_forms_predict_what_they_take_and_count_what_they_execute(tmp_path: Path, every: int, num_rounds: int) -> None:
-    changes = SPAFL | {"masked_every": every, "num_rounds": num_rounds, "lr": 0.05, "sparsity": 0.1, "batch_size": 8}
+    changes = SPAFL | {
+        "spafl__masked_every": every,
+        "num_rounds": num_rounds,
+        "training__lr": 0.05,
+        "spafl__sparsity": 0.1,
+        "training__batch_size": 8,
+    }
     records = run_local(tmp_path, **changes).rounds()
     for client in (c for record in records for c in record["clients"]):
         assert client["status"] == "ok"
@@ -229,9 +258,11 @@ def test_forms_predict_what_they_take_and_count_what_they_execute(tmp_path: Path
 @pytest.mark.parametrize("batch_size", [2, 16])
 def test_going_from_form_to_form_takes_no_more_than_a_masked_step(tmp_path: Path, batch_size: int) -> None:
     """Where weights are nearly all that a step takes."""
-    settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}", "model": "lenet5", "batch_size": batch_size})
+    settings = tiny_settings(
+        **SPAFL | {"dataset": f"npz:{few_digits()}", "model": "lenet5", "training__batch_size": batch_size}
+    )
     plain = build_blueprint("lenet5", num_classes=10, input_shape=(1, 32, 32))
-    whole = masked(plain, settings.straight_through, silent=settings.silent_norms)
+    whole = masked(plain, settings.spafl.straight_through, silent=settings.spafl.silent_norms)
     cost = piece_cost(
         whole, (0, 1), "head", training_config_for(settings, 0.1), make_loss=LOSS, piece_class=SparseModel
     )
@@ -248,7 +279,7 @@ def test_going_from_form_to_form_takes_no_more_than_a_masked_step(tmp_path: Path
 
     examples, forms = random_examples(4 * batch_size, (1, 32, 32)), []
     for kept in (0.98, 0.85, 0.5, 0.2):
-        client = a_client(tmp_path / str(kept), settings.model_copy(update={"masked_every": 0}), blueprint=whole)
+        client = a_client(tmp_path / str(kept), settings.changed({"spafl.masked-every": 0}), blueprint=whole)
         trainer = SparseTrainer(client, make(kept), LOSS, None, layout(plain, whole))
         for _ in range(2):
             trainer.epoch(examples, client.rng("batches"), client.cap, "train")
@@ -263,7 +294,10 @@ def test_going_from_form_to_form_takes_no_more_than_a_masked_step(tmp_path: Path
 def test_the_forms_learn_alike(tmp_path: Path) -> None:
     """Behind ReLU a pruned filter has no gradient: what is excluded would not have moved but for momentum, which is 0 here."""
     runs = [
-        run_local(tmp_path / str(n), **SPAFL | {"masked_every": n, "momentum": 0.0, "num_rounds": 2, "lr": 0.1})
+        run_local(
+            tmp_path / str(n),
+            **SPAFL | {"spafl__masked_every": n, "training__momentum": 0.0, "num_rounds": 2, "training__lr": 0.1},
+        )
         for n in (1, 0)
     ]
     a, b = (model_of(run_dir)[THRESHOLDS] for run_dir in runs)
@@ -286,7 +320,9 @@ def test_local_sends_nothing_and_keeps_its_thresholds(tmp_path: Path, grids: Cal
 
 def test_personal_evaluation_is_of_each_clients_own_model(tmp_path: Path, grids: Callable[..., Any]) -> None:
     grid = grids()
-    run_dir = run_local(tmp_path, grid, **SPAFL | {"num_rounds": 2, "evaluate_every": 2, "batch_norm": "running"})
+    run_dir = run_local(
+        tmp_path, grid, **SPAFL | {"num_rounds": 2, "evaluation__every": 2, "architecture__batch_norm": "running"}
+    )
     first, second = run_dir.rounds()
     assert (first["accuracy"], first["density"]) == (None, None)
     told = [
@@ -294,7 +330,7 @@ def test_personal_evaluation_is_of_each_clients_own_model(tmp_path: Path, grids:
     ]
     assert second["accuracy"] == pytest.approx(np.mean([each["val-accuracy"] for each in told]))
     assert second["density"] == pytest.approx(np.mean([each["density"] for each in told]))
-    settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}", "batch_norm": "running"})
+    settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}", "architecture__batch_norm": "running"})
     model = masked_model(settings)
     densities = []
     for client in range(3):
@@ -320,18 +356,18 @@ def test_the_regularisers_weight(tmp_path: Path) -> None:
 
     plain = strategy()
     assert [plain.alpha(n) for n in (1, 5)] == [0.05, 0.05]
-    ramped = strategy(sparsity_ramp=True)
+    ramped = strategy(spafl__sparsity_ramp=True)
     assert [ramped.alpha(n) for n in (1, 2, 200)] == pytest.approx(
         [0.05 / (1 + np.exp(5)), 0.05 / (1 + np.exp(-5)), 0.05]
     )
-    aimed = strategy(target_density=0.4)
+    aimed = strategy(spafl__target_density=0.4)
     for density, alpha in ((1.0, 0.05), (0.5, 0.05), (0.45, 0.025), (0.4, 0.0), (0.3, 0.0)):
         aimed.state.density = density
         assert aimed.alpha(1) == pytest.approx(alpha)
 
 
 def test_alpha_follows_the_density_that_was_told(tmp_path: Path) -> None:
-    changes = SPAFL | {"num_rounds": 3, "batch_size": 8, "target_density": 0.4, "evaluate_every": 0}
+    changes = SPAFL | {"num_rounds": 3, "training__batch_size": 8, "spafl__target_density": 0.4, "evaluation__every": 0}
     first, second, third = run_local(tmp_path, **changes).rounds()
     assert first["alpha"] == 0.05
     for before, record in ((first, second), (second, third)):
@@ -359,10 +395,10 @@ def test_what_a_rejected_client_says_does_not_count(tmp_path: Path, monkeypatch:
 
 
 def test_who_lost_a_model_says_so_in_evaluation_too(tmp_path: Path) -> None:
-    part = run_local(tmp_path, **SPAFL | {"num_rounds": 2, "lr_rounds": 3, "clients_per_round": 2})
+    part = run_local(tmp_path, **SPAFL | {"num_rounds": 2, "training__lr_rounds": 3, "clients_per_round": 2})
     trained = [c["client"] for c in part.rounds()[-1]["clients"]]
     shutil.rmtree(stores(part) / str(trained[0]))
-    changes = SPAFL | {"num_rounds": 3, "lr_rounds": 3, "clients_per_round": 2, "resume_from": str(part.path)}
+    changes = SPAFL | {"num_rounds": 3, "training__lr_rounds": 3, "clients_per_round": 2, "resume_from": str(part.path)}
     last = run_local(tmp_path, **changes).rounds()[-1]
     assert last["restarted"] + last["lost"] == [trained[0]]
 
@@ -390,14 +426,23 @@ def test_thresholds_out_of_bounds_are_rejected(value: float, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"evaluation": "central"}, "evaluation = 'central': spafl has no model but those of the clients"),
-        ({"batch_norm": "local"}, "batch-norm = 'local': spafl leaves norms with the clients anyhow"),
+        ({"evaluation.mode": "central"}, "evaluation.mode = 'central': spafl has no model but those of the clients"),
         (
-            {"client_momentum": True, "momentum": 0.0},
-            "client-momentum = true keeps the clients' momentum, and momentum is",
+            {"architecture__batch_norm": "local"},
+            "architecture.batch-norm = 'local': spafl leaves norms with the clients anyhow",
         ),
-        ({"client_evaluation_every": 2}, "client-evaluation-every = 2, autoattack-examples = 0: spafl has no model"),
-        ({"masked_every": 2, "silent_norms": False}, "masked-every = 2: with silent-norms = false"),
+        (
+            {"spafl__client_momentum": True, "training__momentum": 0.0},
+            "spafl.client-momentum = true keeps the clients' momentum, and training.momentum is",
+        ),
+        (
+            {"evaluation__on_clients_every": 2},
+            "evaluation.on-clients-every = 2, evaluation.autoattack-examples = 0: spafl has no model",
+        ),
+        (
+            {"spafl__masked_every": 2, "spafl__silent_norms": False},
+            "spafl.masked-every = 2: with spafl.silent-norms = false",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

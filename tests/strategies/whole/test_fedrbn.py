@@ -48,11 +48,11 @@ from piecework.training.setup import image_attack, open_dataset
 # The first and the third client have memory for an adversarial step, the second has not; all train.
 SMALL: dict[str, Any] = TRIO | {
     "strategy": "fedrbn",
-    "batch_norm": "running",
-    "local_iterations": 2,
-    "attack_steps": 2,
-    "evaluation_attack_steps": 2,
-    "evaluation_attack_examples": 40,
+    "architecture__batch_norm": "running",
+    "training__local_iterations": 2,
+    "attack__steps": 2,
+    "evaluation__attack_steps": 2,
+    "evaluation__attack_examples": 40,
     "fleet": fleet_json(rich=2.2, poor=0.3),
 }
 
@@ -85,7 +85,7 @@ def two_rounds(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fedrbn, "train", noted)
-        changes = SMALL | {"batch_norm": "local", "num_rounds": 2}
+        changes = SMALL | {"architecture__batch_norm": "local", "num_rounds": 2}
         run_dir = run_local(tmp_path_factory.mktemp("two-rounds"), Kept, **changes)
     return run_dir, Kept.last, seen
 
@@ -218,7 +218,7 @@ def test_a_round_by_hand(one_round: tuple[RunDir, RecordingGrid]) -> None:
 
 
 def test_nothing_propagates_where_nobody_trained_adversarially(tmp_path: Path) -> None:
-    warmed = run_local(tmp_path / "warm-up", **SMALL | {"attack_warmup": 1, "num_rounds": 2}).rounds()
+    warmed = run_local(tmp_path / "warm-up", **SMALL | {"attack__warmup": 1, "num_rounds": 2}).rounds()
     assert [record["adversarial_clients"] for record in warmed] == [[], [0, 2]]
     run_dir = run_local(tmp_path / "poor", **SMALL | {"fleet": fleet_json(poor=0.3)})
     assert run_dir.rounds()[0]["adversarial_clients"] == []
@@ -238,7 +238,7 @@ def test_nothing_propagates_where_no_adversarial_update_enters(tmp_path: Path, b
                     reply.content.array_records["arrays"]["head.fc.bias"] = Array(np.full(10, np.nan, np.float32))
             return replies
 
-    run_dir = run_local(tmp_path, Grid, **SMALL | {"batch_norm": batch_norm})
+    run_dir = run_local(tmp_path, Grid, **SMALL | {"architecture__batch_norm": batch_norm})
     assert [client["status"] for client in clients_of(run_dir)] == ["rejected", "ok", "rejected"]
     assert run_dir.rounds()[0]["adversarial_clients"] == [0, 2]
     for name, array in model_of(run_dir).items():
@@ -280,10 +280,10 @@ def test_a_client_keeps_its_clean_batch_norms_only(two_rounds: tuple[Any, Record
 
 
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, two_rounds: tuple[RunDir, Any, Any]) -> None:
-    changes = SMALL | {"batch_norm": "local", "num_rounds": 2}
+    changes = SMALL | {"architecture__batch_norm": "local", "num_rounds": 2}
     through, _, _ = two_rounds
-    halved = run_local(tmp_path / "b", **changes | {"num_rounds": 1, "lr_rounds": 2})
-    halved = run_local(tmp_path / "b", **changes | {"lr_rounds": 2, "resume_from": str(halved.path)})
+    halved = run_local(tmp_path / "b", **changes | {"num_rounds": 1, "training__lr_rounds": 2})
+    halved = run_local(tmp_path / "b", **changes | {"training__lr_rounds": 2, "resume_from": str(halved.path)})
     assert same(model_of(through), model_of(halved))
 
 
@@ -303,7 +303,13 @@ def test_the_first_adversarial_round_is_measured_from_the_clean_set(tmp_path: Pa
     used = begun(ArrayRecord({**sent, "a.adversarial_num_batches_tracked": Array(np.array(4))}))
     assert [float(used[f"a.adversarial_running_{name}"].numpy()[0]) for name in ("mean", "var")] == [0.0, 1.0]
 
-    changes = {"attack_warmup": 12, "num_rounds": 13, "local_iterations": 10, "lr": 0.05, "evaluate_every": 0}
+    changes = {
+        "attack__warmup": 12,
+        "num_rounds": 13,
+        "training__local_iterations": 10,
+        "training__lr": 0.05,
+        "evaluation__every": 0,
+    }
     run_dir = run_local(tmp_path, **SMALL | changes)
     assert [client["status"] for client in clients_of(run_dir, 13)] == ["ok"] * 3
 
@@ -312,7 +318,9 @@ def test_losses_of_clients_are_of_both_parts(tmp_path: Path) -> None:
     """At the same weights (1 - q) CE(clean) + q CE(adversarial) is below CE(adversarial), and above half of it."""
     losses = {}
     for weight in (0.0, 0.5):
-        run_dir = run_local(tmp_path / str(weight), **SMALL | {"clean_weight": weight, "local_iterations": 1})
+        run_dir = run_local(
+            tmp_path / str(weight), **SMALL | {"fedrbn__clean_weight": weight, "training__local_iterations": 1}
+        )
         losses[weight] = [client["train_loss"] for client in clients_of(run_dir)]
     assert losses[0.0][1] == losses[0.5][1]
     for attacked, both in (pair for n, pair in enumerate(zip(*losses.values(), strict=True)) if n != 1):
@@ -323,7 +331,7 @@ def test_losses_of_clients_are_of_both_parts(tmp_path: Path) -> None:
 def test_papers_count_both_sets_as_one_batch_norm(memory_model: str) -> None:
     costs = []
     for norms in ("running", "dual"):
-        settings = tiny_settings(**SMALL | {"memory_model": memory_model, "batch_size": 4})
+        settings = tiny_settings(**SMALL | {"memory__model": memory_model, "training__batch_size": 4})
         blueprint = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm=norms)
         costs.append(cost_model_for(settings, blueprint).bytes(Part(blueprint, tuple(range(len(blueprint.atoms))))))
     assert costs[0] == costs[1]
@@ -335,7 +343,7 @@ def test_papers_count_both_sets_as_one_batch_norm(memory_model: str) -> None:
 def test_the_branch_is_named_and_used(tmp_path: Path) -> None:
     found = {}
     for branch in ("oracle", "clean", "adversarial", "detector"):
-        changes = {"evaluation_branch": branch, "public_share": 0.2}
+        changes = {"fedrbn__evaluation_branch": branch, "data__public_fraction": 0.2}
         run_dir = run_local(tmp_path / branch, **SMALL | changes)
         (record,) = run_dir.rounds()
         final = json.loads((run_dir.path / "final.json").read_text())
@@ -348,17 +356,19 @@ def test_the_branch_is_named_and_used(tmp_path: Path) -> None:
 def test_clients_evaluate_by_the_branch_too(tmp_path: Path) -> None:
     found = {}
     for branch in ("oracle", "clean", "adversarial"):
-        changes = {"evaluation_branch": branch, "evaluation": "personal"}
+        changes = {"fedrbn__evaluation_branch": branch, "evaluation__mode": "personal"}
         (found[branch],) = run_local(tmp_path / branch, **SMALL | changes).rounds()
     assert found["oracle"]["loss"] == found["clean"]["loss"] != found["adversarial"]["loss"]
-    with pytest.raises(ValueError, match="evaluation-branch = 'detector': it learns from the server's public data"):
-        run_local(tmp_path / "d", **SMALL | {"evaluation_branch": "detector", "evaluation": "personal"})
+    with pytest.raises(
+        ValueError, match=r"fedrbn\.evaluation-branch = 'detector': it learns from the server's public data"
+    ):
+        run_local(tmp_path / "d", **SMALL | {"fedrbn__evaluation_branch": "detector", "evaluation__mode": "personal"})
 
 
 def test_before_anybody_met_an_attack_the_clean_set_stands_in(tmp_path: Path) -> None:
     found = {}
     for branch in ("oracle", "clean"):
-        changes = {"evaluation_branch": branch, "attack_warmup": 1, "num_rounds": 2}
+        changes = {"fedrbn__evaluation_branch": branch, "attack__warmup": 1, "num_rounds": 2}
         found[branch] = run_local(tmp_path / branch, **SMALL | changes).rounds()
     first, second = zip(found["oracle"], found["clean"], strict=True)
     assert first[0]["adversarial_accuracy"] == first[1]["adversarial_accuracy"]
@@ -367,7 +377,7 @@ def test_before_anybody_met_an_attack_the_clean_set_stands_in(tmp_path: Path) ->
 
 def test_plain_clients_stay_plain_whatever_settings_say(tmp_path: Path, one_round: tuple[RunDir, Any]) -> None:
     plain = clients_of(one_round[0])[1]
-    told = clients_of(run_local(tmp_path, **SMALL | {"adversarial": True}))[1]
+    told = clients_of(run_local(tmp_path, **SMALL | {"training.adversarial": True}))[1]
     assert (told["train_loss"], told["measured_peak"]) == (plain["train_loss"], plain["predicted_peak"])
 
 
@@ -388,7 +398,7 @@ def test_a_detector_chooses_image_by_image() -> None:
 def test_a_detector_learns_what_attacks_look_like() -> None:
     pytest.importorskip("sklearn")
     settings = tiny_settings(
-        **SMALL | {"dataset": "digits", "public_share": 0.1, "attack_epsilon": 0.5, "attack_steps": 5}
+        **SMALL | {"dataset": "digits", "data__public_fraction": 0.1, "attack__epsilon": 0.5, "attack__steps": 5}
     )
     prepare("digits", data_dir="", cache_dir=default_cache())
     public = public_examples(settings)
@@ -410,7 +420,12 @@ def test_a_detector_learns_what_attacks_look_like() -> None:
 def test_clients_evaluate_each_example_by_its_own_set(tmp_path: Path) -> None:
     found = {}
     for branch in ("oracle", "clean", "adversarial"):
-        changes = {"client_evaluation_every": 1, "validation_share": 0.4, "num_rounds": 2, "evaluation_branch": branch}
+        changes = {
+            "evaluation__on_clients_every": 1,
+            "data__validation_fraction": 0.4,
+            "num_rounds": 2,
+            "fedrbn__evaluation_branch": branch,
+        }
         found[branch] = run_local(tmp_path / branch, **SMALL | changes).rounds()
     keys = "client_accuracy", "client_adversarial_accuracy"
     oracle, clean, robust = ([[r[key] for key in keys] for r in rounds] for rounds in found.values())
@@ -425,10 +440,10 @@ def test_the_model_can_be_loaded(tmp_path: Path, one_round: tuple[RunDir, Any]) 
     clean = model(x)
     use([model], adversarial=True)
     assert not torch.allclose(model(x), clean)
-    other = load(run_local(tmp_path / "adversarial", **SMALL | {"evaluation_branch": "adversarial"}).path)
+    other = load(run_local(tmp_path / "adversarial", **SMALL | {"fedrbn__evaluation_branch": "adversarial"}).path)
     torch.testing.assert_close(other(x), model(x))
     # no client trains adversarially: the clean set stands in, as it did in the run's evaluation
-    changes = {"evaluation_branch": "adversarial", "fleet": fleet_json(poor=0.3)}
+    changes = {"fedrbn__evaluation_branch": "adversarial", "fleet": fleet_json(poor=0.3)}
     never = load(run_local(tmp_path / "never", **SMALL | changes).path)
     before = never(x)
     use([never], adversarial=False)
@@ -446,10 +461,13 @@ def test_a_plan_agrees_with_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"batch_norm": "batch"}, "batch-norm = 'batch': fedrbn propagates running statistics"),
+        (
+            {"architecture__batch_norm": "batch"},
+            "architecture.batch-norm = 'batch': fedrbn propagates running statistics",
+        ),
         ({"model": "cnn-femnist"}, "model 'cnn-femnist' has no batch norm"),
-        ({"attack_warmup": 1}, "attack-warmup = 1 leaves no adversarial round of num-rounds = 1"),
-        ({"evaluation_branch": "detector"}, "public-share = 0.0"),
+        ({"attack__warmup": 1}, "attack.warmup = 1 leaves no adversarial round of num-rounds = 1"),
+        ({"fedrbn__evaluation_branch": "detector"}, "data.public-fraction = 0.0"),
     ],
 )
 def test_settings_that_make_no_sense(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
@@ -460,7 +478,10 @@ def test_settings_that_make_no_sense(tmp_path: Path, changes: dict[str, Any], to
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"batch_norm": "batch"}, "batch-norm = 'batch': fedrbn propagates running statistics"),
+        (
+            {"architecture__batch_norm": "batch"},
+            "architecture.batch-norm = 'batch': fedrbn propagates running statistics",
+        ),
         ({"model": "cnn-femnist"}, "model 'cnn-femnist' has no batch norm"),
     ],
 )

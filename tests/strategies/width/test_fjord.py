@@ -17,7 +17,7 @@ from piecework.models.width import ordered, shapes, sub_indices, take
 from piecework.models.zoo import build_blueprint
 from piecework.training.loop import PieceModel
 
-FJORD = TRIO | {"strategy": "fjord", "width_shares": "1,0.5,0.25", "fleet": "spafl"}
+FJORD = TRIO | {"strategy": "fjord", "heterofl__width_ratios": "1,0.5,0.25", "fleet": "spafl"}
 
 
 @pytest.mark.parametrize(("name", "shape"), [("convnet", (1, 8, 8)), ("lenet5", (1, 16, 16)), ("resnet18", (3, 8, 8))])
@@ -76,7 +76,12 @@ def test_entries_are_averaged_over_the_clients_that_had_them(tmp_path: Path, gri
     """Of 16 channels the first 4 from three clients, the next 4 from two, the others from one, weighted by examples."""
     grid = grids()
     fleet = fleet_json({"a": 1.0, "b": 0.5, "c": 0.25}, a=1.5, b=1.5, c=1.5)
-    changes = {"partition": "dirichlet", "partition_balanced": False, "partition_alpha": 0.5, "fleet": fleet}
+    changes = {
+        "data__partition": "dirichlet",
+        "data__partition_balanced": False,
+        "data__partition_alpha": 0.5,
+        "fleet": fleet,
+    }
     run_dir = run_local(tmp_path, grid, **FJORD | changes)
     name = "atoms.0.conv.weight"
     replies = {len(arrays_of(m)[name]): m for m in training(grid.last.received)}
@@ -91,10 +96,10 @@ def test_entries_are_averaged_over_the_clients_that_had_them(tmp_path: Path, gri
 
 
 def test_a_share_is_drawn_for_every_client_and_round(tmp_path: Path) -> None:
-    records = run_local(tmp_path / "a", **FJORD | {"fjord_sampling": "round", "num_rounds": 8}).rounds()
+    records = run_local(tmp_path / "a", **FJORD | {"fjord__sampling": "round", "num_rounds": 8}).rounds()
     drawn = [share for record in records for share in record["shares"].values()]
     assert set(drawn) == {1.0, 0.5, 0.25}
-    again = run_local(tmp_path / "b", **FJORD | {"fjord_sampling": "round", "num_rounds": 2}).rounds()
+    again = run_local(tmp_path / "b", **FJORD | {"fjord__sampling": "round", "num_rounds": 2}).rounds()
     assert [record["shares"] for record in again] == [record["shares"] for record in records[:2]]
 
 
@@ -109,7 +114,7 @@ def test_a_share_is_drawn_for_every_batch_of_those_that_fit(tmp_path: Path, monk
 
     monkeypatch.setattr(NestedLoss, "__call__", noted)
     fleet = fleet_json({"a": 1.0, "b": 0.5, "c": 0.25}, a=1.5, b=1.5, c=1.5)
-    run_local(tmp_path, **FJORD | {"fleet": fleet, "local_iterations": 12})
+    run_local(tmp_path, **FJORD | {"fleet": fleet, "training__local_iterations": 12})
     assert {level for nets, level in levels if nets == 2} == {0, 1, 2}
     assert {level for nets, level in levels if nets == 1} == {0, 1}
     assert {level for nets, level in levels if nets == 0} == {0}
@@ -119,8 +124,8 @@ def test_a_share_is_drawn_for_every_batch_of_those_that_fit(tmp_path: Path, monk
 @pytest.mark.parametrize(("model", "data"), [("convnet", "digits"), ("lenet5", "digits32")])
 def test_prices_are_what_the_step_takes_that_takes_most(tmp_path: Path, model: str, data: str, distil: bool) -> None:
     """Of LeNet's, at a small batch, that is a narrow net's: it holds copies of parts of large arrays."""
-    changes = {"model": model, "dataset": data, "batch_size": 4, "width_shares": "1,0.95,0.5"}
-    changes |= {"fjord_distillation": distil, "local_iterations": 12, "fleet": fleet_json(rich=3.0)}
+    changes = {"model": model, "dataset": data, "training__batch_size": 4, "heterofl__width_ratios": "1,0.95,0.5"}
+    changes |= {"fjord__distillation": distil, "training__local_iterations": 12, "fleet": fleet_json(rich=3.0)}
     (record,) = run_local(tmp_path, **FJORD | changes).rounds()
     assert all(c["measured_peak"] == c["predicted_peak"] for c in record["clients"])
     whole = [c["flops"] for c in record["clients"]]
@@ -129,6 +134,6 @@ def test_prices_are_what_the_step_takes_that_takes_most(tmp_path: Path, model: s
 
 def test_running_statistics_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match="batch-norm = 'running': fjord's nets have different statistics, use measured"
+        ValueError, match=r"architecture\.batch-norm = 'running': fjord's nets have different statistics, use measured"
     ):
-        run_local(tmp_path, **FJORD | {"batch_norm": "running"})
+        run_local(tmp_path, **FJORD | {"architecture__batch_norm": "running"})

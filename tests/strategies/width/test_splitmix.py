@@ -35,8 +35,8 @@ from piecework.training.loop import PieceModel
 # Four nets of a quarter of the channels; clients train three, two and one of them.
 SMALL: dict[str, Any] = TRIO | {
     "strategy": "splitmix",
-    "mix_share": 0.25,
-    "local_iterations": 2,
+    "splitmix__width_ratio": 0.25,
+    "training__local_iterations": 2,
     "fleet": fleet_json(rich=0.85, some=0.65, poor=0.45),
 }
 
@@ -130,7 +130,7 @@ def test_nets_that_nobody_trained_stay_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_and_its_model_can_be_used(tmp_path: Path) -> None:
-    changes = SMALL | {"lr_rounds": 2, "client_evaluation_every": 1}
+    changes = SMALL | {"training__lr_rounds": 2, "evaluation__on_clients_every": 1}
     through = run_local(tmp_path / "a", **changes, num_rounds=2)
     run_local(tmp_path / "b", **changes, num_rounds=1)
     resumed = run_local(tmp_path / "b", **changes, num_rounds=2, resume_from=str(tmp_path / "b" / "run"))
@@ -143,5 +143,5 @@ def test_a_run_goes_on_and_its_model_can_be_used(tmp_path: Path) -> None:
 
 
 def test_local_norms_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="batch-norm = 'local': splitmix trains narrow nets"):
-        run_local(tmp_path, **SMALL, batch_norm="local")
+    with pytest.raises(ValueError, match=r"architecture\.batch-norm = 'local': splitmix trains narrow nets"):
+        run_local(tmp_path, **SMALL, architecture__batch_norm="local")

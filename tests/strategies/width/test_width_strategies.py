@@ -36,8 +36,8 @@ from piecework.training.loop import PieceModel
 SMALL: dict[str, Any] = TRIO | {
     "strategy": "heterofl",
     "model": "convnet",
-    "width_shares": "1,0.5,0.25",
-    "local_iterations": 2,
+    "heterofl__width_ratios": "1,0.5,0.25",
+    "training__local_iterations": 2,
     "num_rounds": 2,
     "fleet": fleet_json(rich=1.2, some=0.6, poor=0.3),
 }
@@ -88,7 +88,12 @@ def test_dropped_channels_differ_between_clients_and_rounds(tmp_path: Path) -> N
 
 def test_at_full_width_it_is_federated_averaging(tmp_path: Path) -> None:
     """To the bit: FedRolex weighs as FedAvg does."""
-    whole = {"width_shares": "1", "fleet": "unlimited", "masked_loss": False, "batch_norm": "running"}
+    whole = {
+        "heterofl__width_ratios": "1",
+        "fleet": "unlimited",
+        "heterofl__masked_loss": False,
+        "architecture__batch_norm": "running",
+    }
     rolled = run_local(tmp_path / "a", **SMALL | whole | {"strategy": "fedrolex"})
     averaged = run_local(tmp_path / "b", **SMALL | whole | {"strategy": "fedavg"})
     assert same(model_of(rolled), model_of(averaged))
@@ -98,13 +103,15 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     for strategy in ("feddrop", "allsmall"):
         changes = SMALL | {"strategy": strategy}
         through = run_local(tmp_path / strategy / "a", **changes)
-        halved = run_local(tmp_path / strategy / "b", **changes | {"num_rounds": 1, "lr_rounds": 2})
-        halved = run_local(tmp_path / strategy / "b", **changes | {"lr_rounds": 2, "resume_from": str(halved.path)})
+        halved = run_local(tmp_path / strategy / "b", **changes | {"num_rounds": 1, "training__lr_rounds": 2})
+        halved = run_local(
+            tmp_path / strategy / "b", **changes | {"training__lr_rounds": 2, "resume_from": str(halved.path)}
+        )
         assert same(model_of(through), model_of(halved))
 
 
 def test_clients_evaluate_the_models_they_train(tmp_path: Path) -> None:
-    run_dir = run_local(tmp_path, **SMALL | {"client_evaluation_every": 2})
+    run_dir = run_local(tmp_path, **SMALL | {"evaluation__on_clients_every": 2})
     first, second = run_dir.rounds()
     assert first["client_accuracy"] is None
     assert second["clients_evaluated"] == 3
@@ -178,14 +185,14 @@ def test_logits_of_absent_classes_are_nought() -> None:
 
 def test_rows_of_absent_classes_stay_as_they_are(tmp_path: Path) -> None:
     """Each client has two of the ten classes; the rows of classes that are no client's are bit-identical."""
-    changes = {"partition": "pathological", "partition_classes": 2, "num_rounds": 1}
+    changes = {"data__partition": "pathological", "data__partition_classes": 2, "num_rounds": 1}
     run_dir = run_local(tmp_path, **SMALL | changes)
     settings = tiny_settings(**SMALL | changes | {"dataset": "digits"})
     before, after = first_arrays(settings), model_of(run_dir)
     (name,) = [name for name, array in before.items() if name.startswith("head.") and array.ndim == 2]
     moved = (before[name] != after[name]).any(axis=1).sum()
     assert 2 <= moved <= 6
-    unmasked = run_local(tmp_path / "all", **SMALL | changes | {"masked_loss": False})
+    unmasked = run_local(tmp_path / "all", **SMALL | changes | {"heterofl__masked_loss": False})
     assert (before[name] != model_of(unmasked)[name]).any(axis=1).sum() == 10
 
 
@@ -241,14 +248,14 @@ def test_all_small_is_as_wide_as_the_poorest_allows(tmp_path: Path) -> None:
 def test_adversarial_training_is_an_option(tmp_path: Path, strategy: str) -> None:
     changes = {
         "strategy": strategy,
-        "adversarial": True,
-        "attack_steps": 2,
-        "attack_warmup": 1,
-        "batch_norm": "running",
+        "training__adversarial": True,
+        "attack__steps": 2,
+        "attack__warmup": 1,
+        "architecture__batch_norm": "running",
     }
     changes |= {
-        "evaluation_attack_steps": 2,
-        "evaluation_attack_examples": 20,
+        "evaluation__attack_steps": 2,
+        "evaluation__attack_examples": 20,
         "fleet": fleet_json(a=1.2, b=1.2, c=1.2),
     }
     run_dir = run_local(tmp_path, **SMALL | changes)
@@ -257,13 +264,13 @@ def test_adversarial_training_is_an_option(tmp_path: Path, strategy: str) -> Non
     for before, client in zip(clean["clients"], attacked["clients"], strict=True):
         assert before["predicted_peak"] == client["predicted_peak"] == client["measured_peak"] <= client["budget"]
         assert 2 * before["flops"] < client["flops"]  # two attack steps, each forward and backward
-    plain = run_local(tmp_path / "plain", **SMALL | changes | {"adversarial": False})
+    plain = run_local(tmp_path / "plain", **SMALL | changes | {"training.adversarial": False})
     assert not same(model_of(run_dir), model_of(plain))
 
 
 def test_not_every_strategy_has_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="adversarial = true: fedepth trains on clean examples only"):
-        run_local(tmp_path, **SMALL | {"strategy": "fedepth", "adversarial": True})
+        run_local(tmp_path, **SMALL | {"strategy": "fedepth", "training.adversarial": True})
 
 
 @pytest.mark.parametrize("strategy", ["heterofl", "allsmall", "exclusivefl"])
@@ -278,18 +285,20 @@ def test_a_plan_agrees_with_a_run(tmp_path: Path, strategy: str) -> None:
 
 @pytest.mark.parametrize("shares", ["", "0.5,x", "2,1", "0,1", "-1"])
 def test_shares_that_are_none(shares: str) -> None:
-    with pytest.raises(ValueError, match=r"width-shares = .*: give fractions above 0 and up to 1"):
-        tiny_settings(width_shares=shares)
+    with pytest.raises(ValueError, match=r"heterofl.width-ratios = .*: give fractions above 0 and up to 1"):
+        tiny_settings(heterofl__width_ratios=shares)
 
 
 def test_sub_models_keep_no_batch_norm_of_their_own(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="batch-norm = 'local': channels of heterofl's sub-models change"):
-        run_local(tmp_path, **SMALL | {"batch_norm": "local"})
+    with pytest.raises(
+        ValueError, match=r"architecture\.batch-norm = 'local': channels of heterofl's sub-models change"
+    ):
+        run_local(tmp_path, **SMALL | {"architecture__batch_norm": "local"})
 
 
 def test_an_attack_that_never_comes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"attack-warmup = 2 leaves no adversarial round of num-rounds = 2"):
-        run_local(tmp_path, **SMALL | {"adversarial": True, "attack_warmup": 2})
+    with pytest.raises(ValueError, match=r"attack.warmup = 2 leaves no adversarial round of num-rounds = 2"):
+        run_local(tmp_path, **SMALL | {"training__adversarial": True, "attack__warmup": 2})
 
 
 def test_a_partial_update_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,326 @@
+"""All settings of a run: those of the run itself at the top, all others in tables; and how they are read and written.
+
+Flower hands over a flat run configuration (`fedprophet.apa-step`) and does not check types (`training.lr=abc` arrives as a
+string), so it is only read through `Settings.from_run_config`. An error names the key, the value and what is allowed.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache, lru_cache
+from typing import Any, Literal, Self
+
+from pydantic import ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from piecework.training.settings.cascade import DepthFLSettings, FeDepthSettings, FedProphetSettings, ProFLSettings
+from piecework.training.settings.distillation import FedDFSettings, FedETSettings
+from piecework.training.settings.low_rank import PriSMSettings
+from piecework.training.settings.shared import (
+    Architecture,
+    Attack,
+    Data,
+    Evaluation,
+    Faults,
+    Memory,
+    Messages,
+    Training,
+)
+from piecework.training.settings.sparse import SpaFLSettings
+from piecework.training.settings.table import AtLeastOne, Case, Count, Scalar, Table, case, setting
+from piecework.training.settings.whole import FedRBNSettings
+from piecework.training.settings.width import FjORDSettings, HeteroFLSettings, SplitMixSettings
+
+# Settings that a resumed run may change; all others affect its numbers.
+CHANGEABLE = frozenset(
+    {
+        "num-rounds",
+        "output-dir",
+        "run-name",
+        "resume-from",
+        "engine",
+        "workers",
+        "messages.max-in-flight",
+        "evaluation.every",
+        "evaluation.on-clients-every",
+        "evaluation.clients",
+        "evaluation.autoattack-examples",
+        "faults.allow-untrained",  # it decides whether a run starts, but none of its numbers
+    }
+)
+# Settings that a resumed run may set: they affect the rates of the rounds to come.
+EXTENDABLE = frozenset({"training.lr-rounds"})
+
+# Methods whose clients train sub-models, or blocks after others that are random or have just been trained: the statistics kept
+# in training are not those of the evaluated model. With FedDF such statistics cost 2 points of accuracy (docs/batch-norm.md).
+MEASURED = frozenset(
+    {"heterofl", "fedrolex", "feddrop", "fjord", "prism", "orthdrop", "origdrop", "fedpm"}
+    | {"fedepth", "m-fedepth", "profl", "feddf"}
+)
+
+
+class SettingsError(ValueError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+
+class Settings(Table):
+    """The settings of one run. Defaults are the demo: FeDepth on the embedded digits over 20 emulated boards."""
+
+    strategy: str = setting("fedepth", "name of the strategy: `piecework strategies` lists them")
+    model: str = setting("convnet", "name of the model: docs/models.md lists them")
+    dataset: str = setting("digits", "name of the data set, or npz:FILE, folder:DIR, text:DIR")
+    fleet: str = setting("demo", "the clients' devices: a shipped fleet, a .toml file, or a fleet as JSON")
+    clients: Count = setting(
+        0, "number of clients; 0 = as many as the federation has, for `piecework run` the fleet's number or 20"
+    )
+    clients_per_round: Count = setting(
+        10, "clients asked per round; 0 = all; at most as many as there are, though the default then means all"
+    )
+    num_rounds: AtLeastOne = setting(20, "rounds of the run")
+    seed: Count = setting(1, "seed of all random choices")
+    engine: Literal["local", "ray", "deployment"] = setting(
+        "local",
+        "where clients run: processes of ours, Flower's simulation on Ray, or Flower's SuperLink and SuperNodes",
+    )
+    workers: Count = setting(0, "client processes at once; 0 = one per core")
+    data_dir: str = setting("", "folder of downloaded data sets, in torchvision's layout, or of a part of an export")
+    output_dir: str = setting("runs", "folder in which each run gets a folder of its own")
+    run_name: str = setting("", "name of that folder; empty = strategy, data set, seed and time")
+    state_dir: str = setting("", "folder of the clients' stores; empty = RUN/clients")
+    resume_from: str = setting("", "a run's folder, or auto = the newest run in output-dir with these settings")
+
+    data: Data = Data()
+    architecture: Architecture = Architecture()
+    training: Training = Training()
+    attack: Attack = Attack()
+    evaluation: Evaluation = Evaluation()
+    memory: Memory = Memory()
+    messages: Messages = Messages()
+    faults: Faults = Faults()
+
+    fedepth: FeDepthSettings = FeDepthSettings()
+    fedprophet: FedProphetSettings = FedProphetSettings()
+    profl: ProFLSettings = ProFLSettings()
+    depthfl: DepthFLSettings = DepthFLSettings()
+    heterofl: HeteroFLSettings = HeteroFLSettings()
+    fjord: FjORDSettings = FjORDSettings()
+    splitmix: SplitMixSettings = SplitMixSettings()
+    prism: PriSMSettings = PriSMSettings()
+    spafl: SpaFLSettings = SpaFLSettings()
+    feddf: FedDFSettings = FedDFSettings()
+    fedet: FedETSettings = FedETSettings()
+    fedrbn: FedRBNSettings = FedRBNSettings()
+
+    @model_validator(mode="after")
+    def _tolerance_is_for_papers(self) -> Self:
+        if self.memory.tolerance and self.memory.model == "traced":
+            raise ValueError(
+                f"memory.tolerance = {self.memory.tolerance} exists for a paper's memory.model only: traced budgets are "
+                "enforced as they are"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _papers_count_in_float32(self) -> Self:
+        if self.training.precision != "float32" and self.memory.model != "traced":
+            raise ValueError(
+                f"training.precision = {self.training.precision!r}: memory.model {self.memory.model} knows float32 only, "
+                "use traced"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _enough_are_asked(self) -> Self:
+        for key, asked in (("clients", self.clients), ("clients-per-round", self.clients_per_round)):
+            if 0 < asked < self.faults.min_clients:
+                raise ValueError(f"faults.min-clients = {self.faults.min_clients} is more than {key} = {asked}")
+        return self
+
+    @model_validator(mode="after")
+    def _no_more_are_asked_than_there_are(self) -> Self:
+        if self.clients and (error := too_many_asked(self, self.clients)):
+            raise ValueError(error)
+        return self
+
+    @model_validator(mode="after")
+    def _alpha_starts_above_its_bound(self) -> Self:
+        own = self.fedprophet
+        if own.apa_min > own.apa_start:
+            raise ValueError(f"fedprophet.apa-min = {own.apa_min} is more than fedprophet.apa-start = {own.apa_start}")
+        return self
+
+    @model_validator(mode="after")
+    def _clients_evaluate_one_thing(self) -> Self:
+        own = self.evaluation
+        if own.mode == "personal" and own.on_clients_every:
+            raise ValueError(
+                f"evaluation.on-clients-every = {own.on_clients_every}: with evaluation.mode = 'personal' clients evaluate on "
+                "their parts of the test split, by evaluation.every; set it to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _texts_are_readable(self) -> Self:
+        self.architecture.parsed_options()
+        self.heterofl.ratios()
+        self.prism.ratios()
+        return self
+
+    def evaluation_due(self, server_round: int) -> bool:
+        """Return whether a round ends with an evaluation: every `evaluation.every`-th round does, and the last one."""
+        every = self.evaluation.every
+        return server_round == self.num_rounds or bool(every and server_round % every == 0)
+
+    @property
+    def norms(self) -> str:
+        """The value of `architecture.batch-norm`; `auto` is resolved for the strategy."""
+        if self.architecture.batch_norm != "auto":
+            return self.architecture.batch_norm
+        return "measured" if self.strategy in MEASURED else "running"
+
+    @property
+    def batch_statistics(self) -> bool:
+        """Whether clients always run batch norms with the statistics of the batch."""
+        return self.norms in ("batch", "measured")
+
+    @classmethod
+    def from_run_config(cls, config: Mapping[str, Scalar]) -> Self:
+        """Validate a flat run configuration. Raises SettingsError."""
+        # with their types, because a cache treats True, 1 and 1.0 as equal
+        items = tuple((key, type(config[key]), config[key]) for key in sorted(config))
+        return _validated(cls, items)  # type: ignore[return-value]
+
+    def to_run_config(self) -> dict[str, Scalar]:
+        """Return the flat form, `fedprophet.apa-step`, with every key."""
+        return flat(self.model_dump(by_alias=True))
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return these settings with other values, by key, which are not validated. Raises SettingsError for an unknown key."""
+        update: dict[str, Any] = {}
+        for key, value in values.items():
+            if key not in fields():
+                raise SettingsError(_unknown_key(key))
+            table, _, name = key.replace("-", "_").rpartition(".")
+            if table:
+                update[table] = update.get(table, getattr(self, table)).model_copy(update={name: value})
+            else:
+                update[name] = value
+        return self.model_copy(update=update)
+
+    def hash(self) -> str:
+        """Return a short digest of the settings that affect a run's numbers; equal for a run and its resumption."""
+        kept = {key: value for key, value in self.to_run_config().items() if key not in CHANGEABLE}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def flat(tables: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Return nested tables as keys with dots."""
+    found: dict[str, Scalar] = {}
+    for key, value in tables.items():
+        found |= {f"{key}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {key: value}
+    return found
+
+
+def nested(values: Mapping[str, Scalar]) -> dict[str, Any]:
+    """Return keys with dots as tables."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        table, dot, name = key.rpartition(".")
+        if dot:
+            found.setdefault(table, {})[name] = value
+        else:
+            found[key] = value
+    return found
+
+
+@cache
+def tables() -> dict[str, type[Table]]:
+    """Return the classes of all tables by name, in their order; Settings itself is the table `run`."""
+    kinds = {name: field.annotation for name, field in Settings.model_fields.items()}
+    return {"run": Settings} | {n: k for n, k in kinds.items() if isinstance(k, type) and issubclass(k, Table)}
+
+
+@cache
+def fields() -> dict[str, FieldInfo]:
+    """Return the declaration of every setting by its key."""
+    return dict(_fields())
+
+
+def _fields() -> Iterator[tuple[str, FieldInfo]]:
+    for name, table in tables().items():
+        for field, info in table.model_fields.items():
+            if field not in tables():
+                key = field.replace("_", "-")
+                yield key if name == "run" else f"{name}.{key}", info
+
+
+@cache
+def cases() -> dict[str, tuple[Case, ...]]:
+    """Return the cases in which each setting is used; those that every run uses are missing."""
+    found = {}
+    for key, info in fields().items():
+        own: Any = (info.json_schema_extra or {}).get("only") if isinstance(info.json_schema_extra, dict) else ()
+        strategies = tables()[key.rpartition(".")[0] or "run"].used_by
+        if own or strategies:
+            found[key] = own or case(*strategies)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _validated(cls: type[Settings], items: tuple[tuple[str, type, Scalar], ...]) -> Settings:
+    values = {key: value for key, _, value in items}
+    for key, value in values.items():
+        if key not in fields():
+            raise SettingsError(_unknown_key(key))
+        if isinstance(value, int) and not isinstance(value, bool) and isinstance(fields()[key].default, float):
+            values[key] = float(value)
+    try:
+        return cls.model_validate(nested(values), by_alias=True, by_name=False)
+    except ValidationError as error:
+        raise SettingsError("\n".join(map(_explain, error.errors()))) from None
+
+
+def _unknown_key(key: str) -> str:
+    given = key.replace("_", "-")
+    known = {name.replace(".", "-"): name for name in fields()}
+    last = {name.rpartition(".")[2] for name in fields()}
+    if given.replace(".", "-") in known:
+        near = [known[given.replace(".", "-")]]
+    else:
+        close = get_close_matches(given.rpartition(".")[2], last, n=1, cutoff=0.7)
+        near = [name for name in fields() if name.rpartition(".")[2] in close]
+    if near:
+        return f"unknown setting {key!r}: did you mean {' or '.join(map(repr, near))}?"
+    return f"unknown setting {key!r}: `piecework settings` lists all {len(known)}"
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    if not error["loc"]:
+        return str(error["msg"]).removeprefix("Value error, ")
+    key = ".".join(map(str, error["loc"]))
+    message = str(error["msg"]).removeprefix("Input ")
+    return f"setting {key} = {error['input']!r}: {message}"
+
+
+def check_resume(old: Mapping[str, Scalar], new: Settings) -> None:
+    """Raise SettingsError, which names the first key, unless `new` may resume a run with the settings `old`."""
+    for key, value in new.to_run_config().items():
+        may_change = key in CHANGEABLE or (key in EXTENDABLE and value)
+        if not may_change and key in old and old[key] != value:
+            raise SettingsError(
+                f"setting {key} = {value!r} differs from {old[key]!r} of the run to resume: a resumed run may only change "
+                f"{', '.join(sorted(CHANGEABLE | EXTENDABLE))}. `piecework run --set resume-from=DIR` takes all others from "
+                "the run; plain `flwr run` gives each its default unless it is named"
+            )
+
+
+def too_many_asked(settings: Settings, clients: int) -> str:
+    """Return an error text if a round asks more clients than exist, else an empty text; the default may ask more."""
+    asked = settings.clients_per_round
+    if asked <= clients or asked == fields()["clients-per-round"].default:
+        return ""
+    return (
+        f"clients-per-round = {asked} is more than the {clients} clients there are (clients, --nodes): set it to at most "
+        f"{clients}, or to 0 to ask all of them"
+    )

@@ -1,0 +1,202 @@
+"""The tables that all strategies share: data, architecture, training, attack, evaluation, memory, messages and faults."""
+
+import sys
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from piecework.training.settings.table import (
+    AtLeastOne,
+    AtLeastTwo,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Table,
+    case,
+    setting,
+)
+
+ATTACKED = (*case(training__adversarial=True), *case("fedprophet", "jfat", "fedrbn"))
+PUBLIC = (*case("feddf", "fedet"), *case("fedrbn", fedrbn__evaluation_branch="detector"))
+PERSONAL = (*case(evaluation__mode="personal"), *case("spafl", "local"))
+
+
+class Data(Table):
+    """How the data set is obtained, divided among the clients and prepared."""
+
+    download: bool = setting(False, "download the data set to data-dir if it is not there")
+    partition: Literal["iid", "dirichlet", "pathological", "skewed", "natural"] = setting(
+        "dirichlet",
+        "how training examples are divided. iid: evenly at random; dirichlet: class proportions are drawn per class; "
+        "pathological: few classes per client; skewed: mostly few classes; natural: by the data set's groups (writers)",
+    )
+    partition_alpha: Positive = setting(
+        1.0,
+        "concentration of the Dirichlet partition: towards 0 a client has one class, large values approach iid",
+        case(data__partition="dirichlet"),
+    )
+    partition_balanced: bool = setting(
+        True, "all clients have as many examples, Dirichlet partition", case(data__partition="dirichlet")
+    )
+    partition_classes: AtLeastOne = setting(
+        2,
+        "classes per client, pathological and skewed partition",
+        ({"data.partition": ("pathological", "skewed")},),
+    )
+    partition_skew: Annotated[float, Field(ge=0, le=1)] = setting(
+        0.8,
+        "fraction of a client's examples from its own classes, skewed partition; 1 = only those",
+        case(data__partition="skewed"),
+    )
+    partition_groups: Count = setting(
+        0,
+        "groups (writers) per client, natural partition; 0 = all groups, divided among the clients",
+        case(data__partition="natural"),
+    )
+    public_fraction: Fraction = setting(
+        0.0, "fraction of the training examples set aside for the server's distillation before partitioning"
+    )
+    public: str = setting(
+        "", "the server's public data instead: folder:DIR, npz:FILE, or the name of a data set", PUBLIC
+    )
+    validation_fraction: Fraction = setting(0.2, "fraction of a client's examples kept for validation; 0 = none")
+    augment: bool = setting(False, "random flip and crop of images, drawn once per cache fill")
+
+
+class Architecture(Table):
+    """What the model looks like, besides its name."""
+
+    width: Annotated[float, Field(gt=0, le=4)] = setting(1.0, "factor by which all channels are multiplied")
+    options: str = setting("", "options of the model, as in stem=cifar,classifier=profl")
+    batch_norm: Literal["auto", "running", "measured", "batch", "local"] = setting(
+        "auto",
+        "statistics of batch norms in evaluation. running: kept in training, averaged with their layer; "
+        "measured: training uses those of a batch, clients measure the others after the round; batch: always those of "
+        "the batch, on which predictions then depend; local: norms stay with the clients (FedBN); auto = measured where "
+        "clients train sub-models or blocks, else running",
+    )
+
+    def parsed_options(self) -> dict[str, str]:
+        """Return `options` as a dictionary. Raises ValueError."""
+        pairs = [pair.partition("=") for pair in self.options.split(",") if pair.strip()]
+        if bad := [name for name, equals, value in pairs if not (name.strip() and equals and value.strip())]:
+            raise ValueError(f"architecture.options = {self.options!r}: {bad[0]!r} is not NAME=VALUE")
+        return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+class Training(Table):
+    """What a client does in a round, and the rates of all rounds."""
+
+    init_weights: str = setting("", "a .safetensors file to start from, with our names or torchvision's; empty = none")
+    local_epochs: AtLeastOne = setting(2, "passes over the client data in a round, for every sub-problem")
+    local_iterations: Count = setting(0, "batches instead of local-epochs, for every sub-problem; 0 = epochs")
+    batch_size: AtLeastTwo = setting(16, "examples in a batch")
+    lr: Positive = setting(0.1, "learning rate of the first round")
+    lr_schedule: Literal["constant", "cosine", "exponential"] = setting("cosine", "how the rate falls over the rounds")
+    lr_rounds: Count = setting(
+        0,
+        "length of the cosine in rounds; 0 = num-rounds of the first start; a resumed run may change it",
+        case(training__lr_schedule="cosine"),
+    )
+    lr_decay: Annotated[float, Field(gt=0, le=1)] = setting(
+        0.994, "factor of the rate per round, exponential schedule", case(training__lr_schedule="exponential")
+    )
+    momentum: Fraction = setting(0.9, "momentum of SGD; 0 = none")
+    weight_decay: NonNegative = setting(5e-4, "weight decay of SGD; 0 = none")
+    clip_norm: NonNegative = setting(0.0, "maximum gradient norm of a local step; 0 = off")
+    torch_threads: AtLeastOne = setting(1, "threads of a client's training")
+    accelerator: Literal["none", "cuda"] = setting("none", "cuda: clients train on their GPU")
+    precision: Literal["float32", "bfloat16"] = setting(
+        "float32", "bfloat16: clients' forward passes under autocast, which halves activations"
+    )
+    adversarial: bool = setting(
+        False, "train on adversarial examples, if the strategy can; FedProphet, jFAT and FedRBN always do"
+    )
+
+
+class Attack(Table):
+    """Projected gradient descent (PGD) on images, pixels in [0, 1]."""
+
+    epsilon: Annotated[float, Field(gt=0, le=1)] = setting(8 / 255, "radius of the L-infinity ball around an image")
+    step_size: Annotated[float, Field(gt=0, le=1)] = setting(
+        2 / 255, "how far a step of adversarial training moves a pixel", ATTACKED
+    )
+    steps: AtLeastOne = setting(10, "PGD steps of adversarial training", ATTACKED)
+    warmup: Count = setting(0, "clean rounds before adversarial ones, in every stage", ATTACKED)
+
+
+class Evaluation(Table):
+    """When, where and on what the model is evaluated, and when its accuracy ends the run."""
+
+    every: Count = setting(1, "rounds between evaluations; 0 = only at the end")
+    mode: Literal["auto", "central", "personal"] = setting(
+        "auto",
+        "central: the server evaluates the model; personal: clients on their parts of the test split, mean over "
+        "them; auto = central if there is one model",
+    )
+    clients: Count = setting(0, "clients drawn for a personal evaluation; 0 = all", PERSONAL)
+    on_clients_every: Count = setting(
+        0, "rounds between evaluations of the new model on the validation examples of the round's clients; 0 = never"
+    )
+    batch_size: AtLeastTwo = setting(256, "examples in a batch of evaluation")
+    attack_steps: AtLeastOne = setting(20, "PGD steps of evaluation", ATTACKED)
+    attack_examples: Count = setting(1000, "test images attacked at an evaluation of adversarial training; 0 = none")
+    autoattack_examples: Count = setting(
+        0, "test images under AutoAttack at the end, which needs torchattacks; 0 = none"
+    )
+    target_accuracy: Annotated[float, Field(ge=0, le=1)] = setting(0.0, "stop early when reached; 0 = off")
+    patience: Count = setting(0, "stop after this many evaluations without a better accuracy; 0 = off")
+
+
+class Memory(Table):
+    """How memory is predicted and enforced."""
+
+    model: Literal["traced", "fedepth", "fedprophet", "prism", "profl"] = setting(
+        "traced", "traced: bytes of the real training step, which are enforced; else a paper's formula, for planning"
+    )
+    tolerance: Annotated[float, Field(ge=0, le=1)] = setting(
+        0.0, "allowed excess over the budget, as a fraction of it; for papers' memory models only"
+    )
+    enforce: bool = setting(True, "false: clients neither refuse nor stop at their budget; for tests")
+    reserve: Count = setting(64 * 2**20, "bytes that a device with device = 'auto' keeps free")
+    feature_cache: bool = setting(True, "false: features of frozen atoms are computed again every epoch")
+    feature_cache_bytes: AtLeastOne = setting(4 * 10**9, "maximum bytes on disk of a client's features")
+
+    @property
+    def enforced(self) -> bool:
+        """Whether budgets are enforced on clients: only for traced bytes, and if the checks are on."""
+        return self.model == "traced" and self.enforce
+
+    def allowance(self, budget: int) -> int:
+        """Return the bytes that a cut may use: the budget plus the fraction `tolerance` of it.
+
+        They are unlimited if the checks are off.
+        """
+        return int(budget * (1 + self.tolerance)) if self.enforce else sys.maxsize
+
+
+class Messages(Table):
+    """How the server and its clients exchange messages."""
+
+    max_bytes: AtLeastOne = setting(2**25, "maximum bytes of frozen atoms in a message")
+    max_in_flight: Count = setting(
+        0, "messages that are out at once; 0 = twice the workers, at least 4; all of them in a deployment"
+    )
+    round_timeout: Positive = setting(3600.0, "seconds a round waits for replies")
+    node_timeout: Positive = setting(120.0, "seconds to wait for the clients to connect")
+
+
+class Faults(Table):
+    """What a run tolerates from its clients."""
+
+    min_clients: Count = setting(
+        0, "minimum that must connect at the start and train in a round; 0 = all at the start, one in a round"
+    )
+    max_empty_rounds: AtLeastOne = setting(1, "rounds in a row in which no client trained before the run aborts")
+    update_norm_limit: NonNegative = setting(
+        10.0, "limit on a unit's update, in multiples of the median accepted norm, at first the model's; 0 = off"
+    )
+    allow_untrained: bool = setting(
+        False, "run even if no client can train some part of the model, which keeps its initial weights"
+    )

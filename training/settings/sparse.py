@@ -1,0 +1,30 @@
+"""Settings of the systems that train sparse models: SpaFL, its rival Local, and FedPM."""
+
+from typing import Literal
+
+from piecework.training.settings.table import Count, Fraction, NonNegative, Table, case, setting
+
+
+class SpaFLSettings(Table):
+    """SpaFL and Local; FedPM uses the same gradients through masks."""
+
+    used_by = ("spafl", "local")
+
+    sparsity: NonNegative = setting(0.002, "alpha, the weight of R = sum exp(-threshold)")
+    sparsity_ramp: bool = setting(False, "alpha times 1 / (1 + exp(5 - 10 t)) in round t = 0, 1, ..: the authors' code")
+    target_density: Fraction = setting(
+        0.0, "alpha falls to 0 while the clients' mean density falls from 0.1 above this to it; 0 = off"
+    )
+    straight_through: Literal["paper", "flowing", "clipped"] = setting(
+        "paper",
+        "the gradient through masks; flowing, clipped: the authors' for Fashion-MNIST, for CIFAR",
+        case("spafl", "local", "fedpm"),
+    )
+    importance_update: Literal["paper", "authors", "off"] = setting(
+        "paper", "Eq. 13: whether the change of thresholds is divided by the inputs or by the kernel's size"
+    )
+    silent_norms: bool = setting(True, "the batch norm of a pruned filter is masked too")
+    client_momentum: bool = setting(False, "clients keep their momentum between rounds")
+    masked_every: Count = setting(
+        1, "every n-th step uses the masked form, the others drop pruned filters; 0 = none uses it"
+    )

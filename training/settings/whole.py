@@ -1,0 +1,20 @@
+"""Settings of the systems whose clients train the whole model: FedRBN."""
+
+from typing import Literal
+
+from piecework.training.settings.table import Fraction, Table, setting
+
+
+class FedRBNSettings(Table):
+    """FedRBN."""
+
+    used_by = ("fedrbn",)
+
+    clean_weight: Fraction = setting(
+        0.0, "weight of clean examples in the adversarial loss; 0.5 = its authors', 0 = FedProphet's"
+    )
+    evaluation_branch: Literal["oracle", "clean", "adversarial", "detector"] = setting(
+        "oracle",
+        "statistics of the model in evaluation: oracle = by the kind of example, a fixed set, or by a detector that "
+        "learns from public examples",
+    )
