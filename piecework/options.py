@@ -117,8 +117,7 @@ def preset_path(preset: str) -> Path:
     path, shipped = Path(preset), PRESETS / f"{preset}.toml"
     if path.is_file() or shipped.is_file():
         return path if path.is_file() else shipped
-    names = ", ".join(sorted(found.stem for found in PRESETS.glob("*.toml")))
-    raise SettingsError(f"preset {preset}: no such file, and no shipped preset ({names})")
+    raise SettingsError(f"preset {preset}: no such file, and no shipped preset; `piecework presets` lists them")
 
 
 def read_tables(path: Path) -> Scalars:

@@ -13,12 +13,15 @@ from piecework.training.settings import Settings, SettingsError
 def preset_rows(word: str = "") -> list[dict[str, Any]]:
     """Return every shipped preset, or those with `word` in their name, strategy, data set or description.
 
-    `about` is the first line of the file's comment. Raises SettingsError if none has it.
+    `about` is the first line of the file's comment. Files without a strategy are there to be extended, and no presets. Raises
+    SettingsError if none has the word.
     """
     rows = []
     for path in sorted(PRESETS.glob("*.toml"), key=lambda path: path.stem):
-        text = path.read_text(encoding="utf-8")
-        settings, about = Settings.from_run_config(read_preset(path.stem)), text.splitlines()[0].removeprefix("# ")
+        values, about = read_preset(path.stem), path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        if "strategy" not in values:
+            continue
+        settings = Settings.from_run_config(values)
         rows.append({"preset": path.stem, "strategy": settings.strategy, "dataset": settings.dataset, "about": about})
     found = [row for row in rows if word.lower() in " ".join(row.values()).lower()]
     if not found:

@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from piecework.cli import app
+from piecework.options import read_preset
 from piecework.presets import preset_rows
+from piecework.training.settings import SettingsError
 
-SHIPPED = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "conf").glob("*.toml"))
+FILES = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "conf").glob("*.toml"))
+SHIPPED = [name for name in FILES if name != "robust-fmnist"]  # which is there to be extended
 
 
 def test_every_preset_says_what_it_is_for() -> None:
@@ -30,3 +34,29 @@ def test_a_word_that_no_preset_has() -> None:
     done = CliRunner().invoke(app, ["presets", "imagenet"])
     assert done.exit_code == 2
     assert f"no preset is about 'imagenet': piecework presets lists all {len(SHIPPED)}" in done.stderr
+
+
+# ---- presets that extend another
+
+
+def test_a_preset_has_the_settings_of_the_one_that_it_extends_and_its_own(tmp_path: Path) -> None:
+    """A file beside it comes first, then the shipped ones."""
+    (tmp_path / "base.toml").write_text('strategy = "fedavg"\nclients = 7\n[training]\nlr = 0.3\nmomentum = 0.5\n')
+    mine = tmp_path / "mine.toml"
+    mine.write_text('extends = "base"\nclients = 8\n[training]\nlr = 0.4\n')
+    assert read_preset(str(mine)) == {"strategy": "fedavg", "clients": 8, "training.lr": 0.4, "training.momentum": 0.5}
+    mine.write_text('extends = "spafl-digits"\nseed = 5\n')
+    assert read_preset(str(mine)) == read_preset("spafl-digits") | {"seed": 5}
+
+
+def test_chains_of_presets_are_refused(tmp_path: Path) -> None:
+    for name, extended in (("a", "b"), ("b", "c")):
+        (tmp_path / f"{name}.toml").write_text(f'extends = "{extended}"\n')
+    with pytest.raises(
+        SettingsError, match=r"a\.toml: it extends 'b', which extends 'c': a preset may extend only one"
+    ):
+        read_preset(str(tmp_path / "a.toml"))
+    (tmp_path / "c.toml").write_text('extends = "nowhere"\n')
+    with pytest.raises(SettingsError, match="preset nowhere: no such file, and no shipped preset; `piecework presets`"):
+        read_preset(str(tmp_path / "c.toml"))
+    assert all(read_preset(name) for name in FILES)
