@@ -174,8 +174,7 @@ def make_room(experiment: Path, path: Path, size: int, limit: int) -> None:
     if size > limit:
         raise OSError(
             f"features of {size:,} bytes ({path.name}), memory.feature-cache-bytes allows {limit:,}: raise it, or give the "
-            f"client "
-            "fewer examples"
+            "client fewer examples"
         )
     held = []
     for other in experiment.glob("*/features/*.npy"):

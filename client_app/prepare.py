@@ -14,7 +14,7 @@ from piecework.client_app import frozen
 from piecework.client_app.client import STAGES, Client
 from piecework.client_app.store import Store
 from piecework.device_profiles.fleet import device_state, load_fleet
-from piecework.device_profiles.profile import available_memory
+from piecework.device_profiles.profile import allowance, available_memory
 from piecework.federated_data.datasets import ArrayDataset
 from piecework.federated_data.partition import split
 from piecework.models.cascade import unit_of
@@ -65,7 +65,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     else:
         validation = training_examples(data, validation_rows)
     budget = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes, device))
-    allowed = settings.memory.allowance(budget)
+    allowed = allowance(budget, settings.memory.excess)
     keep_heap_tight(budget, available_memory())
     full = blueprint_for(settings, data)
     attack = image_attack(settings, data, settings.attack.steps) if task.adversarial else None

@@ -177,8 +177,7 @@ class FeatureWriter:
         if size > limit:
             raise OSError(
                 f"features of {count} examples of shape {shape} take {size:,} bytes, memory.feature-cache-bytes allows "
-                f"{limit:,}: "
-                "raise it, or give the client fewer examples"
+                f"{limit:,}: raise it, or give the client fewer examples"
             )
         self.path = path
         self._file = path.with_suffix(".tmp").open("wb")

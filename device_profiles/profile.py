@@ -3,9 +3,11 @@
 Units: memory in bytes, speed in FLOPs/s (a multiply-accumulate is 2 FLOPs), network and disk in bytes/s.
 """
 
+import math
 import os
 import re
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -125,7 +127,8 @@ class DeviceState:
     """What one client has in one round.
 
     The units are bytes, FLOPs/s, bytes/s of network (per direction; infinite if not modelled) and of disk, and seconds per disk
-    access besides its bytes. `keep` is that of its fleet.
+    access besides its bytes. `keep` is that of its fleet. `tolerance` is the excess over the budget that the run allows, as a
+    fraction of it; infinite if nothing is checked.
     """
 
     device: str
@@ -135,6 +138,17 @@ class DeviceState:
     disk_bandwidth: float
     disk_latency: float = 0.0
     keep: float | None = None
+    tolerance: float = 0.0
+
+    @property
+    def allowed_bytes(self) -> int:
+        """The bytes that training may take."""
+        return allowance(self.budget_bytes, self.tolerance)
+
+
+def allowance(budget: int, tolerance: float) -> int:
+    """Return a budget (bytes) plus the fraction `tolerance` of it; the largest integer if that is infinite."""
+    return sys.maxsize if tolerance == math.inf else int(budget * (1 + tolerance))
 
 
 @dataclass(frozen=True)

@@ -134,8 +134,8 @@ def skewed(labels: NDArray[Any], clients: int, seed: int, classes_per_client: in
     if 0 < own < classes_per_client:
         raise ValueError(
             f"data.partition-skew {skew} makes {own} of a client's {quota} examples those of its {classes_per_client} "
-            f"classes, too "
-            "few for one of each; use fewer clients, smaller data.partition-classes or larger data.partition-skew"
+            "classes, too few for one of each; use fewer clients, smaller data.partition-classes or larger "
+            "data.partition-skew"
         )
     rng = _rng(seed, _SKEWED)
     order = rng.permutation(len(classes))
@@ -166,8 +166,7 @@ def natural(
     if wanted > len(known):
         raise ValueError(
             f"data.partition-groups is {groups_per_client}: {clients} clients need {wanted} groups, these data have "
-            f"{len(known)}; "
-            "use fewer clients or fewer groups for each"
+            f"{len(known)}; use fewer clients or fewer groups for each"
         )
     order = _rng(seed, _NATURAL).permutation(known)
     hands = np.array_split(order[:wanted] if groups_per_client else order, clients)

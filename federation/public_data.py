@@ -24,8 +24,8 @@ def public_examples(settings: Settings) -> Examples:
     if len(rows) < 2:
         raise ValueError(
             f"data.public-fraction = {settings.data.public_fraction}: {settings.strategy} needs public examples on the "
-            f"server, and has "
-            f"{len(rows)}; set data.public-fraction = 0.1, of the training examples, or data.public to a folder of yours"
+            f"server, and has {len(rows)}; set data.public-fraction = 0.1, of the training examples, or data.public to a "
+            "folder of yours"
         )
     return training_examples(data, rows)
 
@@ -34,8 +34,7 @@ def _own(settings: Settings, data: ArrayDataset) -> Examples:
     if settings.data.public_fraction or settings.data.public == settings.dataset:
         raise ValueError(
             f"data.public = {settings.data.public!r}: beside data.public-fraction = {settings.data.public_fraction} and "
-            f"dataset = "
-            f"{settings.dataset!r} it has to be other data, and the share 0"
+            f"dataset = {settings.dataset!r} it has to be other data, and the share 0"
         )
     folder = "" if data.export is not None else settings.data_dir  # a part of an export holds no other data
     prepare(settings.data.public, data_dir=folder, cache_dir=default_cache(), download=settings.data.download)

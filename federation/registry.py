@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from flwr.app import Message, RecordDict
@@ -17,6 +17,7 @@ from piecework.device_profiles.fleet import Fleet, device_of, device_state
 from piecework.device_profiles.profile import DeviceState
 from piecework.training.messages import NodeInfo, content_bytes
 from piecework.training.randomness import generator
+from piecework.training.settings.shared import Memory
 
 QUERY = "query.device"
 QUERY_SECONDS = 300.0  # then a node that did not answer is asked again
@@ -63,7 +64,7 @@ class ClientRegistry:
     fleet: Fleet
     seed: int
     clients: int
-    reserve: int
+    memory: Memory
     members: dict[int, Member] = field(default_factory=dict)
     federation: int = 0
     last_error: str = ""
@@ -93,8 +94,7 @@ class ClientRegistry:
             if late:
                 raise TooFewNodesError(
                     f"{len(self.members)} of {expected or 'at least 1'} clients connected within {timeout:g} s "
-                    f"(messages.node-timeout): "
-                    "start more nodes, lower `clients`, or give each node its own partition-id"
+                    "(messages.node-timeout): start more nodes, lower `clients`, or give each node its own partition-id"
                     + (f"; the last answer that could not be used: {self.last_error}" if self.last_error else "")
                 )
             time.sleep(0.2)
@@ -189,11 +189,12 @@ class ClientRegistry:
         """What a client has in a round: emulated, or as it last measured itself. `reference` is in bytes."""
         member = self.members.get(client)
         if member is not None and member.device == "auto":
-            budget = int(member.measured["memory-available"]) - self.reserve - 3 * message_bytes
+            budget = int(member.measured["memory-available"]) - self.memory.reserve - 3 * message_bytes
             flops, disk = member.measured["flops-per-second"], member.measured["disk-bandwidth"]
-            return DeviceState("auto", max(0, budget), flops, float("inf"), disk)
+            return DeviceState("auto", max(0, budget), flops, float("inf"), disk, tolerance=self.memory.excess)
         name = member.device if member is not None and member.device else None
-        return device_state(self.fleet, client, self.clients, self.seed, server_round, reference, name)
+        state = device_state(self.fleet, client, self.clients, self.seed, server_round, reference, name)
+        return replace(state, tolerance=self.memory.excess)
 
     def note_free_memory(self, client: int, available: float) -> None:
         """A device that measures itself says with every reply how much memory is free."""

@@ -38,9 +38,8 @@ def pretrained(path: Path, blueprint: Blueprint) -> tuple[dict[str, np.ndarray],
     taken = {our: their for our, their in theirs.items() if _layer(our) not in misfits}
     if not taken:
         raise ValueError(
-            f"training.init-weights = {path}: none of its {len(held)} arrays fits {blueprint.name}. It holds {_some(held)}; "
-            f"the model "
-            f"has {_some(own)}, and takes these names{_other_names(blueprint)}"
+            f"training.init-weights = {path}: none of its {len(held)} arrays fits {blueprint.name}. It holds "
+            f"{_some(held)}; the model has {_some(own)}, and takes these names{_other_names(blueprint)}"
         )
     for their in taken.values():
         if not held[their].isfinite().all():
@@ -73,9 +72,8 @@ def _read(path: Path) -> dict[str, Tensor]:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"training.init-weights = {path} cannot be read as safetensors: {error}. Pickles (.pt, .pth) are not read: load "
-            f"them where "
-            "you trust them, and save the state dict by safetensors.torch.save_file"
+            f"training.init-weights = {path} cannot be read as safetensors: {error}. Pickles (.pt, .pth) are not read: "
+            "load them where you trust them, and save the state dict by safetensors.torch.save_file"
         ) from None
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 from statistics import fmean
@@ -146,10 +146,12 @@ def fleet_states(fleet: Fleet, settings: Settings, reference_bytes: int) -> list
     clients = settings.clients
     changes = fleet.memory_loss[1] or fleet.flops_loss[1] or fleet.flops_left
     rounds = ROUNDS if changes or 0 < settings.clients_per_round < clients else 1
-    return [
-        [device_state(fleet, client, clients, settings.seed, number, reference_bytes) for client in range(clients)]
-        for number in range(1, rounds + 1)
-    ]
+
+    def state(number: int, client: int) -> DeviceState:
+        emulated = device_state(fleet, client, clients, settings.seed, number, reference_bytes)
+        return replace(emulated, tolerance=settings.memory.excess)
+
+    return [[state(number, client) for client in range(clients)] for number in range(1, rounds + 1)]
 
 
 def tasks_of_round(

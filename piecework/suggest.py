@@ -5,6 +5,7 @@ Nothing here ranks by memory peaks, as what fits needs no ranking. Accuracies of
 
 import tomllib
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -78,7 +79,8 @@ def fedavg_verdict(settings: Settings, question: PlanQuestion) -> dict[str, Any]
     settings = settings.changed({"strategy": "fedavg"})
     plan = make_plan(settings, question)
     fleet = load_fleet(settings.fleet)
-    poorest = min(s.budget_bytes for states in fleet_states(fleet, settings, plan["reference_bytes"]) for s in states)
+    everyone = chain(*fleet_states(fleet, settings, plan["reference_bytes"]))
+    poorest = min(everyone, key=lambda state: state.budget_bytes)
     participation = plan["fleet"]["participation"]
     verdict: dict[str, Any] = {
         "fits": participation == 1,
@@ -86,7 +88,7 @@ def fedavg_verdict(settings: Settings, question: PlanQuestion) -> dict[str, Any]
         "batch_size": settings.training.batch_size,
         "attack_steps": plan["attack_steps"],
         "step_bytes": plan["full_memory_bytes"],
-        "poorest_bytes": poorest,
+        "poorest_bytes": poorest.budget_bytes,
         "smaller_batch": None,
         "ratios": any(device.memory_ratio is not None for device in fleet.devices),
     }
@@ -94,7 +96,7 @@ def fedavg_verdict(settings: Settings, question: PlanQuestion) -> dict[str, Any]
         for size in smaller_batches(settings.training.batch_size):
             cost_model = cost_model_of(settings.changed({"training.batch-size": size}), question, plan["attack_steps"])
             needed = cost_model.bytes(whole_model(blueprint_of(settings, question)))
-            if needed <= settings.memory.allowance(poorest):
+            if needed <= poorest.allowed_bytes:
                 verdict["smaller_batch"] = {"batch_size": size, "step_bytes": needed}
                 break
     return verdict | {"text": verdict_text(verdict)}

@@ -148,8 +148,7 @@ def left_random(policy: PartitionPolicy, said: str, parts: Sequence[str], traine
     return Finding(
         "error",
         f"{said}. Give some clients more memory, lower training.batch-size or architecture.width, choose a system whose "
-        f"clients train every "
-        "part (piecework plan --suggest), or accept this by faults.allow-untrained = true",
+        "clients train every part (piecework plan --suggest), or accept this by faults.allow-untrained = true",
     )
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import ClassVar, Literal, Self
 
 from piecework.device_profiles.memory import MemoryBudgetExceededError
-from piecework.device_profiles.profile import DeviceState
+from piecework.device_profiles.profile import DeviceState, allowance
 from piecework.models.cascade import Blueprint, has_statistics
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import AtomTooLargeError, Piece
@@ -30,7 +30,9 @@ class Stage:
 
 
 class PartitionPolicy(ABC):
-    """How a system cuts one model for one fleet. `smallest` is the smallest budget (bytes) that a client will have.
+    """How a system cuts one model for one fleet.
+
+    `smallest` is the smallest budget (bytes) that a client will have, `allowed` what such a client may use.
 
     A policy does not change: `fit` and `with_smallest` make another one.
 
@@ -53,6 +55,7 @@ class PartitionPolicy(ABC):
 
     def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, smallest: int = 0) -> None:
         self.blueprint, self.cost_model, self.settings, self.smallest = blueprint, cost_model, settings, smallest
+        self.allowed = allowance(smallest, settings.memory.excess)
         self._bytes: dict[WorkItem, int] = {}
 
     @classmethod
@@ -183,7 +186,7 @@ class PartitionPolicy(ABC):
     def within(self, part: Part, state: DeviceState) -> Part:
         """The part, if the device can train it. Raises MemoryBudgetExceededError."""
         needed = self.cost_model.bytes(part)
-        if needed > self.settings.memory.allowance(state.budget_bytes):
+        if needed > state.allowed_bytes:
             raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
         return part
 
@@ -218,9 +221,8 @@ def require_no_statistics(blueprint: Blueprint, settings: Settings, reason: str)
             f"architecture.batch-norm = {settings.architecture.batch_norm!r}: {reason}, use measured or batch"
         )
     raise ValueError(
-        f"{found} of {blueprint.name} keeps statistics although architecture.batch-norm = {settings.norms!r}, and {reason}: "
-        f"build its "
-        "batch norms with track_running_stats=batch_norm != 'batch'"
+        f"{found} of {blueprint.name} keeps statistics although architecture.batch-norm = {settings.norms!r}, and "
+        f"{reason}: build its batch norms with track_running_stats=batch_norm != 'batch'"
     )
 
 

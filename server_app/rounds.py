@@ -51,7 +51,7 @@ class Run:
         self.recovery = find_recovery(run_dir) if settings.resume_from else Recovery(None)
         checkpoint = self.recovery.checkpoint
         self.values = first_values(settings) if checkpoint is None else resumed_values(checkpoint, settings)
-        self.registry = ClientRegistry(fleet, settings.seed, settings.clients, settings.memory.reserve)
+        self.registry = ClientRegistry(fleet, settings.seed, settings.clients, settings.memory)
         self.transport = Transport(
             grid, settings.messages.max_in_flight or default_in_flight(settings), settings.messages.round_timeout
         )

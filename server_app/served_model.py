@@ -95,19 +95,18 @@ class ServedModel:
         if self.measured and not self.strategy.measures:
             raise ValueError(
                 f"architecture.batch-norm = 'measured': clients of {self.strategy.name} do not hold the model that is "
-                f"served, so they "
-                "cannot measure it; use running or batch"
+                "served, so they cannot measure it; use running or batch"
             )
         atoms, head = self.strategy.trained_model()
         if not self.is_of(ArrayRecord(), atoms, head):
-            needed, richest = self.needed(atoms, head), int(max(self.strategy.resources.budgets()))
-            allowed = self.strategy.settings.memory.allowance(richest)
-            if needed > allowed >= self.strategy.min_budget():  # where none can train, the first round says so
+            needed, richest = self.needed(atoms, head), self.strategy.resources.richest
+            if (
+                needed > richest.allowed_bytes >= self.strategy.min_budget()
+            ):  # where none can train, the first round says so
                 raise ValueError(
-                    f"architecture.batch-norm = 'measured': measuring the batch norms of the served model, one atom at a "
-                    f"time, needs "
-                    f"{needed:,} bytes, and the richest client has {richest:,}; lower training.batch-size, or use running or "
-                    f"batch"
+                    "architecture.batch-norm = 'measured': measuring the batch norms of the served model, one atom at a "
+                    f"time, needs {needed:,} bytes, and the richest client has {richest.budget_bytes:,}; lower "
+                    "training.batch-size, or use running or batch"
                 )
 
     def configure(

@@ -119,8 +119,8 @@ class PieceStrategy(Strategy):
         return self.dispatcher.arrays
 
     @abstractmethod
-    def costs_for(self, budget: int) -> dict[WorkItem, int]:
-        """The cost list of a client with this budget (bytes): all that its trainer will look up."""
+    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
+        """Return the costs of all work items that a client may look up whose training may take `allowed` bytes."""
 
     def min_budget(self, state: DeviceState | None = None) -> int:
         """Bytes below which a client can do nothing in this round: any client, or one with such a device."""
@@ -179,7 +179,7 @@ class PieceStrategy(Strategy):
             lr=self.rate(server_round),
             state_dir=self.experiment.state_dir,
             enforced=self.policy.enforced,
-            costs=self.costs_for(state.budget_bytes),
+            costs=self.costs_for(state.allowed_bytes),
             adversarial=self.policy.attacks(self.settings) and server_round > self.settings.attack.warmup,
             variant=self.policy.variant,
         )

@@ -36,6 +36,11 @@ class ClientResources:
         """Bytes that the clients have to train with, of each in each of the first rounds."""
         return [state.budget_bytes for state in self.states()]
 
+    @property
+    def richest(self) -> DeviceState:
+        """The client with the most memory in one of the first rounds."""
+        return richest(self.states())
+
     def states(self) -> list[DeviceState]:
         """What the clients have, each in each of the first rounds."""
         return [state for client in self.registry.members for state in self.states_of(client)]
@@ -58,7 +63,7 @@ class ClientResources:
 
     def affords(self, client: int, server_round: int, needed: int) -> bool:
         """Whether a client has so many bytes in a round."""
-        return needed <= self.settings.memory.allowance(self.state(client, server_round).budget_bytes)
+        return needed <= self.state(client, server_round).allowed_bytes
 
     def require_emulated(self) -> None:
         """Raises ValueError where clients pretend to swap, and one has a memory of its own."""
@@ -71,9 +76,10 @@ class ClientResources:
 
     def require_somebody(self, needed: int, doing: str) -> None:
         """Raises ValueError where no client will have so many bytes, in any of the first rounds."""
-        richest = int(max(self.budgets()))
-        if needed > self.settings.memory.allowance(richest):
+        richest = self.richest
+        if needed > richest.allowed_bytes:
             raise ValueError(
-                f"{self.strategy.name}: NA. {doing} needs {needed:,} bytes, and the richest client has {richest:,}: no client "
-                "can take part; lower training.batch-size or architecture.width, or give clients more memory"
+                f"{self.strategy.name}: NA. {doing} needs {needed:,} bytes, and the richest client has "
+                f"{richest.budget_bytes:,}: no client can take part; lower training.batch-size or architecture.width, or "
+                "give clients more memory"
             )

@@ -16,7 +16,7 @@ class Tail(FedAvg):
     name = "tail"
     policy_class = FedAvgPolicy
 
-    def costs_for(self, budget: int) -> dict[WorkItem, int]:
+    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         return {TRAINED: self.policy.bytes(TRAINED)}
 
     def frozen_units(self, task: Task) -> list[str]:

@@ -27,8 +27,8 @@ def find_device(accelerator: str) -> torch.device:
         missing = "finds no GPU" if torch.version.cuda else "was built without CUDA"
         raise NoAcceleratorError(
             f"setting training.accelerator = {accelerator!r}: torch {torch.__version__} {missing} here. Start this client "
-            f"where "
-            "`python -c 'import torch; print(torch.cuda.is_available())'` prints True, or set training.accelerator = none"
+            "where `python -c 'import torch; print(torch.cuda.is_available())'` prints True, or set training.accelerator "
+            "= none"
         )
     return torch.device("cuda", torch.cuda.current_device())
 

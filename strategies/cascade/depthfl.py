@@ -74,9 +74,8 @@ class DepthFLPolicy(PartitionPolicy):
         loss = costed_loss(1.0, self.settings.depthfl.feddyn_alpha)
         return Part(self.model, item.atoms, item.head, make_loss=loss, name=f"{name} and exits", piece_class=ExitsModel)
 
-    def deepest(self, budget: int) -> int:
-        """How many blocks a budget (bytes) allows, 0 where not even the first one."""
-        allowed = self.settings.memory.allowance(budget)
+    def deepest(self, allowed: int) -> int:
+        """Return how many blocks take at most so many bytes, 0 where not even the first one does."""
         depths = range(len(self.blocks), 0, -1)
         return next((d for d in depths if self.bytes(self.depth(d)) <= allowed), 0)
 
@@ -87,11 +86,11 @@ class DepthFLPolicy(PartitionPolicy):
     @cached_property
     def stages(self) -> list[Stage]:
         """What the poorest device trains, the first block at least."""
-        return [Stage("training", (self.part(self.depth(max(1, self.deepest(self.smallest)))),))]
+        return [Stage("training", (self.part(self.depth(max(1, self.deepest(self.allowed)))),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The device's depth of the model. Raises MemoryBudgetExceededError."""
-        depth = self.deepest(state.budget_bytes)
+        depth = self.deepest(state.allowed_bytes)
         if not depth:
             raise MemoryBudgetExceededError(self.min_budget(), state.budget_bytes, "training block 1 and its exit")
         return [self.part(self.depth(depth))]
@@ -127,14 +126,14 @@ class DepthFL(PieceStrategy):
         self.cohort.minimum = self.policy.min_budget()
         self.resources.require_somebody(self.cohort.minimum, "Training the first block with its exit")
 
-    def costs_for(self, budget: int) -> dict[WorkItem, int]:
+    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """Those of the assigned depth, or of one block, and of all shallower ones."""
-        items = [self.policy.depth(d) for d in range(1, max(1, self.policy.deepest(budget)) + 1)]
+        items = [self.policy.depth(d) for d in range(1, max(1, self.policy.deepest(allowed)) + 1)]
         return {item: self.policy.bytes(item) for item in items}
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """How deep the client trains."""
-        depth = max(1, self.policy.deepest(state.budget_bytes))
+        depth = max(1, self.policy.deepest(state.allowed_bytes))
         weight = distillation_weight(server_round, self.settings.depthfl.distillation_rounds)
         return replace(super().task(server_round, state), own=DepthFLTaskConfig(depth, weight).to_values())
 

@@ -80,14 +80,12 @@ class FeDepthPolicy(PartitionPolicy):
             return super().bytes(item)
         return self.cost_model.bytes(Part(self.blueprint, item.learns))
 
-    def items(self, budget: int, cost: ItemCost) -> list[WorkItem]:
-        """The decomposition for a budget (bytes). Raises AtomTooLargeError where an atom does not fit that is always needed."""
-        return items_of(
-            self.blueprint, self.settings, cost, self.settings.memory.allowance(budget), own_heads=self.exits
-        )
+    def items(self, allowed: int, cost: ItemCost) -> list[WorkItem]:
+        """Return the decomposition for so many bytes. Raises AtomTooLargeError if one that is always needed does not fit."""
+        return items_of(self.blueprint, self.settings, cost, allowed, own_heads=self.exits)
 
-    def _parts(self, budget: int) -> list[Part]:
-        return [self.part(item) for item in self.items(budget, self.bytes)]
+    def _parts(self, allowed: int) -> list[Part]:
+        return [self.part(item) for item in self.items(allowed, self.bytes)]
 
     def min_budget(self) -> int:
         """The last atom's cost: what does not fit before it is excluded, if it can be."""
@@ -102,11 +100,11 @@ class FeDepthPolicy(PartitionPolicy):
     @cached_property
     def stages(self) -> list[Stage]:
         """The decomposition of the poorest device."""
-        return [Stage("training", tuple(self._parts(self.smallest)))]
+        return [Stage("training", tuple(self._parts(self.allowed)))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The device's own decomposition. Raises AtomTooLargeError."""
-        return self._parts(state.budget_bytes)
+        return self._parts(state.allowed_bytes)
 
     def excluded(self, parts: list[Part]) -> list[str]:
         """Atoms too large for the device even alone (section 4.2)."""
@@ -144,7 +142,7 @@ class FeDepth(PieceStrategy):
                 f"fedepth.sub-problem = 'network' trains the model's own head: {self.name} has others, use fedepth"
             )
 
-    def costs_for(self, budget: int) -> dict[WorkItem, int]:
+    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """All costs the client's decomposition looks up; the whole list for a device that measures itself."""
         asked: dict[WorkItem, int] = {}
 
@@ -153,16 +151,16 @@ class FeDepth(PieceStrategy):
             return asked[item]
 
         with suppress(AtomTooLargeError):  # the client will refuse, with the cost of the atom that does not fit
-            self.policy.items(budget, look_up)
+            self.policy.items(allowed, look_up)
         if self.registry.auto:
-            self._cost_all(look_up, budget)
+            self._cost_all(look_up, allowed)
         return asked
 
-    def _cost_all(self, look_up: Callable[[WorkItem], int], budget: int) -> None:
+    def _cost_all(self, look_up: Callable[[WorkItem], int], allowed: int) -> None:
         """Every run of atoms that fits: a device may find less memory free than the server assumed."""
         for start in range(len(self.blueprint.atoms)):
             for stop in range(start + 1, len(self.blueprint.atoms) + 1):
-                if look_up(self.policy.item(tuple(range(start, stop)))) > budget:
+                if look_up(self.policy.item(tuple(range(start, stop)))) > allowed:
                     break
 
 

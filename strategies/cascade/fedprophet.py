@@ -103,9 +103,8 @@ class FedProphet(StagedStrategy):
         state, settings = self.state, self.settings
         if settings.batch_statistics and settings.training.batch_size < 3:
             raise ValueError(
-                f"training.batch-size = {settings.training.batch_size}: {self.name} looks at features in halves of a batch, "
-                f"which have no "
-                "statistics then; use 3 or more, or architecture.batch-norm = running"
+                f"training.batch-size = {settings.training.batch_size}: {self.name} looks at features in halves of a "
+                "batch, which have no statistics then; use 3 or more, or architecture.batch-norm = running"
             )
         self.resources.require_emulated()
         if not state.r_min:
@@ -122,12 +121,12 @@ class FedProphet(StagedStrategy):
         if self.policy.swaps:
             return
         largest = max(self.policy.bytes(self.policy.item(stage.parts[0].atoms)) for stage in self.policy.stages)
-        richest = int(max(self.resources.budgets()))
-        if largest > self.settings.memory.allowance(richest):
+        richest = self.resources.richest
+        if largest > richest.allowed_bytes:
             raise ValueError(
-                f"R_min of {self.state.r_min:,} bytes (fedprophet.r-min = {self.settings.fedprophet.r_min!r}) makes a module "
-                f"of {largest:,} bytes, "
-                f"and the richest client has {richest:,}: no client could train it; lower fedprophet.r-min"
+                f"R_min of {self.state.r_min:,} bytes (fedprophet.r-min = {self.settings.fedprophet.r_min!r}) makes a "
+                f"module of {largest:,} bytes, and the richest client has {richest.budget_bytes:,}: no client could train "
+                "it; lower fedprophet.r-min"
             )
 
     def _check_warmup(self, stage_rounds: int) -> None:
@@ -162,7 +161,7 @@ class FedProphet(StagedStrategy):
         units = [*self.blueprint.units(), *(f"aux.{module[-1]}" for module in self.modules[:-1])]
         return {name: value.numpy() for name, value in initial_state(self.blueprint, self.settings.seed, units=units)}
 
-    def costs_for(self, budget: int) -> dict[WorkItem, int]:
+    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """None yet: what a client looks up depends on what it is assigned."""
         return {}
 

@@ -50,7 +50,7 @@ class FedProphetPolicy(PartitionPolicy):
         modules = greedy_partition(
             range(len(self.blueprint.atoms)),
             lambda atoms: self.bytes(self.item(atoms)),
-            self.settings.memory.allowance(self.smallest),
+            self.allowed,
             atom_names(self.blueprint),
         )
         return [Stage(f"module {m}", (self.part(self.item(module)),)) for m, module in enumerate(modules, start=1)]
@@ -72,11 +72,7 @@ class FedProphetPolicy(PartitionPolicy):
     def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The module of the stage; those behind it have stages of their own."""
         part = self.stages[stage].parts[0]
-        return (
-            [part]
-            if self.swaps or self.bytes(self.item(part.atoms)) <= self.settings.memory.allowance(state.budget_bytes)
-            else []
-        )
+        return [part] if self.swaps or self.bytes(self.item(part.atoms)) <= state.allowed_bytes else []
 
     def assigned(self, stage: int, state: DeviceState, slowest: float) -> Piece:
         """The atoms of w_m .. w_M: of w_m always, of others as Eqs. 14 and 15 allow."""
@@ -86,11 +82,10 @@ class FedProphetPolicy(PartitionPolicy):
             * state.flops_per_second
             / slowest
         )
-        allowed = self.settings.memory.allowance(state.budget_bytes)
         for later in self.stages[stage + 1 :] if self.settings.fedprophet.dma else []:
             longer = (*assigned, *later.parts[0].atoms)
             item = self.item(longer)
-            if self.part(item).forward_flops > flops or self.bytes(item) > allowed:
+            if self.part(item).forward_flops > flops or self.bytes(item) > state.allowed_bytes:
                 break
             assigned = longer
         return assigned

@@ -206,7 +206,7 @@ class ProFL(StagedStrategy):
         """The present one, or the last where all are done."""
         return self.phases[min(self.state.phase, len(self.phases) - 1)]
 
-    def costs_for(self, budget: int) -> dict[WorkItem, int]:
+    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """The step's and the output layer's; in a map the student's; of the blocks whose statistics are measured."""
         needed = {"map": self.policy.needed_to_map, "statistics": self.policy.needed_to_measure}
         return needed.get(self.phase.kind, self.policy.needed)(self.phase.t)

@@ -13,7 +13,7 @@ from typing import Self
 
 from piecework.client_app.trainers.cascade.profl import OUTPUT_LAYER, distillation, learners
 from piecework.device_profiles.memory import MemoryBudgetExceededError
-from piecework.device_profiles.profile import DeviceState
+from piecework.device_profiles.profile import DeviceState, allowance
 from piecework.models.basic_layers import basic_atoms, blocks_of, cascade_at, step_atoms, student_atoms
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import AtomTooLargeError, Piece
@@ -55,7 +55,7 @@ class ProFLPolicy(PartitionPolicy):
         policy = self.with_smallest(minimum)
         if self.settings.profl.blocks == "budget":
             return policy.cut(self.by_budget(minimum))
-        allowed = self.settings.memory.allowance(maximum)
+        allowed = allowance(maximum, self.settings.memory.excess)
         step, needed = self.largest()
         if needed > allowed:
             LOG.warning(
@@ -179,12 +179,12 @@ class ProFLPolicy(PartitionPolicy):
         """The block of the step with its output module. Raises MemoryBudgetExceededError."""
         (part,) = self.stages[stage].parts
         needed = self.needed(stage + 1)[self.item(part.atoms)]
-        if needed > self.settings.memory.allowance(state.budget_bytes):
+        if needed > state.allowed_bytes:
             raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
         return [part]
 
     def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The step, or where that does not fit the output layer alone."""
-        allowed, needed = self.settings.memory.allowance(state.budget_bytes), self.needed(stage + 1)
+        needed = self.needed(stage + 1)
         items = [self.item(atoms) for atoms in (self.stages[stage].parts[0].atoms, OUTPUT_LAYER)]
-        return [self.part(item) for item in items if needed[item] <= allowed][:1]
+        return [self.part(item) for item in items if needed[item] <= state.allowed_bytes][:1]

@@ -122,9 +122,9 @@ class FamilyPolicy(PartitionPolicy):
         """All of the run's model, or nothing of it where the part is another one."""
         return super().covered(part) if part.blueprint is self.blueprint else []
 
-    def level(self, budget: int) -> int:
-        """The number of the model with most parameters that a budget (bytes) allows; of the cheapest where none does."""
-        levels, allowed = range(len(self.names)), self.settings.memory.allowance(budget)
+    def level(self, allowed: int) -> int:
+        """Return the number of the model with most parameters that takes at most so many bytes, or else of the cheapest."""
+        levels = range(len(self.names))
         fitting = [level for level in levels if self.bytes(self.member(level)) <= allowed]
         if not fitting:
             return min(levels, key=lambda level: self.bytes(self.member(level)))
@@ -137,11 +137,11 @@ class FamilyPolicy(PartitionPolicy):
     @cached_property
     def stages(self) -> list[Stage]:
         """The model of the poorest device."""
-        return [Stage("training", (self.part(self.member(self.level(self.smallest))),))]
+        return [Stage("training", (self.part(self.member(self.level(self.allowed))),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """The device's model. Raises MemoryBudgetExceededError."""
-        return [self.within(self.part(self.member(self.level(state.budget_bytes))), state)]
+        return [self.within(self.part(self.member(self.level(state.allowed_bytes))), state)]
 
 
 class FedDF(PieceStrategy):
@@ -184,13 +184,13 @@ class FedDF(PieceStrategy):
             {**self.kept, **{f"{self.policy.names[level]}/{name}": array for name, array in arrays.items()}}
         )
 
-    def costs_for(self, budget: int) -> dict[WorkItem, int]:
+    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """None yet: what a client looks up depends on its device."""
         return {}
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """The model of the client's device, and its cost."""
-        level = self.policy.level(state.budget_bytes)
+        level = self.policy.level(state.allowed_bytes)
         item = self.policy.member(level)
         own = FedDFTaskConfig(level).to_values()
         return replace(

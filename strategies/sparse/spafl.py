@@ -118,9 +118,8 @@ class SpaFL(PieceStrategy):
         if settings.evaluation.on_clients_every or settings.evaluation.autoattack_examples:
             raise ValueError(
                 f"evaluation.on-clients-every = {settings.evaluation.on_clients_every}, evaluation.autoattack-examples = "
-                f"{settings.evaluation.autoattack_examples}: {self.name} has no model to evaluate but those of the clients, "
-                f"which "
-                "evaluate by evaluation.every; set both to 0"
+                f"{settings.evaluation.autoattack_examples}: {self.name} has no model to evaluate but those of the "
+                "clients, which evaluate by evaluation.every; set both to 0"
             )
         if settings.training.init_weights:
             raise ValueError(
@@ -139,8 +138,7 @@ class SpaFL(PieceStrategy):
         if settings.spafl.masked_every != 1 and not settings.spafl.silent_norms:
             raise ValueError(
                 f"spafl.masked-every = {settings.spafl.masked_every}: with spafl.silent-norms = false pruned filters shift "
-                f"what is behind their "
-                "norms, so nothing can be excluded; set it to 1"
+                "what is behind their norms, so nothing can be excluded; set it to 1"
             )
         if settings.spafl.masked_every != 1:
             layout(self.policy.blueprint, self.blueprint)  # a model whose channels cannot be followed is refused here
@@ -178,7 +176,7 @@ class SpaFL(PieceStrategy):
         """Thresholds of 0."""
         return {THRESHOLDS: np.zeros(sum(self.layers.values()), dtype=np.float32)}
 
-    def costs_for(self, budget: int) -> dict[WorkItem, int]:
+    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """The masked model's."""
         return {self.policy.whole: self.policy.bytes(self.policy.whole)}
 

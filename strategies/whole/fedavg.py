@@ -35,6 +35,6 @@ class FedAvg(PieceStrategy):
     name = "fedavg"
     policy_class = FedAvgPolicy
 
-    def costs_for(self, budget: int) -> dict[WorkItem, int]:
+    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """One cost: the whole model's."""
         return {self.policy.whole: self.policy.bytes(self.policy.whole)}

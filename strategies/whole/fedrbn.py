@@ -80,7 +80,7 @@ class FedRBNPolicy(Swapping):
 
     def robust(self, state: DeviceState) -> bool:
         """Whether a device has memory to train adversarially."""
-        return self.bytes(self.whole) <= self.settings.memory.allowance(state.budget_bytes)
+        return self.bytes(self.whole) <= state.allowed_bytes
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -124,7 +124,7 @@ class FedRBN(PieceStrategy):
         """Raises ValueError for clients that cannot pretend to swap."""
         self.resources.require_emulated()
 
-    def costs_for(self, budget: int) -> dict[WorkItem, int]:
+    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """None yet: what a client looks up depends on its device."""
         return {}
 

@@ -38,18 +38,18 @@ class AllSmallPolicy(FedAvgPolicy):
 
     def fit(self, minimum: int, maximum: int) -> Self:
         """Raises ValueError where not even the narrowest model fits the poorest client."""
-        allowed, needed = self.settings.memory.allowance(minimum), 0
+        policy, needed = self.with_smallest(minimum), 0
         low, high = 0, STEPS + 1  # of 64ths: the first fits, the second does not
         while high - low > 1:
             middle = (low + high) // 2
             needed = self.cost_model.bytes(whole_model(vary(self.blueprint, Variant(width=middle / STEPS))))
-            low, high = (middle, high) if needed <= allowed else (low, middle)
+            low, high = (middle, high) if needed <= policy.allowed else (low, middle)
         if not low:
             raise ValueError(
                 f"allsmall: with 1/{STEPS} of its channels the model needs {needed:,} bytes, and the poorest client has "
                 f"{minimum:,}; lower training.batch-size or architecture.width, or give clients more memory"
             )
-        return self.with_smallest(minimum).narrow(low / STEPS)
+        return policy.narrow(low / STEPS)
 
     def part(self, item: WorkItem) -> Part:
         """All atoms of the narrow model."""

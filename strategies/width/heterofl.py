@@ -112,9 +112,8 @@ class HeteroFLPolicy(PartitionPolicy):
         loss = width_loss(input_shares(model, self.blueprint) if self.scaled else (), present)
         return Part(model, item.atoms, make_loss=loss, name=f"{share:.4g} of the channels")
 
-    def level(self, budget: int) -> int:
-        """The number of the largest share that a budget (bytes) allows, the last one where none does."""
-        allowed = self.settings.memory.allowance(budget)
+    def level(self, allowed: int) -> int:
+        """Return the number of the largest sub-model that takes at most so many bytes, or else of the smallest."""
         fitting = (level for level in range(len(self.shares)) if self.bytes(self.sub_model(level)) <= allowed)
         return next(fitting, len(self.shares) - 1)
 
@@ -124,7 +123,7 @@ class HeteroFLPolicy(PartitionPolicy):
         Raises ValueError for one that there is not.
         """
         if state.keep is None:
-            return self.level(state.budget_bytes)
+            return self.level(state.allowed_bytes)
         if state.keep not in self.shares:
             known = ", ".join(f"{share:g}" for share in self.shares)
             raise ValueError(f"keep = {state.keep:g} of device {state.device!r}: the run has the shares {known}")
@@ -137,7 +136,7 @@ class HeteroFLPolicy(PartitionPolicy):
     @cached_property
     def stages(self) -> list[Stage]:
         """The model of the poorest device."""
-        return [Stage("training", (self.part(self.sub_model(self.level(self.smallest))),))]
+        return [Stage("training", (self.part(self.sub_model(self.level(self.allowed))),))]
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
         """The share of the channels of what the full model has, and not its square: the paper's count."""
@@ -183,7 +182,7 @@ class HeteroFL(PieceStrategy):
         """The shapes of what is averaged."""
         return shapes(self.blueprint)
 
-    def costs_for(self, budget: int) -> dict[WorkItem, int]:
+    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """None yet: what a client looks up depends on its device."""
         return {}
 

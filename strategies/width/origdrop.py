@@ -36,8 +36,7 @@ class OrigDrop(HeteroFL):
 
     def finish(self) -> ArrayRecord:
         """The new model; 0 where no client can train it."""
-        allowance = self.settings.memory.allowance
-        levels = [(self.policy.level_of(state), allowance(state.budget_bytes)) for state in self.resources.states()]
+        levels = [(self.policy.level_of(state), state.allowed_bytes) for state in self.resources.states()]
         fitting = [level for level, allowed in levels if self.policy.bytes(self.policy.sub_model(level)) <= allowed]
         largest = self.policy.shapes[min(fitting, default=-1)]
         kept = sub_indices(self.axes, self.full, largest, ordered)

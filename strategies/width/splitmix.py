@@ -69,15 +69,14 @@ class SplitMixPolicy(PartitionPolicy):
         name = f"{count} base nets" if count > 1 else "a base net"
         return Part(self.mixes[count - 1], item.atoms, make_loss=mixed_loss, name=name)
 
-    def nets(self, budget: int) -> int:
-        """How many a budget (bytes) allows, at least one."""
-        allowed = self.settings.memory.allowance(budget)
+    def nets(self, allowed: int) -> int:
+        """Return how many base nets take at most so many bytes, at least one."""
         return next((n for n in range(self.count, 1, -1) if self.bytes(self.mix(range(n))) <= allowed), 1)
 
     def nets_of(self, state: DeviceState) -> int:
         """How many a device trains: those that make the share that its fleet gives it, else as many as fit."""
         if state.keep is None:
-            return self.nets(state.budget_bytes)
+            return self.nets(state.allowed_bytes)
         return min(self.count, max(1, round(state.keep / self.settings.splitmix.width_ratio)))
 
     def min_budget(self) -> int:
@@ -87,7 +86,7 @@ class SplitMixPolicy(PartitionPolicy):
     @cached_property
     def stages(self) -> list[Stage]:
         """What the poorest device trains."""
-        return [Stage("training", (self.part(self.mix(range(self.nets(self.smallest)))),))]
+        return [Stage("training", (self.part(self.mix(range(self.nets(self.allowed)))),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """As many base nets as fit. Raises MemoryBudgetExceededError."""
@@ -116,7 +115,7 @@ class SplitMix(PieceStrategy):
         nets = range(self.policy.nets_of(state) if state is not None and state.keep is not None else 1)
         return self.policy.bytes(self.policy.mix(nets))
 
-    def costs_for(self, budget: int) -> dict[WorkItem, int]:
+    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """None yet: what a client looks up depends on its device."""
         return {}
 

@@ -59,11 +59,9 @@ def test_what_is_wrong_and_what_to_do() -> None:
         require_used(Settings.from_run_config({"prism.kappa": 7.0, "training.lr-decay": 0.9}))
     assert str(caught.value).splitlines() == [
         "setting training.lr-decay = 0.9 has no effect here: it belongs to training.lr-schedule = exponential, and "
-        "training.lr-schedule is 'cosine'. "
-        "Leave it out, or set it to its default, 0.994",
+        "training.lr-schedule is 'cosine'. Leave it out, or set it to its default, 0.994",
         "setting prism.kappa = 7.0 has no effect here: it belongs to strategy = prism with prism.kernel-sampling = "
-        "importance, and "
-        "strategy is 'fedepth'. Leave it out, or set it to its default, 2.5",
+        "importance, and strategy is 'fedepth'. Leave it out, or set it to its default, 2.5",
     ]
 
 

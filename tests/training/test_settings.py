@@ -1,11 +1,13 @@
 """Settings: what is refused and how the refusal reads, what a resumed run may change, the learning rate."""
 
 import math
+import sys
 from typing import Any
 
 import pytest
 from settings_helpers import ALL, CHOICES, key_of, other
 
+from piecework.device_profiles.profile import allowance
 from piecework.training.settings import CHANGEABLE, EXTENDABLE, Settings, SettingsError, check_resume, learning_rate
 
 
@@ -116,8 +118,10 @@ def test_the_run_configuration_round_trips() -> None:
 def test_tolerance_is_for_papers_memory_models() -> None:
     with pytest.raises(SettingsError, match=r"memory\.tolerance = 0\.05 exists for a paper's memory\.model only"):
         read(memory__tolerance=0.05)
-    assert read(memory__tolerance=0.05, memory__model="fedepth").memory.allowance(1000) == 1050
-    assert read().memory.allowance(1001) == 1001
+    assert read(memory__tolerance=0.05, memory__model="fedepth").memory.excess == 0.05
+    assert read().memory.excess == 0
+    assert read(memory__enforce=False).memory.excess == math.inf
+    assert [allowance(1001, excess) for excess in (0, 0.05, math.inf)] == [1001, 1051, sys.maxsize]
 
 
 # ---- resumption

@@ -1,6 +1,6 @@
 """The tables that all strategies share: data, architecture, training, attack, evaluation, memory, messages and faults."""
 
-import sys
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -168,12 +168,10 @@ class Memory(Table):
         """Whether budgets are enforced on clients: only for traced bytes, and if the checks are on."""
         return self.model == "traced" and self.enforce
 
-    def allowance(self, budget: int) -> int:
-        """Return the bytes that a cut may use: the budget plus the fraction `tolerance` of it.
-
-        They are unlimited if the checks are off.
-        """
-        return int(budget * (1 + self.tolerance)) if self.enforce else sys.maxsize
+    @property
+    def excess(self) -> float:
+        """The allowed excess over a budget, as a fraction of it: `tolerance`, or infinite if the checks are off."""
+        return self.tolerance if self.enforce else math.inf
 
 
 class Messages(Table):
