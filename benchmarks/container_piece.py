@@ -123,8 +123,8 @@ def train(task: dict[str, Any], folder: Path) -> None:
     def features() -> Examples:
         stored = (*shape[1:], shape[0]) if len(shape) == 3 else shape
         writer = FeatureWriter(store.feature_path("train-0"), count, stored, settings.memory.feature_cache_bytes)
-        for _ in range(count):
-            writer.append(rng.standard_normal((1, *stored), dtype=np.float32))
+        for row in range(count):
+            writer.put(np.array([row]), rng.standard_normal((1, *stored), dtype=np.float32))
         return feature_examples(writer.close(), labels)
 
     examples = features() if atoms[0] else images()

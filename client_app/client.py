@@ -1,6 +1,7 @@
 """What a trainer gets to work with, and what it gives back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,32 +86,55 @@ class Client:
             return {}
         return {"val-loss": loss / seen, "val-accuracy": correct / seen, "val-examples": seen}
 
-    @torch.no_grad()
     def stream(self, piece: PieceModel, examples: Examples, part: str, to: int | None) -> Examples:
-        """The features that frozen atoms make of examples for atom `to`, or the head, batch by batch into a file of the store.
+        """Return the features that frozen atoms make of examples for atom `to`, or the head, in a file of the store.
 
         The order is drawn again, so that batch statistics come from mixed batches; a last batch of one has none.
         """
-        single = self.settings.batch_statistics and len(examples) % self.training_config.batch_size == 1
-        labels, writer, forward = [], None, in_precision(piece.features, self.training_config)
+        size, rng = self.training_config.batch_size, self.rng(f"stream {part}")
+        single = self.settings.batch_statistics and len(examples) % size == 1
+        features = in_precision(piece.features, self.training_config)
         shape = self.blueprint.feature_shape if to is None else self.blueprint.shape_before(to)
-        for positions in batches(
-            len(examples), self.training_config.batch_size, self.rng(f"stream {part}"), drop_single=single
-        ):
-            with self.cap.first(f"stream {part}", len(positions)):
-                z = fit_features(forward(examples.read(positions)), shape)
-                block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy()
-            if writer is None:
-                path = self.store.feature_path(part)
-                writer = FeatureWriter(
-                    path, len(examples) - single, block.shape[1:], self.settings.memory.feature_cache_bytes
-                )
-            writer.append(block)
-            labels.append(examples.labels[positions])
-            del z, block
-        if writer is None:
+        order = list(batches(len(examples), size, rng, drop_single=single))
+        if not order:
             return Examples(examples.read, examples.labels[:0], self.device)
-        return feature_examples(writer.close(), np.concatenate(labels)).on(self.device)
+        ends = np.cumsum([len(positions) for positions in order])
+        reads = [(positions, np.arange(end - len(positions), end)) for positions, end in zip(order, ends, strict=True)]
+        path, limit = self.store.feature_path(part), self.settings.memory.feature_cache_bytes
+        rows = self.write_features(
+            part,
+            lambda inputs: fit_features(features(inputs), shape),
+            examples,
+            reads,
+            lambda row: FeatureWriter(path, int(ends[-1]), row, limit),
+        )
+        return feature_examples(rows, examples.labels[np.concatenate(order)]).on(self.device)
+
+    @torch.no_grad()
+    def write_features(
+        self,
+        part: str,
+        forward: Callable[[torch.Tensor], torch.Tensor],
+        examples: Examples,
+        reads: Iterable[tuple[np.ndarray, np.ndarray]],
+        open_file: Callable[[tuple[int, ...]], FeatureWriter],
+        around: Callable[[np.ndarray], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> np.ndarray:
+        """Return what frozen atoms make of examples, in a file; one batch at a time is in memory.
+
+        A batch of `reads` has the positions that are read together, and the rows of the file for the first of them. `open_file`
+        gets the shape of a row, channels last. The atoms run within `around(positions)`.
+        """
+        writer = None
+        for positions, rows in reads:
+            with self.cap.first(f"stream {part}", len(positions)), around(positions):
+                z = forward(examples.read(positions))
+                block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy()
+            writer = writer or open_file(block.shape[1:])
+            writer.put(rows, block[: len(rows)])
+            del z, block
+        assert writer is not None
+        return writer.close()
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from piecework.client_app.client import STAGES, Client
 from piecework.client_app.frozen import file_hash
@@ -105,7 +105,6 @@ def teacher_logits(client: Client, atoms: Piece, examples: Examples) -> np.ndarr
     return _stream(client, atoms[-1:], examples, client.store.feature_path("teacher"), "head")
 
 
-@torch.no_grad()
 def _stream(
     client: Client,
     module: Piece,
@@ -127,19 +126,16 @@ def _stream(
         measure_norms(piece.units().values())
         forget_statistics(piece.units().values())
     forward = in_precision(piece.logits if head is not None else piece.features, client.training_config)
-    draft, writer = client.store.task / path.name, None
-    for positions, fresh in _mixed(client, len(examples)):
-        with client.cap.first(f"stream {runs(module)}", len(positions)), _dropout(client, module, positions, training):
-            z = forward(examples.read(positions))
-            block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy()
-        if writer is None:
-            make_room(client.store.root.parent, path, 4 * len(examples) * math.prod(block.shape[1:]), limit)
-            writer = FeatureWriter(draft, len(examples), block.shape[1:], limit)
-        writer.put(positions[:fresh], block[:fresh])
-        del z, block
-    assert writer is not None
-    features = writer.close()  # stays readable whoever removes the file
-    draft.replace(path)
+    draft = client.store.task / path.name
+
+    def open_file(shape: tuple[int, ...]) -> FeatureWriter:
+        make_room(client.store.root.parent, path, 4 * len(examples) * math.prod(shape), limit)
+        return FeatureWriter(draft, len(examples), shape, limit)
+
+    around = partial(_dropout, client, module, training=training)
+    reads = _mixed(client, len(examples))
+    features = client.write_features(runs(module), forward, examples, reads, open_file, around)
+    draft.replace(path)  # it stays readable, whoever removes the file
     if measured:
         client.save(piece)
     del piece, forward
@@ -147,15 +143,15 @@ def _stream(
     return features
 
 
-def _dropout(client: Client, module: Piece, positions: np.ndarray, training: bool) -> AbstractContextManager[None]:
+def _dropout(client: Client, module: Piece, positions: np.ndarray, *, training: bool) -> AbstractContextManager[None]:
     """In training mode, dropout that is the same whenever these features are computed."""
     if not training:
         return nullcontext()
     return isolated_rng(integer(client.settings.seed, client.number, "dropout", runs(module), int(positions[0])))
 
 
-def _mixed(client: Client, count: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Batches in an order of the client's own, the same in every round, and how many of each are fresh.
+def _mixed(client: Client, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Batches in an order of the client's own, the same in every round, and the rows that each of them fills.
 
     Batch statistics come from mixed batches; a last batch of one, which has none, is filled up with another example.
     """
@@ -163,7 +159,7 @@ def _mixed(client: Client, count: int) -> Iterator[tuple[np.ndarray, int]]:
     size = client.training_config.batch_size
     for start in range(0, count, size):
         positions = order[start : start + size]
-        yield (positions, len(positions)) if len(positions) > 1 else (np.array([positions[0], order[0]]), 1)
+        yield (positions if len(positions) > 1 else np.array([positions[0], order[0]])), positions
 
 
 def make_room(experiment: Path, path: Path, size: int, limit: int) -> None:

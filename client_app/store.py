@@ -185,15 +185,13 @@ class FeatureWriter:
         np.lib.format.write_array_header_1_0(self._file, header)
         self._start, self._row = self._file.tell(), 4 * math.prod(shape)
 
-    def append(self, batch: np.ndarray) -> None:
-        """Write a batch [B, *shape], float32, behind what was written last."""
-        self._file.write(np.ascontiguousarray(batch, dtype=np.float32).data)
-
-    def put(self, positions: np.ndarray, batch: np.ndarray) -> None:
-        """Write each example of a batch [B, *shape] to its own place."""
-        for position, row in zip(positions, batch, strict=True):
-            self._file.seek(self._start + int(position) * self._row)
-            self.append(row)
+    def put(self, rows: np.ndarray, batch: np.ndarray) -> None:
+        """Write each example of a batch [B, *shape] to its row; neighbours are written together."""
+        first = 0
+        for last in [*np.flatnonzero(np.diff(rows) != 1), len(rows) - 1]:
+            self._file.seek(self._start + int(rows[first]) * self._row)
+            self._file.write(np.ascontiguousarray(batch[first : last + 1], dtype=np.float32).data)
+            first = last + 1
 
     def close(self) -> np.ndarray:
         """Finish the file and return it memory-mapped, read-only."""

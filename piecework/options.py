@@ -3,6 +3,7 @@
 import logging
 import os
 import tomllib
+from difflib import get_close_matches
 from pathlib import Path
 
 from piecework.app_folder import PRESETS
@@ -117,7 +118,9 @@ def preset_path(preset: str) -> Path:
     path, shipped = Path(preset), PRESETS / f"{preset}.toml"
     if path.is_file() or shipped.is_file():
         return path if path.is_file() else shipped
-    raise SettingsError(f"preset {preset}: no such file, and no shipped preset; `piecework presets` lists them")
+    near = get_close_matches(preset, [found.stem for found in PRESETS.glob("*.toml")], n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise SettingsError(f"preset {preset}: no such file, and no shipped preset; {hint}`piecework presets` lists them")
 
 
 def read_tables(path: Path) -> Scalars:

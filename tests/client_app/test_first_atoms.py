@@ -164,7 +164,7 @@ def test_behind_atoms_that_were_trained_and_streamed(tmp_path: Path, strategy: s
 
 def test_behind_atoms_that_are_streamed_anew_in_every_epoch(tmp_path: Path) -> None:
     for name, atoms in (("convnet", [0, 2, 4]), ("vgg11", [1, 2, 7]), ("lstm-imdb", [0, 1, 2])):
-        train_one_by_one(tmp_path / name, "fedepth", name, atoms, feature_cache=False, local_epochs=2)
+        train_one_by_one(tmp_path / name, "fedepth", name, atoms, memory__feature_cache=False, training__local_epochs=2)
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(MODELS) if name not in FIXED_FIRST])

@@ -304,8 +304,8 @@ def test_features_are_written_batch_by_batch(tmp_path: Path) -> None:
     path = tmp_path / "features-train.npy"
     writer = FeatureWriter(path, 5, (2, 3), limit=5 * 6 * 4)
     blocks = np.arange(30, dtype=np.float32).reshape(5, 2, 3)
-    writer.append(blocks[:2])
-    writer.append(blocks[2:].transpose(0, 1, 2)[:, :, :])
+    writer.put(np.array([2, 3, 0]), blocks[[2, 3, 0]])  # two neighbours, and one
+    writer.put(np.array([1, 4]), blocks[[1, 4]])
     assert not path.exists()
     features = writer.close()
     assert isinstance(features, np.memmap)
@@ -317,7 +317,7 @@ def test_features_are_written_batch_by_batch(tmp_path: Path) -> None:
 def test_features_in_another_order_or_type(tmp_path: Path) -> None:
     writer = FeatureWriter(tmp_path / "f.npy", 2, (3, 2), limit=10**6)
     block = np.arange(12, dtype=np.float64).reshape(2, 2, 3).transpose(0, 2, 1)
-    writer.append(block)
+    writer.put(np.arange(2), block)
     features = writer.close()
     assert features.dtype == np.float32
     assert features.tolist() == block.tolist()

@@ -1,7 +1,10 @@
 """What the documents say is run: code, plans, fleets."""
 
+import json
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +13,12 @@ import pytest
 from helpers import TRIO, clients_of, run_local
 from typer.testing import CliRunner
 
+import piecework
 from piecework.cli import app
 from piecework.client_app.trainers import TRAINERS
 from piecework.device_profiles.fleet import load_fleet
 from piecework.models.zoo import MODELS
+from piecework.server_app.records import RunDir
 from piecework.strategies import STRATEGIES
 from piecework.strategies.whole.fedavg import FedAvgPolicy
 
@@ -42,15 +47,30 @@ def test_the_fleet_in_the_documents_loads(tmp_path: Path) -> None:
     assert [device.name for device in load_fleet(str(tmp_path / "mine.toml")).devices] == ["pi"]
 
 
+OWN = ("my_fedprox", "my_fedprox_server")
+
+
+def python_blocks(name: str) -> list[tuple[str, str]]:
+    """The code blocks of docs/extend.md that begin with a comment like this name, by the part of it in brackets."""
+    text = (ROOT / "docs" / "extend.md").read_text("utf-8")
+    return re.findall(rf"```python\n# {name}\n(.*?)```", text, re.DOTALL)
+
+
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, object]]:
     """The code of docs/extend.md, run block by block in a folder of its own; the names that it leaves."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    blocks = re.findall(
-        r"```python\n# (\w+)\.py\n(.*?)```", (ROOT / "docs" / "extend.md").read_text("utf-8"), re.DOTALL
-    )
-    assert [name for name, _ in blocks] == ["my_fedprox", "run_fedprox", "my_model", "my_data", "run_all"]
+    blocks = python_blocks(r"(\w+)\.py")
+    assert [name for name, _ in blocks] == [
+        *OWN,
+        "run_fedprox",
+        "my_half",
+        "run_half",
+        "my_model",
+        "my_data",
+        "run_all",
+    ]
     scope: dict[str, object] = {}
     try:
         for name, code in blocks:
@@ -58,9 +78,11 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, 
             exec(compile(code, f"{name}.py", "exec"), scope)
         yield scope
     finally:
-        for registry, added in ((TRAINERS, "fedprox"), (STRATEGIES, "fedprox"), (MODELS, "mlp")):
-            registry.pop(added, None)
-        sys.modules.pop("my_fedprox", None)
+        for added in ("fedprox", "half", "mlp"):
+            for registry in (TRAINERS, STRATEGIES, MODELS):
+                registry.pop(added, None)
+        for name in (*OWN, "my_half"):
+            sys.modules.pop(name, None)
 
 
 def test_add_your_own(tmp_path: Path, page: dict[str, object]) -> None:
@@ -75,11 +97,84 @@ def test_add_your_own(tmp_path: Path, page: dict[str, object]) -> None:
     assert all(client["measured_peak"] <= client["predicted_peak"] for client in last["clients"])
 
 
+def test_a_model_reshaped_by_a_policy_is_the_narrower_model(tmp_path: Path, page: dict[str, object]) -> None:
+    """What half of the channels are and cost is FedAvg's at width 0.5."""
+    asked = TRIO | {"fleet": "unlimited", "num_rounds": 1, "training__local_iterations": 3}
+    half = run_local(tmp_path / "half", strategy="half", **asked)
+    narrow = run_local(tmp_path / "narrow", strategy="fedavg", architecture__width=0.5, **asked)
+    whole = run_local(tmp_path / "whole", strategy="fedavg", **asked)
+    for key in ("predicted_peak", "flops"):
+        found = [[client[key] for client in clients_of(run)] for run in (half, narrow, whole)]
+        assert found[0] == found[1] < found[2]
+    sizes = [sum(p.numel() for p in piecework.load(run.path).parameters()) for run in (half, narrow)]
+    assert sizes[0] == sizes[1]
+
+
+IN_THE_COPY = """
+import json, sys
+from typer.testing import CliRunner
+import piecework
+from piecework.cli import app
+found = [CliRunner().invoke(app, command) for command in json.loads(sys.argv[1])]
+print(json.dumps([[done.exit_code, done.stdout, done.stderr] for done in found]))
+"""
+
+
+def test_add_a_strategy_and_its_setting_to_the_repository(tmp_path: Path) -> None:
+    """In a copy, by touching the files that the page lists."""
+    copy = tmp_path / "copy"
+    others = shutil.ignore_patterns(".*", "__pycache__", "docs", "tests", "runs", "deploy")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=others)
+    code, tables = dict(python_blocks(r"(\w+)\.py")), dict(python_blocks(r"(training/settings/\w+\.py)"))
+    trainer = "piecework.client_app.trainers.whole.fedprox"
+    (copy / "client_app/trainers/whole/fedprox.py").write_text(code["my_fedprox"])
+    server = code["my_fedprox_server"].replace("from my_fedprox import", f"from {trainer} import")
+    (copy / "strategies/whole/fedprox.py").write_text(server)
+
+    def add(file: str, after: str, line: str) -> None:
+        text = (copy / file).read_text("utf-8")
+        assert after in text
+        (copy / file).write_text(text.replace(after, after + line, 1), encoding="utf-8")
+
+    add("client_app/trainers/__init__.py", "TRAINERS = {\n", f'    "fedprox": "{trainer}",\n')
+    add(
+        "strategies/__init__.py",
+        "STRATEGIES = {\n",
+        '    "fedprox": ("piecework.strategies.whole.fedprox", "FedProx"),\n',
+    )
+    table, line = tables["training/settings/whole.py"], tables["training/settings/run.py"]
+    add("training/settings/whole.py", "from piecework.training.settings.table import ", "NonNegative, ")
+    add("training/settings/whole.py", '        "learns from public examples",\n    )\n', f"\n\n{table}")
+    add("training/settings/run.py", "from piecework.training.settings.whole import ", "FedProxSettings, ")
+    add("training/settings/run.py", "    fedrbn: FedRBNSettings = FedRBNSettings()\n", line)
+    subprocess.run([sys.executable, "-m", "benchmarks.defaults"], cwd=copy, check=True)
+    assert "[tool.flwr.app.config.fedprox]\nmu = 0.1\n" in (copy / "pyproject.toml").read_text("utf-8")
+
+    run = ["run", "--nodes", "2", "--output-dir", str(tmp_path / "runs"), "--set", "num-rounds=1", "--set", "workers=1"]
+    run += ["--set", "fleet=unlimited", "--set", "run-name=once", "--set", "training.local-iterations=1"]
+    commands = [
+        ["settings", "fedprox"],
+        [*run, "--set", "strategy=fedavg", "--set", "fedprox.mu=0.2"],
+        [*run, "--set", "strategy=fedprox", "--set", "fedprox.mu=-1"],
+        [*run, "--set", "strategy=fedprox", "--set", "fedprox.mu=0.2"],
+    ]
+    call = [sys.executable, "-c", IN_THE_COPY, json.dumps(commands)]
+    done = subprocess.run(call, cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    listed, other, negative, ran = json.loads(done.stdout.splitlines()[-1])
+    assert listed[1].startswith("fedprox.mu")
+    assert "it belongs to strategy = fedprox, and strategy is 'fedavg'" in " ".join(other[2].split())
+    assert "setting fedprox.mu = -1" in negative[2]
+    assert ran[0] == 0, ran
+    settings = RunDir(tmp_path / "runs" / "once").settings()
+    assert (settings["strategy"], settings["fedprox.mu"]) == ("fedprox", 0.2)
+
+
 def test_a_strategy_of_ones_own_does_what_the_settings_ask(
     tmp_path: Path, page: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its proximal term FedProx is FedAvg: also on adversarial examples, and in so many batches."""
-    Path("my_fedprox.py").write_text(Path("my_fedprox.py").read_text().replace("MU = 0.1", "MU = 0.0"))
+    monkeypatch.setattr("my_fedprox.MU", 0.0)
     asked = TRIO | {"fleet": "unlimited", "training__local_iterations": 3, "attack__steps": 2, "num_rounds": 1}
     runs = {
         (name, adversarial): run_local(

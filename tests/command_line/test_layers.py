@@ -3,8 +3,10 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -49,6 +51,34 @@ def test_no_import_runs_upwards(folder: str) -> None:
     assert upwards == []
 
 
+def test_no_imports_run_in_a_circle() -> None:
+    """Between files, also those inside of functions; what only type checkers import is not looked at."""
+    names = {}
+    for path in (path for folder in FOLDERS for path in files_of(folder)):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts if parts[0] == "piecework" else ("piecework", *parts))
+        names[name.removesuffix(".__init__")] = path
+    graph = {
+        name: {found for found in modules(path, names) if found != name and found in names}
+        for name, path in names.items()
+    }
+    assert sum(map(len, graph.values())) > 500
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def modules(file: Path, known: Collection[str]) -> Iterator[str]:
+    """The modules that a file imports: a name that is a module itself, else the module that has it."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for block in [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    ]:
+        block.body = [ast.Pass()]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                yield whole if (whole := f"{node.module}.{alias.name}") in known else node.module
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_import_names_the_package(folder: str) -> None:
     """`import models` would work in a checkout, and find a second copy of each module, or a user's own."""
@@ -75,6 +105,16 @@ def test_modules_of_a_user_with_our_names_are_left_alone(tmp_path: Path) -> None
     words = "import piecework, piecework.cli, piecework.server_app.rounds, piecework.client_app.app as app; print(app.__file__)"
     done = subprocess.run([sys.executable, "-c", words], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).resolve() == ROOT / "client_app" / "app.py"
+
+
+def test_files_are_short() -> None:
+    lines = {
+        str(path): len(path.read_text(encoding="utf-8").splitlines())
+        for folder in (*FOLDERS, "benchmarks")
+        for path in files_of(folder)
+    }
+    assert median(lines.values()) <= 120
+    assert {path: count for path, count in lines.items() if count > 400} == {}
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "benchmarks"])

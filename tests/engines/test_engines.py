@@ -305,7 +305,7 @@ def test_json_of_a_run_and_what_can_be_done_with_it(tmp_path: Path, wheel: Path)
             ["data.partition-classes", "11", "1 to 10"],
         ),
         (["--seeds", "1,a"], ["1,a", "whole numbers"]),
-        (["--preset", "no-such"], ["no-such", "fedepth-fmnist-fair"]),
+        (["--preset", "fedepth-fmnist"], ["no shipped preset; did you mean fedepth-vit-fmnist?"]),
     ],
 )
 def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], messages: list[str]) -> None:

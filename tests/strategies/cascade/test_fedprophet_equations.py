@@ -239,9 +239,11 @@ def a_policy(**changes: Any) -> FedProphetPolicy:
     return policy
 
 
-def assigned(stage: int, budget: int, speed: float, slowest: float, **changes: Any) -> list[int]:
+def assigned(
+    stage: int, budget: int, speed: float, slowest: float, *, tolerance: float = 0.0, **changes: Any
+) -> list[int]:
     """The atoms that a client with this budget trains; here each is a module."""
-    device = DeviceState("board", budget, speed, math.inf, 1e8, 0.0)
+    device = DeviceState("board", budget, speed, math.inf, 1e8, 0.0, tolerance=tolerance)
     return list(a_policy(**changes).assigned(stage, device, slowest))
 
 
@@ -302,4 +304,4 @@ def test_both_have_to_allow_it() -> None:
 
 def test_tolerance_is_part_of_the_memory() -> None:
     assert assigned(0, 650, 1e12, 1.0) == [0]
-    assert assigned(0, 650, 1e12, 1.0, memory__tolerance=0.05) == [0, 1]  # 682
+    assert assigned(0, 650, 1e12, 1.0, tolerance=0.05) == [0, 1]  # 682
