@@ -18,7 +18,7 @@ from piecework.client_app.client import STAGES, Client
 from piecework.client_app.prepare import (
     encode,
     memory_for_training,
-    open_share,
+    open_local_data,
     open_store,
     own_test_rows,
     pack,
@@ -50,7 +50,7 @@ def query_device(message: Message, context: Context) -> Message:
     clients = settings.clients or int(node["num-partitions"])
     rows = test_rows = np.arange(0)
     if number < clients:
-        data, rows = open_share(settings, context, number, clients)
+        data, rows = open_local_data(settings, context, number, clients)
         test_rows = own_test_rows(data, settings, context, number, clients)
     train, held = split(rows, settings.data.validation_fraction, settings.seed, number) if len(rows) else (rows, rows)
     metrics: Metrics = {"partition-id": number, "num-partitions": clients}
@@ -97,7 +97,7 @@ def train(message: Message, context: Context) -> Message:
         client.commit()
         arrays = pack(client.store, update.units)
         measured: Metrics = update.metrics | {
-            "num-examples": len(client.share(0)),
+            "num-examples": len(client.local_data(0)),
             "rss-peak": rss_peak,
             "rss-growth": rss_peak - resident.start_bytes,
             "seconds": time.perf_counter() - started,
@@ -112,7 +112,7 @@ def train(message: Message, context: Context) -> Message:
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """Evaluate the model that was sent on this client's validation share."""
+    """Evaluate the model that was sent on this client's validation data."""
 
     def work(client: Client, task: Task) -> Answer:
         return Outcome("ok"), find_evaluator(task.strategy)(task, client), None
@@ -129,7 +129,7 @@ def statistics(message: Message, context: Context) -> Message:
         found = [(name, array) for name, array in client.store.read(units) if is_statistic(name)]
         arrays = ArrayRecord({name: encode(array) for name, array in found})
         counted: Metrics = {
-            "num-examples": len(client.share(STAGES)),
+            "num-examples": len(client.local_data(STAGES)),
             "predicted-peak": task.cost(served_item(task)) or 0,
         }
         return Outcome("ok"), counted, arrays

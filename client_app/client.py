@@ -29,7 +29,7 @@ class Client:
     """One client in one round. `budget` and what a cut may use, `allowed`, are bytes.
 
     `blueprint` is the network of its task, `full` the run's own model, of which that is a variant.
-    `share(fill)` is its training share, augmented again for each fill; for STAGES alike in all rounds.
+    `local_data(fill)` are its training examples, augmented again for each fill; for STAGES alike in all rounds.
     """
 
     number: int
@@ -43,7 +43,7 @@ class Client:
     store: Store
     cap: MemoryCap
     training_config: TrainingConfig
-    share: Callable[[int], Examples]
+    local_data: Callable[[int], Examples]
     validation: Examples
     old_state: Path | None
     kept_round: int = 0
@@ -54,9 +54,9 @@ class Client:
         """A generator for a purpose in this round, on this client."""
         return generator(self.settings.seed, self.round, self.number, purpose, *parts)
 
-    def new_state(self, *, anew: bool = False) -> Path:
-        """The folder for what this client remembers after this round: with what it remembers now, or `anew` empty."""
-        self._new_state = self._new_state or self.store.new_state(self.round, None if anew else self.old_state)
+    def new_state(self, *, empty: bool = False) -> Path:
+        """The folder for what this client remembers after this round: with what it remembers now, or `empty`."""
+        self._new_state = self._new_state or self.store.new_state(self.round, None if empty else self.old_state)
         return self._new_state
 
     def commit(self) -> None:

@@ -1,6 +1,6 @@
-"""What frozen modules make of a client's training share, for the module behind them: computed once, streamed, and kept.
+"""What frozen modules make of a client's training data, for the module behind them: computed once, streamed, and kept.
 
-`<store>/features/<prefix hash>.npy` holds one row an example, in the share's order. The hash is of the frozen units' content:
+`<store>/features/<prefix hash>.npy` holds one row an example, in the data's order. The hash is of the frozen units' content:
 a client that missed a stage, or lost its file, finds that out and computes it again. Nothing in it depends on the round.
 """
 
@@ -27,21 +27,21 @@ from piecework.training.randomness import generator, integer
 
 
 def prefix_features(client: Client, modules: Sequence[Piece], *, training: bool = False) -> Examples:
-    """The training share behind frozen `modules`; the share itself where there are none.
+    """The training data behind frozen `modules`; the data themselves where there are none.
 
     One module is in memory at a time. It goes on from the longest prefix whose features are there. With `training` they run in
     training mode: batch norms take the statistics of mixed batches, and keep none of them.
     """
     if not modules:
-        return client.share(STAGES)
+        return client.local_data(STAGES)
     paths = _paths(client, modules)
     found = len(modules) - 1 if client.settings.memory.feature_cache else -1
     features = None
     while found >= 0 and (features := _opened(client, paths[found], modules[found])) is None:
         found -= 1
-    labels = client.share(STAGES).labels
+    labels = client.local_data(STAGES).labels
     for n in range(found + 1, len(modules)):
-        source = client.share(STAGES) if features is None else feature_examples(features, labels).on(client.device)
+        source = client.local_data(STAGES) if features is None else feature_examples(features, labels).on(client.device)
         features = _stream(client, modules[n], source, paths[n], training=training)
     for path in paths[0].parent.glob("*.npy"):
         if path != paths[-1]:
@@ -78,7 +78,7 @@ def _opened(client: Client, path: Path, module: Piece) -> np.ndarray | None:
     except (OSError, ValueError, EOFError) as error:
         client.store.notes.append(f"features behind atom {module[-1]} were damaged and are computed again: {error}")
         return None
-    expected = (len(client.share(STAGES)), *_shape_behind(client, module))
+    expected = (len(client.local_data(STAGES)), *_shape_behind(client, module))
     return features if features.shape == expected and features.dtype == np.float32 else None
 
 
@@ -88,7 +88,7 @@ def measure_statistics(client: Client, atoms: Piece, head: str | None = None) ->
     One atom is in memory at a time; its features are gone when the next one has read them. A `head` is measured with the
     last atom.
     """
-    examples = client.share(STAGES)
+    examples = client.local_data(STAGES)
     for atom in atoms:
         path = client.store.feature_path(f"statistics-{atom}")
         behind = head if atom == atoms[-1] else None

@@ -1,4 +1,4 @@
-"""From a message to what a trainer works with: arrays to the store, budget, shares."""
+"""From a message to what a trainer works with: arrays to the store, budget, local data."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,7 +58,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     frozen.lay(store.frozen, task.frozen, store.model)
     if settings.architecture.batch_norm == "local" and old_state is not None:
         store.overlay(old_state / "batch-norm")
-    data, rows = open_share(settings, context, number, clients)
+    data, rows = open_local_data(settings, context, number, clients)
     train_rows, validation_rows = split(rows, settings.data.validation_fraction, settings.seed, number)
     if task.personal:
         validation = examples_of_test(data, own_test_rows(data, settings, context, number, clients))
@@ -81,7 +81,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         store=store,
         cap=MemoryCap(allowed, enforced=task.enforced, device=device),
         training_config=replace(training_config_for(settings, task.lr), attack=attack),
-        share=partial(training_data, settings, data, train_rows, task.round, number, device),
+        local_data=partial(training_data, settings, data, train_rows, task.round, number, device),
         validation=validation.on(device),
         old_state=old_state,
         kept_round=task.kept_round,
@@ -162,7 +162,7 @@ def memory_for_training(device: torch.device) -> int:
     return available_memory() if device.type == "cpu" else free_memory(device)
 
 
-def open_share(settings: Settings, context: Context, number: int, clients: int) -> tuple[ArrayDataset, np.ndarray]:
+def open_local_data(settings: Settings, context: Context, number: int, clients: int) -> tuple[ArrayDataset, np.ndarray]:
     """The data set, memory-mapped, and the rows of it that are this client's: all of them where the node has its own data."""
     own = context.node_config.get("data-dir")
     if own:

@@ -1,4 +1,4 @@
-"""How a cascade that a client may not train at once does on the client's own validation share, clean and under attack.
+"""How a cascade that a client may not train at once does on the client's own validation data, clean and under attack.
 
 The attack is end to end, from images to logits. Its gradient comes through the pieces one after another: forward, keeping what
 goes into each piece, then back from the last to the first, each piece computed again. That is the gradient of the whole cascade
@@ -112,7 +112,7 @@ def held_bytes(client: Client, pieces: Sequence[Piece]) -> int:
 def piece_bytes(client: Client, piece: Piece, cost: int) -> int:
     """At most what a piece takes to validate whose training step takes `cost` bytes.
 
-    A small validation share fills only a part of a batch. What does not go with the batch is less than twice the weights: a
+    A small validation set fills only a part of a batch. What does not go with the batch is less than twice the weights: a
     layer's may be copied for its backward pass, and there are neither gradients of weights nor momentum.
     """
     weights = weight_bytes(client, piece)
@@ -139,7 +139,7 @@ def validate(
     held: bool,
     piece_class: type[PieceModel] = PieceModel,
 ) -> Metrics:
-    """Loss and accuracy on the client's validation share, and accuracy under the attack; nothing where there is no share.
+    """Loss and accuracy on the client's validation data, and accuracy under the attack; nothing where there are none.
 
     `held`: the weights of all pieces stay in memory.
     """
@@ -183,12 +183,12 @@ def counted_once(gradient: Gradient) -> Gradient:
 
 
 def evaluate_whole(_: Task, client: Client) -> Metrics:
-    """Loss and accuracy of the whole model on the client's validation share, streamed atom by atom."""
+    """Loss and accuracy of the whole model on the client's validation data, streamed atom by atom."""
     return evaluate_cascade(client, range(len(client.blueprint.atoms)))
 
 
 def evaluate_cascade(client: Client, atoms: Sequence[int]) -> Metrics:
-    """Loss and accuracy of these atoms and the model's head on the client's validation share, one atom in memory at a time."""
+    """Loss and accuracy of these atoms and the model's head on the client's validation data, one atom in memory at a time."""
     examples = behind(client, client.validation, atoms[:-1], atoms[-1], "evaluate")
     piece = PieceModel(client.blueprint, atoms[-1:], "head", client.load())
     piece.train(False)

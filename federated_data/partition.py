@@ -173,14 +173,14 @@ def natural(
     return _sorted([np.flatnonzero(np.isin(groups, hand)) for hand in hands])
 
 
-def split(indices: NDArray[Any], validation_share: float, seed: int, client: int) -> tuple[Ints, Ints]:
+def split(indices: NDArray[Any], fraction: float, seed: int, client: int) -> tuple[Ints, Ints]:
     """Split one client's examples into (train, validation), both sorted.
 
-    Validation gets the nearest whole number to `validation_share` (in [0, 1)) of them, but never all.
+    Validation gets the nearest whole number to `fraction` (in [0, 1)) of them, but never all.
     """
-    if not 0 <= validation_share < 1:
-        raise ValueError(f"data.validation-fraction is {validation_share}; it must be at least 0 and below 1")
-    size = max(0, min(round(validation_share * len(indices)), len(indices) - 1))
+    if not 0 <= fraction < 1:
+        raise ValueError(f"data.validation-fraction is {fraction}; it must be at least 0 and below 1")
+    size = max(0, min(round(fraction * len(indices)), len(indices) - 1))
     order = _rng(seed, client, _VALIDATION).permutation(np.asarray(indices, dtype=np.int64))
     return np.sort(order[size:]), np.sort(order[:size])
 

@@ -86,7 +86,8 @@ class CheckedUpdate:
     """Arrays that may enter the model, how many examples they stand for, and how far each unit is from what was sent.
 
     Units are compared each with itself: of one model some clients may send a block, others no more than the head. Norms are
-    root mean squares, so that a share of a unit's channels compares with all of them; what batch norms have seen counts apart.
+    root mean squares, so that a fraction of a unit's channels compares with all of them; what batch norms have seen counts
+    apart.
     """
 
     arrays: dict[str, np.ndarray]

@@ -119,8 +119,10 @@ def autoattack(
             f"Square, which sees no gradients, broke {by_square} of {count} images that the gradient attacks had not: "
             "gradients may be masked, and the robustness overestimated."
         )
-    shares = {name: left / count for name, left in after.items()}
-    return AutoAttackResult(count, clean / count, shares["square"], shares, time.perf_counter() - started, warnings)
+    fractions = {name: left / count for name, left in after.items()}
+    return AutoAttackResult(
+        count, clean / count, fractions["square"], fractions, time.perf_counter() - started, warnings
+    )
 
 
 def standard_attacks(

@@ -23,11 +23,11 @@ def status_of(error: Error) -> str:
 class CrashHistory:
     """Clients, by number as text (JSON's keys), whose process died.
 
-    `crashes` in a row; `shares` of its budget (0 to 1) that a client is given; `until`, the last round it is excluded of.
+    `crashes` in a row; `fractions` of its budget (0 to 1) that a client is given; `until`, the last round it is excluded of.
     """
 
     crashes: dict[str, int] = field(default_factory=dict)
-    shares: dict[str, float] = field(default_factory=dict)
+    fractions: dict[str, float] = field(default_factory=dict)
     until: dict[str, int] = field(default_factory=dict)
 
     def crashed(self, client: int, server_round: int, cuts: bool) -> None:
@@ -35,20 +35,20 @@ class CrashHistory:
         key = str(client)
         self.crashes[key] = self.crashes.get(key, 0) + 1
         if cuts:
-            self.shares[key] = SHRINK * self.share(client)
+            self.fractions[key] = SHRINK * self.fraction(client)
         else:
             self.until[key] = server_round + 2 ** (self.crashes[key] - 1)
 
     def answered(self, client: int) -> None:
-        """The client did its task: it may have been killed for another reason than memory, so its share grows slowly."""
+        """The client did its task: it may have been killed for another reason than memory, so its fraction grows slowly."""
         self.crashes.pop(str(client), None)
         self.until.pop(str(client), None)
-        if share := self.shares.pop(str(client), None):
-            self.shares |= {str(client): share + GROW} if share + GROW < 1 else {}
+        if fraction := self.fractions.pop(str(client), None):
+            self.fractions |= {str(client): fraction + GROW} if fraction + GROW < 1 else {}
 
-    def share(self, client: int) -> float:
+    def fraction(self, client: int) -> float:
         """Of its budget, what the client is given."""
-        return self.shares.get(str(client), 1.0)
+        return self.fractions.get(str(client), 1.0)
 
     def excluded(self, server_round: int) -> dict[int, int]:
         """The clients that a round leaves out, and how often each crashed in a row."""

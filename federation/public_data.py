@@ -34,7 +34,7 @@ def _own(settings: Settings, data: ArrayDataset) -> Examples:
     if settings.data.public_fraction or settings.data.public == settings.dataset:
         raise ValueError(
             f"data.public = {settings.data.public!r}: beside data.public-fraction = {settings.data.public_fraction} and "
-            f"dataset = {settings.dataset!r} it has to be other data, and the share 0"
+            f"dataset = {settings.dataset!r} it has to be other data, and the fraction 0"
         )
     folder = "" if data.export is not None else settings.data_dir  # a part of an export holds no other data
     prepare(settings.data.public, data_dir=folder, cache_dir=default_cache(), download=settings.data.download)

@@ -118,7 +118,7 @@ class ClientRegistry:
                 if sent is not None:
                     self._take_in(sent[0], reply)
 
-    def expects(self) -> bool:
+    def incomplete(self) -> bool:
         """Whether a node that is new has not said yet who it is, though it may be about to."""
         return any(time.monotonic() - since < GRACE_SECONDS for _, since in self._asked.values())
 

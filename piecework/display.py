@@ -68,7 +68,7 @@ def trained_rows(parts: Sequence[Record]) -> list[tuple[str, str]]:
         return [("trained", f"{NEVER}: {consecutive(never, names)}")]
     minimum = min(row["clients"] for row in parts)
     fewest = [row for row in parts if row["clients"] == minimum]
-    by = f"{minimum} clients with {fewest[0]['share']:.0%} of the data"
+    by = f"{minimum} clients with {fewest[0]['fraction']:.0%} of the data"
     if len(fewest) == len(parts):
         return [("trained", f"every part by {by}")]
     which = consecutive([row["part"] for row in fewest], names)
@@ -81,7 +81,7 @@ TRAINED_COLUMNS = ("part of the model", "clients", "fraction of the training dat
 def trained_table(parts: Sequence[Record]) -> list[tuple[str, ...]]:
     """Return `TRAINED_COLUMNS` as text, a row per part."""
     return [
-        (row["part"], str(row["clients"]), f"{row['share']:.0%}", str(row["rounds"]) if row["rounds"] else NEVER)
+        (row["part"], str(row["clients"]), f"{row['fraction']:.0%}", str(row["rounds"]) if row["rounds"] else NEVER)
         for row in parts
     ]
 

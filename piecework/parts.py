@@ -87,7 +87,7 @@ def pretence(full_bytes: int, tasks: list[list[list[Any]]]) -> dict[str, Any] | 
     if not beyond:
         return None
     return {
-        "share": len(beyond) / len(everyone),
+        "fraction": len(beyond) / len(everyone),
         "needed_bytes": max(task.needed for task in beyond),
         "poorest_bytes": min(task.state.budget_bytes for task in everyone),
         "whole_fits": sum(task.state.budget_bytes >= full_bytes for task in everyone) / len(everyone),

@@ -280,7 +280,7 @@ def stage_row(policy: PartitionPolicy, part: Part, tasks: list[PlannedTask], exa
     return {
         "participation": (len(tasks) - len(out)) / len(tasks),
         "trains": [
-            {"what": what, "share": count / len(tasks), "leaves_out": skipped[what]}
+            {"what": what, "fraction": count / len(tasks), "leaves_out": skipped[what]}
             for what, count in trained.most_common()
         ],
         "needed_bytes": poorest.needed if poorest else None,

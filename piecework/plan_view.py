@@ -38,7 +38,8 @@ def pretending(plan: dict[str, Any]) -> list[str]:
     amounts = found["needed_bytes"], plan["full_memory_bytes"], found["poorest_bytes"]
     needed, full, poorest = format_compared(*amounts)
     return [
-        f"Devices only pretend to swap: {found['share']:.0%} of the clients train what does not fit their budgets. Real ones "
+        f"Devices only pretend to swap: {found['fraction']:.0%} of the clients train what does not fit their budgets. Real "
+        f"ones "
         f"would need up to {needed}; the poorest has {poorest}. The whole model takes {full} for {step}, which "
         f"{found['whole_fits']:.0%} of the clients have. The times below add swapping as FedProphet models it."
     ]
@@ -139,7 +140,7 @@ def singular(excluded: str) -> str:
 
 def words(row: dict[str, Any]) -> str:
     """Return what is trained, and which atoms are excluded."""
-    said: str = row["what"] if row["share"] == 1 else f"{row['share']:.0%} {row['what']}"
+    said: str = row["what"] if row["fraction"] == 1 else f"{row['fraction']:.0%} {row['what']}"
     return f"{said} (leaves out {', '.join(row['leaves_out'])})" if row["leaves_out"] else said
 
 
@@ -147,7 +148,7 @@ def stage_words(stage: dict[str, Any], fleet: dict[str, Any], needed: str) -> st
     """Return what a device trains, the most common first, then what excluded clients need (`needed`) and are missing."""
     lines = [words(row) for row in stage["trains"][:SHOWN]]
     if len(stage["trains"]) > SHOWN:
-        lines.append(f"{sum(row['share'] for row in stage['trains'][SHOWN:]):.0%} otherwise")
+        lines.append(f"{sum(row['fraction'] for row in stage['trains'][SHOWN:]):.0%} otherwise")
     if stage["participation"] < 1:
         swap = f"; by swapping, {duration(stage['swap_seconds'])} a round" if stage["swap_seconds"] else ""
         lines.append(

@@ -29,7 +29,7 @@ def movement_section(rounds: Sequence[Record], settings: Record) -> Section:
         f"Over {window} rounds: 1 where all parameters went straight on, 0 where they came back. {policy}; dashed lines are "
         "where a part of the run ended. Maps, in which a block is distilled into a basic layer, have no movement.",
         movement_figure(rounds),
-        f'<div class="stages">{table(leg_rows(rounds), COLUMNS)}</div>',
+        f'<div class="stages">{table(phase_rows(rounds), COLUMNS)}</div>',
     )
 
 
@@ -53,7 +53,7 @@ def movement_figure(rounds: Sequence[Record]) -> Any:
     return mark_stages(over_rounds(figure, rounds), rounds)
 
 
-def leg_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
+def phase_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
     """Return a row per part of the run: rounds, last movement and slope, rounds below the threshold, and how it ended."""
     words, rows = {"frozen": "frozen", "rounds": "its rounds"}, []
     for stage, records in by_stage(rounds):

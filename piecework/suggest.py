@@ -154,7 +154,7 @@ def planned(settings: Settings, question: PlanQuestion, cost_model: CostModel) -
     caveats = [find_policy(settings.strategy).caveat, cover["says"] if cover["level"] == "warning" else ""]
     return row | {
         "participation": plan["fleet"]["participation"],
-        "pretending": plan["pretence"]["share"] if plan["pretence"] else 0.0,
+        "pretending": plan["pretence"]["fraction"] if plan["pretence"] else 0.0,
         "trains": trained["devices"],
         "min_fraction": trained["minimum"],
         "covered": trained["together"],

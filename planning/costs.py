@@ -28,7 +28,7 @@ def share_or_bytes(text: str, full: int) -> int:
     except (ValueError, OverflowError):
         found = 0
     if found <= 0:
-        raise ValueError("expected bytes as 60MB or 57MiB, or a share of the full model as 0.2x")
+        raise ValueError("expected bytes as 60MB or 57MiB, or a fraction of the full model as 0.2x")
     return found
 
 
@@ -121,7 +121,7 @@ class CostModel:
 
     @cached_property
     def reference_bytes(self) -> int:
-        """One reference step: the model at width 1, a FedAvg step; ratio budgets are shares of it."""
+        """One reference step: the model at width 1, a FedAvg step; ratio budgets are fractions of it."""
         return self.unattacked.bytes(whole_model(self.reference))
 
 

@@ -35,9 +35,10 @@ def richest(states: Iterable[DeviceState]) -> DeviceState:
 
 
 def coverage(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> list[Row]:
-    """For each part: the device classes and the number of clients that can train it in some stage, and their share of the data.
+    """For each part: the device classes and the number of clients that can train it in some stage, and their fraction of the
+    data.
 
-    `channels` is the largest share of a layer's channels that any of them ever trains.
+    `channels` is the largest fraction of a layer's channels that any of them ever trains.
     """
     slowest = min((each.state.flops_per_second for each in trainers.values()), default=1.0)
     able = {state: abilities(policy, state, slowest) for state in {each.state for each in trainers.values()}}
@@ -49,7 +50,7 @@ def coverage(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> list[R
                 "part": name,
                 "devices": sorted({each.state.device for each in covering}),
                 "clients": len(covering),
-                "share": sum(each.examples for each in covering) / total if total else 0.0,
+                "fraction": sum(each.examples for each in covering) / total if total else 0.0,
                 "channels": max((able[each.state][unit] for each in covering), default=0.0),
             }
         )
@@ -57,7 +58,7 @@ def coverage(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> list[R
 
 
 def abilities(policy: PartitionPolicy, state: DeviceState, slowest: float) -> dict[str, float]:
-    """The units that a device can train in any stage, and the share of their channels."""
+    """The units that a device can train in any stage, and the fraction of their channels."""
     found: dict[str, float] = {}
     for stage in range(policy.stage_count):
         for part in policy.trainable(stage, state, slowest):
@@ -79,14 +80,14 @@ def trained_rows(
     *,
     distilled: bool = False,
 ) -> list[Row]:
-    """For each part: how many clients trained it, and their share of all clients' examples; whether the server distilled it."""
+    """Return for each part how many clients trained it, and their fraction of all examples; whether the server distilled it."""
     total = sum(examples.values())
     by_part = {part: [client for client, learned in trained.items() if part in learned] for part in parts}
     return [
         {
             "part": part,
             "clients": len(clients),
-            "share": sum(examples.get(client, 0) for client in clients) / total if total else 0.0,
+            "fraction": sum(examples.get(client, 0) for client in clients) / total if total else 0.0,
             "distilled": distilled,
         }
         for part, clients in by_part.items()
@@ -173,7 +174,7 @@ def coverage_lines(rows: Sequence[Row], clients: int) -> list[tuple[str, str]]:
     """Parts that are covered alike, and by how many of so many clients."""
     names = [row["part"] for row in rows]
     found = []
-    for key, same in groupby(rows, key=lambda row: (row["clients"], round(row["share"], 9))):
+    for key, same in groupby(rows, key=lambda row: (row["clients"], round(row["fraction"], 9))):
         by = f"{key[0]} of {clients} clients, {key[1]:.0%} of the data" if key[0] else "no client"
         found.append((consecutive([row["part"] for row in same], names), "all clients" if key[0] == clients else by))
     return found

@@ -160,7 +160,7 @@ class PartitionPolicy(ABC):
         return [unit for unit in part.learned if unit in own]
 
     def channels(self, part: Part) -> float:
-        """The largest share of its channels that is ever trained of a layer by clients that train such parts."""
+        """The largest fraction of its channels that is ever trained of a layer by clients that train such parts."""
         return 1.0
 
     def alone(self, atom: int) -> int | None:

@@ -10,10 +10,10 @@ def describe(settings: Settings) -> str:
     """The schedule with its length: `cosine over 20 rounds`."""
     if settings.training.lr_schedule == "constant":
         return "constant"
-    anew = ", again in every stage" if settings.fedprophet.lr_restart else ""
+    again = ", again in every stage" if settings.fedprophet.lr_restart else ""
     if settings.training.lr_schedule == "exponential":
-        return f"times {settings.training.lr_decay:g} a round{anew}"
-    return f"cosine over {settings.training.lr_rounds or settings.num_rounds} rounds{anew}"
+        return f"times {settings.training.lr_decay:g} a round{again}"
+    return f"cosine over {settings.training.lr_rounds or settings.num_rounds} rounds{again}"
 
 
 def require_rates(settings: Settings, to_come: Iterable[tuple[int, int]], run: str) -> None:

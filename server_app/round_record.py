@@ -59,9 +59,9 @@ class RoundRecord:
     bytes_evaluation: int  # of evaluation messages and of measuring batch norms, both ways
     bytes_query: int  # of what was asked before the round, both ways
     batch_norm: str  # by which statistics the model was evaluated
-    statistics: dict[str, Any] | None  # who measured the batch norms; None where nobody was asked
-    evaluation: dict[str, Any] | None  # which clients evaluated; None where nobody was asked
-    query: dict[str, Any] | None  # which clients answered before the round; None where nobody was asked
+    statistics: dict[str, Any] | None  # who measured the batch norms; None where no client was asked
+    evaluation: dict[str, Any] | None  # which clients evaluated; None where no client was asked
+    query: dict[str, Any] | None  # which clients answered before the round; None where no client was asked
     enforced: bool  # whether clients stop at their budgets
     seconds: float  # of the round, on the server's clock
     train_seconds: float  # of it, until the new model was there
@@ -189,5 +189,5 @@ def trained_rows_of(strategy: PieceStrategy, aggregated: bool) -> list[Row]:
 
 
 def metric(metrics: MetricRecord | None, key: str) -> float | None:
-    """A metric of a round; None where no client told it."""
+    """A metric of a round; None where no client reported it."""
     return float(metrics[key]) if metrics is not None and key in metrics else None  # type: ignore[arg-type]

@@ -110,8 +110,8 @@ class Run:
     def gather(self) -> None:
         """Wait for the clients; a new run's model depends on who they are. Raises TooFewNodesError."""
         self.registry.gather(self.grid, self.settings.messages.node_timeout, self.settings.faults.min_clients)
-        if told := too_many_asked(self.settings, self.registry.clients):
-            LOG.warning("%s; until then each round asks all of them", told)
+        if warning := too_many_asked(self.settings, self.registry.clients):
+            LOG.warning("%s; until then each round asks all of them", warning)
         if self.strategy.personal and not any(member.test for member in self.registry.members.values()):
             raise ValueError(
                 "evaluation.mode is personal, and no client has a part of the test split: give the nodes some, as `piecework "
@@ -260,7 +260,7 @@ class Run:
             self.registry.busy = self.transport.busy()
             self.registry.update(self.grid)
             enough = len(self.registry.present(self.grid)) >= max(1, self.settings.faults.min_clients)
-            if (enough and not self.registry.expects()) or time.monotonic() > deadline:
+            if (enough and not self.registry.incomplete()) or time.monotonic() > deadline:
                 return late
             time.sleep(0.2)
 

@@ -81,7 +81,7 @@ def about_stages(strategy: PieceStrategy, settings: Settings, last_round: int) -
 
 
 def trained_parts(rounds: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was trained in a run: for each part of the model the clients that trained it in any round, their share of all
+    """What was trained in a run: for each part of the model the clients that trained it in any round, their fraction of all
     training examples, and the rounds in which it was trained, by clients or by the server's distillation.
 
     Nothing of rounds that were recorded by an older version.
@@ -92,11 +92,11 @@ def trained_parts(rounds: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         learned = [c for c in record["clients"] if c["status"] == "ok" and record["aggregated"]]
         examples |= {c["client"]: c["examples"] for c in learned}
         for row in record["trained"]:
-            part = found.setdefault(row["part"], {"part": row["part"], "clients": set(), "share": 0.0, "rounds": 0})
+            part = found.setdefault(row["part"], {"part": row["part"], "clients": set(), "fraction": 0.0, "rounds": 0})
             own = {c["client"] for c in learned if row["part"] in c["trained"]}
             part["clients"] |= own
             part["rounds"] += bool(own) or row["distilled"]
-            part["share"] = sum(examples[c] for c in part["clients"]) / record["examples"]
+            part["fraction"] = sum(examples[c] for c in part["clients"]) / record["examples"]
     return [part | {"clients": len(part["clients"])} for part in found.values()]
 
 

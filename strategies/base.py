@@ -1,4 +1,4 @@
-"""What every strategy shares: tasks under budgets, checked updates, the running average, what records say of it.
+"""What all strategies have in common: tasks under budgets, checked updates, the running average, what records say of it.
 
 Flower's `Strategy` signatures are kept. `aggregate_train` takes an iterable of replies and works on them as they arrive. A
 method overrides what it does differently: how it cuts a model, which costs a task carries, how replies are combined.
@@ -133,8 +133,8 @@ class PieceStrategy(Strategy):
         self._asked = self.ask(self.cohort.sample(server_round, grid), server_round, arrays)
         self.reports = {c: ClientReport(c, state.device, state.budget_bytes) for c, (_, state) in self._asked.items()}
         for client, report in self.reports.items():
-            if (share := self.state.crash_history.share(client)) < 1:
-                report.note = f"given {share:.0%} of its budget since its process died"
+            if (fraction := self.state.crash_history.fraction(client)) < 1:
+                report.note = f"given {fraction:.0%} of its budget since its process died"
         tasks = {client: task for client, (task, _) in self._asked.items()}
         return self.dispatcher.configure("train", tasks, arrays, self.reports)
 
@@ -145,15 +145,15 @@ class PieceStrategy(Strategy):
         states = {}
         for client in [client for client in clients if not (self.policy.swaps and client in self.registry.auto)]:
             state = self.registry.state(client, server_round, self.resources.reference_bytes, arrays.count_bytes())
-            states[client] = replace(state, budget_bytes=self._share_of(state, client))
+            states[client] = replace(state, budget_bytes=self._reduced_budget(state, client))
         self.slowest = min((state.flops_per_second for state in states.values()), default=math.inf)
         tasks = {client: self.task(server_round, state) for client, state in states.items()}
         return {c: (self.weight_cache.named(t, arrays, self.frozen_units(t)), states[c]) for c, t in tasks.items()}
 
-    def _share_of(self, state: DeviceState, client: int) -> int:
+    def _reduced_budget(self, state: DeviceState, client: int) -> int:
         """Bytes a client is given of its budget: all, or less since its process died, but what it needs to train at all."""
-        share, budget = self.state.crash_history.share(client), state.budget_bytes
-        return budget if share == 1 else max(int(share * budget), min(budget, self.min_budget(state)))
+        fraction, budget = self.state.crash_history.fraction(client), state.budget_bytes
+        return budget if fraction == 1 else max(int(fraction * budget), min(budget, self.min_budget(state)))
 
     def rate(self, server_round: int) -> float:
         """The learning rate of the round that begins."""
@@ -225,7 +225,7 @@ class PieceStrategy(Strategy):
             report.trained = learned_names(self.policy, outcome.done, seen)
 
     def _executed(self, task: Task, metrics: dict[str, Any]) -> float:
-        """The share of its pieces' FLOPs that a client executed. Raises UpdateRejectedError."""
+        """The fraction of its pieces' FLOPs that a client executed. Raises UpdateRejectedError."""
         return 1.0
 
     def _train_metrics(self) -> MetricRecord:

@@ -23,7 +23,7 @@ class ClientResources:
 
     @property
     def reference_bytes(self) -> int:
-        """One reference step: the model at width 1, a FedAvg step; ratio budgets are shares of it."""
+        """One reference step: the model at width 1, a FedAvg step; ratio budgets are fractions of it."""
         return self.strategy.policy.cost_model.reference_bytes
 
     @property
@@ -47,10 +47,10 @@ class ClientResources:
 
     def states_of(self, client: int) -> list[DeviceState]:
         """What a client has in each of the first rounds; of memory that a device measured, what is sure to last."""
-        message, share = self.message_bytes, FREE if client in self.registry.auto else 1
+        message, fraction = self.message_bytes, FREE if client in self.registry.auto else 1
         rounds = range(1, min(self.settings.num_rounds, LOOKED_AT) + 1)
         states = [self.registry.state(client, n, self.reference_bytes, message) for n in rounds]
-        return [replace(state, budget_bytes=int(share * state.budget_bytes)) for state in states]
+        return [replace(state, budget_bytes=int(fraction * state.budget_bytes)) for state in states]
 
     def state(self, client: int, server_round: int) -> DeviceState:
         """What a client has in a round beside a message with the whole model."""

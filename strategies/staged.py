@@ -1,4 +1,4 @@
-"""What systems share that train one part of the model after another."""
+"""What systems have in common that train one part of the model after another."""
 
 from abc import abstractmethod
 from collections.abc import Iterable

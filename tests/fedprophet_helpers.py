@@ -95,7 +95,7 @@ def seasoned(folder: Path, blueprint: Blueprint | None = None, **changes: Any) -
         if isinstance(layer, nn.BatchNorm2d):
             layer.momentum = 1.0
     with torch.no_grad():
-        model(client.share(0).read(np.arange(40)))
+        model(client.local_data(0).read(np.arange(40)))
     units = {f"atoms.{n}": atom for n, atom in enumerate(model.atoms)} | {"head": model.head}
     for unit, module in units.items():
         client.store.save(unit, module)

@@ -183,7 +183,7 @@ def a_client(
             "store": store,
             "cap": MemoryCap(allowed, enforced=True),
             "training_config": training_config_for(settings, settings.training.lr),
-            "share": lambda fill: training_examples(data, np.arange(rows)),
+            "local_data": lambda fill: training_examples(data, np.arange(rows)),
             "validation": training_examples(data, np.arange(rows, rows + 20)),
             "old_state": None,
         }

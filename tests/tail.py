@@ -34,7 +34,7 @@ def train(task: Task, client: Client) -> Update:
     """The client's side: features of the frozen atoms, then the others on them."""
     prefix = PieceModel(client.blueprint, [0, 1], None, client.load())
     prefix.train(False)
-    examples = client.stream(prefix, client.share(0), "prefix", 2)
+    examples = client.stream(prefix, client.local_data(0), "prefix", 2)
     validation = client.stream(prefix, client.validation, "validation", 2)
     del prefix
     trainer = LocalTrainer(

@@ -24,15 +24,15 @@ class Task:
     """What a server asks of a client in a round.
 
     `budget` and `reference` are bytes: what the server assumed the client may use, and one reference step, of which emulated
-    budgets are shares. `state_round` names the newest client state that may be used. `costs` maps a work item to the bytes
-    that it takes; `enforced` says whether these are true bytes that the accounting holds the client to. `frozen` maps
+    ratio budgets are fractions. `state_round` names the newest client state that may be used. `costs` maps a work item to the
+    bytes that it takes; `enforced` says whether these are true bytes that the accounting holds the client to. `frozen` maps
     the units that are not in this message, because no client trains them any more, to their content hashes. `variant` is the
     network that the client builds of the run's model. `own` are the system's own fields.
 
     A server may go back to an earlier model: client states of the rounds in `void`, pairs of a first and a last one, are of a
     discarded future, and the state of `kept_round`, or the newest before it, is kept because the server may go back to it.
     `adversarial`: the client trains on adversarial examples; its training config has the attack.
-    `personal`: evaluation is on the client's own part of the test split, not on its validation share. `atoms` and `head` are
+    `personal`: evaluation is on the client's own part of the test split, not on its validation data. `atoms` and `head` are
     the model that is served, where its batch norms are to be measured.
     """
 

@@ -77,7 +77,7 @@ class FedProphet(StagedStrategy):
         super().__init__(experiment)
         if self.personal:
             raise ValueError(
-                f"evaluation.mode = 'personal': clients of {self.name} tell by their validation shares how to go on; use "
+                f"evaluation.mode = 'personal': clients of {self.name} tell by their validation data how to go on; use "
                 f"central"
             )
         if self.blueprint.vocabulary:

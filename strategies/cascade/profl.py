@@ -4,8 +4,8 @@ Yebo Wu, Li Li, Cheng-zhong Xu, "Breaking the Memory Wall for Heterogeneous Fede
 2025, https://arxiv.org/abs/2404.13349
 
     section 2.1, blocks and output modules          profl_steps.py: ProFLPolicy.step, ProFLPolicy.fit
-    section 2.2, growing                            profl.py: legs_of, ProFL.conclude
-    section 2.3, shrinking and Map                  profl.py: legs_of; client_app/trainers/cascade/profl.py: integrate
+    section 2.2, growing                            profl.py: phases_of, ProFL.conclude
+    section 2.3, shrinking and Map                  profl.py: phases_of; client_app/trainers/cascade/profl.py: integrate
     Eq. 1, aggregate theta_t and theta_op           profl.py: ProFL.combine
     section 2.4, effective movement and freezing    profl_freezing.py: effective_movement, slope, converged
     clients that cannot afford the step             client_app/trainers/cascade/profl.py: train
@@ -84,7 +84,7 @@ class Phase:
         return f"map, block {self.t}" if self.kind == "map" else f"{self.kind}, step {self.t}"
 
 
-def legs_of(count: int, *, shrinking: bool, maps: Collection[int], statistics: bool = False) -> list[Phase]:
+def phases_of(count: int, *, shrinking: bool, maps: Collection[int], statistics: bool = False) -> list[Phase]:
     """Of a run with so many blocks, in order; `maps` are the blocks that are integrated into basic layers.
 
     `statistics`: whether the blocks that shrinking leaves random need some.
@@ -99,13 +99,13 @@ def legs_of(count: int, *, shrinking: bool, maps: Collection[int], statistics: b
 class ProFLState(StrategyState):
     """Where the run is. `blocks`: the atoms of each; `maximum`: rounds that each phase may take; `phase`: its number, from 0.
 
-    `leg_round`: rounds of it that are done; `movements`: of its block, that of round H first; `frozen`: where phases ended.
+    `phase_round`: rounds of it that are done; `movements`: of its block, that of round H first; `frozen`: where phases ended.
     """
 
     blocks: list[list[int]] = field(default_factory=list)
     maximum: list[int] = field(default_factory=list)
     phase: int = 0
-    leg_round: int = 0
+    phase_round: int = 0
     movements: list[float] = field(default_factory=list)
     frozen: list[dict[str, Any]] = field(default_factory=list)
 
@@ -199,7 +199,7 @@ class ProFL(StagedStrategy):
         random = [f"atoms.{atom}" for block in self.policy.blocks[:-1] for atom in block]
         known = self._brought() if settings.training.init_weights else set()
         unknown = any(has_statistics(self.policy.model, unit) for unit in random if unit not in known)
-        return legs_of(len(self.policy.blocks), shrinking=settings.profl.shrinking, maps=maps, statistics=unknown)
+        return phases_of(len(self.policy.blocks), shrinking=settings.profl.shrinking, maps=maps, statistics=unknown)
 
     @property
     def phase(self) -> Phase:
@@ -226,7 +226,7 @@ class ProFL(StagedStrategy):
 
     def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
         """Until the last phase has had all its rounds."""
-        left = sum(self.state.maximum[self.state.phase :]) - self.state.leg_round
+        left = sum(self.state.maximum[self.state.phase :]) - self.state.phase_round
         return super().schedule(first, min(last, first + left - 1))
 
     def frozen_units(self, task: Task) -> list[str]:
@@ -262,7 +262,7 @@ class ProFL(StagedStrategy):
         """As usual; then look at how the block moved."""
         arrays, metrics = super().aggregate_train(server_round, replies)
         if arrays is not None or self.phase.kind != "statistics":  # nothing else can be done without them
-            self.state.leg_round += 1
+            self.state.phase_round += 1
         if arrays is not None and self.phase.is_step:
             self._note_movement(arrays)
         return arrays, metrics
@@ -274,7 +274,7 @@ class ProFL(StagedStrategy):
     @property
     def _ended(self) -> bool:
         return (
-            self._converged or self.state.leg_round >= self.state.maximum[min(self.state.phase, len(self.phases) - 1)]
+            self._converged or self.state.phase_round >= self.state.maximum[min(self.state.phase, len(self.phases) - 1)]
         )
 
     def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
@@ -312,7 +312,7 @@ class ProFL(StagedStrategy):
         if phase.kind == "shrinking":
             for name, array in self._output_module(phase.t, arrays).items():
                 self.kept[f"step{phase.t}/{name}"] = array
-        self.state = replace(state, phase=state.phase + 1, leg_round=0, movements=[], norms={})
+        self.state = replace(state, phase=state.phase + 1, phase_round=0, movements=[], norms={})
         if self.finished or self.phase.kind != "growing":
             return arrays
         noted = self._noted(f"step{self.phase.t}/")
@@ -377,7 +377,7 @@ class ProFL(StagedStrategy):
     def final_model(self) -> tuple[Piece, str]:
         """That of the last round: where a phase has not begun, of the one before it."""
         state = self.state
-        return self._cascade(self.phases[state.phase - 1] if state.phase and not state.leg_round else self.phase)
+        return self._cascade(self.phases[state.phase - 1] if state.phase and not state.phase_round else self.phase)
 
     def _cascade(self, phase: Phase) -> tuple[Piece, str]:
         return cascade_at(self.blueprint, self.policy.blocks, phase.t - (phase.kind == "map")), "head"

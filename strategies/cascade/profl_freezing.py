@@ -20,10 +20,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Freezing:
-    """`window` is H, in rounds; `share` phi, of the initial slope; `times` W."""
+    """`window` is H, in rounds; `fraction` phi, of the initial slope; `times` W."""
 
     window: int
-    share: float
+    fraction: float
     times: int
     in_row: bool = True
 
@@ -47,7 +47,7 @@ def slopes(movements: Sequence[float], window: int) -> list[float]:
 def threshold(movements: Sequence[float], policy: Freezing) -> float | None:
     """phi times the initial slope, which is known when there are H slopes."""
     found = [abs(each) for each in slopes(movements, policy.window)]
-    return policy.share * max(found[: policy.window]) if len(found) >= policy.window else None
+    return policy.fraction * max(found[: policy.window]) if len(found) >= policy.window else None
 
 
 def times_below(movements: Sequence[float], policy: Freezing) -> int:
@@ -69,6 +69,6 @@ def rounds_by_parameters(parameters: Sequence[int], rounds: int) -> list[int]:
     if left < 0:
         raise ValueError(f"{rounds} rounds are too few for {len(parameters)} steps: give each at least one")
     exact = [left * count / sum(parameters) for count in parameters]
-    whole = [int(share) for share in exact]
+    whole = [int(rounds) for rounds in exact]
     rests = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])[: left - sum(whole)]
-    return [1 + share + (i in rests) for i, share in enumerate(whole)]
+    return [1 + rounds + (i in rests) for i, rounds in enumerate(whole)]

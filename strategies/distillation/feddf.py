@@ -299,5 +299,5 @@ class FedDF(PieceStrategy):
         held on the server.
         """
         chosen = {str(client): self.architecture(task) for client, (task, _) in self._asked.items()}
-        told = {"architectures": chosen, "distrusted": self.distrusted}
-        return told | {"server_peak": self.cap.peak_bytes, "public_examples": len(self.public)}
+        details = {"architectures": chosen, "distrusted": self.distrusted}
+        return details | {"server_peak": self.cap.peak_bytes, "public_examples": len(self.public)}

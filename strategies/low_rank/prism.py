@@ -4,7 +4,7 @@ Yue Niu, Saurav Prakash, Souvik Kundu, Sunwoo Lee, Salman Avestimehr, "Overcomin
 Large Models Can Be Trained with only Weak Clients", TMLR 2023, https://openreview.net/forum?id=lx1WnkL9fk
 
     Algorithm 1, lines 1 and 10, SVD                models/kernels.py: decompose; prism.py: PriSM.kernels
-    line 5, the size of I_c                         prism.py: PriSMPolicy.shares; heterofl.py: HeteroFLPolicy.level_of
+    line 5, the size of I_c                         prism.py: PriSMPolicy.ratios; heterofl.py: HeteroFLPolicy.level_of
     line 6, I_c (section 3.2.1, Eq. 2)              models/kernels.py: sample; prism.py: PriSM.ask
     line 7, LocalTrain (lines 12 to 17, Eq. 6)      client_app/trainers/low_rank/prism.py: train, low_rank_loss
     line 9, aggregate (Eq. 5)                       prism.py: PriSM.combine, PriSM.finish
@@ -55,7 +55,7 @@ class PriSMPolicy(HeteroFLPolicy):
     moving = True
 
     @cached_property
-    def shares(self) -> list[float]:
+    def ratios(self) -> list[float]:
         """The keep ratios that there are, largest first."""
         return self.settings.prism.ratios()
 
@@ -65,7 +65,7 @@ class PriSMPolicy(HeteroFLPolicy):
 
     def variant_of(self, level: int) -> Variant:
         """The sub-model of a keep ratio."""
-        return self.factorised(self.shares[level])
+        return self.factorised(self.ratios[level])
 
     def factorised(self, keep: float) -> Variant:
         """The sub-model that keeps this fraction of the kernels, 1 = all."""

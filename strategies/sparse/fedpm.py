@@ -115,12 +115,12 @@ class FedPM(FedAvg):
         return ArrayRecord({n: Array(new[n].reshape(array.shape)) for n, array in self.dispatcher.arrays.items()})
 
     def details(self) -> dict[str, Any]:
-        """The share of weights that the clients' masks keep; bits of each client's mask, coded."""
+        """The fraction of weights that the clients' masks keep; bits of each client's mask, coded."""
         ones = float(self.counts.sum() / (len(self.counts) * self.votes)) if self.votes else None
         return {"ones": ones, "coded_bits": {str(client): size for client, size in self.coded.items()}}
 
 
 def coded_bits(mask: np.ndarray) -> float:
-    """n H(p) of a mask[n] whose share of ones is p: what an arithmetic coder takes."""
+    """n H(p) of a mask[n] whose fraction of ones is p: what an arithmetic coder takes."""
     p = float(mask.mean())
     return 0.0 if p in (0.0, 1.0) else len(mask) * float(-p * np.log2(p) - (1 - p) * np.log2(1 - p))

@@ -1,4 +1,4 @@
-"""SpaFL: clients keep sparse models of their own and share pruning thresholds, the server's side; `local` shares nothing.
+"""SpaFL: clients keep sparse models of their own and exchange pruning thresholds, the server's side; `local` exchanges nothing.
 
 Minsu Kim, Walid Saad, Merouane Debbah, Choong Seon Hong, "SpaFL: Communication-Efficient Federated Learning with Sparse Models
 and Low Computational Overhead", NeurIPS 2024, https://arxiv.org/abs/2406.00431
@@ -269,14 +269,14 @@ class SpaFL(PieceStrategy):
         return found
 
     def densities(self) -> dict[str, float]:
-        """Of every layer the share of filters that are not pruned, the mean over the clients of the round."""
+        """Of every layer the fraction of filters that are not pruned, the mean over the clients of the round."""
         return {
             name: float(part.mean()) for name, part in self.by_layer(np.mean([*self.masks.values()], axis=0)).items()
         }
 
     def details(self) -> dict[str, Any]:
         """Alpha; the mean density of all clients' models, where they were evaluated; of every layer the mean density and
-        threshold, and for each filter the share of the round's clients, in per cent, that do not prune it.
+        threshold, and for each filter the fraction of the round's clients, in per cent, that do not prune it.
         """
         kept = np.mean([*self.masks.values()], axis=0) if self.masks else np.zeros(sum(self.layers.values()))
         densities, taus = self.densities() if self.masks else {}, self.by_layer(self.tau)
@@ -284,7 +284,7 @@ class SpaFL(PieceStrategy):
             name: {
                 "density": densities.get(name),
                 "threshold": float(taus[name].mean()),
-                "open": [round(100 * float(share)) for share in part],
+                "open": [round(100 * float(fraction)) for fraction in part],
             }
             for name, part in self.by_layer(kept).items()
         }

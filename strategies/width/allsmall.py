@@ -1,6 +1,6 @@
 """AllSmall, a baseline of ProFL's Table 1: FedAvg with a model so narrow that the poorest client can train it.
 
-The share of the channels is the largest number of 64ths that fits; which one is decided once a run.
+The fraction of the channels is the largest number of 64ths that fits; which one is decided once a run.
 """
 
 from dataclasses import dataclass, replace
@@ -27,14 +27,14 @@ class AllSmallPolicy(FedAvgPolicy):
         cost_model: CostModel,
         settings: Settings,
         smallest: int = 0,
-        share: float = 1.0,
+        width: float = 1.0,
     ) -> None:
         super().__init__(blueprint, cost_model, settings, smallest)
-        self.share = share
+        self.width = width
 
     def with_smallest(self, budget: int) -> Self:
         """The same narrow model where the smallest budget is so many bytes."""
-        return type(self)(self.blueprint, self.cost_model, self.settings, budget, self.share)
+        return type(self)(self.blueprint, self.cost_model, self.settings, budget, self.width)
 
     def fit(self, minimum: int, maximum: int) -> Self:
         """Raises ValueError where not even the narrowest model fits the poorest client."""
@@ -53,23 +53,23 @@ class AllSmallPolicy(FedAvgPolicy):
 
     def part(self, item: WorkItem) -> Part:
         """All atoms of the narrow model."""
-        return replace(super().part(item), name=f"{self.share:.4g} of the channels")
+        return replace(super().part(item), name=f"{self.width:.4g} of the channels")
 
     @property
     def variant(self) -> Variant:
         """The narrow model."""
-        return Variant(width=self.share)
+        return Variant(width=self.width)
 
-    def narrow(self, share: float) -> Self:
+    def narrow(self, width: float) -> Self:
         """The policy for a model with this fraction of the channels."""
-        return type(self)(self.blueprint, self.cost_model, self.settings, self.smallest, share)
+        return type(self)(self.blueprint, self.cost_model, self.settings, self.smallest, width)
 
 
 @dataclass
 class AllSmallState(StrategyState):
-    """`share`: of the channels; 0 = not decided yet."""
+    """`width`: of the channels; 0 = not decided yet."""
 
-    share: float = 0.0
+    width: float = 0.0
 
 
 class AllSmall(FedAvg):
@@ -91,12 +91,12 @@ class AllSmall(FedAvg):
 
     def begin(self) -> None:
         """Size the model, once a run. Raises ValueError."""
-        if not self.state.share:
+        if not self.state.width:
             budgets = self.resources.budgets()
-            self.state.share = self.policy.fit(int(min(budgets)), int(max(budgets))).share
-        self.policy = self.policy.narrow(self.state.share)
+            self.state.width = self.policy.fit(int(min(budgets)), int(max(budgets))).width
+        self.policy = self.policy.narrow(self.state.width)
         self.blueprint = self.policy.model
 
     def details(self) -> dict[str, Any]:
-        """The share."""
-        return {"share": self.state.share}
+        """The width."""
+        return {"width": self.state.width}

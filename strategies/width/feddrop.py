@@ -2,7 +2,7 @@
 Requirements", 2018, https://arxiv.org/abs/1812.07210; Wen, Jeon, Huang, "Federated Dropout", 2022).
 
 As HeteroFL, with channels that are drawn again for every client and round, uniformly among those of a layer; channels that a
-residual sum joins are drawn together. What layers make is divided by the share of channels kept, as in dropout
+residual sum joins are drawn together. What layers make is divided by the ratio of channels kept, as in dropout
 (`heterofl.scaler`). All classes are trained everywhere. The mean of an entry is weighted by numbers of examples.
 """
 

@@ -1,7 +1,7 @@
 """FedRolex (Samiul Alam, Luyang Liu, Ming Yan, Mi Zhang, "FedRolex: Model-Heterogeneous Federated Learning with Rolling
 Sub-Model Extraction", NeurIPS 2022, https://arxiv.org/abs/2212.01548).
 
-As HeteroFL, with a window that rolls on: in round j, from 0, a client with share r of K channels trains channels j, j + 1, ..,
+As HeteroFL, with a window that rolls on: in round j, from 0, a client with ratio r of K channels trains channels j, j + 1, ..,
 j + r K - 1, modulo K, so that all are trained alike often. Clients of a round roll together. The mean of an entry is weighted
 by numbers of examples.
 """

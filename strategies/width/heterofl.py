@@ -2,10 +2,10 @@
 Heterogeneous Clients", ICLR 2021, https://arxiv.org/abs/2010.01264), the server's side. FedRolex
 and FedDrop choose other channels and are built on it.
 
-W_l: the full model's weights of layer l; r: a client's share of the channels, the largest of `heterofl.width-ratios` whose step
-fits its budget. A client trains the first r C of every layer's C channels (inputs and classes are never cut). Each entry of the
-new W_l is the mean over the clients that had it, each counting the same; what no client had stays as it was. Of the last layer
-only the rows of classes that a client has enter (masked cross-entropy; `heterofl.masked-loss`).
+W_l: the full model's weights of layer l; r: a client's fraction of the channels, the largest of `heterofl.width-ratios` whose
+step fits its budget. A client trains the first r C of every layer's C channels (inputs and classes are never cut). Each entry
+of the new W_l is the mean over the clients that had it, each counting the same; what no client had stays as it was. Of the last
+layer only the rows of classes that a client has enter (masked cross-entropy; `heterofl.masked-loss`).
 
 Its static batch norm is `architecture.batch-norm = measured`, the default here: norms keep no statistics in training, and those
 of the full model are measured by clients (server_app/served_model.py; the paper asks all of them once, at the end). Running
@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
-from piecework.client_app.trainers.width.heterofl import HeteroFLTaskConfig, input_shares, width_loss
+from piecework.client_app.trainers.width.heterofl import HeteroFLTaskConfig, input_ratios, width_loss
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError, updated
 from piecework.federation.reports import ClientReport
@@ -57,31 +57,31 @@ class HeteroFLPolicy(PartitionPolicy):
     scales: ClassVar[bool] = True
 
     @cached_property
-    def shares(self) -> list[float]:
-        """The shares of channels that there are, largest first."""
+    def ratios(self) -> list[float]:
+        """The ratios of channels that there are, largest first."""
         return self.settings.heterofl.ratios()
 
     def variant_of(self, level: int) -> Variant:
-        """The sub-model of a share."""
-        return Variant(width=self.shares[level])
+        """The sub-model of a ratio."""
+        return Variant(width=self.ratios[level])
 
     def sub_model(self, level: int) -> WorkItem:
-        """The work item of the sub-model of a share."""
+        """The work item of the sub-model of a ratio."""
         return WorkItem(tuple(range(len(self.models[level].atoms))), variant=self.variant_of(level))
 
     @cached_property
     def levels(self) -> dict[Variant, int]:
-        """The number of the share of each sub-model."""
-        return {self.variant_of(level): level for level in reversed(range(len(self.shares)))}
+        """The number of the ratio of each sub-model."""
+        return {self.variant_of(level): level for level in reversed(range(len(self.ratios)))}
 
     @cached_property
     def models(self) -> list[Blueprint]:
-        """The model with each share."""
-        return [vary(self.blueprint, self.variant_of(level)) for level in range(len(self.shares))]
+        """The model with each ratio."""
+        return [vary(self.blueprint, self.variant_of(level)) for level in range(len(self.ratios))]
 
     def require_model(self) -> None:
         """Raises ValueError for a model of which a narrower one is not a choice of channels."""
-        require_parts(self.blueprint, dict(zip(self.shares, self.models, strict=True)))
+        require_parts(self.blueprint, dict(zip(self.ratios, self.models, strict=True)))
 
     @cached_property
     def shapes(self) -> list[dict[str, Shape]]:
@@ -107,31 +107,31 @@ class HeteroFLPolicy(PartitionPolicy):
     def part(self, item: WorkItem) -> Part:
         """All of a sub-model."""
         level = self.levels[item.variant]
-        share, model = self.shares[level], self.models[level]
+        ratio, model = self.ratios[level], self.models[level]
         present = (True,) * model.num_classes if self.masked else ()
-        loss = width_loss(input_shares(model, self.blueprint) if self.scaled else (), present)
-        return Part(model, item.atoms, make_loss=loss, name=f"{share:.4g} of the channels")
+        loss = width_loss(input_ratios(model, self.blueprint) if self.scaled else (), present)
+        return Part(model, item.atoms, make_loss=loss, name=f"{ratio:.4g} of the channels")
 
     def level(self, allowed: int) -> int:
         """Return the number of the largest sub-model that takes at most so many bytes, or else of the smallest."""
-        fitting = (level for level in range(len(self.shares)) if self.bytes(self.sub_model(level)) <= allowed)
-        return next(fitting, len(self.shares) - 1)
+        fitting = (level for level in range(len(self.ratios)) if self.bytes(self.sub_model(level)) <= allowed)
+        return next(fitting, len(self.ratios) - 1)
 
     def level_of(self, state: DeviceState) -> int:
-        """The number of the share that a device trains: that which its fleet gives it (`keep`), else the largest that fits.
+        """The number of the ratio that a device trains: that which its fleet gives it (`keep`), else the largest that fits.
 
         Raises ValueError for one that there is not.
         """
         if state.keep is None:
             return self.level(state.allowed_bytes)
-        if state.keep not in self.shares:
-            known = ", ".join(f"{share:g}" for share in self.shares)
-            raise ValueError(f"keep = {state.keep:g} of device {state.device!r}: the run has the shares {known}")
-        return self.shares.index(state.keep)
+        if state.keep not in self.ratios:
+            known = ", ".join(f"{ratio:g}" for ratio in self.ratios)
+            raise ValueError(f"keep = {state.keep:g} of device {state.device!r}: the run has the ratios {known}")
+        return self.ratios.index(state.keep)
 
     def min_budget(self) -> int:
         """The narrowest model's cost."""
-        return self.bytes(self.sub_model(len(self.shares) - 1))
+        return self.bytes(self.sub_model(len(self.ratios) - 1))
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -139,13 +139,13 @@ class HeteroFLPolicy(PartitionPolicy):
         return [Stage("training", (self.part(self.sub_model(self.level(self.allowed))),))]
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
-        """The share of the channels of what the full model has, and not its square: the paper's count."""
+        """The fraction of the channels of what the full model has, and not its square: the paper's count."""
         full = sum(entries(self.blueprint, unit) for unit in self.blueprint.units())
         found = sum(part.blueprint.width / self.blueprint.width for part in parts) * full
         return found, found
 
     def channels(self, part: Part) -> float:
-        """Of sub-models that always have the first channels, their share; others come to all of them."""
+        """Of sub-models that always have the first channels, their ratio; others come to all of them."""
         return 1.0 if self.moving else part.blueprint.width / self.blueprint.width
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
@@ -187,12 +187,12 @@ class HeteroFL(PieceStrategy):
         return {}
 
     def begin(self) -> None:
-        """Raises ValueError for a fleet that gives a device a share which there is not."""
+        """Raises ValueError for a fleet that gives a device a ratio which there is not."""
         for state in self.resources.states():
             self.policy.level_of(state)
 
     def min_budget(self, state: DeviceState | None = None) -> int:
-        """The cost of the share that its fleet gives the device, if it does; else of the narrowest model."""
+        """The cost of the ratio that its fleet gives the device, if it does; else of the narrowest model."""
         if state is None or state.keep is None:
             return self.policy.min_budget()
         return self.policy.bytes(self.policy.sub_model(self.policy.level_of(state)))
@@ -260,12 +260,12 @@ class HeteroFL(PieceStrategy):
         return updated(self.dispatcher.arrays, self.coverage)
 
     def details(self) -> dict[str, Any]:
-        """The share of the channels that each client has."""
-        return {"shares": {str(client): task.variant.width for client, (task, _) in self._asked.items()}}
+        """The fraction of the channels that each client has."""
+        return {"ratios": {str(client): task.variant.width for client, (task, _) in self._asked.items()}}
 
 
-def classes(told: Any, count: int) -> list[int]:
+def classes(given: Any, count: int) -> list[int]:
     """The classes that a client says it has. Raises UpdateRejectedError."""
-    if not isinstance(told, list) or not told or any(type(n) is not int or not 0 <= n < count for n in told):
-        raise UpdateRejectedError(f"classes is {told!r:.100}: it must list classes from 0 to {count - 1}")
-    return sorted(set(told))
+    if not isinstance(given, list) or not given or any(type(n) is not int or not 0 <= n < count for n in given):
+        raise UpdateRejectedError(f"classes is {given!r:.100}: it must list classes from 0 to {count - 1}")
+    return sorted(set(given))

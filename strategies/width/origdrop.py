@@ -1,6 +1,6 @@
 """OrigDrop, PriSM's rival in the original space: the first channels of every layer, for every client (ordered dropout).
 
-A client of keep ratio c (`prism.keep-ratios`) trains HeteroFL's sub-model of that share of the channels, without Scaler and
+A client of keep ratio c (`prism.keep-ratios`) trains HeteroFL's sub-model of that fraction of the channels, without Scaler and
 mask; each entry is averaged over the clients that had it. Channels that no client can ever have are 0 in the server's model
 (PriSM's authors' code), which is then the largest sub-model that any client trains. Ours: as in HeteroFL the first layer is cut
 too.
@@ -23,7 +23,7 @@ class OrigDropPolicy(HeteroFLPolicy):
     scales = False
 
     @cached_property
-    def shares(self) -> list[float]:
+    def ratios(self) -> list[float]:
         """The keep ratios."""
         return self.settings.prism.ratios()
 

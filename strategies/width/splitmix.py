@@ -1,10 +1,10 @@
 """SplitMix (Hong et al., "Efficient Split-Mix Federated Learning for On-Demand and In-Situ Customization", ICLR 2022,
 https://arxiv.org/abs/2203.09747), the server's side.
 
-a: `splitmix.width-ratio`, a base net's share of the channels; there are round(1 / a) of them, which share no weight. A client
-trains as many as its budget allows, or as make the share that its fleet gives it (`keep`): one by turns, so that all are
-trained alike, the others drawn. Each net is averaged over the clients that trained it, weighted by examples; nets that no
-client trained stay as they were. The model is the mean of all nets' logits.
+a: `splitmix.width-ratio`, a base net's fraction of the channels; there are round(1 / a) of them, which have no weight in
+common. A client trains as many as its budget allows, or as make the ratio that its fleet gives it (`keep`): one by turns, so
+that all are trained alike, the others drawn. Each net is averaged over the clients that trained it, weighted by examples; nets
+that no client trained stay as they were. The model is the mean of all nets' logits.
 
 Ours: nets are not rescaled by 1 / a (the authors' HeteroFL-like Scaler), which batch norms would undo.
 """
@@ -74,7 +74,7 @@ class SplitMixPolicy(PartitionPolicy):
         return next((n for n in range(self.count, 1, -1) if self.bytes(self.mix(range(n))) <= allowed), 1)
 
     def nets_of(self, state: DeviceState) -> int:
-        """How many a device trains: those that make the share that its fleet gives it, else as many as fit."""
+        """How many a device trains: those that make the ratio that its fleet gives it, else as many as fit."""
         if state.keep is None:
             return self.nets(state.allowed_bytes)
         return min(self.count, max(1, round(state.keep / self.settings.splitmix.width_ratio)))

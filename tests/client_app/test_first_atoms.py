@@ -107,7 +107,7 @@ def client_of(folder: Path, policy: Any, allowed: int, units: Sequence[str] = ()
         blueprint=policy.blueprint,
         full=policy.blueprint,
         data=data,
-        share=lambda fill: training_examples(data, np.arange(8)),
+        local_data=lambda fill: training_examples(data, np.arange(8)),
         validation=training_examples(data, np.arange(8, 12)),
         cap=Phases(allowed),
     )

@@ -447,7 +447,7 @@ def test_streaming_and_evaluating_stay_within_the_training_price(tmp_path: Path)
     client.cap = MemoryCap(cost, enforced=True)
     piece = PieceModel(client.blueprint, (0,), "head", client.load())
     piece.train(False)
-    features: Examples = client.stream(piece, client.share(0), "train-0", 1)
+    features: Examples = client.stream(piece, client.local_data(0), "train-0", 1)
     assert len(features) == 40
     assert client.evaluate(piece.logits, client.validation)["val-examples"] == 20
     assert 0 < client.cap.peak_bytes <= cost

@@ -139,7 +139,7 @@ def test_a_piece_goes_on_with_the_head_of_the_one_before(tmp_path: Path) -> None
     by_hand.store.write_units(watched.saves[0])
     front = PieceModel(by_hand.blueprint, range(4), "head", by_hand.load())
     front.train(False)
-    features = by_hand.stream(front, by_hand.share(0), "train-0", 4)
+    features = by_hand.stream(front, by_hand.local_data(0), "train-0", 4)
     trainer = LocalTrainer(
         lambda: [PieceModel(by_hand.blueprint, (4,), "head", by_hand.load())], by_hand.training_config
     )
@@ -165,13 +165,13 @@ def test_without_a_feature_cache_the_weights_are_the_same(tmp_path: Path, strate
 def test_augmentation_is_drawn_once_a_cache_fill(tmp_path: Path, cache: bool, fills: list[int]) -> None:
     client = poor_client(tmp_path, 200, memory__feature_cache=cache, training__local_epochs=3)
     asked: list[int] = []
-    share = client.share
+    share = client.local_data
 
     def asking(fill: int) -> Examples:
         asked.append(fill)
         return share(fill)
 
-    client.share = asking
+    client.local_data = asking
     fedepth.train(a_task(), client)
     assert asked == fills
 

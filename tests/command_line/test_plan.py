@@ -85,7 +85,7 @@ def test_pieces_devices_and_fleet() -> None:
     assert all(module["memory_bytes"] <= found["budget_bytes"] for module in found["modules"])
     assert [row["clients"] for row in found["devices"]] == [2, 2, 2, 2]
     assert found["devices"][3]["stages"][0]["trains"] == [
-        {"what": "conv1..conv4 | conv5", "share": 1.0, "leaves_out": []}
+        {"what": "conv1..conv4 | conv5", "fraction": 1.0, "leaves_out": []}
     ]
     assert found["fleet"]["participation"] == 1
 
@@ -135,7 +135,7 @@ def test_budgets(text, expected) -> None:
 @pytest.mark.parametrize("text", ["60", "x", "0x", "-1x", "0MB", "60 apples", "nanx", "infx"])
 def test_bad_budgets_are_printed(text) -> None:
     with pytest.raises(
-        SettingsError, match=r"expected bytes as 60MB or 57MiB, or a share of the full model as 0.2x"
+        SettingsError, match=r"expected bytes as 60MB or 57MiB, or a fraction of the full model as 0.2x"
     ) as caught:
         budget_bytes(text, 10**6)
     assert text in str(caught.value)
@@ -215,7 +215,7 @@ def test_who_pretends_to_swap_is_told_what_it_would_need() -> None:
     whole = found["full_memory_bytes"]
     budgets = [device["budget_bytes"][0] for device in found["devices"]]
     assert found["pretence"] == {
-        "share": 1.0,
+        "fraction": 1.0,
         "needed_bytes": whole,
         "poorest_bytes": min(budgets),
         "whole_fits": 0.0,
@@ -235,7 +235,7 @@ def test_a_module_is_timed_against_the_slowest_that_is_asked(tmp_path: Path) -> 
     (tmp_path / "mine.toml").write_text(lines)
     options = ("--model", "cnn3", "--dataset", "cifar10", *FEDPROPHET, "--budget", "9MB", "--batch-size", "16")
     found = plan(*options, "--fleet", str(tmp_path / "mine.toml"), "--set", "clients-per-round=2")
-    trains = {row["what"]: row["share"] for row in found["devices"][0]["stages"][0]["trains"]}
+    trains = {row["what"]: row["fraction"] for row in found["devices"][0]["stages"][0]["trains"]}
     rounds = [sampled(range(4), 2, 1, number) for number in range(1, 21)]
     with_slow = sum(3 in asked for asked in rounds) / 20
     assert 0 < with_slow < 1

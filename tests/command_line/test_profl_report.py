@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from report_helpers import assert_self_contained, client, make_run, round_record, two_rounds
 
-from piecework.profl_report import leg_rows, movement_figure
+from piecework.profl_report import movement_figure, phase_rows
 from piecework.report import write_report
 
 pytest.importorskip("plotly")
@@ -42,7 +42,7 @@ def test_lines_end_where_a_part_of_the_run_does() -> None:
 
 
 def test_how_each_part_of_the_run_ended() -> None:
-    assert leg_rows(rounds()) == [
+    assert phase_rows(rounds()) == [
         ("shrinking, step 2", "1 to 4", "0.75", "-0.01", "1", "frozen"),
         ("map, block 2", "5", "-", "-", "-", "its rounds"),
         ("growing, step 1", "6 to 7", "0.5", "-", "-", "-"),

@@ -67,12 +67,12 @@ def test_errors_are_told_apart(code: int, status: str) -> None:
 
 def test_a_budget_shrinks_by_a_quarter_and_grows_by_a_fiftieth() -> None:
     crash_history = CrashHistory()
-    assert crash_history.share(3) == 1
+    assert crash_history.fraction(3) == 1
     crash_history.crashed(3, 1, cuts=True)
     crash_history.crashed(3, 2, cuts=True)
-    assert crash_history.share(3) == 0.75 * 0.75
+    assert crash_history.fraction(3) == 0.75 * 0.75
     crash_history.answered(3)
-    assert crash_history.share(3) == pytest.approx(0.5825)
+    assert crash_history.fraction(3) == pytest.approx(0.5825)
     assert crash_history.excluded(3) == {}
     for _ in range(21):  # 0.5825 + 21 * 0.02 = 1.0025
         crash_history.answered(3)
@@ -87,7 +87,7 @@ def test_where_nothing_is_cut_a_client_is_left_out_for_1_2_4_rounds() -> None:
         else:
             crash_history.crashed(5, server_round, cuts=False)
     assert rounds_excluded == [2, 4, 5, 7, 8, 9, 10]
-    assert crash_history.share(5) == 1
+    assert crash_history.fraction(5) == 1
     crash_history.answered(5)
     assert crash_history == CrashHistory()
 
@@ -98,7 +98,7 @@ def test_the_crash_history_is_part_of_the_checkpoint() -> None:
     state.crash_history.crashed(2, 4, cuts=False)
     again = StrategyState.from_values(state.to_values())
     assert again == state
-    assert (again.crash_history.share(1), again.crash_history.excluded(5)) == (0.75, {2: 1})
+    assert (again.crash_history.fraction(1), again.crash_history.excluded(5)) == (0.75, {2: 1})
 
 
 def test_fedavg_leaves_a_client_out_after_a_crash(tmp_path: Path, grids: Any) -> None:

@@ -47,8 +47,8 @@ def test_coverage_by_hand() -> None:
     policy, states = policy_for(load_fleet(settings.fleet), settings, ask(settings))
     (of_clients,) = states[:1]
     rows = coverage(policy, {n: Trainer(state, 10 * (n + 1)) for n, state in enumerate(of_clients)})
-    everyone = {"devices": ["large", "small"], "clients": 4, "share": 1.0, "channels": 1.0}
-    large = {"devices": ["large"], "clients": 2, "share": (10 + 30) / 100, "channels": 1.0}
+    everyone = {"devices": ["large", "small"], "clients": 4, "fraction": 1.0, "channels": 1.0}
+    large = {"devices": ["large"], "clients": 2, "fraction": (10 + 30) / 100, "channels": 1.0}
     assert rows == [
         {"part": part} | (large if part == "conv2" else everyone)
         for part in ("conv1", "conv2", "conv3", "conv4", "conv5", "head")
@@ -200,7 +200,7 @@ def test_the_plan_says_so_in_bold() -> None:
 def test_rows_of_a_round() -> None:
     trained = {0: ["a", "head"], 2: ["a", "b", "head"]}
     rows = trained_rows(["a", "b", "c", "head"], trained, {0: 10, 1: 20, 2: 50})
-    assert [(row["part"], row["clients"], row["share"]) for row in rows] == [
+    assert [(row["part"], row["clients"], row["fraction"]) for row in rows] == [
         ("a", 2, 60 / 80),
         ("b", 1, 50 / 80),
         ("c", 0, 0.0),
@@ -248,7 +248,7 @@ def test_a_run_says_at_its_start_in_its_records_and_at_its_end_who_trained_what(
         assert [*rows] == ["conv1", "conv2", "conv3", "conv4", "conv5", "head"]
         able = [c for c in clients if c["device"] == "large"]
         assert rows["conv2"]["clients"] == len(able)
-        assert rows["conv2"]["share"] == pytest.approx(sum(c["examples"] for c in able) / record["examples"])
+        assert rows["conv2"]["fraction"] == pytest.approx(sum(c["examples"] for c in able) / record["examples"])
         assert rows["conv1"]["clients"] == 2
         held |= {c["client"]: c for c in clients}
     summary = {row["part"]: row for row in (run.summary() or {})["trained"]}

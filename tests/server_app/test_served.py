@@ -115,7 +115,7 @@ def test_what_clients_measure_is_what_all_their_data_have(tmp_path: Path) -> Non
         client.blueprint = with_statistics(client.blueprint)
         measure_statistics(client, (0, 1))
         with torch.no_grad():
-            outputs.append(plain.modules["atoms.0"].conv(client.share(0).read(np.arange(rows))))
+            outputs.append(plain.modules["atoms.0"].conv(client.local_data(0).read(np.arange(rows))))
         moments.add({n: a for n, a in client.store.read(["atoms.0"]) if n in empty(client.blueprint)}, rows)
     found = moments.pooled()
     values = torch.cat(outputs).double()

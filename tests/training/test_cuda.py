@@ -141,12 +141,12 @@ def test_a_pause_frees_the_gpu(tmp_path: Path) -> None:
     )
     release_cache()
     before = torch.cuda.memory_allocated()
-    trainer.epoch(client.share(0).on(gpu()), client.rng("batches", 0, 0), client.cap, "train")
+    trainer.epoch(client.local_data(0).on(gpu()), client.rng("batches", 0, 0), client.cap, "train")
     workspaces = torch.cuda.memory_allocated() - before
     client.save(trainer.pieces[0])
     trainer.pause(client.store.root / "momentum.safetensors")
     assert torch.cuda.memory_allocated() - before < workspaces
-    trainer.epoch(client.share(0).on(gpu()), client.rng("batches", 0, 1), client.cap, "train")
+    trainer.epoch(client.local_data(0).on(gpu()), client.rng("batches", 0, 1), client.cap, "train")
     (piece,) = trainer.finish()
     assert {p.device for p in piece.parameters()} == {gpu()}
 

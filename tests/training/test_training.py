@@ -142,7 +142,7 @@ def test_a_stream_is_the_direct_forward_pass(tmp_path: Path, batch_norm: str, ro
     client = a_client(tmp_path, tiny_settings(architecture__batch_norm=batch_norm), rows=rows)
     piece = PieceModel(client.blueprint, (0,), "head", client.load())
     piece.train(False)
-    examples = client.share(0)
+    examples = client.local_data(0)
     streamed = client.stream(piece, examples, "train-0", 1)
     order = client.rng("stream train-0").permutation(rows)
     if batch_norm == "batch" and rows == 33:
@@ -169,7 +169,7 @@ def test_a_stream_is_fitted_to_the_next_piece(tmp_path: Path) -> None:
     client = a_client(tmp_path, tiny_settings(architecture__batch_norm="running"), rows=20)
     piece = PieceModel(client.blueprint, (0,), "head", client.load())
     piece.train(False)
-    to_last = client.stream(piece, client.share(0), "train-0", 4)  # conv5 takes 32 x 4 x 4
+    to_last = client.stream(piece, client.local_data(0), "train-0", 4)  # conv5 takes 32 x 4 x 4
     z = to_last.read(np.arange(20))
     assert z.shape == (20, 32, 4, 4)
     assert not z[:, :8].any()
@@ -195,7 +195,7 @@ def trained(folder: Path, pause: bool) -> dict[str, np.ndarray]:
         lambda: [PieceModel(client.blueprint, (0, 1), "head", client.load())], client.training_config
     )
     for epoch in range(3):
-        trainer.epoch(client.share(0), client.rng("batches", 0, epoch), client.cap, "train")
+        trainer.epoch(client.local_data(0), client.rng("batches", 0, epoch), client.cap, "train")
         if pause and epoch < 2:
             client.save(trainer.pieces[0])
             trainer.pause(client.store.root / "momentum.safetensors")

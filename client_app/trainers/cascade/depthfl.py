@@ -155,7 +155,7 @@ def train(task: Task, client: Client) -> Update:
         lambda: [ExitsModel(client.blueprint, item.atoms, item.head, client.load())], client.training_config, make_loss
     )
     for epoch in trainer.epochs():
-        examples = client.share(0 if settings.memory.feature_cache else epoch)
+        examples = client.local_data(0 if settings.memory.feature_cache else epoch)
         trainer.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train")
     (piece,) = trainer.finish()
     if alpha:
@@ -214,7 +214,7 @@ def remember(client: Client, piece: PieceModel, alpha: float) -> None:
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """Loss and accuracy of the client's depth of the model on its validation share. Raises MemoryBudgetExceededError."""
+    """Loss and accuracy of the client's depth of the model on its validation data. Raises MemoryBudgetExceededError."""
     item = deepest(task, client)
     piece = ExitsModel(client.blueprint, item.atoms, item.head, client.load())
     piece.train(False)

@@ -153,13 +153,13 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     metrics: Metrics = {}
     loss, seen = 0.0, []
     entrance = client.blueprint.shape_before(pieces[0][0])
-    examples, validation = client.share(0).entering(entrance), client.validation.entering(entrance)
+    examples, validation = client.local_data(0).entering(entrance), client.validation.entering(entrance)
     for j, item in enumerate(items):
         trainer = LocalTrainer(partial(_load_piece, client, item.atoms, item.head), client.training_config)
         for epoch in trainer.epochs():
             if epoch and not client.settings.memory.feature_cache:
-                share = client.share(epoch).entering(entrance)
-                examples = _stream_anew(client, trainer, pieces[: j + 1], share) if j else share
+                fresh = client.local_data(epoch).entering(entrance)
+                examples = _stream_anew(client, trainer, pieces[: j + 1], fresh) if j else fresh
             trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(item.atoms)}")
         (piece,) = trainer.finish()
         client.save(piece)
@@ -188,7 +188,7 @@ def train_network(task: Task, client: Client, items: list[WorkItem]) -> Update:
         make = partial(_load_piece, client, item.atoms, item.head, network_piece(item.learns))
         trainer = LocalTrainer(make, client.training_config)
         for epoch in trainer.epochs():
-            examples = client.share(0 if client.settings.memory.feature_cache else epoch)
+            examples = client.local_data(0 if client.settings.memory.feature_cache else epoch)
             trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(item.learns)}")
         (piece,) = trainer.finish()
         client.save(piece)
@@ -208,7 +208,7 @@ def _load_piece(
 
 
 def _stream_anew(client: Client, trainer: LocalTrainer, pieces: list[Piece], examples: Examples) -> Examples:
-    """The last piece's input from a freshly augmented share; its training state waits on disk, it may not fit beside."""
+    """The last piece's input from freshly augmented data; its training state waits on disk, it may not fit beside."""
     client.save(trainer.pieces[0])
     trainer.pause(client.store.task / "momentum.safetensors")
     for j, (atoms, following) in enumerate(pairwise(pieces)):
@@ -231,7 +231,7 @@ def train_mutually(client: Client, item: WorkItem, needed: int) -> Update:
         client.training_config,
         mutual_loss(client.settings.fedepth.mutual_loss),
     )
-    examples = client.share(0)
+    examples = client.local_data(0)
     for epoch in trainer.epochs():
         trainer.epoch(examples, client.rng("batches", 0, epoch), client.cap, f"train {copies} models mutually")
     first, *others = trainer.finish()

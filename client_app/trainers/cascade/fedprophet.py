@@ -130,8 +130,8 @@ def assigned(task_config: FedProphetTaskConfig, task: Task, client: Client) -> P
 
 
 def stage_examples(client: Client, task_config: FedProphetTaskConfig) -> Examples:
-    """z_{m-1} of the training share: images, or features of the fixed modules."""
-    return prefix_features(client, task_config.before()) if task_config.stage else client.share(0)
+    """z_{m-1} of the training data: images, or features of the fixed modules."""
+    return prefix_features(client, task_config.before()) if task_config.stage else client.local_data(0)
 
 
 def stage_attack(client: Client, task_config: FedProphetTaskConfig) -> Attack:
@@ -150,7 +150,7 @@ def stage_attack(client: Client, task_config: FedProphetTaskConfig) -> Attack:
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """C_m and A_m: clean and adversarial accuracy of w_1 .. w_m with theta_m on this client's validation share."""
+    """C_m and A_m: clean and adversarial accuracy of w_1 .. w_m with theta_m on this client's validation data."""
     task_config = FedProphetTaskConfig.of(task)
     pieces = [*task_config.before(), task_config.atoms(task_config.stage)]
     whole = tuple(atom for piece in pieces for atom in piece)
@@ -169,7 +169,7 @@ def validation_cost(task: Task, client: Client, piece: Piece) -> int | None:
 
 
 def query(task: Task, client: Client) -> Metrics:
-    """Of the fixed module m, over the training share: the mean largest ||Delta z_m||_2 (Eq. 11), and the least feature."""
+    """Of the fixed module m, over the training data: the mean largest ||Delta z_m||_2 (Eq. 11), and the least feature."""
     task_config = FedProphetTaskConfig.of(task)
     examples = stage_examples(client, task_config)
     atoms, attack = task_config.atoms(task_config.stage), stage_attack(client, task_config)

@@ -67,7 +67,7 @@ def train(task: Task, client: Client) -> Update:
     frozen = [(atom,) for atom in frozen_atoms(task)]
     training = client.settings.profl.frozen_mode == "training"
     # images are augmented again in every round, features are not
-    z = prefix_features(client, frozen, training=training) if frozen else client.share(0)
+    z = prefix_features(client, frozen, training=training) if frozen else client.local_data(0)
     if task_config.doing == "map":
         return integrate(task, client, task_config.step, z)
     if whole:
@@ -150,7 +150,7 @@ def require(task: Task, client: Client, item: WorkItem, doing: str) -> None:
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """Loss and accuracy of the step's model on the client's validation share, one atom in memory at a time."""
+    """Loss and accuracy of the step's model on the client's validation data, one atom in memory at a time."""
     task_config, blocks = ProFLTaskConfig.of(task), task.variant.basic_layers
     return evaluate_cascade(
         client, cascade_at(client.blueprint, blocks, task_config.step - (task_config.doing == "map"))

@@ -71,7 +71,7 @@ def train(task: Task, client: Client) -> Update:
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
     source = own_model(client, task_config)
     carried = CarriedMomentum(client) if settings.spafl.client_momentum else None
-    folder = client.new_state(anew=True)
+    folder = client.new_state(empty=True)
 
     def begin() -> list[PieceModel]:
         model = load(client, source)
@@ -82,7 +82,7 @@ def train(task: Task, client: Client) -> Update:
 
     trainer = SparseTrainer(client, begin, sparse_loss(task_config.alpha), carried, layout)
     for epoch in trainer.epochs():
-        trainer.epoch(client.share(epoch), client.rng("batches", 0, epoch), client.cap, "train the masked model")
+        trainer.epoch(client.local_data(epoch), client.rng("batches", 0, epoch), client.cap, "train the masked model")
     (model,) = trainer.finish()
     assert isinstance(model, SparseModel)
     for unit, module in model.units().items():

@@ -53,7 +53,7 @@ def train_whole(
 
     trainer = make_trainer(make, client.training_config, make_loss, carried)
     for epoch in trainer.epochs():
-        examples = client.share(0 if client.settings.memory.feature_cache else epoch)
+        examples = client.local_data(0 if client.settings.memory.feature_cache else epoch)
         trainer.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train the whole model")
     (model,) = trainer.finish()
     client.save(model)

@@ -139,7 +139,7 @@ def train(task: Task, client: Client) -> Update:
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """Accuracy on this client's validation share, clean and under attack, by the statistics of `fedrbn.evaluation-branch`."""
+    """Accuracy on this client's validation data, clean and under attack, by the statistics of `fedrbn.evaluation-branch`."""
     whole = tuple(range(len(client.blueprint.atoms)))
     attack = image_attack(client.settings, client.data, client.settings.evaluation.attack_steps)
     return validate(

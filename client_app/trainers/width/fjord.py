@@ -1,7 +1,7 @@
 """FjORD (Horvath et al., "FjORD: Fair and Accurate Federated Learning under heterogeneous targets with Ordered Dropout",
 NeurIPS 2021), the client's side.
 
-p_max: the largest share of the channels that the client can train. In every batch p is drawn uniformly from the shares up to
+p_max: the largest fraction of the channels that the client can train. In every batch p is drawn uniformly from the ratios up to
 p_max, and the first p C channels of every layer learn: the narrower nets are parts of the wider ones, and no copies. With
 self-distillation the net of p_max learns labels, and the drawn one what that makes of the batch.
 
@@ -34,7 +34,7 @@ from piecework.training.messages import Metrics, Task, TaskConfig
 
 @dataclass(frozen=True)
 class FjORDTaskConfig(TaskConfig):
-    """What the server says: the number of the client's share; the smaller ones that are drawn from in every batch.
+    """What the server says: the number of the client's ratio; the smaller ones that are drawn from in every batch.
 
     `draw` is for the server alone.
     """
@@ -128,7 +128,7 @@ class NestedTrainer(LocalTrainer):
 def train(task: Task, client: Client) -> Update:
     """Train the nets up to p_max. Raises MemoryBudgetExceededError."""
     task_config = FjORDTaskConfig.of(task)
-    widths = tuple(vary(client.full, Variant(width=share)) for share in task_config.nested)
+    widths = tuple(vary(client.full, Variant(width=ratio)) for ratio in task_config.nested)
     trained: list[NestedTrainer] = []
 
     def make_trainer(*rest: Any) -> NestedTrainer:

@@ -1,6 +1,6 @@
 """SplitMix, the client's side: some of the narrow nets, each trained by its own cross-entropy on the same batches.
 
-They share nothing, so that one step on the sum of their losses is a step of each.
+They have no weights in common, so that one step on the sum of their losses is a step of each.
 """
 
 from dataclasses import replace

@@ -36,7 +36,7 @@ def test_pieces_have_the_gradient_of_the_whole(
     client = seasoned(tmp_path, blueprint, architecture__batch_norm=batch_norm)
     whole, streamed = cascade(client), StreamedCascade(client, pieces, "head", held=held)
     for positions in (np.arange(12), np.arange(12, 19)):
-        x, y = client.share(0).read(positions), client.share(0).targets(positions)
+        x, y = client.local_data(0).read(positions), client.local_data(0).targets(positions)
         before = x.clone()
         torch.testing.assert_close(streamed.logits(x), whole(x), rtol=1e-5, atol=1e-6)
         x.requires_grad_()

@@ -109,7 +109,7 @@ def test_modules_are_trained_jointly_by_the_last_ones_loss(
     before = dict(client.store.read(everything))
     piece = PieceModel(client.blueprint, atoms, head, client.load())
     piece.train(True)
-    examples = client.share(0)
+    examples = client.local_data(0)
     z = piece.features(examples.read(range(40)))
     loss = nn.functional.cross_entropy(piece.head(z), torch.tensor(examples.labels))
     if head != "head":

@@ -31,14 +31,14 @@ def by_hand(client: Client, atoms: Piece) -> torch.Tensor:
     """What atoms make of each example of the share alone."""
     piece = PieceModel(client.blueprint, atoms, None, client.load())
     piece.train(False)
-    share = client.share(STAGES)
+    share = client.local_data(STAGES)
     with torch.no_grad():
         return torch.cat([piece.features(share.read(np.array([n]))) for n in range(len(share))])
 
 
 def test_features_are_what_frozen_atoms_make_of_each_example(tmp_path: Path) -> None:
     client = seasoned(tmp_path)
-    share = client.share(STAGES)
+    share = client.local_data(STAGES)
     assert prefix_features(client, []).read(np.arange(5)).equal(share.read(np.arange(5)))
     for count, atoms in ((1, (0, 1)), (2, (0, 1, 2, 3)), (3, (0, 1, 2, 3, 4))):
         features = prefix_features(client, MODULES[:count])

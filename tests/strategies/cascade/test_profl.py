@@ -34,7 +34,7 @@ from piecework.plan import make_plan
 from piecework.planning.costs import cost_model_for
 from piecework.question import ask
 from piecework.server_app.records import RunDir
-from piecework.strategies.cascade.profl import Phase, legs_of
+from piecework.strategies.cascade.profl import Phase, phases_of
 from piecework.strategies.cascade.profl_steps import ProFLPolicy
 from piecework.training.examples import normalised
 from piecework.training.settings import Settings
@@ -93,13 +93,13 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Recordi
 def test_legs_by_hand() -> None:
     down = [Phase("shrinking", 3), Phase("map", 3), Phase("shrinking", 2), Phase("map", 2)]
     up = [Phase("growing", 1), Phase("growing", 2), Phase("growing", 3)]
-    assert legs_of(3, shrinking=True, maps=[2, 3]) == down + up
-    assert legs_of(3, shrinking=True, maps=[3]) == down[:3] + up
-    assert legs_of(3, shrinking=True, maps=[]) == down[::2] + up
-    assert legs_of(3, shrinking=False, maps=[2, 3]) == up
-    assert legs_of(3, shrinking=True, maps=[2, 3], statistics=True) == [Phase("statistics", 3), *down, *up]
-    assert legs_of(3, shrinking=False, maps=[2, 3], statistics=True) == up
-    assert legs_of(1, shrinking=True, maps=[], statistics=True) == up[:1]
+    assert phases_of(3, shrinking=True, maps=[2, 3]) == down + up
+    assert phases_of(3, shrinking=True, maps=[3]) == down[:3] + up
+    assert phases_of(3, shrinking=True, maps=[]) == down[::2] + up
+    assert phases_of(3, shrinking=False, maps=[2, 3]) == up
+    assert phases_of(3, shrinking=True, maps=[2, 3], statistics=True) == [Phase("statistics", 3), *down, *up]
+    assert phases_of(3, shrinking=False, maps=[2, 3], statistics=True) == up
+    assert phases_of(1, shrinking=True, maps=[], statistics=True) == up[:1]
 
 
 def test_one_leg_after_another(whole_run: tuple[RunDir, RecordingGrid]) -> None:
@@ -255,7 +255,7 @@ def test_presets_have_rounds_for_all_parts(name: str) -> None:
         blueprint_of_shape(settings, shape, classes), cost_model_for(settings, a_blueprint()), settings
     )
     count, shrinking = len(policy.blocks), settings.profl.shrinking
-    parts = legs_of(
+    parts = phases_of(
         count, shrinking=shrinking, maps=range(2, count + 1), statistics=settings.architecture.batch_norm == "running"
     )
     rounds = {"map": settings.profl.distil_rounds, "statistics": 1}

@@ -59,7 +59,7 @@ def held(client: Any, model: Any, atoms: tuple[int, ...]) -> PieceModel:
 def test_a_teachers_logits_are_those_of_the_model_row_by_row(tmp_path: Path) -> None:
     client, model = a_profl_client(tmp_path)
     client.blueprint = model
-    examples = client.share(0)
+    examples = client.local_data(0)
     z = prefix_features(client, [(0,), (1,)])
     logits = teacher_logits(client, step_atoms(model, blocks_of(model_without(model)), 2), z)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def model_without(model: Any) -> Any:
 def test_a_map_brings_the_student_nearer_to_its_teacher(tmp_path: Path, t: int, learns: set[str]) -> None:
     client, model = a_profl_client(tmp_path)
     blocks = blocks_of(client.blueprint)
-    x = client.share(0).read(np.arange(40))
+    x = client.local_data(0).read(np.arange(40))
     with torch.no_grad():
         teacher = held(client, model, cascade_at(model, blocks, t)).logits(x)
         before = float(F.mse_loss(held(client, model, cascade_at(model, blocks, t - 1)).logits(x), teacher))
@@ -147,7 +147,7 @@ def test_frozen_blocks_in_training_mode_take_the_statistics_of_batches(tmp_path:
 def test_statistics_by_hand(tmp_path: Path) -> None:
     """Of the first norm: means of batches' means and variances of what its convolution makes of the client's images."""
     client, _ = a_profl_client(tmp_path)
-    examples, size = client.share(0), client.training_config.batch_size
+    examples, size = client.local_data(0), client.training_config.batch_size
     unit = client.blueprint.build_unit("atoms.0")
     client.store.load("atoms.0", unit)
     order = [positions for positions, _ in _mixed(client, len(examples))]

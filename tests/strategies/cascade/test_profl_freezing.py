@@ -15,7 +15,7 @@ from piecework.strategies.cascade.profl_freezing import (
     times_below,
 )
 
-RULE = Freezing(window=2, share=0.25, times=3)
+RULE = Freezing(window=2, fraction=0.25, times=3)
 
 
 def movements(series: list[list[float]], window: int) -> list[float]:
@@ -87,7 +87,7 @@ def test_a_longer_window_smooths_an_outlier() -> None:
 
 def test_the_initial_slope_is_the_steepest_of_the_first_h() -> None:
     """0.5 comes as slope 2 of 2: half of it is 0.25. A steeper one later, -1, does not count."""
-    policy = Freezing(window=2, share=0.5, times=2)
+    policy = Freezing(window=2, fraction=0.5, times=2)
     series = [0.0, 0.25, 0.75, 1.75, 0.75, 0.55, 0.5]
     assert rounds_until_frozen(series, policy) == 8
 

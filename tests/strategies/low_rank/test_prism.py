@@ -297,7 +297,7 @@ def test_a_round_goes_on_with_the_momentum_of_the_last(tmp_path: Path) -> None:
         for unit in client.blueprint.units():
             torch.manual_seed(0)
             client.store.save(unit, client.blueprint.build_unit(unit))
-        examples, atoms = client.share(0), range(len(client.blueprint.atoms))
+        examples, atoms = client.local_data(0), range(len(client.blueprint.atoms))
         for number, count in enumerate(steps, start=1):
             client.training_config = replace(
                 client.training_config, momentum=0.9, iterations=count, batch_size=len(examples)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from piecework import load
-from piecework.client_app.trainers.width.heterofl import classes_of, input_shares, scale_up, width_loss
+from piecework.client_app.trainers.width.heterofl import classes_of, input_ratios, scale_up, width_loss
 from piecework.federation.aggregation import UpdateRejectedError
 from piecework.models.zoo import build_blueprint
 from piecework.plan import make_plan
@@ -151,10 +151,10 @@ def test_the_scaler_divides_all_layers_but_the_last() -> None:
 def test_a_layers_share_is_that_of_its_inputs() -> None:
     """Images are never cut, and the last layer is not scaled; 1 of 8 channels is what is left of a sixteenth."""
     build = partial(build_blueprint, "convnet", num_classes=10, input_shape=(1, 8, 8))
-    shares = input_shares(build(width=0.5), build())
+    shares = input_ratios(build(width=0.5), build())
     assert shares == (1.0, *[0.5] * (len(shares) - 2), 1.0)
     resnet = partial(build_blueprint, "resnet18", num_classes=10, input_shape=(1, 28, 28))
-    shares = input_shares(resnet(width=0.0625 / 8), resnet(width=0.125))
+    shares = input_ratios(resnet(width=0.0625 / 8), resnet(width=0.125))
     assert (shares[0], shares[1], shares[-1]) == (1.0, 1 / 8, 1.0)
 
 
@@ -205,7 +205,7 @@ def test_classes_that_make_no_sense() -> None:
 
 def test_a_clients_classes(tmp_path: Path) -> None:
     client = a_client(tmp_path, tiny_settings())
-    labels = set(client.share(0).labels.tolist())
+    labels = set(client.local_data(0).labels.tolist())
     assert classes_of(client) == tuple(n in labels for n in range(10))
 
 
@@ -228,7 +228,7 @@ def test_not_available_where_nobody_is_rich_enough(tmp_path: Path) -> None:
 
 def test_all_small_is_as_wide_as_the_poorest_allows(tmp_path: Path) -> None:
     run_dir = run_local(tmp_path, **SMALL | {"strategy": "allsmall"})
-    (share,) = {record["share"] for record in run_dir.rounds()}
+    (share,) = {record["width"] for record in run_dir.rounds()}
     assert 0 < share < 0.4
     budget = min(client["budget"] for client in clients_of(run_dir))
     for client in clients_of(run_dir):
