@@ -1,4 +1,5 @@
-"""Who takes part and what they exchange: registry, dispatch, weight cache, faults, aggregation, evaluation.
+"""The server's exchange with clients: registry, dispatch, weight cache, faults, aggregation, evaluation.
 
-May import planning, training and what is below them, and of client_app how a client names what it keeps.
+This package may import planning, training and the packages that these import. From client_app it imports only the content
+hashes by which clients store frozen units.
 """

@@ -1,6 +1,6 @@
-"""Updates are checked before they touch the model, and averaged as they arrive.
+"""Check updates before they change the model, and average them as they arrive.
 
-The running sum is what makes a server's memory independent of the number of clients in a round.
+The average is a running sum, so the server's memory does not depend on the number of clients in a round.
 """
 
 import math
@@ -16,21 +16,19 @@ from piecework.models.cascade import unit_of
 
 Spec = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # name -> shape and dtype
 Who = TypeVar("Who")
-Norms = dict[str, float]  # unit, or its statistics -> the root mean square of the update, or its limit
-STATISTICS = (
-    ":statistics"  # behind a unit: running means and variances of its batch norms, which go with squares of features
-)
-ALONE = "head:alone"  # the head of an update that holds nothing else
-MOST_BATCHES = 2**31  # of a client in a round
-HELD = 3  # updates of units without a history that are held until their norms can be compared
+Norms = dict[str, float]  # unit, or its statistics -> root mean square of the update, or the limit of it
+STATISTICS = ":statistics"  # suffix of a unit's name: running means and variances of its batch norms, which scale as squared features
+ALONE = "head:alone"  # the head of an update that contains nothing else
+MOST_BATCHES = 2**31  # maximum number of batches of a client in a round
+HELD = 3  # updates that are held back until the norms of a unit without a history can be compared
 
 
 class UpdateRejectedError(ValueError):
-    """An update may not enter the model; the message is the reason that goes into the records."""
+    """An update may not enter the model. The message is the reason for the records."""
 
 
 class WeightedMean:
-    """sum_k w_k x_k / sum_k w_k per array, over those clients that sent it; float64 inside, the array's own type outside.
+    """The weighted mean sum_k w_k x_k / sum_k w_k of each array, over the clients k that sent it, accumulated in float64.
 
     Integer buffers (`num_batches_tracked`) take the maximum instead.
     """
@@ -40,7 +38,7 @@ class WeightedMean:
         self._weights: dict[str, float] = {}
 
     def add(self, arrays: Mapping[str, np.ndarray], weight: float) -> None:
-        """Take in one client's arrays; `weight` > 0."""
+        """Add one client's arrays with a weight > 0."""
         for name, array in arrays.items():
             if not np.issubdtype(array.dtype, np.floating):
                 self._sums[name] = np.maximum(self._sums.get(name, array), array)
@@ -54,16 +52,16 @@ class WeightedMean:
         return name in self._sums
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The mean of an array, float64 (integers as they are)."""
+        """Return the mean of an array in float64, or the maximum of an integer buffer in its own type."""
         total = self._sums[name]
         return total / self._weights[name] if np.issubdtype(total.dtype, np.floating) else total
 
     def weight(self, name: str) -> float:
-        """The sum of an array's weights."""
+        """Return the sum of an array's weights."""
         return self._weights[name]
 
     def over(self, name: str, previous: np.ndarray) -> np.ndarray:
-        """The new array, of the old one's type."""
+        """Return the mean of an array in the dtype of its previous value."""
         return np.asarray(self[name], dtype=previous.dtype)
 
 
@@ -75,7 +73,7 @@ class Mean(Protocol):
 
 
 def updated(arrays: ArrayRecord, mean: Mean) -> ArrayRecord:
-    """The model with its means; arrays that no client trained stay the very same objects."""
+    """Return the model with the means in place of its arrays. Arrays that no client trained stay the same objects."""
     return ArrayRecord(
         {name: Array(mean.over(name, array.numpy())) if name in mean else array for name, array in arrays.items()}
     )
@@ -83,11 +81,11 @@ def updated(arrays: ArrayRecord, mean: Mean) -> ArrayRecord:
 
 @dataclass(frozen=True)
 class CheckedUpdate:
-    """Arrays that may enter the model, how many examples they stand for, and how far each unit is from what was sent.
+    """Arrays that may enter the model, the number of examples behind them, and each unit's distance from the weights sent.
 
-    Units are compared each with itself: of one model some clients may send a block, others no more than the head. Norms are
-    root mean squares, so that a fraction of a unit's channels compares with all of them; what batch norms have seen counts
-    apart.
+    Norms are per unit, because one client may send a block and another only the head. They are root mean squares, so that an
+    update of a fraction of a unit's channels compares with one of all channels. Batch-norm statistics are counted apart from
+    weights.
     """
 
     arrays: dict[str, np.ndarray]
@@ -103,10 +101,11 @@ def check_update(
     limits: Mapping[str, float] | None = None,
     maximum: Callable[[], float] = lambda: math.inf,
 ) -> CheckedUpdate:
-    """An update with known names, exact shapes and dtypes, finite values, a positive count, and every unit's norm in its limit.
+    """Return the update if its names, shapes, dtypes and values are valid and each unit's norm is within its limit.
 
-    As long as a unit has no limit, the Euclidean norm of all weights is at most `maximum()`. Statistics of batch norms are left
-    out of it, because they have no scale that could be known before. Raises UpdateRejectedError with the reason.
+    `examples` must be a positive integer. If any unit has no entry in `limits`, the Euclidean norm of all weights together is
+    at most `maximum()`; this excludes batch-norm statistics, because their scale cannot be known in advance. Raises
+    UpdateRejectedError with the reason.
     """
     if not isinstance(examples, int) or isinstance(examples, bool) or examples <= 0:
         raise UpdateRejectedError(f"num-examples is {examples!r}: it must be a positive integer")
@@ -122,7 +121,7 @@ def check_update(
         elif name.endswith("num_batches_tracked"):
             _require_counts(name, array, previous[name].numpy())
         checked[name] = array
-    if set(squares) == {"head"}:  # trained by itself it moves differently from one behind layers that learn too
+    if set(squares) == {"head"}:  # a head trained alone moves differently from one behind layers that learn too
         squares, counts = {ALONE: squares["head"]}, {ALONE: counts["head"]}
     norms = {unit: math.sqrt(square / max(1, counts[unit])) for unit, square in squares.items()}
     require_within(norms, limits or {})
@@ -136,7 +135,7 @@ def check_update(
 
 
 def _checked_array(arrays: ArrayRecord, name: str, spec: Spec) -> np.ndarray:
-    """An array of an update. Raises UpdateRejectedError where the model has none like it, or its values make no sense."""
+    """Return an array of an update. Raises UpdateRejectedError for an unknown name, another shape or dtype, or bad values."""
     if name not in spec:
         raise UpdateRejectedError(f"array {name!r} is not part of the model")
     array = _decode(arrays, name)
@@ -154,7 +153,7 @@ def _checked_array(arrays: ArrayRecord, name: str, spec: Spec) -> np.ndarray:
 
 
 def _require_counts(name: str, array: np.ndarray, previous: np.ndarray) -> None:
-    """Raises UpdateRejectedError for counts of batches that no training makes: the largest stays in the model."""
+    """Raise UpdateRejectedError for implausible batch counts: the model takes the largest, so one bad count would stay."""
     if (array < 0).any() or (array > previous + MOST_BATCHES).any():
         raise UpdateRejectedError(
             f"array {name!r} counts {array.min()} to {array.max()} batches: it must be at least 0, and at most "
@@ -163,13 +162,13 @@ def _require_counts(name: str, array: np.ndarray, previous: np.ndarray) -> None:
 
 
 def require_all(update: CheckedUpdate, names: Iterable[str]) -> None:
-    """Raises UpdateRejectedError for the first array that lacks: some methods can do nothing with a part of a model."""
+    """Raise UpdateRejectedError if an array is missing, for methods that cannot use an update of part of the model."""
     if missing := [name for name in names if name not in update.arrays]:
         raise UpdateRejectedError(f"array {missing[0]!r} is missing: this system needs the whole model")
 
 
 def require_within(norms: Norms, limits: Mapping[str, float]) -> None:
-    """Raises UpdateRejectedError for the first unit past its limit; those without one may be as far as they are."""
+    """Raise UpdateRejectedError for the first unit whose norm exceeds its limit. Units without a limit always pass."""
     for unit, norm in norms.items():
         if norm > (limit := limits.get(unit, math.inf)):
             raise UpdateRejectedError(
@@ -181,30 +180,30 @@ def require_within(norms: Norms, limits: Mapping[str, float]) -> None:
 def _decode(arrays: ArrayRecord, name: str) -> np.ndarray:
     try:
         array = arrays[name].numpy()
-    except Exception as error:  # numpy's reader raises half a dozen kinds, of zip files and tokens among them
+    except Exception as error:  # numpy's reader raises half a dozen kinds, among them errors of zip files and of tokens
         raise UpdateRejectedError(f"array {name!r} cannot be read: {error}") from error
-    if not isinstance(array, np.ndarray):  # an archive of arrays is read without complaint
+    if not isinstance(array, np.ndarray):  # numpy also reads an archive of arrays
         raise UpdateRejectedError(f"array {name!r} cannot be read: it is a {type(array).__name__}")
     return array
 
 
 def norm_limits(accepted: Mapping[str, list[float]], factor: float) -> Norms:
-    """For each unit with a history, factor x the median norm accepted in earlier rounds. No limits where the factor is 0."""
+    """Return factor x the median norm accepted in earlier rounds, for each unit with a history; no limits if factor is 0."""
     return {unit: factor_of(unit, factor) * median(norms) for unit, norms in accepted.items()} if factor else {}
 
 
 def factor_of(unit: str, factor: float) -> float:
-    """The factor, of statistics its square."""
+    """Return the factor, or its square for batch-norm statistics, which scale as squared features."""
     return factor**2 if unit.endswith(STATISTICS) else factor
 
 
 def compared(
     updates: Iterable[tuple[Who, CheckedUpdate]], factor: float, known: Container[str]
 ) -> Iterator[tuple[Who, CheckedUpdate, Norms]]:
-    """Each update with limits for its units that have no history: factor x the median of the first few updates of a unit.
+    """Yield each update with limits for units without a history: factor x the median norm of the first HELD updates of a unit.
 
-    An update is held until there are HELD of each unit that it moves and that is not `known`, or no more updates come. With
-    factor 0 nothing is held.
+    `known` are the units with a history. An update is held back until HELD updates of each unknown unit that it moves have
+    arrived, or until no more updates come. With factor 0, updates pass at once and without limits.
     """
     seen, limits = dict[str, list[float]](), Norms()
     held: list[tuple[Who, CheckedUpdate]] = []
@@ -225,14 +224,14 @@ def compared(
 
 
 def note_norms(found: dict[str, list[float]], norms: Norms) -> None:
-    """Add to the lists of norms, by unit. What came back as it was sent says nothing of how far training goes."""
+    """Append norms to the lists in `found`, by unit. Zeros are skipped: an unchanged unit does not show how far training goes."""
     for unit, norm in norms.items():
         if norm:
             found.setdefault(unit, []).append(norm)
 
 
 def first_limit(factor: float, arrays: ArrayRecord) -> float:
-    """What the Euclidean norm of an update may be where there is no history: factor x the model's; inf where that is 0."""
+    """Return the maximum Euclidean norm of an update without a history: factor x the norm of the model; inf if factor is 0."""
     if not factor:
         return math.inf
     decoded = (array.numpy() for array in arrays.values())
@@ -242,5 +241,5 @@ def first_limit(factor: float, arrays: ArrayRecord) -> float:
 
 
 def spec_of(arrays: ArrayRecord) -> Spec:
-    """Names, shapes and dtypes of a model."""
+    """Return the names, shapes and dtypes of a model's arrays."""
     return {name: (tuple(array.shape), np.dtype(array.dtype)) for name, array in arrays.items()}

@@ -1,5 +1,6 @@
 """AutoAttack, the standard evaluation of robustness (Croce and Hein, "Reliable evaluation of adversarial robustness with an
-ensemble of diverse parameter-free attacks", ICML 2020), by torchattacks (extra `attacks`), with its warnings.
+ensemble of diverse parameter-free attacks", ICML 2020), with its warnings. The attacks are those of torchattacks, which the
+extra `attacks` installs.
 """
 
 import importlib
@@ -22,14 +23,14 @@ from piecework.training.settings import Settings, SettingsError
 from piecework.training.setup import image_attack
 
 LEAST_CLASSES = 4  # the targeted loss (DLR) divides by differences of the four largest logits
-OUTSIDE = 1e-6  # of the ball, by rounding
+OUTSIDE = 1e-6  # allowed excess over the radius of the ball, for rounding
 
 
 @dataclass(frozen=True)
 class AutoAttackResult:
-    """Shares of the images that are classified rightly: clean, under the ensemble, and `after` each of its attacks in turn.
+    """Fractions of the images classified correctly: clean, under the ensemble, and `after` each of its attacks in turn.
 
-    `warnings` are sentences on why `accuracy` may be too high.
+    `warnings` are sentences that say why `accuracy` may be too high.
     """
 
     images: int
@@ -41,7 +42,7 @@ class AutoAttackResult:
 
 
 class OnPixels(nn.Module):
-    """A model of normalised images as one of pixels in [0, 1]; `modules` are what `logits` is computed with."""
+    """Wrap a model of normalised images as one of pixels in [0, 1]. `modules` are the modules that `logits` uses."""
 
     mean: Tensor
     std: Tensor
@@ -59,13 +60,14 @@ class OnPixels(nn.Module):
         self.register_buffer("std", torch.tensor(tuple(std)).view(1, -1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits[B, classes] of x[B, C, H, W]."""
+        """Return logits[B, classes] for pixels x[B, C, H, W]."""
         return self.logits((x - self.mean) / self.std)
 
 
 def require_autoattack(settings: Settings, data: ArrayDataset) -> None:
-    """Refuse a run that could not end with the AutoAttack it asks for. Raises SettingsError, and DatasetError for other data
-    than images of 8 bits.
+    """Reject a run whose final AutoAttack could not be computed.
+
+    Raises SettingsError for too few classes or a missing torchattacks, and DatasetError for data other than 8-bit images.
     """
     if not settings.evaluation.autoattack_examples:
         return
@@ -85,10 +87,10 @@ def require_autoattack(settings: Settings, data: ArrayDataset) -> None:
 def autoattack(
     model: nn.Module, images: Tensor, labels: Tensor, epsilon: float, seed: int, batch_size: int = 250
 ) -> AutoAttackResult:
-    """Attack images[N, C, H, W], pixels in [0, 1], in the L-infinity ball of radius `epsilon`; every attack gets those that
-    the ones before left classified rightly. The model, pixels to logits, is attacked in evaluation mode.
+    """Attack images[N, C, H, W], pixels in [0, 1], with labels[N], in the L-infinity ball of radius `epsilon`.
 
-    Raises SettingsError without torchattacks, ValueError where the model tells fewer than four classes.
+    Each attack gets the images that the attacks before it left correctly classified. The model maps pixels to logits and is
+    attacked in evaluation mode. Raises SettingsError if torchattacks is missing, ValueError for fewer than four classes.
     """
     started = time.perf_counter()
     library = _torchattacks()
@@ -111,7 +113,7 @@ def autoattack(
                     right[rows] = ~fooled(
                         model, attack(images[rows], labels[rows]), images[rows], labels[rows], epsilon
                     )
-                return_free_memory()  # batches shrink as images fall, and each size leaves holes in the heap
+                return_free_memory()  # batches shrink as attacks succeed, and each size leaves holes in the heap
             after[name] = int(right.sum())
     count = len(labels)
     if by_square := after["fab-t"] - after["square"]:
@@ -128,11 +130,16 @@ def autoattack(
 def standard_attacks(
     library: ModuleType, model: nn.Module, epsilon: float, seed: int, classes: int
 ) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    """The four of version "standard". torchattacks' own AutoAttack takes 10 steps where the authors' takes 100, stretches
-    Square's schedule, and aims at every class where theirs aims at nine.
+    """Return the four attacks of version "standard", by name and in order, with the authors' parameters.
+
+    torchattacks' own AutoAttack differs: it takes 10 steps instead of 100, stretches Square's schedule, and targets every
+    class instead of nine.
     """
     common: dict[str, Any] = {"norm": "Linf", "eps": epsilon, "seed": seed, "n_restarts": 1}
-    aimed: dict[str, Any] = {"steps": 100, "n_classes": min(classes, 10)}  # all but the true one of them
+    aimed: dict[str, Any] = {
+        "steps": 100,
+        "n_classes": min(classes, 10),
+    }  # the targets are all of these classes but the true one
     return {
         "apgd-ce": library.APGD(model, loss="ce", steps=100, **common),
         "apgd-t": library.APGDT(model, **aimed, **common),
@@ -142,10 +149,13 @@ def standard_attacks(
 
 
 def suspicions(model: nn.Module, images: Tensor, labels: Tensor) -> list[str]:
-    """AutoAttack's checks of a model, on one batch of images: random outputs, probabilities for logits, zero gradients."""
+    """Run AutoAttack's checks on a batch of images: random outputs, probabilities instead of logits, zero gradients.
+
+    Returns a warning for each check that finds something.
+    """
     found, count = [], len(labels)
     first, second = _logits(model, images), _logits(model, images)
-    # as in the authors' check: of outputs scaled to length 1
+    # The authors' check compares outputs that are scaled to length 1.
     apart = (F.normalize(first) - F.normalize(second)).norm(dim=1) > 1e-4
     if changed := int((apart | (first.argmax(1) != second.argmax(1))).sum()):
         found.append(
@@ -169,7 +179,7 @@ def suspicions(model: nn.Module, images: Tensor, labels: Tensor) -> list[str]:
 
 @contextmanager
 def still(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and no gradients for parameters (FAB leaves some), for the body."""
+    """In the body, the model is in evaluation mode and its parameters take no gradients (FAB leaves some behind)."""
     modes = [(module, module.training) for module in model.modules()]
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.eval().requires_grad_(False)
@@ -184,17 +194,17 @@ def still(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fixed_statistics(model: nn.Module, images: Tensor, batch_size: int) -> Iterator[bool]:
-    """For the body, batch norms without running statistics get those of these images; whether there are any such."""
+    """In the body, batch norms without running statistics use those of these images. Yields whether there are such norms."""
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
-        norm.track_running_stats, norm.momentum = True, None  # no momentum: the mean over all batches
+        norm.track_running_stats, norm.momentum = True, None  # without momentum torch takes the mean over all batches
         norm.running_mean, norm.running_var = torch.zeros(norm.num_features), torch.ones(norm.num_features)
         norm.num_batches_tracked = torch.tensor(0)
         norm.train()
     try:
         for batch in torch.split(images, batch_size) if norms else ():
-            if len(batch) > 1 or len(images) == 1:  # a last batch of one has no statistics
+            if len(batch) > 1 or len(images) == 1:  # batch norm has no statistics of one example
                 _logits(model, batch)
         for norm in norms:
             norm.eval()
@@ -207,7 +217,7 @@ def fixed_statistics(model: nn.Module, images: Tensor, batch_size: int) -> Itera
 
 @torch.no_grad()
 def fooled(model: nn.Module, adversarial: Tensor, x: Tensor, y: Tensor, epsilon: float) -> Tensor:
-    """Which of them, bool [B], are misclassified and such as the attack was allowed to make."""
+    """Return bool [B]: the adversarial example is misclassified, in [0, 1], and within `epsilon` of its image in x."""
     allowed = (adversarial - x).abs().flatten(1).amax(1) <= epsilon + OUTSIDE
     allowed &= (adversarial.flatten(1) >= 0).all(1) & (adversarial.flatten(1) <= 1).all(1)
     return allowed & (_logits(model, adversarial).argmax(1) != y)

@@ -1,4 +1,4 @@
-"""What a strategy asks of clients, as messages, and which answers count: training, evaluation and pre-round queries alike."""
+"""Send a strategy's tasks to clients and read their answers, for training, evaluation and pre-round queries alike."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -19,9 +19,9 @@ OnError = Callable[[int, str], None]  # client, status
 
 
 class Dispatcher:
-    """The tasks that were configured last, by client. `log` holds a report of each, which takes the bytes and the reason.
+    """Holds the tasks of the latest `configure`, by client, and in `log` a report of each: its bytes, status and reason.
 
-    `travelling` says which arrays of a model go with a task.
+    `travelling` returns the arrays of a model that are sent with a task. `timeout` is in seconds.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class Dispatcher:
         reports: Mapping[int, ClientReport] | None = None,
         travelling: Travelling | None = None,
     ) -> Iterator[Message]:
-        """A message a client, made when it is sent; clients whose frozen units did not arrive get none.
+        """Yield one message per client, built when it is sent. Clients whose frozen units did not arrive get none.
 
-        `travelling`: which arrays go with a task, where that differs.
+        `reports` are the reports for `log` if these exist already; `travelling` replaces the dispatcher's for these tasks.
         """
         self.tasks, self.arrays = dict(tasks), arrays
         self.log = {client: ClientReport(client, "", 0) for client in tasks} if reports is None else dict(reports)
@@ -60,17 +60,17 @@ class Dispatcher:
             yield Message(content, dst_node_id=node, message_type=kind, group_id=str(task.round), ttl=ttl)
 
     def batches(self) -> Iterator[Iterator[Message]]:
-        """Messages with the frozen units that the tasks name."""
+        """Yield batches of messages with the frozen units that the tasks name."""
         return self.weight_cache.batches(self.tasks, self.arrays, self.log)
 
     def answers(self, replies: Iterable[Message], on_error: OnError) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The metrics of clients that did what they were asked besides training; what makes no sense does not count."""
+        """Yield (client, metrics) for each client that did its task. Malformed replies are skipped; errors go to `on_error`."""
         return ((client, metrics) for client, metrics, _ in self.contents(replies, on_error))
 
     def contents(
         self, replies: Iterable[Message], on_error: OnError
     ) -> Iterator[tuple[int, dict[str, Any], ArrayRecord]]:
-        """The same, with the arrays that came along."""
+        """Yield (client, metrics, arrays) for each client that did its task, as `answers` does without the arrays."""
         for message in replies:
             client = self.registry.client_of(message.metadata.src_node_id)
             if client is None or client not in self.log:
@@ -94,11 +94,11 @@ class Dispatcher:
                     self.weight_cache.forget(client, outcome.missing)
 
     def reject(self, client: int, reason: str) -> None:
-        """An answer makes no sense, and does not count."""
+        """Record that a client's answer is invalid and does not count."""
         self.log[client].status, self.log[client].reason = "rejected", reason
 
     def account(self) -> dict[str, Any]:
-        """Who answered, who did not and why, and how near to its budget (bytes) the nearest came, as JSON values."""
+        """Return as JSON values who answered, who did not and why, and the largest ratio of a client's peak to its budget."""
         rest = [report for report in self.log.values() if report.status != "ok"]
         peaks = [
             r.evaluation_peak / self.tasks[c].budget for c, r in self.log.items() if is_limit(self.tasks[c].budget)
@@ -111,9 +111,9 @@ class Dispatcher:
         }
 
     def bytes(self) -> int:
-        """Of messages that were configured last, both ways."""
+        """Return the bytes, in both directions, of the messages of the latest `configure`."""
         return sum(report.bytes_down + report.bytes_up for report in self.log.values())
 
     def silence(self) -> str:
-        """Why clients did not answer what was configured last."""
+        """Return up to three reasons why clients did not answer the latest messages."""
         return "; ".join(sorted({report.reason for report in self.log.values()})[:3]) or "none is connected"

@@ -1,4 +1,4 @@
-"""Central evaluation of the global model, or of its first modules, on the data set's test split: clean and attacked."""
+"""Central evaluation of the global model, or of its first atoms, on the data set's test split: clean and attacked."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +24,10 @@ from piecework.training.settings import Settings
 
 @dataclass(frozen=True)
 class Evaluation:
-    """On the test split; `adversarial_accuracy` is of `attacked` images of it, those that are wrong unattacked counted too."""
+    """Mean loss and accuracy on the test split. `adversarial_accuracy` is on `attacked` of its images.
+
+    Images that are misclassified without an attack count as wrong.
+    """
 
     loss: float
     accuracy: float
@@ -33,10 +36,10 @@ class Evaluation:
 
 
 class Evaluator:
-    """Holds one model at a time; weights are copied into it. With `attack`, `attacked` test images are also attacked.
+    """Evaluates on the test split, holding one model at a time. With `attack`, `attacked` test images are also attacked.
 
-    Which images, and where attacks start, is a function of `seed`: the same in every round. `prepare` is called with the model
-    each time it has new weights.
+    The attacked images and the starts of attacks depend on `seed` alone, so they are the same in every round. `prepare` is
+    called with the model each time weights have been copied into it.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Evaluator:
         self._model: PieceModel | None = None
 
     def __call__(self, arrays: ArrayRecord, atoms: Piece | None = None, head: str = "head") -> Evaluation:
-        """The whole model, or `atoms` with a head (`head`, `aux.<i>`) behind them, in batches of a fixed size and order."""
+        """Evaluate the whole model, or `atoms` with a head unit (`head`, `aux.<i>`), in batches of a fixed size and order."""
         model = self._filled(arrays, atoms, head)
         loss, correct, seen = 0.0, 0, 0
         with at_full_speed():
@@ -73,7 +76,7 @@ class Evaluator:
     def autoattack(
         self, arrays: ArrayRecord, images: int, epsilon: float, atoms: Piece | None = None, head: str = "head"
     ) -> AutoAttackResult:
-        """AutoAttack on so many test images, pixels within `epsilon`. Raises SettingsError without torchattacks."""
+        """Run AutoAttack on that many test images; `epsilon` is in pixels of [0, 1]. Raises SettingsError, ValueError."""
         model, rows = self._filled(arrays, atoms, head), self._chosen(images)
         pixels = torch.tensor(self.data.test_inputs[rows]).permute(0, 3, 1, 2).float().div_(255)
         on_pixels = OnPixels(model.logits, model.units().values(), self.data.mean, self.data.std)
@@ -86,7 +89,7 @@ class Evaluator:
             model.set_attacked(False)
 
     def _withstood(self, model: PieceModel, attack: Attack) -> tuple[int, int]:
-        """Images that are classified rightly under the attack, and images attacked."""
+        """Return the numbers of images that are classified correctly under the attack, and of images attacked."""
         start = torch.Generator().manual_seed(integer(self.seed, "evaluation-attack"))
         gradient = by_backward(lambda z, y: classification_loss(model.logits(z), y))
         withstood, seen = 0, 0
@@ -102,7 +105,7 @@ class Evaluator:
         return withstood, seen
 
     def _chosen(self, count: int) -> np.ndarray:
-        """So many test images (all, where there are fewer); a smaller choice is part of a larger one."""
+        """Draw the rows of `count` test images, or all if there are fewer. A smaller choice is part of a larger one."""
         order = generator(self.seed, "attacked").permutation(len(self.data.test_labels))
         return np.sort(order[:count])
 
@@ -110,14 +113,14 @@ class Evaluator:
         for start in range(0, len(rows), self.batch_size):
             chosen = rows[start : start + self.batch_size]
             if len(chosen) == 1 and start:
-                return  # batch statistics of one image say nothing
+                return  # batch statistics of one image are meaningless
             yield as_inputs(self.data.test_inputs[chosen], self.data), torch.tensor(self.data.test_labels[chosen])
 
     def _filled(self, arrays: Mapping[str, Array], atoms: Piece | None, head: str) -> PieceModel:
-        """The model of these atoms and this head, with these weights."""
+        """Return the model of these atoms and this head, filled with these weights."""
         atoms = tuple(range(len(self.blueprint.atoms))) if atoms is None else tuple(atoms)
         if self._model is None or (self._model.atoms, self._model.head_unit) != (atoms, head):
-            self._model = None  # the old one is gone before the new one is built
+            self._model = None  # frees the old model before the new one is built
             self._model = self.piece_class(self.blueprint, atoms, head, load_for_device(self.blueprint, _still))
         for unit, module in self._model.units().items():
             fill_unit(arrays, unit, module)
@@ -128,7 +131,10 @@ class Evaluator:
 def final_evaluation(
     evaluate: Evaluator, arrays: ArrayRecord, atoms: Piece, head: str, settings: Settings
 ) -> dict[str, Any]:
-    """How the trained model does, as JSON values: clean, under PGD, and under AutoAttack where that is asked for."""
+    """Evaluate the trained model clean, under PGD if the evaluator has an attack, and under AutoAttack if the settings ask.
+
+    Returns JSON values.
+    """
     found = asdict(evaluate(arrays, atoms, head)) | {"attack_steps": settings.evaluation.attack_steps}
     if settings.evaluation.autoattack_examples:
         result = evaluate.autoattack(
@@ -151,7 +157,10 @@ def _still(unit: str, module: nn.Module) -> None:
 
 @contextmanager
 def at_full_speed(threads: int = 0) -> Iterator[None]:
-    """Every core, or so many, for the body, and the heap kept: clients in this process may have one thread and a tight heap."""
+    """In the body, use `threads` cores (0 = all) and keep freed memory for reuse.
+
+    Clients that run in this process may have left one thread and a tight heap.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads or max(before, torch.multiprocessing.cpu_count()))
     keep_heap_loose()

@@ -261,7 +261,7 @@ class HeteroFL(PieceStrategy):
 
     def details(self) -> dict[str, Any]:
         """The fraction of the channels that each client has."""
-        return {"ratios": {str(client): task.variant.width for client, (task, _) in self._asked.items()}}
+        return {"width_ratios": {str(client): task.variant.width for client, (task, _) in self._asked.items()}}
 
 
 def classes(given: Any, count: int) -> list[int]:

@@ -132,7 +132,7 @@ def test_fedepth_gives_a_smaller_piece_after_a_crash(tmp_path: Path, grids: Any)
     assert second["measured_peak"] <= second["budget"]
 
 
-def test_a_share_that_a_fleet_fixes_is_not_taken_away_by_a_crash(tmp_path: Path, grids: Any) -> None:
+def test_a_width_that_a_fleet_fixes_is_not_taken_away_by_a_crash(tmp_path: Path, grids: Any) -> None:
     """There is no smaller one to fall back to."""
     fleet = fleet_json({"board": 1.0}, board=1.2)
     for strategy in ("heterofl", "splitmix"):

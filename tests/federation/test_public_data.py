@@ -34,7 +34,7 @@ def test_what_is_left_is_shared_as_ever() -> None:
         assert np.array_equal(one, left[other])
 
 
-def test_without_a_share_nothing_changes() -> None:
+def test_without_a_fraction_nothing_changes() -> None:
     settings, labels = tiny_settings(**DIGITS | {"data__public_fraction": 0.0}), open_dataset("digits", "").labels
     assert len(public_rows(settings, len(labels))) == 0
     assert sum(map(len, client_rows(settings, labels, 3))) == 1438
@@ -82,8 +82,8 @@ def test_public_data_have_to_be_like_the_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes", [{"data__public": "digits", "data__public_fraction": 0.0}, {"data__public": "npz:own.npz"}]
 )
-def test_public_data_are_other_data_and_no_share_beside_them(changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="it has to be other data, and the share 0"):
+def test_public_data_are_other_data_and_no_fraction_beside_them(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="it has to be other data, and the fraction 0"):
         public_examples(tiny_settings(**DIGITS | changes))
 
 

@@ -23,7 +23,7 @@ from piecework.training.settings import SettingsError
 
 
 def boards(**memory_and_speed: tuple[float | int, float]) -> str:
-    """A fleet of boards that clients get in turn: memory (bytes, or a share of a step) and FLOP/s."""
+    """A fleet of boards that clients get in turn: memory (bytes, or a fraction of a step) and FLOP/s."""
     table = [
         {"name": name, "memory" if isinstance(m, int) else "memory-ratio": m, "flops": speed}
         | {"bandwidth": 1e6, "disk-bandwidth": 1e7}
@@ -475,7 +475,7 @@ def test_fedprophet_with_memory_for_everything_is_jfat(tmp_path: Path) -> None:
         ),
         (
             {"fedprophet__r_min": "lots"},
-            r"setting fedprophet.r-min = 'lots': expected bytes as 60MB or 57MiB, or a share",
+            r"setting fedprophet.r-min = 'lots': expected bytes as 60MB or 57MiB, or a fraction",
         ),
         ({"attack__warmup": 2}, r"attack.warmup = 2 leaves no adversarial round in stages of 2"),
         (

@@ -243,7 +243,7 @@ def test_prism_with_all_output_channels(tmp_path: Path, monkeypatch: pytest.Monk
 def test_origdrop_has_no_channels_that_nobody_trains(tmp_path: Path) -> None:
     fleet = fleet_json(some=0.6, poor=0.3)
     run = run_local(tmp_path, **TRIO | SMALL | {"strategy": "origdrop"}, fleet=fleet, prism__keep_ratios="1,0.5,0.25")
-    assert set(run.rounds()[0]["shares"].values()) == {0.5, 0.25}
+    assert set(run.rounds()[0]["width_ratios"].values()) == {0.5, 0.25}
     conv = model_of(run)["atoms.1.conv.weight"]  # 16 -> 16 channels
     assert (conv[:8, :8] != 0).all()
     assert not conv[8:].any() and not conv[:, 8:].any()
@@ -338,7 +338,7 @@ def test_a_fleet_may_say_how_much_of_a_model_each_device_gets(tmp_path: Path, na
     ratios = {"prism__keep_ratios": "1,0.5,0.25", "heterofl__width_ratios": "1,0.5,0.25"}
     run = run_local(tmp_path, **TRIO | SMALL | {"strategy": name}, **ratios, fleet=fleet)
     (record,) = run.rounds()
-    assert list(record["keep_ratios" if "keep_ratios" in record else "shares"].values()) == [0.5, 0.25, 0.5]
+    assert list(record["keep_ratios" if "keep_ratios" in record else "width_ratios"].values()) == [0.5, 0.25, 0.5]
     assert [client["status"] for client in clients_of(run)] == ["ok", "ok", "memory"]
     half, quarter, _ = clients_of(run)
     assert quarter["measured_peak"] == quarter["predicted_peak"] < half["measured_peak"] == half["predicted_peak"]
@@ -353,7 +353,7 @@ def test_origdrop_counts_no_ratio_that_its_device_has_no_memory_for(tmp_path: Pa
 
 
 def test_a_ratio_that_a_run_does_not_have(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"keep = 0\.3 of device 'odd': the run has the shares 0\.5, 0\.25"):
+    with pytest.raises(ValueError, match=r"keep = 0\.3 of device 'odd': the run has the ratios 0\.5, 0\.25"):
         run_local(tmp_path, **TRIO | SMALL, prism__keep_ratios="0.5,0.25", fleet=fleet_json({"odd": 0.3}, odd=9.0))
 
 

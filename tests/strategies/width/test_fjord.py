@@ -95,15 +95,15 @@ def test_entries_are_averaged_over_the_clients_that_had_them(tmp_path: Path, gri
         assert np.allclose(got[channel], weighted / sum(counts[s] for s in having), atol=1e-7)
 
 
-def test_a_share_is_drawn_for_every_client_and_round(tmp_path: Path) -> None:
+def test_a_ratio_is_drawn_for_every_client_and_round(tmp_path: Path) -> None:
     records = run_local(tmp_path / "a", **FJORD | {"fjord__sampling": "round", "num_rounds": 8}).rounds()
-    drawn = [share for record in records for share in record["shares"].values()]
+    drawn = [ratio for record in records for ratio in record["width_ratios"].values()]
     assert set(drawn) == {1.0, 0.5, 0.25}
     again = run_local(tmp_path / "b", **FJORD | {"fjord__sampling": "round", "num_rounds": 2}).rounds()
-    assert [record["shares"] for record in again] == [record["shares"] for record in records[:2]]
+    assert [record["width_ratios"] for record in again] == [record["width_ratios"] for record in records[:2]]
 
 
-def test_a_share_is_drawn_for_every_batch_of_those_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ratio_is_drawn_for_every_batch_of_those_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[tuple[int, int]] = []
     original = NestedLoss.__call__
 

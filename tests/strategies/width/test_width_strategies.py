@@ -54,7 +54,7 @@ def conv_of(arrays: dict[str, np.ndarray]) -> np.ndarray:
 def test_each_client_trains_the_widest_model_that_fits(tmp_path: Path, strategy: str) -> None:
     run_dir = run_local(tmp_path, **SMALL | {"strategy": strategy})
     for record in run_dir.rounds():
-        assert record["shares"] == {"0": 1.0, "1": 0.5, "2": 0.25}
+        assert record["width_ratios"] == {"0": 1.0, "1": 0.5, "2": 0.25}
         assert [client["status"] for client in record["clients"]] == ["ok"] * 3
         for client in record["clients"]:
             assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
@@ -148,14 +148,14 @@ def test_the_scaler_divides_all_layers_but_the_last() -> None:
         torch.testing.assert_close(made[number], torch.full_like(made[number], expected), rtol=1e-3, atol=1e-3)
 
 
-def test_a_layers_share_is_that_of_its_inputs() -> None:
+def test_a_layers_ratio_is_that_of_its_inputs() -> None:
     """Images are never cut, and the last layer is not scaled; 1 of 8 channels is what is left of a sixteenth."""
     build = partial(build_blueprint, "convnet", num_classes=10, input_shape=(1, 8, 8))
-    shares = input_ratios(build(width=0.5), build())
-    assert shares == (1.0, *[0.5] * (len(shares) - 2), 1.0)
+    ratios = input_ratios(build(width=0.5), build())
+    assert ratios == (1.0, *[0.5] * (len(ratios) - 2), 1.0)
     resnet = partial(build_blueprint, "resnet18", num_classes=10, input_shape=(1, 28, 28))
-    shares = input_ratios(resnet(width=0.0625 / 8), resnet(width=0.125))
-    assert (shares[0], shares[1], shares[-1]) == (1.0, 1 / 8, 1.0)
+    ratios = input_ratios(resnet(width=0.0625 / 8), resnet(width=0.125))
+    assert (ratios[0], ratios[1], ratios[-1]) == (1.0, 1 / 8, 1.0)
 
 
 def plain(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -283,10 +283,10 @@ def test_a_plan_agrees_with_a_run(tmp_path: Path, strategy: str) -> None:
     assert stage["participation"] == len(record["clients"]) / 3
 
 
-@pytest.mark.parametrize("shares", ["", "0.5,x", "2,1", "0,1", "-1"])
-def test_shares_that_are_none(shares: str) -> None:
+@pytest.mark.parametrize("ratios", ["", "0.5,x", "2,1", "0,1", "-1"])
+def test_width_ratios_that_are_refused(ratios: str) -> None:
     with pytest.raises(ValueError, match=r"heterofl.width-ratios = .*: give fractions above 0 and up to 1"):
-        tiny_settings(heterofl__width_ratios=shares)
+        tiny_settings(heterofl__width_ratios=ratios)
 
 
 def test_sub_models_keep_no_batch_norm_of_their_own(tmp_path: Path) -> None:

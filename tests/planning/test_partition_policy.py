@@ -335,7 +335,7 @@ def test_a_mask_does_not_hide_its_convolution() -> None:
     assert fedprophet.macs(part, 1) == fedprophet.macs(plain, 1)
 
 
-def test_fedepths_rule_counts_the_layers_of_sub_models_and_takes_widths_as_shares() -> None:
+def test_fedepths_rule_counts_the_layers_of_sub_models_and_takes_widths_as_ratios() -> None:
     training_config = TrainingConfig(lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=32, epochs=1)
     full = blueprint_of("resnet18")
     whole = fedepth.memory_bytes(whole_model(full), full, training_config)
