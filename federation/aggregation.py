@@ -17,7 +17,8 @@ from piecework.models.cascade import unit_of
 Spec = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # name -> shape and dtype
 Who = TypeVar("Who")
 Norms = dict[str, float]  # unit, or its statistics -> root mean square of the update, or the limit of it
-STATISTICS = ":statistics"  # suffix of a unit's name: running means and variances of its batch norms, which scale as squared features
+# Suffix of a unit's name: running means and variances of its batch norms, which scale as squared features.
+STATISTICS = ":statistics"
 ALONE = "head:alone"  # the head of an update that contains nothing else
 MOST_BATCHES = 2**31  # maximum number of batches of a client in a round
 HELD = 3  # updates that are held back until the norms of a unit without a history can be compared
@@ -129,7 +130,7 @@ def check_update(
     total = math.sqrt(sum(squares[unit] for unit in weights))
     if any(unit not in (limits or {}) for unit in weights) and total > maximum():
         raise UpdateRejectedError(
-            f"the update's norm {total:.4g} is past the limit {maximum():.4g} (faults.update-norm-limit)"
+            f"the update's norm {total:.4g} exceeds the limit {maximum():.4g} (faults.update-norm-limit)"
         )
     return CheckedUpdate(checked, examples, norms)
 
@@ -148,7 +149,7 @@ def _checked_array(arrays: ArrayRecord, name: str, spec: Spec) -> np.ndarray:
         if not np.isfinite(array).all():
             raise UpdateRejectedError(f"array {name!r} holds {np.count_nonzero(~np.isfinite(array))} non-finite values")
         if name.endswith("running_var") and (array < 0).any():
-            raise UpdateRejectedError(f"array {name!r} has variances below 0, the least is {array.min():.4g}")
+            raise UpdateRejectedError(f"array {name!r} has variances below 0, the smallest is {array.min():.4g}")
     return array
 
 
@@ -164,7 +165,7 @@ def _require_counts(name: str, array: np.ndarray, previous: np.ndarray) -> None:
 def require_all(update: CheckedUpdate, names: Iterable[str]) -> None:
     """Raise UpdateRejectedError if an array is missing, for methods that cannot use an update of part of the model."""
     if missing := [name for name in names if name not in update.arrays]:
-        raise UpdateRejectedError(f"array {missing[0]!r} is missing: this system needs the whole model")
+        raise UpdateRejectedError(f"array {missing[0]!r} is missing: this strategy needs an update of the whole model")
 
 
 def require_within(norms: Norms, limits: Mapping[str, float]) -> None:
@@ -172,7 +173,7 @@ def require_within(norms: Norms, limits: Mapping[str, float]) -> None:
     for unit, norm in norms.items():
         if norm > (limit := limits.get(unit, math.inf)):
             raise UpdateRejectedError(
-                f"the update of {unit} moves it by {norm:.4g} (root mean square), past the limit {limit:.4g} "
+                f"the update of {unit} moves it by {norm:.4g} (root mean square), more than the limit {limit:.4g} "
                 "(faults.update-norm-limit)"
             )
 
@@ -224,7 +225,7 @@ def compared(
 
 
 def note_norms(found: dict[str, list[float]], norms: Norms) -> None:
-    """Append norms to the lists in `found`, by unit. Zeros are skipped: an unchanged unit does not show how far training goes."""
+    """Append norms to the lists in `found`, by unit. Zeros are skipped: an unchanged unit shows no typical norm."""
     for unit, norm in norms.items():
         if norm:
             found.setdefault(unit, []).append(norm)

@@ -102,8 +102,8 @@ def autoattack(
         warnings = suspicions(model, images[:batch_size], labels[:batch_size])
         if fixed:
             warnings.append(
-                "Batch norms that take a batch's statistics were given those of the attacked clean images, fixed: an attack "
-                "needs a model that classifies an image whatever others are beside it."
+                "Batch norms that use batch statistics were fixed to the statistics of the clean images, because an attack "
+                "needs a model whose prediction for an image does not depend on the rest of the batch."
             )
         right, after = logits.argmax(1) == labels, {}
         clean = int(right.sum())
@@ -136,10 +136,8 @@ def standard_attacks(
     class instead of nine.
     """
     common: dict[str, Any] = {"norm": "Linf", "eps": epsilon, "seed": seed, "n_restarts": 1}
-    aimed: dict[str, Any] = {
-        "steps": 100,
-        "n_classes": min(classes, 10),
-    }  # the targets are all of these classes but the true one
+    # The targets are all of these classes but the true one.
+    aimed: dict[str, Any] = {"steps": 100, "n_classes": min(classes, 10)}
     return {
         "apgd-ce": library.APGD(model, loss="ce", steps=100, **common),
         "apgd-t": library.APGDT(model, **aimed, **common),
@@ -171,7 +169,7 @@ def suspicions(model: nn.Module, images: Tensor, labels: Tensor) -> list[str]:
     gradient = torch.autograd.grad(F.cross_entropy(model(x), labels, reduction="sum"), x)[0]
     if zero := int((gradient.flatten(1) == 0).all(1).sum()):
         found.append(
-            f"The loss has a zero gradient at {zero} of {count} images ({zero / count:.1%}): gradient attacks make no way "
+            f"The loss has a zero gradient at {zero} of {count} images ({zero / count:.1%}): gradient attacks make no progress "
             "there, and the robustness may be overestimated."
         )
     return found

@@ -70,7 +70,7 @@ class Dispatcher:
     def contents(
         self, replies: Iterable[Message], on_error: OnError
     ) -> Iterator[tuple[int, dict[str, Any], ArrayRecord]]:
-        """Yield (client, metrics, arrays) for each client that did its task, as `answers` does without the arrays."""
+        """Yield (client, metrics, arrays) for each client that did its task. Malformed replies and errors end in the log."""
         for message in replies:
             client = self.registry.client_of(message.metadata.src_node_id)
             if client is None or client not in self.log:
@@ -116,4 +116,4 @@ class Dispatcher:
 
     def silence(self) -> str:
         """Return up to three reasons why clients did not answer the latest messages."""
-        return "; ".join(sorted({report.reason for report in self.log.values()})[:3]) or "none is connected"
+        return "; ".join(sorted({report.reason for report in self.log.values()})[:3]) or "no client is connected"

@@ -26,7 +26,7 @@ from piecework.training.settings import Settings
 class Evaluation:
     """Mean loss and accuracy on the test split. `adversarial_accuracy` is on `attacked` of its images.
 
-    Images that are misclassified without an attack count as wrong.
+    The attacked images include those that are misclassified without an attack.
     """
 
     loss: float
@@ -131,7 +131,7 @@ class Evaluator:
 def final_evaluation(
     evaluate: Evaluator, arrays: ArrayRecord, atoms: Piece, head: str, settings: Settings
 ) -> dict[str, Any]:
-    """Evaluate the trained model clean, under PGD if the evaluator has an attack, and under AutoAttack if the settings ask.
+    """Evaluate the trained model clean, under PGD if `evaluate` has an attack, and under AutoAttack if enabled.
 
     Returns JSON values.
     """

@@ -1,5 +1,6 @@
-"""The public examples with which a server distils, or learns what attacks look like: some of the training split that no client
-has, or data of the user's own.
+"""The server's public examples, for distillation or for learning to recognise attacks.
+
+They are a part of the training split that no client has, or the user's own data.
 """
 
 from dataclasses import replace
@@ -13,9 +14,9 @@ from piecework.training.setup import open_dataset, public_rows
 
 
 def public_examples(settings: Settings) -> Examples:
-    """The server's public examples, normalised as the run's. Their labels come along, and distillation does not read them.
+    """Return the server's public examples, normalised like the run's. They have labels, but distillation does not read them.
 
-    Raises ValueError where there are fewer than two, or those of `data.public` are not like the run's.
+    Raises ValueError for fewer than two examples, or if those of `data.public` differ from the run's in shape or type.
     """
     data = open_dataset(settings.dataset, settings.data_dir)
     if settings.data.public:
@@ -24,8 +25,8 @@ def public_examples(settings: Settings) -> Examples:
     if len(rows) < 2:
         raise ValueError(
             f"data.public-fraction = {settings.data.public_fraction}: {settings.strategy} needs public examples on the "
-            f"server, and has {len(rows)}; set data.public-fraction = 0.1, of the training examples, or data.public to a "
-            "folder of yours"
+            f"server, but has {len(rows)}; set data.public-fraction = 0.1 (of the training examples), or data.public to a "
+            "folder of your own data"
         )
     return training_examples(data, rows)
 
@@ -33,16 +34,17 @@ def public_examples(settings: Settings) -> Examples:
 def _own(settings: Settings, data: ArrayDataset) -> Examples:
     if settings.data.public_fraction or settings.data.public == settings.dataset:
         raise ValueError(
-            f"data.public = {settings.data.public!r}: beside data.public-fraction = {settings.data.public_fraction} and "
-            f"dataset = {settings.dataset!r} it has to be other data, and the fraction 0"
+            f"data.public = {settings.data.public!r}: needs data.public-fraction = 0, not {settings.data.public_fraction}, and "
+            f"data other than dataset = {settings.dataset!r}"
         )
-    folder = "" if data.export is not None else settings.data_dir  # a part of an export holds no other data
+    # With an export, data-dir is a part of it, which holds no other data.
+    folder = "" if data.export is not None else settings.data_dir
     prepare(settings.data.public, data_dir=folder, cache_dir=default_cache(), download=settings.data.download)
     own = open_dataset(settings.data.public, folder)
     if (own.input_shape, own.inputs.dtype, own.vocabulary) != (data.input_shape, data.inputs.dtype, data.vocabulary):
         raise ValueError(
             f"data.public = {settings.data.public!r} holds {own.inputs.dtype} of shape {own.input_shape}, data set "
-            f"{data.name} {data.inputs.dtype} of shape {data.input_shape}: they have to be alike"
+            f"{data.name} {data.inputs.dtype} of shape {data.input_shape}: type and shape must be equal"
         )
     if len(own.labels) < 2:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Who is there: which Flower node is which client, and what each of them can afford.
+"""The client registry: which Flower node is which client, and the resources of each client.
 
-A client is known by the `partition-id` of its node-config: Flower's node id changes when a device restarts.
+A client is identified by the `partition-id` of its node-config, because Flower's node id changes when a device restarts.
 """
 
 import math
@@ -20,14 +20,14 @@ from piecework.training.randomness import generator
 from piecework.training.settings.shared import Memory
 
 QUERY = "query.device"
-QUERY_SECONDS = 300.0  # then a node that did not answer is asked again
-GRACE_SECONDS = 15.0  # that a round waits for it: an answer takes a process that imports torch
-AGAIN_SECONDS = 30.0  # until a node whose answer could not be used is asked again
-MIN_EXAMPLES = 2  # batch norm has no statistics of one
+QUERY_SECONDS = 300.0  # after this time a query without an answer is repeated
+GRACE_SECONDS = 15.0  # how long a round waits for an answer: the node first starts a process and imports torch
+AGAIN_SECONDS = 30.0  # after this time a node whose answer could not be used is queried again
+MIN_EXAMPLES = 2  # batch norm has no statistics of one example
 
 
 def sampled(present: Sequence[int], wanted: int, seed: int, server_round: int) -> list[int]:
-    """The clients of a round: a function of (seed, round) and of who is there; all of them where `wanted` is 0."""
+    """Draw `wanted` of the present clients (0 = all), in order: a function of the seed, the round and `present`."""
     chosen = generator(seed, server_round, "sample").choice(
         np.array(present), size=min(wanted or len(present), len(present)), replace=False
     )
@@ -40,8 +40,9 @@ class TooFewNodesError(RuntimeError):
 
 @dataclass
 class Member:
-    """A node: its client number, device's name, software, examples to train on, to validate with, and of the test split, and
-    measured figures where it measures itself.
+    """What a node reported: its client number, device name, software, and numbers of training, validation and test examples.
+
+    `measured` holds its figures (bytes, FLOP/s, bytes/s) if it measures itself. `device` is empty if the fleet assigns one.
     """
 
     node_id: int
@@ -56,9 +57,9 @@ class Member:
 
 @dataclass
 class ClientRegistry:
-    """The members by client number. `clients` is how many the run is for (0 = decided by who connects).
+    """The members by client number. `clients` is the number of clients in the run (0 = as many as Flower's federation has).
 
-    `busy` are the nodes that have not answered an earlier message.
+    `busy` are the nodes that have not answered an earlier message. `query_bytes` are those of answers not yet recorded.
     """
 
     fleet: Fleet
@@ -76,11 +77,11 @@ class ClientRegistry:
 
     @property
     def auto(self) -> list[int]:
-        """The clients that measure themselves."""
+        """The clients whose devices measure themselves (device = 'auto')."""
         return [client for client, member in self.members.items() if member.device == "auto"]
 
     def gather(self, grid: Grid, timeout: float, enough: int = 0) -> None:
-        """Wait, at most `timeout` seconds, until all clients are there; then `enough` of them do, if that is not 0.
+        """Wait until all clients are connected. After `timeout` seconds, `enough` of them suffice, unless that is 0.
 
         Raises TooFewNodesError.
         """
@@ -100,9 +101,9 @@ class ClientRegistry:
             time.sleep(0.2)
 
     def update(self, grid: Grid) -> None:
-        """Ask nodes that are new who they are, and take in the answers that are there; does not wait for the others.
+        """Query new nodes, and register those whose answers have arrived, without waiting for the others.
 
-        A client that came back under a new node id replaces its old entry.
+        A client that returns under a new node id replaces its old entry.
         """
         online, now = set(grid.get_node_ids()), time.monotonic()
         self._asked = {message: sent for message, sent in self._asked.items() if sent[0] in online}
@@ -119,7 +120,7 @@ class ClientRegistry:
                     self._take_in(sent[0], reply)
 
     def incomplete(self) -> bool:
-        """Whether a node that is new has not said yet who it is, though it may be about to."""
+        """Return whether a new node was queried less than GRACE_SECONDS ago and has not answered yet."""
         return any(time.monotonic() - since < GRACE_SECONDS for _, since in self._asked.values())
 
     def _take_in(self, node: int, reply: Message) -> None:
@@ -139,7 +140,9 @@ class ClientRegistry:
         client = int(metrics.pop("partition-id"))  # type: ignore[arg-type]
         self.federation = int(metrics.pop("num-partitions"))  # type: ignore[arg-type]
         if not 0 <= client < (self.clients or self.federation):
-            raise ValueError(f"partition-id {client} of a run for {self.clients or self.federation} clients")
+            raise ValueError(
+                f"partition-id {client} is out of range in a run with {self.clients or self.federation} clients"
+            )
         examples = int(metrics.pop("num-examples"))  # type: ignore[arg-type]
         validation = int(metrics.pop("num-validation"))  # type: ignore[arg-type]
         test = int(metrics.pop("num-test", 0))  # type: ignore[arg-type]
@@ -150,7 +153,7 @@ class ClientRegistry:
         return client
 
     def _check_device(self, member: Member) -> None:
-        """Refuse a device that the fleet does not know, or that did not measure itself."""
+        """Reject a device that is not in the fleet, or device = 'auto' without usable measurements. Raises ValueError."""
         if member.device == "auto":
             figures = [member.measured[key] for key in ("memory-available", "flops-per-second", "disk-bandwidth")]
             if not all(math.isfinite(figure) and figure > 0 for figure in figures):
@@ -161,16 +164,16 @@ class ClientRegistry:
             )
 
     def unusable(self) -> list[dict[str, int | str]]:
-        """The nodes that did not say, or not in a way that can be used, who they are."""
+        """Return the nodes whose answer to the query was an error or unusable, each with the reason."""
         return [{"node": node, "reason": reason} for node, (reason, _) in sorted(self._failed.items())]
 
     def present(self, grid: Grid) -> list[int]:
-        """The clients whose nodes are connected now and not busy, and who have something to learn from, in order."""
+        """Return in order the clients that are connected, not busy, and have at least MIN_EXAMPLES training examples."""
         nodes = set(grid.get_node_ids()) - self.busy
         return sorted(c for c, m in self.members.items() if m.node_id in nodes and m.examples >= MIN_EXAMPLES)
 
     def devices(self) -> dict[str, int]:
-        """The device classes of the members, and how many clients each has."""
+        """Return the number of members of each device class."""
         names = (
             member.device or device_of(self.fleet, member.client, self.clients or self.federation, self.seed).name
             for member in self.members.values()
@@ -178,15 +181,19 @@ class ClientRegistry:
         return dict(sorted(Counter(names).items()))
 
     def client_of(self, node_id: int) -> int | None:
-        """The client behind a node, also behind one that it had before."""
+        """Return the client of a node id, current or former, or None if the node is unknown."""
         return self._clients.get(node_id)
 
     def busy_clients(self) -> list[int]:
-        """The clients whose nodes have not answered an earlier message."""
+        """Return in order the clients whose nodes have not answered an earlier message."""
         return sorted(client for client, member in self.members.items() if member.node_id in self.busy)
 
     def state(self, client: int, server_round: int, reference: int, message_bytes: int) -> DeviceState:
-        """What a client has in a round: emulated, or as it last measured itself. `reference` is in bytes."""
+        """Return a client's resources in a round: emulated, or as last measured by the device itself.
+
+        `reference` is the bytes of one reference step, of which ratio budgets are fractions. `message_bytes` is the size of a
+        message; three times as much is subtracted from memory that a device measured.
+        """
         member = self.members.get(client)
         if member is not None and member.device == "auto":
             budget = int(member.measured["memory-available"]) - self.memory.reserve - 3 * message_bytes
@@ -197,10 +204,10 @@ class ClientRegistry:
         return replace(state, tolerance=self.memory.excess)
 
     def note_free_memory(self, client: int, available: float) -> None:
-        """A device that measures itself says with every reply how much memory is free."""
+        """Store the free memory (bytes) that a self-measuring device sends with every reply."""
         self.members[client].measured["memory-available"] = available
 
     def take_query_bytes(self) -> int:
-        """Bytes of the answers to queries since the last call; the questions are empty."""
+        """Return the bytes of the answers to queries since the last call. The queries themselves are empty."""
         taken, self.query_bytes = self.query_bytes, 0
         return taken

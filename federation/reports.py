@@ -1,4 +1,4 @@
-"""What the records say of one client in one round."""
+"""The report of one client in one round, for the records."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,13 @@ LONGEST = 500  # characters of a client's text that are kept
 
 @dataclass
 class ClientReport:
-    """One client in one round, as it goes into the records. Bytes, seconds, FLOPs; peaks are of training memory, and
-    `gpu_peak` of what torch's allocator gave out of a GPU.
+    """One client in one round, as the records store it. Units are bytes, seconds and FLOPs.
 
-    `status`: ok; memory (refused, or stopped at its budget: `needed` and `allowed` tell); failed (it raised an exception);
-    crashed (its process died); gone (its node left); timeout (no answer within messages.round-timeout); rejected (an update
-    that may not enter the model). `note` is what else there is to say, also of an ok. `trained` names the parts of the model
-    that the client trained, and `pieces` the atoms of each of its work items. `counted_bits` and `counted_flops` are by the
-    rules of SpaFL's Table 2.
+    `status`: ok; memory (it refused, or stopped at its budget: see `needed` and `allowed`); failed (it raised an exception);
+    crashed (its process died); gone (its node left); timeout (no answer within messages.round-timeout); rejected (its update
+    may not enter the model). `note` holds further remarks, also for status ok. `trained` names the parts of the model that the
+    client trained, and `pieces` lists the atoms of each of its work items. Peaks are of training memory; `gpu_peak` is that of
+    torch's allocator on a GPU. `counted_bits` and `counted_flops` are counted as in SpaFL's Table 2 (planning/counts.py).
     """
 
     client: int
@@ -60,7 +59,7 @@ class ClientReport:
     simulated_seconds: float = 0.0
 
     def add_note(self, note: str) -> None:
-        """Add what a client says, which may be of any length, to what there is."""
+        """Append a client's remark to `note`, cut to LONGEST characters."""
         self.note = "; ".join(filter(None, (self.note, note[:LONGEST])))
 
     def account(
@@ -73,15 +72,17 @@ class ClientReport:
         cost_model: CostModel,
         executed: float = 1.0,
     ) -> None:
-        """FLOPs and simulated seconds of the work items that a client has `done`, each on so many examples (`seen`). It
-        executed the fraction `executed` of their FLOPs.
+        """Fill in FLOPs and simulated seconds of the work items `done`, each on that many examples (`seen`).
 
-        Raises UpdateRejectedError for work items that it was not asked for.
+        The client executed the fraction `executed` of their FLOPs. Raises UpdateRejectedError for work items that are not in
+        the task's cost list.
         """
         if unknown := [item for item in done if item not in task.costs]:
             raise UpdateRejectedError(f"work item {unknown[0].to_values()} was not in the task's cost list")
         if not 0 < len(done) <= len(task.costs):
-            raise UpdateRejectedError(f"{len(done)} work items, {len(task.costs)} are in the task's cost list")
+            raise UpdateRejectedError(
+                f"{len(done)} work items were done, but the task's cost list has {len(task.costs)}"
+            )
         self.pieces = [list(item.learns or item.atoms) for item in done]
         parts = [policy.part(item) for item in done]
         self.flops = work_flops(cost_model, parts, seen, executed)
@@ -92,7 +93,7 @@ class ClientReport:
         self.simulated_seconds = work_seconds(policy, cost_model, parts, seen, state, wire, executed)
 
     def read(self, metrics: Mapping[str, Any]) -> None:
-        """Take over what a client says of itself. Raises UpdateRejectedError, ValueError or TypeError for nonsense."""
+        """Copy the metrics that a client reported. Raises ValueError, TypeError or OverflowError for invalid values."""
         self.client_budget = count(metrics, "budget", self.budget)
         self.budget = min(self.budget, self.client_budget)
         self.message_bytes = count(metrics, "message-bytes")
@@ -105,9 +106,9 @@ class ClientReport:
 
 
 def verdict(metrics: Mapping[str, Any], keys: tuple[str, ...], maximum: int) -> tuple[int, dict[str, float]]:
-    """On how many of at most `maximum` validation examples a client evaluated, and what it found. Raises UpdateRejectedError.
+    """Return the number of examples that a client evaluated on, at most `maximum`, and its metrics of the given keys.
 
-    A client that has none says nothing.
+    A client without such examples gives (0, {}). Raises UpdateRejectedError for a number or a metric out of range.
     """
     if not (examples := count(metrics, "val-examples")):
         return 0, {}
@@ -124,14 +125,17 @@ def verdict(metrics: Mapping[str, Any], keys: tuple[str, ...], maximum: int) -> 
 
 
 def count(metrics: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """A number of things or bytes that a client sent. Raises UpdateRejectedError, TypeError or OverflowError."""
+    """Return a non-negative integer metric that a client sent. Raises UpdateRejectedError if it is negative.
+
+    Raises ValueError, TypeError or OverflowError if it is not a finite number.
+    """
     if (value := int(metrics.get(key, default))) < 0:
         raise UpdateRejectedError(f"{key} is {value}: it must not be negative")
     return value
 
 
 def finite(metrics: Mapping[str, Any], key: str) -> float | None:
-    """A metric that a client sent, or None where it did not. Raises UpdateRejectedError."""
+    """Return a metric that a client sent, or None if it is missing. Raises UpdateRejectedError if it is not a finite number."""
     value = metrics.get(key)
     if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
         raise UpdateRejectedError(f"{key} is {value!r}: it must be a finite number")

@@ -1,4 +1,4 @@
-"""Messages on their way: sent as nodes free up, replies as they arrive, late replies told from those of the round."""
+"""Send messages as earlier ones are answered, yield replies as they arrive, and separate late replies from current ones."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-LIFE = 2  # times messages.round-timeout: then Flower drops a message, and its node is free again
+LIFE = 2  # after this multiple of messages.round-timeout Flower drops a message, and its node is free again
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A message that waits for its answer; `expires` is a reading of the monotonic clock, in seconds."""
+    """A message that awaits its reply. `expires` is a time of the monotonic clock, in seconds."""
 
     node_id: int
     server_round: int
@@ -20,9 +20,9 @@ class Sent:
 
 
 class Transport:
-    """What is out to the nodes of a grid. A round waits at most `timeout` seconds for its replies.
+    """The unanswered messages to the nodes of a grid. An exchange waits at most `timeout` seconds for its replies.
 
-    A message still unanswered then is overdue: its node counts as busy until the reply comes or the message expires.
+    A message still unanswered then is overdue: its node counts as busy until the reply arrives or the message expires.
     """
 
     def __init__(self, grid: Grid, in_flight: int, timeout: float) -> None:
@@ -30,7 +30,7 @@ class Transport:
         self.overdue: dict[str, Sent] = {}
 
     def exchange(self, server_round: int, messages: Iterable[Message]) -> Iterator[Message]:
-        """Send messages, at most `in_flight` out at once, and yield replies as they arrive."""
+        """Send messages, with at most `in_flight` unanswered at once, and yield replies as they arrive."""
         waiting, pending = iter(messages), dict[str, Sent]()
         deadline, pause, exhausted = time.monotonic() + self.timeout, 0.01, False
         try:
@@ -54,21 +54,21 @@ class Transport:
 
     def _send(self, server_round: int, message: Message) -> dict[str, Sent]:
         node, expires = message.metadata.dst_node_id, time.monotonic() + message.metadata.ttl
-        # Flower's answer for a message that it cannot take, say to a node that left, is no identifier at all.
+        # For a message that Flower cannot accept, e.g. to a node that left, it returns an empty identifier.
         return {i: Sent(node, server_round, expires) for i in self.grid.push_messages([message]) if i}
 
     def late(self) -> list[tuple[Sent, Message]]:
-        """The replies that came since to messages of rounds that are closed."""
+        """Return the replies to overdue messages that arrived since the last call, and drop expired messages."""
         found, now = [], time.monotonic()
         while self.overdue and (replies := list(self.grid.pull_messages(set(self.overdue)))):
             for reply in replies:
                 sent = self.overdue.pop(reply.metadata.reply_to_message_id, None)
-                # Flower itself answers for messages that expired, by an error: no client's late reply.
+                # Flower itself answers an expired message with an error, which is not a late reply of a client.
                 if sent is not None and not (reply.has_error() and sent.expires <= now):
                     found.append((sent, reply))
         self.overdue = {i: sent for i, sent in self.overdue.items() if sent.expires > now}
         return found
 
     def busy(self) -> set[int]:
-        """The nodes that have not answered an earlier round's message."""
+        """Return the nodes that have overdue messages."""
         return {sent.node_id for sent in self.overdue.values()}

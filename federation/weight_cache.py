@@ -1,7 +1,7 @@
-"""Frozen units travel once: by content hash, in messages of bounded size, before the tasks that name them.
+"""Frozen units are sent once, ahead of the tasks that name them, identified by content hash, in messages of bounded size.
 
-Which client holds what is known by its own word, kept in memory only: after a restart, or under a new node id, it is asked
-first, so that only what lacks is sent again.
+The server keeps in memory which units each client reported to hold. After a server restart, or if a client has a new node id,
+the client is queried first, so that only missing units are sent again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ from piecework.training.settings import Settings
 
 
 def chunks(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Units in order, as many in a message as `limit` bytes allow; one that is larger goes alone."""
+    """Pack units in order into messages of at most `limit` bytes; a larger unit is sent alone. `sizes` is bytes by unit."""
     packed: list[list[str]] = []
     room = -1
     for unit, size in sizes.items():
@@ -32,32 +32,32 @@ def chunks(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def without_units(arrays: ArrayRecord, units: Iterable[str]) -> ArrayRecord:
-    """The arrays of all other units, not copied."""
+    """Return the arrays of all units but these, not copied."""
     excluded = set(units)
     return ArrayRecord({name: a for name, a in arrays.items() if unit_of(name) not in excluded}) if excluded else arrays
 
 
 def units_of(arrays: ArrayRecord, units: Iterable[str]) -> dict[str, dict[str, Array]]:
-    """The arrays of some units, not copied. Raises ValueError where there is no such unit."""
+    """Return the arrays of some units by unit and global name, not copied. Raises ValueError for an unknown unit."""
     found: dict[str, dict[str, Array]] = {unit: {} for unit in units}
     for name, array in arrays.items():
         if (unit := unit_of(name)) in found:
             found[unit][name] = array
     if empty := [unit for unit, held in found.items() if not held]:
-        raise ValueError(f"unit {empty[0]!r} is to be frozen, and the model has no such unit")
+        raise ValueError(f"unit {empty[0]!r} is to be frozen, but the model has no such unit")
     return found
 
 
 @dataclass
 class Holdings:
-    """What the client behind a node is known to hold."""
+    """The content hashes of the frozen units that the client on a node is known to hold."""
 
     node: int
     hashes: set[str] = field(default_factory=set)
 
 
 class WeightCache:
-    """What each client holds of the frozen units. `unreached` are the clients that have not answered their last chunk."""
+    """Which frozen units each client holds. `unreached` are the clients that have not answered their last chunk."""
 
     def __init__(self, settings: Settings, registry: ClientRegistry, experiment_id: str, state_dir: str) -> None:
         self.settings, self.registry = settings, registry
@@ -68,7 +68,7 @@ class WeightCache:
         self._hashes: dict[str, tuple[list[bytes], str]] = {}
 
     def hashes(self, arrays: ArrayRecord, units: Iterable[str]) -> dict[str, str]:
-        """The content hashes of units; those whose bytes are the very same objects as before are not hashed again."""
+        """Return the content hashes of units. Units whose bytes are the same objects as before are not hashed again."""
         named = {}
         for unit, held in units_of(arrays, units).items():
             known, digest = self._hashes.get(unit, ([], ""))
@@ -80,15 +80,16 @@ class WeightCache:
         return named
 
     def named(self, task: Task, arrays: ArrayRecord, units: Iterable[str]) -> Task:
-        """The task with the content hashes of its frozen units, which are to be held before it begins."""
+        """Return the task with the content hashes of these frozen units, which the client must hold before it begins."""
         return replace(task, frozen=self.hashes(arrays, units))
 
     def batches(
         self, tasks: Mapping[int, Task], arrays: ArrayRecord, reports: Mapping[int, ClientReport]
     ) -> Iterator[Iterator[Message]]:
-        """Messages that bring clients what their tasks name and they lack, one a client and batch.
+        """Yield batches of messages with the frozen units that clients miss, one message per client in each batch.
 
-        `note` has to take in the replies to a batch before the next one is asked for.
+        The first batch queries clients whose holdings are unknown. The replies to a batch must be passed to `note` before the
+        next batch is requested.
         """
         for client in self.unreached:
             self._held.pop(client, None)
@@ -96,7 +97,7 @@ class WeightCache:
         for client, task in tasks.items():
             held, node = self._held.get(client), self.registry.members[client].node_id
             if held is not None and held.node == node:
-                held.hashes &= set(task.frozen.values())  # a client drops what its task does not name
+                held.hashes &= set(task.frozen.values())  # a client drops units that its task does not name
             else:
                 self._held.pop(client, None)
         tasks = {client: task for client, task in tasks.items() if task.frozen}
@@ -109,7 +110,7 @@ class WeightCache:
 
     def _missing(self, client: int, task: Task, arrays: ArrayRecord) -> list[list[str]]:
         if client not in self._held:
-            return []  # it did not answer
+            return []  # it did not answer the query
         missing = [unit for unit, digest in task.frozen.items() if digest not in self._held[client].hashes]
         sizes = {u: sum(len(a.data) for a in held.values()) for u, held in units_of(arrays, missing).items()}
         return chunks(sizes, self.settings.messages.max_bytes)
@@ -145,7 +146,7 @@ class WeightCache:
             )
 
     def note(self, replies: Iterable[Message], reports: Mapping[int, ClientReport]) -> Iterator[tuple[int, Message]]:
-        """Take in what clients say they hold; yields the client and the message of those that failed."""
+        """Record which units arrived, from clients' replies. Yields (client, message) for each reply that is an error."""
         for message in replies:
             client = self.registry.client_of(message.metadata.src_node_id)
             if client is None or client not in self._sent or client not in reports:
@@ -166,6 +167,6 @@ class WeightCache:
             self.unreached.discard(client)
 
     def forget(self, client: int, hashes: Iterable[str]) -> None:
-        """A client found that it does not hold these after all."""
+        """Record that a client does not hold units of these hashes after all."""
         if client in self._held:
             self._held[client].hashes -= set(hashes)

@@ -30,7 +30,7 @@ def plan_tables(plan: dict[str, Any]) -> list[str | Table]:
 
 
 def pretending(plan: dict[str, Any]) -> list[str]:
-    """Return what devices would really need that only pretend to swap."""
+    """Return a warning that names the memory which devices with simulated swapping would really need."""
     found = plan["pretence"]
     if found is None:
         return []
@@ -38,7 +38,7 @@ def pretending(plan: dict[str, Any]) -> list[str]:
     amounts = found["needed_bytes"], plan["full_memory_bytes"], found["poorest_bytes"]
     needed, full, poorest = format_compared(*amounts)
     return [
-        f"Devices only pretend to swap: {found['fraction']:.0%} of the clients train what does not fit their budgets. Real "
+        f"Swapping is only simulated: {found['fraction']:.0%} of the clients train what does not fit their budgets. Real "
         f"ones "
         f"would need up to {needed}; the poorest has {poorest}. The whole model takes {full} for {step}, which "
         f"{found['whole_fits']:.0%} of the clients have. The times below add swapping as FedProphet models it."

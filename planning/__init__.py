@@ -1,4 +1,4 @@
-"""What a device can train: how a system cuts a model, and what each part costs in bytes, FLOPs and seconds.
+"""The parts of a model that a device can train: how a strategy cuts the model, and each part's bytes, FLOPs and seconds.
 
-May import training and what is below it.
+This package may import training and the packages that training imports.
 """

@@ -1,6 +1,6 @@
-"""What parts of a model cost on a device: traced, or by a paper's own memory model.
+"""The costs of training parts of a model on a device: traced, or by a paper's own memory model.
 
-Used by strategies for the costs in their tasks, and by plans; each question is answered once.
+Strategies list these costs in their tasks, and plans report them. Each cost is computed once.
 """
 
 from collections.abc import Hashable
@@ -22,7 +22,7 @@ from piecework.training.setup import training_config_for
 
 
 def share_or_bytes(text: str, full: int) -> int:
-    """`60MB`, `57MiB`, or `0.2x` of the full model's bytes. Raises ValueError."""
+    """Return the bytes of `60MB`, `57MiB`, or `0.2x`, a fraction of the full model's bytes `full`. Raises ValueError."""
     try:
         found = int(float(text[:-1]) * full) if text.endswith("x") else parse_bytes(text)
     except (ValueError, OverflowError):
@@ -33,7 +33,11 @@ def share_or_bytes(text: str, full: int) -> int:
 
 
 class CostModel:
-    """Costs of parts for one training config. `memory_model` is None for traced bytes; `reference` is the model at width 1."""
+    """Computes costs of parts for one training config. `memory_model` is None for traced bytes.
+
+    `reference` is the model at width 1. `feature_norm` is the norm of attacks on features behind the first atom.
+    `frozen_training`: frozen atoms run in training mode when they make features.
+    """
 
     def __init__(
         self,
@@ -51,7 +55,7 @@ class CostModel:
         self._streamed: dict[Hashable, int] = {}
 
     def traced(self, part: Part) -> StepCost:
-        """Peak bytes and FLOPs of one training step on fake tensors."""
+        """Return peak bytes and FLOPs of one training step of a part, from fake tensors."""
         key = part.signature(), part.at_input
         if key not in self._traced:
             self._traced[key] = piece_cost(
@@ -67,9 +71,9 @@ class CostModel:
         return self._traced[key]
 
     def streamed(self, blueprint: Blueprint, atom: int, head: str | None = None, *, measured: bool = False) -> int:
-        """Peak bytes of a frozen atom that makes features of a batch, or with a head logits; 0 by a paper's memory model.
+        """Return the peak bytes of a frozen atom that computes a batch's features, or logits if `head` is given.
 
-        `measured`: while its batch norms take statistics.
+        `measured`: its batch norms measure statistics meanwhile. Papers' memory models do not count this, so they give 0.
         """
         if self.memory_model is not None:
             return 0
@@ -91,7 +95,7 @@ class CostModel:
         )
 
     def bytes(self, part: Part) -> int:
-        """Bytes of training a part by the memory model."""
+        """Return the bytes of training a part, traced or by the paper's memory model."""
         if self.memory_model is None:
             return self.traced(part).peak_bytes
         key = part.blueprint.name, part.whole, part.atoms, part.signature()
@@ -101,14 +105,14 @@ class CostModel:
 
     @cached_property
     def unattacked(self) -> "CostModel":
-        """The costs of the same step on clean examples."""
+        """The cost model of the same training config without an attack."""
         if self.training_config.attack is None:
             return self
         training_config, frozen = replace(self.training_config, attack=None), self.frozen_training
         return CostModel(training_config, self.memory_model, self.reference, self.feature_norm, frozen_training=frozen)
 
     def batch(self, part: Part, size: float) -> Batch:
-        """A training step of a part on `size` examples, for the clock of devices that swap."""
+        """Return a training step of a part on `size` examples, for the emulated clock of devices that swap."""
         attack = self._config_of(part).attack
         return Batch(
             flops=self.traced(part).flops * size / self.training_config.batch_size,
@@ -121,16 +125,17 @@ class CostModel:
 
     @cached_property
     def reference_bytes(self) -> int:
-        """One reference step: the model at width 1, a FedAvg step; ratio budgets are fractions of it."""
+        """Bytes of the reference step, a FedAvg step of the model at width 1. Ratio budgets are fractions of it."""
         return self.unattacked.bytes(whole_model(self.reference))
 
 
 def cost_model_for(
     settings: Settings, reference: Blueprint, attack_steps: int = 0, precision: Precision | None = None
 ) -> CostModel:
-    """The costs of a run: its local step, by its memory model. Of an attack only its norm and its steps matter.
+    """Return the cost model of a run's local step, by the run's memory model.
 
-    `training.precision` is that of the settings, unless it is given.
+    `attack_steps` > 0 adds an attack, of which only the norm and the number of steps affect costs. `precision` replaces
+    `training.precision`.
     """
     attack, channels = None, (0.5,) * reference.input_shape[0]
     if attack_steps:

@@ -1,8 +1,7 @@
-"""What travels and what is computed, by the rules of SpaFL's Table 2; records have the bytes that were sent and the true FLOPs
-beside them.
+"""Communication and computation as counted in SpaFL's Table 2. Records hold the true bytes and FLOPs beside these counts.
 
-Communication: 32 bits for each value that a client is sent and for each that it sends. FLOPs: one a multiply-accumulate, a
-backward pass is two forward passes.
+Communication is 32 bits for each value that a client receives or sends. FLOPs are 1 per multiply-accumulate, and a backward
+pass counts as two forward passes.
 """
 
 from collections.abc import Mapping
@@ -17,25 +16,28 @@ VALUE_BITS = 32
 
 
 def bits(down: float, up: float) -> float:
-    """Of so many values on their way down and up."""
+    """Return the bits of that many values sent down to clients and up to the server."""
     return VALUE_BITS * (down + up)
 
 
 def dense_flops(macs: float, examples: float) -> float:
-    """Forward and backward, of a model with so many multiply-accumulates an example."""
+    """Return the FLOPs of forward and backward passes of a model with `macs` multiply-accumulates per example."""
     return 3 * macs * examples
 
 
 def sparse_flops(
     macs: Mapping[str, int], density: Mapping[str, float], examples: int, batches: int, thresholds: int, weights: int
 ) -> float:
-    """Of SpaFL's round on a client: layers at their density, the regulariser in every batch, and Eq. 13 once."""
+    """Return a client's FLOPs in a round of SpaFL: layers at their density, the regulariser in each batch, and Eq. 13 once.
+
+    `macs` and `density` are by layer; `thresholds` and `weights` are numbers of values.
+    """
     kept = sum(density[name] * count for name, count in macs.items())
     return dense_flops(kept, examples) + thresholds * batches + weights
 
 
 @lru_cache(maxsize=256)
 def entries(blueprint: Blueprint, unit: str) -> int:
-    """How many values a unit's state has: parameters, and what batch norms remember."""
+    """Return the number of values in a unit's state: parameters and batch-norm buffers."""
     with torch.device("meta"):
         return sum(prod(value.shape) for value in blueprint.build_unit(unit).state_dict().values())

@@ -1,6 +1,6 @@
-"""Which parts of the model are trained, and by which clients: what a fleet allows, and what happened in rounds.
+"""Coverage: which parts of the model the clients of a fleet can train, and which they trained in rounds.
 
-A part is an atom of the run's model, or its head. Plans and runs ask the same functions, and these the system's rule.
+A part is an atom of the run's model, or its head. Plans and runs use the same functions, which query the partition policy.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,27 +18,27 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Trainer:
-    """A client, for coverage: the most that it has in any round that is looked at, and its training examples."""
+    """A client for coverage: its state in the round in which it has the most memory, and its number of training examples."""
 
     state: DeviceState
     examples: int = 1
 
 
 def part_names(blueprint: Blueprint) -> dict[str, str]:
-    """What a person calls the units that are counted."""
+    """Return the display names of the units that coverage counts, by unit."""
     return {f"atoms.{number}": atom.name for number, atom in enumerate(blueprint.atoms)} | {"head": "head"}
 
 
 def richest(states: Iterable[DeviceState]) -> DeviceState:
-    """Of the states of a client, that with most memory."""
+    """Return the state with the most memory."""
     return max(states, key=lambda state: state.budget_bytes)
 
 
 def coverage(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> list[Row]:
-    """For each part: the device classes and the number of clients that can train it in some stage, and their fraction of the
-    data.
+    """Return for each part the device classes and the number of clients that can train it in any stage.
 
-    `channels` is the largest fraction of a layer's channels that any of them ever trains.
+    `fraction` is these clients' fraction of all examples. `channels` is the largest fraction of a layer's channels that
+    any of them trains in any round.
     """
     slowest = min((each.state.flops_per_second for each in trainers.values()), default=1.0)
     able = {state: abilities(policy, state, slowest) for state in {each.state for each in trainers.values()}}
@@ -58,7 +58,10 @@ def coverage(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> list[R
 
 
 def abilities(policy: PartitionPolicy, state: DeviceState, slowest: float) -> dict[str, float]:
-    """The units that a device can train in any stage, and the fraction of their channels."""
+    """Return the units that a device can train in any stage, each with the fraction of its channels.
+
+    `slowest` is the smallest FLOP/s among the clients.
+    """
     found: dict[str, float] = {}
     for stage in range(policy.stage_count):
         for part in policy.trainable(stage, state, slowest):
@@ -68,7 +71,7 @@ def abilities(policy: PartitionPolicy, state: DeviceState, slowest: float) -> di
 
 
 def learned_names(policy: PartitionPolicy, items: Sequence[WorkItem], seen: Sequence[int]) -> list[str]:
-    """The parts that a client trained: its work items, each on so many examples."""
+    """Return the names of the parts that a client trained: those of its work items with at least one example in `seen`."""
     trained = {unit for item, n in zip(items, seen, strict=True) if n for unit in policy.covered(policy.part(item))}
     return [name for unit, name in part_names(policy.blueprint).items() if unit in trained]
 
@@ -80,7 +83,10 @@ def trained_rows(
     *,
     distilled: bool = False,
 ) -> list[Row]:
-    """Return for each part how many clients trained it, and their fraction of all examples; whether the server distilled it."""
+    """Return for each part how many clients trained it, their fraction of all examples, and whether the server distilled it.
+
+    `trained` maps clients to parts, and `examples` maps all clients to their numbers of training examples.
+    """
     total = sum(examples.values())
     by_part = {part: [client for client, learned in trained.items() if part in learned] for part in parts}
     return [
@@ -96,7 +102,7 @@ def trained_rows(
 
 @dataclass(frozen=True)
 class Finding:
-    """What there is to say of a coverage; nothing, in an empty sentence, where every part is covered."""
+    """A message about a coverage. Both fields are empty if all channels of every part are covered."""
 
     level: Literal["", "note", "warning", "error"] = ""
     says: str = ""
@@ -105,7 +111,7 @@ class Finding:
 def judged(
     policy: PartitionPolicy, rows: Sequence[Row], trainers: Mapping[int, Trainer], given: Collection[str] = ()
 ) -> Finding:
-    """What parts that no client can train mean for the trained model. `given` names the parts that begin pretrained."""
+    """Judge a coverage: which parts no client can train, and how they end up. `given` are the pretrained parts."""
     if not trainers:
         return Finding(
             "error", "no client has two training examples or more: give clients more data, or lower `clients`"
@@ -125,22 +131,22 @@ def judged(
     if (widest := max(row["channels"] for row in rows)) < 1:
         return Finding(
             "warning",
-            f"no client can train more than {widest:.4g} of the channels, and the others keep random initial weights",
+            f"no client can train more than {widest:.4g} of the channels; the other channels keep their random initial weights",
         )
     return Finding()
 
 
 def anybody(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> bool:
-    """Whether a client can train anything, if it is not of the run's own model."""
+    """Return whether any client can train anything, even if that is no part of the run's own model."""
     states = {each.state for each in trainers.values()}
     slowest = min((state.flops_per_second for state in states), default=1.0)
     return any(policy.trainable(stage, state, slowest) for state in states for stage in range(policy.stage_count))
 
 
 def left_random(policy: PartitionPolicy, said: str, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> Finding:
-    """What it means that no client can train some parts, of which these are not pretrained either."""
+    """Return the finding for parts that no client can train. `parts` are those of them that are not pretrained."""
     if not parts:
-        return Finding("note", f"{said}: what no client trains stays as training.init-weights has it")
+        return Finding("note", f"{said}: these parts keep the weights of training.init-weights")
     said += (
         f", so {'they keep' if len(parts) > 1 else 'it keeps'} random initial weights{needs(policy, parts, trainers)}"
     )
@@ -149,12 +155,12 @@ def left_random(policy: PartitionPolicy, said: str, parts: Sequence[str], traine
     return Finding(
         "error",
         f"{said}. Give some clients more memory, lower training.batch-size or architecture.width, choose a system whose "
-        "clients train every part (piecework plan --suggest), or accept this by faults.allow-untrained = true",
+        "clients train every part (piecework plan --suggest), or accept this with faults.allow-untrained = true",
     )
 
 
 def needs(policy: PartitionPolicy, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> str:
-    """What the first of these parts takes, where the system trains it alone, against what the richest client has."""
+    """Return in words the bytes that the first part needs and the richest client has, or "" if it is never trained alone."""
     atom = next((n for n, atom in enumerate(policy.blueprint.atoms) if atom.name == parts[0]), None)
     if atom is None or (needed := policy.alone(atom)) is None:
         return ""
@@ -163,7 +169,7 @@ def needs(policy: PartitionPolicy, parts: Sequence[str], trainers: Mapping[int, 
 
 
 def consecutive(parts: Sequence[str], of: Sequence[str]) -> str:
-    """Some of the parts in order, for people: `conv1..conv3, head`."""
+    """Return some of the parts `of` the model as text: `conv1..conv3, head`."""
     places = {part: number for number, part in enumerate(of)}
     spans = groupby(enumerate(parts), key=lambda item: places[item[1]] - item[0])
     runs = [[part for _, part in span] for _, span in spans]
@@ -171,7 +177,7 @@ def consecutive(parts: Sequence[str], of: Sequence[str]) -> str:
 
 
 def coverage_lines(rows: Sequence[Row], clients: int) -> list[tuple[str, str]]:
-    """Parts that are covered alike, and by how many of so many clients."""
+    """Return (parts, covered by) in words for each run of parts with equal coverage; `clients` is the number of all clients."""
     names = [row["part"] for row in rows]
     found = []
     for key, same in groupby(rows, key=lambda row: (row["clients"], round(row["fraction"], 9))):
@@ -181,7 +187,7 @@ def coverage_lines(rows: Sequence[Row], clients: int) -> list[tuple[str, str]]:
 
 
 def coverage_sentence(rows: Sequence[Row], clients: int) -> str:
-    """The same in one sentence."""
+    """Return in one sentence by how many of the clients the parts of the model can be trained."""
     lines = coverage_lines(rows, clients)
     if not any(row["clients"] for row in rows):
         return "no part of the model can be trained by any client"

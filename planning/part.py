@@ -1,4 +1,4 @@
-"""What a device holds at once while it trains: atoms of a model and a head, with what is known of them without training."""
+"""A part: the atoms of a model and the head that a device holds at once while it trains, and statistics of it."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from piecework.training.loop import MakeLoss, PieceModel, single_loss
 
 @dataclass(frozen=True)
 class Part:
-    """What a device holds at once while it trains: atoms of a model, or none, and a head.
+    """The atoms of a model, or none, and the head that a device holds at once while it trains.
 
-    There are `copies` of them where several learn together. `name` is for people, where the atoms do not tell. With `targets`
-    it learns logits instead of labels. `piece_class` says how they are run. `clean`: on clean examples, also where the run's
-    step is adversarial. `learns` are the units that learn, where not all do.
+    `copies` is the number of copies that learn together. `name` is a display name that replaces the atoms' names. With
+    `targets`, the part learns logits instead of labels. `piece_class` runs the part. With `clean`, it trains on clean examples
+    even if the run's step is adversarial. `learns` are the units that learn; if empty, all units learn.
     """
 
     blueprint: Blueprint
@@ -43,7 +43,7 @@ class Part:
 
     @property
     def whole(self) -> bool:
-        """Whether this is the whole model."""
+        """Whether the part has all atoms of the model."""
         return len(self.atoms) == len(self.blueprint.atoms)
 
     @property
@@ -58,7 +58,7 @@ class Part:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of one example at the entrance: 4 a value of an image or of stored features, 8 a token."""
+        """Bytes of one example at the part's input: 4 per value of an image or of stored features, 8 per token."""
         if not self.atoms:
             return 4 * prod(self.blueprint.feature_shape)
         return (8 if self.at_input and self.blueprint.vocabulary else 4) * prod(
@@ -67,17 +67,17 @@ class Part:
 
     @property
     def at_input(self) -> bool:
-        """Whether it begins with the model's first atom."""
+        """Whether the part begins with the model's first atom."""
         return self.atoms[:1] == (0,)
 
     @cached_property
     def forward_flops(self) -> int:
-        """FLOPs of one example on its way through atoms and head, 2 per multiply-accumulate."""
+        """FLOPs of one example's forward pass through atoms and head of all copies, 2 per multiply-accumulate."""
         return self.copies * sum(layer_statistics(self.blueprint, unit).flops for unit in self.units)
 
     @property
     def features(self) -> int:
-        """Values of one example that the backward pass needs, as FedProphet's authors count: inputs of layers with weights.
+        """Values per example that the backward pass needs, as FedProphet's authors count: inputs of layers with weights.
 
         An auxiliary head counts its un-pooled input and its logits. A 1 x 1 shortcut shares its input with the block.
         """
@@ -92,15 +92,15 @@ class Part:
         return values
 
     def names(self) -> list[str]:
-        """What a person calls the atoms."""
+        """Return the names of the atoms."""
         return [self.blueprint.atoms[atom].name for atom in self.atoms]
 
     def signature(self) -> Hashable:
-        """Equal for parts that are built alike on inputs of the same shape: they cost the same."""
+        """Return a key that is equal for parts of the same construction and input shape, which have equal costs."""
         units = tuple(unit_signature(self.blueprint, unit) for unit in self.units)
         return units, self.copies, self.make_loss, self.targets, self.piece_class, self.clean
 
 
 def whole_model(blueprint: Blueprint, name: str = "the whole model") -> Part:
-    """All atoms and the head, as FedAvg trains them."""
+    """Return the part with all atoms and the head, as FedAvg trains them."""
     return Part(blueprint, tuple(range(len(blueprint.atoms))), name=name)

@@ -1,6 +1,7 @@
-"""How a system cuts a model among devices: what it trains in which stage, which device can train it, what travels.
+"""How a strategy cuts a model for devices: the parts of each stage, the parts that a device can train, and the bytes sent.
 
-Each system's rule stands in its own file beside its strategy. Plans need no more than rules; nothing is trained by them.
+Each strategy's partition policy is in the file of the strategy or next to it. Plans use partition policies alone and train
+nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -23,25 +24,25 @@ from piecework.training.settings import Settings
 
 @dataclass(frozen=True)
 class Stage:
-    """A time in which the same is trained everywhere: `parts` is what there is to train for a device."""
+    """A phase of a run that always trains the same parts. `parts` are those of a device with the smallest budget."""
 
     name: str
     parts: tuple[Part, ...]
 
 
 class PartitionPolicy(ABC):
-    """How a system cuts one model for one fleet.
+    """How a strategy cuts one model for one fleet.
 
-    `smallest` is the smallest budget (bytes) that a client will have, `allowed` what such a client may use.
-
-    A policy does not change: `fit` and `with_smallest` make another one.
+    `smallest` is the smallest budget (bytes) that a client will have, and `allowed` the bytes that such a client may use. A
+    policy is immutable: `fit` and `with_smallest` return another one.
 
     `cuts`: the model is cut to fit a budget. `adapts`: the model is not cut, but narrowed or shortened.
-    `when_excluded` says what becomes of a device that cannot train.
-    `adversarial`: whether the system trains on adversarial examples; with `optional` the settings decide.
-    `caveat` is what advice says of the system beside its figures.
-    `untrained`: what becomes of a part of the model that no client trains. It keeps its initial weights, or the trained model
-    ends before it, or the server trains it by distillation.
+    `exits`: the server's model has an exit head after every atom but the last.
+    `when_excluded` is the status that plans show for a device that cannot train.
+    `adversarial`: whether the strategy trains on adversarial examples; with `optional` the settings decide.
+    `caveat` is a remark that advice adds to the strategy's figures.
+    `untrained`: how a part of the model that no client trains ends up. It keeps its initial weights ("random"), or the trained
+    model ends before it ("cut off"), or the server trains it by distillation ("distilled").
     """
 
     cuts: ClassVar[bool] = False
@@ -49,7 +50,7 @@ class PartitionPolicy(ABC):
     exits: ClassVar[bool] = False
     adversarial: ClassVar[Literal["never", "optional", "always"]] = "never"
     caveat: ClassVar[str] = ""
-    moving: ClassVar[bool] = False  # whether sub-models have other channels, or are other nets, from round to round
+    moving: ClassVar[bool] = False  # whether sub-models change their channels or nets from round to round
     when_excluded: ClassVar[str] = "excluded"
     untrained: ClassVar[Literal["random", "cut off", "distilled"]] = "random"
 
@@ -60,7 +61,7 @@ class PartitionPolicy(ABC):
 
     @classmethod
     def attacks(cls, settings: Settings) -> bool:
-        """Whether a run with these settings trains on adversarial examples. Raises ValueError where it should and cannot."""
+        """Return whether a run with these settings trains on adversarial examples. Raises ValueError if they conflict."""
         if settings.training.adversarial and cls.adversarial == "never":
             raise ValueError(f"training.adversarial = true: {settings.strategy} trains on clean examples only")
         if (
@@ -69,122 +70,123 @@ class PartitionPolicy(ABC):
             and settings.attack.warmup >= settings.num_rounds
         ):
             raise ValueError(
-                f"attack.warmup = {settings.attack.warmup} leaves no adversarial round of num-rounds = {settings.num_rounds}"
+                f"attack.warmup = {settings.attack.warmup} leaves no adversarial round in num-rounds = {settings.num_rounds}"
             )
         return cls.adversarial == "always" or (cls.adversarial == "optional" and settings.training.adversarial)
 
-    def require_model(self) -> None:  # noqa: B027 (most systems take every model)
-        """Raises ValueError, which names layer and reason, for a model that the system cannot take."""
+    def require_model(self) -> None:  # noqa: B027 (most strategies accept every model)
+        """Raise ValueError, which names the layer and the reason, for a model that the strategy cannot train."""
 
     @property
     def variant(self) -> Variant:
-        """What the server's model is of the run's own."""
+        """The variant of the run's model that the server holds."""
         return Variant()
 
     @cached_property
     def model(self) -> Blueprint:
-        """The server's model. Raises ValueError for a model of which it cannot be made."""
+        """The server's model. Raises ValueError if the run's model has no such variant."""
         return vary(self.blueprint, self.variant)
 
     @property
     def enforced(self) -> bool:
-        """Whether clients are held to their budgets."""
+        """Whether budgets are enforced on clients."""
         return self.settings.memory.enforced
 
     @property
     def swaps(self) -> bool:
-        """Whether a device trains also what does not fit, at the cost of time."""
+        """Whether devices also train parts that exceed their memory, by swapping, which takes more time."""
         return False
 
     def item(self, atoms: Piece) -> WorkItem:
-        """The work item that trains these atoms of the server's model with the head that belongs behind them."""
+        """Return the work item that trains these atoms of the server's model with the head that belongs to them."""
         return WorkItem(atoms, variant=self.variant)
 
     @property
     def whole(self) -> WorkItem:
-        """The work item that trains the server's model."""
+        """The work item that trains all of the server's model."""
         return self.item(tuple(range(len(self.model.atoms))))
 
     def bytes(self, item: WorkItem) -> int:
-        """The memory cost of a work item, found once."""
+        """Return the memory cost (bytes) of a work item, computed once."""
         if item not in self._bytes:
             self._bytes[item] = self.cost_model.bytes(self.part(item))
         return self._bytes[item]
 
     def min_budget(self) -> int:
-        """The least budget (bytes) for which there are stages."""
+        """Return the smallest budget (bytes) with which a client can train anything; 0 = any budget."""
         return 0
 
     def with_smallest(self, budget: int) -> Self:
-        """The same policy where the smallest budget is so many bytes."""
+        """Return this policy for a smallest budget of that many bytes."""
         return type(self)(self.blueprint, self.cost_model, self.settings, budget)
 
     def fit(self, minimum: int, maximum: int) -> Self:
-        """The policy that cuts or sizes the model for clients of which none has less, or more, than so many bytes.
+        """Return the policy that cuts or sizes the model for clients with `minimum` to `maximum` bytes of memory.
 
-        Raises ValueError where no client could train anything.
+        Raises ValueError if no client could train anything.
         """
         return self.with_smallest(minimum)
 
     def part(self, item: WorkItem) -> Part:
-        """What a work item means: here its atoms of the server's model with their head."""
+        """Return the part that a work item trains; by default its atoms of the server's model with their head."""
         return Part(self.model, item.atoms, item.head)
 
     @cached_property
     @abstractmethod
     def stages(self) -> list[Stage]:
-        """What is trained, stage by stage. Raises ValueError where the model cannot be cut for the smallest budget."""
+        """The stages in order, for the smallest budget. Raises ValueError if the model cannot be cut for it."""
 
     @property
     def stage_count(self) -> int:
-        """How many stages there are: known also of a rule that cuts the model again for each device."""
+        """The number of stages, also for a policy that cuts the model separately for each device."""
         return 1
 
     @abstractmethod
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """What a device trains in a round of a stage, one part after another; `slowest` is the least FLOP/s of the round.
+        """Return the parts that a device trains in a round of a stage, one after another.
 
-        Raises MemoryBudgetExceededError or AtomTooLargeError where there is nothing that it can train.
+        `slowest` is the smallest FLOP/s among the round's devices. Raises MemoryBudgetExceededError or AtomTooLargeError if the
+        device can train nothing.
         """
 
     def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """What a device can train in a stage, for the coverage of the model: `work`, or nothing where that raises."""
+        """Return the parts that a device can train in a stage, for coverage: those of `work`, or none if that raises."""
         try:
             return self.work(stage, state, slowest)
         except (MemoryBudgetExceededError, AtomTooLargeError):
             return []
 
     def covered(self, part: Part) -> list[str]:
-        """The units of the run's own model, its atoms and its head, that training a part changes."""
+        """Return the units of the run's own model (its atoms and its head) that training a part changes."""
         own = {*(f"atoms.{atom}" for atom in range(len(self.blueprint.atoms))), "head"}
         return [unit for unit in part.learned if unit in own]
 
     def channels(self, part: Part) -> float:
-        """The largest fraction of its channels that is ever trained of a layer by clients that train such parts."""
+        """Return the largest fraction of a layer's channels that clients with such parts train over all rounds."""
         return 1.0
 
     def alone(self, atom: int) -> int | None:
-        """Bytes of training an atom without the others; None where that is not a step of this system."""
+        """Return the bytes of training an atom without the others, or None if the strategy never does that."""
         return None
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
-        """Bytes of arrays down and up in a round for a client that trains `parts`: what it trains, there and back."""
+        """Return the bytes of arrays sent down and up per round for a client that trains `parts`; by default their units."""
         units = {unit: part.blueprint for part in parts for unit in part.units}
         size = sum(layer_statistics(blueprint, unit).state_bytes for unit, blueprint in units.items())
         return size, size
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
-        """Values down and up in a round for a client that trains `parts`, as SpaFL's Table 2 counts (planning/counts.py)."""
+        """Return the values sent down and up per round for a client that trains `parts`, for SpaFL's counts (counts.py)."""
         units = {unit: part.blueprint for part in parts for unit in part.units}
         count = sum(entries(blueprint, unit) for unit, blueprint in units.items())
         return count, count
 
     def excluded(self, parts: list[Part]) -> list[str]:
-        """The atoms that a client should train and cannot: none, unless a system goes on without them."""
+        """Return the names of the atoms that a client skips because they do not fit; by default none."""
         return []
 
     def within(self, part: Part, state: DeviceState) -> Part:
-        """The part, if the device can train it. Raises MemoryBudgetExceededError."""
+        """Return the part if the device can train it. Raises MemoryBudgetExceededError."""
         needed = self.cost_model.bytes(part)
         if needed > state.allowed_bytes:
             raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
@@ -192,27 +194,30 @@ class PartitionPolicy(ABC):
 
 
 class Swapping(PartitionPolicy):
-    """By which every device trains the whole model, and swaps, in pretence, what does not fit: budgets are not enforced."""
+    """A policy under which every device trains the whole model, and the emulated device swaps if it does not fit.
 
-    caveat = "devices only pretend to swap"
+    Swapping is only simulated, so budgets are not enforced.
+    """
+
+    caveat = "swapping is only simulated"
 
     @property
     def swaps(self) -> bool:
-        """Always."""
+        """True for every run."""
         return True
 
     @property
     def enforced(self) -> bool:
-        """Never: what does not fit is swapped."""
+        """False for every run, because devices swap."""
         return False
 
     def min_budget(self) -> int:
-        """Nothing: it swaps."""
+        """Return 0: a device with any budget trains, by swapping."""
         return 0
 
 
 def require_no_statistics(blueprint: Blueprint, settings: Settings, reason: str) -> None:
-    """Raises ValueError, with the `reason`, for a model whose batch norms keep statistics."""
+    """Raise ValueError, with the `reason`, for a model whose batch norms keep statistics."""
     found = next((unit for unit in blueprint.units() if has_statistics(blueprint, unit)), None)
     if found is None:
         return
@@ -227,7 +232,7 @@ def require_no_statistics(blueprint: Blueprint, settings: Settings, reason: str)
 
 
 def label(part: Part) -> str:
-    """A part for people: the names of its first and last atom."""
+    """Return a part's display name: its `name`, or the names of its atoms as `a..c` or `a+b`."""
     if part.name:
         return part.name
     if part.whole:

@@ -1,4 +1,4 @@
-"""What a training step takes, and a frozen atom: bytes and FLOPs, found by running both on fake tensors."""
+"""The bytes and FLOPs of a training step, and the bytes of a frozen atom's forward pass, traced on fake tensors."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ from piecework.training.loop import (
 
 
 def fake_load(blueprint: Blueprint) -> Load:
-    """Build units as a device would hold them, with whatever weights: for pricing."""
+    """Return a function that builds units in a device's memory format, with arbitrary weights, for tracing costs."""
     return lambda unit: channels_last(blueprint.build_unit(unit))
 
 
@@ -41,9 +41,9 @@ def piece_cost(
     targets: bool = False,
     piece_class: type[PieceModel] = PieceModel,
 ) -> StepCost:
-    """Bytes and FLOPs of one training step of a piece, or of `copies` of it that learn together, from fake tensors.
+    """Return the bytes and FLOPs of one training step of a piece, or of `copies` of it that learn together.
 
-    With `targets` it learns logits, not labels.
+    With `targets`, the piece learns logits instead of labels.
     """
 
     attack, attack_flops = training_config.attack, FlopCount()
@@ -53,7 +53,7 @@ def piece_cost(
         loss, optimiser = start(pieces, training_config, make_loss)
         perturb = None
         if attack is not None:
-            # Attack steps are all alike: one is traced, the others take no more memory and the same FLOPs.
+            # All attack steps are equal: one is traced, and the others take no more memory and the same FLOPs.
             perturb = adversary(pieces, loss, replace(attack, steps=1), 0, partial(counted, flops=attack_flops))
         z = fake_batch(blueprint, atoms[0] if atoms else None, training_config.batch_size)
         shape = (training_config.batch_size, outputs(pieces[0].head)) if targets else (training_config.batch_size,)
@@ -74,9 +74,9 @@ def stream_cost(
     measured: bool = False,
     head: str | None = None,
 ) -> int:
-    """Bytes of a frozen atom that makes features of a batch, or with a head logits, from fake tensors.
+    """Return the peak bytes of a frozen atom that computes a batch's features, or logits if `head` is given.
 
-    `measured`: while its batch norms take statistics.
+    `training`: the atom runs in training mode. `measured`: its batch norms measure statistics meanwhile.
     """
 
     @torch.no_grad()
@@ -92,7 +92,7 @@ def stream_cost(
 
 
 def counted(loss: Loss, flops: FlopCount) -> Gradient:
-    """A loss's gradient by its input, its FLOPs counted."""
+    """Return the gradient function of a loss with respect to its input, which adds its FLOPs to `flops`."""
     gradient = by_backward(loss)
 
     def count(z: Tensor, y: Tensor) -> Tensor:
@@ -103,8 +103,9 @@ def counted(loss: Loss, flops: FlopCount) -> Gradient:
 
 
 def fake_batch(blueprint: Blueprint, atom: int | None, batch_size: int) -> Tensor:
-    """An input batch of an atom, or of the head, as `Examples` hands it out: [B, H, W, C] in memory, read as [B, C, H, W];
-    or tokens.
+    """Return an input batch of an atom, or of the head if `atom` is None, in the format of `Examples`.
+
+    Images and feature maps are [B, H, W, C] in memory, viewed as [B, C, H, W]. Other inputs are [B, ...]: features, or tokens.
     """
     shape = blueprint.feature_shape if atom is None else blueprint.shape_before(atom)
     if len(shape) == 3:

@@ -1,4 +1,4 @@
-"""How long a device takes for its work in a round: one formula, for plans and for records."""
+"""The time that a device takes for its work in a round. Plans and records use the same formula."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -12,7 +12,7 @@ from piecework.training.settings import Settings
 
 
 def local_work(settings: Settings, examples: int) -> tuple[int, int]:
-    """The batches that a client with so many examples trains on in a round, and the examples in them."""
+    """Return the number of batches per round of a client with that many examples, and the number of examples in them."""
     if settings.training.local_iterations:
         return settings.training.local_iterations, settings.training.local_iterations * min(
             settings.training.batch_size, examples
@@ -23,14 +23,14 @@ def local_work(settings: Settings, examples: int) -> tuple[int, int]:
 
 
 def batches_of(settings: Settings, seen: int) -> int:
-    """In how many batches a client saw so many examples, all its epochs together."""
+    """Return the number of batches, over all epochs, in which a client processed `seen` examples."""
     if settings.training.local_iterations:
         return settings.training.local_iterations if seen else 0
     return ceil(seen / (settings.training.local_epochs * settings.training.batch_size)) * settings.training.local_epochs
 
 
 def work_flops(cost_model: CostModel, parts: Sequence[Part], seen: Sequence[int], executed: float = 1.0) -> float:
-    """FLOPs of parts, each on so many examples (`seen`), of which the fraction `executed` was."""
+    """Return the FLOPs of parts, each on that many examples (`seen`), times the fraction `executed` of them."""
     size = cost_model.training_config.batch_size
     return executed * sum(cost_model.traced(part).flops * n / size for part, n in zip(parts, seen, strict=True))
 
@@ -44,9 +44,10 @@ def work_seconds(
     wire: tuple[int, int],
     executed: float = 1.0,
 ) -> float:
-    """Simulated seconds of a device that trains parts one after another, each on so many examples, and moves `wire` bytes down
-    and up. Each part is read from the disk once, its inputs with every batch. A system that swaps trains one part, which may
-    be larger than the device's memory.
+    """Return the simulated seconds of a device that trains parts one after another, each on that many examples (`seen`).
+
+    `wire` is the bytes received and sent. Each part is read from disk once, its inputs with every batch. Under a policy that
+    swaps, there is one part, which may be larger than the device's memory.
     """
     if policy.swaps:
         (part,), (n,) = parts, seen
@@ -59,6 +60,6 @@ def work_seconds(
 def swapped_seconds(
     settings: Settings, cost_model: CostModel, part: Part, seen: int, state: DeviceState, wire: tuple[int, int]
 ) -> float:
-    """The same of a device that swaps what does not fit to its disk (FedProphet's model)."""
+    """Return the simulated seconds of a device that swaps to its disk if the part does not fit, by FedProphet's model."""
     steps = batches_of(settings, seen)
     return task_seconds(state, [cost_model.batch(part, seen / steps)] * steps, *wire)

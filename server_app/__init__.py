@@ -1,4 +1,4 @@
-"""The server: the round loop, the records of a run, and how it goes on after a crash.
+"""The server: the round loop, the records of a run, and its recovery after a crash.
 
-May import everything but the command line.
+This package may import everything but the command line.
 """

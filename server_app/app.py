@@ -8,13 +8,13 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Flower's entry: the same loop as every engine's."""
+    """Run the rounds. Flower calls this function; all engines use the same loop behind it."""
     from piecework.server_app.rounds import run_experiment
     from piecework.server_app.run_folder import resolve_run_dir
     from piecework.server_app.used_settings import require_used
     from piecework.training.settings import Settings
 
     settings = Settings.from_run_config(context.run_config)
-    if not settings.resume_from:  # what a run was begun with does not keep it from going on
+    if not settings.resume_from:  # settings of the original run must not prevent resuming it
         require_used(settings)
     run_experiment(grid, settings, resolve_run_dir(settings))

@@ -1,16 +1,18 @@
-"""Which device classes failed, how often and why, and of which no client ever trained: from round records alone."""
+"""Which device classes failed, how often and why, and which classes never trained, computed from round records alone."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 Record = dict[str, Any]
-LONGEST = 120  # characters of a reason
+LONGEST = 120  # maximum number of characters of a reason
 
 
 def failures(rounds: Sequence[Record]) -> list[Record]:
-    """By device class, the one with the most failures first: `device`, requests `asked` and `failed`, and `reasons`, each with
-    its `status`, `count` and a `reason` in words.
+    """Return a row for each device class that failed, the one with the most failures first.
+
+    A row has `device`, the numbers of requests `asked` and `failed`, and `reasons`, each with its `status`, `count` and a
+    `reason` in words.
     """
     asked: dict[str, int] = defaultdict(int)
     failed: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
@@ -34,28 +36,28 @@ def failures(rounds: Sequence[Record]) -> list[Record]:
 
 
 def in_words(clients: Sequence[Record]) -> str:
-    """Why these clients, all of one status, failed. Of memory, in exact bytes, the one that came nearest to fitting."""
-    counted = [client for client in clients if client["needed"]]  # not where a device itself ran out of memory
+    """Return why these clients, all of one status, failed. For memory, return the bytes of the one closest to fitting."""
+    counted = [client for client in clients if client["needed"]]  # `needed` is 0 if the device itself ran out of memory
     if not counted:
         return str(clients[0]["reason"])[:LONGEST]
     missing = {(c["needed"], c.get("allowed") or c["budget"]) for c in counted}
     needed, allowed = min(missing, key=lambda pair: pair[0] - pair[1])
-    return f"needed {needed:,}, allowed {allowed:,}" + (" where it was nearest to fitting" if len(missing) > 1 else "")
+    return f"needed {needed:,}, allowed {allowed:,}" + (" in the closest case" if len(missing) > 1 else "")
 
 
 def failure_text(row: Record) -> str:
-    """A row of `failures` in one line: `pi-zero 14 of 14 (memory: needed 9,014,480, allowed 9,000,000)`."""
+    """Return a row of `failures` in one line: `pi-zero 14 of 14 (memory: needed 9,014,480, allowed 9,000,000)`."""
     several = len(row["reasons"]) > 1
     why = [r["status"] + (f" {r['count']}" if several else "") + f": {r['reason']}" for r in row["reasons"]]
     return f"{row['device']} {row['failed']} of {row['asked']} ({'; '.join(why)})"
 
 
 def excluded_classes(rounds: Sequence[Record]) -> dict[str, str]:
-    """The device classes of which no client ever trained, with what happened instead. None where there was no round."""
+    """Return the device classes of which no client ever trained, each with the reason; empty if there was no round."""
     asked: dict[str, int] = defaultdict(int)
     trained = set()
     for record in rounds:
-        for device in record.get("devices", {}):  # an older record does not say who was connected
+        for device in record.get("devices", {}):  # records of older versions have no `devices`
             asked[device] += 0
         for client in record["clients"]:
             asked[client["device"]] += 1

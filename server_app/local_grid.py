@@ -1,7 +1,7 @@
-"""A Flower `Grid` without Flower's processes: it runs the ClientApp here, or in spawned workers.
+"""A Flower `Grid` without Flower's processes: it runs the ClientApp in this process, or in spawned workers.
 
-For tests, small studies and machines without Ray. Messages are pickled in both cases, so a client never shares memory with
-the server, and replies come back in the order of the messages: results do not depend on the number of workers.
+It is meant for tests, small studies and machines without Ray. Messages are always pickled, so a client never shares memory
+with the server. Replies return in the order of the messages, so results do not depend on the number of workers.
 """
 
 import logging
@@ -31,7 +31,7 @@ LOG = logging.getLogger("piecework")
 
 
 def identify(node_id: int) -> None:
-    """Flower makes no message outside a task."""
+    """Set the task that this process belongs to, because Flower creates no messages outside a task."""
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, node_id
 
 
@@ -39,9 +39,10 @@ NodeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 def answer(data: list[bytes], run_config: Mapping[str, Any], clients: int, node_config: NodeConfig) -> bytes:
-    """Run the ClientApp on one pickled message; an exception becomes an error reply, as Flower's engines do.
+    """Run the ClientApp on one pickled message and return the pickled reply.
 
-    `data` is a list of one, emptied here: a caller that held the bytes would hold them while the client trains.
+    An exception becomes an error reply, as in Flower's engines. `data` is a list with one element, which is removed, so that
+    the caller does not keep the bytes in memory while the client trains.
     """
     from piecework.client_app.app import app
 
@@ -60,11 +61,11 @@ def answer(data: list[bytes], run_config: Mapping[str, Any], clients: int, node_
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Processes that are started here never see Ctrl-C, which a terminal sends to all: also not while they import torch."""
+    """Processes that are started in the body ignore Ctrl-C, which a terminal sends to all, even while they import torch."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # multiprocessing's own: it would unblock the signal where it has to be started first
+    resource_tracker.ensure_running()  # if multiprocessing started it later, that would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -73,7 +74,7 @@ def without_interrupts() -> Iterator[None]:
 
 
 def work(connection: Connection, run_config: Mapping[str, Any], clients: int, node_config: NodeConfig) -> None:
-    """A worker process: answers until the other end is closed."""
+    """Run a worker process: answer messages until the other end of the connection is closed."""
     identify(SERVER)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends its workers
     while True:
@@ -85,8 +86,10 @@ def work(connection: Connection, run_config: Mapping[str, Any], clients: int, no
 
 
 class LocalGrid(Grid):
-    """`workers` = 1 runs clients in this process; more are spawned. `node_config` is given to the nodes besides their ids:
-    one mapping to all of them, or a sequence of one a node."""
+    """A grid whose nodes are emulated clients. `workers` = 1 runs them in this process; more are spawned.
+
+    `node_config` is added to the nodes' partition ids: one mapping for all nodes, or a sequence with one for each.
+    """
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class LocalGrid(Grid):
         self._workers[ours] = process
 
     def close(self) -> None:
-        """End the workers."""
+        """Terminate the workers."""
         for connection, process in self._workers.items():
             connection.close()
             process.terminate()
@@ -130,25 +133,25 @@ class LocalGrid(Grid):
         self.close()
 
     def set_run(self, run: Run) -> None:
-        """Nothing to set: there is one run."""
+        """Do nothing, because there is only one run."""
 
     @property
     def run(self) -> Run:
-        """The one run."""
+        """An empty run with id 1."""
         return Run.create_empty(1)
 
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """A message to a node."""
+        """Return a message to a node."""
         return Message(content, dst_node_id=dst_node_id, message_type=message_type, group_id=group_id, ttl=ttl)
 
     def get_node_ids(self) -> Iterable[int]:
-        """The nodes, always all of them."""
+        """Return the ids of all nodes, which are always connected."""
         return range(FIRST_NODE, FIRST_NODE + self._clients)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Queue messages; idle workers take them up at once."""
+        """Queue messages, which idle workers receive at once. Returns their identifiers."""
         identifiers = []
         for message in messages:
             identifier = uuid.uuid4().hex
@@ -171,7 +174,7 @@ class LocalGrid(Grid):
         return [self._done.pop(oldest)]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """All replies, in the order of the messages."""
+        """Send messages and return the replies in their order; after `timeout` seconds, those that have arrived."""
         pending = set(self.push_messages(messages))
         replies: list[Message] = []
         deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
@@ -192,7 +195,7 @@ class LocalGrid(Grid):
                 try:
                     connection.send_bytes(data)
                     self._busy[connection] = identifier, data
-                except OSError:  # it died while it had nothing to do
+                except OSError:  # the worker died while it was idle
                     self._done[identifier] = self._replace(connection, data)
 
     def _collect(self) -> None:
@@ -206,7 +209,7 @@ class LocalGrid(Grid):
         self._feed()
 
     def _replace(self, connection: Connection, data: bytes) -> Message:
-        """A worker that died is replaced; its client's answer is an error."""
+        """Replace a worker that died, and return an error as the reply of its client."""
         process = self._workers.pop(connection)
         process.join()
         self._start_worker()
@@ -215,6 +218,6 @@ class LocalGrid(Grid):
 
 
 def default_workers(workers: int) -> int:
-    """As many as asked for; 0 = one a core that this process may use."""
+    """Return the number of workers; 0 = one for each core that this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return workers or usable or 1

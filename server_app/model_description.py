@@ -1,4 +1,4 @@
-"""What the file of a trained model says of itself, so that the model can be built again from it."""
+"""The metadata in the file of a trained model, from which the model can be built again."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from piecework.training.settings import Settings
 
 
 def described(settings: Settings, data: ArrayDataset) -> dict[str, Any]:
-    """What the file of a trained model says of the network and of its inputs, as JSON values."""
+    """Return the metadata on the network, its inputs and the run's settings, as JSON values."""
     return {
         "format": FORMAT,
         "model": {

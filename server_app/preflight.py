@@ -1,4 +1,4 @@
-"""What is checked before a run begins: that all its settings name something, and that these go together."""
+"""Checks before a run begins: everything that its settings name exists, and the settings are compatible."""
 
 from pathlib import Path
 
@@ -14,12 +14,12 @@ from piecework.training.setup import blueprint_for, check_augmentation, check_pa
 
 
 def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayDataset, Blueprint]:
-    """All that settings name, or a ValueError that says what is wrong with which: fleet, strategy, data set, model."""
+    """Return the fleet, strategy, data set and model that settings name. Raises ValueError, which names the bad setting."""
     fleet, strategy = load_fleet(settings.fleet), find_strategy(settings.strategy)
     folder = prepare(
         settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.data.download
     )
-    load(folder, verify=True)  # here once; clients trust what was verified
+    load(folder, verify=True)  # only here: clients trust the verified files
     data = open_dataset(settings.dataset, settings.data_dir)
     check_partition(settings, data)
     check_augmentation(settings, data)

@@ -1,4 +1,4 @@
-"""The plan of learning rates: what it is in words, and where it would train with a rate of 0."""
+"""The schedule of learning rates: describe it in words, and reject rounds that it would give a rate of 0."""
 
 import shlex
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from piecework.training.settings import Settings, SettingsError, learning_rate
 
 
 def describe(settings: Settings) -> str:
-    """The schedule with its length: `cosine over 20 rounds`."""
+    """Return the schedule with its length in words: `cosine over 20 rounds`."""
     if settings.training.lr_schedule == "constant":
         return "constant"
     again = ", again in every stage" if settings.fedprophet.lr_restart else ""
@@ -17,10 +17,10 @@ def describe(settings: Settings) -> str:
 
 
 def require_rates(settings: Settings, to_come: Iterable[tuple[int, int]], run: str) -> None:
-    """Raise SettingsError where rounds to come would train with a rate of 0: a cosine's after its last round.
+    """Raise SettingsError if future rounds would train with a rate of 0, that is, after the last round of a cosine.
 
-    `to_come` are rounds with their places in the schedule, `settings` those of the plan (its `training.lr-rounds` is set), and
-    `run` is the folder of a run that goes on, empty for a new one.
+    `settings` are those of the schedule, with `training.lr-rounds` set. `to_come` are the future rounds with their places in
+    the schedule. `run` is the folder of a resumed run, and empty for a new one.
     """
     if settings.training.lr_schedule != "cosine":
         return

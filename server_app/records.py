@@ -1,7 +1,8 @@
-"""The folder a run leaves behind: settings, one JSON object a round, checkpoints, the model.
+"""The folder of a run: settings, one JSON object per round, checkpoints, and the model.
 
-`rounds.jsonl` is the source of truth for everything that is reported. A checkpoint is written under a temporary name, synced,
-renamed, and carries a schema version and a checksum: a kill at any moment leaves the one before. No pickle anywhere.
+`rounds.jsonl` is the source of truth for everything that is reported. A checkpoint is written under a temporary name, synced
+and renamed, so a process that is killed at any moment leaves the previous checkpoint intact. Checkpoints have a schema version
+and checksums. No file is a pickle.
 """
 
 import hashlib
@@ -22,8 +23,8 @@ from safetensors.numpy import save_file
 from piecework.training.settings import Scalar, Settings
 from piecework.training.settings.run import flat, nested
 
-SCHEMA = 2  # 2: norms of updates by unit
-KEPT = 2  # newest checkpoints kept, besides the first
+SCHEMA = 2  # version of the checkpoint format; 2 has norms of updates by unit
+KEPT = 2  # number of newest checkpoints that are kept, in addition to the first
 
 
 class CheckpointError(ValueError):
@@ -32,9 +33,9 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on: arrays, and plain values (round, experiment-id, settings, strategy state, ...).
+    """Everything that a run needs to continue: the model's arrays, and values such as round, settings and strategy state.
 
-    `kept` are arrays that the strategy keeps besides the model.
+    `kept` are arrays that the strategy and the served model keep in addition to the model. `values` are JSON values.
     """
 
     arrays: ArrayRecord
@@ -43,7 +44,7 @@ class Checkpoint:
 
 
 class RunDir:
-    """`<output-dir>/<run>/`."""
+    """The folder `<output-dir>/<run>/` and its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
@@ -51,16 +52,16 @@ class RunDir:
         self.checkpoints = self.path / "checkpoint"
 
     def create(self, settings: Settings) -> None:
-        """Make the folder and write the settings."""
+        """Create the folder and write the settings."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "settings.toml", tomli_w.dumps(nested(settings.to_run_config())).encode())
 
     def has_begun(self) -> bool:
-        """Whether a run was started here: its settings are the first thing that is written."""
+        """Return whether a run was started here: its settings are the first file that is written."""
         return (self.path / "settings.toml").is_file()
 
     def settings(self) -> dict[str, Scalar]:
-        """Return the settings the run was started with, by key. Raises CheckpointError."""
+        """Return the settings that the run was started with, by key. Raises CheckpointError."""
         import tomllib
 
         try:
@@ -69,21 +70,21 @@ class RunDir:
             raise CheckpointError(f"{self.path} is not the folder of a run: {error}") from error
 
     def append_round(self, record: Mapping[str, object]) -> None:
-        """Add a round's record, which is on the disk before its checkpoint is; readers see whole lines only."""
+        """Append a round's record and sync it, so that it is on disk before the round's checkpoint."""
         with self.rounds_file.open("ab") as file:
             file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
     def rounds(self) -> list[dict[str, Any]]:
-        """All round records; a half-written last line is not one. Raises CheckpointError, naming the file and the line."""
+        """Return all round records, without a half-written last line. Raises CheckpointError, which names file and line."""
         records, damage = self.readable_rounds()
         if damage:
-            raise CheckpointError(f"{damage}. Resuming the run recovers what stands before that line")
+            raise CheckpointError(f"{damage}. Resuming the run recovers the rounds before that line")
         return records
 
     def readable_rounds(self) -> tuple[list[dict[str, Any]], str]:
-        """The round records before the first damaged line, and what is wrong with that line; empty where none is damaged."""
+        """Return the round records before the first damaged line, and a description of the damage, empty if there is none."""
         records: list[dict[str, Any]] = []
         content = self.rounds_file.read_bytes() if self.rounds_file.is_file() else b""
         for number, line in enumerate(content.split(b"\n")[:-1], start=1):
@@ -94,19 +95,19 @@ class RunDir:
         return records, ""
 
     def forget(self) -> None:
-        """Drop the records and checkpoints of an earlier run of this name."""
+        """Delete the records and checkpoints of an earlier run of this name."""
         self.rounds_file.unlink(missing_ok=True)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
     def forget_after(self, server_round: int) -> None:
-        """Drop the records of rounds that a resumed run will do again, and all from the first damaged line on."""
+        """Delete the records of rounds that a resumed run will repeat, and all records from the first damaged line on."""
         kept = [r for r in self.readable_rounds()[0] if r["round"] <= server_round]
         write_atomically(
             self.rounds_file, b"".join(json.dumps(r, separators=(",", ":")).encode() + b"\n" for r in kept)
         )
 
     def save_checkpoint(self, arrays: ArrayRecord, values: Mapping[str, Any], kept: ArrayRecord | None = None) -> None:
-        """Write `checkpoint/round-NNNNN/` and drop all but the first and the newest two."""
+        """Write `checkpoint/round-NNNNN/`, and delete all checkpoints but the first and the newest two."""
         final = self.checkpoints / f"round-{values['round']:05d}"
         temporary = final.with_suffix(".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -127,21 +128,21 @@ class RunDir:
             shutil.rmtree(path)
 
     def checkpoint_paths(self) -> list[Path]:
-        """The folders of the checkpoints, oldest first, damaged or not."""
+        """Return the folders of all checkpoints, damaged ones included, oldest first."""
         found = self.checkpoints.glob("round-*")
         return sorted(path for path in found if path.name.removeprefix("round-").isdecimal())
 
     def load_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint, or None where there is none. Raises CheckpointError where it is damaged."""
+        """Return the newest checkpoint, or None if there is none. Raises CheckpointError if it is damaged."""
         paths = self.checkpoint_paths()
         return read_checkpoint(paths[-1]) if paths else None
 
     def last_complete_round(self) -> int:
-        """The round of the newest checkpoint, from which the run can go on; 0 where there is none."""
+        """Return the round of the newest checkpoint, damaged or not; 0 if there is none."""
         return max(map(round_of, self.checkpoint_paths()), default=0)
 
     def save_model(self, arrays: ArrayRecord, description: Mapping[str, object]) -> None:
-        """Write `model.safetensors` with what is needed to build the model again in its metadata."""
+        """Write `model.safetensors`. Its metadata is `description`, from which the model can be built again."""
         temporary = self.path / "model.tmp"
         save_file(dict(numpy_arrays(arrays)), temporary, metadata={"piecework": json.dumps(description)})
         sync(temporary)
@@ -152,20 +153,20 @@ class RunDir:
         write_atomically(self.path / "coverage.json", json.dumps(coverage, indent=2).encode())
 
     def coverage(self) -> dict[str, Any] | None:
-        """Which clients can train which part, or None where the run has not come so far."""
+        """Return the content of `coverage.json`, or None if it is not written yet. Raises CheckpointError."""
         return _read_object(self.path / "coverage.json")
 
     def withdraw_results(self) -> None:
-        """What a run that begins, or goes on, has not come to yet."""
+        """Delete the result files that the run, new or resumed, will write later."""
         for name in ("summary.json", "final.json", "model.safetensors", "report.html", "coverage.json"):
             (self.path / name).unlink(missing_ok=True)
 
     def write_final(self, evaluation: Mapping[str, object]) -> None:
-        """Write `final.json`: how the trained model does."""
+        """Write `final.json`: the evaluation of the trained model."""
         write_atomically(self.path / "final.json", json.dumps(evaluation, indent=2).encode())
 
     def final(self) -> dict[str, Any] | None:
-        """How the trained model does, or None where that was not asked."""
+        """Return the evaluation of the trained model, or None if there is none. Raises CheckpointError."""
         return _read_object(self.path / "final.json")
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
@@ -173,11 +174,11 @@ class RunDir:
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2).encode())
 
     def summary(self) -> dict[str, Any] | None:
-        """How the run ended, or None where it has not."""
+        """Return how the run ended, or None if it has not ended. Raises CheckpointError."""
         return _read_object(self.path / "summary.json")
 
     def summary_version(self) -> tuple[int, int] | None:
-        """Tells a summary from the one that a later part of the run wrote in its place; None where there is none."""
+        """Return a value that changes whenever a summary is written (inode, time), or None if there is no summary."""
         try:
             found = (self.path / "summary.json").stat()
         except FileNotFoundError:
@@ -186,22 +187,22 @@ class RunDir:
 
 
 def round_of(checkpoint: Path) -> int:
-    """The round of a checkpoint's folder, from its name."""
+    """Return the round of a checkpoint, from the name of its folder."""
     return int(checkpoint.name.removeprefix("round-"))
 
 
 def _round_record(line: bytes, before: int) -> dict[str, Any]:
-    """A line of rounds.jsonl that follows round `before`. Raises ValueError."""
+    """Parse a line of rounds.jsonl that follows the record of round `before`. Raises ValueError."""
     record = json.loads(line)
     if not isinstance(record, dict) or not isinstance(record.get("round"), int):
-        raise ValueError(f"no record of a round: {line[:60]!r}")
+        raise ValueError(f"not the record of a round: {line[:60]!r}")
     if record["round"] <= before:
-        raise ValueError(f"round {record['round']} stands after round {before}")
+        raise ValueError(f"round {record['round']} follows round {before}")
     return record
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """A JSON file, or None where there is none. Raises CheckpointError."""
+    """Return the object in a JSON file, or None if there is no file. Raises CheckpointError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -209,12 +210,12 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is damaged: no JSON object")
+        raise CheckpointError(f"{path} is damaged: not a JSON object")
     return found
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and verify one checkpoint folder. Raises CheckpointError, naming the file."""
+    """Read and verify one checkpoint folder. Raises CheckpointError, which names the file."""
     file = path / "state.json"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -241,24 +242,24 @@ def _verified(path: Path, digest: str) -> ArrayRecord:
 
 
 def read_arrays(path: Path) -> ArrayRecord:
-    """A safetensors file as a Flower record."""
+    """Read a safetensors file as a Flower record."""
     with safe_open(path, framework="np") as file:
         return ArrayRecord({name: Array(file.get_tensor(name)) for name in file.keys()})  # noqa: SIM118
 
 
 def numpy_arrays(arrays: ArrayRecord) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of a record by name."""
+    """Yield the arrays of a record with their names."""
     return ((name, array.numpy()) for name, array in arrays.items())
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file."""
+    """Return the SHA-256 digest of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file's content, or leave it as it was."""
+    """Replace a file's content entirely or, if the process is interrupted, not at all."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(content)
     sync(temporary)
@@ -266,7 +267,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """fsync a file or folder."""
+    """Flush a file or folder to disk with fsync."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -275,13 +276,13 @@ def sync(path: Path) -> None:
 
 
 def newest_run(output_dir: Path, settings_hash: str) -> Path | None:
-    """The run in `output_dir` with these settings that was written to last, if there is one."""
+    """Return the run in `output_dir` with these settings that was started or resumed last, or None."""
     found = []
     for path in output_dir.glob("*/settings.toml"):
         try:
             old = Settings.from_run_config(RunDir(path.parent).settings())
         except ValueError:
-            continue  # a run of another version cannot be the one to resume
+            continue  # a run of another version cannot be resumed
         if old.hash() == settings_hash:
             found.append((path.stat().st_mtime, path.parent))
     return max(found)[1] if found else None

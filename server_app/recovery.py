@@ -1,6 +1,6 @@
-"""From where a run goes on when some of its files are damaged: the newest checkpoint that can be used and is recorded.
+"""Resume a run with damaged files from the newest checkpoint that is intact and whose round is recorded.
 
-Nothing is thrown away: damaged files, and checkpoints of rounds whose records are lost, are put aside under another name.
+No file is deleted: damaged files, and checkpoints of rounds whose records are lost, are kept under another name.
 """
 
 import logging
@@ -15,9 +15,10 @@ LOG = logging.getLogger("piecework")
 
 @dataclass(frozen=True)
 class Recovery:
-    """`checkpoint` is None where the run has not come to one. `records_damage` is empty where no record is damaged.
+    """The checkpoint to resume from, None if the run has none, and the damage that was found.
 
-    `damaged` and `unrecorded` are folders of checkpoints.
+    `records_damage` describes the first damaged record, and is empty if there is none. `damaged` maps folders of damaged
+    checkpoints to descriptions. `unrecorded` are folders of checkpoints of rounds without a record.
     """
 
     checkpoint: Checkpoint | None
@@ -27,7 +28,7 @@ class Recovery:
 
 
 def find_recovery(run_dir: RunDir) -> Recovery:
-    """Look at a run that is to go on; nothing is changed. Raises CheckpointError where no checkpoint is left to go on from."""
+    """Inspect a run that is to be resumed, without changing it. Raises CheckpointError if no usable checkpoint is left."""
     records, damage = run_dir.readable_rounds()
     last = records[-1]["round"] if records else 0
     damaged: dict[Path, str] = {}
@@ -42,17 +43,17 @@ def find_recovery(run_dir: RunDir) -> Recovery:
             damaged[path] = str(error)
     if not (damaged or unrecorded or damage):
         return Recovery(None)
-    lines = [f"{run_dir.path} has no checkpoint to go on from; begin a new run", *filter(None, [damage])]
+    lines = [f"{run_dir.path} has no usable checkpoint; start a new run", *filter(None, [damage])]
     lines += damaged.values()
     lines += [f"{path}: {run_dir.rounds_file} holds no record of this round" for path in unrecorded]
     raise CheckpointError("\n".join(lines))
 
 
 def put_aside(run_dir: RunDir, recovery: Recovery) -> None:
-    """Keep what is damaged under another name, and say so in the log."""
+    """Keep damaged files and unrecorded checkpoints under another name, and log each of them."""
     if recovery.checkpoint is None:
         return
-    where = f"the run goes on from round {recovery.checkpoint.values['round']}"
+    where = f"the run continues from round {recovery.checkpoint.values['round']}"
     if recovery.records_damage:
         kept = free_name(run_dir.rounds_file.with_name(run_dir.rounds_file.name + ".damaged"))
         shutil.copy2(run_dir.rounds_file, kept)
@@ -72,7 +73,7 @@ def put_aside(run_dir: RunDir, recovery: Recovery) -> None:
 
 
 def free_name(path: Path) -> Path:
-    """The path, or with -2, -3, ... behind it, so that nothing is overwritten."""
+    """Return the path, or the first of path-2, path-3, ... that does not exist yet."""
     number, free = 1, path
     while free.exists():
         number += 1

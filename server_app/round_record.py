@@ -1,6 +1,6 @@
-"""What the records say of one round: the line that it leaves in rounds.jsonl, and from what that line is made.
+"""The record of one round: its line in rounds.jsonl, and the data from which this line is made.
 
-A round has four parts that leave something behind: what was asked before it, training, evaluation, and the clients' reports.
+A round contributes four kinds of data: queries before it, training, evaluation, and the clients' reports.
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -22,54 +22,54 @@ from piecework.training.settings import too_many_asked
 class RoundRecord:
     """One round. The fields are the keys of a line in rounds.jsonl, in this order.
 
-    Sizes are in bytes and times in seconds. Accuracies are from 0 to 1. What was not evaluated is None, and so is what no
-    client told. `details` belong to the system alone: each of them is a key of its own in the line.
+    Sizes are in bytes and times in seconds. Accuracies are from 0 to 1. A figure is None if it was not evaluated or no client
+    reported it. `details` are those of the strategy: each of them is a key of its own in the line.
     """
 
     round: int  # from 1
-    stage: str  # its name; empty where the system has none
+    stage: str  # its name; empty if the strategy has no stages
     lr: float  # the learning rate that clients trained with
     lr_schedule: str  # `cosine over 20 rounds`
-    init_weights: str  # what was taken from `training.init-weights`, in the first round; else empty
-    details: dict[str, Any]  # of the system alone, by key
+    init_weights: str  # the weights taken from `training.init-weights`, in the first round; else empty
+    details: dict[str, Any]  # of the strategy, by key
     personal: bool  # whether clients evaluate, each on its own part of the test split
-    accuracy: float | None  # of the model on the test split; the mean over clients where evaluation is personal
-    loss: float | None  # likewise
+    accuracy: float | None  # of the model on the test split; the mean over clients if evaluation is personal
+    loss: float | None  # on the same examples as `accuracy`
     adversarial_accuracy: float | None  # of the model on attacked images of the test split
     train_loss: float | None  # mean over the examples of the clients that trained
-    distillation_loss: float | None  # of a map, or of the server's distillation
-    client_accuracy: float | None  # of the new model on clients' validation data; None where evaluation is personal
+    distillation_loss: float | None  # of ProFL's map phase, or of the server's distillation
+    client_accuracy: float | None  # of the new model on clients' validation data; None if evaluation is personal
     client_adversarial_accuracy: float | None  # of the new model on clients' attacked validation data
-    clients_evaluated: int  # whose evaluation counts
+    clients_evaluated: int  # clients whose evaluation counts
     accuracy_by_device: dict[str, float]  # validation accuracy after local training, by device class
-    aggregated: bool  # whether there is a new model
+    aggregated: bool  # whether the round made a new model
     examples: int  # training examples of all clients
-    trained: list[Row]  # of each part of the model, who trained it
+    trained: list[Row]  # for each part of the model, how many clients trained it
     asked: int  # clients that were given a task
-    answered: int  # clients whose update entered the model, or would have
-    failed: int  # clients whose task came to nothing
-    late_replies: list[dict[str, Any]]  # to messages of earlier rounds, that came before this one began
-    busy: list[int]  # clients still at an earlier task when the round began
+    answered: int  # clients whose update was accepted, even if too few were for a new model
+    failed: int  # clients without an accepted update
+    late_replies: list[dict[str, Any]]  # replies to earlier rounds' messages that arrived before this round
+    busy: list[int]  # clients that were still doing an earlier task when the round began
     devices: dict[str, int]  # how many clients each device class has
-    unusable_nodes: list[dict[str, int | str]]  # nodes that did not say who they are, and why
-    warning: str  # what is wrong with the settings for so few clients; else empty
-    excluded: list[dict[str, int]]  # clients left out because their processes died, and how often in a row
+    unusable_nodes: list[dict[str, int | str]]  # nodes whose answer to the query was unusable, and why
+    warning: str  # if the settings ask for more clients than there are; else empty
+    excluded: list[dict[str, int]]  # clients excluded because their processes died, and how often in a row
     bytes_down: int  # of training messages, to clients
-    bytes_up: int  # of their replies, and of answers to who they are
+    bytes_up: int  # of their replies, and of new nodes' answers to the query of their device
     bytes_evaluation: int  # of evaluation messages and of measuring batch norms, both ways
-    bytes_query: int  # of what was asked before the round, both ways
-    batch_norm: str  # by which statistics the model was evaluated
-    statistics: dict[str, Any] | None  # who measured the batch norms; None where no client was asked
-    evaluation: dict[str, Any] | None  # which clients evaluated; None where no client was asked
-    query: dict[str, Any] | None  # which clients answered before the round; None where no client was asked
-    enforced: bool  # whether clients stop at their budgets
+    bytes_query: int  # of pre-round queries, both ways
+    batch_norm: str  # the statistics with which the model was evaluated
+    statistics: dict[str, Any] | None  # which clients measured the batch norms; None if no client was asked
+    evaluation: dict[str, Any] | None  # which clients evaluated; None if no client was asked
+    query: dict[str, Any] | None  # which clients answered the pre-round query; None if there was none
+    enforced: bool  # whether budgets are enforced on clients
     seconds: float  # of the round, on the server's clock
-    train_seconds: float  # of it, until the new model was there
+    train_seconds: float  # of the round, until the new model was aggregated
     simulated_seconds: float  # of its slowest client, on its emulated device
     clients: list[ClientReport]  # one for each client that was asked
 
     def to_values(self) -> dict[str, Any]:
-        """The line of rounds.jsonl, as JSON values."""
+        """Return the line of rounds.jsonl as JSON values."""
         values: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -79,7 +79,7 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class Opening:
-    """What is known when a round begins. `query`: which clients answered a question before it, None where none was asked."""
+    """The state at the beginning of a round. `query`: which clients answered the pre-round query; None if there was none."""
 
     late_replies: list[dict[str, Any]]
     busy: list[int]
@@ -89,7 +89,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Training:
-    """How training went. `aggregated`: whether there is a new model."""
+    """The training of a round. `aggregated`: whether it made a new model."""
 
     aggregated: bool
     metrics: MetricRecord | None
@@ -98,11 +98,11 @@ class Training:
 
 @dataclass(frozen=True)
 class ModelEvaluation:
-    """How the model of a round does.
+    """The evaluation of a round's model.
 
-    `central`: on the server; `clients`: on clients' data; `answers`: which clients evaluated; `statistics`: which clients
-    measured its batch norms. Each is None where it was not asked for. `message_bytes`: of both questions, both ways.
-    `batch_norm`: by which statistics the model was evaluated.
+    `central` is that on the server, `clients` that on clients' data. `answers`: which clients evaluated. `statistics`: which
+    clients measured its batch norms. Each of these is None if it was not requested. `message_bytes` are the bytes of
+    evaluating and measuring on clients, both ways. `batch_norm` names the statistics with which the model was evaluated.
     """
 
     central: Evaluation | None
@@ -123,7 +123,7 @@ def record_of(
     init_weights: str,
     seconds: float,
 ) -> RoundRecord:
-    """The record of a round that a strategy has just done."""
+    """Return the record of the round that a strategy has just finished. `seconds` is the duration of the round."""
     registry, reports = strategy.registry, list(strategy.reports.values())
     return RoundRecord(
         round=server_round,
@@ -166,7 +166,7 @@ def record_of(
 
 
 def accuracies(evaluation: ModelEvaluation, *, personal: bool) -> dict[str, Any]:
-    """The fields of a record that say how good the model is, on the server and on clients."""
+    """Return the fields of a record with the model's loss and accuracies, on the server and on clients."""
     found = evaluation.central
     accuracy, loss = (metric(evaluation.clients, key) for key in ("val-accuracy", "val-loss"))
     return {
@@ -180,7 +180,7 @@ def accuracies(evaluation: ModelEvaluation, *, personal: bool) -> dict[str, Any]
 
 
 def trained_rows_of(strategy: PieceStrategy, aggregated: bool) -> list[Row]:
-    """What the clients trained in this round whose updates were accepted, if there is a new model."""
+    """Return who trained each part of the model in this round: clients with accepted updates, if there is a new model."""
     accepted = [report for report in strategy.reports.values() if aggregated and report.status == "ok"]
     trained = {report.client: report.trained for report in accepted}
     examples = {client: member.examples for client, member in strategy.registry.members.items()}
@@ -189,5 +189,5 @@ def trained_rows_of(strategy: PieceStrategy, aggregated: bool) -> list[Row]:
 
 
 def metric(metrics: MetricRecord | None, key: str) -> float | None:
-    """A metric of a round; None where no client reported it."""
+    """Return a metric of a round, or None if no client reported it."""
     return float(metrics[key]) if metrics is not None and key in metrics else None  # type: ignore[arg-type]

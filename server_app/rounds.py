@@ -1,4 +1,4 @@
-"""The one round loop: sample, send, aggregate as replies arrive, evaluate, record, checkpoint."""
+"""The round loop of all engines: sample, send, aggregate as replies arrive, evaluate, record, checkpoint."""
 
 import logging
 import shutil
@@ -39,11 +39,11 @@ OnRound = Callable[[dict[str, Any]], None]
 
 
 class RunAbortedError(RuntimeError):
-    """The run cannot go on; the message says why."""
+    """The run cannot continue. The message says why."""
 
 
 class Run:
-    """One run, new or resumed. `state_dir` is where emulated clients keep their stores."""
+    """One run, new or resumed. Creating it checks the settings and writes no file."""
 
     def __init__(self, grid: Grid, settings: Settings, run_dir: RunDir) -> None:
         self.grid, self.settings, self.run_dir = grid, settings, run_dir
@@ -55,9 +55,9 @@ class Run:
         self.transport = Transport(
             grid, settings.messages.max_in_flight or default_in_flight(settings), settings.messages.round_timeout
         )
-        state_dir = settings.state_dir or str(run_dir.path / "clients")
+        state_dir = settings.state_dir or str(run_dir.path / "clients")  # for the stores of emulated clients
         reference = blueprint_for(settings.changed({"architecture.width": 1.0}), self.data)
-        # A resumed run may be longer; its learning rate goes on as it was planned at the first start.
+        # A resumed run may have more rounds, but its learning rates follow the schedule of the first start.
         planned = settings.changed({"training.lr-rounds": self.values["lr-rounds"]})
         experiment = Experiment(planned, blueprint, reference, self.registry, self.values["experiment-id"], state_dir)
         self.strategy: PieceStrategy = strategy_class(experiment)
@@ -75,7 +75,10 @@ class Run:
         self.evaluate = Evaluator(blueprint, self.data, settings.evaluation.batch_size, attack, attacked, settings.seed)
 
     def take_over(self) -> None:
-        """The first change of the run's folder: what an earlier run, or rounds to be done again, left there goes."""
+        """Prepare the run's folder: delete the files of an earlier run, or of rounds to be repeated, and write the settings.
+
+        This is the first time that the run changes the folder.
+        """
         put_aside(self.run_dir, self.recovery)
         if self.recovery.checkpoint is None:
             self.run_dir.forget()
@@ -85,7 +88,7 @@ class Run:
         self.run_dir.withdraw_results()
 
     def run(self, on_round: OnRound) -> str:
-        """All rounds that are left. Returns `completed`; raises RunAbortedError or TooFewNodesError."""
+        """Run all remaining rounds and write the model. Returns "completed". Raises RunAbortedError or TooFewNodesError."""
         settings, strategy = self.settings, self.strategy
         self.gather()
         self.run_dir.write_coverage(look_at(strategy))
@@ -98,7 +101,7 @@ class Run:
             self.run_dir.append_round(values)
             on_round(values)
             if self.values["empty-rounds"] >= settings.faults.max_empty_rounds:
-                raise RunAbortedError(why_empty(values, settings))  # without a checkpoint: resumed, it is done again
+                raise RunAbortedError(why_empty(values, settings))  # without a checkpoint, so that resuming repeats it
             self._checkpoint(server_round)
             if ends_early(self.values, record, settings):
                 break
@@ -108,13 +111,13 @@ class Run:
         return "completed"
 
     def gather(self) -> None:
-        """Wait for the clients; a new run's model depends on who they are. Raises TooFewNodesError."""
+        """Wait for the clients, then set up the model, which may depend on them. Raises TooFewNodesError or ValueError."""
         self.registry.gather(self.grid, self.settings.messages.node_timeout, self.settings.faults.min_clients)
         if warning := too_many_asked(self.settings, self.registry.clients):
             LOG.warning("%s; until then each round asks all of them", warning)
         if self.strategy.personal and not any(member.test for member in self.registry.members.values()):
             raise ValueError(
-                "evaluation.mode is personal, and no client has a part of the test split: give the nodes some, as `piecework "
+                "evaluation.mode is personal, but no client has a part of the test split: give them parts, as `piecework "
                 "export-data` does"
             )
         self.strategy.begin()
@@ -135,7 +138,7 @@ class Run:
         return ArrayRecord({name: Array(value) for name, value in arrays.items()})
 
     def _leave(self) -> None:
-        """Write the trained model; how it does, where attacks are of interest; and free what emulated clients cached."""
+        """Write the trained model, evaluate it if it is to be attacked, and delete the cached features of emulated clients."""
         settings, strategy = self.settings, self.strategy
         arrays, (atoms, head) = self.arrays, strategy.trained_model()
         if isinstance(strategy, StagedStrategy):
@@ -161,7 +164,8 @@ class Run:
         if strategy.policy.attacks(settings) or settings.evaluation.autoattack_examples:
             if settings.evaluation.autoattack_examples:
                 LOG.warning(
-                    "AutoAttack on %s images begins: minutes to an hour", settings.evaluation.autoattack_examples
+                    "starting AutoAttack on %s images, which takes minutes to an hour",
+                    settings.evaluation.autoattack_examples,
                 )
             found = final_evaluation(self.evaluate, arrays, atoms, head, settings)
             self.run_dir.write_final(found | strategy.evaluation_details)
@@ -169,7 +173,7 @@ class Run:
             shutil.rmtree(folder, ignore_errors=True)
 
     def one_round(self, server_round: int) -> RoundRecord:
-        """Query before the round, train, aggregate, evaluate, record; last, see what the evaluation means for later rounds."""
+        """Query clients, train, aggregate, evaluate and record; then let the strategy conclude the round, e.g. end a stage."""
         started = time.perf_counter()
         opening = self._open(server_round)
         aggregated, metrics = self._train(server_round)
@@ -188,7 +192,7 @@ class Run:
         return record
 
     def _open(self, server_round: int) -> Opening:
-        """Wait for clients; ask them what has to be known before the round. Raises RunAbortedError if none answered."""
+        """Wait for clients and send the pre-round query. Raises RunAbortedError if the answers do not suffice."""
         late = self._assemble()
         busy = self.registry.busy_clients()
         strategy = self.strategy
@@ -200,12 +204,12 @@ class Run:
         self._deliver(server_round)
         if not strategy.aggregate_query(server_round, self.transport.exchange(server_round, questions)):
             raise RunAbortedError(
-                f"no client could measure what {strategy.stage} starts from: {strategy.dispatcher.silence()}"
+                f"no client could measure the features that {strategy.stage} starts from: {strategy.dispatcher.silence()}"
             )
         return Opening(late, busy, strategy.dispatcher.account(), strategy.dispatcher.bytes())
 
     def _train(self, server_round: int) -> tuple[bool, MetricRecord | None]:
-        """Have clients train; whether that makes a new model, and what they say of it."""
+        """Have clients train. Returns whether that made a new model, and the aggregated metrics."""
         messages = self.strategy.configure_train(server_round, self.arrays, ConfigRecord(), self.grid)
         self._deliver(server_round)
         replies = self.transport.exchange(server_round, messages)
@@ -214,7 +218,7 @@ class Run:
         return arrays is not None, metrics
 
     def _evaluate(self, server_round: int) -> ModelEvaluation:
-        """Evaluate the new model where it is time: on the server once its batch norms are known, and on clients."""
+        """Evaluate the new model if it is due: on the server, if its batch norms are known, and on clients."""
         strategy, model = self.strategy, self.strategy.trained_model()
         due = self.settings.evaluation_due(server_round) and strategy.progress.measurable and not strategy.personal
         statistics, measured_bytes = self._measure(server_round, self.arrays, model) if due else (None, 0)
@@ -234,7 +238,7 @@ class Run:
     def _measure(
         self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str]
     ) -> tuple[dict[str, Any] | None, int]:
-        """Have clients measure the batch norms of the model to be evaluated: who did, and bytes."""
+        """Have clients measure the batch norms of the model to be evaluated. Returns which clients did, and message bytes."""
         if self.served.is_of(arrays, *model):
             return None, 0
         messages = self.served.configure(server_round, arrays, model, self.grid)
@@ -248,7 +252,7 @@ class Run:
         return self.strategy.dispatcher.account(), self.strategy.dispatcher.bytes()
 
     def _assemble(self) -> list[dict[str, Any]]:
-        """Return late replies, after waiting for clients that are free, at most `messages.node-timeout` seconds."""
+        """Wait for enough idle clients, at most `messages.node-timeout` seconds, and return the late replies."""
         late, deadline = [], time.monotonic() + self.settings.messages.node_timeout
         while True:
             for sent, reply in self.transport.late():
@@ -275,19 +279,20 @@ class Run:
 
 
 def default_in_flight(settings: Settings) -> int:
-    """Enough to keep every worker busy; real devices all work at once."""
+    """Return how many messages may be unanswered: enough for all workers; for real devices, in effect all."""
     return max(4, 2 * settings.workers) if settings.engine != "deployment" else 2**16
 
 
 def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: OnRound = lambda _: None) -> None:
-    """Run, and leave `summary.json` behind however it ends. Raises what went wrong, RunLockedError where another process
-    writes this run.
+    """Run all rounds, and write `summary.json` however the run ends.
+
+    Raises the error that ended the run, or RunLockedError if another process is writing this run.
     """
     started = time.perf_counter()
     with ExitStack() as held:
         if settings.resume_from:
-            held.enter_context(run_lock(run_dir.path))  # no client may change what is read now
-        run = Run(grid, settings, run_dir)  # refuses settings before anything is written
+            held.enter_context(run_lock(run_dir.path))  # no other process may change the files that are read now
+        run = Run(grid, settings, run_dir)  # rejects settings before any file is written
         if not settings.resume_from:
             held.enter_context(run_lock(run_dir.path))
         run.take_over()

@@ -1,4 +1,4 @@
-"""Which folder a run writes to: a new one with a name of its own, or that of the run to resume."""
+"""The folder that a run writes to: a new one with a unique name, or that of the run to resume."""
 
 import time
 import uuid
@@ -9,7 +9,7 @@ from piecework.training.settings import Settings
 
 
 def resolve_run_dir(settings: Settings) -> RunDir:
-    """The folder of this run: a new one, or that of the run to resume. Raises ValueError where there is none."""
+    """Return the folder of this run. Raises ValueError if there is no run to resume, or a new run's name is taken."""
     output_dir = Path(settings.output_dir)
     if settings.resume_from == "auto":
         found = newest_run(output_dir, settings.hash())
@@ -23,8 +23,8 @@ def resolve_run_dir(settings: Settings) -> RunDir:
     if settings.run_name:
         if (output_dir / settings.run_name / "settings.toml").exists():
             raise ValueError(
-                f"run-name = {settings.run_name!r}: {output_dir.resolve()} has a run of this name; choose another name, or go "
-                "on with it by resume-from"
+                f"run-name = {settings.run_name!r}: {output_dir.resolve()} has this run already; choose a new name or continue "
+                "it with resume-from"
             )
         return RunDir(output_dir / settings.run_name)
     now = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
@@ -32,7 +32,7 @@ def resolve_run_dir(settings: Settings) -> RunDir:
 
 
 def short_name(dataset: str) -> str:
-    """A data set's name as part of a folder's: of one's own data what the file or folder is called."""
+    """Return a data set's name for use in a folder name; for the user's own data, that of the file or folder."""
     _, colon, source = dataset.partition(":")
     name = Path(source).name.removesuffix(".npz") if colon else dataset
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)

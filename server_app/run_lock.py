@@ -1,7 +1,7 @@
-"""One writer a run: the lock of a run's folder.
+"""The lock of a run's folder, so that only one process writes a run.
 
-`fcntl.flock` on an open file: the kernel lets go of it when the process ends, however it ends, so a killed run leaves nothing
-behind that has to be removed. The file stays; what is written in it says who holds the lock.
+It is `fcntl.flock` on an open file. The kernel releases it when the process ends, in whatever way, so a killed run leaves no
+lock behind. The file remains; while the lock is held, its content names the holder.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import IO
 
 try:
     import fcntl
-except ImportError:  # a platform without it
+except ImportError:  # a platform without fcntl, such as Windows
     fcntl = None  # type: ignore[assignment]
 
 LOG = logging.getLogger("piecework")
@@ -25,14 +25,14 @@ LOCK_FILE = "lock"
 
 
 class RunLockedError(ValueError):
-    """Another process writes this run."""
+    """Another process is writing this run."""
 
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Be the only writer of a run's folder, which is made where there is none. Raises RunLockedError, naming the other.
+    """Hold the lock of a run's folder in the body; the folder is created if needed. Raises RunLockedError with the holder.
 
-    Where the file system or the platform has no locks, says so in the log and goes on without.
+    If the platform or the file system has no locks, the body runs without one, and a warning is logged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK_FILE).open("a+") as file:
@@ -49,9 +49,9 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def require_free(folder: Path, seconds: float = 0.0) -> None:
-    """Wait, at most so long, until no client writes a run. Raises RunLockedError.
+    """Wait, at most `seconds`, until no process is writing a run. Raises RunLockedError.
 
-    For a launcher whose ServerApp will write: what counts is the lock that the ServerApp takes.
+    This is an early check for launchers. The ServerApp that writes the run takes the lock itself.
     """
     deadline = time.monotonic() + seconds
     while (other := writer(folder)) is not None:
@@ -61,7 +61,7 @@ def require_free(folder: Path, seconds: float = 0.0) -> None:
 
 
 def writer(folder: Path) -> str | None:
-    """Who writes a run at the moment; None where no client does, or no client can tell."""
+    """Return the process that is writing a run, in words; None if there is none, or if the platform has no locks."""
     path = folder / LOCK_FILE
     if not path.is_file():
         return None
@@ -70,17 +70,17 @@ def writer(folder: Path) -> str | None:
 
 
 def in_use(folder: Path, holder: str) -> str:
-    """What is wrong, and what to do instead."""
+    """Return the error message for a run that `holder` is writing."""
     return (
-        f"{folder} is being written by {holder}: two processes would spoil the run. Wait until that one ends, or stop it; the "
-        "lock goes with its process"
+        f"{folder} is being written by {holder}: two processes would corrupt the run. Wait until that one ends or stop it; the "
+        "lock is released when it ends"
     )
 
 
 def _take(file: IO[str], folder: Path, *, shared: bool = False) -> bool:
-    """Whether the lock could be had, or there are none here."""
+    """Take the lock. Returns False if another process holds it, and True if there are no locks here."""
     if fcntl is None:
-        LOG.warning("this platform has no file locks: see to it that no other process writes %s", folder)
+        LOG.warning("this platform has no file locks: make sure that no other process writes to %s", folder)
         return True
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -96,5 +96,5 @@ def _holder(file: IO[str]) -> str:
     try:
         found = json.loads(file.read())
         return f"process {found['pid']} on {found['host']} since {found['since']}"
-    except (ValueError, KeyError, TypeError):  # it has only just taken it
+    except (ValueError, KeyError, TypeError):  # the holder has not written its name yet
         return "another process"

@@ -1,4 +1,4 @@
-"""What a run remembers from round to round besides its arrays and the state of its strategy: values of its checkpoint."""
+"""The values of a checkpoint that a run keeps from round to round, in addition to arrays and the strategy's state."""
 
 import uuid
 from typing import Any
@@ -9,7 +9,7 @@ from piecework.training.settings import Settings, check_resume
 
 
 def first_values(settings: Settings) -> dict[str, Any]:
-    """What a run begins with, as JSON values."""
+    """Return the values of a new run, as JSON values."""
     return {
         "experiment-id": uuid.uuid4().hex,
         "round": 0,
@@ -21,13 +21,13 @@ def first_values(settings: Settings) -> dict[str, Any]:
 
 
 def resumed_values(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:
-    """What a checkpoint remembers, for a run with these settings. Raises SettingsError where they do not go together."""
+    """Return the values of a checkpoint for a run with these settings. Raises SettingsError if they are incompatible."""
     check_resume(checkpoint.values["settings"], settings)
     return checkpoint.values | ({"lr-rounds": settings.training.lr_rounds} if settings.training.lr_rounds else {})
 
 
 def note_round(values: dict[str, Any], record: RoundRecord) -> None:
-    """Take note of what decides when to stop."""
+    """Update the values that decide when the run stops: empty rounds, the best accuracy, and evaluations since then."""
     values["empty-rounds"] = 0 if record.aggregated else values["empty-rounds"] + 1
     accuracy, best = record.accuracy, values["best"]
     if accuracy is not None:
@@ -37,7 +37,7 @@ def note_round(values: dict[str, Any], record: RoundRecord) -> None:
 
 
 def ends_early(values: dict[str, Any], record: RoundRecord, settings: Settings) -> bool:
-    """Whether a run ends before its last round: at `evaluation.target-accuracy`, or when `evaluation.patience` is over."""
+    """Return whether a run ends early: at `evaluation.target-accuracy`, or when `evaluation.patience` is exhausted."""
     accuracy = record.accuracy or 0.0
     return (
         0 < settings.evaluation.target_accuracy <= accuracy or 0 < settings.evaluation.patience <= values["since-best"]

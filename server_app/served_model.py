@@ -1,14 +1,14 @@
-"""The model that is served: with `architecture.batch-norm = measured` clients measure the statistics of its batch norms after
-training.
+"""The served model: the model that is evaluated and saved. With `architecture.batch-norm = measured`, clients measure the
+statistics of its batch norms after training.
 
-Static batch norm (Diao et al., "HeteroFL", ICLR 2021, section 3). m_k, v_k: mean and variance of what a channel of a batch norm
-is given on the training data of client k, which has n_k examples:
+This is static batch norm (Diao et al., "HeteroFL", ICLR 2021, section 3). Let m_k and v_k be the mean and variance of a batch
+norm channel's inputs on the training data of client k, which has n_k examples:
 
     m = sum_k n_k m_k / sum_k n_k
     v = sum_k n_k (v_k + m_k^2) / sum_k n_k - m^2
 
-These are mean and variance of all clients' data together. HeteroFL's authors query all clients once, when training is over;
-here the clients of a round are asked whenever its model is evaluated, and at the end.
+These are the mean and variance over all clients' data together. HeteroFL's authors query all clients once, after training.
+Ours: the clients of a round measure whenever its model is evaluated, and at the end of the run.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,12 +39,12 @@ from piecework.strategies.base import PieceStrategy
 from piecework.training.messages import Task
 from piecework.training.settings import learning_rate
 
-LARGEST = 1e18  # of a mean or a variance
-KEPT = "served/"  # before the names of statistics in a checkpoint
+LARGEST = 1e18  # maximum of a mean or a variance
+KEPT = "served/"  # prefix of the names of statistics in a checkpoint
 
 
 class ServedModel:
-    """What is evaluated and saved of a strategy's model: its arrays and, where they are `measured`, statistics beside them."""
+    """The strategy's model as it is evaluated and saved: with `statistics`, if clients measure those of its batch norms."""
 
     def __init__(self, strategy: PieceStrategy) -> None:
         self.strategy = strategy
@@ -53,45 +53,45 @@ class ServedModel:
 
     @property
     def measured(self) -> bool:
-        """Whether the statistics of batch norms are measured by clients."""
+        """Whether clients measure the statistics of batch norms."""
         return self.strategy.settings.norms == "measured"
 
     @cached_property
     def norms(self) -> str:
-        """What the records say of batch norms: the setting as it was decided, or `none` where the model has none."""
+        """The kind of batch norm for the records: the resolved setting, or `none` if the model has no batch norms."""
         return self.strategy.settings.norms if has_batch_norms(self.strategy.blueprint) else "none"
 
     def recorded(self, personal: bool) -> str:
-        """By which statistics a round's model was evaluated: clients that evaluate have those of their own batches."""
+        """Return the statistics that evaluation used, for the records: with `personal`, clients use those of their batches."""
         return "batch" if personal and self.norms == "measured" else self.norms
 
     @property
     def variant(self) -> Variant:
-        """What the model that is evaluated is of the run's own."""
+        """The variant of the run's model that is evaluated."""
         return replace(self.strategy.policy.variant, statistics=self.measured)
 
     @property
     def blueprint(self) -> Blueprint:
-        """How the model is built that is evaluated."""
+        """The blueprint of the model that is evaluated."""
         return with_statistics(self.strategy.blueprint) if self.measured else self.strategy.blueprint
 
     def complete(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The arrays of a model with the statistics that were measured last."""
+        """Return the arrays of a model together with the statistics that were measured last."""
         return ArrayRecord({**arrays, **self.statistics}) if self.statistics else arrays
 
     def is_of(self, arrays: ArrayRecord, atoms: Piece, head: str) -> bool:
-        """Whether there is nothing to measure before this model can be evaluated."""
+        """Return whether this model can be evaluated: its statistics are known, or it needs none."""
         if self._of is not None and is_same(self._of[0], arrays) and self._of[1:] == (atoms, head):
             return True
         return not (self.measured and empty_statistics(self.blueprint, [*units(atoms), head]))
 
     def needed(self, atoms: Piece, head: str) -> int:
-        """Bytes of the largest atom, forward only; the head runs behind the last one."""
+        """Return the bytes for measuring, atom by atom: the forward pass of the largest atom; the head runs with the last."""
         cost, model = self.strategy.policy.cost_model.streamed, self.blueprint
         return max(cost(model, atom, head if atom == atoms[-1] else None, measured=True) for atom in atoms)
 
     def require_somebody(self) -> None:
-        """Raises ValueError where clients cannot measure: they do not know the served model, or none has the memory."""
+        """Raise ValueError if clients cannot measure: they do not hold the served model, or none has enough memory."""
         if self.measured and not self.strategy.measures:
             raise ValueError(
                 f"architecture.batch-norm = 'measured': clients of {self.strategy.name} do not hold the model that is "
@@ -100,9 +100,8 @@ class ServedModel:
         atoms, head = self.strategy.trained_model()
         if not self.is_of(ArrayRecord(), atoms, head):
             needed, richest = self.needed(atoms, head), self.strategy.resources.richest
-            if (
-                needed > richest.allowed_bytes >= self.strategy.min_budget()
-            ):  # where none can train, the first round says so
+            # If no client can even train, the first round reports that instead.
+            if needed > richest.allowed_bytes >= self.strategy.min_budget():
                 raise ValueError(
                     "architecture.batch-norm = 'measured': measuring the batch norms of the served model, one atom at a "
                     f"time, needs {needed:,} bytes, and the richest client has {richest.budget_bytes:,}; lower "
@@ -112,7 +111,7 @@ class ServedModel:
     def configure(
         self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str], grid: Grid
     ) -> Iterable[Message]:
-        """Ask clients of a round to measure: those that it trained with, where they can afford it."""
+        """Yield the messages that ask the clients of a round to measure, if they have enough memory for it."""
         strategy, (atoms, head) = self.strategy, model
         self.statistics, self._of = ArrayRecord(), (arrays, atoms, head)
         needed = self.needed(atoms, head)
@@ -127,18 +126,18 @@ class ServedModel:
         )
 
     def _named(self, task: Task, sent: ArrayRecord) -> Task:
-        """The task, naming the units of the strategy that no client trains any more."""
+        """Return the task with the content hashes of the strategy's frozen units."""
         return self.strategy.weight_cache.named(task, sent, self.strategy.frozen_units(task))
 
     def clients(self, server_round: int, grid: Grid) -> list[int]:
-        """Those of the round that can be reached; where there was none, those who would be."""
+        """Return the reachable clients that trained in the round, or a new sample for the round if there are none."""
         strategy = self.strategy
         return [c for c in strategy.reports if strategy.evaluation.reachable(c)] or strategy.cohort.sample(
             server_round, grid
         )
 
     def task(self, client: int, server_round: int, model: tuple[Piece, str], needed: int) -> Task:
-        """What a client is asked."""
+        """Return the task with which a client measures; `needed` is its memory cost in bytes."""
         strategy = self.strategy
         experiment, state = strategy.experiment, strategy.resources.state(client, server_round)
         item = WorkItem(*model, self.variant, measured=True)
@@ -159,7 +158,7 @@ class ServedModel:
         )
 
     def aggregate(self, server_round: int, replies: Iterable[Message]) -> bool:
-        """Take in what clients measured; whether any did."""
+        """Pool the statistics that clients measured. Returns whether there are any."""
         strategy, moments = self.strategy, Moments()
         dispatcher, factor = strategy.dispatcher, strategy.settings.faults.update_norm_limit
         for client, update, limits in compared(self.received(server_round, replies), factor, ()):
@@ -175,7 +174,7 @@ class ServedModel:
         return bool(self.statistics)
 
     def received(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[int, CheckedUpdate]]:
-        """The statistics of clients that make sense by themselves; how they compare with the others' is looked at later."""
+        """Yield each client's statistics if they are valid on their own. They are compared with other clients' later."""
         strategy = self.strategy
         answers = strategy.dispatcher.contents(
             replies, lambda client, status: strategy.gate.note_error(client, server_round, status)
@@ -189,7 +188,7 @@ class ServedModel:
             yield client, update
 
     def checked(self, client: int, metrics: Mapping[str, object], arrays: ArrayRecord) -> CheckedUpdate:
-        """A client's statistics and its number of examples. Raises UpdateRejectedError."""
+        """Return a client's statistics and number of examples. Raises UpdateRejectedError if they are invalid."""
         atoms, head = self._of[1:] if self._of else ((), "head")
         blank = empty_statistics(self.blueprint, [*units(atoms), head])
         expected = ArrayRecord({name: Array(array) for name, array in blank.items()})
@@ -203,37 +202,37 @@ class ServedModel:
         return update
 
     def kept(self, arrays: ArrayRecord) -> dict[str, Array]:
-        """What a checkpoint of this model holds of it."""
+        """Return the statistics of this model for a checkpoint; none if they belong to another model."""
         if self._of is None or not is_same(self._of[0], arrays):
             return {}
         return {KEPT + name: array for name, array in self.statistics.items()}
 
     def restore(self, kept: ArrayRecord) -> ArrayRecord:
-        """Take from a checkpoint what `kept` put there; the rest of it is the strategy's."""
+        """Restore the statistics that `kept` put into a checkpoint. Returns the other arrays, which are the strategy's."""
         found = {name.removeprefix(KEPT): array for name, array in kept.items() if name.startswith(KEPT)}
         self.statistics = ArrayRecord(found)
         return ArrayRecord({name: array for name, array in kept.items() if not name.startswith(KEPT)})
 
     def resume(self, arrays: ArrayRecord) -> None:
-        """The statistics of a checkpoint are those of its model."""
+        """Assign the restored statistics to the model of the checkpoint, which has these arrays."""
         if self.statistics:
             self._of = arrays, *self.strategy.trained_model()
 
 
 def is_same(one: ArrayRecord, other: ArrayRecord) -> bool:
-    """Whether two models have the very same arrays; their values are not looked at."""
+    """Return whether two models consist of the same array objects; values are not compared."""
     return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
 
 
 class Moments:
-    """Means and variances of clients' data, pooled as they arrive."""
+    """Pools clients' means and variances as they arrive, by the equations at the top of this file."""
 
     def __init__(self) -> None:
         self.examples, self.batches = 0, dict[str, np.ndarray]()
         self.first, self.second = dict[str, np.ndarray](), dict[str, np.ndarray]()
 
     def add(self, arrays: Mapping[str, np.ndarray], examples: int) -> None:
-        """A client's `running_mean` and `running_var` of each batch norm, by global names."""
+        """Add a client's statistics of each batch norm, by global names, with its number of examples."""
         self.examples += examples
         for name in arrays:
             norm, _, kind = name.rpartition(".")
@@ -244,7 +243,7 @@ class Moments:
                 self.batches[norm] = np.maximum(self.batches.get(norm, 0), arrays[f"{norm}.num_batches_tracked"])
 
     def pooled(self) -> ArrayRecord:
-        """Of all clients' data; no arrays where there are none."""
+        """Return the statistics over all clients' data; no arrays if no client was added."""
         found: dict[str, Array] = {}
         for norm, first in self.first.items():
             mean = first / self.examples
@@ -256,12 +255,12 @@ class Moments:
 
 
 def units(atoms: Piece) -> list[str]:
-    """The names of atoms as units."""
+    """Return the unit names of atoms."""
     return [f"atoms.{atom}" for atom in atoms]
 
 
 def empty_statistics(blueprint: Blueprint, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """The statistics that units have before anything is measured: means of 0, variances of 1."""
+    """Return the initial statistics of units, by global names: means of 0, variances of 1."""
     found: dict[str, np.ndarray] = {}
     for unit in names:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What a run finds out about its clients before the first round: which parts of the model they can train."""
+"""The coverage check before the first round: which parts of the model the clients can train."""
 
 import logging
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ LOG = logging.getLogger("piecework")
 
 
 def look_at(strategy: PieceStrategy) -> dict[str, Any]:
-    """The coverage of the model by the clients that are there, as JSON values; it is also said in the log.
+    """Return the coverage of the model by the connected clients, as JSON values, and log it.
 
-    Raises ValueError where a part of the model would stay random and the settings do not allow that.
+    Raises ValueError if a part of the model would stay random and the settings do not allow that.
     """
     found = covered(strategy.policy, strategy.resources.trainers())
     if found["level"] == "error":
@@ -26,14 +26,17 @@ def look_at(strategy: PieceStrategy) -> dict[str, Any]:
 
 
 def covered(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> dict[str, Any]:
-    """The coverage by these clients and what it means, as JSON values; plans and runs have it in this form."""
+    """Return the coverage by these clients and what it means, as JSON values. Plans and runs use the same form."""
     rows = coverage(policy, trainers)
     finding = judged(policy, rows, trainers, pretrained_parts(policy))
     return {"clients": len(trainers), "parts": rows, "level": finding.level, "says": finding.says}
 
 
 def pretrained_parts(policy: PartitionPolicy) -> set[str]:
-    """The parts that begin with weights of `training.init-weights`; all, where a plan is made without that file."""
+    """Return the parts that start with weights from `training.init-weights`; all parts if that file is not here.
+
+    A plan may be made on a machine that does not have the file.
+    """
     names, path = part_names(policy.blueprint), Path(policy.settings.training.init_weights)
     if not policy.settings.training.init_weights:
         return set()
@@ -43,7 +46,7 @@ def pretrained_parts(policy: PartitionPolicy) -> set[str]:
 
 
 def say(found: dict[str, Any]) -> None:
-    """Put a coverage into the log: who trains what, and what is wrong with that."""
+    """Log a coverage: which clients can train which parts, and the finding."""
     LOG.info("%s", coverage_sentence(found["parts"], found["clients"]))
     if found["says"]:
         LOG.log(logging.INFO if found["level"] == "note" else logging.WARNING, "%s", found["says"])

@@ -1,4 +1,4 @@
-"""What the records say of a round and of a run, in figures and in words."""
+"""Summaries of a round and of a run from its records, in figures and in words."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,11 +10,11 @@ from piecework.server_app.records import RunDir
 from piecework.strategies.base import PieceStrategy
 from piecework.training.settings import Settings
 
-STOPPED = "stopped"  # status of a run that was told to end, by Ctrl-C or SIGTERM
+STOPPED = "stopped"  # status of a run that was ended by Ctrl-C or SIGTERM
 
 
 def accuracy_by_device(reports: list[ClientReport]) -> dict[str, float]:
-    """Validation accuracy after local training, over all validation examples of a device class's clients."""
+    """Return by device class the validation accuracy after local training, over all validation examples of its clients."""
     by_device: dict[str, tuple[float, int]] = {}
     for report in reports:
         if report.status == "ok" and report.val_accuracy is not None and report.val_examples:
@@ -27,7 +27,7 @@ def accuracy_by_device(reports: list[ClientReport]) -> dict[str, float]:
 
 
 def why_empty(record: dict[str, Any], settings: Settings) -> str:
-    """Why no client trained, in one message that says what to change."""
+    """Return the error message for a round without a new model, which says why, and what to change."""
     clients, trained = record["clients"], record["answered"]
     refused = [c for c in clients if c["status"] == "memory"]
     who = (
@@ -37,19 +37,18 @@ def why_empty(record: dict[str, Any], settings: Settings) -> str:
     )
     lines = [f"{who} in round {record['round']}: {len(clients)} asked, {len(refused)} refused for memory"]
     if not clients and not record["excluded"] and not record["busy"]:
-        lines[0] += f": of those connected, none has what {settings.strategy} needs in this round"
+        lines[0] += f": no connected client has the resources that {settings.strategy} needs in this round"
     if record["excluded"]:
         lines[0] += f", {len(record['excluded'])} excluded because their processes had died"
     if record["busy"]:
         lines[0] += f", {len(record['busy'])} still at an earlier task"
-    if counted := [
-        c for c in refused if c["needed"]
-    ]:  # where a device had no memory left, no client knows how much it lacked
+    # `needed` is 0 if a device ran out of memory, because the missing amount is then unknown.
+    if counted := [c for c in refused if c["needed"]]:
         nearest = min(counted, key=lambda c: c["needed"] - c["budget"])
-        cut = settings.strategy in ("fedepth", "m-fedepth")  # which has no finer pieces to offer
+        cut = settings.strategy in ("fedepth", "m-fedepth")  # these strategies already use the finest pieces
         pieces = "" if cut else "a strategy that trains in pieces (strategy = fedepth), "
         lines.append(
-            f"nearest to fitting, client {nearest['client']} ({nearest['device']}): {nearest['reason']}. Choose {pieces}a "
+            f"closest to fitting: client {nearest['client']} ({nearest['device']}): {nearest['reason']}. Choose {pieces}a "
             "smaller training.batch-size or architecture.width, or a fleet with more memory"
         )
     others = [c for c in clients if c["status"] not in ("ok", "memory")]
@@ -58,13 +57,13 @@ def why_empty(record: dict[str, Any], settings: Settings) -> str:
 
 
 def stop_reason(run_dir: RunDir) -> str:
-    """How far a run that was told to end had come."""
+    """Return the reason of a run that was stopped by a signal, with its last complete round."""
     last = run_dir.last_complete_round()
     return f"stopped by a signal, {f'after round {last}' if last else 'before its first round was complete'}"
 
 
 def about_stages(strategy: PieceStrategy, settings: Settings, last_round: int) -> list[str]:
-    """Why a run's stages and its rounds did not end together, in sentences for the log; none where they did."""
+    """Return warnings if a run's stages and its rounds did not end together; an empty list if they did."""
     if strategy.progress.finished:
         if not settings.resume_from or last_round >= settings.num_rounds:
             return []
@@ -75,16 +74,14 @@ def about_stages(strategy: PieceStrategy, settings: Settings, last_round: int) -
     stage = strategy.progress.stage
     if not stage or last_round != settings.num_rounds:
         return []
-    return [
-        f"num-rounds = {settings.num_rounds} came before {stage} was over: the model is what has been trained so far"
-    ]
+    return [f"num-rounds = {settings.num_rounds} ended before {stage} did: the model is the one trained so far"]
 
 
 def trained_parts(rounds: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was trained in a run: for each part of the model the clients that trained it in any round, their fraction of all
-    training examples, and the rounds in which it was trained, by clients or by the server's distillation.
+    """Return for each part of the model how many clients trained it in any round, and their fraction of all examples.
 
-    Nothing of rounds that were recorded by an older version.
+    `rounds` is the number of rounds in which it was trained, by clients or by the server's distillation. Records of older
+    versions, which do not list trained parts, are ignored.
     """
     found: dict[str, dict[str, Any]] = {}
     examples: dict[int, int] = {}
@@ -101,7 +98,7 @@ def trained_parts(rounds: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict[str, Any]:
-    """The run in one object, from its round records."""
+    """Return the content of `summary.json` from the round records; `seconds` is the duration of this start of the run."""
     rounds = run_dir.rounds()
     clients = [client for record in rounds for client in record["clients"]]
     enforced = all(record["enforced"] for record in rounds)
@@ -138,6 +135,6 @@ def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict
             else None
         ),
         "seconds": seconds,
-        # A round that an older version recorded may have no time of its own.
+        # Records of older versions have no time.
         "simulated_seconds": sum(record.get("simulated_seconds", 0.0) for record in rounds),
     }

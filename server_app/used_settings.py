@@ -1,7 +1,7 @@
-"""Refuse settings that a run does not use: those of another strategy, of another partition, of another schedule.
+"""Reject settings that a run does not use: those of another strategy, of another partition, of another schedule.
 
-Where a setting is declared, it says in which cases a run uses it (training/settings). Only values that differ from the default
-are looked at, because Flower hands over all keys, whoever set them.
+The declaration of a setting says in which cases a run uses it (training/settings). Only values that differ from the default are
+checked, because Flower passes all keys, whether the user set them or not.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -25,7 +25,7 @@ def unused(settings: Settings) -> list[str]:
 def require_used(settings: Settings, among: Collection[str] | None = None) -> None:
     """Raise SettingsError with a line for each key that was set and is not used: its owner, and the remedy.
 
-    Only keys `among` these are looked at; None = all.
+    Only keys in `among` are checked; None = all.
     """
     values = settings.to_run_config()
     if lines := [refusal(key, values) for key in unused(settings) if among is None or key in among]:
@@ -44,10 +44,10 @@ def refusal(key: str, values: Mapping[str, Scalar]) -> str:
 
 
 def without_unused(given: Mapping[str, Scalar], preset: Mapping[str, Scalar]) -> tuple[dict[str, Scalar], list[str]]:
-    """Return a preset's values with what was `given` on top, without those that it makes useless; and the keys of these.
+    """Return a preset's values overridden by the `given` ones, without those that become unused, and the keys of these.
 
-    A rival in the place of a preset's system, as with `--set strategy=allsmall`, has no use for that system's settings. Raises
-    SettingsError.
+    If `given` replaces the preset's strategy, as with `--set strategy=allsmall`, the settings of the preset's own strategy are
+    unused. Raises SettingsError.
     """
     values = dict(preset) | dict(given)
     changed = {key for key, value in given.items() if value != preset.get(key, default(key))}
@@ -68,7 +68,7 @@ def holds(case: Case, values: Mapping[str, Scalar]) -> bool:
 
 
 def lineage(strategy: str) -> list[str]:
-    """Return the strategy; for a user's own also those that it derives from, whose settings it may read."""
+    """Return the strategy and, for a user's own strategy, those that it derives from, whose settings it may read."""
     module, _ = STRATEGIES.get(strategy, ("piecework.strategies.", ""))
     if module.startswith("piecework.strategies."):
         return [strategy]
@@ -81,7 +81,7 @@ def written(case: Case) -> str:
 
 
 def listed(values: Iterable[Scalar]) -> str:
-    """Return `fedepth or m-fedepth`, with true and false as TOML has them."""
+    """Return `fedepth or m-fedepth`, with true and false in TOML's spelling."""
     *others, last = (str(value).lower() if isinstance(value, bool) else str(value) for value in values)
     return f"{', '.join(others)} or {last}" if others else last
 

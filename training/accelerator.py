@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
-# What torch's allocator may hold of a GPU beyond a budget, as bytes and as a fraction of the budget, because it counts more
-# than tensors: cuBLAS's workspaces (up to twice 32 MiB), partly used segments (22 MiB), workspaces of cuDNN, fragments.
+# The allowance beyond a budget that torch's allocator has on a GPU, in bytes and as a fraction of the budget. It covers memory
+# other than tensors: cuBLAS's workspaces (up to twice 32 MiB), partly used segments (22 MiB), workspaces of cuDNN, fragments.
 WORKSPACES, FRAGMENTS = 128 * 2**20, 0.25
 
 
@@ -59,17 +59,17 @@ def release_cache() -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the budget in bytes that the GPU has room for now: its free memory, less what is held beyond a budget."""
+    """Return the largest budget in bytes that the GPU has room for now: its free memory without the allowance beyond it."""
     release_cache()
     return max(0, int((torch.cuda.mem_get_info(device)[0] - WORKSPACES) / (1 + FRAGMENTS)))
 
 
 @contextmanager
 def held_to(device: torch.device, allowed: int | None) -> Iterator[Callable[[], int]]:
-    """Limit what torch's allocator takes of a GPU in the body to `allowed` bytes plus what is held beyond a budget.
+    """Limit torch's allocator on a GPU, in the body, to `allowed` bytes plus the allowance beyond a budget; None = no limit.
 
     Yields a function that returns the peak (bytes) since then, or 0 on the CPU. In the body float32 means float32, not TF32,
-    and cuDNN uses deterministic algorithms; neither is the default.
+    and cuDNN uses deterministic algorithms; neither is torch's default.
     """
     if device.type == "cpu":
         yield lambda: 0

@@ -147,11 +147,12 @@ def as_inputs(rows: np.ndarray, data: ArrayDataset) -> Tensor:
 
 
 def normalised(images_BHWC: np.ndarray, data: ArrayDataset) -> Tensor:
-    """Return float images [B, C, H, W], in channels-last memory because their pixels lie so on disk."""
+    """Return normalised float images [B, C, H, W], in channels-last memory because that is their layout on disk."""
     return _owned_images(np.array(images_BHWC), data, images_BHWC.shape[-1])
 
 
-# The functions below turn arrays that have no other owner into tensors without a copy, counted from the first operation on.
+# The functions below turn arrays that have no other owner into tensors without a copy. The accounting counts such a tensor from
+# its first operation on.
 
 
 def _owned_tokens(rows: np.ndarray) -> Tensor:

@@ -1,6 +1,6 @@
-"""The local loop of every trainer: a piece of the model, a small SGD, and one function that runs epochs.
+"""The local training loop of all trainers: a piece of the model, a small SGD, and a class that runs epochs.
 
-Setup and step of a piece are functions that also run on fake tensors, which gives its cost (planning/step_cost.py).
+The functions for the setup and the step of a piece also run on fake tensors, which gives its cost (planning/step_cost.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ Precision = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What local training needs besides the model: `momentum` in [0, 1); with `attack`, it is adversarial.
+    """The parameters of local training. `momentum` is in [0, 1). With `attack`, training is adversarial.
 
     Training takes `iterations` batches, or `epochs` epochs if `iterations` is 0. If the gradient of all parameters is longer
     than `clip_norm` > 0, it is scaled down to it; weight decay is added afterwards. In `bfloat16` forward passes run under
@@ -50,7 +50,8 @@ class TrainingConfig:
 class PieceModel:
     """Atoms and a head that a device holds at once.
 
-    `head` is a unit: `head`, `exits.<i>` for an exit head, or None. `optimiser` is its optimiser if that is not SGD.
+    `head` is a unit: `head`, `exits.<i>` or `aux.<i>` for a head after atom i, or None for features alone. `optimiser` is the
+    piece's optimiser if that is not SGD.
     """
 
     optimiser: ClassVar["type[SGD] | None"] = None
@@ -199,7 +200,7 @@ class Carried(Protocol):
 
 
 class LocalTrainer:
-    """Pieces in training on a device, with their optimiser. The first batch makes them, inside the accounting."""
+    """Trains pieces on a device. They are built with the first batch, so that the accounting includes them."""
 
     def __init__(
         self,
@@ -261,7 +262,7 @@ class LocalTrainer:
             self.optimiser.load(self._paused)
         elif self._carried is not None:
             self._carried.restore(self.pieces, self.optimiser)
-        return_free_memory()  # otherwise the heap keeps what loading freed, in addition to what training takes
+        return_free_memory()  # otherwise the heap keeps the memory that loading freed, in addition to training's
 
     def _perturb(self, rng: np.random.Generator) -> Perturb | None:
         if self.training_config.attack is None:

@@ -22,7 +22,7 @@ from piecework.device_profiles.memory import PeakMemory
 from piecework.device_profiles.profile import is_unlimited
 from piecework.training.accelerator import CPU, held_to, release_cache
 
-# Messages of torch's CPU allocator, of C++ and of oneDNN (which says no more than that) when memory is exhausted, then those of
+# Messages of torch's CPU allocator, of C++ and of oneDNN (which does not name memory) when memory is exhausted, then those of
 # CUDA and of its libraries' handles.
 OUT_OF_MEMORY = (
     "can't allocate memory",
@@ -78,7 +78,7 @@ class MemoryCap:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Exclude from a counted phase what repeats counted operations and leaves nothing large behind."""
+    """Exclude the body from a counted phase: it repeats counted operations and leaves nothing large behind."""
     with _disable_current_modes():
         yield
 
@@ -86,7 +86,7 @@ def uncounted() -> Iterator[None]:
 def return_free_memory() -> None:
     """Return freed heap pages to the system, so that the resident set shows what is in use (glibc only).
 
-    On a GPU, return what torch's allocator caches.
+    On a GPU, also return the memory that torch's allocator caches.
     """
     release_cache()
     if sys.platform == "linux":
@@ -98,10 +98,10 @@ def return_free_memory() -> None:
 def keep_heap_tight(budget: int, available: int) -> None:
     """Make large blocks leave the resident set when they are freed (glibc only); `budget` and `available` are bytes.
 
-    By default glibc keeps blocks of up to 32 MiB: a model of 100 MB was seen to hold 90 MB unused. Smaller blocks stay in the
-    heap, where they are quick to allocate but leave holes. With 2 MiB a PreResNet-20 step at batch 128 (200 MB) took just the
-    traced peak; with 8 MiB 40 to 75 MB more, for 11 to 20 % less CPU time. So the smaller limit is for devices and containers
-    with little more than the budget.
+    By default glibc keeps blocks of up to 32 MiB: with a 100 MB model it held 90 MB unused. Smaller blocks stay in the heap,
+    where they are quick to allocate but leave holes. With a limit of 2 MiB, a PreResNet-20 step at batch 128 (200 MB) took just
+    the traced peak. With 8 MiB it took 40 to 75 MB more, but 11 to 20 % less CPU time. So the smaller limit is for devices and
+    containers with little more memory than the budget.
     """
     short = available < 2 * budget + PLENTY and not is_unlimited(budget)
     _hand_back_from(2 * 2**20 if short else min(LARGEST_IN_HEAP, max(8 * 2**20, budget // 32)))
@@ -110,15 +110,16 @@ def keep_heap_tight(budget: int, available: int) -> None:
 def keep_heap_loose() -> None:
     """Keep freed memory of any size for reuse (glibc only): for a server, which has no budget.
 
-    Under an attack every layer's activations are allocated and freed in each step. By default AutoAttack spent half its CPU
-    time in the system, which takes pages back and clears them again; with this setting 3 %. `return_free_memory` ends it.
+    Under an attack, every layer's activations are allocated and freed in each step. By default AutoAttack spent half of its CPU
+    time in the kernel, which reclaims and clears these pages; with this setting it spent 3 %. `return_free_memory` returns
+    the kept memory.
     """
     if not _hand_back_from(2**30):
         _hand_back_from(LARGEST_IN_HEAP)
 
 
 def _hand_back_from(size: int) -> bool:
-    """Make glibc return freed blocks of `size` bytes, and as much at the heap's end, to the system. Returns whether it did."""
+    """Make glibc return freed blocks of `size` bytes or more, and that much at the heap's end. Returns whether it accepted."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, size)) and bool(mallopt(M_TRIM_THRESHOLD, size))
 

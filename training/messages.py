@@ -1,7 +1,7 @@
-"""The messages between server and client, typed.
+"""Typed messages between server and client.
 
-Down: ConfigRecord `task` and ArrayRecord `arrays`. Up: ConfigRecord `outcome`, ArrayRecord `arrays`, MetricRecord `metrics`.
-A refusal for memory is a normal reply: Flower's Error carries only a code and a text.
+To the client go a ConfigRecord `task` and an ArrayRecord `arrays`. Back come a ConfigRecord `outcome`, an ArrayRecord `arrays`
+and a MetricRecord `metrics`. A refusal for memory is a normal reply, because Flower's Error carries only a code and a text.
 """
 
 import json
@@ -21,19 +21,20 @@ AS_JSON = ("costs", "frozen", "void", "variant", "own")  # Flower's records hold
 
 @dataclass(frozen=True)
 class Task:
-    """What a server asks of a client in a round.
+    """A server's request to a client in a round.
 
-    `budget` and `reference` are bytes: what the server assumed the client may use, and one reference step, of which emulated
-    ratio budgets are fractions. `state_round` names the newest client state that may be used. `costs` maps a work item to the
-    bytes that it takes; `enforced` says whether these are true bytes that the accounting holds the client to. `frozen` maps
-    the units that are not in this message, because no client trains them any more, to their content hashes. `variant` is the
-    network that the client builds of the run's model. `own` are the system's own fields.
+    `budget` is the bytes that the server assumes the client may use. `reference` is the bytes of a reference step, of which
+    emulated ratio budgets are fractions. `state_round` is the newest round whose client state may be used. `costs` maps work
+    items to bytes; `enforced` says whether these are true bytes, to which the accounting holds the client. `frozen` maps the
+    units that are not in this message, because no client trains them any more, to their content hashes. `variant` is the
+    network that the client builds from the run's model. `own` are the strategy's own fields.
 
-    A server may go back to an earlier model: client states of the rounds in `void`, pairs of a first and a last one, are of a
-    discarded future, and the state of `kept_round`, or the newest before it, is kept because the server may go back to it.
-    `adversarial`: the client trains on adversarial examples; its training config has the attack.
-    `personal`: evaluation is on the client's own part of the test split, not on its validation data. `atoms` and `head` are
-    the model that is served, where its batch norms are to be measured.
+    A server may go back to an earlier model. Client states of the rounds in `void`, pairs of a first and a last round, are
+    then invalid. The state of `kept_round`, or the newest before it, is kept because the server may go back to it.
+
+    `adversarial`: the client trains on adversarial examples; its training config has the attack. `personal`: evaluation is on
+    the client's own part of the test split, not on its validation data. `atoms` and `head` are the served model, if its batch
+    norms are to be measured.
     """
 
     experiment_id: str
@@ -57,7 +58,7 @@ class Task:
     own: dict[str, Any] = field(default_factory=dict)
 
     def to_record(self) -> ConfigRecord:
-        """As a Flower record; what it cannot hold is a JSON string."""
+        """Return the task as a Flower record; values that it cannot hold become JSON strings."""
         fields = {f.name.replace("_", "-"): getattr(self, f.name) for f in dataclass_fields(self)}
         fields["variant"] = self.variant.to_values()
         fields["costs"] = [[item.to_values(), cost] for item, cost in self.costs.items()]
@@ -66,44 +67,44 @@ class Task:
 
     @classmethod
     def from_record(cls, record: ConfigRecord) -> "Task":
-        """Read a task. Raises TypeError for a field that is missing or not known, ValueError for a bad value of a variant."""
+        """Read a task. Raises TypeError or KeyError for a missing or unknown field, ValueError for a bad value of a variant."""
         fields = {key.replace("-", "_"): value for key, value in record.items()}
         mappings = {key: json.loads(str(record[key])) for key in AS_JSON}
         costs = {WorkItem.from_values(item): int(cost) for item, cost in mappings["costs"]}
         return cls(**{**fields, **mappings, "variant": Variant.from_values(mappings["variant"]), "costs": costs})
 
     def cost(self, item: WorkItem) -> int | None:
-        """Bytes of a work item, or None where the server lists none."""
+        """Return the bytes of a work item, or None if the server does not list it."""
         return self.costs.get(item)
 
 
 class TaskConfig:
-    """A system's own fields of a task, for a dataclass to build on."""
+    """Base of the dataclasses that hold a strategy's own fields of a task."""
 
     @classmethod
     def of(cls, task: Task) -> Self:
-        """Those in a task; raises TypeError for a field that is missing or not known."""
+        """Return the own fields of a task. Raises TypeError for a missing or unknown field."""
         return cls(**task.own)
 
     def to_values(self) -> dict[str, Any]:
-        """As a task's own fields."""
+        """Return the fields as values for `Task.own`."""
         return asdict(cast(Any, self))
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a node says of itself when it is first asked: its device's name, `auto` where it measures itself; its software."""
+    """A node's answer to the first query: its software, and its device's name, which is `auto` if it measures itself."""
 
     device: str
     software: str
 
     def to_record(self) -> ConfigRecord:
-        """As a Flower record."""
+        """Return the fields as a Flower record."""
         return ConfigRecord(asdict(self))
 
     @classmethod
     def from_record(cls, record: ConfigRecord) -> "NodeInfo":
-        """Read what a node says; raises TypeError for a field that is missing, not known, or no text."""
+        """Read a node's answer. Raises TypeError for a missing or unknown field, or one that is not text."""
         info = cls(**cast(dict[str, str], dict(record)))
         for name, value in asdict(info).items():
             if not isinstance(value, str):
@@ -113,29 +114,29 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class Question:
-    """What a server asks of a client's frozen units: `wanted` is content hashes. Units that lack may come along."""
+    """A query of the frozen units that a client holds: `wanted` are content hashes. The message may also carry units."""
 
     experiment_id: str
     state_dir: str
     wanted: list[str]
 
     def to_record(self) -> ConfigRecord:
-        """As a Flower record."""
+        """Return the fields as a Flower record."""
         return ConfigRecord(asdict(self))
 
     @classmethod
     def from_record(cls, record: ConfigRecord) -> "Question":
-        """Read a question; raises TypeError for a field that is missing or not known."""
+        """Read a query. Raises TypeError for a missing or unknown field."""
         return cls(**cast(dict[str, object], dict(record)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a task ended. `needed` and `allowed` are bytes, of a refusal for memory; `needed` is 0 where it is not known.
+    """How a task ended. For a refusal for memory, `needed` (0 if unknown) and `allowed` are bytes.
 
-    `done` are the work items that were trained, one after another. `reason` says why a task was refused or failed.
-    `note` is what a person should hear of a task that went well nevertheless, such as a damaged file in the store. `missing` is
-    the content hashes of frozen units that were asked for and are not there.
+    `done` are the work items that were trained, in order. `reason` says why a task was refused or failed. `note` is a remark
+    on a task that succeeded nevertheless, such as a damaged file in the store. `missing` are the content hashes of
+    requested frozen units that the client does not hold.
     """
 
     status: Status
@@ -147,7 +148,7 @@ class Outcome:
     done: tuple[WorkItem, ...] = ()
 
     def to_record(self) -> ConfigRecord:
-        """As a Flower record."""
+        """Return the fields as a Flower record."""
         done = json.dumps([item.to_values() for item in self.done], separators=(",", ":"))
         return ConfigRecord({**asdict(replace(self, done=())), "done": done})
 
@@ -169,18 +170,18 @@ class Outcome:
         return outcome
 
 
-SAMPLE = Outcome("ok")  # the types of its fields
+SAMPLE = Outcome("ok")  # its fields have the types that are expected of all outcomes
 
 
 def reply(message: Message, outcome: Outcome, metrics: Metrics, arrays: ArrayRecord | None = None) -> Message:
-    """The answer to a task."""
+    """Return the reply to a message, with empty arrays if none are given."""
     content = RecordDict({"outcome": outcome.to_record(), "metrics": MetricRecord(cast(dict, metrics))})  # type: ignore[type-arg]
     content["arrays"] = arrays if arrays is not None else ArrayRecord()
     return Message(content, reply_to=message)
 
 
 def content_bytes(content: RecordDict) -> int:
-    """Bytes of a message's records, as Flower counts them; it refuses to count empty strings, which take none."""
+    """Return the bytes of a message's records as Flower counts them. Empty values, which Flower cannot count, take none."""
     return sum(map(_record_bytes, content.values()))
 
 

@@ -1,5 +1,6 @@
-"""Random numbers as a function of (seed, round, client, purpose): without a global generator, order and workers do not
-matter.
+"""Random numbers as a function of (seed, round, client, purpose).
+
+No generator is global, so results do not depend on the order of tasks or on the number of workers.
 """
 
 import zlib

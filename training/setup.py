@@ -1,7 +1,7 @@
-"""What a run's settings stand for: data set, client data, model, training config. Server and clients use the same functions.
+"""Turn a run's settings into its data set, client data, model and training config. Server and clients use the same functions.
 
-They are not in client_app/app.py, because Flower's simulation loads that in one thread while the ServerApp may be importing in
-another.
+These functions are not in client_app/app.py, because Flower's simulation loads that file in one thread while the ServerApp may
+be importing in another.
 """
 
 from functools import lru_cache
@@ -40,7 +40,10 @@ def all_client_rows(settings: Settings, clients: int) -> list[np.ndarray]:
 
 @lru_cache(maxsize=4)
 def all_client_test_rows(settings: Settings, clients: int) -> list[np.ndarray]:
-    """Return each client's own rows of the test split, drawn once per process. Raises as `all_client_rows` does."""
+    """Return each client's own rows of the test split, drawn once per process.
+
+    Raises DatasetError if data-dir holds a part of an export.
+    """
     data = open_dataset(settings.dataset, settings.data_dir)
     return client_test_rows(data.labels, all_client_rows(settings, clients), data.test_labels, settings.seed)
 
@@ -70,13 +73,13 @@ def client_rows(
 
 
 def public_rows(settings: Settings, examples: int) -> np.ndarray:
-    """Draw the fraction `data.public-fraction` of the training examples, which no client gets; their sorted rows."""
+    """Draw the fraction `data.public-fraction` of the training examples, which no client gets. Returns sorted rows."""
     order = generator(settings.seed, "public").permutation(examples)
     return np.sort(order[: round(settings.data.public_fraction * examples)])
 
 
 def partition_settings(settings: Settings) -> dict[str, Scalar]:
-    """Return the settings of the chosen partition, which with the number of clients and the seed decide the client data."""
+    """Return the settings of the chosen partition. With the number of clients and the seed they determine the client data."""
     names = {
         "dirichlet": ("data.partition-alpha", "data.partition-balanced"),
         "pathological": ("data.partition-classes",),

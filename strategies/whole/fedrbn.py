@@ -1,22 +1,22 @@
 """FedRBN (Hong et al., "Federated Robustness Propagation: Sharing Adversarial Robustness in Heterogeneous Federated Learning",
 AAAI 2023, https://arxiv.org/abs/2106.10196), the server's side, as FedProphet compares with it.
 
-Weights are averaged by numbers of examples. Of the statistics of batch norms, mu_l and v_l of layer l are of clean examples,
-mu'_l and v'_l of adversarial ones. S: the clients that trained adversarially in a round; t: one that trained plainly.
-Robustness propagates:
+Weights are averaged by numbers of examples. Batch norms have two sets of statistics: the mean mu_l and variance v_l of layer l
+over clean examples, and mu'_l and v'_l over adversarial ones. S are the clients that trained adversarially in a round, and t is
+one that trained on clean examples. Robustness propagates from S to t:
 
   (mu'_t, v'_t) <- sum_{s in S} a_ts (mu'_s, v'_s),   a_t = softmax over s of c_ts / 0.01
   c_ts = mean over layers of [cos(mu_t, mu_s) + cos(v_t, v_s)] / 2
 
-and nothing where S is empty. With `architecture.batch-norm = local`, FedRBN's own setting, clean statistics, scales and shifts
-stay with the clients, and the server keeps each client's adversarial statistics for it; with `running`, they are averaged over
-the clients of the round, propagated ones included, like everything else.
+If S is empty, nothing propagates. With `architecture.batch-norm = local`, FedRBN's own setting, clean statistics, scales and
+shifts stay with the clients, and the server keeps each client's adversarial statistics for it. With `running`, all of these are
+averaged over the clients of the round like everything else, propagated ones included.
 
-As FedProphet runs it: clients with less memory than an adversarial step takes train plainly, and swap where they cannot do that
-either, at the cost of simulated time alone; so budgets are not enforced, and FedRBN runs only where they are emulated. The
-model is tested with the statistics that are for what an example is (`fedrbn.evaluation-branch = oracle`). FedRBN's own test
-learns a detector; ours (`detector`) is a support vector machine with an RBF kernel on the clean logits of public examples and
-of attacks on them, again for each evaluation.
+As in FedProphet's comparison, clients with too little memory for an adversarial step train on clean examples. If they cannot do
+that either, they swap, which costs only simulated time. Budgets are therefore not enforced, and FedRBN runs only on emulated
+budgets. The model is tested with the set of statistics that belongs to each kind of example
+(`fedrbn.evaluation-branch = oracle`). FedRBN's own test learns a detector. Ours (`detector`) is a support vector machine with
+an RBF kernel on the clean logits of public examples and of attacks on them; it is fitted again for each evaluation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -49,12 +49,12 @@ TEMPERATURE = 0.01
 
 
 class FedRBNPolicy(Swapping):
-    """One stage: the whole model, adversarially where there is memory for that, else plainly, whatever memory there is."""
+    """One stage: every device trains the whole model, on adversarial examples if it has memory for that, else on clean ones."""
 
     adversarial = "always"
 
     def part(self, item: WorkItem) -> Part:
-        """The whole model, on adversarial examples or on clean ones."""
+        """Return the whole model, which a `clean` item trains on clean examples and others on adversarial ones."""
         weight = self.settings.fedrbn.clean_weight
         if item.clean:
             return Part(self.model, item.atoms, name="the whole model, clean", piece_class=DualPiece, clean=True)
@@ -63,11 +63,11 @@ class FedRBNPolicy(Swapping):
 
     @property
     def variant(self) -> Variant:
-        """The model with two sets of statistics."""
+        """The model whose batch norms have two sets of statistics."""
         return Variant(dual_norms=True)
 
     def require_model(self) -> None:
-        """Raises ValueError where there are no statistics."""
+        """Raise ValueError if the model has no batch norms, or if they keep no running statistics."""
         if self.settings.batch_statistics:
             raise ValueError(
                 f"architecture.batch-norm = {self.settings.architecture.batch_norm!r}: fedrbn propagates running statistics, "
@@ -79,21 +79,24 @@ class FedRBNPolicy(Swapping):
             )
 
     def robust(self, state: DeviceState) -> bool:
-        """Whether a device has memory to train adversarially."""
+        """Return whether a device has enough memory to train adversarially."""
         return self.bytes(self.whole) <= state.allowed_bytes
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The whole model, attacked."""
+        """One stage, with the whole model on adversarial examples."""
         return [Stage("training", (self.part(self.whole),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The whole model."""
+        """Return the whole model, on adversarial or clean examples as the device's memory allows."""
         return [self.part(replace(self.whole, clean=not self.robust(state)))]
 
 
 class FedRBN(PieceStrategy):
-    """Federated averaging whose adversarial statistics propagate. `kept` has a client's, by `<client>/<array>`."""
+    """Federated averaging that propagates adversarial batch-norm statistics.
+
+    `kept` has each client's adversarial statistics, by `<client>/<array>`.
+    """
 
     name = "fedrbn"
     policy_class = FedRBNPolicy
@@ -106,7 +109,7 @@ class FedRBN(PieceStrategy):
         settings = self.settings
         if settings.attack.warmup >= settings.num_rounds:
             raise ValueError(
-                f"attack.warmup = {settings.attack.warmup} leaves no adversarial round of num-rounds = {settings.num_rounds}"
+                f"attack.warmup = {settings.attack.warmup} leaves no adversarial round in num-rounds = {settings.num_rounds}"
             )
         branch = settings.fedrbn.evaluation_branch
         if branch == "detector" and (self.personal or settings.evaluation.on_clients_every):
@@ -117,19 +120,19 @@ class FedRBN(PieceStrategy):
         self.piece_class, self.prepare = branch_of(branch), self._prepare
         self.evaluation_details = self.model_details = {
             "evaluation_branch": branch
-        }  # which statistics the model has then
+        }  # the statistics that evaluation uses
         self._mean, self._found = WeightedMean(), dict[int, tuple[Statistics, int]]()
 
     def begin(self) -> None:
-        """Raises ValueError for clients that cannot pretend to swap."""
+        """Raise ValueError if a client measures its own memory, so that swapping cannot be simulated."""
         self.resources.require_emulated()
 
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """None yet: what a client looks up depends on its device."""
+        """Return no costs: `task` adds the one that the client looks up."""
         return {}
 
     def task(self, server_round: int, state: DeviceState) -> Task:
-        """The whole model; adversarially where there is memory, after the warm-up."""
+        """Return the client's task, which is adversarial after the warm-up if the device has enough memory."""
         robust = server_round > self.settings.attack.warmup and self.policy.robust(state)
         item = replace(self.policy.whole, clean=not robust)
         return replace(super().task(server_round, state), adversarial=robust, costs={item: self.policy.bytes(item)})
@@ -137,36 +140,36 @@ class FedRBN(PieceStrategy):
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
     ) -> dict[int, tuple[Task, DeviceState]]:
-        """The tasks, each with its client's number."""
+        """Return the tasks, each with its client's number."""
         asked = super().ask(clients, server_round, arrays)
         return {c: (replace(task, own=FedRBNTaskConfig(c).to_values()), state) for c, (task, state) in asked.items()}
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
-        """The model; with the client's own adversarial statistics, where the server keeps them for it."""
+        """Return the model, with the client's own adversarial statistics if the server keeps some."""
         prefix = f"{FedRBNTaskConfig.of(task).client}/"
         return ArrayRecord({name: self.kept.get(prefix + name, array) for name, array in arrays.items()})
 
     def untrained(self, task: Task) -> ArrayRecord:
-        """The model, as the client begins with it: for who trains adversarially, a second set never used is the clean one."""
+        """Return the model as the client starts to train it; in an adversarial task, unused adversarial sets copy the clean."""
         sent = self.travelling(task, self.dispatcher.arrays)
         return begun(sent) if task.adversarial else sent
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """As usual; statistics are looked at together, when all are there."""
+        """Aggregate the replies. Statistics are kept until the last reply, because they propagate between clients."""
         self._mean, self._found = WeightedMean(), {}
         return super().aggregate_train(server_round, replies)
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
-        """Add an update; its adversarial statistics wait. Raises UpdateRejectedError where it lacks some."""
+        """Add an update; `finish` adds its adversarial statistics. Raises UpdateRejectedError if arrays are missing."""
         require_all(update, self.dispatcher.arrays)
         self._mean.add({n: a for n, a in update.arrays.items() if not is_adversarial(n)}, update.examples)
         sets = {n: a for n, a in update.arrays.items() if is_adversarial(n) or n.endswith(STATISTICS)}
         self._found[client] = sets, update.examples
 
     def finish(self) -> ArrayRecord:
-        """The new model, with what has propagated."""
+        """Return the new model, with the adversarial statistics after propagation."""
         robust = {client for client, (task, _) in self._asked.items() if task.adversarial}
         sources = [sets for client, (sets, _) in self._found.items() if client in robust]
         kept = dict(self.kept)
@@ -179,11 +182,11 @@ class FedRBN(PieceStrategy):
         return updated(self.dispatcher.arrays, self._mean)
 
     def details(self) -> dict[str, Any]:
-        """Who was to train adversarially."""
+        """Return the clients with an adversarial task for the round record."""
         return {"adversarial_clients": [c for c, (task, _) in self._asked.items() if task.adversarial]}
 
     def _prepare(self, piece: PieceModel) -> None:
-        """Choose a model's statistics; let it learn what attacks look like, where that is asked for."""
+        """Initialise unused adversarial statistics, select the clean ones, and fit the detector if evaluation uses one."""
         begin_adversarial(piece.units().values())
         piece.set_attacked(False)
         if self.public is not None:
@@ -191,7 +194,7 @@ class FedRBN(PieceStrategy):
 
 
 def begun(arrays: ArrayRecord) -> ArrayRecord:
-    """The arrays of a model whose adversarial set begins as the clean one, where it was never used."""
+    """Return a model's arrays, in which adversarial statistics that were never used are copies of the clean ones."""
     found, count = dict(arrays), PREFIX + COUNT
     for layer in (name.removesuffix(count) for name in arrays if name.endswith(count) and not arrays[name].numpy()):
         found |= {layer + PREFIX + name: arrays[layer + name] for name in STATISTICS}
@@ -199,25 +202,28 @@ def begun(arrays: ArrayRecord) -> ArrayRecord:
 
 
 def adversarial(sets: Statistics) -> dict[str, np.ndarray]:
-    """The second set of a model's statistics."""
+    """Return the adversarial set of a model's statistics."""
     return {name: array for name, array in sets.items() if is_adversarial(name)}
 
 
 def similarity(one: Statistics, other: Statistics) -> float:
-    """c_ts of two models' clean statistics: the mean over layers of the cosines of means and of variances."""
+    """Return c_ts of two models' clean statistics: the mean over layers of the cosines of means and of variances."""
     clean = [name for name in one if name.endswith(STATISTICS) and not is_adversarial(name)]
     return float(np.mean([cosine(one[name], other[name]) for name in clean]))
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:
-    """The cosine of two vectors; 0 where one has no length."""
+    """Return the cosine of two vectors, 0 if one of them is zero."""
     a, b = one.astype(np.float64), other.astype(np.float64)
     lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
     return float(a @ b) / max(lengths, 1e-8)
 
 
 def propagated(own: Statistics, sources: list[Statistics]) -> dict[str, np.ndarray]:
-    """What a client that trained plainly gets of those that trained adversarially: a_ts weighs them. Counts are the largest."""
+    """Return the adversarial statistics that a client with clean training gets: those of `sources`, weighted by a_ts.
+
+    Integer counts are the maximum over the sources.
+    """
     scores = np.array([similarity(own, source) for source in sources]) / TEMPERATURE
     weights = np.exp(scores - scores.max())
     weights /= weights.sum()

@@ -221,7 +221,7 @@ def test_who_pretends_to_swap_is_told_what_it_would_need() -> None:
         "whole_fits": 0.0,
     }
     said = " ".join(CliRunner().invoke(app, ["plan", *call]).stdout.split())
-    assert "Devices only pretend to swap: 100% of the clients train what does not fit their budgets." in said
+    assert "Swapping is only simulated: 100% of the clients train what does not fit their budgets." in said
     assert f"The whole model takes {format_bytes(whole)} for an attacked step, which 0% of the clients have." in said
     assert plan(*call[:-2], "--fleet", "unlimited")["pretence"] is None
     assert plan("--model", "convnet", "--dataset", "digits")["pretence"] is None

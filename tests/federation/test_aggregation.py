@@ -178,7 +178,7 @@ def test_the_norm_limit_is_inclusive() -> None:
     assert check(five, limit=5.0).norms["b"] == 5.0
     with pytest.raises(
         UpdateRejectedError,
-        match=r"moves it by 5 \(root mean square\), past the limit 4\.99 \(faults.update-norm-limit\)",
+        match=r"moves it by 5 \(root mean square\), more than the limit 4\.99 \(faults.update-norm-limit\)",
     ):
         check(five, limit=4.99)
 
@@ -186,7 +186,7 @@ def test_the_norm_limit_is_inclusive() -> None:
 def test_a_norm_too_large_for_float32_is_a_number() -> None:
     checked = check({"b": floats(3e38, 2)})
     assert checked.norms["b"] == pytest.approx(3e38 / math.sqrt(2), rel=1e-6)
-    with pytest.raises(UpdateRejectedError, match="past the limit"):
+    with pytest.raises(UpdateRejectedError, match="more than the limit"):
         check({"b": floats(3e38, 2)}, limit=1e30)
 
 
@@ -258,7 +258,7 @@ def test_without_a_history_the_limit_is_of_the_model_itself() -> None:
     far = record({"atoms.0.w": floats(3, 30, 40), "head.b": floats(-4)})
     assert check_update(far, 1, model, spec_of(model), {}, lambda: 50.0).norms["head"] == 0
     with pytest.raises(
-        UpdateRejectedError, match=r"the update's norm 50 is past the limit 49\.9 \(faults.update-norm-limit\)"
+        UpdateRejectedError, match=r"the update's norm 50 exceeds the limit 49\.9 \(faults.update-norm-limit\)"
     ):
         check_update(far, 1, model, spec_of(model), {"head": 1.0}, lambda: 49.9)
     assert check_update(far, 1, model, spec_of(model), {"head": 1.0, "atoms.0": 30.0}, lambda: 49.9).examples == 1
@@ -267,7 +267,7 @@ def test_without_a_history_the_limit_is_of_the_model_itself() -> None:
 def test_variances_are_not_negative() -> None:
     model = record({"atoms.0.bn.running_var": floats(1, 1)})
     with pytest.raises(
-        UpdateRejectedError, match=r"array 'atoms\.0\.bn\.running_var' has variances below 0, the least is -0\.5"
+        UpdateRejectedError, match=r"array 'atoms\.0\.bn\.running_var' has variances below 0, the smallest is -0\.5"
     ):
         check_update(record({"atoms.0.bn.running_var": floats(1, -0.5)}), 1, model, spec_of(model))
 
@@ -304,7 +304,7 @@ def test_what_batch_norms_have_seen_has_no_first_limit() -> None:
     spread = record({"atoms.0.bn.running_var": floats(7000, 1), "atoms.0.conv.weight": floats(3, 6)})
     assert check_update(spread, 1, model, spec_of(model), maximum=lambda: 2.5).norms["atoms.0"] == math.sqrt(2)
     with pytest.raises(
-        UpdateRejectedError, match=r"the update's norm 2 is past the limit 1.5 \(faults.update-norm-limit\)"
+        UpdateRejectedError, match=r"the update's norm 2 exceeds the limit 1.5 \(faults.update-norm-limit\)"
     ):
         check_update(spread, 1, model, spec_of(model), maximum=lambda: 1.5)
 

@@ -198,7 +198,7 @@ def test_a_model_of_batch_statistics_is_attacked_with_a_warning() -> None:
     found = autoattack(model, x[[0, 3, 4]], y[[0, 3, 4]], EPSILON, seed=1, batch_size=2)
     assert (found.clean_accuracy, found.accuracy) == (2 / 3, 0.0)  # a shift and a scale, the same for all
     (warning,) = found.warnings
-    assert "Batch norms that take a batch's statistics" in warning
+    assert "Batch norms that use batch statistics" in warning
 
 
 def test_still_puts_everything_back() -> None:

@@ -260,7 +260,7 @@ def is_train(message: Message) -> bool:
     ("config", "reason"),
     [
         ({"device": "pi9"}, "pi9"),
-        ({"partition-id": 7}, "partition-id 7 of a run for 3 clients"),
+        ({"partition-id": 7}, "partition-id 7 is out of range in a run with 3 clients"),
     ],
 )
 def test_a_node_that_fits_nowhere_is_named_and_left_out(
@@ -300,7 +300,7 @@ def test_an_update_a_hundred_times_too_large(tmp_path: Path, grids: Any, who: in
 
     run = run_local(tmp_path, grids(Magnifies), strategy="fedavg", num_rounds=2, **TRIO)
     assert statuses(run, server_round) == {c: "rejected" if c == who else "ok" for c in range(3)}
-    assert "past the limit" in clients_of(run, server_round)[who]["reason"]
+    assert "more than the limit" in clients_of(run, server_round)[who]["reason"]
 
 
 class Thin(RecordingGrid):

@@ -83,7 +83,7 @@ def test_public_data_have_to_be_like_the_runs(tmp_path: Path) -> None:
     "changes", [{"data__public": "digits", "data__public_fraction": 0.0}, {"data__public": "npz:own.npz"}]
 )
 def test_public_data_are_other_data_and_no_fraction_beside_them(changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="it has to be other data, and the fraction 0"):
+    with pytest.raises(ValueError, match="data other than dataset"):
         public_examples(tiny_settings(**DIGITS | changes))
 
 
@@ -99,7 +99,7 @@ def test_own_public_data_go_with_exported_ones(tmp_path: Path) -> None:
 def test_too_few_public_examples_are_refused() -> None:
     with pytest.raises(
         ValueError,
-        match=r"data.public-fraction = 0.0: .* needs public examples on the server, and has 0; set data.public-fraction = 0.1",
+        match=r"data.public-fraction = 0.0: .* needs public examples on the server, but has 0; set data.public-fraction = 0.1",
     ):
         public_examples(tiny_settings(**DIGITS | {"data__public_fraction": 0.0}))
 

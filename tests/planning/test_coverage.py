@@ -84,7 +84,7 @@ def test_a_pretrained_part_is_no_error(tmp_path: Path) -> None:
     found = found_for(fleet, training__init_weights=str(tmp_path / "all.safetensors"))
     assert (found["level"], found["says"]) == (
         "note",
-        "no client can train conv2: what no client trains stays as training.init-weights has it",
+        "no client can train conv2: these parts keep the weights of training.init-weights",
     )
     assert found_for(fleet, training__init_weights=str(tmp_path / "rest.safetensors"))["level"] == "error"
 
@@ -135,7 +135,7 @@ def test_widths() -> None:
     assert (set(by_part(found).values()), {row["channels"] for row in found["parts"]}) == ({4}, {0.5})
     assert found["level"] == "warning"
     assert found["says"] == (
-        "no client can train more than 0.5 of the channels, and the others keep random initial weights"
+        "no client can train more than 0.5 of the channels; the other channels keep their random initial weights"
     )
     for strategy in ("fedrolex", "splitmix", "allsmall"):  # all channels in turn, or there are no more
         found = found_for(fleet, strategy=strategy)

@@ -150,7 +150,7 @@ BAD = {
         outcome(done=(WorkItem((0, 1, 2, 3, 4), copies=10**6),)),
         "work item {'atoms': [0, 1, 2, 3, 4], 'copies': 1000000} was not in",
     ),
-    "no-items": (outcome(done=()), "0 work items, 1 are in the task's cost list"),
+    "no-items": (outcome(done=()), "0 work items were done, but the task's cost list has 1"),
     "items-of-text": (done_is("all of them"), "JSONDecodeError"),
     "items-of-numbers": (done_is("[7]"), "a work item is 7: expected its atoms"),
     "an-unknown-field": (done_is('[{"atoms":[0],"colour":"red"}]'), "a work item has no colour"),
@@ -314,7 +314,7 @@ def test_a_huge_update_in_a_later_round(tmp_path: Path, grids: Any, limit: float
     assert [c["status"] for c in clients_of(run, 1)] == ["ok"] * 3
     assert [c["status"] for c in clients_of(run, 2)] == ["ok", status, "ok"]
     if status == "rejected":
-        assert "past the limit" in clients_of(run, 2)[1]["reason"]
+        assert "more than the limit" in clients_of(run, 2)[1]["reason"]
         assert np.abs(model_of(run)[W]).max() < 10
 
 

@@ -43,7 +43,7 @@ def test_the_nearest_to_fitting_and_other_reasons() -> None:
         client(5, device="b"),
     ]
     assert [failure_text(row) for row in failures([round_record(1, None, clients)])] == [
-        "a 3 of 4 (memory 2: needed 1,900, allowed 1,000 where it was nearest to fitting; crashed 1: error 8: gone)",
+        "a 3 of 4 (memory 2: needed 1,900, allowed 1,000 in the closest case; crashed 1: error 8: gone)",
         "b 1 of 2 (memory: the device had no memory left)",
     ]
     assert excluded_classes([round_record(1, None, clients)]) == {}

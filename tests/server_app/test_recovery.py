@@ -50,7 +50,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert same(model_of(run), model_of(finished))
     assert f"{newest}" in caplog.text
     assert "is damaged" in caplog.text
-    assert "the run goes on from round 3" in caplog.text
+    assert "the run continues from round 3" in caplog.text
     assert (run.checkpoints / "damaged-round-00004" / file).read_bytes() == damaged
 
 
@@ -88,7 +88,7 @@ def test_a_damaged_line_is_named_and_what_stands_before_it_is_recovered(
     assert where in str(caught.value)
     resume(run)
     assert where in caplog.text
-    assert "the run goes on from round 1" in caplog.text  # of the checkpoints 1, 3 and 4
+    assert "the run continues from round 1" in caplog.text  # of the checkpoints 1, 3 and 4
     assert [record["round"] for record in run.rounds()] == [1, 2, 3, 4]
     assert lines(run)[0] == good[0]
     assert run.rounds_file.with_name("rounds.jsonl.damaged").read_bytes() == spoiled
@@ -108,7 +108,7 @@ def test_damaged_files_of_several_times_are_all_kept(run: RunDir) -> None:
 
 def test_records_that_two_processes_wrote_are_damaged(run: RunDir) -> None:
     run.rounds_file.write_bytes(b"\n".join([*lines(run), lines(run)[2], b""]))
-    with pytest.raises(CheckpointError, match=r"rounds\.jsonl, line 5, is damaged: round 3 stands after round 4"):
+    with pytest.raises(CheckpointError, match=r"rounds\.jsonl, line 5, is damaged: round 3 follows round 4"):
         run.rounds()
 
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_whose_record_was_lost_is_passed_over(run: RunDir, finished
 def test_the_first_line_damaged_leaves_no_checkpoint(run: RunDir) -> None:
     run.rounds_file.write_bytes(b"x\n" + run.rounds_file.read_bytes())
     before = run.rounds_file.read_bytes()
-    with pytest.raises(CheckpointError, match="has no checkpoint to go on from") as caught:
+    with pytest.raises(CheckpointError, match="has no usable checkpoint") as caught:
         resume(run)
     assert f"{run.rounds_file}, line 1, is damaged" in str(caught.value)
     assert run.rounds_file.read_bytes() == before

@@ -524,7 +524,9 @@ def test_nobody_can_measure_the_next_stage(tmp_path: Path) -> None:
             return super().push_messages(kept)
 
     short = {"messages__round_timeout": 2.0, "fedprophet__stage_rounds": 1, "num_rounds": 2}
-    with pytest.raises(RunAbortedError, match="no client could measure what module 2 starts from: no answer within"):
+    with pytest.raises(
+        RunAbortedError, match="no client could measure the features that module 2 starts from: no answer within"
+    ):
         run_local(tmp_path, Silent, **SMALL | short)
     resumed = run_local(tmp_path, **SMALL | short, resume_from=str(tmp_path / "run"))
     assert resumed.summary()["status"] == "completed"  # type: ignore[index]

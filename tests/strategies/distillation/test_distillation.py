@@ -359,7 +359,7 @@ def test_who_cannot_train_the_smallest_says_so(tmp_path: Path) -> None:
     [
         (
             {"data__public_fraction": 0.0},
-            r"data.public-fraction = 0.0: feddf needs public examples on the server, and has 0",
+            r"data.public-fraction = 0.0: feddf needs public examples on the server, but has 0",
         ),
         (
             {"feddf.family": ""},

@@ -466,7 +466,7 @@ def test_a_plan_agrees_with_a_run(tmp_path: Path) -> None:
             "architecture.batch-norm = 'batch': fedrbn propagates running statistics",
         ),
         ({"model": "cnn-femnist"}, "model 'cnn-femnist' has no batch norm"),
-        ({"attack__warmup": 1}, "attack.warmup = 1 leaves no adversarial round of num-rounds = 1"),
+        ({"attack__warmup": 1}, "attack.warmup = 1 leaves no adversarial round in num-rounds = 1"),
         ({"fedrbn__evaluation_branch": "detector"}, "data.public-fraction = 0.0"),
     ],
 )

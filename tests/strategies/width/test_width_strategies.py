@@ -297,7 +297,7 @@ def test_sub_models_keep_no_batch_norm_of_their_own(tmp_path: Path) -> None:
 
 
 def test_an_attack_that_never_comes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"attack.warmup = 2 leaves no adversarial round of num-rounds = 2"):
+    with pytest.raises(ValueError, match=r"attack.warmup = 2 leaves no adversarial round in num-rounds = 2"):
         run_local(tmp_path, **SMALL | {"training__adversarial": True, "attack__warmup": 2})
 
 
