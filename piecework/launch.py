@@ -34,7 +34,7 @@ from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.preflight import preflight
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import RunAbortedError, run_experiment
-from piecework.server_app.run_lock import RunLockedError, require_free, run_lock
+from piecework.server_app.run_lock import RunLockedError, killed_writer, require_free, run_lock
 from piecework.server_app.start import say
 from piecework.server_app.summary import STOPPED, stop_reason, summarise
 from piecework.training.accelerator import find_device
@@ -188,11 +188,12 @@ def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRo
     config.write_text(tomli_w.dumps(nested(values)), encoding="utf-8")
     seen = len(run_dir.readable_rounds()[0]) if settings.resume_from else 0
     before, known = run_dir.summary_version(), run_dir.coverage()
+    killed = killed_writer(run_dir.path)
     app = app_folder(home.path / "app")
     submitted = home.command("run", str(app), "piecework", "--run-config", str(config), *arguments)
     run_id = str(submitted["run-id"])
     try:
-        status = watch(home, run_id, run_dir, seen, before, on_round, known)
+        status = watch(home, run_id, run_dir, seen, before, on_round, known, killed)
     except (KeyboardInterrupt, SystemExit):
         halt(home, run_id)
         raise
@@ -226,15 +227,22 @@ def watch(
     before: tuple[int, int] | None,
     on_round: OnRound,
     known: dict[str, Any] | None = None,
+    killed: str | None = None,
 ) -> str:
-    """Report the rounds after the first `seen` until the run has a new summary or Flower reports its end; return its status.
+    """Report the rounds after the first `seen` until the run has a new summary or has ended; return its status.
 
-    `before` is the version of the previous summary. What clients can train is reported first, unless it is `known`. A SuperLink
-    may be away for PATIENCE_SECONDS: its ServerApp continues when it is back. Raises SuperLinkLostError.
+    `before` is the version of the previous summary, and `killed` an earlier ServerApp that was killed. If the present one is
+    killed, its lock shows it at once; Flower would report it up to a minute later. What clients can train is reported first,
+    unless it is `known`. A SuperLink may be away for PATIENCE_SECONDS: its ServerApp continues when it is back. Raises
+    SuperLinkLostError.
     """
     status, now = "", time.monotonic()
     heard, next_check = now, now + STATUS_SECONDS
     while not status.startswith("finished") and run_dir.summary_version() in (None, before):
+        if (gone := killed_writer(run_dir.path)) not in (None, killed):
+            if not home.processes:
+                halt(home, run_id)
+            return f"its ServerApp, {gone}, was killed"
         home.revive()
         if time.monotonic() > next_check:  # rarely, because every call of `flwr` takes seconds of a core
             try:

@@ -10,10 +10,12 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO
+
+import psutil
 
 try:
     import fcntl
@@ -89,6 +91,25 @@ def _take(file: IO[str], folder: Path, *, shared: bool = False) -> bool:
     except OSError as error:
         LOG.warning("%s cannot be locked (%s): see to it that no other process writes it", folder, error)
     return True
+
+
+def killed_writer(folder: Path) -> str | None:
+    """Name the process of this machine that took the lock and ended without releasing it, as after SIGKILL; else None.
+
+    It reads the lock file and never takes the lock, so that a process that starts to write is not disturbed.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):  # no file, or one that is just being written
+        found = json.loads((folder / LOCK_FILE).read_text(encoding="utf-8"))
+        if found["host"] == platform.node() and not _lives(found["pid"]):
+            return f"process {found['pid']} since {found['since']}"
+    return None
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _holder(file: IO[str]) -> str:

@@ -16,7 +16,7 @@ from helpers import TRIO, run_local, tiny_settings
 from piecework.launch import launch
 from piecework.server_app import run_lock as locking
 from piecework.server_app.records import RunDir
-from piecework.server_app.run_lock import RunLockedError, require_free, run_lock, writer
+from piecework.server_app.run_lock import RunLockedError, killed_writer, require_free, run_lock, writer
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
@@ -73,14 +73,23 @@ def test_two_commands_cannot_resume_one_run(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
+    assert killed_writer(tmp_path) is None
     with held_elsewhere(tmp_path) as other:
         assert writer(tmp_path) is not None
+        assert killed_writer(tmp_path) is None
         other.send_signal(signal.SIGKILL)
+        while writer(tmp_path) is not None:  # until it has ended, though nothing has waited for it yet
+            pass
+        assert (killed_writer(tmp_path) or "").startswith(f"process {other.pid} since 2")
         other.wait()
-        assert "pid" in (tmp_path / "lock").read_text()  # what it wrote is still there, and locks nothing
+        assert (killed_writer(tmp_path) or "").startswith(f"process {other.pid} since 2")
         with run_lock(tmp_path):
             assert str(os.getpid()) in (writer(tmp_path) or "")
-    assert writer(tmp_path) is None
+            assert killed_writer(tmp_path) is None
+    assert writer(tmp_path) is killed_writer(tmp_path) is None
+    holder = {"pid": other.pid, "host": "another host", "since": "2026"}
+    (tmp_path / "lock").write_text(json.dumps(holder))
+    assert killed_writer(tmp_path) is None
 
 
 def test_one_process_cannot_write_a_run_twice_either(tmp_path: Path) -> None:
