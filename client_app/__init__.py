@@ -1,4 +1,4 @@
-"""The client: from a message to an update, with its store on disk and, in trainers/, one file a method.
+"""The client: it turns a message into an update. Its store is on disk, and trainers/ has one file per method.
 
-May import training and what is below it; a board loads nothing of the server.
+This package may import training and the layers below it, so that a board never loads code of the server.
 """

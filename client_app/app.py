@@ -1,4 +1,4 @@
-"""The ClientApp: reads a task, trains or evaluates under the client's memory budget, answers."""
+"""The ClientApp: it reads a task, trains or evaluates under the client's memory budget, and replies."""
 
 import platform
 import time
@@ -44,7 +44,7 @@ Answer = tuple[Outcome, Metrics, ArrayRecord | None]
 
 @app.query("device")
 def query_device(message: Message, context: Context) -> Message:
-    """Who this node is: its client number, how its budget is set, and what software it has."""
+    """Report this node's client number, numbers of examples, device and software, and with `device = auto` its own figures."""
     node = context.node_config
     settings, number = Settings.from_run_config(context.run_config), int(node["partition-id"])
     clients = settings.clients or int(node["num-partitions"])
@@ -60,7 +60,7 @@ def query_device(message: Message, context: Context) -> Message:
         folder.mkdir(parents=True, exist_ok=True)
         available = memory_for_training(
             find_device(settings.training.accelerator)
-        )  # before the probes, which take some
+        )  # before the probes, which use memory themselves
         measured = measure_device(folder)
         metrics |= {
             "memory-available": available,
@@ -75,7 +75,7 @@ def query_device(message: Message, context: Context) -> Message:
 
 @app.query("units")
 def query_units(message: Message, context: Context) -> Message:
-    """Keep the frozen units that came, and say which of those that the server asks for are missing."""
+    """Store the frozen units in the message, and report which of the wanted ones are missing."""
     question = Question.from_record(message.content.config_records["question"])
     with closing(open_store(context, question.state_dir, question.experiment_id, "units")) as store:
         unpack(message.content, partial(frozen.keep, store.frozen, store.task))
@@ -85,7 +85,7 @@ def query_units(message: Message, context: Context) -> Message:
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """One task. A budget that does not suffice is a normal answer, with the bytes needed and allowed."""
+    """Run a training task. If the budget is too small, the reply has the bytes needed and allowed."""
     started = time.perf_counter()
 
     def work(client: Client, task: Task) -> Answer:
@@ -112,7 +112,7 @@ def train(message: Message, context: Context) -> Message:
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """Evaluate the model that was sent on this client's validation data."""
+    """Evaluate the model in the message on this client's validation data."""
 
     def work(client: Client, task: Task) -> Answer:
         return Outcome("ok"), find_evaluator(task.strategy)(task, client), None
@@ -122,7 +122,7 @@ def evaluate(message: Message, context: Context) -> Message:
 
 @app.query("statistics")
 def statistics(message: Message, context: Context) -> Message:
-    """Measure the batch norms of the model that is served, on this client's training data."""
+    """Measure the batch-norm statistics of the served model on this client's training data."""
 
     def work(client: Client, task: Task) -> Answer:
         units = measure_served(task, client)
@@ -139,7 +139,7 @@ def statistics(message: Message, context: Context) -> Message:
 
 @app.query("query")
 def query(message: Message, context: Context) -> Message:
-    """Measure what the strategy asks of all clients between rounds."""
+    """Measure the metrics that the strategy queries from all clients between rounds."""
 
     def work(client: Client, task: Task) -> Answer:
         return Outcome("ok"), find_query(task.strategy)(task, client), None
@@ -148,7 +148,7 @@ def query(message: Message, context: Context) -> Message:
 
 
 def answer(message: Message, context: Context, work: Callable[[Client, Task], Answer]) -> Message:
-    """Do a task. What the budget, the device's memory or the store does not allow is a normal answer too."""
+    """Run a task and return the reply. Too little memory, missing frozen units and a missing GPU are normal replies too."""
     task = Task.from_record(message.content.config_records["task"])
     message_bytes = content_bytes(message.content)
     metrics: Metrics = {"message-bytes": message_bytes}
@@ -170,7 +170,7 @@ def answer(message: Message, context: Context, work: Callable[[Client, Task], An
             if not is_out_of_memory(error):
                 raise
             allowed = client.allowed if client is not None else 0
-            outcome = Outcome("memory", 0, allowed, f"the device had no memory left: {type(error).__name__}: {error}")
+            outcome = Outcome("memory", 0, allowed, f"the device ran out of memory: {type(error).__name__}: {error}")
         if client is not None:
             metrics |= {"budget": client.budget, "measured-peak": client.cap.peak_bytes}
             metrics |= {"gpu-peak": client.cap.gpu_peak_bytes}
@@ -178,7 +178,7 @@ def answer(message: Message, context: Context, work: Callable[[Client, Task], An
 
 
 def _keep_batch_norm(client: Client, units: list[str]) -> None:
-    """FedBN: what batch norm learned stays with the client; the server's average of it serves central evaluation only."""
+    """Keep the batch norms with the client (FedBN); the server's average of them is for central evaluation only."""
     folder = client.new_state() / "batch-norm"
     folder.mkdir(exist_ok=True)
     for unit in units:

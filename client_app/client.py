@@ -1,4 +1,4 @@
-"""What a trainer gets to work with, and what it gives back."""
+"""The input of a trainer (`Client`) and its result (`Update`)."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,15 +21,16 @@ from piecework.training.messages import Metrics
 from piecework.training.randomness import generator
 from piecework.training.settings import Settings
 
-STAGES = -1  # a fill
+STAGES = -1  # the fill of `local_data` that is the same in all rounds, for stored features
 
 
 @dataclass
 class Client:
-    """One client in one round. `budget` and what a cut may use, `allowed`, are bytes.
+    """One client in one round. `budget` is its memory in bytes, and `allowed` adds the excess that the settings tolerate.
 
-    `blueprint` is the network of its task, `full` the run's own model, of which that is a variant.
-    `local_data(fill)` are its training examples, augmented again for each fill; for STAGES alike in all rounds.
+    `blueprint` is the network of the task, a variant of the run's own model `full`. `local_data(fill)` returns the training
+    examples, augmented again for each fill; the fill STAGES gives the same examples in all rounds. `old_state` is the folder
+    with the client's state of an earlier round, if there is one.
     """
 
     number: int
@@ -51,21 +52,21 @@ class Client:
     _new_state: Path | None = field(default=None, repr=False)
 
     def rng(self, purpose: str, *parts: int) -> np.random.Generator:
-        """A generator for a purpose in this round, on this client."""
+        """Return a random generator for one purpose, seeded by the run, this round and this client."""
         return generator(self.settings.seed, self.round, self.number, purpose, *parts)
 
     def new_state(self, *, empty: bool = False) -> Path:
-        """The folder for what this client remembers after this round: with what it remembers now, or `empty`."""
+        """Return the folder for this client's state after this round: a copy of its present state, or `empty`."""
         self._new_state = self._new_state or self.store.new_state(self.round, None if empty else self.old_state)
         return self._new_state
 
     def commit(self) -> None:
-        """Make this round's state, if there is one, the newest."""
+        """Make this round's state the newest, if the trainer wrote one."""
         if self._new_state is not None:
             self.store.commit_state(self._new_state, self.kept_round)
 
     def load(self) -> Load:
-        """Units as the server sent them, or as they were trained since."""
+        """Return a function that loads units from the store: as the server sent them, or as saved since."""
         return load_for_device(self.blueprint, self.store.load, self.device)
 
     def save(self, piece: PieceModel) -> None:
@@ -74,7 +75,7 @@ class Client:
             self.store.save(unit, module)
 
     def evaluate(self, logits: Callable[[torch.Tensor], torch.Tensor], examples: Examples) -> Metrics:
-        """Validation metrics of the model as it stands after training; nothing where there are no examples."""
+        """Return loss, accuracy and number of examples for a function that computes logits; no metrics without examples."""
         loss, correct, seen = evaluate_examples(
             in_precision(logits, self.training_config),
             examples,
@@ -87,9 +88,10 @@ class Client:
         return {"val-loss": loss / seen, "val-accuracy": correct / seen, "val-examples": seen}
 
     def stream(self, piece: PieceModel, examples: Examples, part: str, to: int | None) -> Examples:
-        """Return the features that frozen atoms make of examples for atom `to`, or the head, in a file of the store.
+        """Compute a piece's features of examples, as input for atom `to` or the head (None), and return them from a file.
 
-        The order is drawn again, so that batch statistics come from mixed batches; a last batch of one has none.
+        The examples are in a new random order, so that batch statistics come from mixed batches. If batch norms use batch
+        statistics, a last batch of one example is dropped. `part` names the file.
         """
         size, rng = self.training_config.batch_size, self.rng(f"stream {part}")
         single = self.settings.batch_statistics and len(examples) % size == 1
@@ -120,10 +122,10 @@ class Client:
         open_file: Callable[[tuple[int, ...]], FeatureWriter],
         around: Callable[[np.ndarray], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> np.ndarray:
-        """Return what frozen atoms make of examples, in a file; one batch at a time is in memory.
+        """Write the output of `forward` for all examples to a file, batch by batch, and return it memory-mapped.
 
-        A batch of `reads` has the positions that are read together, and the rows of the file for the first of them. `open_file`
-        gets the shape of a row, channels last. The atoms run within `around(positions)`.
+        Each entry of `reads` has the positions of a batch and the rows of the file for them; surplus positions at the end of a
+        batch are not written. `open_file` gets the shape of a row, channels last. `forward` runs within `around(positions)`.
         """
         writer = None
         for positions, rows in reads:
@@ -139,9 +141,9 @@ class Client:
 
 @dataclass(frozen=True)
 class Update:
-    """What a trainer gives back: the units to upload, metrics, the work items done, and on how many examples each was trained.
+    """The result of a trainer: the units to upload, metrics, and the work items done.
 
-    An item that sees 50 examples in each of two epochs counts 100.
+    `seen` is the number of examples that each item was trained on: 50 examples in each of two epochs count as 100.
     """
 
     units: list[str]
@@ -151,5 +153,5 @@ class Update:
 
 
 def fill_from(store: Store, folder: Path) -> Callable[[str, nn.Module], None]:
-    """Fill units from a folder of the client's state."""
+    """Return a function that fills a unit's module from a folder of the client's state."""
     return lambda unit, module: store.load(unit, module, folder)

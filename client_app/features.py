@@ -1,7 +1,8 @@
-"""What frozen modules make of a client's training data, for the module behind them: computed once, streamed, and kept.
+"""The features of a client's training data behind frozen modules: computed once, batch by batch, and kept on disk.
 
-`<store>/features/<prefix hash>.npy` holds one row an example, in the data's order. The hash is of the frozen units' content:
-a client that missed a stage, or lost its file, finds that out and computes it again. Nothing in it depends on the round.
+`<store>/features/<prefix hash>.npy` has one row per example, in the data's order. The hash covers the content of the frozen
+units. A client that missed a stage, or lost the file, therefore finds no file of this name and computes the features again.
+They do not depend on the round.
 """
 
 import hashlib
@@ -27,10 +28,10 @@ from piecework.training.randomness import generator, integer
 
 
 def prefix_features(client: Client, modules: Sequence[Piece], *, training: bool = False) -> Examples:
-    """The training data behind frozen `modules`; the data themselves where there are none.
+    """Return the features of the training data behind frozen `modules`, or the data themselves without modules.
 
-    One module is in memory at a time. It goes on from the longest prefix whose features are there. With `training` they run in
-    training mode: batch norms take the statistics of mixed batches, and keep none of them.
+    One module is in memory at a time. The computation continues from the longest prefix with stored features. With `training`,
+    modules run in training mode: batch norms use the statistics of mixed batches and do not keep them.
     """
     if not modules:
         return client.local_data(STAGES)
@@ -46,14 +47,14 @@ def prefix_features(client: Client, modules: Sequence[Piece], *, training: bool 
     for path in paths[0].parent.glob("*.npy"):
         if path != paths[-1]:
             path.unlink(missing_ok=True)
-    with suppress(FileNotFoundError):  # another client's task may have made room
-        os.utime(paths[-1])  # in use: others are older
+    with suppress(FileNotFoundError):  # a task of another client may have removed it to make room
+        os.utime(paths[-1])  # `make_room` removes the oldest files first, and this one is in use
     assert features is not None
     return feature_examples(features, labels).on(client.device)
 
 
 def _paths(client: Client, modules: Sequence[Piece]) -> list[Path]:
-    """Where the features behind each module belong."""
+    """Return the files for the features behind each module."""
     folder = client.store.features if client.settings.memory.feature_cache else client.store.task / "features"
     folder.mkdir(exist_ok=True)
     digest, paths = hashlib.sha256(), []
@@ -65,7 +66,7 @@ def _paths(client: Client, modules: Sequence[Piece]) -> list[Path]:
 
 
 def _shape_behind(client: Client, module: Piece) -> tuple[int, ...]:
-    """Of one example as it is stored: channels last."""
+    """Return the shape of one example behind a module as it is stored, channels last."""
     shape = client.blueprint.atoms[module[-1]].shape
     return (*shape[1:], shape[0]) if len(shape) == 3 else shape
 
@@ -76,29 +77,31 @@ def _opened(client: Client, path: Path, module: Piece) -> np.ndarray | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError) as error:
-        client.store.notes.append(f"features behind atom {module[-1]} were damaged and are computed again: {error}")
+        client.store.notes.append(
+            f"the stored features behind atom {module[-1]} are damaged and are computed again: {error}"
+        )
         return None
     expected = (len(client.local_data(STAGES)), *_shape_behind(client, module))
     return features if features.shape == expected and features.dtype == np.float32 else None
 
 
 def measure_statistics(client: Client, atoms: Piece, head: str | None = None) -> None:
-    """Give the batch norms of atoms, in the store, the mean statistics of mixed batches of the training data.
+    """Set the batch norms of atoms in the store to the mean statistics of mixed batches of the training data.
 
-    One atom is in memory at a time; its features are gone when the next one has read them. A `head` is measured with the
-    last atom.
+    One atom is in memory at a time, and its features exist only until the next one has read them. A `head` is measured with
+    the last atom.
     """
     examples = client.local_data(STAGES)
     for atom in atoms:
         path = client.store.feature_path(f"statistics-{atom}")
         behind = head if atom == atoms[-1] else None
         features = _stream(client, (atom,), examples, path, behind, training=True, measured=True)
-        path.unlink()  # it stays readable
+        path.unlink()  # its memory map stays readable
         examples = feature_examples(features, examples.labels).on(client.device)
 
 
 def teacher_logits(client: Client, atoms: Piece, examples: Examples) -> np.ndarray:
-    """What atoms and the model's head make of examples, row by row; one atom is in memory at a time."""
+    """Return the logits[N, C] of examples from atoms and the model's head, with one atom in memory at a time."""
     for atom in atoms[:-1]:
         features = _stream(client, (atom,), examples, client.store.feature_path(f"teacher-{atom}"))
         examples = feature_examples(features, examples.labels).on(client.device)
@@ -115,9 +118,9 @@ def _stream(
     training: bool = False,
     measured: bool = False,
 ) -> np.ndarray:
-    """Run a module over all examples, in mixed batches, and write each row to its place.
+    """Run a module over all examples in mixed batches, and return its output in the examples' order, memory-mapped.
 
-    Where it is `measured`, its batch norms get the mean statistics of these batches.
+    With `measured`, its batch norms get the mean statistics of these batches, and the module is saved.
     """
     limit = client.settings.memory.feature_cache_bytes
     piece = PieceModel(client.blueprint, module, head, client.load())
@@ -135,7 +138,7 @@ def _stream(
     around = partial(_dropout, client, module, training=training)
     reads = _mixed(client, len(examples))
     features = client.write_features(runs(module), forward, examples, reads, open_file, around)
-    draft.replace(path)  # it stays readable, whoever removes the file
+    draft.replace(path)  # its memory map stays readable even if another task removes the file
     if measured:
         client.save(piece)
     del piece, forward
@@ -144,16 +147,17 @@ def _stream(
 
 
 def _dropout(client: Client, module: Piece, positions: np.ndarray, *, training: bool) -> AbstractContextManager[None]:
-    """In training mode, dropout that is the same whenever these features are computed."""
+    """Return a context that, in training mode, seeds dropout by client, module and batch, but not by round."""
     if not training:
         return nullcontext()
     return isolated_rng(integer(client.settings.seed, client.number, "dropout", runs(module), int(positions[0])))
 
 
 def _mixed(client: Client, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Batches in an order of the client's own, the same in every round, and the rows that each of them fills.
+    """Yield batches of positions, and the rows that each of them fills, in a random order that is fixed for the client.
 
-    Batch statistics come from mixed batches; a last batch of one, which has none, is filled up with another example.
+    The order is random so that batch statistics come from mixed batches. A last batch of one example would have no
+    statistics, so another example is added to it.
     """
     order = generator(client.settings.seed, client.number, "features").permutation(count)
     size = client.training_config.batch_size
@@ -163,18 +167,18 @@ def _mixed(client: Client, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]
 
 
 def make_room(experiment: Path, path: Path, size: int, limit: int) -> None:
-    """Let a features file of `size` bytes into an experiment's stores, which may take `limit` all together: the oldest go.
+    """Make room for a features file of `size` bytes: remove the oldest until all of an experiment take at most `limit` bytes.
 
-    Raises OSError where it is larger alone.
+    Raises OSError if the file alone is larger than the limit.
     """
     if size > limit:
         raise OSError(
-            f"features of {size:,} bytes ({path.name}), memory.feature-cache-bytes allows {limit:,}: raise it, or give the "
+            f"features of {size:,} bytes ({path.name}) exceed memory.feature-cache-bytes = {limit:,}: raise it, or give the "
             "client fewer examples"
         )
     held = []
     for other in experiment.glob("*/features/*.npy"):
-        with suppress(FileNotFoundError):  # another client's task may have removed it
+        with suppress(FileNotFoundError):  # a task of another client may have removed it
             held.append((other.stat().st_mtime, other.stat().st_size, other))
     for _, _, oldest in sorted(held):
         if sum(taken for _, taken, _ in held) + size <= limit:

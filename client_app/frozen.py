@@ -1,6 +1,6 @@
-"""Frozen units on a client's disk, by their content: `frozen/<hash>.safetensors`, kept over rounds and restarts.
+"""Frozen units on a client's disk, named by content hash: `frozen/<hash>.safetensors`. They survive rounds and restarts.
 
-A hash is checked when a unit is written and each time before it is used, so that a damaged file is one that is not there.
+The hash is computed when a unit is written and checked each time before it is used. A damaged file counts as missing.
 """
 
 import hashlib
@@ -16,15 +16,17 @@ from safetensors.numpy import save_file
 
 
 class MissingUnitsError(LookupError):
-    """A task names frozen units that the client does not have, or not as they were sent: `missing` is hashes by unit."""
+    """A task names frozen units that are missing or damaged on the client. `missing` maps units to content hashes."""
 
     def __init__(self, missing: Mapping[str, str]) -> None:
         self.missing = dict(missing)
-        super().__init__(f"the client's store lacks the frozen units {', '.join(missing)}: they have to be sent again")
+        super().__init__(
+            f"frozen units {', '.join(missing)} are missing or damaged in the client's store and must be sent again"
+        )
 
 
 def content_hash(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
-    """sha256 over arrays in the order of their names: for each its name, type, shape and bytes."""
+    """Return the sha256 hex digest of arrays in the order of their names: of each its name, type, shape and bytes."""
     digest = hashlib.sha256()
     for name, array in sorted(arrays, key=lambda entry: entry[0]):
         _add(digest, name, array)
@@ -37,7 +39,10 @@ def _add(digest: "hashlib._Hash", name: str, array: np.ndarray) -> None:
 
 
 def file_hash(path: Path) -> str:
-    """The content hash of a safetensors file, one array in memory at a time. Raises SafetensorError where it is none."""
+    """Return the content hash of a safetensors file, with one array in memory at a time.
+
+    Raises SafetensorError if it is not such a file, FileNotFoundError if it does not exist.
+    """
     digest = hashlib.sha256()
     with safe_open(path, framework="np") as file:
         for name in sorted(file.keys()):
@@ -46,7 +51,7 @@ def file_hash(path: Path) -> str:
 
 
 def keep(folder: Path, scratch: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays of a unit under their hash; `scratch` is a folder of this task on the same file system."""
+    """Write the arrays of a unit to `folder`, named by their hash. `scratch` is a task's folder on the same file system."""
     digest = content_hash(arrays.items())
     folder.mkdir(exist_ok=True)
     save_file(
@@ -56,7 +61,7 @@ def keep(folder: Path, scratch: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def not_held(folder: Path, wanted: Iterable[str]) -> Iterator[str]:
-    """Those hashes of which there is no sound file; damaged ones are removed."""
+    """Yield the hashes without an intact file, and remove damaged files. Raises ValueError for text that is no hash."""
     for digest in wanted:
         path = _path(folder, digest)
         try:
@@ -69,19 +74,22 @@ def not_held(folder: Path, wanted: Iterable[str]) -> Iterator[str]:
 
 
 def lay(folder: Path, frozen: Mapping[str, str], model: Path) -> None:
-    """Put frozen units into a task's model folder without reading them. Raises MissingUnitsError."""
+    """Check frozen units and link them into a task's model folder. `frozen` maps units to content hashes.
+
+    Raises MissingUnitsError for missing or damaged units.
+    """
     missing = set(not_held(folder, frozen.values()))
     if missing:
         raise MissingUnitsError({unit: digest for unit, digest in frozen.items() if digest in missing})
     for unit, digest in frozen.items():
         try:
             os.link(_path(folder, digest), model / f"{unit}.safetensors")
-        except OSError:  # a file system without links
+        except OSError:  # the file system has no hard links
             shutil.copyfile(_path(folder, digest), model / f"{unit}.safetensors")
 
 
 def forget_others(folder: Path, named: Collection[str]) -> None:
-    """Remove the frozen units that are not named."""
+    """Remove all frozen units except those with the hashes in `named`."""
     for path in folder.glob("*.safetensors"):
         if path.stem not in named:
             path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Momentum that outlives a round: PriSM's and SpaFL's authors' choice (`prism.server-momentum`, `spafl.client-momentum`).
+"""Momentum carried over between rounds, as PriSM's and SpaFL's authors do (`prism.server-momentum`, `spafl.client-momentum`).
 
-What the server averages, PriSM's of factors and of their norms, comes and goes with the model's arrays, each as `momentum_` and
-the name of its parameter, and so with a unit of its own for every atom. That of the other parameters stays with the client, in
-its state.
+The server averages the momentum buffers of PriSM's factors and of their norms. They travel with the model's arrays, named
+`momentum_` and the name of the parameter, so that every atom has a separate unit for them. The buffers of all other parameters
+stay with the client, in its state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ OWN = "momentum"  # the folder in a client's state
 
 
 def averaged(blueprint: Blueprint) -> list[str]:
-    """The parameters of a sub-model whose momentum the server averages: factors and batch norms, by name."""
+    """Return the names of a sub-model's parameters whose momentum the server averages: factors and batch norms."""
     with torch.device("meta"):
         units = {unit: blueprint.build_unit(unit) for unit in blueprint.units()}
     return [name for unit, module in units.items() for name in _averaged(unit, module)]
@@ -41,9 +41,9 @@ def _averaged(unit: str, module: nn.Module) -> Iterator[str]:
 
 
 class CarriedMomentum:
-    """What a local trainer does with its optimiser's buffers at its start and at its end, one atom's or one array at a time.
+    """Restores a local trainer's optimiser buffers at its start, array by array, and keeps them at its end, unit by unit.
 
-    `sent`: the parameters whose buffers go to the server.
+    `sent` are the names of the parameters whose buffers go to the server.
     """
 
     def __init__(self, client: Client, sent: Sequence[str] = ()) -> None:
@@ -51,18 +51,20 @@ class CarriedMomentum:
 
     @torch.no_grad()
     def restore(self, pieces: list[PieceModel], optimiser: SGD) -> None:
-        """Fill the buffers with what the server sent, else with what the client has kept; others stay zero."""
+        """Fill each buffer from the server's arrays, or else from the client's state. Buffers in neither stay zero."""
         with ExitStack() as opened:
             sources = [opened.enter_context(safe_open(path, "np")) for path in self._files()]
             # a safetensors handle is not a mapping
             known = {name: file for file in reversed(sources) for name in file.keys()}  # noqa: SIM118
             for name, buffer in buffers(pieces, optimiser):
                 found = known[name].get_tensor(name) if name in known else None
-                if found is not None and found.shape == tuple(buffer.shape):  # a sub-model's layers change
+                if found is not None and found.shape == tuple(
+                    buffer.shape
+                ):  # layers of sub-models can change their shape
                     buffer.copy_(torch.from_numpy(found))
 
     def keep(self, pieces: list[PieceModel], optimiser: SGD) -> None:
-        """Write the buffers: to the task's arrays what goes to the server, to the client's state the rest."""
+        """Write the buffers that go to the server to the task's model folder, and the others to the client's state."""
         folder = self.client.new_state() / OWN
         folder.mkdir(exist_ok=True)
         for _, held in groupby(buffers(pieces, optimiser), key=lambda pair: unit_of(pair[0])):
@@ -72,17 +74,17 @@ class CarriedMomentum:
             self.client.store.write_units({name: arrays[name] for name in arrays.keys() - theirs.keys()}, folder)
 
     def units(self) -> list[str]:
-        """The units that go to the server."""
+        """Return the units of momentum that go to the server."""
         return sorted({unit_of(MOMENTUM + name) for name in self.sent})
 
     def _files(self) -> list[Path]:
-        """The server's first."""
+        """List the files with buffers, those of the server first, because they take precedence."""
         folders = [self.client.store.model, *([self.client.old_state / OWN] if self.client.old_state else [])]
         return [path for folder in folders for path in sorted(folder.glob(f"{MOMENTUM}*.safetensors"))]
 
 
 def buffers(pieces: list[PieceModel], optimiser: SGD) -> list[tuple[str, Tensor]]:
-    """The optimiser's buffers, by name. Raises ValueError where they are not those of these pieces."""
+    """Return the names and buffers of an optimiser. Raises ValueError unless there is one buffer for each parameter."""
     names = [
         f"{MOMENTUM}{unit}.{name}"
         for piece in pieces

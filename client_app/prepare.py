@@ -1,4 +1,4 @@
-"""From a message to what a trainer works with: arrays to the store, budget, local data."""
+"""Turn a message into the `Client` that a trainer works with: store its arrays, find the budget, open the local data."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,15 +37,15 @@ from piecework.training.setup import (
 
 
 def open_store(context: Context, state_dir: str, experiment_id: str, task: str) -> Store:
-    """The store of this client, where its node says, else where the server says."""
+    """Open this client's store in the node's `state-dir`, or in the server's `state_dir` if the node has none."""
     folder = Path(str(context.node_config.get("state-dir", state_dir)))
     return Store(folder, experiment_id, int(context.node_config["partition-id"]), task)
 
 
 def prepare_client(content: RecordDict, message_bytes: int, task: Task, context: Context, store: Store) -> Client:
-    """Put the arrays that arrived on disk, release them, and set up what a trainer needs.
+    """Move the message's arrays to disk, and return the client that a trainer needs.
 
-    Raises MissingUnitsError, and NoAcceleratorError where the settings ask for a GPU that is not there.
+    Raises MissingUnitsError for frozen units to be sent again, NoAcceleratorError if the settings ask for a missing GPU.
     """
     settings = Settings.from_run_config(context.run_config)
     torch.set_num_threads(settings.training.torch_threads)
@@ -98,7 +98,7 @@ def training_data(
     device: torch.device,
     fill: int,
 ) -> Examples:
-    """A client's training examples, augmented again for each `fill`, where the settings ask for that."""
+    """Return a client's training examples, augmented differently for each `fill` if the settings ask for augmentation."""
     when, purpose = (server_round, fill) if fill != STAGES else (0, "stages")
     rng = generator(settings.seed, when, number, "augment", purpose)
     drawn = Augmentation.draw(len(rows), rng) if settings.data.augment else None
@@ -106,9 +106,10 @@ def training_data(
 
 
 def unpack(content: RecordDict, write: Callable[[dict[str, np.ndarray]], None]) -> None:
-    """Write a message's arrays unit by unit, and give their memory back to the system.
+    """Pass a message's arrays to `write` unit by unit, and return their memory to the system.
 
-    They are taken out of the message, because Flower keeps it until the reply is sent. One unit is held twice at a time.
+    The arrays are removed from the message, because Flower keeps it until the reply is sent. At most one unit is in memory
+    twice.
     """
     arrays = content.array_records["arrays"]
     for unit in dict.fromkeys(map(unit_of, arrays)):
@@ -117,22 +118,22 @@ def unpack(content: RecordDict, write: Callable[[dict[str, np.ndarray]], None]) 
 
 
 def pack(store: Store, units: list[str]) -> ArrayRecord:
-    """The arrays of units for a reply. What training held, and each unit's copies, go back to the system on the way.
+    """Return the arrays of units for a reply. Freed memory of training and of each unit's copies is returned to the system.
 
-    For a model of 100 MB, 170 MB that no client used were seen to stay beside the reply.
+    Without that, 170 MB of unused memory were seen to stay beside the reply for a model of 100 MB.
     """
     arrays = ArrayRecord()
     for unit in units:
         return_free_memory()
         for name, array in store.read([unit]):
             arrays[name] = encode(array)
-            del array  # before the next one is read
+            del array  # frees it before the next one is read
     return_free_memory()
     return arrays
 
 
 def encode(array: np.ndarray) -> Array:
-    """The same as Flower's `Array(array)` with one copy: a buffer that grows takes two to three times an array's size."""
+    """Return Flower's `Array(array)`, made with one copy; Flower's growing buffer takes two to three times the array's size."""
     head = BytesIO()
     np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
     data = b"".join((head.getvalue(), array.data))
@@ -148,7 +149,10 @@ def own_budget(
     message_bytes: int,
     device: torch.device,
 ) -> int:
-    """Bytes this client may use by its own knowledge: measured on a device, else a function of (fleet, seed, round, client)."""
+    """Return this client's own budget in bytes: measured with `device = auto`, else given by fleet, seed, round and client.
+
+    A measured budget excludes `memory.reserve` and three times the message's bytes.
+    """
     name = str(context.node_config.get("device", ""))
     if name == "auto":
         return memory_for_training(device) - settings.memory.reserve - 3 * message_bytes
@@ -158,12 +162,12 @@ def own_budget(
 
 
 def memory_for_training(device: torch.device) -> int:
-    """Bytes that a task could take now: of the GPU, where that is what trains, else of the system."""
+    """Return the bytes that are free for training now: of the GPU if it trains, else of the system."""
     return available_memory() if device.type == "cpu" else free_memory(device)
 
 
 def open_local_data(settings: Settings, context: Context, number: int, clients: int) -> tuple[ArrayDataset, np.ndarray]:
-    """The data set, memory-mapped, and the rows of it that are this client's: all of them where the node has its own data."""
+    """Return the memory-mapped data set and this client's rows of it, which are all rows if the node has its own data."""
     own = context.node_config.get("data-dir")
     if own:
         data = open_own(Path(str(own)), settings, number, clients)
@@ -173,7 +177,7 @@ def open_local_data(settings: Settings, context: Context, number: int, clients: 
 
 
 def own_test_rows(data: ArrayDataset, settings: Settings, context: Context, number: int, clients: int) -> np.ndarray:
-    """The rows of the test split that are this client's: all of them where the node has its own data."""
+    """Return this client's rows of the test split, which are all rows if the node has its own data."""
     if context.node_config.get("data-dir"):
         return np.arange(len(data.test_labels))
     return all_client_test_rows(settings, clients)[number]

@@ -1,4 +1,4 @@
-"""Checksums of what lies on a client's disk: a folder is sealed when it was written, and checked before it is used."""
+"""Checksums of folders on a client's disk: a folder is sealed after it was written, and checked before it is used."""
 
 import hashlib
 import json
@@ -10,14 +10,14 @@ MANIFEST = "manifest.json"
 
 
 def seal(folder: Path) -> None:
-    """Write the manifest of a folder: the sha256 of every file in it."""
+    """Write the manifest of a folder, with the sha256 of every file in it."""
     (folder / MANIFEST).write_text(json.dumps({name: sha256(path) for name, path in _files(folder).items()}))
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with a sealed folder, empty where nothing is. Nothing in it is loaded to find out.
+    """Return what is wrong with a sealed folder, as text, empty if it is intact. Its arrays are not loaded.
 
-    No fsync is needed beneath it: what a power cut loses is told here.
+    Writers need no fsync, because this check also finds files that a power cut damaged.
     """
     try:
         manifest = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
@@ -30,12 +30,12 @@ def damage(folder: Path) -> str:
         if sha256(path) != manifest[name]:
             return f"{name} does not match its checksum"
         if path.suffix == ".safetensors" and not is_safetensors(path):
-            return f"{name} is no safetensors file"
+            return f"{name} is not a safetensors file"
     return ""
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file has the header of a safetensors file, and the length that it says."""
+    """Return whether a file has the header of a safetensors file and the length that the header declares."""
     try:
         with safe_open(path, framework="np"):
             return True
@@ -44,7 +44,7 @@ def is_safetensors(path: Path) -> bool:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file."""
+    """Return the sha256 hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

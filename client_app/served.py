@@ -1,4 +1,4 @@
-"""What a client does for the model that is served: it measures the statistics of batch norms that training keeps none of."""
+"""Measure batch-norm statistics for the served model on a client, when training keeps no running statistics."""
 
 from piecework.client_app.client import Client
 from piecework.client_app.features import measure_statistics
@@ -9,14 +9,14 @@ from piecework.training.messages import Task
 
 
 def served_item(task: Task) -> WorkItem:
-    """The work item that measures the served model; it costs what its largest atom takes, forward only."""
+    """Return the work item that measures the served model. It costs the forward pass of the largest atom."""
     return WorkItem(tuple(task.atoms), task.head, task.variant, measured=True)
 
 
 def measure_served(task: Task, client: Client) -> list[str]:
-    """Measure the batch norms of the atoms and the head that the task names, in the store. Returns these units.
+    """Measure the batch norms of the task's atoms and head, save them to the store, and return the names of these units.
 
-    Raises MemoryBudgetExceededError where not even one atom at a time fits.
+    Raises MemoryBudgetExceededError if even one atom at a time does not fit.
     """
     needed = task.cost(served_item(task))
     if not fits(needed, client.allowed):

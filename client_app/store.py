@@ -1,9 +1,9 @@
-"""What a client keeps on its disk: model units that are not in use, its state between rounds, and features.
+"""The files of a client on disk: model units that are not in memory, its state between rounds, and features.
 
-`<state-dir>/<experiment-id>/<client>/` holds a folder for the task at work (model units, features, the state that is being
-written), `state/<round>/...` (the last two kept), `frozen/` (units by their content) and `features/` (what frozen atoms make
-of the examples). A state has a manifest of checksums; one that does not match it is discarded. Files are safetensors, .npy and
-JSON: nothing that could be executed when it is read.
+`<state-dir>/<experiment-id>/<client>/` holds a folder for the running task (model units, features, the state that is being
+written), `state/<round>/...` (the last two are kept), `frozen/` (units by content hash) and `features/` (features of the
+examples behind frozen atoms). A state has a manifest of checksums and is discarded if a file does not match it. All files are
+safetensors, .npy and JSON, which cannot execute code when they are read.
 """
 
 import math
@@ -27,14 +27,15 @@ KEPT_STATES = 2
 
 
 class Store:
-    """The folder of one client of one experiment; `task` names the folder of the task at work.
+    """The folder of one client of one experiment; `task` names the folder of the running task.
 
-    `notes` is what a person should hear of what was found: damaged files, leftovers of a task whose process died.
+    `notes` are remarks for the user on damaged files and on leftovers of tasks whose process died. Raises ValueError for an
+    experiment id that is no plain name.
     """
 
     def __init__(self, state_dir: Path, experiment_id: str, client: int, task: str) -> None:
         if not re.fullmatch(r"[\w-]+", experiment_id):
-            raise ValueError(f"experiment-id {experiment_id!r} is not a name: letters, digits, - and _")
+            raise ValueError(f"experiment-id {experiment_id!r} is invalid: only letters, digits, - and _ are allowed")
         self.root = state_dir / experiment_id / str(client)
         self.frozen, self.features = self.root / "frozen", self.root / "features"
         self.task, self._lock, reused = claim(self.root, task)
@@ -44,11 +45,14 @@ class Store:
         self.notes = [f"removed {name}, left by a task whose process died" for name in left]
 
     def write_units(self, arrays: Mapping[str, np.ndarray], folder: Path | None = None) -> None:
-        """Write arrays with global names, one file a unit."""
+        """Write arrays with global names, one file per unit, to the task's model folder or to `folder`.
+
+        Raises ValueError for a name that a model's array cannot have.
+        """
         units: dict[str, dict[str, np.ndarray]] = {}
         for name, array in arrays.items():
             if not re.fullmatch(r"[\w.]+", name):
-                raise ValueError(f"array {name!r} is not named like one of a model: letters, digits, _ and .")
+                raise ValueError(f"array name {name!r} is invalid: only letters, digits, _ and . are allowed")
             units.setdefault(unit_of(name), {})[name] = np.ascontiguousarray(array).reshape(array.shape)
         for unit, entries in units.items():
             path = (folder or self.model) / f"{unit}.safetensors"
@@ -56,14 +60,15 @@ class Store:
             path.with_suffix(".tmp").replace(path)
 
     def save(self, unit: str, module: nn.Module, folder: Path | None = None) -> None:
-        """Write a unit's module."""
+        """Write a unit's module to the task's model folder or to `folder`."""
         state = module.state_dict()
         self.write_units({f"{unit}.{name}": value.detach().cpu().numpy() for name, value in state.items()}, folder)
 
     def load(self, unit: str, module: nn.Module, folder: Path | None = None) -> None:
         """Copy a unit's arrays into its module, in place, one array at a time.
 
-        Statistics of batch norms that the file lacks stay as they were built: training may do without those that are served.
+        Batch-norm statistics missing in the file keep their initial values: training may use none although the served model
+        has them. Raises FileNotFoundError if the unit has no file.
         """
         with (
             safe_open(_existing((folder or self.model) / f"{unit}.safetensors"), framework="np") as file,
@@ -75,26 +80,27 @@ class Store:
                     target.copy_(torch.from_numpy(file.get_tensor(f"{unit}.{name}")))
 
     def read(self, units: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """The arrays of units by global name."""
+        """Yield the global names and arrays of units. Raises FileNotFoundError if a unit has no file."""
         for unit in units:
             yield from _arrays(_existing(self.model / f"{unit}.safetensors"))
 
     def overlay(self, folder: Path) -> None:
-        """Replace arrays of the task's model by those of the same name in a folder of the client's state."""
+        """Replace arrays of the task's model by the arrays of the same names in a folder of the client's state."""
         for path in sorted(folder.glob("*.safetensors")):
             unit = path.stem
             if (self.model / path.name).is_file():
                 self.write_units({**dict(self.read([unit])), **dict(_arrays(path))})
 
     def close(self) -> None:
-        """Drop the model and the features of the task that ended."""
+        """Remove the folder of the task, which has ended, and release its lock."""
         shutil.rmtree(self.task, ignore_errors=True)
         self._lock.close()
 
     def newest_state(self, state_round: int, void: Sequence[Sequence[int]] = ()) -> Path | None:
-        """The folder of the newest sound state not newer than `state_round`, and not within a pair of `void`.
+        """Return the folder of the newest intact state up to round `state_round`, or None.
 
-        Newer ones are of a lost future and are deleted, as are void ones; so are damaged ones, with a note.
+        Later states are deleted, because the server went back behind them. States of rounds within a (first, last) pair of
+        `void` are deleted too, and so are damaged ones, with a note.
         """
         discarded: list[str] = []
         for number in sorted(self._states(), reverse=True):
@@ -102,11 +108,11 @@ class Store:
             if number <= state_round and not any(first <= number <= last for first, last in void):
                 fault = damage(folder)
                 if not fault:
-                    self._note_discarded(discarded, f"goes on from that of round {number}")
+                    self._note_discarded(discarded, f"continues from its state of round {number}")
                     return folder
                 discarded.append(f"{number} ({fault})")
             remove(folder)
-        self._note_discarded(discarded, "starts again")
+        self._note_discarded(discarded, "starts without a state")
         return None
 
     def _note_discarded(self, discarded: list[str], then: str) -> None:
@@ -114,7 +120,7 @@ class Store:
             self.notes.append(f"discarded its state of round {', '.join(discarded)}, {then}")
 
     def new_state(self, server_round: int, old: Path | None = None) -> Path:
-        """A folder to write this round's state into, with what `old` holds; `commit_state` makes it valid."""
+        """Return a folder for this round's state, with a copy of `old`; it becomes valid with `commit_state`."""
         folder = self.task / "state" / str(server_round)
         shutil.rmtree(folder, ignore_errors=True)
         if old is not None:
@@ -123,9 +129,9 @@ class Store:
         return folder
 
     def commit_state(self, folder: Path, kept_round: int = 0) -> None:
-        """Make a state that was written completely the newest, and drop older ones.
+        """Make a completely written state the newest, and remove older ones.
 
-        The last two stay, and with `kept_round` all from the newest on that is not newer than that round.
+        The last two are kept. With `kept_round`, so are the newest state up to that round and all later ones.
         """
         seal(folder)
         final = self.root / "state" / folder.name
@@ -143,12 +149,12 @@ class Store:
         return [int(name) for name in names if name.isdecimal() and name == str(int(name))]
 
     def drop_features(self, *parts: str) -> None:
-        """Remove features that no client reads any more."""
+        """Remove the features of parts that are not read any more."""
         for part in parts:
             self.feature_path(part).unlink(missing_ok=True)
 
     def feature_path(self, part: str) -> Path:
-        """Where the features of a part (training or validation, behind which piece) lie."""
+        """Return the file for the features of a part, which names training or validation data and the piece."""
         return self.task / f"features-{part}.npy"
 
 
@@ -161,22 +167,22 @@ def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 def _existing(path: Path) -> Path:
     if not path.is_file():
         raise FileNotFoundError(
-            f"the client's store has no {path.name} in {path.parent}: the task named a unit it did not send"
+            f"the client's store has no {path.name} in {path.parent}: the task names a unit that was not sent"
         )
     return path
 
 
 class FeatureWriter:
-    """Writes float32 batches to an .npy file of known size without mapping it: dirty pages would count as memory.
+    """Writes float32 batches to an .npy file of known size without mapping it, because dirty pages would count as memory.
 
-    `shape` is that of one example; `limit` is in bytes. Raises OSError where the file would be larger.
+    `count` is the number of examples, `shape` the shape of one. Raises OSError if the file would exceed `limit` bytes.
     """
 
     def __init__(self, path: Path, count: int, shape: tuple[int, ...], limit: int) -> None:
         size = 4 * count * math.prod(shape)
         if size > limit:
             raise OSError(
-                f"features of {count} examples of shape {shape} take {size:,} bytes, memory.feature-cache-bytes allows "
+                f"features of {count} examples of shape {shape} take {size:,} bytes, more than memory.feature-cache-bytes = "
                 f"{limit:,}: raise it, or give the client fewer examples"
             )
         self.path = path
@@ -186,7 +192,7 @@ class FeatureWriter:
         self._start, self._row = self._file.tell(), 4 * math.prod(shape)
 
     def put(self, rows: np.ndarray, batch: np.ndarray) -> None:
-        """Write each example of a batch [B, *shape] to its row; neighbours are written together."""
+        """Write each example of a batch [B, *shape] to its row; consecutive rows are written together."""
         first = 0
         for last in [*np.flatnonzero(np.diff(rows) != 1), len(rows) - 1]:
             self._file.seek(self._start + int(rows[first]) * self._row)

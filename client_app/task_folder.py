@@ -1,8 +1,8 @@
-"""The folder of a task at work, and the folders of tasks whose process is gone.
+"""The folder of a running task, and the removal of folders whose task's process died.
 
-A task that the server gave up on may still run beside the next one, so no two share a folder, and a folder is removed by
-others only when no client works in it. An flock on a file in it tells: the kernel gives it back when its holder ends, by
-kill -9 and power cuts too. Process ids would not do, because a container that starts again gives the same ones.
+A task that the server gave up on may still run beside the next one. Therefore each task has its own folder, and other tasks
+remove it only when no process works in it. This is known from an flock on a file in the folder, which the kernel releases when
+its holder ends, even by kill -9 or a power cut. Process ids cannot be used, because a restarted container reuses them.
 """
 
 import os
@@ -13,14 +13,14 @@ from typing import BinaryIO
 
 try:
     import fcntl
-except ImportError:  # Windows: folders are not locked, and what killed tasks leave stays until `piecework clean`
+except ImportError:  # Windows: folders are not locked, and leftovers of killed tasks stay until `piecework clean`
     fcntl = None  # type: ignore[assignment]
 
 LOCK = "lock"
 
 
 def claim(root: Path, task: str) -> tuple[Path, BinaryIO, bool]:
-    """An empty folder for a task, `<task>` or `<task>-<n>`, the open file that locks it, and whether something lay in it."""
+    """Return an empty folder for a task, `<task>` or `<task>-<n>`, the open file that locks it, and whether it held files."""
     for number in count(1):
         folder = root / (task if number == 1 else f"{task}-{number}")
         lock = take(folder)
@@ -33,16 +33,16 @@ def claim(root: Path, task: str) -> tuple[Path, BinaryIO, bool]:
 
 
 def take(folder: Path) -> BinaryIO | None:
-    """The lock of a folder, which is made if need be; None where someone who is alive has it.
+    """Lock a folder, which is created if need be, and return the open lock file; None if a running process holds the lock.
 
-    Where the file system knows no locks, the file is given without one.
+    If the platform or the file system supports no locks, the file is returned unlocked.
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             file = (folder / LOCK).open("ab")
         except FileNotFoundError:
-            continue  # another task tidied the folder away in between
+            continue  # another task removed the folder in between
         try:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -57,7 +57,7 @@ def take(folder: Path) -> BinaryIO | None:
 
 
 def _is_still(path: Path, file: BinaryIO) -> bool:
-    """Whether an open file still lies under its name."""
+    """Return whether a path still leads to this open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -65,8 +65,11 @@ def _is_still(path: Path, file: BinaryIO) -> bool:
 
 
 def remove_leftovers(root: Path, own: Path, kept: set[str]) -> list[str]:
-    """Remove the task folders in `root` that no client works in; their names. `kept` are not folders of tasks."""
-    if (unlocked := take(own)) is not None:  # it is ours, and locked where locks work
+    """Remove the task folders in `root` that no process works in, and return their names.
+
+    `own` is the caller's folder, and `kept` are folders that belong to no task. Without working locks nothing is removed.
+    """
+    if (unlocked := take(own)) is not None:  # we hold its lock, so this succeeds only if locks do not work
         unlocked.close()
         return []
     removed = []
@@ -74,14 +77,14 @@ def remove_leftovers(root: Path, own: Path, kept: set[str]) -> list[str]:
         lock = take(folder)
         if lock is not None:
             with lock:
-                shutil.rmtree(folder, ignore_errors=True)  # another task may be tidying up too
+                shutil.rmtree(folder, ignore_errors=True)  # another task may be removing it too
             if not folder.exists():
                 removed.append(folder.name)
     return removed
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder."""
+    """Remove a file, a link or a folder with its contents."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,9 +1,9 @@
-"""How a cascade that a client may not train at once does on the client's own validation data, clean and under attack.
+"""Evaluate a cascade, which may be too large to train at once, on a client's validation data, clean and under attack.
 
-The attack is end to end, from images to logits. Its gradient comes through the pieces one after another: forward, keeping what
-goes into each piece, then back from the last to the first, each piece computed again. That is the gradient of the whole cascade
-for twice the forward passes, and never needs the activations of more than a piece. A client that cannot hold all weights beside
-them reads each piece from its store when it is its turn, and writes what goes into it there.
+The attack is end to end, from images to logits. Its gradient is computed piece by piece. A forward pass keeps the input of each
+piece. The backward pass then goes from the last piece to the first and computes each piece again. The result is the gradient of
+the whole cascade; it takes twice the forward passes, but only ever the activations of one piece. A client that cannot hold the
+weights of all pieces beside them reads each piece from its store in turn, and writes the inputs of pieces there.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,10 @@ from piecework.training.messages import Metrics, Task
 
 
 class StreamedCascade:
-    """Pieces of a client's model in order, the last one with a head, in evaluation mode; with `held`, all stay in memory."""
+    """Pieces of a client's model in order, the last one with a head, in evaluation mode.
+
+    With `held`, the weights of all pieces and their inputs stay in memory; otherwise they are read from the store in turn.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class StreamedCascade:
     def _piece(self, number: int) -> PieceModel:
         if number not in self._loaded:
             if not self.held:
-                self._loaded.clear()  # before the next one is built
+                self._loaded.clear()  # frees the last piece before the next one is built
             head = self.head if number == self.last else None
             piece = self.piece_class(self.client.blueprint, self.pieces[number], head, self.client.load())
             piece.train(False)
@@ -57,7 +60,7 @@ class StreamedCascade:
         return self._loaded[number]
 
     def _keep(self, number: int, z: Tensor) -> None:
-        """Keep what goes into a piece, in the memory format that it has."""
+        """Keep the input of a piece. On disk, maps are channels last, which is their memory format."""
         if self.held:
             self._inputs[number] = z
         else:
@@ -80,17 +83,17 @@ class StreamedCascade:
         return z
 
     def _through(self, number: int, z: Tensor) -> Tensor:
-        """What a piece makes of its input: logits where it is the last."""
+        """Return the output of a piece, which is logits for the last one."""
         piece = self._piece(number)
         return in_precision(piece.logits if number == self.last else piece.features, self.client.training_config)(z)
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
-        """Logits[B, classes] of x[B, ...]."""
+        """Return logits[B, classes] of x[B, ...]."""
         return self._through(self.last, self._last_input(x, keep=False))
 
     def gradient(self, x: Tensor, y: Tensor) -> Tensor:
-        """The gradient of the cross-entropy by x."""
+        """Return the gradient of the cross-entropy with labels y[B] with respect to x[B, ...]."""
         with torch.no_grad():
             z = self._last_input(x, keep=True)
         z = z.detach().requires_grad_()
@@ -104,16 +107,16 @@ class StreamedCascade:
 
 
 def held_bytes(client: Client, pieces: Sequence[Piece]) -> int:
-    """Bytes of the weights of all pieces, and of what goes into each for a batch: what `held` takes besides a piece at work."""
+    """Return the bytes that `held` takes besides the running piece: all weights, and the inputs of all pieces for a batch."""
     inputs = sum(prod(client.blueprint.shape_before(piece[0])) for piece in pieces)
     return sum(weight_bytes(client, piece) for piece in pieces) + 4 * batch_size(client) * inputs
 
 
 def piece_bytes(client: Client, piece: Piece, cost: int) -> int:
-    """At most what a piece takes to validate whose training step takes `cost` bytes.
+    """Return an upper bound of the bytes for validating a piece whose training step takes `cost` bytes.
 
-    A small validation set fills only a part of a batch. What does not go with the batch is less than twice the weights: a
-    layer's may be copied for its backward pass, and there are neither gradients of weights nor momentum.
+    A small validation set fills only a part of a batch. The memory that does not grow with the batch is less than twice the
+    weights: a layer's weights may be copied for its backward pass, and there are neither gradients of weights nor momentum.
     """
     weights = weight_bytes(client, piece)
     by_batch = max(0, cost - weights) * batch_size(client) / client.training_config.batch_size
@@ -121,12 +124,12 @@ def piece_bytes(client: Client, piece: Piece, cost: int) -> int:
 
 
 def weight_bytes(client: Client, piece: Piece) -> int:
-    """Of the files of a piece's atoms."""
+    """Return the bytes of the files of a piece's atoms in the store."""
     return sum((client.store.model / f"atoms.{atom}.safetensors").stat().st_size for atom in piece)
 
 
 def batch_size(client: Client) -> int:
-    """Images of the largest batch that is validated at once."""
+    """Return the number of examples in the largest validation batch."""
     return min(client.training_config.batch_size, len(client.validation))
 
 
@@ -139,14 +142,14 @@ def validate(
     held: bool,
     piece_class: type[PieceModel] = PieceModel,
 ) -> Metrics:
-    """Loss and accuracy on the client's validation data, and accuracy under the attack; nothing where there are none.
+    """Return loss and accuracy on the client's validation data, and accuracy under the attack; no metrics without data.
 
-    `held`: the weights of all pieces stay in memory.
+    With `held`, the weights of all pieces stay in memory.
     """
     cascade = StreamedCascade(client, pieces, head, held=held, piece_class=piece_class)
     examples, rng = client.validation, client.rng("validate")
     loss, correct, robust, seen = 0.0, 0, 0, 0
-    alone = client.settings.batch_statistics  # an example alone has no statistics
+    alone = client.settings.batch_statistics  # a batch of one example has no batch statistics
     for positions in batches(len(examples), client.training_config.batch_size, rng, drop_single=alone):
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
         with client.cap.first("validate", len(positions)):
@@ -170,8 +173,9 @@ def validate(
 
 
 def counted_once(gradient: Gradient) -> Gradient:
-    """The same gradient, of which only the first run is counted: attack steps are all alike, and counting takes longer than
-    small models do.
+    """Return the gradient function with only its first run in the memory accounting.
+
+    All steps of an attack use the same memory, and counting takes longer than a small model itself.
     """
     runs = count()
 
@@ -183,12 +187,12 @@ def counted_once(gradient: Gradient) -> Gradient:
 
 
 def evaluate_whole(_: Task, client: Client) -> Metrics:
-    """Loss and accuracy of the whole model on the client's validation data, streamed atom by atom."""
+    """Return loss and accuracy of the whole model on the client's validation data, with one atom in memory at a time."""
     return evaluate_cascade(client, range(len(client.blueprint.atoms)))
 
 
 def evaluate_cascade(client: Client, atoms: Sequence[int]) -> Metrics:
-    """Loss and accuracy of these atoms and the model's head on the client's validation data, one atom in memory at a time."""
+    """Return loss and accuracy of these atoms and the model's head on the validation data; one atom is in memory at a time."""
     examples = behind(client, client.validation, atoms[:-1], atoms[-1], "evaluate")
     piece = PieceModel(client.blueprint, atoms[-1:], "head", client.load())
     piece.train(False)
@@ -196,10 +200,13 @@ def evaluate_cascade(client: Client, atoms: Sequence[int]) -> Metrics:
 
 
 def behind(client: Client, examples: Examples, atoms: Sequence[int], to: int | None, part: str) -> Examples:
-    """What atoms in evaluation mode make of examples for the atom `to`, or the head; one is in memory at a time."""
+    """Return the features of examples behind atoms in evaluation mode, for the atom `to` or the head (None).
+
+    One atom is in memory at a time. `part` names the feature files.
+    """
     piece = None
     for atom, following in zip(atoms, [*atoms, to][1:], strict=True):
-        del piece  # before the next one is built
+        del piece  # frees the last piece before the next one is built
         piece = PieceModel(client.blueprint, [atom], None, client.load())
         piece.train(False)
         examples = client.stream(piece, examples, f"{part}-{atom}", following)

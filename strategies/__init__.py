@@ -1,6 +1,6 @@
-"""The systems, in families: a folder for each way of making a model fit. Here they are found by name.
+"""The strategies, found by name. Each way of making a model fit a device has a folder.
 
-May import federation, planning, client_app and what is below them.
+This package may import federation, planning, client_app and the packages that these import.
 """
 
 from importlib import import_module
@@ -38,7 +38,7 @@ STRATEGIES = {
 
 
 def find_strategy(name: str) -> "type[PieceStrategy]":
-    """The strategy of this name. Raises ValueError, listing the known ones."""
+    """Return the strategy of this name, importing its module. Raises ValueError, which lists the known names."""
     if name not in STRATEGIES:
         raise ValueError(f"unknown strategy {name!r}: known are {', '.join(STRATEGIES)}")
     found: type[PieceStrategy] = _load(STRATEGIES[name])
@@ -46,7 +46,7 @@ def find_strategy(name: str) -> "type[PieceStrategy]":
 
 
 def find_policy(name: str) -> "type[PartitionPolicy]":
-    """How the system of this name cuts a model. Raises ValueError, listing the known ones."""
+    """Return the partition policy of the strategy of this name. Raises ValueError, which lists the known names."""
     return find_strategy(name).policy_class
 
 

@@ -1,7 +1,8 @@
-"""What all strategies have in common: tasks under budgets, checked updates, the running average, what records say of it.
+"""The base of all strategies: tasks under budgets, checked updates, the running average, and values for the records.
 
-Flower's `Strategy` signatures are kept. `aggregate_train` takes an iterable of replies and works on them as they arrive. A
-method overrides what it does differently: how it cuts a model, which costs a task carries, how replies are combined.
+The signatures are those of Flower's `Strategy`, except that `aggregate_train` takes an iterable of replies and processes them
+as they arrive. A strategy overrides the methods in which it differs: how it cuts a model, which costs a task carries, and how
+updates are combined.
 """
 
 import math
@@ -46,17 +47,17 @@ from piecework.training.settings import learning_rate
 
 
 class PieceStrategy(Strategy):
-    """Base of all strategies here. `policy_class` says how the method cuts a model.
+    """Base of all strategies. `policy_class` is the partition policy, and `piece_class` the class that runs the model.
 
-    `state` and the arrays of `kept` are what a checkpoint holds besides the model; `piece_class` is how the model is run.
-    `measures` tells whether clients hold the model that is served, and can measure its batch norms. `personal` tells whether
-    clients evaluate, each on its own part of the test split. `prepare` gets a model with new weights before it is evaluated.
+    A checkpoint holds the model, `state` and the arrays in `kept`. `measures`: clients hold the served model, so they can
+    measure its batch norms. `personal`: clients evaluate the model, each on its own part of the test split. The server calls
+    `prepare` with each model before evaluating it. `evaluation_keys` are the metrics that clients report in an evaluation.
 
-    `evaluation_details` are what the records say of how the model is evaluated. `model_details` are what a trained model's file
-    says of it besides its atoms and head. Both are JSON values.
+    `evaluation_details` describe the evaluation in the records. `model_details` describe a trained model in its file, besides
+    its atoms and head. Both are JSON values.
 
-    Four helpers do what all systems do alike. `resources` knows what clients have. `cohort` draws those of a round. `gate`
-    lets their updates into the model. `evaluation` has clients evaluate it.
+    Four helpers do the work that all strategies share. `resources` knows the clients' memory, speed and examples. `cohort`
+    draws the clients of a round. `gate` checks their updates before they enter the model. `evaluation` has clients evaluate it.
     """
 
     name: ClassVar[str]
@@ -92,44 +93,50 @@ class PieceStrategy(Strategy):
         self.gate, self.evaluation = UpdateGate(self, self._note), ClientEvaluation(self)
 
     def initial(self) -> dict[str, np.ndarray]:
-        """The arrays of the global model before the first round."""
+        """Return the arrays of the global model before the first round."""
         state = initial_state(self.blueprint, self.settings.seed, units=self.blueprint.units(exits=self.policy.exits))
         return {name: value.numpy() for name, value in state}
 
     def begin(self) -> None:
-        """Called when the clients are known, before the first round and after each resume. Raises ValueError."""
+        """Set up what depends on the clients: before the first round, and after each resume.
+
+        Raises ValueError if the strategy cannot run with these clients.
+        """
 
     def frozen_units(self, task: Task) -> list[str]:
-        """The units that a task reads and no client trains any more: they are sent once, before the task."""
+        """Return the units that a task reads and that no client trains any more. They are sent once, ahead of the task."""
         return []
 
     def sent_units(self, task: Task) -> set[str] | None:
-        """The other units that a task reads, and may train; None = all."""
+        """Return the other units that a task reads and may train, or None for all of them."""
         return None
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
-        """The arrays of a model that go with a task."""
+        """Return the arrays of a model that are sent with a task."""
         units = self.sent_units(task)
         if units is None:
             return without_units(arrays, task.frozen)
         return ArrayRecord({name: array for name, array in arrays.items() if unit_of(name) in units})
 
     def untrained(self, task: Task) -> ArrayRecord:
-        """What a client's update is compared with: the model, as far as the client was sent it."""
+        """Return the arrays with which a client's update is compared, by default those of the round's model."""
         return self.dispatcher.arrays
 
     @abstractmethod
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """Return the costs of all work items that a client may look up whose training may take `allowed` bytes."""
+        """Return the bytes of each work item that a client may look up, if its training may take `allowed` bytes."""
 
     def min_budget(self, state: DeviceState | None = None) -> int:
-        """Bytes below which a client can do nothing in this round: any client, or one with such a device."""
+        """Return the bytes below which a client can train nothing in this round: any client, or one with this device state."""
         return self.policy.min_budget()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One task a client. Costs are traced now; messages are made when they are sent, `messages.max-in-flight` at a time."""
+        """Draw the round's clients and return one message for each.
+
+        Costs are traced now. Messages are built when they are sent, `messages.max-in-flight` at a time.
+        """
         self._asked = self.ask(self.cohort.sample(server_round, grid), server_round, arrays)
         self.reports = {c: ClientReport(c, state.device, state.budget_bytes) for c, (_, state) in self._asked.items()}
         for client, report in self.reports.items():
@@ -141,7 +148,10 @@ class PieceStrategy(Strategy):
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
     ) -> dict[int, tuple[Task, DeviceState]]:
-        """The tasks of clients in a round, and what they have in it. Who has a memory of its own cannot pretend to swap."""
+        """Return the tasks of clients in a round, each with the client's device state.
+
+        If devices swap, clients that measure their own memory get no task, because swapping is only simulated.
+        """
         states = {}
         for client in [client for client in clients if not (self.policy.swaps and client in self.registry.auto)]:
             state = self.registry.state(client, server_round, self.resources.reference_bytes, arrays.count_bytes())
@@ -151,24 +161,24 @@ class PieceStrategy(Strategy):
         return {c: (self.weight_cache.named(t, arrays, self.frozen_units(t)), states[c]) for c, t in tasks.items()}
 
     def _reduced_budget(self, state: DeviceState, client: int) -> int:
-        """Bytes a client is given of its budget: all, or less since its process died, but what it needs to train at all."""
+        """Return the budget (bytes) that a client is given: less after crashes, but enough to train if it can at all."""
         fraction, budget = self.state.crash_history.fraction(client), state.budget_bytes
         return budget if fraction == 1 else max(int(fraction * budget), min(budget, self.min_budget(state)))
 
     def rate(self, server_round: int) -> float:
-        """The learning rate of the round that begins."""
+        """Return the learning rate of a round, from 1."""
         return learning_rate(self.settings, server_round)
 
     def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
-        """The rounds to come, at most those from `first` to `last`, each with its place in the schedule of learning rates.
+        """Return pairs of a round from `first` to `last` and its position in the learning-rate schedule.
 
-        Asked before `begin`: a system with stages knows them in a run that goes on, where each lasts as long as it may; those
-        of a new run cannot be told.
+        This is called before `begin`. A strategy with stages counts each remaining stage at its maximum length in a resumed
+        run, and cannot know the rounds of a new run.
         """
         return ((server_round, server_round) for server_round in range(first, last + 1))
 
     def task(self, server_round: int, state: DeviceState) -> Task:
-        """The task of a client that has this in a round."""
+        """Return the task of a client whose device has this state in the round."""
         return Task(
             experiment_id=self.experiment.experiment_id,
             round=server_round,
@@ -187,27 +197,27 @@ class PieceStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Take in replies one by one. Returns (None, None) when no client trained, or fewer than `faults.min-clients`."""
+        """Aggregate replies one by one. Returns (None, None) if no client trained, or fewer than `faults.min-clients`."""
         self.mean = WeightedMean()
         return (self.finish(), self._train_metrics()) if self.gate.admit(replies) else (None, None)
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
-        """Add an update, weighted by its number of examples."""
+        """Add a client's update to the mean, weighted by its number of examples. Raises UpdateRejectedError."""
         self.mean.add(update.arrays, update.examples)
 
     def finish(self) -> ArrayRecord:
-        """The new model; arrays that no client trained stay the very same objects."""
+        """Return the new model. Arrays that no client trained stay the same objects."""
         return updated(self.dispatcher.arrays, self.mean)
 
     def check(
         self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, maximum: Callable[[], float]
     ) -> CheckedUpdate:
-        """An update, if it may enter the model. Raises UpdateRejectedError."""
+        """Return the update if it may enter the model (`limits`, `maximum`: see check_update). Raises UpdateRejectedError."""
         previous = self.untrained(task)
         update = check_update(arrays, metrics.get("num-examples"), previous, spec_of(previous), limits, maximum)
         sent = self.sent_units(task)
         if sent is not None and (strange := [name for name in update.arrays if unit_of(name) not in sent]):
-            raise UpdateRejectedError(f"array {strange[0]!r} was not sent to be trained")
+            raise UpdateRejectedError(f"array {strange[0]!r} was not sent for training")
         return update
 
     def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
@@ -219,13 +229,13 @@ class PieceStrategy(Strategy):
         report.simulated_seconds = simulated_seconds(state, 0, report.bytes_down, report.bytes_up)
         if outcome.status == "ok":
             seen, executed = [int(n) for n in metrics["seen"]], self._executed(task, metrics)
-            # clean rounds of adversarial training have steps without attack
+            # Clean rounds of adversarial training cost steps without an attack.
             cost_model = self.policy.cost_model if task.adversarial else self.policy.cost_model.unattacked
             report.account(outcome.done, seen, task, state, self.policy, cost_model, executed)
             report.trained = learned_names(self.policy, outcome.done, seen)
 
     def _executed(self, task: Task, metrics: dict[str, Any]) -> float:
-        """The fraction of its pieces' FLOPs that a client executed. Raises UpdateRejectedError."""
+        """Return the fraction of its work items' FLOPs that a client executed. Raises UpdateRejectedError if it is invalid."""
         return 1.0
 
     def _train_metrics(self) -> MetricRecord:
@@ -236,34 +246,34 @@ class PieceStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Personal evaluation; or every `evaluation.on-clients-every`-th round the round's clients evaluate the new model."""
+        """Return the messages of personal evaluation, or every `evaluation.on-clients-every` rounds to the round's clients."""
         return self.dispatcher.configure("evaluate", self.evaluation_tasks(server_round, arrays, grid), arrays)
 
     def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
-        """Who evaluates the new model, and by which task."""
+        """Return the tasks of the clients that evaluate the new model."""
         asked = {client: task for client, (task, _) in self._asked.items()}
         return self.evaluation.tasks(server_round, arrays, grid, asked)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Mean over all validation examples of the clients that answered; of personal models over clients, each alike."""
+        """Return mean metrics over all clients' examples, or for personal evaluation over clients; None without examples."""
         return self.evaluation.aggregate(server_round, replies)
 
     @property
     def progress(self) -> Progress:
-        """How far the run is; without stages it goes on to its last round."""
+        """The progress of the run; without stages, a run is never finished before its last round."""
         return Progress()
 
     def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
-        """What the clients' evaluation means for the rounds to come; the model that they go on from."""
+        """End the round after its evaluation by clients (`metrics`), and return the model for the next round."""
         return arrays
 
     def details(self) -> dict[str, Any]:
-        """What the record of a round says of this system alone, as JSON values."""
+        """Return the strategy's own entries of a round's record, as JSON values."""
         return {}
 
     def trained_model(self) -> tuple[Piece, str]:
-        """The atoms and the head that make the model of the round: all of it, or what of it has been trained."""
+        """Return the atoms and the head of the round's model: all, or those of the part that is trained so far."""
         return tuple(range(len(self.blueprint.atoms))), "head"
 
     def summary(self) -> None:
-        """Nothing: the launcher prints the settings."""
+        """Do nothing, because the launcher prints the settings."""

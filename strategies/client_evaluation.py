@@ -1,4 +1,4 @@
-"""Clients evaluate the model of a round: who does, by which task, and what their answers come to."""
+"""Evaluation of the round's model by clients: the choice of clients, their tasks, and the mean of their answers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def after_training(task: Task) -> Task:
-    """Training of this round may have left a state: it is the newest that an evaluation may use, and must keep."""
+    """Return a training task for evaluation: the client state that this round's training left may be used and must be kept."""
     return replace(task, state_round=task.round)
 
 
 class ClientEvaluation:
     """Has clients evaluate a strategy's model.
 
-    `answers`: what each client of the last evaluation said, where that makes sense; `evaluated`: how many of them had
+    `answers` are the valid metrics of each client in the last evaluation. `evaluated` is the number of these clients that had
     examples to evaluate on.
     """
 
@@ -34,12 +34,12 @@ class ClientEvaluation:
         self.evaluated = 0
 
     def reachable(self, client: int) -> bool:
-        """Whether a client of the round is worth asking again in the same round."""
+        """Return whether a client of the round can get another task: it was not silent and holds its frozen units."""
         strategy = self.strategy
         return client not in strategy.weight_cache.unreached and strategy.reports[client].status not in SILENT
 
     def tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid, asked: Mapping[int, Task]) -> dict[int, Task]:
-        """Who evaluates the new model, and by which task. `asked` are the tasks that the clients of the round trained by."""
+        """Return the tasks of clients that evaluate the new model. `asked` are the training tasks of the round's clients."""
         strategy, settings = self.strategy, self.strategy.settings
         every = settings.evaluation.on_clients_every
         if strategy.personal:
@@ -52,7 +52,7 @@ class ClientEvaluation:
     def _personal_tasks(
         self, server_round: int, arrays: ArrayRecord, grid: Grid, asked: Mapping[int, Task]
     ) -> dict[int, Task]:
-        """The tasks of all clients, or of `evaluation.clients` that are drawn, but for those that were silent in the round."""
+        """Return the tasks of all clients, or of `evaluation.clients` drawn ones, without those that were silent."""
         strategy, settings = self.strategy, self.strategy.settings
         chosen = sampled(strategy.registry.present(grid), settings.evaluation.clients, settings.seed + 1, server_round)
         tasks = {client: task for client, task in asked.items() if client in chosen and self.reachable(client)}
@@ -61,7 +61,7 @@ class ClientEvaluation:
         return {client: replace(after_training(task), personal=True) for client, task in sorted(tasks.items())}
 
     def aggregate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Mean over all validation examples of the clients that answered; of personal models over clients, each alike."""
+        """Return mean metrics over all clients' examples, or for personal evaluation over clients; None without examples."""
         strategy, dispatcher = self.strategy, self.strategy.dispatcher
         self.answers, self.evaluated = {}, 0
         total, sums = 0, dict.fromkeys(strategy.evaluation_keys, 0.0)

@@ -1,4 +1,4 @@
-"""Who takes part in a round."""
+"""The choice of the clients of a round."""
 
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Cohort:
     """Draws the clients of a round.
 
-    `minimum`: bytes below which a client is not even asked; 0 = every client is asked, and says what it cannot.
-    `excluded`: the clients that the last draw left out because their processes died, and how often each did in a row.
+    `minimum` is the bytes below which a client gets no task; with 0, every client may get one and refuses what does not fit.
+    `excluded` are the clients that the last draw excluded because their processes died, with their crashes in a row.
     """
 
     def __init__(self, strategy: "PieceStrategy") -> None:
@@ -23,16 +23,19 @@ class Cohort:
         self.excluded: dict[int, int] = {}
 
     def sample(self, server_round: int, grid: Grid) -> list[int]:
-        """The clients of a round: a function of (seed, round) and of who is connected, free and not excluded."""
+        """Draw the clients of a round from those that are connected, idle and not excluded.
+
+        The draw is a function of the seed, the round and these clients.
+        """
         settings = self.strategy.settings
         excluded = self.strategy.state.crash_history.excluded(server_round)
         present = [client for client in self.strategy.registry.present(grid) if self.may_be_asked(client, server_round)]
         chosen = [client for client in present if client not in excluded]
         if len(chosen) < max(1, settings.faults.min_clients):
-            chosen = present  # rather those than too few
+            chosen = present  # excluded clients are better than too few
         self.excluded = {client: excluded[client] for client in present if client not in chosen}
         return sampled(chosen, settings.clients_per_round, settings.seed, server_round) if chosen else []
 
     def may_be_asked(self, client: int, server_round: int) -> bool:
-        """Whether a client can take part in a round."""
+        """Return whether a client has enough memory to take part in a round."""
         return not self.minimum or self.strategy.resources.affords(client, server_round, self.minimum)

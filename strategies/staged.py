@@ -1,4 +1,4 @@
-"""What systems have in common that train one part of the model after another."""
+"""The base of strategies that train one part of the model after another."""
 
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from piecework.strategies.state import Progress
 
 
 class StagedStrategy(PieceStrategy):
-    """A system whose run has stages: each ends when the system says so, and the next one goes on from what it left."""
+    """A strategy whose run has stages. The strategy decides when a stage ends, and the next one starts from its result."""
 
     @property
     @abstractmethod
@@ -31,25 +31,25 @@ class StagedStrategy(PieceStrategy):
 
     @property
     def progress(self) -> Progress:
-        """How far the stages are."""
+        """The progress of the run through its stages."""
         return Progress(self.stage, self.finished, self.measurable)
 
     @abstractmethod
     def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
-        """End the stage where it is time; the model that the rounds to come go on from."""
+        """End the stage if it is due, and return the model for the next round."""
 
     def configure_query(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:
-        """Questions to clients that have to be answered before the round; None = there are none."""
+        """Return the messages of a pre-round query, which clients answer before the round's tasks; None if there is none."""
         return None
 
     def aggregate_query(self, server_round: int, replies: Iterable[Message]) -> bool:
-        """Take in the answers; whether the round can begin."""
+        """Process the answers to the pre-round query, and return whether the round can begin."""
         return True
 
     @abstractmethod
     def final(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The model of the run, which may be an earlier one than that of the last round."""
+        """Return the model of the run, which may be from an earlier round than the last."""
 
     @abstractmethod
     def final_model(self) -> tuple[Piece, str]:
-        """The atoms and the head that make the model of the run, where it ends now."""
+        """Return the atoms and the head of the run's model if the run ends now."""

@@ -1,4 +1,4 @@
-"""What a strategy works on, what it remembers, and how far it is."""
+"""The inputs of a strategy, its state between rounds, and its progress."""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
@@ -11,21 +11,21 @@ from piecework.training.settings import Settings
 
 @dataclass
 class StrategyState:
-    """Everything a strategy remembers between rounds: plain values, so that a checkpoint is this and the arrays.
+    """The state of a strategy between rounds, in plain values: a checkpoint consists of these and of arrays.
 
-    `norms`: of the updates that were accepted, by unit.
+    `norms` are those of accepted updates (root mean squares), by unit.
     """
 
     norms: dict[str, list[float]] = field(default_factory=dict)
     crash_history: CrashHistory = field(default_factory=CrashHistory)
 
     def to_values(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
-        """Read what `to_values` gave. Raises ValueError for a field that is missing or not known."""
+        """Return the state of `to_values`. Raises ValueError for a missing or unknown field."""
         known = {f.name for f in fields(cls)}
         if set(values) != known:
             raise ValueError(f"strategy state has the fields {sorted(values)}, expected {sorted(known)}")
@@ -34,10 +34,10 @@ class StrategyState:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
-    `stage`: its name, empty where a system has none; `finished`: whether there is nothing left to train; `measurable`: whether
-    the model of the round can be evaluated.
+    `stage` is the name of the stage, or empty for a strategy without stages. `finished`: nothing is left to train.
+    `measurable`: the model of the round can be evaluated.
     """
 
     stage: str = ""
@@ -47,7 +47,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a strategy works on. `blueprint` is the model of the run, `reference` the one at width 1."""
+    """The inputs of a strategy. `blueprint` is the model of the run, and `reference` the same model at width 1.
+
+    `state_dir` is the folder for the stores of emulated clients.
+    """
 
     settings: Settings
     blueprint: Blueprint

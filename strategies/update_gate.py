@@ -1,6 +1,6 @@
-"""The gate that replies pass before they touch the model: each is received, checked, and compared with the others.
+"""The gate for replies: each is received, checked, and compared with the others before it changes the model.
 
-What an update must be is in federation/aggregation.py; what it must be besides, a system says in `check` and `combine`.
+The checks of all strategies are in federation/aggregation.py. A strategy adds its own in `check` and `combine`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from piecework.strategies.base import PieceStrategy
 
 ReadReply = Callable[[ClientReport, Outcome, dict[str, Any]], None]
-NORMS_KEPT = 200  # of each unit
+NORMS_KEPT = 200  # the latest norms that are stored of each unit
 
 
 class UpdateGate:
-    """Lets the updates of a round into a strategy's model. `read` fills in a client's report from its reply."""
+    """Checks the updates of a round and combines those that pass. `read` fills in a client's report from its reply."""
 
     def __init__(self, strategy: "PieceStrategy", read: ReadReply) -> None:
         self.strategy, self.read = strategy, read
 
     def admit(self, replies: Iterable[Message]) -> bool:
-        """Combine what may enter the model. False where no client trained, or fewer than `faults.min-clients`."""
+        """Combine the valid updates. Returns False if there are none, or fewer than `faults.min-clients`."""
         strategy = self.strategy
         accepted, norms = 0, dict[str, list[float]]()
         known, factor = strategy.state.norms, strategy.settings.faults.update_norm_limit
@@ -72,7 +72,7 @@ class UpdateGate:
     def _receive(
         self, message: Message, report: ClientReport, limits: Norms, maximum: Callable[[], float]
     ) -> CheckedUpdate | None:
-        """Fill in the report; the update, if it may enter the model."""
+        """Fill in the report, and return the update if it is valid, else None."""
         strategy = self.strategy
         if message.has_error():
             self._fail(message, report)
@@ -101,7 +101,7 @@ class UpdateGate:
         return update
 
     def delivered(self, replies: Iterable[Message]) -> None:
-        """Take note of which frozen units arrived."""
+        """Record from clients' replies which frozen units arrived, and handle errors."""
         dispatcher = self.strategy.dispatcher
         for client, message in self.strategy.weight_cache.note(replies, dispatcher.log):
             self._fail(message, dispatcher.log[client])
@@ -112,7 +112,7 @@ class UpdateGate:
         self.note_error(report.client, self.strategy.dispatcher.tasks[report.client].round, report.status)
 
     def note_error(self, client: int, server_round: int, status: str) -> None:
-        """What a client's error in a round means for later ones; also of an error that comes late."""
+        """Record a crash of a client, whether it is reported in its round or late. Other statuses are ignored."""
         policy = self.strategy.policy
         if status == "crashed":
             self.strategy.state.crash_history.crashed(client, server_round, policy.cuts or policy.adapts)

@@ -1,4 +1,4 @@
-"""The trainers by the name of their strategy."""
+"""Find the client's side of a strategy by name."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -10,21 +10,21 @@ from piecework.client_app.validation import evaluate_whole
 from piecework.training.messages import Metrics, Task
 
 TRAINERS = {
-    "allsmall": "piecework.client_app.trainers.whole.fedavg",  # of a narrow model
+    "allsmall": "piecework.client_app.trainers.whole.fedavg",  # with a narrow model
     "depthfl": "piecework.client_app.trainers.cascade.depthfl",
-    "exclusivefl": "piecework.client_app.trainers.whole.fedavg",  # who cannot afford the whole model is not asked
+    "exclusivefl": "piecework.client_app.trainers.whole.fedavg",  # the server samples only clients that can afford it
     "fedavg": "piecework.client_app.trainers.whole.fedavg",
     "feddf": "piecework.client_app.trainers.distillation.feddf",
     "feddrop": "piecework.client_app.trainers.width.heterofl",  # the server chooses other channels
     "fedepth": "piecework.client_app.trainers.cascade.fedepth",
-    "fedet": "piecework.client_app.trainers.distillation.feddf",  # what differs is the server's
+    "fedet": "piecework.client_app.trainers.distillation.feddf",  # differs from FedDF on the server only
     "fedpm": "piecework.client_app.trainers.sparse.fedpm",
     "fedprophet": "piecework.client_app.trainers.cascade.fedprophet",
     "fedrbn": "piecework.client_app.trainers.whole.fedrbn",
     "fedrolex": "piecework.client_app.trainers.width.heterofl",
     "fjord": "piecework.client_app.trainers.width.fjord",
     "heterofl": "piecework.client_app.trainers.width.heterofl",
-    "jfat": "piecework.client_app.trainers.cascade.fedprophet",  # one module, the whole model
+    "jfat": "piecework.client_app.trainers.cascade.fedprophet",  # one module, which is the whole model
     "local": "piecework.client_app.trainers.sparse.spafl",  # without communication
     "m-fedepth": "piecework.client_app.trainers.cascade.m_fedepth",
     "origdrop": "piecework.client_app.trainers.width.heterofl",
@@ -37,21 +37,30 @@ TRAINERS = {
 
 
 def find_trainer(strategy: str) -> Callable[[Task, Client], Update]:
-    """The client's side of a strategy; imported when it is needed, so that a board loads no other."""
+    """Return the function that trains a strategy's tasks. Only its own module is imported, so that a board loads no others.
+
+    Raises ValueError for an unknown strategy.
+    """
     return cast(Callable[[Task, Client], Update], _module(strategy).train)
 
 
 def find_evaluator(strategy: str) -> Callable[[Task, Client], Metrics]:
-    """How a client evaluates the model that was sent: by its trainer's `evaluate`, else the whole model, atom by atom."""
+    """Return the function that evaluates the sent model: the trainer's `evaluate`, else the whole model atom by atom.
+
+    Raises ValueError for an unknown strategy.
+    """
     return cast(Callable[[Task, Client], Metrics], getattr(_module(strategy), "evaluate", evaluate_whole))
 
 
 def find_query(strategy: str) -> Callable[[Task, Client], Metrics]:
-    """What a strategy asks of all clients between rounds: its trainer's `query`."""
+    """Return the trainer's `query`, which answers a strategy's query of all clients between rounds.
+
+    Raises ValueError for an unknown strategy.
+    """
     return cast(Callable[[Task, Client], Metrics], _module(strategy).query)
 
 
 def _module(strategy: str) -> ModuleType:
     if strategy not in TRAINERS:
-        raise ValueError(f"strategy {strategy!r} has no trainer: known are {', '.join(TRAINERS)}")
+        raise ValueError(f"strategy {strategy!r} has no trainer; strategies with one are {', '.join(TRAINERS)}")
     return import_module(TRAINERS[strategy])

@@ -1,15 +1,18 @@
-"""DepthFL (Minjae Kim, Sangyoon Yu, Suhyun Kim, Soo-Mook Moon, "DepthFL: Depthwise Federated Learning for Heterogeneous
-Clients", ICLR 2023, https://openreview.net/forum?id=pf8RIZTMU58), the server's side.
+"""DepthFL: each client trains as many of the model's first blocks as fit, the server's side.
 
-d_k: the depth of client k, the most blocks whose step with their classifiers fits its budget; who cannot train the first block
-is not asked. Every array is averaged over the clients that trained it, each counting the same. The model predicts by the mean
-of its classifiers' logits.
+Minjae Kim, Sangyoon Yu, Suhyun Kim, Soo-Mook Moon, "DepthFL: Depthwise Federated Learning for Heterogeneous Clients", ICLR
+2023, https://openreview.net/forum?id=pf8RIZTMU58
 
-With `depthfl.feddyn-alpha` a > 0 (FedDyn, as in the paper): h <- h - a / m sum_k (theta_k - theta_t) over the round's clients
-that trained the array, m of all; theta <- mean of theta_k - h / a. Off by default: ProFL compares by plain averaging.
+The depth d_k of client k is the largest number of blocks whose training step, with a classifier (exit) after each block, fits
+its budget. Clients that cannot train the first block get no task. Every array is averaged over the clients that trained it,
+with equal weights. The model predicts by the mean of its classifiers' logits.
 
-Ours: blocks are ProFL's (runs of equal channels), so that the comparison is on the same cuts; classifiers that no client has
-trained yet have no say.
+With `depthfl.feddyn-alpha` a > 0, the server uses FedDyn, as in the paper: h <- h - a / m sum_k (theta_k - theta_t), where k
+are the round's clients that trained the array and m is the number of all clients; then theta <- mean of theta_k - h / a. This
+is off by default, because ProFL's comparison uses plain averaging.
+
+Ours: the blocks are those of ProFL (runs of equal channels), so that both are compared on the same cuts. Classifiers that no
+client has trained yet are not part of the prediction.
 """
 
 from dataclasses import dataclass, replace
@@ -42,15 +45,15 @@ from piecework.strategies.state import Experiment, StrategyState
 from piecework.training.messages import Task
 from piecework.training.settings import Settings
 
-H = "h/"  # in `kept`, FedDyn's h of each array, float32
+H = "h/"  # prefix in `kept` of FedDyn's h of each parameter, float32
 
 
 class DepthFLPolicy(PartitionPolicy):
-    """One stage: each device trains as many blocks, from the first one on, as fit."""
+    """One stage: each device trains as many of the first blocks as fit. A `depth` is a number of blocks, from 1."""
 
     adversarial = "optional"
     adapts = True
-    when_excluded = "not asked"
+    when_excluded = "gets no task"
     untrained = "cut off"
 
     def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, smallest: int = 0) -> None:
@@ -59,37 +62,37 @@ class DepthFLPolicy(PartitionPolicy):
 
     @property
     def variant(self) -> Variant:
-        """The model with exits behind its blocks."""
+        """The run's model with an exit after each block."""
         return Variant(exits=tuple(self.blocks))
 
     def depth(self, depth: int) -> WorkItem:
-        """The work item of the first `depth` blocks with their exits."""
+        """Return the work item that trains the first `depth` blocks with their exits."""
         return item_of_depth(self.model, self.variant, depth)
 
     def part(self, item: WorkItem) -> Part:
-        """Blocks with their exits."""
+        """Return the blocks and exits that a work item trains, with DepthFL's loss."""
         depth = next(d for d in range(1, len(self.blocks) + 1) if self.depth(d) == item)
         name = "the whole model" if depth == len(self.blocks) else "block 1" if depth == 1 else f"blocks 1 to {depth}"
-        # how much self-distillation weighs changes nothing of what it takes
+        # The memory cost does not depend on the weight of self-distillation.
         loss = costed_loss(1.0, self.settings.depthfl.feddyn_alpha)
         return Part(self.model, item.atoms, item.head, make_loss=loss, name=f"{name} and exits", piece_class=ExitsModel)
 
     def deepest(self, allowed: int) -> int:
-        """Return how many blocks take at most so many bytes, 0 where not even the first one does."""
+        """Return the largest depth whose memory cost is at most `allowed` bytes, or 0 if the first block does not fit."""
         depths = range(len(self.blocks), 0, -1)
         return next((d for d in depths if self.bytes(self.depth(d)) <= allowed), 0)
 
     def min_budget(self) -> int:
-        """The first block's cost."""
+        """Return the memory cost (bytes) of the first block with its exit."""
         return self.bytes(self.depth(1))
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """What the poorest device trains, the first block at least."""
+        """One stage, with the blocks that the smallest budget allows, at least the first."""
         return [Stage("training", (self.part(self.depth(max(1, self.deepest(self.allowed)))),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The device's depth of the model. Raises MemoryBudgetExceededError."""
+        """Return the blocks that fit the device. Raises MemoryBudgetExceededError if the first block does not."""
         depth = self.deepest(state.allowed_bytes)
         if not depth:
             raise MemoryBudgetExceededError(self.min_budget(), state.budget_bytes, "training block 1 and its exit")
@@ -98,13 +101,13 @@ class DepthFLPolicy(PartitionPolicy):
 
 @dataclass
 class DepthFLState(StrategyState):
-    """`deepest`: how many blocks any client has trained so far."""
+    """`deepest` is the largest number of blocks that any client has trained so far."""
 
     deepest: int = 0
 
 
 class DepthFL(PieceStrategy):
-    """Models of different depth, each with classifiers behind its blocks."""
+    """Clients train models of different depths, each with a classifier after every block."""
 
     name = "depthfl"
     policy_class = DepthFLPolicy
@@ -122,28 +125,28 @@ class DepthFL(PieceStrategy):
             )
 
     def begin(self) -> None:
-        """Who cannot train the first block is not asked, as in ProFL's comparison. Raises ValueError where no client can."""
+        """Exclude clients that cannot train the first block, as in ProFL's comparison. Raises ValueError if no client can."""
         self.cohort.minimum = self.policy.min_budget()
         self.resources.require_somebody(self.cohort.minimum, "Training the first block with its exit")
 
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """Those of the assigned depth, or of one block, and of all shallower ones."""
+        """Return the bytes of the assigned depth, which is at least 1, and of all smaller depths."""
         items = [self.policy.depth(d) for d in range(1, max(1, self.policy.deepest(allowed)) + 1)]
         return {item: self.policy.bytes(item) for item in items}
 
     def task(self, server_round: int, state: DeviceState) -> Task:
-        """How deep the client trains."""
+        """Return the task with the client's depth and the weight of self-distillation."""
         depth = max(1, self.policy.deepest(state.allowed_bytes))
         weight = distillation_weight(server_round, self.settings.depthfl.distillation_rounds)
         return replace(super().task(server_round, state), own=DepthFLTaskConfig(depth, weight).to_values())
 
     def sent_units(self, task: Task) -> set[str]:
-        """The units of the client's depth."""
+        """Return the units of the client's blocks and exits."""
         item = self.policy.depth(DepthFLTaskConfig.of(task).depth)
         return {*(f"atoms.{atom}" for atom in item.atoms), item.head}
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
-        """Every client that has an array counts the same."""
+        """Add an update to the mean of its arrays, with the same weight for every client."""
         self.mean.add(update.arrays, 1)
         trained = {unit_of(name) for name in update.arrays}
         exits = [self.policy.depth(d).head for d in range(1, len(self.policy.blocks) + 1)]
@@ -152,12 +155,12 @@ class DepthFL(PieceStrategy):
         )
 
     def trained_model(self) -> tuple[Piece, str]:
-        """The blocks that any client has trained, with their classifiers: others would speak at random."""
+        """Return the blocks that any client has trained, with their exits; untrained exits would predict at random."""
         item = self.policy.depth(self.state.deepest or len(self.policy.blocks))
         return item.atoms, item.head
 
     def finish(self) -> ArrayRecord:
-        """The mean; with FedDyn, less h / a."""
+        """Return the new model: the mean of the updates, with FedDyn minus h / a."""
         alpha, before = self.settings.depthfl.feddyn_alpha, self.dispatcher.arrays
         after = super().finish()
         if not alpha:
@@ -172,11 +175,11 @@ class DepthFL(PieceStrategy):
         return after
 
     def _parameters(self) -> set[str]:
-        """Names of what gradients move; batch norms' statistics are averaged as they are."""
+        """Return the names of the parameters; FedDyn does not apply to batch-norm statistics, which are only averaged."""
         return {name for unit in self.blueprint.units() for name in parameter_names(self.blueprint, unit)}
 
     def details(self) -> dict[str, Any]:
-        """How many blocks each client trains, and the weight of self-distillation."""
+        """Return each client's depth and the weight of self-distillation, for the round record."""
         task_config = {client: DepthFLTaskConfig.of(task) for client, (task, _) in self._asked.items()}
         return {
             "depths": {str(client): each.depth for client, each in task_config.items()},

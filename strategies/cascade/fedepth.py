@@ -1,4 +1,4 @@
-"""FeDepth: every client trains all blocks of the model, one after another, the server's side.
+"""FeDepth: every client trains all blocks of the model, one after another (the server's side).
 
 Kai Zhang, Yutong Dai, Hongyi Wang, Eric Xing, Xun Chen, Lichao Sun, "Memory-adaptive Depth-wise Heterogeneous Federated
 Learning", 2023, https://arxiv.org/abs/2303.04887
@@ -10,12 +10,12 @@ Learning", 2023, https://arxiv.org/abs/2303.04887
     mutual distillation (section 4.3)               client_app/trainers/cascade/fedepth.py: train_mutually, mutual_objective
     line 7, aggregate                               base.py: PieceStrategy.combine
 
-W^{t+1} = sum_k p_k / sum_k' p_k' W_k^{t+1}, where p_k is the number of training examples (line 7). Each client cuts the model
-by its own budget. The server sends the memory costs that this cut looks up, each from one training step on fake tensors.
+Aggregation (line 7) is W^{t+1} = sum_k p_k / sum_k' p_k' W_k^{t+1}, where p_k is client k's number of training examples. Each
+client cuts the model by its own budget. The server sends the memory costs that this cut looks up, each from one training step
+on fake tensors.
 
-Ours, where the paper is silent: blocks that a client had to leave out are neither uploaded nor averaged
-(`fedepth.partial-training = dilute` restores the authors' way). m-FeDepth's heads are part of the global model and are averaged
-with it.
+Ours, where the paper is silent: blocks that a client has to skip are neither uploaded nor averaged (`fedepth.partial-training =
+dilute` restores the authors' way). m-FeDepth's heads are part of the global model and are averaged with it.
 """
 
 from collections.abc import Callable
@@ -42,16 +42,16 @@ from piecework.strategies.state import Experiment
 
 
 class FeDepthPolicy(PartitionPolicy):
-    """One stage: each device trains all the pieces of its own decomposition."""
+    """One stage: each device trains all blocks of its own decomposition, one after another."""
 
     cuts = True
 
     def item(self, atoms: Piece) -> WorkItem:
-        """The sub-problem of a block."""
+        """Return the sub-problem of a block, that is the work item that trains it."""
         return sub_problem(self.blueprint, self.settings, atoms, own_heads=self.exits)
 
     def part(self, item: WorkItem) -> Part:
-        """A block with its head, alone or within the network, or M whole models that learn together."""
+        """Return a sub-problem's part: a block with its head, a block in the whole network, or M models that learn mutually."""
         if item.copies > 1:
             loss, name = mutual_loss(self.settings.fedepth.mutual_loss), f"{item.copies} whole models, mutually"
             return Part(self.blueprint, item.atoms, item.head, item.copies, loss, name)
@@ -62,7 +62,7 @@ class FeDepthPolicy(PartitionPolicy):
         return Part(self.blueprint, item.atoms, item.head)
 
     def require_model(self) -> None:
-        """Raises ValueError for an atom whose features zero padding cannot bring to the head that all blocks share."""
+        """Raise ValueError, if blocks share a head, for an atom whose features cannot be zero-padded to the head's input."""
         wanted = self.blueprint.feature_shape
         if self.exits or self.settings.fedepth.sub_problem == "network":
             return
@@ -70,25 +70,25 @@ class FeDepthPolicy(PartitionPolicy):
             if not can_fit(atom.shape, wanted):
                 raise ValueError(
                     f"{self.blueprint.name} cannot be trained block by block: atom {atom.name!r} makes features of shape "
-                    f"{atom.shape}, which zero padding cannot bring to {wanted}, what the shared head reads. Put what changes "
-                    "the number of dimensions into the head, or use strategy = m-fedepth, whose blocks have heads of their own"
+                    f"{atom.shape}, which zero padding cannot bring to the shared head's {wanted}. Put layers that change "
+                    "the number of dimensions into the head, or use strategy = m-fedepth, whose blocks have separate heads"
                 )
 
     def bytes(self, item: WorkItem) -> int:
-        """The cost of a work item; by a paper's memory model that of its blocks, also where the whole network is there."""
+        """Return the memory cost (bytes) of a work item; a paper's memory model counts only the block that learns."""
         if self.cost_model.memory_model is None or not item.learns:
             return super().bytes(item)
         return self.cost_model.bytes(Part(self.blueprint, item.learns))
 
     def items(self, allowed: int, cost: ItemCost) -> list[WorkItem]:
-        """Return the decomposition for so many bytes. Raises AtomTooLargeError if one that is always needed does not fit."""
+        """Return the decomposition for `allowed` bytes. Raises AtomTooLargeError if an indispensable atom does not fit."""
         return items_of(self.blueprint, self.settings, cost, allowed, own_heads=self.exits)
 
     def _parts(self, allowed: int) -> list[Part]:
         return [self.part(item) for item in self.items(allowed, self.bytes)]
 
     def min_budget(self) -> int:
-        """The last atom's cost: what does not fit before it is excluded, if it can be."""
+        """Return the bytes for the last atom and all indispensable ones; other atoms are excluded if they do not fit."""
         atoms = range(len(self.blueprint.atoms))
         last = self.alone(atoms[-1])
         if self.settings.fedepth.sub_problem == "network" or indispensable(self.blueprint, [atoms[-1]]) is None:
@@ -99,31 +99,31 @@ class FeDepthPolicy(PartitionPolicy):
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The decomposition of the poorest device."""
+        """One stage, with the decomposition for the smallest budget."""
         return [Stage("training", tuple(self._parts(self.allowed)))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The device's own decomposition. Raises AtomTooLargeError."""
+        """Return the device's own decomposition. Raises AtomTooLargeError if an indispensable atom does not fit."""
         return self._parts(state.allowed_bytes)
 
     def excluded(self, parts: list[Part]) -> list[str]:
-        """Atoms too large for the device even alone (section 4.2)."""
+        """Return the names of atoms that no part trains: those that do not fit the device even alone (section 4.2)."""
         trained = {unit for part in parts for unit in part.learned}
         return [atom.name for number, atom in enumerate(self.blueprint.atoms) if f"atoms.{number}" not in trained]
 
     def alone(self, atom: int) -> int:
-        """A piece of its own."""
+        """Return the memory cost (bytes) of training an atom as a block."""
         return self.bytes(self.item((atom,)))
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
-        """Down the whole model, with the heads of its pieces if they have some; up what was trained."""
+        """Return the bytes sent down, those of all units including separate heads, and up, those of the trained units."""
         units = self.blueprint.units(exits=self.exits)
         down = sum(layer_statistics(self.blueprint, unit).state_bytes for unit in units)
         return down, super().wire(parts)[1]
 
 
 class MFeDepthPolicy(FeDepthPolicy):
-    """As FeDepth, with a head of its own for every piece."""
+    """FeDepth's policy with a separate head for every block."""
 
     exits = True
 
@@ -139,25 +139,28 @@ class FeDepth(PieceStrategy):
         super().__init__(experiment)
         if self.settings.fedepth.sub_problem == "network" and self.policy.exits:
             raise ValueError(
-                f"fedepth.sub-problem = 'network' trains the model's own head: {self.name} has others, use fedepth"
+                f"fedepth.sub-problem = 'network' trains the model's own head, but {self.name} has separate heads: use fedepth"
             )
 
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """All costs the client's decomposition looks up; the whole list for a device that measures itself."""
+        """Return the bytes of the items that a decomposition looks up.
+
+        If any client measures its own memory, these include every run of atoms that fits.
+        """
         asked: dict[WorkItem, int] = {}
 
         def look_up(item: WorkItem) -> int:
             asked[item] = self.policy.bytes(item)
             return asked[item]
 
-        with suppress(AtomTooLargeError):  # the client will refuse, with the cost of the atom that does not fit
+        with suppress(AtomTooLargeError):  # the client itself will refuse, and report the cost of that atom
             self.policy.items(allowed, look_up)
         if self.registry.auto:
             self._cost_all(look_up, allowed)
         return asked
 
     def _cost_all(self, look_up: Callable[[WorkItem], int], allowed: int) -> None:
-        """Every run of atoms that fits: a device may find less memory free than the server assumed."""
+        """Look up every run of atoms that fits, because a device may have less free memory than the server assumes."""
         for start in range(len(self.blueprint.atoms)):
             for stop in range(start + 1, len(self.blueprint.atoms) + 1):
                 if look_up(self.policy.item(tuple(range(start, stop)))) > allowed:
@@ -165,7 +168,7 @@ class FeDepth(PieceStrategy):
 
 
 class MFeDepth(FeDepth):
-    """m-FeDepth: every sub-problem has a head of its own (section 4.1)."""
+    """m-FeDepth: every sub-problem has a separate head (section 4.1)."""
 
     name = "m-fedepth"
     policy_class = MFeDepthPolicy

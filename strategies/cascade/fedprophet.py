@@ -1,4 +1,4 @@
-"""FedProphet: cascade modules that clients train adversarially, the server's side.
+"""FedProphet: clients train a cascade of modules adversarially (the server's side).
 
 Minxue Tang, Yitu Wang, Jingyang Zhang, Louis DiValentin, Aolin Ding, Amin Hass, Yiran Chen, Hai Li, "FedProphet:
 Memory-Efficient Federated Adversarial Training via Robust and Consistent Cascade Learning", MLSys 2025,
@@ -13,17 +13,18 @@ https://arxiv.org/abs/2409.08372
     until w_m converges                             fedprophet.py: FedProphet.conclude
     collect max ||Delta z_m||                       fedprophet.py: FedProphet.configure_query, FedProphet.aggregate_query
 
-w_m: module m; theta_m: its auxiliary head; R_min: the smallest memory reserved on a client. C_m, A_m: clean and adversarial
-validation accuracy of w_1 .. w_m with theta_m; starred, their values when module m was fixed.
+w_m is module m, theta_m its auxiliary head, and R_min the smallest memory reserved on a client. C_m and A_m are the clean and
+adversarial validation accuracy of w_1 .. w_m with theta_m. C*_m and A*_m are their values when module m was fixed.
 
-Adaptive Perturbation Adjustment: epsilon_{m-1} = alpha E[max ||Delta z_{m-1}||] (Eq. 11), the mean over the training examples
-of all clients that are there when module m - 1 was fixed; alpha follows C_m / A_m (Eq. 12). Partial average (Eqs. 16 and 17):
-modules over the clients that trained them, theta_n over those that ended with it, by numbers of examples.
+Adaptive Perturbation Adjustment: epsilon_{m-1} = alpha E[max ||Delta z_{m-1}||] (Eq. 11), where the mean is over the training
+examples of all clients that are connected when module m - 1 is fixed; alpha follows C_m / A_m (Eq. 12). Partial average (Eqs.
+16 and 17): a module is averaged over the clients that trained it, and theta_n over those whose last module was n, weighted by
+numbers of examples.
 
-Where the paper is silent, as in the authors' code: all clients validate (`fedprophet.validation-clients`); a round's score is
-C_m + rho A_m, rho = C*_{m-1} / A*_{m-1} (1 in the first stage); a stage ends with the weights of its best round. Ours: alpha
-does not go below 0; where `fedprophet.r-min` is not set, it is the least budget of the clients, but at least what the largest
-atom needs: poorer clients refuse.
+Where the paper is silent, we follow the authors' code. All clients validate (`fedprophet.validation-clients`). A round's score
+is C_m + rho A_m with rho = C*_{m-1} / A*_{m-1} (1 in the first stage). A stage ends with the weights of its best round. Ours:
+alpha does not fall below `fedprophet.apa-min`, by default 0. If `fedprophet.r-min` is not set, R_min is the smallest budget of
+the clients, but at least the memory cost of the largest atom; clients with less refuse their tasks.
 """
 
 import logging
@@ -62,7 +63,7 @@ LOG = logging.getLogger("piecework")
 
 
 class FedProphet(StagedStrategy):
-    """The cascade, module after module."""
+    """Trains the cascade one module per stage."""
 
     name = "fedprophet"
     policy_class = FedProphetPolicy
@@ -77,7 +78,7 @@ class FedProphet(StagedStrategy):
         super().__init__(experiment)
         if self.personal:
             raise ValueError(
-                f"evaluation.mode = 'personal': clients of {self.name} tell by their validation data how to go on; use "
+                f"evaluation.mode = 'personal': {self.name} controls training by the clients' validation data; use "
                 f"central"
             )
         if self.blueprint.vocabulary:
@@ -99,12 +100,12 @@ class FedProphet(StagedStrategy):
             self._cut(self.settings.fedprophet.r_min)
 
     def begin(self) -> None:
-        """Cut the model: R_min is found once a run. Raises ValueError where settings, clients and cut do not go together."""
+        """Cut the model; R_min is chosen once per run. Raises ValueError if settings, clients and modules do not match."""
         state, settings = self.state, self.settings
         if settings.batch_statistics and settings.training.batch_size < 3:
             raise ValueError(
-                f"training.batch-size = {settings.training.batch_size}: {self.name} looks at features in halves of a "
-                "batch, which have no statistics then; use 3 or more, or architecture.batch-norm = running"
+                f"training.batch-size = {settings.training.batch_size}: {self.name} measures features in half "
+                "batches, and one example has no statistics; use 3 or more, or architecture.batch-norm = running"
             )
         self.resources.require_emulated()
         if not state.r_min:
@@ -137,7 +138,7 @@ class FedProphet(StagedStrategy):
             )
 
     def _cut(self, r_min: str) -> None:
-        """Cut the model for the setting `fedprophet.r-min`. Raises ValueError where it makes no sense."""
+        """Cut the model for the setting `fedprophet.r-min`. Raises ValueError if it is malformed or too small for an atom."""
         try:
             smallest = share_or_bytes(r_min, self.policy.cost_model.bytes(whole_model(self.blueprint)))
             self.policy = self.policy.with_smallest(smallest)
@@ -145,7 +146,7 @@ class FedProphet(StagedStrategy):
         except AtomTooLargeError as error:
             raise ValueError(
                 f"setting fedprophet.r-min = {r_min!r} is {self.policy.smallest:,} bytes, and atom {error.name!r} alone needs "
-                f"{error.needed:,}: give at least what the largest atom needs, {self.policy.min_budget():,} bytes, or lower "
+                f"{error.needed:,}: set at least {self.policy.min_budget():,} bytes, for the largest atom, or lower "
                 "training.batch-size"
             ) from None
         except ValueError as error:
@@ -157,40 +158,40 @@ class FedProphet(StagedStrategy):
         return [stage.parts[0].atoms for stage in self.policy.stages]
 
     def initial(self) -> dict[str, np.ndarray]:
-        """The arrays of the model and of the auxiliary heads."""
+        """Return the initial arrays of the model and of the auxiliary heads."""
         units = [*self.blueprint.units(), *(f"aux.{module[-1]}" for module in self.modules[:-1])]
         return {name: value.numpy() for name, value in initial_state(self.blueprint, self.settings.seed, units=units)}
 
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """None yet: what a client looks up depends on what it is assigned."""
+        """Return no costs: `task` adds those of the modules that the client is assigned."""
         return {}
 
     def task_config(self, last: int) -> FedProphetTaskConfig:
-        """What is said of the present stage to a client that trains up to module `last`."""
+        """Return the task config of the present stage for a client that trains up to module `last`, counted from 0."""
         state = self.state
         modules = [list(module) for module in self.modules]
         return FedProphetTaskConfig(modules, state.stage, last, state.epsilon, state.nonnegative, self.policy.swaps)
 
     def task(self, server_round: int, state: DeviceState) -> Task:
-        """The modules of a client, with a cost for each number of them that it may fall back to."""
+        """Return a client's task: its modules, with the cost of every smaller number of them to which it may fall back."""
         stage = self.state.stage
         assigned = self.policy.assigned(stage, state, self.slowest)
         task_config = self.task_config(
             next(n for n in range(stage, len(self.modules)) if self.modules[n][-1] == assigned[-1])
         )
         pieces = [task_config.atoms(last) for last in range(stage, task_config.last + 1)]
-        adversarial = self.state.stage_round >= self.settings.attack.warmup  # that of each stage
+        adversarial = self.state.stage_round >= self.settings.attack.warmup  # every stage has its own warmup
         task = replace(super().task(server_round, state), adversarial=adversarial)
         return self._ordered(task, task_config, pieces)
 
     def rate(self, server_round: int) -> float:
-        """By the round, or by the round of the stage where the schedule begins again with each."""
+        """Return the learning rate of a round; with `fedprophet.lr-restart` the schedule restarts in each stage."""
         return learning_rate(
             self.settings, self.state.stage_round + 1 if self.settings.fedprophet.lr_restart else server_round
         )
 
     def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
-        """Until the last stage has had all its rounds."""
+        """Yield the rounds until the last stage ends, if every stage has all its rounds; none for a new run."""
         state, maximum = self.state, self.state.stage_rounds
         if not maximum:
             return
@@ -213,15 +214,15 @@ class FedProphet(StagedStrategy):
         )
 
     def min_budget(self, state: DeviceState | None = None) -> int:
-        """What the stage's module takes."""
+        """Return the memory cost (bytes) of the stage's module."""
         return self.policy.bytes(self.policy.item(self.modules[self.state.stage]))
 
     def frozen_units(self, task: Task) -> list[str]:
-        """The fixed modules."""
+        """Return the atoms of the fixed modules."""
         return [f"atoms.{atom}" for module in FedProphetTaskConfig.of(task).fixed() for atom in module]
 
     def sent_units(self, task: Task) -> set[str]:
-        """The assigned modules, and the head behind each: a client may find that it has memory for fewer."""
+        """Return the assigned modules and the head of each, because a client may have memory for fewer of them."""
         task_config = FedProphetTaskConfig.of(task)
         heads = {
             head_behind(self.blueprint, self.modules[n][-1]) for n in range(task_config.stage, task_config.last + 1)
@@ -229,7 +230,7 @@ class FedProphet(StagedStrategy):
         return {f"atoms.{atom}" for atom in task_config.atoms(task_config.last)} | heads
 
     def configure_query(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:
-        """Before the first round of a stage, all clients measure what attacks do to the features that it starts from."""
+        """Before a stage's first round, have all clients measure how far attacks move the features from which it starts."""
         state = self.state
         if state.fixed is None or state.distance is not None:
             return None
@@ -242,7 +243,7 @@ class FedProphet(StagedStrategy):
         return self.dispatcher.configure("query.query", tasks, arrays)
 
     def aggregate_query(self, server_round: int, replies: Iterable[Message]) -> bool:
-        """E[max ||Delta z||] over all examples (Eq. 11). False where no client measured."""
+        """Store E[max ||Delta z||] over all examples (Eq. 11). Returns False if no client sent a valid measurement."""
         answers: dict[int, tuple[float, float, int]] = {}
         for client, metrics in self.dispatcher.answers(
             replies, lambda c, status: self.gate.note_error(c, server_round, status)
@@ -256,7 +257,7 @@ class FedProphet(StagedStrategy):
         for client, (distance, _, _) in list(answers.items()):
             if distance > maximum:
                 self.dispatcher.reject(
-                    client, f"perturbation is {distance:.4g}, past the limit {maximum:.4g} (faults.update-norm-limit)"
+                    client, f"perturbation is {distance:.4g}, above the limit {maximum:.4g} (faults.update-norm-limit)"
                 )
                 del answers[client]
         if not answers:
@@ -266,7 +267,7 @@ class FedProphet(StagedStrategy):
         return True
 
     def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
-        """The clients of the round, or all, tell C_m and A_m of the new model."""
+        """Return the tasks by which the clients of the round, or all clients, measure C_m and A_m of the new model."""
         asked = {client: task for client, (task, _) in self._asked.items() if self.evaluation.reachable(client)}
         if self.settings.fedprophet.validation_clients == "all":
             others = [client for client in self.registry.present(grid) if client not in self._asked]
@@ -279,12 +280,12 @@ class FedProphet(StagedStrategy):
         }
 
     def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
-        """Score the round, adjust alpha, and end the stage where it is time."""
+        """Score the round, adjust alpha, and end the stage if it is due. Returns the model for the next round."""
         state, settings = self.state, self.settings
         state.stage_round += 1
         if metrics is None:
             LOG.warning(
-                "no client validated round %s: neither alpha nor the end of the stage can be told", server_round
+                "no client validated round %s: neither alpha nor the end of the stage can be determined", server_round
             )
         else:
             clean, adversarial = (float(metrics[key]) for key in self.evaluation_keys[1:])  # type: ignore[arg-type]
@@ -296,7 +297,7 @@ class FedProphet(StagedStrategy):
         state, settings = self.state, self.settings
         kept = (
             state.recent if state.stage_round > settings.attack.warmup + 1 else []
-        )  # clean rounds say nothing of alpha
+        )  # alpha has no effect in clean rounds
         state.recent = [*kept, [clean, adversarial]][-settings.fedprophet.apa_window :]
         if state.stage_round <= settings.attack.warmup + settings.fedprophet.apa_after:
             return
@@ -316,7 +317,7 @@ class FedProphet(StagedStrategy):
         return ArrayRecord({name: array for name, array in arrays.items() if unit_of(name) not in fixed})
 
     def _next_stage(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
-        """Fix the module as it was in the best round, or as it is where no round was scored."""
+        """Fix the module with the weights of the best round, or of the last if none was scored, and begin the next stage."""
         state = self.state
         last = state.recent[-1] if state.recent else [0.0, 0.0]
         best = state.best or BestRound(0.0, last[0], last[1], state.alpha, server_round)
@@ -339,12 +340,12 @@ class FedProphet(StagedStrategy):
             ),
             best=None,
             since_best=0,
-            norms={},  # another module's first updates are of another size than this one's last
+            norms={},  # the first updates of the next module differ in size from the last ones of this module
         )
         return arrays
 
     def final(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The model with what was kept of the stage's best round."""
+        """Return the model with the weights of the stage's best round, as far as they are kept."""
         return ArrayRecord({name: self.kept.get(name, array) for name, array in arrays.items()})
 
     @property
@@ -354,11 +355,11 @@ class FedProphet(StagedStrategy):
 
     @property
     def stage(self) -> str:
-        """`module 1`, `module 2`, ..."""
+        """The name of the present stage: `module 1`, `module 2`, ..."""
         return self.policy.stages[min(self.state.stage, len(self.modules) - 1)].name
 
     def details(self) -> dict[str, Any]:
-        """epsilon of the stage's inputs and what it comes from; C* and A* of the module before."""
+        """Return the stage's epsilon, its factors (Eq. 11), and C* and A* of the previous module, for the round record."""
         state = self.state
         return {
             "modules": len(self.modules),
@@ -371,11 +372,11 @@ class FedProphet(StagedStrategy):
         }
 
     def trained_model(self) -> tuple[Piece, str]:
-        """The modules up to the one in training, and the head behind it."""
+        """Return the modules up to the one in training, and the head after it."""
         return self._cascade(self.state.stage + 1)
 
     def final_model(self) -> tuple[Piece, str]:
-        """As in the last round; without the module of a stage that has not begun."""
+        """Return the modules trained so far, without that of a stage that has not begun, and the head after them."""
         return self._cascade(self.state.stage + (self.state.stage_round > 0))
 
     def _cascade(self, count: int) -> tuple[Piece, str]:

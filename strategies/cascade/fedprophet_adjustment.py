@@ -1,7 +1,7 @@
-"""FedProphet's Adaptive Perturbation Adjustment (section 6.2): what is remembered of stages, and Eqs. 11 and 12.
+"""FedProphet's Adaptive Perturbation Adjustment (section 6.2): the state of its stages, and Eqs. 11 and 12.
 
-z_{m-1}: the features at the entrance of module m; C_m, A_m: clean and adversarial validation accuracy of modules 1 to m;
-starred, their values when a module was fixed.
+z_{m-1} are the input features of module m. C_m and A_m are the clean and adversarial validation accuracy of modules 1 to m. C*
+and A* are their values when a module was fixed.
 """
 
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ from piecework.federation.reports import count, finite
 from piecework.strategies.state import StrategyState
 from piecework.training.settings import Settings
 
-LARGEST = 1e30  # of a distance between features: sums of squares stay finite
+LARGEST = 1e30  # maximum distance between features that a client may report, so that sums of squares stay finite
 
 
 @dataclass(frozen=True)
 class FixedModule:
-    """What a stage leaves to the next one when its module is fixed.
+    """A fixed module, as the next stage needs it.
 
-    `clean`: C*; `adversarial`: A*; `epsilon`: the radius of the perturbations that it was trained with; `nonnegative`: whether
-    no client has features below 0 at its entrance.
+    `clean` is C* and `adversarial` is A*. `epsilon` is the radius of the perturbations with which it was trained.
+    `nonnegative`: no client has input features of the module below 0.
     """
 
     clean: float
@@ -32,7 +32,7 @@ class FixedModule:
 
 @dataclass(frozen=True)
 class BestRound:
-    """A stage's best round. `score`: C_m + rho A_m; `clean`: C_m; `adversarial`: A_m; `alpha`: what the round trained with."""
+    """A stage's best round: its `score` C_m + rho A_m, C_m (`clean`), A_m (`adversarial`), and alpha in its training."""
 
     score: float
     clean: float
@@ -43,11 +43,12 @@ class BestRound:
 
 @dataclass
 class FedProphetState(StrategyState):
-    """Where the cascade is. `r_min`: bytes; `stage`: m, from 0; `stage_round`: rounds of it that are done.
+    """The state of the cascade. `r_min` is in bytes. `stage` is the stage's number from 0, and `stage_round` its rounds done.
 
-    `distance`: E[max ||Delta z_{m-1}||], None until it is measured; `nonnegative`: no client has features z_{m-1} below 0;
-    `recent`: C_m, A_m of the last rounds; `fixed`: module m - 1, None in the first stage; `best`: this stage's best round, None
-    until one is scored; `void`: first and last of rounds that were undone.
+    `distance` is E[max ||Delta z_{m-1}||], or None before it is measured. `nonnegative`: no client has features z_{m-1} below
+    0. `recent` are C_m and A_m of the last rounds. `fixed` is module m - 1, or None in the first stage. `best` is the stage's
+    best round, or None before a round is scored; `since_best` counts the rounds scored after it. `void` are pairs of the first
+    and the last of consecutive rounds that were undone.
     """
 
     r_min: int = 0
@@ -65,18 +66,18 @@ class FedProphetState(StrategyState):
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
-        """Read what `to_values` gave. Raises ValueError for a field that is missing or not known."""
+        """Return the state of `to_values`. Raises ValueError for a missing or unknown field."""
         state, fixed, best = super().from_values(values), values["fixed"], values["best"]
         return replace(state, fixed=FixedModule(**fixed) if fixed else None, best=BestRound(**best) if best else None)
 
     @property
     def epsilon(self) -> float:
-        """epsilon_{m-1} (Eq. 11), 0 in the first stage, whose radius is fixed."""
+        """epsilon_{m-1} (Eq. 11), the L2 radius around features; 0 in the first stage, whose radius is a setting."""
         return self.alpha * (self.distance or 0.0)
 
 
 def adjusted_alpha(alpha: float, recent: list[list[float]], fixed: FixedModule, settings: Settings) -> float:
-    """Eq. 12 for C and A summed over the `recent` rounds; without divisions, as A may be 0."""
+    """Return the next alpha (Eq. 12), with C and A summed over the `recent` rounds, and without divisions, as A may be 0."""
     clean, adversarial = (sum(column) for column in zip(*recent, strict=True))
     ratio, target = clean * fixed.adversarial, adversarial * fixed.clean
     if ratio > (1 + settings.fedprophet.apa_margin) * target:
@@ -87,11 +88,14 @@ def adjusted_alpha(alpha: float, recent: list[list[float]], fixed: FixedModule, 
 
 
 def measurement(metrics: Mapping[str, Any], maximum: int) -> tuple[float, float, int]:
-    """A client's mean largest ||Delta z||, smallest feature, and examples (1 to `maximum`). Raises UpdateRejectedError."""
+    """Return a client's mean of max ||Delta z||, smallest feature, and number of examples (1 to `maximum`).
+
+    Raises UpdateRejectedError, ValueError, TypeError or OverflowError for invalid metrics.
+    """
     distance, lowest = finite(metrics, "perturbation"), finite(metrics, "least-feature")
     examples = count(metrics, "num-examples")
     if distance is None or distance < 0 or distance > LARGEST or lowest is None or not 0 < examples <= maximum:
         raise UpdateRejectedError(
-            f"perturbation {distance}, least-feature {lowest}, num-examples {examples} make no sense: the client has {maximum}"
+            f"perturbation {distance}, least-feature {lowest}, num-examples {examples} are invalid: the client has {maximum}"
         )
     return distance, lowest, examples

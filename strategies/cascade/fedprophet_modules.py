@@ -1,13 +1,13 @@
-"""How FedProphet cuts a model and deals it out: Algorithm 1, Eqs. 14 and 15, and its authors' memory and FLOPs.
+"""FedProphet's partition policy: how it cuts a model (Algorithm 1) and assigns modules to clients (Eqs. 14 and 15).
 
-w_m: module m, consecutive atoms with the auxiliary head theta_m; the last module has the model's own head. R_min: the
-smallest memory reserved on a client; R_k, P_k: memory and performance of client k in a round.
+w_m is module m: consecutive atoms with the auxiliary head theta_m; the last module has the model's own head. R_min is the
+smallest memory reserved on a client. R_k and P_k are the memory and the performance (FLOP/s) of client k in a round.
 
 Algorithm 1: atoms are appended to a module while MemReq(w_m + theta_m) stays within R_min. Differentiated Module Assignment
-(Eqs. 14 and 15): a client of stage m trains w_m .. w_M as one, with M as large as memory, MemReq <= R_k, and time,
-FLOPs(w_m .. w_M + theta_M) <= P_k / P_min FLOPs(w_m), allow; P_min is of the clients of the round.
+(Eqs. 14 and 15): a client in stage m trains w_m .. w_M together, with the largest M for which memory, MemReq <= R_k, and time,
+FLOPs(w_m .. w_M + theta_M) <= P_k / P_min FLOPs(w_m), suffice. P_min is the smallest P_k among the clients of the round.
 
-Ours: the last module is priced with its own head; the authors add an auxiliary one there too.
+Ours: the memory cost of the last module includes its own head; the authors add an auxiliary head there too.
 """
 
 from functools import cached_property
@@ -22,31 +22,31 @@ from piecework.planning.partition_policy import PartitionPolicy, Stage
 
 
 class FedProphetPolicy(PartitionPolicy):
-    """One stage a module."""
+    """One stage per module."""
 
     cuts = True
     adversarial = "always"
 
     @property
     def swaps(self) -> bool:
-        """By the paper's own memory, a device that lacks some for the first module swaps."""
+        """Whether devices swap to train a module that does not fit: they do with the paper's memory model."""
         return self.settings.memory.model == "fedprophet"
 
     def item(self, atoms: Piece) -> WorkItem:
-        """Atoms with the auxiliary head behind them, or with the model's own head at the end."""
+        """Return the work item that trains these atoms with their auxiliary head, or at the end with the model's own head."""
         return module_item(self.blueprint, atoms)
 
     def part(self, item: WorkItem) -> Part:
-        """Modules with the strongly convex loss."""
+        """Return the modules that a work item trains, with the strongly convex loss (Eq. 9)."""
         return Part(self.blueprint, item.atoms, item.head, make_loss=module_loss(self.settings.fedprophet.convexity))
 
     def min_budget(self) -> int:
-        """The largest atom's cost."""
+        """Return the memory cost (bytes) of the largest atom."""
         return max(self.bytes(self.item((atom,))) for atom in range(len(self.blueprint.atoms)))
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """w_1, w_2, ... Raises AtomTooLargeError where an atom does not fit R_min alone."""
+        """A stage for each module w_1, w_2, ... Raises AtomTooLargeError if an atom alone does not fit R_min."""
         modules = greedy_partition(
             range(len(self.blueprint.atoms)),
             lambda atoms: self.bytes(self.item(atoms)),
@@ -57,25 +57,25 @@ class FedProphetPolicy(PartitionPolicy):
 
     @property
     def stage_count(self) -> int:
-        """As many as there are modules."""
+        """The number of modules."""
         return len(self.stages)
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The module of the stage and, where memory and time allow, those behind it.
+        """Return one part: the stage's module and as many later ones as memory and time allow.
 
-        Raises MemoryBudgetExceededError where that module does not fit.
+        Raises MemoryBudgetExceededError if the stage's module does not fit and devices do not swap.
         """
         if not self.swaps:
             self.within(self.stages[stage].parts[0], state)
         return [self.part(self.item(self.assigned(stage, state, slowest)))]
 
     def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The module of the stage; those behind it have stages of their own."""
+        """Return the stage's module if the device can train it. Later modules have their own stages."""
         part = self.stages[stage].parts[0]
         return [part] if self.swaps or self.bytes(self.item(part.atoms)) <= state.allowed_bytes else []
 
     def assigned(self, stage: int, state: DeviceState, slowest: float) -> Piece:
-        """The atoms of w_m .. w_M: of w_m always, of others as Eqs. 14 and 15 allow."""
+        """Return the atoms of w_m .. w_M: always those of w_m, and those of later modules that Eqs. 14 and 15 allow."""
         assigned = self.stages[stage].parts[0].atoms
         flops = (
             sum(layer_statistics(self.blueprint, f"atoms.{atom}").flops for atom in assigned)

@@ -1,4 +1,4 @@
-"""ProFL: the model shrinks and grows block by block, the server's side.
+"""ProFL: the model shrinks and grows block by block (the server's side).
 
 Yebo Wu, Li Li, Cheng-zhong Xu, "Breaking the Memory Wall for Heterogeneous Federated Learning via Progressive Training", KDD
 2025, https://arxiv.org/abs/2404.13349
@@ -10,23 +10,24 @@ Yebo Wu, Li Li, Cheng-zhong Xu, "Breaking the Memory Wall for Heterogeneous Fede
     section 2.4, effective movement and freezing    profl_freezing.py: effective_movement, slope, converged
     clients that cannot afford the step             client_app/trainers/cascade/profl.py: train
 
-theta_t: block t of T; theta_op: the output module of a step, basic layers theta_{t+1,b} .. theta_{T,b} and the output layer
-theta_L; theta_t^ini: a block as shrinking leaves it.
+theta_t is block t of T. theta_op is the output module of step t: the basic layers theta_{t+1,b} .. theta_{T,b}, which replace
+the later blocks, and the output layer theta_L. theta_t^ini is a block as shrinking leaves it. F marks frozen blocks.
 
 Shrinking (section 2.3), t = T .. 2: [theta_{1,F}, .., theta_t, theta_op] is trained until theta_t converges, which gives
-theta_t^ini; then (Map) theta_t is integrated into theta_{t,b} by distillation on the clients, `profl.distil-rounds` of them.
-Growing (section 2.2), t = 1 .. T: the same steps the other way, each from theta_t^ini and the output module of its step in
-shrinking, over the blocks that growing has frozen. `profl.shrinking` = false leaves only growing, from random weights (Table
-2). Eq. 1: theta_t and theta_op are averaged by numbers of examples over the clients that trained them, theta_L also over those
-that trained no more.
+theta_t^ini. Then (Map) theta_t is integrated into theta_{t,b} by distillation on the clients for `profl.distil-rounds` rounds.
+Growing (section 2.2), t = 1 .. T, trains the same steps in reverse order, on top of the blocks that growing has frozen. Each
+starts from theta_t^ini and the output module of its step in shrinking. With `profl.shrinking` = false, only growing takes
+place, from random weights (Table 2). Eq. 1: theta_t and theta_op are averaged over the clients that trained them, weighted by
+numbers of examples, and theta_L also over the clients that trained nothing else.
 
-Where the paper is silent: blocks before t are frozen at their random start in shrinking, as in the authors' code. A step takes
-at most `profl.stage-rounds`. Ours: the running statistics of random blocks, which in theirs follow the batches of each round,
-are measured once, by the clients of a first round; a step's output module in growing starts as its step in shrinking left it,
-that of step 1 as the last map did; where a step is too large for every client, all blocks are single atoms (the paper's
-"layer-wise training"); who cannot take part in a map says so; of a block of more than `profl.movement-scalars` so many are
-looked at. With `profl.freezing` = `parameters` (Table 3's ParamAware) the rounds of a run, less those of maps and statistics,
-are dealt out to the steps by the parameters of their blocks.
+Where the paper is silent: in shrinking, the blocks before t are frozen with their random initial weights, as in the authors'
+code. A step takes at most `profl.stage-rounds` rounds. Ours: the running statistics of random blocks are measured once, by the
+clients of a first round, while in the authors' code they follow the batches of each round. In growing, a step's output module
+starts as its step in shrinking left it, and that of step 1 as the last map left it. If a step is too large for every client,
+all blocks are single atoms (the paper's "layer-wise training"). Clients that cannot take part in a map refuse their task. If a
+block has more than `profl.movement-scalars` parameters, its movement is measured on that many of them. With `profl.freezing` =
+`parameters` (Table 3's ParamAware), the run's rounds without maps and statistics are divided among the steps in proportion to
+the parameters of their blocks.
 """
 
 from collections.abc import Collection, Iterable
@@ -60,14 +61,14 @@ from piecework.strategies.staged import StagedStrategy
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.training.messages import Task
 
-BEFORE = "before/"  # in `kept`, the output module as the last phase left it, until the next one begins
+BEFORE = "before/"  # prefix in `kept` of the output module as the last phase left it, until the next phase begins
 MEASURED = ("running_mean", "running_var", "num_batches_tracked")
 SCALARS = "scalars"  # in `kept`, float32 [rounds, scalars of the block]
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run: `shrinking` or `growing`, in step t; the `map` of block t; or `statistics` of the blocks before t."""
+    """A phase of a run: `shrinking` or `growing` in step t, `map` of block t, or `statistics` of the blocks before t."""
 
     kind: str
     t: int
@@ -78,16 +79,16 @@ class Phase:
         return self.kind in ("shrinking", "growing")
 
     def __str__(self) -> str:
-        """`statistics`, `shrinking, step 4`, `map, block 4`, .. `growing, step 1`, .."""
+        """Return the name: `statistics`, `shrinking, step 4`, `map, block 4`, .. `growing, step 1`, .."""
         if self.kind == "statistics":
             return self.kind
         return f"map, block {self.t}" if self.kind == "map" else f"{self.kind}, step {self.t}"
 
 
 def phases_of(count: int, *, shrinking: bool, maps: Collection[int], statistics: bool = False) -> list[Phase]:
-    """Of a run with so many blocks, in order; `maps` are the blocks that are integrated into basic layers.
+    """Return the phases of a run with `count` blocks, in order. `maps` are the blocks that are integrated into basic layers.
 
-    `statistics`: whether the blocks that shrinking leaves random need some.
+    `statistics`: the blocks that are random in shrinking need batch-norm statistics.
     """
     phases = [Phase("statistics", count)] if statistics and shrinking and count > 1 else []
     for t in range(count, 1, -1) if shrinking else ():
@@ -97,9 +98,11 @@ def phases_of(count: int, *, shrinking: bool, maps: Collection[int], statistics:
 
 @dataclass
 class ProFLState(StrategyState):
-    """Where the run is. `blocks`: the atoms of each; `maximum`: rounds that each phase may take; `phase`: its number, from 0.
+    """The state of the run. `blocks` are the atoms of each block, and `maximum` the rounds that each phase may take.
 
-    `phase_round`: rounds of it that are done; `movements`: of its block, that of round H first; `frozen`: where phases ended.
+    `phase` is the number of the present phase, from 0, and `phase_round` its rounds done. `movements` are the effective
+    movements of its block, beginning with that of round H. `frozen` records in which round each phase ended, and whether its
+    block converged.
     """
 
     blocks: list[list[int]] = field(default_factory=list)
@@ -111,7 +114,7 @@ class ProFLState(StrategyState):
 
 
 class ProFL(StagedStrategy):
-    """Step after step, block after block."""
+    """Trains the model step by step, first shrinking and then growing."""
 
     name = "profl"
     policy_class = ProFLPolicy
@@ -124,7 +127,7 @@ class ProFL(StagedStrategy):
         settings = self.settings
         if settings.architecture.batch_norm == "local":
             raise ValueError(
-                "architecture.batch-norm = 'local': profl averages blocks whole, use measured, running or batch"
+                "architecture.batch-norm = 'local': profl averages whole blocks; use measured, running or batch"
             )
         for key, value in (
             ("evaluation.patience", settings.evaluation.patience),
@@ -140,7 +143,7 @@ class ProFL(StagedStrategy):
         self.phases: list[Phase] = []
 
     def begin(self) -> None:
-        """Cut the model and plan the phases, once a run. Raises ValueError where there are too few rounds."""
+        """Cut the model and plan the phases, once per run. Raises ValueError if rounds are too few or no client can train."""
         state = self.state
         if not state.blocks:
             budgets = self.resources.budgets()
@@ -153,17 +156,17 @@ class ProFL(StagedStrategy):
             state.maximum = self._rounds()
         if len(state.maximum) != len(self.phases):
             raise ValueError(
-                f"the run to resume has {len(state.maximum)} parts, this version has {len(self.phases)} for these settings: "
-                "finish it with the version that began it, or begin again"
+                f"the run to resume has {len(state.maximum)} phases, this version plans {len(self.phases)} for these settings: "
+                "finish it with the version that started it, or start a new run"
             )
 
     def _brought(self) -> set[str]:
-        """The units whose batch norms get statistics from `training.init-weights`."""
+        """Return the units whose batch-norm statistics come from `training.init-weights`."""
         taken, _ = pretrained(Path(self.settings.training.init_weights), self.blueprint)
         return {unit_of(name) for name in taken if name.endswith("running_mean")}
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
-        """As usual; where statistics are measured nothing else may change."""
+        """Add a client's update; while statistics are measured, add nothing else. Raises UpdateRejectedError."""
         if self.phase.kind == "statistics":
             measured = {name: array for name, array in update.arrays.items() if name.endswith(MEASURED)}
             update = replace(update, arrays=measured)
@@ -203,40 +206,41 @@ class ProFL(StagedStrategy):
 
     @property
     def phase(self) -> Phase:
-        """The present one, or the last where all are done."""
+        """The present phase, or the last one if all are done."""
         return self.phases[min(self.state.phase, len(self.phases) - 1)]
 
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """The step's and the output layer's; in a map the student's; of the blocks whose statistics are measured."""
+        """Return the bytes of the work items of the phase: the step and the output layer, the map, or the measurement."""
         needed = {"map": self.policy.needed_to_map, "statistics": self.policy.needed_to_measure}
         return needed.get(self.phase.kind, self.policy.needed)(self.phase.t)
 
     def min_budget(self, state: DeviceState | None = None) -> int:
-        """What the cheapest of these takes."""
+        """Return the memory cost (bytes) of the cheapest work item of the phase."""
         return min(self.costs_for(0).values())
 
     def task(self, server_round: int, state: DeviceState) -> Task:
-        """The step."""
+        """Return a client's task, with the phase and its block."""
         own = ProFLTaskConfig(self.phase.t, self.phase.kind).to_values()
         return replace(super().task(server_round, state), own=own)
 
     def rate(self, server_round: int) -> float:
-        """Of a map its own."""
+        """Return the learning rate of a round, in a map `profl.distil-lr`."""
         return self.settings.profl.distil_lr if self.phase.kind == "map" else super().rate(server_round)
 
     def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
-        """Until the last phase has had all its rounds."""
+        """Return the rounds until the last phase ends, if every phase has all its rounds; none for a new run."""
         left = sum(self.state.maximum[self.state.phase :]) - self.state.phase_round
         return super().schedule(first, min(last, first + left - 1))
 
     def frozen_units(self, task: Task) -> list[str]:
-        """The blocks before that of the step, once they have statistics."""
+        """Return the atoms of the blocks before that of the step, or none before they have statistics."""
         frozen = self.policy.blocks[: self.phase.t - 1] if self.phase.kind != "statistics" else []
         return [f"atoms.{atom}" for block in frozen for atom in block]
 
     def sent_units(self, task: Task) -> set[str]:
-        """The block of the step, the output module, and in a map the basic layer that is to stand for the block; for
-        statistics the blocks before.
+        """Return the block of the step and its output module, in a map also the basic layer that is to replace the block.
+
+        For statistics, these are the blocks before that of the step.
         """
         task_config = ProFLTaskConfig.of(task)
         if task_config.doing == "statistics":
@@ -249,7 +253,7 @@ class ProFL(StagedStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """As usual; the block's scalars before its first round are where its movement begins."""
+        """Store the block's scalars before its first round, where its movement begins, and return the messages."""
         for name in [name for name in self.kept if name.startswith(BEFORE)]:
             del self.kept[name]
         if self.phase.is_step and SCALARS not in self.kept:
@@ -259,9 +263,9 @@ class ProFL(StagedStrategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """As usual; then look at how the block moved."""
+        """Aggregate the replies, then measure the movement of the block."""
         arrays, metrics = super().aggregate_train(server_round, replies)
-        if arrays is not None or self.phase.kind != "statistics":  # nothing else can be done without them
+        if arrays is not None or self.phase.kind != "statistics":  # all later phases need the statistics
             self.state.phase_round += 1
         if arrays is not None and self.phase.is_step:
             self._note_movement(arrays)
@@ -278,7 +282,7 @@ class ProFL(StagedStrategy):
         )
 
     def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
-        """End the phase where it is time."""
+        """End the phase if its block converged or its rounds are over. Returns the model for the next round."""
         state = self.state
         if not self._ended:
             return arrays
@@ -286,7 +290,7 @@ class ProFL(StagedStrategy):
         return self._next_phase(arrays)
 
     def _note_movement(self, arrays: ArrayRecord) -> None:
-        """Of the block. A round in which no client trained it does not count."""
+        """Append the effective movement of the block. A round in which no client trained it does not count."""
         seen, now = self.kept[SCALARS].numpy(), self._scalars(arrays)
         if not np.array_equal(seen[-1], now):
             seen = np.vstack([seen, now])[-self.freezing.window - 1 :]
@@ -295,7 +299,7 @@ class ProFL(StagedStrategy):
                 self.state.movements.append(effective_movement(list(seen)))
 
     def _scalars(self, arrays: ArrayRecord) -> np.ndarray:
-        """The parameters of the step's block, or `profl.movement-scalars` of them, the same in all its rounds."""
+        """Return the parameters of the step's block, or `profl.movement-scalars` of them, the same ones in all its rounds."""
         block = [f"atoms.{atom}" for atom in self.policy.blocks[self.phase.t - 1]]
         names = [name for unit in block for name in parameter_names(self.blueprint, unit)]
         values = np.concatenate([arrays[name].numpy().reshape(-1) for name in names])
@@ -306,7 +310,10 @@ class ProFL(StagedStrategy):
         return values[np.sort(rng.choice(len(values), wanted, replace=False))]
 
     def _next_phase(self, arrays: ArrayRecord) -> ArrayRecord:
-        """What the output module is in growing is noted in shrinking; norms of updates and movements begin again."""
+        """Begin the next phase, and return its model. Norms of updates and movements start again.
+
+        Each output module is stored after its step in shrinking, and restored for its step in growing.
+        """
         state, phase = self.state, self.phase
         self.kept.pop(SCALARS, None)
         if phase.kind == "shrinking":
@@ -324,7 +331,7 @@ class ProFL(StagedStrategy):
         return {name.removeprefix(prefix): array for name, array in self.kept.items() if name.startswith(prefix)}
 
     def final(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The model; where a phase has not begun, with the output module that the one before it ended with."""
+        """Return the model; if the present phase has not begun, its output module is that with which the previous one ended."""
         before = self._noted(BEFORE)
         return ArrayRecord({name: before.get(name, array) for name, array in arrays.items()})
 
@@ -334,7 +341,7 @@ class ProFL(StagedStrategy):
 
     @property
     def finished(self) -> bool:
-        """Whether the last block is grown."""
+        """Whether all phases are done."""
         return self.state.phase == len(self.phases)
 
     @property
@@ -343,15 +350,16 @@ class ProFL(StagedStrategy):
         return str(self.phase)
 
     def _train_metrics(self) -> MetricRecord:
-        """The clients' loss; of a map, which is a distance between logits, under a name of its own."""
+        """Return the clients' mean loss; that of a map, a distance between logits, is named `distillation-loss`."""
         if self.phase.kind == "statistics":
             return MetricRecord()
         metrics = super()._train_metrics()
         return MetricRecord({"distillation-loss": metrics["train-loss"]}) if self.phase.kind == "map" else metrics
 
     def details(self) -> dict[str, Any]:
-        """The last movement of the block, the slope of the line through the last ones and what freezes the block; phases
-        that are done.
+        """Return the block's last movement, the slope through the last movements, the freezing criterion, and ended phases.
+
+        These are entries of the round record.
         """
         movements = self.state.movements
         return {
@@ -367,15 +375,15 @@ class ProFL(StagedStrategy):
 
     @property
     def measurable(self) -> bool:
-        """Not before anything is trained."""
+        """Whether the model can be evaluated: not before a block is trained."""
         return self.phase.kind != "statistics"
 
     def trained_model(self) -> tuple[Piece, str]:
-        """The blocks up to that of the step, and its output module; in a map, without the block that is mapped."""
+        """Return the blocks up to that of the step, and its output module; in a map, without the block that is mapped."""
         return self._cascade(self.phase)
 
     def final_model(self) -> tuple[Piece, str]:
-        """That of the last round: where a phase has not begun, of the one before it."""
+        """Return the model of the present phase, or of the previous one if the present phase has not begun."""
         state = self.state
         return self._cascade(self.phases[state.phase - 1] if state.phase and not state.phase_round else self.phase)
 

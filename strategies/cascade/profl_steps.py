@@ -1,8 +1,8 @@
-"""How ProFL cuts a model: blocks, output modules, who trains what; and its authors' memory.
+"""ProFL's partition policy: blocks, output modules, the parts that a device trains, and their memory costs.
 
-theta_1 .. theta_T: the blocks; theta_op: the output module of step t, basic layers for the blocks behind t and the classifier
-theta_L. In step t block theta_t and theta_op are trained, the blocks before are frozen (section 2.1). A device that cannot
-afford a step trains theta_L only.
+theta_1 .. theta_T are the blocks. theta_op is the output module of step t: basic layers in place of the blocks after t, and the
+output layer theta_L. In step t, theta_t and theta_op are trained, and the blocks before are frozen (section 2.1). A device that
+does not have the memory for a step trains theta_L only.
 """
 
 import logging
@@ -28,7 +28,7 @@ LOG = logging.getLogger("piecework")
 
 
 class ProFLPolicy(PartitionPolicy):
-    """One stage a step of the growing phase, T of them; shrinking goes through the same steps backwards."""
+    """One stage per step of growing, T in total; shrinking runs through the same steps in reverse order."""
 
     when_excluded = "trains the output layer only"
 
@@ -44,13 +44,14 @@ class ProFLPolicy(PartitionPolicy):
         self.blocks = list(blocks) or blocks_of(blueprint)
 
     def with_smallest(self, budget: int) -> Self:
-        """The same blocks where the smallest budget is so many bytes."""
+        """Return the policy with the same blocks for a smallest budget of that many bytes."""
         return type(self)(self.blueprint, self.cost_model, self.settings, budget, self.blocks)
 
     def fit(self, minimum: int, maximum: int) -> Self:
-        """By architecture unless settings say by budget; layer by layer, where a step is too large for every client.
+        """Return the policy with blocks given by the architecture, or with `profl.blocks` = budget by the `minimum` bytes.
 
-        Raises AtomTooLargeError, and ValueError where not even layers fit.
+        If a step is too large for the `maximum` bytes of the richest client, every atom is a block. Raises
+        AtomTooLargeError (by budget) or ValueError (by architecture) if even a single atom does not fit.
         """
         policy = self.with_smallest(minimum)
         if self.settings.profl.blocks == "budget":
@@ -72,18 +73,18 @@ class ProFLPolicy(PartitionPolicy):
         return policy
 
     def cut(self, blocks: Sequence[Piece]) -> Self:
-        """The policy with these blocks."""
+        """Return the policy with these blocks."""
         return type(self)(self.blueprint, self.cost_model, self.settings, self.smallest, blocks)
 
     @property
     def variant(self) -> Variant:
-        """The model with basic layers beside its blocks."""
+        """The run's model with basic layers in addition to its blocks."""
         return Variant(basic_layers=tuple(self.blocks))
 
     def by_budget(self, budget: int) -> list[Piece]:
-        """Blocks as large as can be trained with their output modules for a budget (bytes), from the last one on.
+        """Return the largest blocks that can be trained with their output modules within a budget (bytes).
 
-        Raises AtomTooLargeError.
+        Blocks are formed from the end of the model. Raises AtomTooLargeError if an atom does not fit.
         """
         later: list[Piece] = []
         while end := later[0][0] if later else len(self.blueprint.atoms):
@@ -96,56 +97,56 @@ class ProFLPolicy(PartitionPolicy):
         return later
 
     def _with_block(self, start: int, end: int, later: list[Piece]) -> int:
-        """Bytes of the step of a block whose later blocks are known; what comes before it does not matter."""
+        """Return the bytes of the step of the atoms `start` to `end` - 1, with the blocks `later` after them."""
         before = [tuple(range(start))] if start else []
         policy, t = self.cut([*before, tuple(range(start, end)), *later]), len(before) + 1
         return policy.needed(t)[policy.item(policy.step(t))]
 
     def by_layer(self) -> list[Piece]:
-        """Every atom a block: "layer-wise training" (section 3.1)."""
+        """Return blocks of one atom each, for "layer-wise training" (section 3.1)."""
         return [(atom,) for atom in range(len(self.blueprint.atoms))]
 
     def step(self, t: int) -> Piece:
-        """theta_t and the basic layers behind it, t from 1."""
+        """Return the atoms of theta_t and the basic layers of its output module, with t from 1."""
         return step_atoms(self.model, self.blocks, t)
 
     def needed(self, t: int) -> dict[WorkItem, int]:
-        """Bytes of what a client may do in step t: the step, or the output layer alone.
+        """Return the bytes of the work items that a client may do in step t: the step, or the output layer alone.
 
-        For both the blocks before are streamed, one atom after another; for the output layer also the step's own atoms.
+        Each includes running the blocks before, one atom at a time; the output layer also needs the step's own atoms run.
         """
         step, before = self.step(t), [atom for block in self.blocks[: t - 1] for atom in block]
         streamed = {step: before, OUTPUT_LAYER: [*before, *step]}
         return {self.item(atoms): self.with_streams(atoms, others) for atoms, others in streamed.items()}
 
     def largest(self) -> tuple[int, int]:
-        """The step that needs most, and how many bytes."""
+        """Return the step with the largest memory cost, and its bytes."""
         needed = {t: self.needed(t)[self.item(self.step(t))] for t in range(1, len(self.blocks) + 1)}
         t = max(needed, key=needed.__getitem__)
         return t, needed[t]
 
     def needed_to_map(self, t: int) -> dict[WorkItem, int]:
-        """Bytes of integrating block t into its basic layer; the teacher is streamed, its last atom with the output layer."""
+        """Return the bytes of the map of block t. The teacher runs one atom at a time, the last atom with theta_L."""
         student, teacher = self.student(t), cascade_at(self.model, self.blocks, t)
         needed = max(self.with_streams(student, teacher), self.cost_model.streamed(self.model, teacher[-1], "head"))
         return {self.item(student): needed}
 
     def needed_to_measure(self, t: int) -> dict[WorkItem, int]:
-        """Bytes of taking statistics of the blocks before t, one atom after another."""
+        """Return the bytes of measuring the statistics of the blocks before t, one atom at a time."""
         before = tuple(atom for block in self.blocks[: t - 1] for atom in block)
         item = replace(self.item(before), measured=True)
         return {item: max(self.cost_model.streamed(self.model, atom, measured=True) for atom in before)}
 
     def with_streams(self, atoms: Piece, before: Iterable[int]) -> int:
-        """Bytes of training atoms behind others, each of which is in memory alone before them."""
+        """Return the bytes of training `atoms`, after each of the atoms `before` was in memory alone and ran forward."""
         return max(self.bytes(self.item(atoms)), *(self.cost_model.streamed(self.model, atom) for atom in before), 0)
 
     def student(self, t: int) -> Piece:
-        """The basic layers of block t (from 2) and of those behind it."""
+        """Return the basic layers of block t (from 2) and of all later blocks."""
         return student_atoms(self.model, t)
 
     def part(self, item: WorkItem) -> Part:
-        """Atoms with theta_L; where they begin with a basic layer, a student."""
+        """Return the atoms with theta_L; if the first atom is a basic layer, they are a student in a map."""
         piece = item.atoms
         if piece == OUTPUT_LAYER:
             return Part(self.model, piece, name="the output layer")
@@ -163,7 +164,7 @@ class ProFLPolicy(PartitionPolicy):
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """Step 1 .. T."""
+        """The steps 1 .. T of growing."""
         found = []
         for t, block in enumerate(self.blocks, start=1):
             name = label(Part(self.blueprint, block)) + (" + output module" if t < len(self.blocks) else "")
@@ -172,11 +173,11 @@ class ProFLPolicy(PartitionPolicy):
 
     @property
     def stage_count(self) -> int:
-        """As many as there are blocks."""
+        """The number of blocks."""
         return len(self.blocks)
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The block of the step with its output module. Raises MemoryBudgetExceededError."""
+        """Return the step's block with its output module. Raises MemoryBudgetExceededError if they do not fit."""
         (part,) = self.stages[stage].parts
         needed = self.needed(stage + 1)[self.item(part.atoms)]
         if needed > state.allowed_bytes:
@@ -184,7 +185,7 @@ class ProFLPolicy(PartitionPolicy):
         return [part]
 
     def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The step, or where that does not fit the output layer alone."""
+        """Return the step if it fits, else the output layer alone if that fits, else nothing."""
         needed = self.needed(stage + 1)
         items = [self.item(atoms) for atoms in (self.stages[stage].parts[0].atoms, OUTPUT_LAYER)]
         return [self.part(item) for item in items if needed[item] <= state.allowed_bytes][:1]

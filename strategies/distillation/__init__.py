@@ -1,1 +1,1 @@
-"""Systems that bring models of different kinds together by distillation on the server: FedDF and FedET."""
+"""Systems that combine models of different architectures by distillation on the server: FedDF and FedET."""

@@ -1,20 +1,22 @@
 """FedDF (Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning", NeurIPS 2020,
 https://arxiv.org/abs/2006.07242), the server's side, as FedProphet compares with it.
 
-A family of architectures, of which `model` is the largest: each client trains the largest that its budget allows. For each
-architecture p the server has a prototype w_p, and after a round, with D_p the clients that trained p and s_k client k's logits:
+There is a family of architectures, of which `model` is the largest. Each client trains the largest that its budget allows. The
+server has a prototype w_p of each architecture p. After a round, with D_p the clients that trained p, n_k client k's number of
+examples and s_k the logits of its model:
 
-  w_p <- sum_{k in D_p} n_k w_k / sum_{k in D_p} n_k                      (Algorithm 3; who trained nothing is not in it)
-  w_p <- steps on KL(softmax(mean_k s_k(x)) || softmax(s_p(x))), x public    (Algorithm 3, AVGLOGITS)
+  w_p <- sum_{k in D_p} n_k w_k / sum_{k in D_p} n_k                       (Algorithm 3; without clients that trained nothing)
+  w_p <- steps on KL(softmax(mean_k s_k(x)) || softmax(s_p(x))), x public  (Algorithm 3, AVGLOGITS)
 
-over the public examples, also for a p that no client trained. The model of the run is the largest one's prototype. Here as in
-FedProphet's authors' code: 128 batches of 64, SGD with momentum 0.9 at a constant rate, clean examples also where clients train
-on adversarial ones. FedDF's own: Adam (`feddf.server-optimiser`), a cosine, and 10,000 batches, ended early on a validation
-set.
+The second step runs over the public examples, also for a p that no client trained. The model of the run is the prototype of
+the largest architecture. As in the code of FedProphet's authors, the server takes 128 batches of 64, with SGD, momentum 0.9
+and a constant rate, and uses clean examples even if clients train on adversarial ones. FedDF itself uses Adam
+(`feddf.server-optimiser`), a cosine schedule, and 10,000 batches, ended early on a validation set.
 
-Clients' models make their logits in evaluation mode. With `architecture.batch-norm = measured`, FedDF's default, or `batch`,
-their norms take the statistics of each public batch, as in FedProphet's code, which leaves them in training mode; with
-`running`, FedET's default, their own. Ours: prototypes average batch norms with everything else (theirs belong to the clients).
+Clients' models compute their logits in evaluation mode. With `architecture.batch-norm = measured`, FedDF's default, or `batch`,
+their norms take the statistics of each public batch, as in FedProphet's code, which leaves them in training mode. With
+`running`, FedET's default, they take their own. Ours: prototypes average batch norms with everything else; in FedDF they belong
+to the clients.
 """
 
 import logging
@@ -65,7 +67,7 @@ FAMILIES = {"vgg16": "vgg13,vgg11,cnn3", "resnet34": "resnet18,resnet10,cnn4"}  
 
 
 class FamilyPolicy(PartitionPolicy):
-    """One stage: each device trains the largest model of the family that fits."""
+    """One stage: each device trains the largest model of the family that fits. A `level` is a model's place in the family."""
 
     adversarial = "optional"
     adapts = True
@@ -74,19 +76,19 @@ class FamilyPolicy(PartitionPolicy):
 
     @cached_property
     def names(self) -> list[str]:
-        """The family, largest first. Raises ValueError where the settings name none."""
+        """The names of the family, the run's model first. Raises ValueError if the settings name no other."""
         text = self.settings.feddf.family or FAMILIES.get(self.settings.model, "")
         names = [name.strip() for name in text.split(",") if name.strip()]
         if not names:
             raise ValueError(
-                f"feddf.family is empty: name the smaller models beside {self.settings.model}, as feddf.family=cnn3; only "
-                f"{' and '.join(FAMILIES)} have one of FedProphet's"
+                f"feddf.family is empty: name smaller models to train beside {self.settings.model}, such as "
+                f"feddf.family=cnn3; only {' and '.join(FAMILIES)} have a default family, that of FedProphet"
             )
         return list(dict.fromkeys([self.settings.model, *names]))
 
     @cached_property
     def models(self) -> list[Blueprint]:
-        """The models of the family. Raises ValueError."""
+        """The models of the family. Raises ValueError if one cannot be built, or they cannot learn from each other."""
         try:
             rest = [vary(self.blueprint, self.variant_of(level)) for level in range(1, len(self.names))]
         except ValueError as error:
@@ -96,34 +98,34 @@ class FamilyPolicy(PartitionPolicy):
         return models
 
     def variant_of(self, level: int) -> Variant:
-        """A model of the family: the first one is the run's own."""
+        """Return the variant of a model of the family; level 0 is the run's own model."""
         return Variant(architecture=self.names[level]) if level else Variant()
 
     def require_model(self) -> None:
-        """Raises ValueError for a family that is none, and for models of one logit."""
+        """Raise ValueError if the family cannot be built, or if the model has one logit, which cannot be distilled."""
         if num_logits(self.models[0]) < 2:
             raise ValueError(
-                f"model {self.settings.model!r} has one logit: {self.settings.strategy} distils two or more"
+                f"model {self.settings.model!r} has one logit: {self.settings.strategy} can distil only models with two or more"
             )
 
     def require_alike(self, models: list[Blueprint]) -> None:
-        """Raises ValueError for models that cannot learn from each other: all can."""
+        """Raise ValueError for models that cannot learn from each other; here all can."""
 
     def member(self, level: int) -> WorkItem:
-        """The work item of the n-th model of the family, from 0."""
+        """Return the work item that trains all of a model of the family."""
         return WorkItem(tuple(range(len(self.models[level].atoms))), variant=self.variant_of(level))
 
     def part(self, item: WorkItem) -> Part:
-        """A model of the family."""
+        """Return all of a model of the family."""
         model = self.models[self.names.index(item.variant.architecture or self.names[0])]
         return Part(model, item.atoms, name=model.name)
 
     def covered(self, part: Part) -> list[str]:
-        """All of the run's model, or nothing of it where the part is another one."""
+        """Return all units of the run's model, or none if the part is of another architecture."""
         return super().covered(part) if part.blueprint is self.blueprint else []
 
     def level(self, allowed: int) -> int:
-        """Return the number of the model with most parameters that takes at most so many bytes, or else of the cheapest."""
+        """Return the level of the model with the most parameters that fits `allowed` bytes, or of the cheapest if none fits."""
         levels = range(len(self.names))
         fitting = [level for level in levels if self.bytes(self.member(level)) <= allowed]
         if not fitting:
@@ -131,21 +133,24 @@ class FamilyPolicy(PartitionPolicy):
         return max(fitting, key=lambda level: self.part(self.member(level)).parameters)
 
     def min_budget(self) -> int:
-        """The cost of the cheapest model."""
+        """Return the memory cost (bytes) of the cheapest model."""
         return min(self.bytes(self.member(level)) for level in range(len(self.names)))
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The model of the poorest device."""
+        """One stage, with the model of a device with the smallest budget."""
         return [Stage("training", (self.part(self.member(self.level(self.allowed))),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The device's model. Raises MemoryBudgetExceededError."""
+        """Return the device's model. Raises MemoryBudgetExceededError if it does not fit."""
         return [self.within(self.part(self.member(self.level(state.allowed_bytes))), state)]
 
 
 class FedDF(PieceStrategy):
-    """Prototypes that learn from all clients' models. `kept` has those besides the model, by `<architecture>/<array>`."""
+    """One prototype per architecture, each distilled from all clients' models.
+
+    `kept` has the prototypes of the smaller architectures, by `<architecture>/<array>`.
+    """
 
     name = "feddf"
     policy_class = FamilyPolicy
@@ -155,8 +160,8 @@ class FedDF(PieceStrategy):
         super().__init__(experiment)
         if self.settings.architecture.batch_norm == "local":
             raise ValueError(
-                f"architecture.batch-norm = 'local': clients of {self.name} change architectures, use measured, running or "
-                f"batch"
+                f"architecture.batch-norm = 'local': clients of {self.name} can change their architecture; use measured, "
+                f"running or batch"
             )
         self.models = self.policy.models
         self.public = public_examples(self.settings)
@@ -166,30 +171,30 @@ class FedDF(PieceStrategy):
         self.members, self.distrusted = list[int](), list[int]()
 
     def begin(self) -> None:
-        """Make the prototypes of a new run. Raises ValueError."""
+        """Initialise the prototypes that are missing, which are all those of a new run."""
         for level, (name, model) in enumerate(zip(self.policy.names, self.models, strict=True)):
             if level and not any(key.startswith(f"{name}/") for key in self.kept):
                 first = initial_state(model, self.settings.seed)
                 self.keep(level, ArrayRecord({key: Array(value.numpy()) for key, value in first}))
 
     def prototype(self, level: int, arrays: ArrayRecord) -> ArrayRecord:
-        """The prototype of an architecture; `arrays` is the model of the run."""
+        """Return the prototype of an architecture; `arrays` is the model of the run, which is the prototype of level 0."""
         prefix = f"{self.policy.names[level]}/"
         found = {key.removeprefix(prefix): array for key, array in self.kept.items() if key.startswith(prefix)}
         return ArrayRecord(found) if found else arrays
 
     def keep(self, level: int, arrays: Mapping[str, Array]) -> None:
-        """Put a prototype beside the model."""
+        """Store a prototype in `kept`, in place of the architecture's former one."""
         self.kept = ArrayRecord(
             {**self.kept, **{f"{self.policy.names[level]}/{name}": array for name, array in arrays.items()}}
         )
 
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """None yet: what a client looks up depends on its device."""
+        """Return no costs: `task` adds the cost of the client's own model."""
         return {}
 
     def task(self, server_round: int, state: DeviceState) -> Task:
-        """The model of the client's device, and its cost."""
+        """Return the client's task, with the model for its device and the memory cost of that."""
         level = self.policy.level(state.allowed_bytes)
         item = self.policy.member(level)
         own = FedDFTaskConfig(level).to_values()
@@ -198,21 +203,21 @@ class FedDF(PieceStrategy):
         )
 
     def architecture(self, task: Task) -> str:
-        """The name of a task's model."""
+        """Return the name of a task's architecture."""
         return self.policy.names[FedDFTaskConfig.of(task).level]
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
-        """The prototype of the task's architecture."""
+        """Return the prototype of the task's architecture."""
         return self.prototype(FedDFTaskConfig.of(task).level, arrays)
 
     def untrained(self, task: Task) -> ArrayRecord:
-        """The prototype, as it was sent."""
+        """Return the prototype as it was sent to the client."""
         return self.travelling(task, self.dispatcher.arrays)
 
     def check(
         self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, maximum: Callable[[], float]
     ) -> CheckedUpdate:
-        """As usual; units of different architectures have histories of their own."""
+        """Check an update. Each architecture has its own history of unit norms. Raises UpdateRejectedError."""
         prefix = f"{self.architecture(task)}/"
         own = {unit.removeprefix(prefix): limit for unit, limit in limits.items() if unit.startswith(prefix)}
         factor, sent = self.settings.faults.update_norm_limit, self.untrained(task)
@@ -222,7 +227,7 @@ class FedDF(PieceStrategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """As usual; beside each mean, the logits that a client's model gives the public examples."""
+        """Aggregate the replies by architecture, and collect the logits of each client's model for the public examples."""
         self.means, self.ensemble, self.round, self.loss = {}, Ensemble(), server_round, math.nan
         self.members, self.distrusted = [], []
         self.cap = MemoryCap(0, enforced=False)
@@ -232,7 +237,7 @@ class FedDF(PieceStrategy):
         return arrays, metrics
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
-        """Take in a client's weights and logits. Raises UpdateRejectedError for a model that has not all of them."""
+        """Add a client's weights and logits. Raises UpdateRejectedError if weights are missing or logits are not finite."""
         task = self._asked[client][0]
         level = FedDFTaskConfig.of(task).level
         require_all(update, self.untrained(task))
@@ -248,12 +253,12 @@ class FedDF(PieceStrategy):
         self.members.append(client)
 
     def merged(self, level: int, arrays: ArrayRecord) -> ArrayRecord:
-        """The mean of an architecture's clients; its prototype, where it had none."""
+        """Return the mean of an architecture's clients, or its prototype if it had none in this round."""
         prototype = self.prototype(level, arrays)
         return updated(prototype, self.means[level]) if level in self.means else prototype
 
     def finish(self) -> ArrayRecord:
-        """The new prototypes; the largest one is the model."""
+        """Distil all prototypes, store the smaller ones, and return the largest, which is the new model."""
         self.doubt()
         targets = averaged(self.ensemble)
         model, self.loss = self.distil(0, self.merged(0, self.dispatcher.arrays), targets, likeness_loss)
@@ -262,13 +267,13 @@ class FedDF(PieceStrategy):
         return model
 
     def doubt(self) -> None:
-        """Leave out of the ensemble who is much surer than the others: batch norms whose variances are made small do that."""
+        """Exclude clients with far larger logits than the others from the ensemble: forged batch-norm variances cause such."""
         self.distrusted = [self.members[n] for n in self.ensemble.distrust(self.settings.faults.update_norm_limit)]
 
     def distil(
         self, level: int, arrays: ArrayRecord, targets: Tensor, make_loss: MakeLoss
     ) -> tuple[ArrayRecord, float]:
-        """What a model learns of the public examples, and its mean loss; where that is not finite, the model as it was."""
+        """Return a model trained on the public examples and its mean loss; if it diverged, the given model and NaN."""
         settings = self.settings
         training_config = TrainingConfig(
             settings.feddf.server_lr,
@@ -287,7 +292,7 @@ class FedDF(PieceStrategy):
         if math.isfinite(loss) and all(np.isfinite(array.numpy()).all() for array in new.values()):
             return new, loss
         LOG.warning(
-            "distillation of %s in round %s diverged, and was excluded: lower feddf.server-lr = %s",
+            "distillation of %s in round %s diverged, so its result was discarded: lower feddf.server-lr = %s",
             self.policy.names[level],
             self.round,
             settings.feddf.server_lr,
@@ -295,8 +300,9 @@ class FedDF(PieceStrategy):
         return arrays, math.nan
 
     def details(self) -> dict[str, Any]:
-        """The architecture of each client, and whose logits were excluded; the most bytes (by the accounting) that distillation
-        held on the server.
+        """Return the architecture of each client and the clients with excluded logits, for the round record.
+
+        `server_peak` is the maximum bytes that distillation held on the server, by the accounting.
         """
         chosen = {str(client): self.architecture(task) for client, (task, _) in self._asked.items()}
         details = {"architectures": chosen, "distrusted": self.distrusted}

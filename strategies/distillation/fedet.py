@@ -1,16 +1,17 @@
 """FedET (Cho et al., "Heterogeneous Ensemble Knowledge Transfer for Training Large Models in Federated Learning", IJCAI 2022,
 https://arxiv.org/abs/2204.12703), the server's side, as FedProphet compares with it.
 
-Clients as in FedDF. The server's model W, of the largest architecture, is no client's: it learns from the ensemble alone. For
-client k's logits s_k, v_k(x) their variance over the classes, and phi the last linear layer, which all models have alike:
+Clients train as in FedDF. The server's model W, of the largest architecture, learns from the ensemble of clients' models alone;
+no client trains it. s_k are the logits of client k's model, v_k(x) their variance over the classes, and phi is the last linear
+layer, which has the same shape in all models:
 
   1. phi of W <- sum_k n_k phi_k / sum_k n_k
   2. pseudo-label y(x): the largest class of sum_k v_k s_k / sum_k v_k, the weighted consensus
-  3. diversity logits d(x): the same over those k whose own largest class is not y(x)
+  3. diversity logits d(x): the weighted mean of step 2 over those k alone whose own largest class is not y(x)
   4. W <- steps on CE(s_W(x), y(x)) + lambda KL(softmax(d(x)) || softmax(s_W(x))), x public; lambda is `fedet.diversity`
   5. w_p <- sum_{k in D_p} n_k w_k / sum_{k in D_p} n_k, with phi of W, for each architecture p
 
-Where an example has no k that disagrees, its loss is the cross-entropy alone. Batches, rate and momentum as in FedDF.
+If all k agree on an example, its loss is the cross-entropy alone. Batches, rate and momentum are those of FedDF.
 """
 
 from functools import cached_property
@@ -26,36 +27,36 @@ from piecework.strategies.distillation.server_training import consensus, consens
 
 
 class SharedLastPolicy(FamilyPolicy):
-    """A family whose models have their last linear layer in common."""
+    """A family whose models share the weights of their last linear layer."""
 
     def covered(self, part: Part) -> list[str]:
-        """The last layer, which all models have in common: the server's model is otherwise trained by none of them."""
+        """Return the head alone: the last layer is shared, and clients train no other part of the server's model."""
         return ["head"]
 
     def require_alike(self, models: list[Blueprint]) -> None:
-        """Raises ValueError where last layers have other shapes."""
+        """Raise ValueError unless all last layers have the same shapes."""
         first, *rest = map(last_layer, models)
         for name, last in zip(self.names[1:], rest, strict=True):
             if list(last.values()) != list(first.values()):
                 raise ValueError(
-                    f"family: the last layers of {self.names[0]} and {name} have the shapes {list(first.values())} and "
-                    f"{list(last.values())}, and fedet shares it: use models with as many features before it"
+                    f"feddf.family: the last layers of {self.names[0]} and {name} have the shapes {list(first.values())} and "
+                    f"{list(last.values())}, but fedet shares the last layer: use models with as many features before it"
                 )
 
 
 class FedET(FedDF):
-    """A model that learns from an ensemble of smaller ones, with a last layer that all share."""
+    """A large server model, distilled from the clients' smaller models, with a last layer that all share."""
 
     name = "fedet"
     policy_class = SharedLastPolicy
 
     @cached_property
     def last(self) -> list[list[str]]:
-        """The names of the last linear layer's arrays, of each architecture: they correspond."""
+        """The names of the last linear layer's arrays for each architecture, in corresponding order."""
         return [list(last_layer(model)) for model in self.models]
 
     def finish(self) -> ArrayRecord:
-        """The server's model has learnt from the ensemble; the prototypes are means of their clients, with its last layer."""
+        """Return the server's model, distilled from the ensemble; store prototypes: client means with its last layer."""
         self.doubt()
         head = WeightedMean()
         for level, mean in self.means.items():

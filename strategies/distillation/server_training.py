@@ -1,7 +1,7 @@
-"""What a server makes of models of many architectures: their logits on public examples, gathered client by client, and models
-that learn from them (FedDF, FedET).
+"""Distillation on the server (FedDF, FedET): collect the logits of clients' models on public examples and train models on
+them.
 
-N: public examples; C: classes; s_k: client k's logits [N, C].
+N is the number of public examples, C of classes; s_k are the logits [N, C] of client k's model.
 """
 
 import math
@@ -24,22 +24,22 @@ from piecework.training.examples import Examples
 from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, TrainingConfig, load_for_device
 from piecework.training.memory_cap import MemoryCap
 
-LEAST_VARIANCE = 1e-12  # so that logits which are all alike weigh little, and a sum of weights is never 0
+LEAST_VARIANCE = 1e-12  # equal logits of all classes get a tiny weight, so that a sum of weights is never 0
 
 
 class AdamPiece(PieceModel):
-    """A piece that Adam moves."""
+    """A piece that is trained by Adam."""
 
     optimiser = Adam
 
 
 class Ensemble:
-    """The logits of clients' models, on disk: one client's are in memory at a time, however many there are."""
+    """The logits of clients' models, in a temporary file; only one client's are in memory at a time."""
 
     def __init__(self) -> None:
-        self._file = TemporaryFile()  # noqa: SIM115 (open as long as the ensemble is there)
+        self._file = TemporaryFile()  # noqa: SIM115 (stays open as long as the ensemble exists)
         self._shape = (0, 0)
-        self.sizes: list[float] = []  # of each client's logits, root mean squares
+        self.sizes: list[float] = []  # root mean square of each client's logits
         self.maximum = math.inf
 
     def add(self, logits: Tensor) -> None:
@@ -49,12 +49,15 @@ class Ensemble:
         self.sizes.append(float(logits.double().square().mean().sqrt()))
 
     def distrust(self, factor: float) -> list[int]:
-        """Leave out logits larger than `factor` times the clients' median (0 = none): whose, counted as they came."""
+        """Exclude clients whose logits exceed `factor` times the clients' median size; 0 excludes none.
+
+        Returns the indices of the excluded clients in the order in which they were added.
+        """
         self.maximum = factor * median_low(self.sizes) if factor and self.sizes else math.inf
         return [member for member, size in enumerate(self.sizes) if size > self.maximum]
 
     def __iter__(self) -> Iterator[Tensor]:
-        """The logits of each client that is trusted, in the order in which they came."""
+        """Yield the logits [N, C] of each client that is not excluded, in the order in which they were added."""
         for member, size in enumerate(self.sizes):
             if size > self.maximum:
                 continue
@@ -65,7 +68,7 @@ class Ensemble:
 
 
 def averaged(ensemble: Iterable[Tensor]) -> Tensor:
-    """FedDF's target: the mean of the clients' logits, [N, C]."""
+    """Return FedDF's target: the mean of the clients' logits, [N, C]."""
     total, members = torch.zeros(()), 0
     for logits in ensemble:
         total, members = total + logits.double(), members + 1
@@ -73,11 +76,11 @@ def averaged(ensemble: Iterable[Tensor]) -> Tensor:
 
 
 def consensus(ensemble: Iterable[Tensor]) -> Tensor:
-    """FedET's target, [N, 2 C]: the weighted consensus, and beside it the diversity logits.
+    """Return FedET's target, [N, 2 C]: the consensus logits followed by the diversity logits.
 
-    v_k(x): the variance of s_k(x) over the classes. Consensus: sum_k v_k s_k / sum_k v_k, whose largest class is the
-    pseudo-label. Diversity: the same mean over those k alone whose own largest class is another one; NaN where all agree.
-    `ensemble` is read twice.
+    v_k(x) is the variance of s_k(x) over the classes. The consensus is sum_k v_k s_k / sum_k v_k; its largest class is the
+    pseudo-label. The diversity logits are this mean over those k alone whose own largest class is another one, and NaN if all
+    clients agree. `ensemble` is iterated twice.
     """
     agreed = _weighted(ensemble)
     label = agreed.argmax(1)
@@ -85,7 +88,7 @@ def consensus(ensemble: Iterable[Tensor]) -> Tensor:
 
 
 def _weighted(ensemble: Iterable[Tensor], unlike: Tensor | None = None) -> Tensor:
-    """sum_k v_k s_k / sum_k v_k, over all k, or those with a largest class `unlike` this one, [N, C]."""
+    """Return sum_k v_k s_k / sum_k v_k, [N, C], over all k, or those whose largest class differs from `unlike` [N]."""
     total, weights = torch.zeros(()), torch.zeros(())
     for logits in map(Tensor.double, ensemble):
         weight = logits.var(dim=1, correction=0, keepdim=True) + LEAST_VARIANCE
@@ -96,15 +99,16 @@ def _weighted(ensemble: Iterable[Tensor], unlike: Tensor | None = None) -> Tenso
 
 
 def likeness_loss(pieces: list[PieceModel]) -> Loss:
-    """FedDF: KL(softmax(target) || softmax(student)), a mean over the batch; targets [B, C]."""
+    """Return FedDF's loss: KL(softmax(target) || softmax(student)), the mean over the batch; targets are [B, C]."""
     (piece,) = pieces
     return lambda z, targets: divergence(piece.logits(z), targets).mean()
 
 
 def consensus_loss(diversity: float) -> MakeLoss:
-    """FedET: cross-entropy with the pseudo-label, plus `fedet.diversity` x KL to the diversity logits; targets [B, 2 C].
+    """Return FedET's loss: cross-entropy with the pseudo-label, plus `diversity` x KL to the diversity logits.
 
-    An example on which all clients agree adds no KL to the mean over the batch.
+    Targets are [B, 2 C], as `consensus` returns them. An example on which all clients agree adds no KL to the mean over the
+    batch.
     """
 
     def make(pieces: list[PieceModel]) -> Loss:
@@ -122,7 +126,7 @@ def consensus_loss(diversity: float) -> MakeLoss:
 
 
 def divergence(logits: Tensor, targets: Tensor) -> Tensor:
-    """KL(softmax(targets) || softmax(logits)) of each example, [B]."""
+    """Return KL(softmax(targets) || softmax(logits)) of each example, [B], for logits and targets [B, C]."""
     return F.kl_div(F.log_softmax(logits, 1), F.log_softmax(targets, 1), reduction="none", log_target=True).sum(1)
 
 
@@ -135,9 +139,9 @@ def logits_of(
     cap: MemoryCap,
     threads: int = 1,
 ) -> Tensor:
-    """What a model says of all examples, [N, C], in evaluation mode; batches of `batch_size` or a little more.
+    """Return a model's logits of all examples, [N, C], in evaluation mode; batches have `batch_size` examples or slightly more.
 
-    With other `threads` torch comes to slightly other numbers, here and in `distilled`.
+    `threads` is the number of torch's threads, which slightly changes the numbers.
     """
     found = []
     with at_full_speed(threads):
@@ -163,7 +167,10 @@ def distilled(
     piece_class: type[PieceModel] = PieceModel,
     threads: int = 1,
 ) -> tuple[ArrayRecord, float]:
-    """A model that has learnt `targets` [N, ...] for `training_config.iterations` batches; and its mean loss."""
+    """Return the arrays of a model trained on `targets` [N, ...] as `training_config` says, and its mean loss.
+
+    `threads` is the number of torch's threads, which slightly changes the numbers.
+    """
     taught = Examples(examples.read, targets.numpy())
     trainer = LocalTrainer(partial(_whole, blueprint, arrays, piece_class), training_config, make_loss)
     with at_full_speed(threads):

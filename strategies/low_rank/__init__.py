@@ -1,1 +1,1 @@
-"""Systems whose clients train models of lower rank: PriSM, and OrthDrop."""
+"""Strategies whose clients train low-rank sub-models: PriSM and OrthDrop."""

@@ -1,10 +1,10 @@
-"""OrthDrop, PriSM's rival in the orthogonal space: the top kernels of every layer, for every client, in every round.
+"""OrthDrop, a baseline of PriSM in the orthogonal space: every client trains the top kernels of every layer in every round.
 
 FedHM (Yao et al., "FedHM: Efficient Federated Learning for Heterogeneous Models via Low-rank Factorization", 2021,
-https://arxiv.org/abs/2111.14655) chooses kernels so. A client of keep ratio c has ceil(c R) of a layer's R kernels, those with
-the largest singular values, and of each all output channels. The rest is PriSM's (its authors' code): decay by Eq. 6, averaging
-kernel by kernel, and a decomposition of the mean in every round. Kernels below the top stay in the server's model and are never
-trained (FedHM drops them).
+https://arxiv.org/abs/2111.14655) chooses kernels in this way. A client of keep ratio c has ceil(c R) of a layer's R kernels,
+those with the largest singular values, with all their output channels. The rest is as in PriSM (its authors' code): decay by
+Eq. 6, averaging kernel by kernel, and a decomposition of the mean in every round. Kernels below the top stay in the server's
+model and are never trained (FedHM drops them).
 """
 
 from typing import Literal
@@ -13,16 +13,16 @@ from piecework.strategies.low_rank.prism import PriSM, PriSMPolicy
 
 
 class OrthDropPolicy(PriSMPolicy):
-    """As PriSM's; sub-models with all output channels."""
+    """PriSM's policy for sub-models with all output channels."""
 
     @property
     def channels_computed(self) -> Literal["all"]:
-        """All of them."""
+        """Always `all`, because OrthDrop keeps all output channels."""
         return "all"
 
 
 class OrthDrop(PriSM):
-    """Sub-models of the top kernels."""
+    """Sub-models of the top kernels of every layer."""
 
     name = "orthdrop"
     policy_class = OrthDropPolicy

@@ -1,4 +1,4 @@
-"""PriSM: clients train random low-rank sub-models of principal kernels, the server's side.
+"""PriSM: clients train random low-rank sub-models of principal kernels (the server's side).
 
 Yue Niu, Saurav Prakash, Souvik Kundu, Sunwoo Lee, Salman Avestimehr, "Overcoming Resource Constraints in Federated Learning:
 Large Models Can Be Trained with only Weak Clients", TMLR 2023, https://openreview.net/forum?id=lx1WnkL9fk
@@ -9,19 +9,19 @@ Large Models Can Be Trained with only Weak Clients", TMLR 2023, https://openrevi
     line 7, LocalTrain (lines 12 to 17, Eq. 6)      client_app/trainers/low_rank/prism.py: train, low_rank_loss
     line 9, aggregate (Eq. 5)                       prism.py: PriSM.combine, PriSM.finish
 
-OrthDrop, a rival with FedHM's choice of kernels, is built on PriSM.
+OrthDrop, a baseline with FedHM's choice of kernels, is built on PriSM.
 
-W = U S V^T: a layer's weight; u'_i = sqrt(sigma_i) u_i, v'_i = sqrt(sigma_i) v_i: its principal kernels, i < R; I_c: those of
-client c, r = ceil(keep R) of them, drawn again for every round, client and layer with p_i = sigma_i^kappa / sum (Eq. 2).
+W = U S V^T is a layer's weight. Its principal kernels are u'_i = sqrt(sigma_i) u_i and v'_i = sqrt(sigma_i) v_i, i < R. I_c are
+the r = ceil(keep R) kernels of client c, drawn again for every round, client and layer with p_i = sigma_i^kappa / sum (Eq. 2).
 
-A round: every layer that changed is decomposed again (orthogonal space refresh); a client gets I_c's kernels, of each u'_i the
-first r entries, and whatever else its sub-model is made of (models/low_rank.py). Each entry of u'_i and v'_i becomes the mean
-over the clients that had it, each counting the same (Eq. 5); the others are as they were. W = sum_i u'_i v'_i is the model.
+In a round, every layer that changed is decomposed again (orthogonal space refresh). A client gets the kernels I_c, with the
+first r entries of each u'_i, and the other arrays of its sub-model (models/low_rank.py). Each entry of u'_i and v'_i becomes
+the unweighted mean over the clients that had it (Eq. 5), and other entries keep their values. The model is W = sum_i u'_i v'_i.
 
-Which keep ratio a device gets is not said: here the largest of `prism.keep-ratios` whose sub-model fits, or that of its fleet.
-Everything else is averaged over its clients likewise. Weights alone are kept between rounds: kernels are a function of them.
-With `prism.server-momentum` (authors' code) the clients' momentum of u', v' and norms is averaged in the same way, and handed
-to those who train these entries next, though the kernels are others after their decomposition.
+The paper does not say which keep ratio a device gets. Here it is the largest of `prism.keep-ratios` whose sub-model fits, or
+the one that the fleet sets. All other arrays are averaged over their clients in the same way. Only weights are kept between
+rounds, because kernels are a function of them. With `prism.server-momentum` (authors' code), the clients' momentum of u', v'
+and norms is also averaged, and sent to the clients that train these entries next, although the decomposition changes kernels.
 """
 
 from collections.abc import Iterable
@@ -49,39 +49,39 @@ from piecework.training.randomness import generator
 
 
 class PriSMPolicy(HeteroFLPolicy):
-    """One stage; each device the largest sub-model it can train."""
+    """One stage: each device trains the largest sub-model that fits. A `level` is the index of a keep ratio in `ratios`."""
 
     masks = False
     moving = True
 
     @cached_property
     def ratios(self) -> list[float]:
-        """The keep ratios that there are, largest first."""
+        """The keep ratios of the run, largest first."""
         return self.settings.prism.ratios()
 
     def require_model(self) -> None:
-        """Raises ValueError for a model without anything to factorise, or with a chain that cannot be."""
+        """Raise ValueError for a model without a layer that can be factorised, or with a chain that cannot be."""
         vary(self.blueprint, self.factorised(1.0))
 
     def variant_of(self, level: int) -> Variant:
-        """The sub-model of a keep ratio."""
+        """Return the variant of keep ratio number `level`."""
         return self.factorised(self.ratios[level])
 
     def factorised(self, keep: float) -> Variant:
-        """The sub-model that keeps this fraction of the kernels, 1 = all."""
+        """Return the variant that keeps this fraction of the kernels (1 = all)."""
         return Variant(keep=keep, channels=self.channels_computed)
 
     @property
     def channels_computed(self) -> Literal["first", "random", "all"]:
-        """Which output channels a sub-model computes."""
+        """The output channels that a sub-model computes."""
         return self.settings.prism.output_channels
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
-        """What the sub-model has."""
+        """Return the numbers of values in the sub-model's arrays, sent down and up."""
         return PartitionPolicy.values(self, parts)
 
     def part(self, item: WorkItem) -> Part:
-        """All of a sub-model."""
+        """Return all of a sub-model, with the regulariser of Eq. 6 in its loss."""
         return Part(
             self.models[self.levels[item.variant]],
             item.atoms,
@@ -92,18 +92,18 @@ class PriSMPolicy(HeteroFLPolicy):
 
 
 class PriSM(HeteroFL):
-    """Sub-models of sampled principal kernels."""
+    """Sub-models of principal kernels that are drawn in every round."""
 
     name = "prism"
     policy_class = PriSMPolicy
     policy: PriSMPolicy
-    sampling: ClassVar[Sampling | None] = None  # by `prism.kernel-sampling`
+    sampling: ClassVar[Sampling | None] = None  # None = `prism.kernel-sampling`
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
         if self.settings.prism.server_momentum and not self.settings.training.momentum:
             raise ValueError(
-                "prism.server-momentum = true averages clients' momentum, and training.momentum is 0.0: set it, or leave it off"
+                "prism.server-momentum = true averages momentum, but training.momentum is 0.0: set it, or leave this off"
             )
         self.whole = vary(self.blueprint, self.policy.factorised(1.0))
         self.scattered = self.policy.channels_computed == "random"
@@ -111,16 +111,16 @@ class PriSM(HeteroFL):
         self.carried = averaged(self.whole) if self.settings.prism.server_momentum else []
         self.full |= {MOMENTUM + name: self.full[name] for name in self.carried}
         self.computed = computed(self.whole) if self.scattered else {}
-        self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # of a weight: sigma, v', u'
+        self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # by weight name: weight, sigma, v', u'
         self.drawn: dict[int, dict[str, np.ndarray]] = {}  # by client and weight, I_c
-        self.rows: dict[int, dict[str, np.ndarray]] = {}  # likewise, the output channels that are computed
+        self.rows: dict[int, dict[str, np.ndarray]] = {}  # by client and weight, the output channels computed
 
     def task_config(self, level: int) -> TaskConfig:
-        """What is said of a sub-model."""
+        """Return the strategy's own fields of a task for keep ratio number `level`."""
         return PriSMTaskConfig(level)
 
     def kernels(self, layer: Factors, arrays: ArrayRecord) -> tuple[np.ndarray, Array, Array]:
-        """sigma, v' and u' of a layer of the model; decomposed again where it changed."""
+        """Return sigma, v' and u' of a layer of the model, which is decomposed again if it changed."""
         weight = arrays[layer.weight]
         known = self._kernels.get(layer.weight)
         if known is None or known[0] is not weight:
@@ -129,7 +129,7 @@ class PriSM(HeteroFL):
         return known[1:]
 
     def factored(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The model in its orthogonal space: the arrays of a sub-model with all kernels, and momentum that is averaged."""
+        """Return the model in its orthogonal space: the arrays of a sub-model with all kernels, and the averaged momentum."""
         found = dict(arrays.items())
         for layer in self.factors:
             _, v, u = self.kernels(layer, arrays)
@@ -146,7 +146,7 @@ class PriSM(HeteroFL):
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
     ) -> dict[int, tuple[Task, DeviceState]]:
-        """The tasks; for each, I_c of every layer is a function of (seed, round, client, layer) and of the model."""
+        """Return the tasks, and draw each client's I_c of every layer: a function of seed, round, client, layer and model."""
         asked, settings = super().ask(clients, server_round, arrays), self.settings
         sampling = self.sampling or settings.prism.kernel_sampling
         self.drawn |= {client: {} for client in asked}
@@ -164,7 +164,7 @@ class PriSM(HeteroFL):
         return asked
 
     def indices(self, task: Task) -> dict[str, Indices]:
-        """Where the arrays of a task's sub-model lie in the model with all kernels."""
+        """Return the indices of the sub-model's arrays in the model with all kernels, by name."""
         small = self.policy.shapes[PriSMTaskConfig.of(task).level]
         found: dict[str, Indices] = {name: tuple(map(np.arange, shape)) for name, shape in small.items()}
         client = PriSMTaskConfig.of(task).draw
@@ -180,24 +180,24 @@ class PriSM(HeteroFL):
         return found | {MOMENTUM + name: found[name] for name in self.carried}
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
-        """The sub-model; to be trained, not evaluated, with its momentum."""
+        """Return the arrays of the task's sub-model; tasks that train also get its momentum."""
         whole, trained = self.factored(arrays), task.state_round < task.round
         where = {n: w for n, w in self.indices(task).items() if trained or not n.startswith(MOMENTUM)}
         return ArrayRecord({n: Array(take(whole[n].numpy(), w)) for n, w in where.items()})
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
-        """Add a sub-model, entry by entry."""
+        """Add a client's sub-model to the mean of each of its entries."""
         arrays = {name: array for name, array in update.arrays.items() if not is_place(name)}
         self.coverage.add(arrays, self.indices(self._asked[client][0]), self.full, 1)
 
     def finish(self) -> ArrayRecord:
-        """The new model, put together from its kernels (Eq. 5)."""
+        """Return the new model, composed of the averaged kernels (Eq. 5), and store the averaged momentum."""
         new = updated(self.factored(self.dispatcher.arrays), self.coverage)
         self.kept = ArrayRecord({name: array for name, array in new.items() if name.startswith(MOMENTUM)})
         return self.composed(new)
 
     def composed(self, whole: ArrayRecord) -> ArrayRecord:
-        """The model, from its kernels; weights none of whose kernels changed stay the very same objects."""
+        """Return the model composed of its kernels. Weights whose kernels did not change stay the same objects."""
         found = dict(whole.items())
         for layer in self.factors:
             weight, _, v, u = self._kernels[layer.weight]
@@ -209,8 +209,9 @@ class PriSM(HeteroFL):
         return ArrayRecord({name: found[name] for name in self.dispatcher.arrays})
 
     def details(self) -> dict[str, Any]:
-        """The keep ratio of each client; of every layer the kernels it needs (2^entropy), and how often kernels were drawn:
-        clients a kernel, the mean of each tenth of the kernels, those with the largest singular values first.
+        """Return each client's keep ratio, each layer's effective rank (2^entropy) and use of kernels, for the round record.
+
+        `drawn` is the mean number of clients per kernel in each tenth of the kernels, largest singular values first.
         """
         keeps = {str(client): task.variant.keep for client, (task, _) in self._asked.items()}
         counts = {layer.weight: np.zeros(self.full[layer.v][0]) for layer in self.factors}

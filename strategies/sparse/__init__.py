@@ -1,1 +1,1 @@
-"""Systems whose clients train masks: SpaFL, with Local, and FedPM."""
+"""Strategies whose clients train masks: SpaFL with Local, and FedPM."""

@@ -1,4 +1,4 @@
-"""SpaFL: clients keep sparse models of their own and exchange pruning thresholds, the server's side; `local` exchanges nothing.
+"""SpaFL: clients keep personal sparse models and share pruning thresholds (the server's side). In `local` they share nothing.
 
 Minsu Kim, Walid Saad, Merouane Debbah, Choong Seon Hong, "SpaFL: Communication-Efficient Federated Learning with Sparse Models
 and Low Computational Overhead", NeurIPS 2024, https://arxiv.org/abs/2406.00431
@@ -9,13 +9,14 @@ and Low Computational Overhead", NeurIPS 2024, https://arxiv.org/abs/2406.00431
     line 11, transmit thresholds                    client_app/trainers/sparse/spafl.py: train
     line 12, the new thresholds (Eq. 7)             spafl.py: SpaFL.combine
 
-tau(t): the thresholds, a float32 array, all the server has: every client keeps a model of its own. Each round tau(t + 1) is the
-mean of the clients' thresholds, each alike (Eq. 7); alpha weighs the sparsity regulariser. How good clients' models are is told
-by them: evaluation is personal.
+tau(t) are the thresholds, a float32 array, which is all that the server has: every client keeps a personal model. In each round
+tau(t + 1) becomes the unweighted mean of the clients' thresholds (Eq. 7). alpha is the weight of the sparsity regulariser.
+Clients evaluate their own models, so evaluation is personal.
 
-Ours: thresholds are sent with their last change, which a client that was not asked before cannot know. What pruned filters
-would shift behind their batch norms is masked with them (the authors' code: `spafl.silent-norms = false`). With
-`spafl.target-density` alpha adapts (the paper cannot control sparsity).
+Ours: thresholds are sent with their last change, because a client that missed the last round cannot know it. The constant that
+the batch norm of a pruned filter would still output is masked with the filter (not in the authors' code, which
+`spafl.silent-norms = false` restores). With `spafl.target-density`, alpha adapts to the density (the paper cannot control
+sparsity).
 """
 
 import math
@@ -44,58 +45,58 @@ from piecework.strategies.base import PieceStrategy
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.training.messages import Outcome, Task
 
-BAND = 0.1  # of density, above `spafl.target-density`, in which alpha falls
+BAND = 0.1  # width of the range of densities above `spafl.target-density` in which alpha falls to 0
 
 
 class SpaFLPolicy(PartitionPolicy):
-    """One stage; the whole model with thresholds."""
+    """One stage: each device trains the whole model with thresholds."""
 
-    caveat = "a model of its own for each client"
+    caveat = "every client has its own model"
 
     @property
     def variant(self) -> Variant:
-        """The model with thresholds."""
+        """The run's model with thresholds."""
         return Variant(thresholds=self.settings.spafl.straight_through, silent=self.settings.spafl.silent_norms)
 
     def part(self, item: WorkItem) -> Part:
-        """The masked model. Raises ValueError where there is nothing to mask."""
+        """Return the masked model. Raises ValueError if no layer can be masked."""
         name = "the whole model, masked"
         return Part(self.model, item.atoms, make_loss=sparse_loss(1.0), name=name, piece_class=SparseModel)
 
     def min_budget(self) -> int:
-        """The masked model's cost."""
+        """Return the memory cost (bytes) of the masked model."""
         return self.bytes(self.whole)
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The masked model."""
+        """One stage, with the masked model."""
         return [Stage("training", (self.part(self.whole),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The masked model. Raises MemoryBudgetExceededError."""
+        """Return the masked model. Raises MemoryBudgetExceededError if it does not fit the device."""
         return [self.within(part, state) for part in self.stages[stage].parts]
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
-        """Thresholds, down and up."""
+        """Return the number of thresholds, which are sent down and up."""
         count = sum(sum(thresholds(part.blueprint).values()) for part in parts)
         return count, count
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
-        """Four bytes a threshold; on the way down their change comes with them."""
+        """Return the bytes sent down, 8 per threshold because their change comes with them, and up, 4 per threshold."""
         count = int(self.values(parts)[0])
         return 8 * count, 4 * count
 
 
 @dataclass
 class SpaFLState(StrategyState):
-    """`trained`: the clients that have a model; `density`: the mean over the layers and clients of the last round."""
+    """`trained` are the clients that have a model. `density` is the mean over layers and clients in the last round."""
 
     trained: list[int] = field(default_factory=list)
     density: float = 1.0
 
 
 class SpaFL(PieceStrategy):
-    """Personal sparse models; thresholds are averaged."""
+    """Clients train personal sparse models, and the server averages their thresholds."""
 
     name = "spafl"
     policy_class = SpaFLPolicy
@@ -109,16 +110,16 @@ class SpaFL(PieceStrategy):
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
         self.personal = True
-        self.model_details = {"personal": True}  # that it is none
+        self.model_details = {"personal": True}  # the file has no global model, only thresholds
         settings = self.settings
         if settings.evaluation.mode == "central":
             raise ValueError(
-                f"evaluation.mode = 'central': {self.name} has no model but those of the clients, set it to personal"
+                f"evaluation.mode = 'central': {self.name} has only the clients' personal models; set it to personal"
             )
         if settings.evaluation.on_clients_every or settings.evaluation.autoattack_examples:
             raise ValueError(
                 f"evaluation.on-clients-every = {settings.evaluation.on_clients_every}, evaluation.autoattack-examples = "
-                f"{settings.evaluation.autoattack_examples}: {self.name} has no model to evaluate but those of the "
+                f"{settings.evaluation.autoattack_examples}: {self.name} has only the personal models of the "
                 "clients, which evaluate by evaluation.every; set both to 0"
             )
         if settings.training.init_weights:
@@ -128,20 +129,20 @@ class SpaFL(PieceStrategy):
             )
         if settings.architecture.batch_norm == "local":
             raise ValueError(
-                f"architecture.batch-norm = 'local': {self.name} leaves norms with the clients anyhow, set it to running"
+                f"architecture.batch-norm = 'local': {self.name} always keeps batch norms on the clients; set it to running"
             )
         if settings.spafl.client_momentum and not settings.training.momentum:
             raise ValueError(
-                "spafl.client-momentum = true keeps the clients' momentum, and training.momentum is 0.0: set it, or leave it "
+                "spafl.client-momentum = true keeps the clients' momentum, but training.momentum is 0.0: set it, or leave this "
                 "off"
             )
         if settings.spafl.masked_every != 1 and not settings.spafl.silent_norms:
             raise ValueError(
-                f"spafl.masked-every = {settings.spafl.masked_every}: with spafl.silent-norms = false pruned filters shift "
-                "what is behind their norms, so nothing can be excluded; set it to 1"
+                f"spafl.masked-every = {settings.spafl.masked_every}: with spafl.silent-norms = false pruned filters change "
+                "the features after their norms, so they cannot be removed; set it to 1"
             )
         if settings.spafl.masked_every != 1:
-            layout(self.policy.blueprint, self.blueprint)  # a model whose channels cannot be followed is refused here
+            layout(self.policy.blueprint, self.blueprint)  # raises for a model whose channels cannot be followed
         self.layers = thresholds(self.policy.model)
         self.masks: dict[int, np.ndarray] = {}
         self.restarted: list[int] = []
@@ -152,36 +153,36 @@ class SpaFL(PieceStrategy):
 
     @cached_property
     def digest(self) -> str:
-        """Of the initial model, of which one unit at a time is held here, once."""
+        """The digest of the clients' initial model, which is built here once, one unit at a time."""
         return initial_model(self.policy.model, self.settings.seed)
 
     @cached_property
     def layer_statistics(self) -> dict[str, Layer]:
-        """Of the layers with thresholds."""
+        """The statistics of the layers with thresholds, by name."""
         model = self.policy.model
         layers = [layer for unit in model.units() for layer in layer_statistics(model, unit).layers if layer.thresholds]
         return dict(zip(self.layers, layers, strict=True))
 
     @cached_property
     def macs(self) -> dict[str, int]:
-        """Multiply-accumulates of one example."""
+        """The multiply-accumulates of one example in each layer with thresholds, by name."""
         return {name: layer.macs for name, layer in self.layer_statistics.items()}
 
     def by_layer(self, values: np.ndarray) -> dict[str, np.ndarray]:
-        """What there is one of for each threshold, layer by layer."""
+        """Split an array with one value per threshold into layers, by name."""
         parts = np.split(values, np.cumsum([*self.layers.values()])[:-1])
         return dict(zip(self.layers, parts, strict=True))
 
     def initial(self) -> dict[str, np.ndarray]:
-        """Thresholds of 0."""
+        """Return thresholds of 0, which are all the arrays of the server."""
         return {THRESHOLDS: np.zeros(sum(self.layers.values()), dtype=np.float32)}
 
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """The masked model's."""
+        """Return the bytes of training the masked model."""
         return {self.policy.whole: self.policy.bytes(self.policy.whole)}
 
     def alpha(self, server_round: int) -> float:
-        """The regulariser's weight."""
+        """Return the weight of the sparsity regulariser in a round."""
         settings, alpha = self.settings, self.settings.spafl.sparsity
         if settings.spafl.sparsity_ramp:
             alpha /= 1 + math.exp(min(700, 5 - 10 * (server_round - 1)))
@@ -190,12 +191,12 @@ class SpaFL(PieceStrategy):
         return alpha
 
     def task(self, server_round: int, state: DeviceState) -> Task:
-        """With the regulariser's weight, and what the initial model is."""
+        """Return a client's task, with the regulariser's weight and the digest of the initial model."""
         task_config = SpaFLTaskConfig(self.alpha(server_round), self.digest, self.shared)
         return replace(super().task(server_round, state), own=task_config.to_values())
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
-        """Thresholds and their change, to be trained; to be evaluated nothing."""
+        """Return the thresholds and their change for a training task, and nothing for evaluation."""
         if task.personal or not self.shared:
             return ArrayRecord()
         now = arrays[THRESHOLDS]
@@ -206,7 +207,7 @@ class SpaFL(PieceStrategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """As usual; keeps the thresholds that the change of the next round is from."""
+        """Aggregate the replies, and keep the previous thresholds, from which the next change is computed."""
         self.masks, self.restarted, self.lost, self.density = {}, [], [], None
         arrays, metrics = super().aggregate_train(server_round, replies)
         self.kept = ArrayRecord({THRESHOLDS: self.dispatcher.arrays[THRESHOLDS]})
@@ -218,24 +219,29 @@ class SpaFL(PieceStrategy):
     def check(
         self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, maximum: Callable[[], float]
     ) -> CheckedUpdate:
-        """Thresholds are from 0 to 1, which bounds how far they can be moved: norms need no limits."""
+        """Check that thresholds are from 0 to 1. This bounds their movement, so norms need no limits.
+
+        Raises UpdateRejectedError.
+        """
         update = super().check(arrays, metrics, task, {}, lambda: math.inf)
         found = update.arrays[THRESHOLDS]
         if found.min() < 0 or found.max() > 1:
-            raise UpdateRejectedError(f"thresholds from {found.min():.4g} to {found.max():.4g}: they are 0 to 1")
+            raise UpdateRejectedError(
+                f"thresholds from {found.min():.4g} to {found.max():.4g}: they must be from 0 to 1"
+            )
         return replace(update, norms={})
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
-        """Add thresholds; each client counts alike."""
+        """Add a client's thresholds to the mean, with the same weight for every client."""
         self.mean.add(update.arrays, 1)
         self.masks[client] = self._told[client]
 
     def _executed(self, task: Task, metrics: dict[str, Any]) -> float:
-        """By what the masked layers' forward passes took."""
+        """Return the executed fraction of the masked layers' forward passes. Raises UpdateRejectedError if it is invalid."""
         macs = finite(metrics, "macs") or 0.0
         dense = sum(self.macs.values()) * sum(int(n) for n in metrics["seen"])
         if not 0 < macs <= 1.001 * dense:
-            raise UpdateRejectedError(f"macs is {macs!r}: they are at most {dense}")
+            raise UpdateRejectedError(f"macs is {macs!r}: it must be above 0 and at most {dense}")
         return macs / dense
 
     def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
@@ -256,12 +262,12 @@ class SpaFL(PieceStrategy):
         )
         report.counted_flops = sparse_flops(self.macs, density, seen, batches, len(mask), weights)
         if metrics.get("fresh") and report.client in self.state.trained:
-            report.add_note("its store has no model of its own any more: it began again with the initial one")
+            report.add_note("its store no longer has its model: it restarted from the initial one")
             self.restarted.append(report.client)
         self.state.trained = sorted({*self.state.trained, report.client})
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """As usual; keeps the mean density of the clients' models, and who evaluated the initial one for lack of its own."""
+        """Aggregate the metrics, and note the mean density, and the clients that lost their models and used the initial one."""
         found = super().aggregate_evaluate(server_round, replies)
         answers = self.evaluation.answers.items()
         self.lost += [client for client, said in answers if said.get("fresh") and client in self.state.trained]
@@ -269,14 +275,16 @@ class SpaFL(PieceStrategy):
         return found
 
     def densities(self) -> dict[str, float]:
-        """Of every layer the fraction of filters that are not pruned, the mean over the clients of the round."""
+        """Return the fraction of filters in each layer that are not pruned, as the mean over the round's clients."""
         return {
             name: float(part.mean()) for name, part in self.by_layer(np.mean([*self.masks.values()], axis=0)).items()
         }
 
     def details(self) -> dict[str, Any]:
-        """Alpha; the mean density of all clients' models, where they were evaluated; of every layer the mean density and
-        threshold, and for each filter the fraction of the round's clients, in per cent, that do not prune it.
+        """Return alpha, densities and thresholds for the round record.
+
+        `density` is the mean over the evaluated models, or None. `open` is, for each filter of a layer, the percentage of the
+        round's clients that do not prune it.
         """
         kept = np.mean([*self.masks.values()], axis=0) if self.masks else np.zeros(sum(self.layers.values()))
         densities, taus = self.densities() if self.masks else {}, self.by_layer(self.tau)
@@ -299,19 +307,19 @@ class SpaFL(PieceStrategy):
 
 
 class LocalPolicy(SpaFLPolicy):
-    """Nothing travels."""
+    """SpaFL's policy if nothing is sent."""
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
-        """None."""
+        """Return 0: no values are sent."""
         return 0, 0
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
-        """No bytes of arrays."""
+        """Return 0: no arrays are sent."""
         return 0, 0
 
 
 class Local(SpaFL):
-    """SpaFL without communication: every client trains its weights and thresholds for itself."""
+    """SpaFL without communication: every client trains its weights and thresholds alone."""
 
     name = "local"
     policy_class = LocalPolicy
@@ -320,10 +328,10 @@ class Local(SpaFL):
     def check(
         self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, maximum: Callable[[], float]
     ) -> CheckedUpdate:
-        """There is nothing to check but the count, and that there are no arrays."""
+        """Check that there are no arrays, and a number of examples. Raises UpdateRejectedError."""
         examples = metrics.get("num-examples")
         if arrays or not isinstance(examples, int) or examples <= 0:
             raise UpdateRejectedError(
-                f"{len(arrays)} arrays of {examples!r} examples: a local model's stay with the client"
+                f"{len(arrays)} arrays of {examples!r} examples: a local client sends no arrays, and its examples"
             )
         return CheckedUpdate({}, examples, {})

@@ -2,7 +2,7 @@
 2017, https://arxiv.org/abs/1602.05629).
 
 Algorithm 1: w <- sum_k n_k / n w_k over the clients of a round. Every client trains the whole model, at `architecture.width`;
-a client whose budget does not allow it says so.
+a client whose budget is too small refuses the task.
 """
 
 from functools import cached_property
@@ -15,26 +15,26 @@ from piecework.strategies.base import PieceStrategy
 
 
 class FedAvgPolicy(PartitionPolicy):
-    """One stage; the whole model or nothing."""
+    """One stage, in which a device trains the whole model or nothing."""
 
     adversarial = "optional"
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The whole model."""
+        """One stage, with the whole model."""
         return [Stage("training", (self.part(self.whole),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The whole model. Raises MemoryBudgetExceededError."""
+        """Return the whole model. Raises MemoryBudgetExceededError if it does not fit."""
         return [self.within(part, state) for part in self.stages[stage].parts]
 
 
 class FedAvg(PieceStrategy):
-    """FedAvg over the clients that can afford the whole model."""
+    """Federated averaging over the clients that have enough memory for the whole model."""
 
     name = "fedavg"
     policy_class = FedAvgPolicy
 
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """One cost: the whole model's."""
+        """Return the memory cost of the whole model, the only one that a client looks up."""
         return {self.policy.whole: self.policy.bytes(self.policy.whole)}

@@ -58,7 +58,7 @@ class FedRBNPolicy(Swapping):
         weight = self.settings.fedrbn.clean_weight
         if item.clean:
             return Part(self.model, item.atoms, name="the whole model, clean", piece_class=DualPiece, clean=True)
-        loss, name = adversarial_loss(weight), "the whole model, attacked"
+        loss, name = adversarial_loss(weight), "the whole model, adversarially"
         return Part(self.model, item.atoms, make_loss=loss, name=name, piece_class=learner(weight))
 
     @property
@@ -70,12 +70,12 @@ class FedRBNPolicy(Swapping):
         """Raise ValueError if the model has no batch norms, or if they keep no running statistics."""
         if self.settings.batch_statistics:
             raise ValueError(
-                f"architecture.batch-norm = {self.settings.architecture.batch_norm!r}: fedrbn propagates running statistics, "
-                f"use running or local"
+                f"architecture.batch-norm = {self.settings.architecture.batch_norm!r}: fedrbn needs running statistics to "
+                f"propagate; use running or local"
             )
         if not any(has_statistics(self.blueprint, unit) for unit in self.blueprint.units()):
             raise ValueError(
-                f"model {self.settings.model!r} has no batch norm, whose statistics fedrbn would propagate"
+                f"model {self.settings.model!r} has no batch norms, but fedrbn propagates their statistics"
             )
 
     def robust(self, state: DeviceState) -> bool:
@@ -114,7 +114,7 @@ class FedRBN(PieceStrategy):
         branch = settings.fedrbn.evaluation_branch
         if branch == "detector" and (self.personal or settings.evaluation.on_clients_every):
             raise ValueError(
-                "fedrbn.evaluation-branch = 'detector': it learns from the server's public data, and clients evaluate"
+                "fedrbn.evaluation-branch = 'detector' needs the server's public data, but here clients evaluate the model"
             )
         self.public: Examples | None = public_examples(settings) if branch == "detector" else None
         self.piece_class, self.prepare = branch_of(branch), self._prepare

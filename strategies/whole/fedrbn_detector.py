@@ -1,7 +1,6 @@
-"""How FedRBN's model is evaluated: which of its two sets of statistics an image meets.
+"""The evaluation of FedRBN's model: which of the two sets of batch-norm statistics is used for an image.
 
-A detector sees an image's clean logits and says whether it was attacked. It learns from public examples and from attacks on
-them.
+A detector decides from an image's clean logits whether it was attacked. It is fitted on public examples and on attacks on them.
 """
 
 from collections.abc import Callable
@@ -21,23 +20,23 @@ from piecework.training.randomness import integer
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.setup import image_attack, open_dataset
 
-LEARNT_FROM = 500  # public examples at most, clean and attacked
+LEARNT_FROM = 500  # maximum number of public examples, each used clean and attacked
 
 Verdict = Callable[[np.ndarray], np.ndarray]  # logits [B, classes] -> whether attacked, bool [B]
 
 
 class DetectingPiece(PieceModel):
-    """Each image meets the statistics that a detector chooses for it; without one, all the adversarial ones."""
+    """A piece whose detector chooses the statistics for each image; without a detector, all use the adversarial ones."""
 
     detector: Verdict | None = None
 
     def logits_by(self, z: Tensor, *, adversarial: bool) -> Tensor:
-        """Logits[B, classes] with one of the sets."""
+        """Return logits[B, classes] with the chosen set of statistics."""
         use(self.units().values(), adversarial=adversarial)
         return super().logits(z)
 
     def logits(self, z: Tensor) -> Tensor:
-        """Logits[B, classes] of z[B, ...]; gradients come through the set that was chosen."""
+        """Return logits[B, classes] of z[B, ...]; gradients pass through the set that the detector chose for each image."""
         robust = self.logits_by(z, adversarial=True)
         if self.detector is None:
             return robust
@@ -47,15 +46,18 @@ class DetectingPiece(PieceModel):
 
 
 def branch_of(name: str) -> type[PieceModel]:
-    """How a model is run in an evaluation."""
+    """Return the piece class that `fedrbn.evaluation-branch = name` evaluates with.
+
+    Raises SettingsError if the detector needs scikit-learn and it is not installed.
+    """
     if name == "detector":
-        _sklearn("svm")  # before anything is trained
+        _sklearn("svm")  # fails before training starts if it is not installed
         return DetectingPiece
     return BRANCHES[name]
 
 
 def fit_detector(piece: PieceModel, public: Examples, settings: Settings) -> None:
-    """Let a piece's detector learn from public examples. Raises SettingsError without scikit-learn."""
+    """Fit the detector of a DetectingPiece on public examples. Raises SettingsError if scikit-learn is not installed."""
     assert isinstance(piece, DetectingPiece)
     piece.detector = None
     rows = np.linspace(0, len(public) - 1, min(LEARNT_FROM, len(public))).astype(int)
@@ -68,7 +70,7 @@ def fit_detector(piece: PieceModel, public: Examples, settings: Settings) -> Non
         with torch.no_grad():
             y = predictions(
                 piece.logits_by(z, adversarial=False)
-            )  # public examples may have other labels than the run's
+            )  # predictions, because labels of public data may not be those of the run
         attacked = pgd(gradient, z, y, attack, start)
         with torch.no_grad():
             met.append([piece.logits_by(x, adversarial=False).numpy() for x in (z, attacked)])

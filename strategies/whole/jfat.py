@@ -1,13 +1,13 @@
 """jFAT, joint federated adversarial training (Zizzo et al., "FAT: Federated Adversarial Training", 2020,
 https://arxiv.org/abs/2012.01791): FedProphet's upper bound.
 
-Every client trains the whole model on adversarial examples (FedProphet's Eq. 2); w <- sum_k q_k w_k. That is FedProphet with
-one module, and is built so. A device that is short of memory swaps, which costs simulated time (FedProphet's clock) and not
-accuracy. So budgets are not enforced, and jFAT runs only where they are emulated.
+Every client trains the whole model on adversarial examples (FedProphet's Eq. 2), and w <- sum_k q_k w_k. It is implemented as
+FedProphet with one module. A device that is short of memory swaps, which costs simulated time (FedProphet's clock) but no
+accuracy. Budgets are therefore not enforced, and jFAT runs only on emulated budgets.
 
-The model of the run is that of the round with the best C + 1.5 A on the clients' validation data, as in the authors' code; it
-ends where that has not risen for `fedprophet.stage-patience` rounds. `fedprophet.r-min`, `fedprophet.apa` and `fedprophet.dma`
-mean nothing here.
+The model of the run is that of the round with the best C + 1.5 A, as in the code of FedProphet's authors, where C and A are the
+clean and adversarial accuracy on the clients' validation data. The run ends when this score has not risen for
+`fedprophet.stage-patience` rounds. `fedprophet.r-min`, `fedprophet.apa` and `fedprophet.dma` have no effect here.
 """
 
 from functools import cached_property
@@ -21,26 +21,26 @@ from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 
 
 class JFATPolicy(Swapping, FedProphetPolicy):
-    """One stage, the whole model, whatever memory there is."""
+    """One stage: every device trains the whole model, and swaps if it does not fit."""
 
     cuts = False
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The whole model."""
+        """One stage, with the whole model as its only module."""
         return [Stage("training", (self.part(self.whole),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The whole model."""
+        """Return the whole model."""
         return list(self.stages[stage].parts)
 
     def assigned(self, stage: int, state: DeviceState, slowest: float) -> Piece:
-        """The whole model."""
+        """Return all atoms of the model."""
         return self.stages[stage].parts[0].atoms
 
 
 class JFAT(FedProphet):
-    """Joint federated adversarial training."""
+    """Joint federated adversarial training: every client trains the whole model on adversarial examples."""
 
     name = "jfat"
     policy_class = JFATPolicy

@@ -1,6 +1,6 @@
 """AllSmall, a baseline of ProFL's Table 1: FedAvg with a model so narrow that the poorest client can train it.
 
-The fraction of the channels is the largest number of 64ths that fits; which one is decided once a run.
+The width ratio is the largest multiple of 1/64 whose model fits the smallest budget. It is chosen once, when the run begins.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ STEPS = 64
 
 
 class AllSmallPolicy(FedAvgPolicy):
-    """One stage: the narrow model."""
+    """One stage, in which all clients train the same narrow model."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class AllSmallPolicy(FedAvgPolicy):
         self.width = width
 
     def with_smallest(self, budget: int) -> Self:
-        """The same narrow model where the smallest budget is so many bytes."""
+        """Return this policy, of the same width, for a smallest budget of that many bytes."""
         return type(self)(self.blueprint, self.cost_model, self.settings, budget, self.width)
 
     def fit(self, minimum: int, maximum: int) -> Self:
-        """Raises ValueError where not even the narrowest model fits the poorest client."""
+        """Return the policy of the largest width ratio that fits `minimum` bytes. Raises ValueError if not even 1/64 fits."""
         policy, needed = self.with_smallest(minimum), 0
-        low, high = 0, STEPS + 1  # of 64ths: the first fits, the second does not
+        low, high = 0, STEPS + 1  # in 64ths: `low` fits (0 is not tried), `high` does not
         while high - low > 1:
             middle = (low + high) // 2
             needed = self.cost_model.bytes(whole_model(vary(self.blueprint, Variant(width=middle / STEPS))))
@@ -52,28 +52,28 @@ class AllSmallPolicy(FedAvgPolicy):
         return policy.narrow(low / STEPS)
 
     def part(self, item: WorkItem) -> Part:
-        """All atoms of the narrow model."""
+        """Return all atoms of the narrow model."""
         return replace(super().part(item), name=f"{self.width:.4g} of the channels")
 
     @property
     def variant(self) -> Variant:
-        """The narrow model."""
+        """The run's model at the chosen width ratio."""
         return Variant(width=self.width)
 
     def narrow(self, width: float) -> Self:
-        """The policy for a model with this fraction of the channels."""
+        """Return this policy for another width ratio."""
         return type(self)(self.blueprint, self.cost_model, self.settings, self.smallest, width)
 
 
 @dataclass
 class AllSmallState(StrategyState):
-    """`width`: of the channels; 0 = not decided yet."""
+    """The state of AllSmall. `width` is the width ratio, 0 until it is chosen."""
 
     width: float = 0.0
 
 
 class AllSmall(FedAvg):
-    """FedAvg with a narrow model."""
+    """FedAvg with a model narrow enough for the poorest client."""
 
     name = "allsmall"
     policy_class = AllSmallPolicy
@@ -85,12 +85,12 @@ class AllSmall(FedAvg):
         super().__init__(experiment)
         if self.settings.training.init_weights:
             raise ValueError(
-                f"training.init-weights = {self.settings.training.init_weights!r}: allsmall narrows the model, which they do "
+                f"training.init-weights = {self.settings.training.init_weights!r}: allsmall narrows the model, so they do "
                 f"not fit"
             )
 
     def begin(self) -> None:
-        """Size the model, once a run. Raises ValueError."""
+        """Choose the width ratio, once a run. Raises ValueError if no width fits."""
         if not self.state.width:
             budgets = self.resources.budgets()
             self.state.width = self.policy.fit(int(min(budgets)), int(max(budgets))).width
@@ -98,5 +98,5 @@ class AllSmall(FedAvg):
         self.blueprint = self.policy.model
 
     def details(self) -> dict[str, Any]:
-        """The width."""
+        """Return the width ratio for the round record."""
         return {"width": self.state.width}

@@ -1,9 +1,10 @@
 """FedDrop, federated dropout (Caldas et al., "Expanding the Reach of Federated Learning by Reducing Client Resource
 Requirements", 2018, https://arxiv.org/abs/1812.07210; Wen, Jeon, Huang, "Federated Dropout", 2022).
 
-As HeteroFL, with channels that are drawn again for every client and round, uniformly among those of a layer; channels that a
-residual sum joins are drawn together. What layers make is divided by the ratio of channels kept, as in dropout
-(`heterofl.scaler`). All classes are trained everywhere. The mean of an entry is weighted by numbers of examples.
+FedDrop differs from HeteroFL in three ways. The channels of a sub-model are drawn uniformly, again for every client and round;
+channels that a residual sum joins are drawn together. The loss has no class mask, so every client trains the rows of all
+classes. The mean of an entry is weighted by numbers of examples. As in dropout, the outputs of layers are divided by the
+fraction of their inputs that is kept (`heterofl.scaler`).
 """
 
 from piecework.client_app.trainers.width.heterofl import HeteroFLTaskConfig
@@ -14,19 +15,19 @@ from piecework.training.randomness import generator
 
 
 class FedDropPolicy(HeteroFLPolicy):
-    """Without a mask."""
+    """HeteroFL's policy without the class mask, for channels that change."""
 
     masks = False
     moving = True
 
 
 class FedDrop(HeteroFL):
-    """Sub-models of channels drawn at random."""
+    """Sub-models of random channels, drawn again for every client and round."""
 
     name = "feddrop"
     policy_class = FedDropPolicy
     by_examples = True
 
     def select(self, task: Task) -> Select:
-        """Drawn by (seed, round, client)."""
+        """Return a random choice of channels, seeded by (seed, round, client)."""
         return drawn(generator(self.settings.seed, task.round, HeteroFLTaskConfig.of(task).draw, "channels"))

@@ -1,9 +1,10 @@
 """FedRolex (Samiul Alam, Luyang Liu, Ming Yan, Mi Zhang, "FedRolex: Model-Heterogeneous Federated Learning with Rolling
 Sub-Model Extraction", NeurIPS 2022, https://arxiv.org/abs/2212.01548).
 
-As HeteroFL, with a window that rolls on: in round j, from 0, a client with ratio r of K channels trains channels j, j + 1, ..,
-j + r K - 1, modulo K, so that all are trained alike often. Clients of a round roll together. The mean of an entry is weighted
-by numbers of examples.
+FedRolex differs from HeteroFL in the choice of channels: a window that moves on by one channel every round. In round j, counted
+from 0, a client with width ratio r trains the channels j, j + 1, .., j + r K - 1, modulo K, of a layer of K channels. Over many
+rounds all channels are trained equally often. The window starts at the same channel for all clients of a round. The mean of an
+entry is weighted by numbers of examples.
 """
 
 from piecework.models.width import Select, rolling
@@ -12,7 +13,7 @@ from piecework.training.messages import Task
 
 
 class FedRolexPolicy(HeteroFLPolicy):
-    """As HeteroFL's."""
+    """HeteroFL's policy, for channels that change."""
 
     moving = True
 
@@ -25,5 +26,5 @@ class FedRolex(HeteroFL):
     by_examples = True
 
     def select(self, task: Task) -> Select:
-        """The window of the task's round."""
+        """Return the rolling window of channels of the task's round."""
         return rolling(task.round)

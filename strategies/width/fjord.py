@@ -1,12 +1,13 @@
 """FjORD (Horvath et al., "FjORD: Fair and Accurate Federated Learning under heterogeneous targets with Ordered Dropout",
 NeurIPS 2021, https://arxiv.org/abs/2102.13451), the server's side.
 
-p_max: of `heterofl.width-ratios` the largest whose step fits a client, or that which its fleet gives it (`keep`). The client is
-sent the first p_max C channels of every layer, and trains all nets of smaller ratios within them (in its trainer). Each
-entry is averaged over the clients that had it, weighted by examples: the slices of FjORD's nested aggregation.
+p_max is the largest of `heterofl.width-ratios` whose step fits the client, or the ratio that its fleet sets (`keep`). The
+client receives the first p_max C of the C channels of every layer. Its trainer also trains the nets of all smaller ratios,
+which lie within these channels. Each entry is averaged over the clients that had it, weighted by examples, as in FjORD's nested
+aggregation.
 
-`fjord.sampling = round` is what SpaFL compares with: one ratio is drawn for each client and round, and only that is sent and
-trained. There is no Scaler. Self-distillation: `fjord.distillation`.
+`fjord.sampling = round` is the version that SpaFL compares with: one ratio is drawn for each client and round, and only that
+net is sent and trained. There is no Scaler. `fjord.distillation` switches self-distillation on.
 """
 
 from collections.abc import Iterable
@@ -27,37 +28,37 @@ from piecework.training.randomness import generator
 
 
 class FjORDPolicy(HeteroFLPolicy):
-    """As HeteroFL's; a step may run two nets."""
+    """HeteroFL's policy for nested nets: with self-distillation, a step may run two nets."""
 
     masks = False
     scales = False
 
     def require_model(self) -> None:
-        """Raises ValueError for norms with statistics, too."""
+        """Raise ValueError also for batch norms with running statistics, which differ between the nets."""
         require_no_statistics(self.blueprint, self.settings, "fjord's nets have different statistics")
         super().require_model()
 
     @property
     def distils(self) -> bool:
-        """Whether a client's widest net teaches the others."""
+        """Whether a client's widest net teaches its narrower ones."""
         return self.settings.fjord.distillation and self.settings.fjord.sampling == "batch"
 
     def nested(self, level: int) -> int:
-        """How many narrower nets a client with this ratio trains."""
+        """Return how many narrower nets a client trains beside the net of ratio number `level`."""
         return len(self.ratios) - level - 1 if self.settings.fjord.sampling == "batch" else 0
 
     def part(self, item: WorkItem) -> Part:
-        """A sub-model when all of it is trained."""
+        """Return a sub-model for a step that trains all of it."""
         return self.step(self.levels[item.variant], 0)
 
     def step(self, level: int, drawn: int) -> Part:
-        """The model with a ratio when the net of number `drawn` is trained in it: 0 is all of it, the next ones narrower."""
+        """Return a sub-model for a step that trains its net number `drawn`: 0 is all of it, the others are narrower."""
         widths = tuple(self.models[level + 1 :][: self.nested(level)])
         loss = nested_loss(widths, self.distils, drawn)
         return replace(super().part(self.sub_model(level)), make_loss=loss)
 
     def bytes(self, item: WorkItem) -> int:
-        """The cost of the largest step: a narrow net needs less for itself, and copies of parts of the model's arrays."""
+        """Return the bytes of the most expensive step. A narrow net takes less itself, but may copy parts of the arrays."""
         if item not in self._bytes:
             level = self.levels[item.variant]
             steps = range(1 + self.nested(level))
@@ -66,7 +67,7 @@ class FjORDPolicy(HeteroFLPolicy):
 
 
 class FjORD(HeteroFL):
-    """Ordered dropout."""
+    """Ordered dropout: each client trains nested nets of several widths."""
 
     name = "fjord"
     policy_class = FjORDPolicy
@@ -75,17 +76,22 @@ class FjORD(HeteroFL):
     by_examples: ClassVar[bool] = True
 
     def task_config(self, level: int) -> TaskConfig:
-        """What is said of a ratio."""
+        """Return the strategy's own fields of a task for ratio number `level`."""
         ratios = self.policy.ratios
         nested = ratios[level + 1 :][: self.policy.nested(level)]
         return FjORDTaskConfig(level, nested, self.policy.distils)
 
     def _executed(self, task: Task, metrics: dict[str, Any]) -> float:
-        """By the nets that were drawn, of which the client says on how many examples each was trained."""
+        """Return the fraction of the FLOPs of p_max's net that the drawn nets took.
+
+        The client reports in `widths` on how many examples each net was trained. Raises UpdateRejectedError for bad counts.
+        """
         task_config, seen = FjORDTaskConfig.of(task), sum(int(n) for n in metrics["seen"])
         counted, nets = metrics.get("widths"), 1 + len(task_config.nested)
         if not isinstance(counted, list) or len(counted) != nets or sum(counted) != seen or min(counted) < 0:
-            raise UpdateRejectedError(f"widths is {counted!r:.100}: {seen} examples of {nets} nets")
+            raise UpdateRejectedError(
+                f"widths is {counted!r:.100}: it must list {nets} counts that add up to {seen} examples"
+            )
         flops = [
             self.policy.cost_model.traced(self.policy.step(task_config.level, n)).flops for n in range(len(counted))
         ]
@@ -94,7 +100,7 @@ class FjORD(HeteroFL):
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
     ) -> dict[int, tuple[Task, DeviceState]]:
-        """The tasks; where one ratio is drawn for a round, any that fits, by (seed, round, client)."""
+        """Return the tasks. With `fjord.sampling = round`, one fitting ratio each is drawn by (seed, round, client)."""
         asked = super().ask(clients, server_round, arrays)
         if self.settings.fjord.sampling == "batch":
             return asked

@@ -1,16 +1,16 @@
 """HeteroFL (Enmao Diao, Jie Ding, Vahid Tarokh, "HeteroFL: Computation and Communication Efficient Federated Learning for
 Heterogeneous Clients", ICLR 2021, https://arxiv.org/abs/2010.01264), the server's side. FedRolex
-and FedDrop choose other channels and are built on it.
+and FedDrop are built on it and choose other channels.
 
-W_l: the full model's weights of layer l; r: a client's fraction of the channels, the largest of `heterofl.width-ratios` whose
-step fits its budget. A client trains the first r C of every layer's C channels (inputs and classes are never cut). Each entry
-of the new W_l is the mean over the clients that had it, each counting the same; what no client had stays as it was. Of the last
-layer only the rows of classes that a client has enter (masked cross-entropy; `heterofl.masked-loss`).
+W_l are the full model's weights of layer l. r is a client's width ratio: the largest of `heterofl.width-ratios` whose step fits
+its budget. A client trains the first r C of the C channels of every layer; inputs and classes are never cut. Each entry of the
+new W_l is the unweighted mean over the clients that had it, and an entry that no client had keeps its value. A client
+contributes only the rows of the last layer whose classes it has examples of (masked cross-entropy; `heterofl.masked-loss`).
 
-Its static batch norm is `architecture.batch-norm = measured`, the default here: norms keep no statistics in training, and those
-of the full model are measured by clients (server_app/served_model.py; the paper asks all of them once, at the end). Running
-statistics averaged over sub-models of different widths are not those of the full model: 9.7 % on the digits, and
-measured ones give 94.2 %.
+HeteroFL's static batch norm is `architecture.batch-norm = measured`, the default here: norms keep no statistics in training,
+and clients measure those of the full model (server_app/served_model.py; in the paper all clients do so once, at the end).
+Running statistics averaged over sub-models of different widths do not fit the full model: they give 9.7 % accuracy on the
+digits, and measured ones give 94.2 %.
 """
 
 from collections.abc import Iterable
@@ -49,7 +49,11 @@ from piecework.training.messages import Outcome, Task, TaskConfig
 
 
 class HeteroFLPolicy(PartitionPolicy):
-    """One stage: each device trains the widest model that fits."""
+    """One stage: each device trains the widest sub-model that fits.
+
+    A `level` is the index of a width ratio in `ratios`. `masks` and `scales` say whether the strategy can use the class mask
+    and the Scaler; the settings can switch both off.
+    """
 
     adversarial = "optional"
     adapts = True
@@ -58,54 +62,54 @@ class HeteroFLPolicy(PartitionPolicy):
 
     @cached_property
     def ratios(self) -> list[float]:
-        """The ratios of channels that there are, largest first."""
+        """The width ratios of the run, largest first."""
         return self.settings.heterofl.ratios()
 
     def variant_of(self, level: int) -> Variant:
-        """The sub-model of a ratio."""
+        """Return the variant of ratio number `level`."""
         return Variant(width=self.ratios[level])
 
     def sub_model(self, level: int) -> WorkItem:
-        """The work item of the sub-model of a ratio."""
+        """Return the work item that trains all of the sub-model of ratio number `level`."""
         return WorkItem(tuple(range(len(self.models[level].atoms))), variant=self.variant_of(level))
 
     @cached_property
     def levels(self) -> dict[Variant, int]:
-        """The number of the ratio of each sub-model."""
+        """The number of its ratio for each variant."""
         return {self.variant_of(level): level for level in reversed(range(len(self.ratios)))}
 
     @cached_property
     def models(self) -> list[Blueprint]:
-        """The model with each ratio."""
+        """The sub-models, one for each ratio."""
         return [vary(self.blueprint, self.variant_of(level)) for level in range(len(self.ratios))]
 
     def require_model(self) -> None:
-        """Raises ValueError for a model of which a narrower one is not a choice of channels."""
+        """Raise ValueError, which names the layer, if a narrower model is not a choice of the full model's channels."""
         require_parts(self.blueprint, dict(zip(self.ratios, self.models, strict=True)))
 
     @cached_property
     def shapes(self) -> list[dict[str, Shape]]:
-        """Of the arrays of each."""
+        """The shapes of each sub-model's arrays, by name."""
         return [shapes(model) for model in self.models]
 
     @cached_property
     def last_layer(self) -> list[str]:
-        """The arrays with a row for every class."""
+        """The names of the last layer's arrays that have a row for every class."""
         last = last_layer(self.models[0])
         return [name for name, shape in last.items() if shape[0] == self.blueprint.num_classes]
 
     @property
     def masked(self) -> bool:
-        """Whether clients leave out the logits of classes that they lack."""
+        """Whether clients set the logits of classes without local examples to 0."""
         return self.masks and self.settings.heterofl.masked_loss
 
     @property
     def scaled(self) -> bool:
-        """Whether sub-models have a Scaler."""
+        """Whether sub-models divide the outputs of layers by their width (HeteroFL's Scaler)."""
         return self.scales and self.settings.heterofl.scaler
 
     def part(self, item: WorkItem) -> Part:
-        """All of a sub-model."""
+        """Return all of a sub-model, with the Scaler and the class mask in its loss."""
         level = self.levels[item.variant]
         ratio, model = self.ratios[level], self.models[level]
         present = (True,) * model.num_classes if self.masked else ()
@@ -113,48 +117,50 @@ class HeteroFLPolicy(PartitionPolicy):
         return Part(model, item.atoms, make_loss=loss, name=f"{ratio:.4g} of the channels")
 
     def level(self, allowed: int) -> int:
-        """Return the number of the largest sub-model that takes at most so many bytes, or else of the smallest."""
+        """Return the number of the largest ratio whose step takes at most `allowed` bytes, or of the smallest if none does."""
         fitting = (level for level in range(len(self.ratios)) if self.bytes(self.sub_model(level)) <= allowed)
         return next(fitting, len(self.ratios) - 1)
 
     def level_of(self, state: DeviceState) -> int:
-        """The number of the ratio that a device trains: that which its fleet gives it (`keep`), else the largest that fits.
+        """Return the number of the ratio that a device trains: the one its fleet sets (`keep`), else the largest that fits.
 
-        Raises ValueError for one that there is not.
+        Raises ValueError if the run has no such ratio.
         """
         if state.keep is None:
             return self.level(state.allowed_bytes)
         if state.keep not in self.ratios:
             known = ", ".join(f"{ratio:g}" for ratio in self.ratios)
-            raise ValueError(f"keep = {state.keep:g} of device {state.device!r}: the run has the ratios {known}")
+            raise ValueError(
+                f"keep = {state.keep:g} of device {state.device!r} is not one of the run's width ratios: {known}"
+            )
         return self.ratios.index(state.keep)
 
     def min_budget(self) -> int:
-        """The narrowest model's cost."""
+        """Return the memory cost (bytes) of the narrowest sub-model."""
         return self.bytes(self.sub_model(len(self.ratios) - 1))
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The model of the poorest device."""
+        """One stage, with the sub-model of a device with the smallest budget."""
         return [Stage("training", (self.part(self.sub_model(self.level(self.allowed))),))]
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
-        """The fraction of the channels of what the full model has, and not its square: the paper's count."""
+        """Return the full model's values times the width ratio, not its square, down and up, as SpaFL's paper counts."""
         full = sum(entries(self.blueprint, unit) for unit in self.blueprint.units())
         found = sum(part.blueprint.width / self.blueprint.width for part in parts) * full
         return found, found
 
     def channels(self, part: Part) -> float:
-        """Of sub-models that always have the first channels, their ratio; others come to all of them."""
+        """Return the width ratio, or 1 if the channels change from round to round so that all are trained in time."""
         return 1.0 if self.moving else part.blueprint.width / self.blueprint.width
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """The device's sub-model. Raises MemoryBudgetExceededError."""
+        """Return the device's sub-model. Raises MemoryBudgetExceededError if it does not fit."""
         return [self.within(self.part(self.sub_model(self.level_of(state))), state)]
 
 
 class HeteroFL(PieceStrategy):
-    """Sub-models of the first channels."""
+    """Sub-models of the first channels of every layer, as many as a client's budget allows."""
 
     name = "heterofl"
     policy_class = HeteroFLPolicy
@@ -166,39 +172,39 @@ class HeteroFL(PieceStrategy):
         super().__init__(experiment)
         if self.settings.architecture.batch_norm == "local":
             raise ValueError(
-                f"architecture.batch-norm = 'local': channels of {self.name}'s sub-models change, use measured, running or "
-                f"batch"
+                f"architecture.batch-norm = 'local': the channels of {self.name}'s sub-models can change; use measured, "
+                f"running or batch"
             )
         self.coverage = CoverageMean()
         self._classes: dict[int, list[int]] = {}
 
     @cached_property
     def axes(self) -> dict[str, Axes]:
-        """Which channels the arrays have."""
+        """The channel axes of the full model's arrays, by name."""
         return channel_axes(self.blueprint)
 
     @cached_property
     def full(self) -> dict[str, Shape]:
-        """The shapes of what is averaged."""
+        """The shapes of the full model's arrays, by name."""
         return shapes(self.blueprint)
 
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """None yet: what a client looks up depends on its device."""
+        """Return no costs: `task` adds the cost of the client's own sub-model."""
         return {}
 
     def begin(self) -> None:
-        """Raises ValueError for a fleet that gives a device a ratio which there is not."""
+        """Raise ValueError if the fleet gives a device a ratio that the run does not have."""
         for state in self.resources.states():
             self.policy.level_of(state)
 
     def min_budget(self, state: DeviceState | None = None) -> int:
-        """The cost of the ratio that its fleet gives the device, if it does; else of the narrowest model."""
+        """Return the bytes of the sub-model whose ratio the fleet sets for the device, or else of the narrowest one."""
         if state is None or state.keep is None:
             return self.policy.min_budget()
         return self.policy.bytes(self.policy.sub_model(self.policy.level_of(state)))
 
     def task(self, server_round: int, state: DeviceState) -> Task:
-        """The sub-model of the client's device, and its cost."""
+        """Return the client's task, with its sub-model and the memory cost of that."""
         level = self.policy.level_of(state)
         item, own = self.policy.sub_model(level), self.task_config(level).to_values()
         return replace(
@@ -206,39 +212,39 @@ class HeteroFL(PieceStrategy):
         )
 
     def task_config(self, level: int) -> TaskConfig:
-        """What is said of a sub-model."""
+        """Return the strategy's own fields of a task for ratio number `level`."""
         return HeteroFLTaskConfig(level, self.policy.scaled, self.policy.masked)
 
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
     ) -> dict[int, tuple[Task, DeviceState]]:
-        """The tasks, each with a choice of channels."""
+        """Return the tasks, each with the client number that seeds its choice of channels."""
         asked = super().ask(clients, server_round, arrays)
         return {c: (replace(task, own=task.own | {"draw": c}), state) for c, (task, state) in asked.items()}
 
     def select(self, task: Task) -> Select:
-        """Which channels a task is about."""
+        """Return how a task's channels are chosen: the first ones."""
         return ordered
 
     def indices(self, task: Task) -> dict[str, Indices]:
-        """Where the arrays of a task's sub-model lie in the full ones."""
+        """Return the indices of the sub-model's arrays in the full ones, by name."""
         return sub_indices(
             self.axes, self.full, self.policy.shapes[self.orders_class.of(task).level], self.select(task)
         )
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
-        """The sub-model."""
+        """Return the arrays of the task's sub-model, cut out of the full model's."""
         indices = self.indices(task).items()
         return ArrayRecord({name: Array(take(arrays[name].numpy(), where)) for name, where in indices})
 
     def untrained(self, task: Task) -> ArrayRecord:
-        """The sub-model, as it was sent."""
+        """Return the sub-model as it was sent to the client."""
         return self.travelling(task, self.dispatcher.arrays)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """As usual; entries are averaged over the clients that had them."""
+        """Aggregate the replies. Each entry is averaged over the clients that had it."""
         self.coverage, self._classes = CoverageMean(), {}
         return super().aggregate_train(server_round, replies)
 
@@ -248,7 +254,7 @@ class HeteroFL(PieceStrategy):
             self._classes[report.client] = classes(metrics.get("classes"), self.blueprint.num_classes)
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
-        """Add a sub-model; of the last layer the rows of classes that the client has."""
+        """Add a client's sub-model; with the class mask, only those rows of the last layer whose classes the client has."""
         arrays, indices = dict(update.arrays), self.indices(self._asked[client][0])
         if (rows := self._classes.get(client)) is not None:
             for name in filter(arrays.__contains__, self.policy.last_layer):
@@ -256,16 +262,16 @@ class HeteroFL(PieceStrategy):
         self.coverage.add(arrays, indices, self.full, update.examples if self.by_examples else 1)
 
     def finish(self) -> ArrayRecord:
-        """The new full model."""
+        """Return the new full model."""
         return updated(self.dispatcher.arrays, self.coverage)
 
     def details(self) -> dict[str, Any]:
-        """The fraction of the channels that each client has."""
+        """Return the width ratio of each client for the round record."""
         return {"width_ratios": {str(client): task.variant.width for client, (task, _) in self._asked.items()}}
 
 
 def classes(given: Any, count: int) -> list[int]:
-    """The classes that a client says it has. Raises UpdateRejectedError."""
+    """Return the classes that a client reports, sorted. Raises UpdateRejectedError unless they are integers in [0, count)."""
     if not isinstance(given, list) or not given or any(type(n) is not int or not 0 <= n < count for n in given):
         raise UpdateRejectedError(f"classes is {given!r:.100}: it must list classes from 0 to {count - 1}")
     return sorted(set(given))

@@ -1,9 +1,9 @@
 """OrigDrop, PriSM's rival in the original space: the first channels of every layer, for every client (ordered dropout).
 
 A client of keep ratio c (`prism.keep-ratios`) trains HeteroFL's sub-model of that fraction of the channels, without Scaler and
-mask; each entry is averaged over the clients that had it. Channels that no client can ever have are 0 in the server's model
-(PriSM's authors' code), which is then the largest sub-model that any client trains. Ours: as in HeteroFL the first layer is cut
-too.
+class mask. Each entry is averaged over the clients that had it. Channels that no client can ever train are 0 in the server's
+model, as in the code of PriSM's authors: it is in effect the largest sub-model that any client trains. Ours: as in HeteroFL,
+the first layer is cut too.
 """
 
 from functools import cached_property
@@ -16,7 +16,7 @@ from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
 
 
 class OrigDropPolicy(HeteroFLPolicy):
-    """As HeteroFL's, with PriSM's ratios."""
+    """HeteroFL's policy with PriSM's keep ratios as width ratios."""
 
     caveat = "other channels are zero"
     masks = False
@@ -24,18 +24,18 @@ class OrigDropPolicy(HeteroFLPolicy):
 
     @cached_property
     def ratios(self) -> list[float]:
-        """The keep ratios."""
+        """PriSM's keep ratios, largest first."""
         return self.settings.prism.ratios()
 
 
 class OrigDrop(HeteroFL):
-    """Sub-models of the first channels; there are no others."""
+    """Sub-models of the first channels; channels beyond the largest sub-model are zero."""
 
     name = "origdrop"
     policy_class = OrigDropPolicy
 
     def finish(self) -> ArrayRecord:
-        """The new model; 0 where no client can train it."""
+        """Return the new model, with 0 in the entries that no client can train."""
         levels = [(self.policy.level_of(state), state.allowed_bytes) for state in self.resources.states()]
         fitting = [level for level, allowed in levels if self.policy.bytes(self.policy.sub_model(level)) <= allowed]
         largest = self.policy.shapes[min(fitting, default=-1)]
@@ -44,7 +44,7 @@ class OrigDrop(HeteroFL):
 
 
 def only(array: np.ndarray, indices: tuple[np.ndarray, ...]) -> np.ndarray:
-    """The array with 0 outside of these indices of each dimension."""
+    """Return a copy of the array that is 0 outside of these indices of each dimension."""
     found = np.zeros_like(array)
     place = np.ix_(*indices)
     found[place] = array[place]

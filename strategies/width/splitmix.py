@@ -1,12 +1,13 @@
 """SplitMix (Hong et al., "Efficient Split-Mix Federated Learning for On-Demand and In-Situ Customization", ICLR 2022,
 https://arxiv.org/abs/2203.09747), the server's side.
 
-a: `splitmix.width-ratio`, a base net's fraction of the channels; there are round(1 / a) of them, which have no weight in
-common. A client trains as many as its budget allows, or as make the ratio that its fleet gives it (`keep`): one by turns, so
-that all are trained alike, the others drawn. Each net is averaged over the clients that trained it, weighted by examples; nets
-that no client trained stay as they were. The model is the mean of all nets' logits.
+The model is an ensemble of round(1 / a) narrow base nets, which share no weights; a is their width ratio
+(`splitmix.width-ratio`). A client trains as many base nets as its budget allows, or as many as add up to the ratio that its
+fleet sets (`keep`). One of them is assigned in turn, so that all nets are trained equally often, and the others are drawn at
+random. Each net is averaged over the clients that trained it, weighted by examples. Nets that no client trained stay as they
+were. The model predicts the mean of all nets' logits.
 
-Ours: nets are not rescaled by 1 / a (the authors' HeteroFL-like Scaler), which batch norms would undo.
+Ours: nets are not rescaled by 1 / a (the authors' HeteroFL-like Scaler), because batch norms would undo it.
 """
 
 from collections.abc import Iterable
@@ -31,7 +32,7 @@ from piecework.training.randomness import generator
 
 
 class SplitMixPolicy(PartitionPolicy):
-    """One stage: each device as many base nets as fit."""
+    """One stage: each device trains as many base nets as fit."""
 
     moving = True
 
@@ -41,60 +42,60 @@ class SplitMixPolicy(PartitionPolicy):
 
     @property
     def count(self) -> int:
-        """How many base nets there are."""
+        """The number of base nets."""
         return max(1, round(1 / self.settings.splitmix.width_ratio))
 
     @property
     def variant(self) -> Variant:
-        """All base nets."""
+        """The ensemble of all base nets."""
         return self.variant_of(range(self.count))
 
     def variant_of(self, nets: Iterable[int]) -> Variant:
-        """Some of them, by their numbers."""
+        """Return the variant of the base nets with these numbers."""
         return Variant(width=self.settings.splitmix.width_ratio, nets=tuple(nets))
 
     @cached_property
     def mixes(self) -> list[Blueprint]:
-        """One base net, two, .. and all of them."""
+        """The ensembles of one base net, of two, .. and of all, in this order."""
         return [vary(self.blueprint, self.variant_of(range(n))) for n in range(1, self.count + 1)]
 
     def mix(self, nets: Iterable[int]) -> WorkItem:
-        """The work item of some base nets. It costs what as many others cost."""
+        """Return the work item of some base nets. Its memory cost depends only on their number."""
         variant = self.variant_of(nets)
         return WorkItem(tuple(range(len(self.mixes[len(variant.nets) - 1].atoms))), variant=variant)
 
     def part(self, item: WorkItem) -> Part:
-        """Some base nets."""
+        """Return the base nets of a work item."""
         count = len(item.variant.nets)
         name = f"{count} base nets" if count > 1 else "a base net"
         return Part(self.mixes[count - 1], item.atoms, make_loss=mixed_loss, name=name)
 
     def nets(self, allowed: int) -> int:
-        """Return how many base nets take at most so many bytes, at least one."""
+        """Return how many base nets fit into `allowed` bytes; 1 if none does."""
         return next((n for n in range(self.count, 1, -1) if self.bytes(self.mix(range(n))) <= allowed), 1)
 
     def nets_of(self, state: DeviceState) -> int:
-        """How many a device trains: those that make the ratio that its fleet gives it, else as many as fit."""
+        """Return how many base nets a device trains: as many as add up to its fleet's `keep`, else as many as fit."""
         if state.keep is None:
             return self.nets(state.allowed_bytes)
         return min(self.count, max(1, round(state.keep / self.settings.splitmix.width_ratio)))
 
     def min_budget(self) -> int:
-        """A base net's cost."""
+        """Return the memory cost (bytes) of one base net."""
         return self.bytes(self.mix([0]))
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """What the poorest device trains."""
+        """One stage, with the base nets of a device with the smallest budget."""
         return [Stage("training", (self.part(self.mix(range(self.nets(self.allowed)))),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """As many base nets as fit. Raises MemoryBudgetExceededError."""
+        """Return the device's base nets. Raises MemoryBudgetExceededError if they do not fit."""
         return [self.within(self.part(self.mix(range(self.nets_of(state)))), state)]
 
 
 class SplitMix(PieceStrategy):
-    """An ensemble of narrow nets."""
+    """An ensemble of narrow nets; each client trains as many as fit its budget."""
 
     name = "splitmix"
     policy_class = SplitMixPolicy
@@ -108,21 +109,23 @@ class SplitMix(PieceStrategy):
             ("training.init-weights", self.settings.training.init_weights, self.settings.training.init_weights or None),
         ):
             if value == bad:
-                raise ValueError(f"{key} = {value!r}: splitmix trains narrow nets, which change from round to round")
+                raise ValueError(
+                    f"{key} = {value!r} does not work with splitmix, whose clients train other nets in each round"
+                )
 
     def min_budget(self, state: DeviceState | None = None) -> int:
-        """The cost of the nets that its fleet gives the device, if it does, else of one."""
+        """Return the bytes of the nets that the fleet's `keep` asks of the device, or else of one net."""
         nets = range(self.policy.nets_of(state) if state is not None and state.keep is not None else 1)
         return self.policy.bytes(self.policy.mix(nets))
 
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """None yet: what a client looks up depends on its device."""
+        """Return no costs: `ask` adds the cost of the client's own nets."""
         return {}
 
     def ask(
         self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
     ) -> dict[int, tuple[Task, DeviceState]]:
-        """The tasks, each with its nets."""
+        """Return the tasks, each with its base nets and their memory cost."""
         asked = {}
         for place, (client, (task, state)) in enumerate(super().ask(clients, server_round, arrays).items()):
             nets = self.nets(server_round, place, client, self.policy.nets_of(state))
@@ -131,7 +134,10 @@ class SplitMix(PieceStrategy):
         return asked
 
     def nets(self, server_round: int, place: int, client: int, wanted: int) -> list[int]:
-        """The first by turns, in an order that is drawn again for each turn of all; the others at random."""
+        """Return the numbers of the `wanted` base nets that the client in this `place` of the round trains.
+
+        The first is assigned in turn; the order of the nets is drawn again once all have had a turn. The others are random.
+        """
         count, seed = self.policy.count, self.settings.seed
         done = (server_round - 1) * (self.settings.clients_per_round or len(self.registry.members))
         turn, number = divmod(done + place, count)
@@ -142,14 +148,14 @@ class SplitMix(PieceStrategy):
         return sorted([first, *(int(net) for net in others[: wanted - 1])])
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
-        """The nets of a task."""
+        """Return the arrays of the task's nets."""
         nets = set(task.variant.nets)
         return ArrayRecord({name: array for name, array in arrays.items() if net_of(name) in nets})
 
     def untrained(self, task: Task) -> ArrayRecord:
-        """The nets, as they were sent."""
+        """Return the nets as they were sent to the client."""
         return self.travelling(task, self.dispatcher.arrays)
 
     def details(self) -> dict[str, Any]:
-        """The nets of each client."""
+        """Return the numbers of each client's nets for the round record."""
         return {"nets": {str(client): list(task.variant.nets) for client, (task, _) in self._asked.items()}}

@@ -80,7 +80,7 @@ def test_save_and_load_a_module(store: Store) -> None:
 
 def test_a_unit_that_was_not_sent(store: Store) -> None:
     with pytest.raises(
-        FileNotFoundError, match=r"no atoms\.4\.safetensors in .*model: the task named a unit it did not send"
+        FileNotFoundError, match=r"no atoms\.4\.safetensors in .*model: the task names a unit that was not sent"
     ):
         store.load("atoms.4", nn.Linear(1, 1))
     with pytest.raises(FileNotFoundError, match=r"no head\.safetensors"):
@@ -213,7 +213,7 @@ DAMAGES = {
     flip_a_bit: "head.safetensors does not match its checksum",
     cut_short: "head.safetensors does not match its checksum",
     a_pickle: "head.safetensors does not match its checksum",
-    a_sealed_pickle: "head.safetensors is no safetensors file",
+    a_sealed_pickle: "head.safetensors is not a safetensors file",
     a_foreign_file: "extra.bin is not in its manifest",
     Path.unlink: "head.safetensors is missing",
     no_manifest: "manifest.json cannot be read (FileNotFoundError)",
@@ -232,11 +232,11 @@ def test_a_damaged_state_is_discarded_and_told(store: Store, harm: Callable[[Pat
         store.commit_state(folder)
     harm(store.root / "state" / "2" / "head.safetensors")
     assert store.newest_state(5) == store.root / "state" / "1"
-    assert store.notes == [f"discarded its state of round 2 ({fault}), goes on from that of round 1"]
+    assert store.notes == [f"discarded its state of round 2 ({fault}), continues from its state of round 1"]
     assert states(store) == ["1"]
     harm(store.root / "state" / "1" / "head.safetensors")
     assert store.newest_state(5) is None
-    assert store.notes[1:] == [f"discarded its state of round 1 ({fault}), starts again"]
+    assert store.notes[1:] == [f"discarded its state of round 1 ({fault}), starts without a state"]
     assert states(store) == []
 
 
@@ -245,7 +245,7 @@ def test_a_file_in_place_of_a_state(store: Store) -> None:
     a_pickle(store.root / "state" / "3")
     assert store.newest_state(3) is None
     assert store.notes == [
-        "discarded its state of round 3 (manifest.json cannot be read (NotADirectoryError)), starts again"
+        "discarded its state of round 3 (manifest.json cannot be read (NotADirectoryError)), starts without a state"
     ]
     assert states(store) == []
 
@@ -325,7 +325,7 @@ def test_features_in_another_order_or_type(tmp_path: Path) -> None:
 
 def test_features_over_the_limit_say_so_before_writing(tmp_path: Path) -> None:
     message = (
-        r"features of 1000 examples of shape \(16, 8\) take 512,000 bytes, memory.feature-cache-bytes allows 511,999: "
+        r"features of 1000 examples of shape \(16, 8\) take 512,000 bytes, more than memory.feature-cache-bytes = 511,999: "
         "raise it, or give the client fewer examples"
     )
     with pytest.raises(OSError, match=message):

@@ -238,7 +238,8 @@ def test_refusals(tmp_path: Path) -> None:
 
 def test_unknown_trainer() -> None:
     with pytest.raises(
-        ValueError, match="strategy 'magic' has no trainer: known are allsmall, depthfl, exclusivefl, fedavg"
+        ValueError,
+        match="strategy 'magic' has no trainer; strategies with one are allsmall, depthfl, exclusivefl, fedavg",
     ):
         find_trainer("magic")
 

@@ -108,7 +108,7 @@ def test_the_simple_rivals_stand_beside_the_systems_and_all_are_there(demo: dict
     assert re.fullmatch(
         r"no device can: at least 1 MB are needed, the richest has 97\d(\.\d)? kB", refused["exclusivefl"]
     )
-    assert refused["feddf"].startswith("feddf.family is empty: name the smaller models")
+    assert refused["feddf"].startswith("feddf.family is empty: name smaller models")
     systems = {row["strategy"] for row in [*demo["rivals"], *demo["rows"], *demo["refused"]]}
     assert systems == set(SOME) - {"fedavg", "fedprophet", "jfat"}
 

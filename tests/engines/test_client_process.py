@@ -36,7 +36,7 @@ def test_a_damaged_state_is_told_in_the_record(tmp_path: Path) -> None:
     fault = "batch-norm/atoms.0.safetensors does not match its checksum"
     assert [(client["status"], client["note"]) for client in clients_of(run_dir, 3)] == [
         ("ok", ""),
-        ("ok", f"discarded its state of round 2 ({fault}), goes on from that of round 1"),
+        ("ok", f"discarded its state of round 2 ({fault}), continues from its state of round 1"),
         ("ok", ""),
     ]
 
@@ -92,7 +92,7 @@ def test_no_memory_left_is_a_normal_answer(tmp_path: Path) -> None:
     outcome = json.loads(in_a_fresh_process(WITHOUT_MEMORY, task, str(130_000_000)))
     assert outcome["status"] == "memory"
     assert outcome["needed"] == 0
-    assert outcome["reason"].startswith("the device had no memory left: ")
+    assert outcome["reason"].startswith("the device ran out of memory: ")
     assert outcome["arrays"] == 0
     assert json.loads(in_a_fresh_process(WITHOUT_MEMORY, task, str(2_000_000_000)))["status"] == "ok"
 

@@ -152,7 +152,7 @@ def test_what_is_damaged_is_told_and_sent_again(tmp_path: Path, grids: Any, harm
     assert [client["status"] for client in clients_of(run_dir, 2)] == ["ok", "failed", "ok"]
     (lost,) = [u for u in FROZEN if content_hash(arrays_of(run_dir, u)) == damaged[0]]
     assert clients_of(run_dir, 2)[1]["reason"] == (
-        f"the client's store lacks the frozen units {lost}: they have to be sent again"
+        f"frozen units {lost} are missing or damaged in the client's store and must be sent again"
     )
     assert grid.brought(3) == Counter([(1, lost)])
     assert [client["status"] for client in clients_of(run_dir, 3)] == ["ok", "ok", "ok"]
@@ -256,7 +256,7 @@ def test_frozen_files(tmp_path: Path) -> None:
     assert (model / "atoms.0.safetensors").samefile(folder / f"{hashes[0]}.safetensors")  # no second copy
     frozen.forget_others(folder, {hashes[1]})
     assert [path.stem for path in folder.iterdir()] == [hashes[1]]
-    with pytest.raises(MissingUnitsError, match=r"lacks the frozen units atoms\.0"):
+    with pytest.raises(MissingUnitsError, match=r"frozen units atoms\.0 are missing"):
         frozen.lay(folder, {"atoms.0": hashes[0], "atoms.1": hashes[1]}, model)
     with pytest.raises(ValueError, match=r"'\.\./head' is not a content hash"):
         list(frozen.not_held(folder, ["../head"]))

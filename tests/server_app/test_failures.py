@@ -39,12 +39,12 @@ def test_the_nearest_to_fitting_and_other_reasons() -> None:
         refused(1, 1_900, 1_000, "a"),
         client(2, device="a", status="crashed", reason="error 8: gone"),
         client(3, device="a"),
-        client(4, device="b", status="memory", reason="the device had no memory left", needed=0),
+        client(4, device="b", status="memory", reason="the device ran out of memory", needed=0),
         client(5, device="b"),
     ]
     assert [failure_text(row) for row in failures([round_record(1, None, clients)])] == [
         "a 3 of 4 (memory 2: needed 1,900, allowed 1,000 in the closest case; crashed 1: error 8: gone)",
-        "b 1 of 2 (memory: the device had no memory left)",
+        "b 1 of 2 (memory: the device ran out of memory)",
     ]
     assert excluded_classes([round_record(1, None, clients)]) == {}
 

@@ -1,15 +1,16 @@
 """DepthFL, the client's side ("DepthFL: Depthwise Federated Learning for Heterogeneous Clients", ICLR 2023).
 
-d_k: the depth of client k, so many of the model's blocks from the first one on; p_i: the prediction of the classifier behind
-block i. It trains blocks and classifiers 1 .. d_k by
+Client k has the model's first d_k blocks, its depth, and a classifier behind each, which predicts p_i behind block i. It trains
+blocks and classifiers 1 .. d_k to minimise
 
-    sum_i l_CE(p_i) + lambda_t / (d_k - 1) sum_i sum_{j != i} KL(p_j || p_i),
+    sum_i l_CE(p_i) + lambda_t / (d_k - 1) sum_i sum_{j != i} KL(p_j || p_i).
 
-self-distillation among its classifiers, p_j a constant; lambda_t = exp(-5 (1 - min(t, T) / T)^2) in round t, T = 300
-(`depthfl.distillation-rounds`). Its prediction is the mean of the classifiers' logits.
+The second term is self-distillation among the classifiers, in which p_j is a constant. Its weight in round t is lambda_t =
+exp(-5 (1 - min(t, T) / T)^2), T = 300 (`depthfl.distillation-rounds`). The client predicts by the mean of the classifiers'
+logits.
 
-With `depthfl.feddyn-alpha` a > 0 (FedDyn, Acar et al., ICLR 2021, as in the paper) the loss has - <h_k, theta> + a / 2 ||theta
-- theta_t||^2 besides, and h_k <- h_k - a (theta_k - theta_t) is the client's state.
+With `depthfl.feddyn-alpha` a > 0 (FedDyn, Acar et al., ICLR 2021, as in the paper), the loss has the further terms
+- <h_k, theta> + a / 2 ||theta - theta_t||^2, and h_k <- h_k - a (theta_k - theta_t) is the client's state.
 """
 
 import math
@@ -35,19 +36,19 @@ from piecework.training.attacks import Loss
 from piecework.training.loop import Load, LocalTrainer, MakeLoss, PieceModel, classification_loss
 from piecework.training.messages import Metrics, Task, TaskConfig
 
-HISTORY = "feddyn"  # in the client's state, h_k
+HISTORY = "feddyn"  # the folder with h_k in the client's state
 
 
 @dataclass(frozen=True)
 class DepthFLTaskConfig(TaskConfig):
-    """What the server says: how many blocks to train at most; the weight of self-distillation."""
+    """The server's instructions: the maximum number of blocks to train, and the weight of self-distillation."""
 
     depth: int
     weight: float
 
 
 class ExitsModel(PieceModel):
-    """A model's first blocks and the exits behind them, all but the last of which are among the atoms."""
+    """A model's first blocks and the exits behind them. The last exit is the head, and the others are among the atoms."""
 
     def __init__(self, blueprint: Blueprint, atoms: Piece, head: str | None, load: Load) -> None:
         super().__init__(blueprint, atoms, head, load)
@@ -56,7 +57,7 @@ class ExitsModel(PieceModel):
         self.exits = {behind: atom for behind, atom in exits_of(blueprint).items() if atom in self.atoms}
 
     def all_logits(self, z: Tensor) -> list[Tensor]:
-        """Logits[B, classes] of every exit, the deepest one last."""
+        """Return logits[B, classes] of every exit, the deepest one last."""
         found = []
         for atom in self.body:
             z = self.modules[f"atoms.{atom}"](z)
@@ -65,12 +66,12 @@ class ExitsModel(PieceModel):
         return [*found, self.head(z)]
 
     def logits(self, z: Tensor) -> Tensor:
-        """Their mean."""
+        """Return the mean of all exits' logits, [B, classes]."""
         return mean_logits(self.all_logits(z))
 
 
 def item_of_depth(blueprint: Blueprint, variant: Variant, depth: int) -> WorkItem:
-    """The first `depth` blocks of a model with exits, and the exits behind them; that of the last block is the head."""
+    """Return the work item of the first `depth` blocks and the exits behind them; the exit of the deepest block is the head."""
     exits, blocks = exits_of(blueprint), variant.exits
     body = [atom for block in blocks[:depth] for atom in block]
     before = [exits[block[-1]] for block in blocks[: depth - 1]]
@@ -79,13 +80,13 @@ def item_of_depth(blueprint: Blueprint, variant: Variant, depth: int) -> WorkIte
 
 
 def distillation_weight(server_round: int, rounds: int) -> float:
-    """lambda_t, which rises to 1 within so many rounds."""
+    """Return lambda_t, which rises to 1 within `rounds` rounds."""
     return math.exp(-5 * (1 - min(server_round, rounds) / rounds) ** 2)
 
 
 @cache
 def depth_loss(weight: float) -> MakeLoss:
-    """Cross-entropy of all exits and the distillation between them."""
+    """Return the loss of an `ExitsModel`: cross-entropy of all exits, and distillation between them with this weight."""
 
     def make(pieces: list[PieceModel]) -> Loss:
         (piece,) = pieces
@@ -101,13 +102,13 @@ def depth_loss(weight: float) -> MakeLoss:
 
 
 def exits_loss(logits: list[Tensor], y: Tensor, weight: float) -> Tensor:
-    """The loss of exits' logits[B, classes]."""
+    """Return the loss of the exits' logits[B, classes] for labels y[B]."""
     total = classification_loss(logits[0], y)
     for each in logits[1:]:
         total = total + classification_loss(each, y)
     if len(logits) == 1 or not weight:
         return total
-    if logits[0].shape[1] == 1:  # of two classes, the other one's is 0
+    if logits[0].shape[1] == 1:  # one logit means two classes, of which the other has logit 0
         logits = [F.pad(each, (0, 1)) for each in logits]
     logs = [F.log_softmax(each, dim=1) for each in logits]
     for i, log in enumerate(logs):
@@ -118,12 +119,12 @@ def exits_loss(logits: list[Tensor], y: Tensor, weight: float) -> Tensor:
 
 
 def dynamic(make_loss: MakeLoss, alpha: float, correct: Callable[[PieceModel], list[Tensor]]) -> MakeLoss:
-    """A loss whose gradients have FedDyn's terms besides: a theta + c, c = - h_k - a theta_t of each parameter (`correct`)."""
+    """Return a loss with FedDyn's terms a theta + c in its gradients; `correct` returns c = - h_k - a theta_t by parameter."""
 
     def make(pieces: list[PieceModel]) -> Loss:
         (piece,) = pieces
         for parameter, c in zip(piece.parameters(), correct(piece), strict=True):
-            # detached: a parameter that its own hook holds is freed late
+            # detached, because a parameter in its own hook would be freed late
             parameter.register_hook(partial(corrected, parameter.detach(), c, alpha))  # type: ignore[no-untyped-call]
         return make_loss(pieces)
 
@@ -131,20 +132,20 @@ def dynamic(make_loss: MakeLoss, alpha: float, correct: Callable[[PieceModel], l
 
 
 def corrected(parameter: Tensor, c: Tensor, alpha: float, gradient: Tensor) -> Tensor:
-    """The gradient with FedDyn's terms."""
+    """Return the gradient with FedDyn's terms added."""
     return torch.add(c, parameter, alpha=alpha).add_(gradient)
 
 
 @cache
 def costed_loss(weight: float, alpha: float) -> MakeLoss:
-    """The loss as a server costs it, which knows no client's state."""
+    """Return the loss for computing memory costs on the server, which does not know the clients' states: c is 0."""
     if not alpha:
         return depth_loss(weight)
     return dynamic(depth_loss(weight), alpha, lambda piece: [torch.zeros_like(p) for p in piece.parameters()])
 
 
 def train(task: Task, client: Client) -> Update:
-    """Train as many blocks as fit. Raises MemoryBudgetExceededError where not even the first one does."""
+    """Train as many blocks as fit. Raises MemoryBudgetExceededError if even the first does not."""
     task_config, settings = DepthFLTaskConfig.of(task), client.settings
     item = deepest(task, client)
     alpha = settings.depthfl.feddyn_alpha
@@ -159,7 +160,7 @@ def train(task: Task, client: Client) -> Update:
         trainer.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train")
     (piece,) = trainer.finish()
     if alpha:
-        remember(client, piece, alpha)  # before the store forgets what was sent
+        remember(client, piece, alpha)  # before `save` overwrites the sent arrays, which it reads
     client.save(piece)
     metrics = client.evaluate(piece.logits, client.validation)
     metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": task.cost(item) or 0}
@@ -167,7 +168,10 @@ def train(task: Task, client: Client) -> Update:
 
 
 def deepest(task: Task, client: Client) -> WorkItem:
-    """As many of the assigned blocks as this client's own budget allows. Raises MemoryBudgetExceededError."""
+    """Return the work item of as many assigned blocks as fit this client.
+
+    Raises MemoryBudgetExceededError if even the first block does not fit.
+    """
     for depth in range(DepthFLTaskConfig.of(task).depth, 0, -1):
         item = item_of_depth(client.blueprint, task.variant, depth)
         if fits(task.cost(item), client.allowed):
@@ -176,7 +180,7 @@ def deepest(task: Task, client: Client) -> WorkItem:
 
 
 def corrections(client: Client, piece: PieceModel, alpha: float) -> list[Tensor]:
-    """c = - h_k - a theta_t of each parameter; h_k is 0 at first."""
+    """Return c = - h_k - a theta_t of each parameter, in their order; h_k is initially 0."""
     found = []
     for unit, module in piece.units().items():
         with history(client, unit) as h:
@@ -190,7 +194,7 @@ def corrections(client: Client, piece: PieceModel, alpha: float) -> list[Tensor]
 
 @contextmanager
 def history(client: Client, unit: str) -> Iterator[Callable[[str], np.ndarray | None]]:
-    """A reader of h_k of a unit's parameters, from the client's state; None where there is none yet."""
+    """Open a function that reads h_k of a unit's parameter from the client's state. It returns None if there is no h_k yet."""
     path = client.old_state / HISTORY / f"{unit}.safetensors" if client.old_state is not None else None
     if path is None or not path.is_file():
         yield lambda _: None
@@ -200,7 +204,7 @@ def history(client: Client, unit: str) -> Iterator[Callable[[str], np.ndarray | 
 
 
 def remember(client: Client, piece: PieceModel, alpha: float) -> None:
-    """h_k <- h_k - a (theta_k - theta_t), unit by unit, also where the server then has no use for the update."""
+    """Update h_k <- h_k - a (theta_k - theta_t), unit by unit, even if the server later rejects the update."""
     folder = client.new_state() / HISTORY
     folder.mkdir(exist_ok=True)
     for unit, module in piece.units().items():
@@ -214,7 +218,10 @@ def remember(client: Client, piece: PieceModel, alpha: float) -> None:
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """Loss and accuracy of the client's depth of the model on its validation data. Raises MemoryBudgetExceededError."""
+    """Return loss and accuracy on the validation data of the model at the client's depth.
+
+    Raises MemoryBudgetExceededError if even the first block does not fit.
+    """
     item = deepest(task, client)
     piece = ExitsModel(client.blueprint, item.atoms, item.head, client.load())
     piece.train(False)

@@ -1,18 +1,18 @@
 """FeDepth, the client's side (Algorithm 1, ClientUpdate): the blocks of the full model are trained one after another.
 
-theta_j: the j-th block of this device's own decomposition; phi: the head; z_j: the features behind block j; J: how many blocks.
+This device's own decomposition has J blocks. theta_j is the j-th block, phi the head, and z_j are the features behind block j.
 
 Eq. 1: theta_j, phi_j in argmin L(theta_j, phi; {z_{j-1}, y}), starting from (theta_j of the server, phi_{j-1}). Every
-sub-problem runs all local epochs. z_j is computed once block j is trained, and lies in the store (section 4.1's buffered
-activations). Towards the shared head features skip the remaining blocks by zero padding; m-FeDepth has heads of its own.
+sub-problem runs all local epochs. z_j is computed when block j is trained, and is kept in the store (section 4.1's buffered
+activations). Before the shared head, features skip the remaining blocks by zero padding. m-FeDepth has a head for each block.
 
-Where the paper is silent: frozen blocks run in evaluation mode; each sub-problem starts with fresh momentum (the authors keep
-one optimiser, which comes to the same for block parameters and carries the head's momentum over); with mutual distillation the
-other model's logits are constants, as in the authors' code.
+Where the paper is silent, we decide as follows. Frozen blocks run in evaluation mode. Each sub-problem starts with zero
+momentum (the authors keep one optimiser, which is equivalent for the parameters of blocks and carries the head's momentum
+over). In mutual distillation the other model's logits are constants, as in the authors' code.
 
 `fedepth.sub-problem = network` is how the authors fine-tune transformers: every sub-problem runs the whole network and trains
-its block, the first atom (embedding, class token, positions) and the head. Gradients go back through all blocks, so that memory
-is hardly saved; by default the first atom is trained in the first sub-problem alone, and frozen blocks are not there.
+its block, the first atom (embedding, class token, positions) and the head. Gradients pass back through all blocks, which saves
+hardly any memory. By default only the first sub-problem trains the first atom, and frozen blocks are not in memory.
 """
 
 from collections.abc import Callable
@@ -56,25 +56,29 @@ from piecework.training.settings import Settings
 
 
 def decompose(count: int, cost: Cost, allowed: int, names: list[str]) -> list[Piece]:
-    """The sub-problems of a device: blocks too large even alone are excluded at the input side (section 4.2), the rest is cut.
+    """Return the blocks of a device, cut from all atoms except those at the input side that do not fit alone (section 4.2).
 
-    Raises AtomTooLargeError where not even the last atom fits.
+    `cost` returns the bytes of training a block, and `names` are the atoms' names. Raises AtomTooLargeError if even the last
+    atom does not fit.
     """
     return greedy_partition(exclude_input_side(range(count), cost, allowed), cost, allowed, names)
 
 
-ItemCost = Callable[[WorkItem], int | None]  # bytes of a work item, None = no cost is known, so it may not be done
+ItemCost = Callable[[WorkItem], int | None]  # bytes of a work item; None = unknown, so that it must not be trained
 
 
 def mutual_item(count: int, copies: int) -> WorkItem:
-    """M whole models of `count` atoms that learn together."""
+    """Return the work item of `copies` whole models, of `count` atoms each, that teach each other."""
     return WorkItem(tuple(range(count)), copies=copies)
 
 
 def choose_items(
     names: list[str], cost: ItemCost, allowed: int, mutual_models: int, item: Callable[[Piece], WorkItem] = WorkItem
 ) -> list[WorkItem]:
-    """A device's decomposition, or M > 1 whole models where it can afford them (section 4.3)."""
+    """Return the work items of a device: up to `mutual_models` > 1 whole models if they fit (section 4.3), else its blocks.
+
+    Raises AtomTooLargeError if even the last atom does not fit.
+    """
     pieces = decompose(len(names), lambda atoms: cost(item(atoms)), allowed, names)
     if len(pieces) == 1 and len(pieces[0]) == len(names):
         for copies in range(mutual_models, 1, -1):
@@ -84,7 +88,7 @@ def choose_items(
 
 
 def sub_problem(blueprint: Blueprint, settings: Settings, atoms: Piece, *, own_heads: bool = False) -> WorkItem:
-    """The work item that trains a block: with the shared head, with one of its own, or within the whole network."""
+    """Return the work item that trains a block: with the shared head, with its own head, or within the whole network."""
     last = len(blueprint.atoms) - 1
     if settings.fedepth.sub_problem == "network":
         return WorkItem(tuple(range(last + 1)), learns=atoms)
@@ -94,7 +98,10 @@ def sub_problem(blueprint: Blueprint, settings: Settings, atoms: Piece, *, own_h
 def items_of(
     blueprint: Blueprint, settings: Settings, cost: ItemCost, allowed: int, *, own_heads: bool = False
 ) -> list[WorkItem]:
-    """`choose_items` of a model. Raises AtomTooLargeError also for an atom that does not fit and cannot be left out."""
+    """Return the work items that train a model within `allowed` bytes.
+
+    Raises AtomTooLargeError for an atom that does not fit and cannot be excluded.
+    """
     names, item = atom_names(blueprint), partial(sub_problem, blueprint, settings, own_heads=own_heads)
     items = choose_items(names, cost, allowed, settings.fedepth.mutual_models, item)
     if settings.fedepth.sub_problem == "network" or items[0].copies > 1:
@@ -105,9 +112,9 @@ def items_of(
 
 
 def indispensable(blueprint: Blueprint, atoms: list[int]) -> int | None:
-    """The first atom missing from `atoms` that they cannot do without, None where there is none.
+    """Return the first atom that is missing in `atoms` but necessary for them, or None.
 
-    Without a transformer's or an LSTM's first atom, the input cannot be brought to the shape that the next one takes.
+    Without the first atom of a transformer or an LSTM, the input cannot be fitted to the shape that the next atom takes.
     """
     shape, following = blueprint.input_shape, 0
     for atom in atoms:
@@ -120,7 +127,7 @@ def indispensable(blueprint: Blueprint, atoms: list[int]) -> int | None:
 
 @cache
 def network_piece(trained: Piece) -> type[PieceModel]:
-    """The whole network, of which these atoms learn, and the first one and the head."""
+    """Return the piece class for the whole network, in which only these atoms, the first one and the head learn."""
 
     class NetworkPiece(PieceModel):
         def __init__(self, *args: Any) -> None:
@@ -129,7 +136,7 @@ def network_piece(trained: Piece) -> type[PieceModel]:
                 atom.requires_grad_(number in (0, *trained))
 
         def train(self, mode: bool) -> None:
-            """Frozen blocks stay in evaluation mode."""
+            """Set the mode of learning atoms and the head; frozen atoms stay in evaluation mode."""
             super().train(mode)
             for atom in self.modules.values():
                 if not any(parameter.requires_grad for parameter in atom.parameters()):
@@ -139,7 +146,7 @@ def network_piece(trained: Piece) -> type[PieceModel]:
 
 
 def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
-    """FeDepth, or with `own_heads` m-FeDepth. Raises MemoryBudgetExceededError where no decomposition fits."""
+    """Train by FeDepth, or by m-FeDepth with `own_heads`. Raises MemoryBudgetExceededError if no decomposition fits."""
     try:
         items = items_of(client.blueprint, client.settings, task.cost, client.allowed, own_heads=own_heads)
     except AtomTooLargeError as error:
@@ -182,7 +189,7 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
 
 
 def train_network(task: Task, client: Client, items: list[WorkItem]) -> Update:
-    """One sub-problem after another in the whole network."""
+    """Train one sub-problem after another within the whole network."""
     loss, seen, units = 0.0, list[int](), dict[str, None]()
     for j, item in enumerate(items):
         make = partial(_load_piece, client, item.atoms, item.head, network_piece(item.learns))
@@ -208,7 +215,10 @@ def _load_piece(
 
 
 def _stream_anew(client: Client, trainer: LocalTrainer, pieces: list[Piece], examples: Examples) -> Examples:
-    """The last piece's input from freshly augmented data; its training state waits on disk, it may not fit beside."""
+    """Return the last piece's input for freshly augmented data.
+
+    Meanwhile the state of its training is on disk, because it may not fit beside the earlier pieces.
+    """
     client.save(trainer.pieces[0])
     trainer.pause(client.store.task / "momentum.safetensors")
     for j, (atoms, following) in enumerate(pairwise(pieces)):
@@ -220,9 +230,9 @@ def _stream_anew(client: Client, trainer: LocalTrainer, pieces: list[Piece], exa
 
 
 def train_mutually(client: Client, item: WorkItem, needed: int) -> Update:
-    """Mutual knowledge distillation (section 4.3): M whole models teach each other, the first one is uploaded.
+    """Train M whole models that teach each other (mutual knowledge distillation, section 4.3), and upload the first one.
 
-    The others stay on the device, from round to round.
+    The other models stay in the client's state from round to round.
     """
     copies = item.copies
     loads = [client.load(), *(_load_companion(client, m) for m in range(1, copies))]
@@ -251,7 +261,7 @@ def _companion_folder(state: Path, m: int) -> Path:
 
 
 def _load_companion(client: Client, m: int) -> Callable[[str], torch.nn.Module]:
-    """The m-th companion as this client left it, or new: a function of (seed, client, m, unit)."""
+    """Return a function that loads the m-th companion from the client's state, or draws it by seed, client, m and unit."""
     if client.old_state is not None and _companion_folder(client.old_state, m).is_dir():
         fill = fill_from(client.store, _companion_folder(client.old_state, m))
         return load_for_device(client.blueprint, fill, client.device)
@@ -265,7 +275,10 @@ def _load_companion(client: Client, m: int) -> Callable[[str], torch.nn.Module]:
 
 @cache
 def mutual_loss(kind: str) -> MakeLoss:
-    """1/M sum_m CE(h^m) + 1/(M-1) sum_{m' != m} KL(h^{m'} || h^m), for every m; `authors`: CE without the 1/M."""
+    """Return the loss of M models: 1/M sum_m CE(h^m) + 1/(M-1) sum_m sum_{m' != m} KL(h^{m'} || h^m).
+
+    With kind `authors`, CE has no factor 1/M, as in the authors' code.
+    """
 
     def make(pieces: list[PieceModel]) -> Loss:
         def loss(z: Tensor, y: Tensor) -> Tensor:
@@ -277,10 +290,10 @@ def mutual_loss(kind: str) -> MakeLoss:
 
 
 def mutual_objective(logits: list[Tensor], y: Tensor, kind: str) -> Tensor:
-    """The objective of section 4.3 on logits[M][B, classes] and labels y[B]; KL is the mean over the batch."""
+    """Return the objective of section 4.3 for logits[M][B, classes] and labels y[B]; KL is the mean over the batch."""
     logits, M = [h.float() for h in logits], len(logits)
     ce = torch.stack([classification_loss(h, y) for h in logits]).sum() / (M if kind == "paper" else 1)
-    if logits[0].shape[1] == 1:  # the probabilities of one logit are those of two, the other one 0
+    if logits[0].shape[1] == 1:  # one logit means two classes, of which the other has logit 0
         logits = [F.pad(h, (0, 1)) for h in logits]
     kl = [
         F.kl_div(h.log_softmax(1), other.detach().log_softmax(1), reduction="batchmean", log_target=True)

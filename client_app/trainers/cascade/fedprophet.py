@@ -1,16 +1,17 @@
 """FedProphet, the client's side: adversarial cascade learning (section 5; Algorithm 2, the lines of clients).
 
-w_m: module m; theta_m: its auxiliary head; z_{m-1}: the features at its entrance (z_0 are images); M_k: the last module that
-client k trains in this round; epsilon_{m-1}: the radius around z_{m-1}; mu: the weight of strong convexity.
+w_m is module m, theta_m its auxiliary head, and z_{m-1} are the features at its input (z_0 are images). M_k is the last module
+that client k trains in this round, epsilon_{m-1} the radius around z_{m-1}, and mu the weight of strong convexity.
 
-Eq. 9 and 13: min over w_m .. w_{M_k}, theta_{M_k} of the max over ||delta|| <= epsilon_{m-1} of l_CE of theta_{M_k}'s logits of
-z_{M_k}(z_{m-1} + delta), plus mu/2 ||z_{M_k}||^2, the un-pooled features. delta by PGD in evaluation mode, on the same loss.
-Eq. 11, when module m is done: the largest ||z_m(z_{m-1} + delta) - z_m(z_{m-1})||_2 of each training example.
+Eqs. 9 and 13: w_m .. w_{M_k} and theta_{M_k} minimise the maximum over ||delta|| <= epsilon_{m-1} of l_CE of theta_{M_k}'s
+logits of z_{M_k}(z_{m-1} + delta), plus mu/2 ||z_{M_k}||^2 of the un-pooled features. PGD finds delta in evaluation mode, on
+the same loss. Eq. 11, when module m is done: the largest ||z_m(z_{m-1} + delta) - z_m(z_{m-1})||_2 of each training example.
 
-Where the paper is silent, as in the authors' code: images are attacked in L-infinity; features in an L2 ball
-(`fedprophet.feature-norm` = `linf`: of radius epsilon / sqrt(dimension)), from a random direction and radius, by steps of 2.5
-epsilon / T, not below 0 where features never are; the regulariser is a mean over the batch; momentum starts at zero in every
-round; psi = 1. Ours: the last module, which has the model's own head and no auxiliary one, has no regulariser.
+Where the paper is silent, we follow the authors' code. Images are attacked in L-infinity. Features are attacked in an L2 ball
+(or, with `fedprophet.feature-norm = linf`, in L-infinity with the radius epsilon / sqrt(dimension)), from a random direction
+and radius, by steps of 2.5 epsilon / T, and are not moved below 0 if no features are below 0. The regulariser is a mean over
+the batch. Momentum starts at zero in every round. psi = 1. Ours: the last module, which has the model's own head and no
+auxiliary one, has no regulariser.
 """
 
 import math
@@ -37,10 +38,10 @@ from piecework.training.setup import image_attack
 
 @dataclass(frozen=True)
 class FedProphetTaskConfig(TaskConfig):
-    """What the server says of a stage: the atoms of each module; the module m in training, from 0; M_k.
+    """The server's instructions for a stage: the atoms of all modules, the number of the trained module m, from 0, and M_k.
 
-    `epsilon`: the radius around features; `nonnegative`: no client has features below 0;
-    `swaps`: the stage's module is trained even where it does not fit.
+    `epsilon` is the attack's radius around features. `nonnegative` says that no client has features below 0. With `swaps`, the
+    stage's module is trained even if it does not fit.
     """
 
     modules: list[list[int]]
@@ -51,33 +52,33 @@ class FedProphetTaskConfig(TaskConfig):
     swaps: bool = False
 
     def atoms(self, last: int) -> Piece:
-        """The atoms of the modules from the one in training to `last`."""
+        """Return the atoms of the modules from the trained one to `last`."""
         return tuple(atom for module in self.modules[self.stage : last + 1] for atom in module)
 
     def before(self) -> list[Piece]:
-        """The modules before the one in training."""
+        """Return the atoms of each module before the trained one."""
         return [tuple(module) for module in self.modules[: self.stage]]
 
     def fixed(self) -> list[Piece]:
-        """The modules that no client trains any more: also the stage's own, where `last` is before it."""
+        """Return the atoms of each module that no client trains any more, including the stage's own if `last` is before it."""
         return [
             tuple(module) for module in self.modules[: max(self.stage, self.stage + 1 if self.last < self.stage else 0)]
         ]
 
 
 def head_behind(blueprint: Blueprint, atom: int) -> str:
-    """The head of a module that ends with this atom: an auxiliary one, or at the end the model's own."""
+    """Return the head of a module that ends with this atom: an auxiliary one, or the model's own after the last atom."""
     return "head" if atom == len(blueprint.atoms) - 1 else f"aux.{atom}"
 
 
 def module_item(blueprint: Blueprint, atoms: Piece) -> WorkItem:
-    """The work item that trains modules, with the head behind them."""
+    """Return the work item that trains the atoms of modules with the head behind them."""
     return WorkItem(atoms, head_behind(blueprint, atoms[-1]))
 
 
 @cache
 def module_loss(mu: float) -> MakeLoss:
-    """l_CE + mu/2 ||z||^2 of a piece with an auxiliary head (Eq. 9, 13), a mean over the batch."""
+    """Return the loss l_CE + mu/2 ||z||^2 (Eqs. 9, 13), a mean over the batch; without an auxiliary head, l_CE alone."""
 
     def make(pieces: list[PieceModel]) -> Loss:
         (piece,) = pieces
@@ -94,7 +95,7 @@ def module_loss(mu: float) -> MakeLoss:
 
 
 def train(task: Task, client: Client) -> Update:
-    """Train the assigned modules jointly. Raises MemoryBudgetExceededError where not even the stage's module fits."""
+    """Train the assigned modules jointly. Raises MemoryBudgetExceededError if even the stage's module does not fit."""
     task_config = FedProphetTaskConfig.of(task)
     item = module_item(client.blueprint, assigned(task_config, task, client))
     examples = stage_examples(client, task_config)
@@ -115,9 +116,9 @@ def train(task: Task, client: Client) -> Update:
 
 
 def assigned(task_config: FedProphetTaskConfig, task: Task, client: Client) -> Piece:
-    """The atoms to train: as many of the assigned modules as this client's own budget allows, the stage's module at least.
+    """Return the atoms to train: as many of the assigned modules as fit this client, and at least the stage's module.
 
-    Raises MemoryBudgetExceededError where that one does not fit.
+    Raises MemoryBudgetExceededError if the stage's module does not fit.
     """
     for last in range(task_config.last, task_config.stage, -1):
         if fits(task.cost(module_item(client.blueprint, task_config.atoms(last))), client.allowed):
@@ -130,12 +131,12 @@ def assigned(task_config: FedProphetTaskConfig, task: Task, client: Client) -> P
 
 
 def stage_examples(client: Client, task_config: FedProphetTaskConfig) -> Examples:
-    """z_{m-1} of the training data: images, or features of the fixed modules."""
+    """Return z_{m-1} of the training data: images, or features behind the fixed modules."""
     return prefix_features(client, task_config.before()) if task_config.stage else client.local_data(0)
 
 
 def stage_attack(client: Client, task_config: FedProphetTaskConfig) -> Attack:
-    """The attack on a stage's inputs."""
+    """Return the attack on a stage's inputs: on images in the first stage, else on features."""
     settings = client.settings
     images = image_attack(settings, client.data, settings.attack.steps)
     if not task_config.stage:
@@ -150,7 +151,7 @@ def stage_attack(client: Client, task_config: FedProphetTaskConfig) -> Attack:
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """C_m and A_m: clean and adversarial accuracy of w_1 .. w_m with theta_m on this client's validation data."""
+    """Return C_m and A_m: clean and adversarial accuracy of w_1 .. w_m with theta_m on the validation data, with the loss."""
     task_config = FedProphetTaskConfig.of(task)
     pieces = [*task_config.before(), task_config.atoms(task_config.stage)]
     whole = tuple(atom for piece in pieces for atom in piece)
@@ -163,20 +164,20 @@ def evaluate(task: Task, client: Client) -> Metrics:
 
 
 def validation_cost(task: Task, client: Client, piece: Piece) -> int | None:
-    """At most the bytes of validating a piece, or None where the server lists no cost."""
+    """Return an upper bound of the bytes for validating a piece, or None if the server lists no cost for it."""
     cost = task.cost(module_item(client.blueprint, piece))
     return None if cost is None else piece_bytes(client, piece, cost)
 
 
 def query(task: Task, client: Client) -> Metrics:
-    """Of the fixed module m, over the training data: the mean largest ||Delta z_m||_2 (Eq. 11), and the least feature."""
+    """Return the mean largest ||Delta z_m||_2 of the fixed module m on the training data (Eq. 11), and its smallest feature."""
     task_config = FedProphetTaskConfig.of(task)
     examples = stage_examples(client, task_config)
     atoms, attack = task_config.atoms(task_config.stage), stage_attack(client, task_config)
     piece: PieceModel | None = None
     total, seen, minimum, rng = 0.0, 0, math.inf, client.rng("perturbation")
-    alone = client.settings.batch_statistics  # an example alone has no statistics
-    # Halves of a batch: what is kept of the clean features comes on top of what training holds.
+    alone = client.settings.batch_statistics  # a batch of one example has no batch statistics
+    # Half batches, because the clean features are held in addition to the memory of a training step.
     size = max(1 + alone, client.training_config.batch_size // 2)
     for positions in batches(len(examples), size, rng, drop_single=alone):
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
@@ -195,12 +196,12 @@ def query(task: Task, client: Client) -> Metrics:
 def largest_perturbation(
     module: Callable[[Tensor], Tensor], z: Tensor, attack: Attack, generator: torch.Generator
 ) -> tuple[Tensor, float]:
-    """||module(z + delta) - module(z)||_2 of each example, [B], for PGD's delta; and the least value of module(z)."""
+    """Return ||module(z + delta) - module(z)||_2 of each example, [B], for PGD's delta, and the smallest value of module(z)."""
     with torch.no_grad():
         clean = module(z)
 
     def gradient(z: Tensor, y: Tensor) -> Tensor:
-        """Of ||module(z) - clean||^2."""
+        """Return the gradient of ||module(z) - clean||^2 with respect to z."""
         z = z.detach().requires_grad_()
         out = module(z)
         (ascent,) = torch.autograd.grad(out, z, out.detach().sub(clean).mul_(2))

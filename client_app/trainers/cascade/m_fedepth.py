@@ -1,4 +1,4 @@
-"""m-FeDepth, the client's side: FeDepth whose blocks have heads of their own (section 4.1, the variant)."""
+"""m-FeDepth, the client's side: FeDepth with a separate head for each block (the variant in section 4.1)."""
 
 from functools import partial
 

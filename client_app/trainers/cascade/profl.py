@@ -1,20 +1,21 @@
 """ProFL, the client's side (section 2): one block and its output module are trained over frozen blocks.
 
-theta_t: block t; theta_op: its output module, a basic layer theta_{t+1,b} .. theta_{T,b} for each block behind it and the
-output layer theta_L; F: frozen; z_{t-1}: what the frozen blocks make of the images.
+theta_t is block t. Its output module theta_op has a basic layer theta_{t+1,b} .. theta_{T,b} for each block behind it and the
+output layer theta_L. F marks frozen blocks, and z_{t-1} are the features of the images behind the frozen blocks.
 
-Growing and shrinking: [theta_{1,F}, .., theta_t, theta_op] is trained by cross-entropy, theta_t and theta_op only. A device
-that cannot afford that trains theta_L alone (section 3.1), on what all before it makes of its images.
-Map: theta_t's information goes into theta_{t,b} by distillation: the logits of [theta_{t,b}, theta_{t+1,b}, ..] are to equal,
-in the mean squared error, those of [theta_t, theta_{t+1,b}, ..].
+Growing and shrinking: [theta_{1,F}, .., theta_t, theta_op] is run, and theta_t and theta_op are trained by cross-entropy. A
+device that cannot afford that trains theta_L alone (section 3.1), on the features of all layers before it.
+Map: distillation transfers theta_t's information to theta_{t,b}. The student [theta_{t,b}, theta_{t+1,b}, ..] learns the logits
+of the teacher [theta_t, theta_{t+1,b}, ..] by the mean squared error.
 
-Statistics (ours): blocks that shrinking leaves random get running statistics for their batch norms, before it begins.
+Statistics (ours): before shrinking begins, the blocks that it leaves random get running statistics for their batch norms.
 
-Where the paper is silent, as in the authors' code: of the student only theta_{t,b} learns, in the last block's map theta_L too;
-momentum starts at zero in every round. Ours: frozen blocks and the teacher run in evaluation mode, so that z_{t-1} is computed
-once a step and lies in the store. With `profl.frozen-mode = training` frozen blocks run in training mode, as theirs: their
-batch norms take statistics of a batch, whose running means (which theirs go on averaging) stay as the block's own step left
-them. The teacher's logits are computed first, one atom after another: teacher and student are never held together.
+Where the paper is silent, we follow the authors' code: of the student only theta_{t,b} learns, and theta_L too in the map of
+the last block; momentum starts at zero in every round. Ours: frozen blocks and the teacher run in evaluation mode, so that
+z_{t-1} is computed once per step and kept in the store. With `profl.frozen-mode = training`, frozen blocks run in training mode
+as the authors' do. Their batch norms then use the statistics of each batch, and their running statistics stay as the block's
+own step left them (the authors' continue to average). The teacher's logits are computed first, one atom after another, so that
+teacher and student are never in memory together.
 """
 
 from dataclasses import dataclass
@@ -34,13 +35,14 @@ from piecework.training.examples import Examples
 from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, single_loss
 from piecework.training.messages import Metrics, Task, TaskConfig
 
-OUTPUT_LAYER: Piece = ()  # the atoms of theta_L alone: none
+OUTPUT_LAYER: Piece = ()  # theta_L alone, which has no atoms
 
 
 @dataclass(frozen=True)
 class ProFLTaskConfig(TaskConfig):
-    """What the server says of a step: t, from 1; what is done: `shrinking`, `growing`, the `map` of block t, or `statistics`
-    of the blocks before it.
+    """The server's instructions: the block t, from 1, and what to do.
+
+    `doing` is `shrinking` or `growing` in step t, the `map` of block t, or the `statistics` of the blocks before it.
     """
 
     step: int
@@ -48,12 +50,15 @@ class ProFLTaskConfig(TaskConfig):
 
 
 def frozen_atoms(task: Task) -> Piece:
-    """The atoms before block t."""
+    """Return the atoms of the frozen blocks before block t."""
     return tuple(atom for block in task.variant.basic_layers[: ProFLTaskConfig.of(task).step - 1] for atom in block)
 
 
 def train(task: Task, client: Client) -> Update:
-    """A round of a step, of a map, or of statistics. Raises MemoryBudgetExceededError where not even theta_L fits."""
+    """Run the task's phase: train block t, or theta_L alone if that does not fit; map block t; or measure statistics.
+
+    Raises MemoryBudgetExceededError if not even theta_L fits, or the map's student, or the measurement.
+    """
     task_config, blocks = ProFLTaskConfig.of(task), task.variant.basic_layers
     if task_config.doing == "statistics":
         return measure(task, client, frozen_atoms(task))
@@ -61,12 +66,12 @@ def train(task: Task, client: Client) -> Update:
     whole = fits(task.cost(item_of(task, atoms)), client.allowed)
     if task_config.doing == "map":
         student = item_of(task, student_atoms(client.blueprint, task_config.step))
-        require(task, client, student, f"integrating block {task_config.step}")
+        require(task, client, student, f"mapping block {task_config.step} into its basic layer")
     elif not whole:
         require(task, client, item_of(task, OUTPUT_LAYER), "training the output layer")
     frozen = [(atom,) for atom in frozen_atoms(task)]
     training = client.settings.profl.frozen_mode == "training"
-    # images are augmented again in every round, features are not
+    # images are augmented again in every round, but stored features are not
     z = prefix_features(client, frozen, training=training) if frozen else client.local_data(0)
     if task_config.doing == "map":
         return integrate(task, client, task_config.step, z)
@@ -76,7 +81,10 @@ def train(task: Task, client: Client) -> Update:
 
 
 def measure(task: Task, client: Client, atoms: Piece) -> Update:
-    """Running statistics of atoms that stay random; nothing is trained."""
+    """Measure the running statistics of atoms that stay random, without training.
+
+    Raises MemoryBudgetExceededError if one atom at a time does not fit.
+    """
     item = WorkItem(atoms, variant=task.variant, measured=True)
     require(task, client, item, "measuring the statistics of random blocks")
     measure_statistics(client, atoms)
@@ -84,7 +92,7 @@ def measure(task: Task, client: Client, atoms: Piece) -> Update:
 
 
 def integrate(task: Task, client: Client, t: int, z: Examples) -> Update:
-    """Map: the basic layer of block t learns to stand for it."""
+    """Run the map of block t: train its basic layer to replace it, on z_{t-1}."""
     blocks = task.variant.basic_layers
     student = student_atoms(client.blueprint, t)
     teacher = teacher_logits(client, step_atoms(client.blueprint, blocks, t), z)
@@ -93,13 +101,13 @@ def integrate(task: Task, client: Client, t: int, z: Examples) -> Update:
 
 
 def learners(student: Piece, last: bool) -> tuple[str, ...]:
-    """The units of a student that learn: its first basic layer; in the last block's map theta_L too."""
+    """Return the units of a student that learn: its first basic layer, and theta_L in the map of the `last` block."""
     return f"atoms.{student[0]}", *(["head"] if last else [])
 
 
 @cache
 def distillation(trained: tuple[str, ...]) -> MakeLoss:
-    """The mean squared error to a teacher's logits[B, classes]; units that are not `trained` are frozen."""
+    """Return the mean squared error to a teacher's logits[B, classes]; units that are not `trained` are frozen."""
 
     def make(pieces: list[PieceModel]) -> Loss:
         (piece,) = pieces
@@ -122,7 +130,7 @@ def learn(
     trained: tuple[str, ...] = (),
     make_loss: MakeLoss = single_loss,
 ) -> Update:
-    """Local epochs on these atoms and theta_L, of which the units `trained`, or all, come back."""
+    """Train these atoms and theta_L for the local epochs. The update has the units `trained`, or all if that is empty."""
     trainer = LocalTrainer(
         lambda: [PieceModel(client.blueprint, atoms, "head", client.load())], client.training_config, make_loss
     )
@@ -138,19 +146,19 @@ def learn(
 
 
 def item_of(task: Task, atoms: Piece) -> WorkItem:
-    """The work item that trains these atoms and theta_L."""
+    """Return the work item that trains these atoms and theta_L."""
     return WorkItem(atoms, variant=task.variant)
 
 
 def require(task: Task, client: Client, item: WorkItem, doing: str) -> None:
-    """Raise MemoryBudgetExceededError where a work item does not fit."""
+    """Raise MemoryBudgetExceededError if a work item does not fit; `doing` names it in the message."""
     needed = task.cost(item)
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or 0, client.allowed, doing)
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """Loss and accuracy of the step's model on the client's validation data, one atom in memory at a time."""
+    """Return loss and accuracy of the step's model on the validation data, with one atom in memory at a time."""
     task_config, blocks = ProFLTaskConfig.of(task), task.variant.basic_layers
     return evaluate_cascade(
         client, cascade_at(client.blueprint, blocks, task_config.step - (task_config.doing == "map"))

@@ -1,7 +1,8 @@
-"""FedDF (Lin et al., NeurIPS 2020) and FedET (Cho et al., IJCAI 2022), the client's side: local training of a model of another
-architecture, the one that this client can afford.
+"""FedDF (Lin et al., NeurIPS 2020) and FedET (Cho et al., IJCAI 2022), the client's side: local training of the
+architecture that this client can afford.
 
-It trains all of it, as in federated averaging, also on adversarial examples; what the server makes of it, it need not know.
+The client trains all of the model, as in federated averaging, also on adversarial examples. Distillation happens on the server
+alone.
 """
 
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ from piecework.training.messages import Task, TaskConfig
 
 @dataclass(frozen=True)
 class FedDFTaskConfig(TaskConfig):
-    """What the server says: the number of the model in the family."""
+    """The server's instructions: `level` is the model's place in the family."""
 
     level: int
 
 
 def train(task: Task, client: Client) -> Update:
-    """Train the model. Raises MemoryBudgetExceededError."""
+    """Train all of the client's model. Raises MemoryBudgetExceededError if it does not fit."""
     return train_whole(task, client)

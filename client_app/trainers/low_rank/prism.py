@@ -1,10 +1,10 @@
-"""PriSM, the client's side (section 3.2.2): local training of a sub-model of low rank, or of OrthDrop's, which has other sizes.
+"""PriSM, the client's side (section 3.2.2): local training of a low-rank sub-model, also of OrthDrop's, which has other sizes.
 
-u', v': the factors of a layer (models/low_rank.py). lambda: `training.weight-decay`. What is not a factor decays by lambda as
-usual, factors by Eq. 6: lambda / 2 ||U' V'||_F^2 = lambda / 2 tr(U'^T U' V' V'^T), which needs no U' V'. Its gradient is lambda
-U' V' V'^T and lambda U'^T U' V'; the norm of the whole gradient, this included, may be bounded (`training.clip-norm`, 5 in the
-authors' code). Momentum begins at zero in every round; in the authors' code it goes on (`prism.server-momentum`,
-piecework.client_app.momentum).
+U' and V' are the factors of a layer (models/low_rank.py), and lambda is `training.weight-decay`. Factors decay by Eq. 6: the
+regulariser lambda / 2 ||U' V'||_F^2 = lambda / 2 tr(U'^T U' V' V'^T) is computed without the product U' V'. Its gradients are
+lambda U' V' V'^T and lambda U'^T U' V'. All other parameters decay by lambda as usual. The norm of the whole gradient, with
+that of the regulariser, can be bounded (`training.clip-norm`, 5 in the authors' code). Momentum starts at zero in every round;
+in the authors' code it is carried over (`prism.server-momentum`, piecework.client_app.momentum).
 """
 
 from dataclasses import dataclass, replace
@@ -23,9 +23,9 @@ from piecework.training.messages import Task, TaskConfig
 
 @dataclass(frozen=True)
 class PriSMTaskConfig(TaskConfig):
-    """What the server says of a sub-model: the number of its keep ratio.
+    """The server's instructions for a sub-model: `level` is the number of its keep ratio.
 
-    `draw` is for the server alone: which of the clients' choices of kernels this is.
+    Only the server uses `draw`, the number of the client whose choice of kernels this is.
     """
 
     level: int
@@ -33,26 +33,26 @@ class PriSMTaskConfig(TaskConfig):
 
 
 def frobenius(pair: Pair) -> Tensor:
-    """||U' V'||_F^2 of a layer."""
+    """Return ||U' V'||_F^2 of a layer, computed without the product U' V'."""
     v, u = (factor.flatten(1) for factor in pair.factors())
     return ((u.T @ u) * (v @ v.T)).sum()
 
 
 class LowRankModel(PieceModel):
-    """A sub-model, whose factors decay by Eq. 6 and not one by one."""
+    """A sub-model whose factors decay by Eq. 6 instead of by the usual weight decay of single parameters."""
 
     def pairs(self) -> list[Pair]:
-        """The factorised layers, in order."""
+        """Return the factorised layers, in order."""
         return [each for unit in self.units().values() for each in unit.modules() if isinstance(each, Pair)]
 
     def undecayed(self) -> list[nn.Parameter]:
-        """The factors."""
+        """Return the factors, which Eq. 6 decays."""
         return [factor for pair in self.pairs() for factor in pair.factors()]
 
 
 @cache
 def low_rank_loss(decay: float) -> MakeLoss:
-    """Cross-entropy and Eq. 6, lambda = `decay`."""
+    """Return the loss: cross-entropy plus the regulariser of Eq. 6 with lambda = `decay`."""
 
     def make(pieces: list[PieceModel]) -> Loss:
         (piece,) = pieces
@@ -71,7 +71,7 @@ def low_rank_loss(decay: float) -> MakeLoss:
 
 
 def train(task: Task, client: Client) -> Update:
-    """Train the sub-model. Raises MemoryBudgetExceededError."""
+    """Train the sub-model. Raises MemoryBudgetExceededError if it does not fit."""
     carried = CarriedMomentum(client, averaged(client.blueprint)) if client.settings.prism.server_momentum else None
     make_loss = low_rank_loss(client.training_config.weight_decay)
     update = train_whole(task, client, make_loss, LowRankModel, carried)

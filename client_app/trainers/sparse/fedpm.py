@@ -1,8 +1,8 @@
 """FedPM (Isik et al., "Sparse Random Networks for Communication-Efficient Federated Learning", ICLR 2023), the client's side.
 
-theta: the server's probabilities, which come as scores s = logit(theta). The client trains the scores with Adam, masks drawn
-again in every step and passed by straight-through gradients, and sends back one mask drawn by them, a bit a weight. Frozen
-weights are drawn from the run's seed on both sides.
+The server's probabilities theta arrive as scores s = logit(theta). The client trains the scores with Adam. Masks are drawn
+again in every step, and gradients pass them straight-through. The client sends back one mask drawn from the trained scores, one
+bit per weight. Frozen weights are drawn from the run's seed on both sides.
 """
 
 from dataclasses import replace
@@ -15,17 +15,17 @@ from piecework.training.adam import Adam
 from piecework.training.loop import PieceModel
 from piecework.training.messages import Task
 
-MASK = "mask"  # uint8 [scores / 8]: of all scores, arrays by their names, the first in the lowest bit
+MASK = "mask"  # uint8 [scores / 8]: bits for all scores, arrays sorted by name, the first score in the lowest bit
 
 
 class ScoredModel(PieceModel):
-    """A model of scores, which Adam moves."""
+    """A model of scores, which Adam trains."""
 
     optimiser = Adam
 
 
 def train(task: Task, client: Client) -> Update:
-    """Train the scores, and draw a mask. Raises MemoryBudgetExceededError."""
+    """Train the scores and draw the mask to upload. Raises MemoryBudgetExceededError if the model does not fit."""
     update = train_whole(task, client, piece_class=ScoredModel)
     rng, drawn = client.rng("mask"), dict[str, np.ndarray]()
     for name, scores in client.store.read(sorted(update.units)):

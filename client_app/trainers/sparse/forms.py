@@ -1,8 +1,9 @@
-"""Training a model whose filters are masked by thresholds (SpaFL), in its masked form or without what is masked.
+"""Train a model whose filters are masked by thresholds (SpaFL), in its masked form or in a compact form without masked filters.
 
-The masked form is the definition. In the compact form, which makes the same outputs, pruned filters, and weights on inputs that
-come from them, are neither computed nor moved: straight-through gradients of pruned filters are excluded, which those before a
-ReLU do not have anyhow, momentum rests, and so do weight decay and the options by which gradients flow through masks.
+The masked form is the definition. The compact form has the same outputs, but neither computes nor updates pruned filters and
+weights on inputs that come from them. It therefore excludes the straight-through gradients of pruned filters, which filters
+before a ReLU do not have anyway. Momentum and weight decay of pruned weights stand still, and the options by which gradients
+flow through masks have no effect on them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,18 +22,18 @@ from piecework.training.examples import Examples
 from piecework.training.loop import Carried, LocalTrainer, MakeLoss, PieceModel, classification_loss, start
 from piecework.training.memory_cap import MemoryCap
 
-WORTH = 0.75  # of the parameters: a compact form that keeps more saves next to nothing
+WORTH = 0.75  # fraction of the parameters; a compact form that keeps more saves next to nothing
 
 
 class SparseModel(PieceModel):
-    """A whole model with thresholds."""
+    """All units of a model with thresholds, in masked or compact form."""
 
     def layers(self) -> list[Masked]:
-        """The layers with thresholds, in order."""
+        """Return the layers with thresholds, in order."""
         return [layer for module in self.units().values() for _, layer in masked_layers(module)]
 
     def undecayed(self) -> list[nn.Parameter]:
-        """The thresholds."""
+        """Return the thresholds, which do not decay."""
         return [layer.tau for layer in self.layers()]
 
     def after_step(self) -> None:
@@ -41,21 +42,21 @@ class SparseModel(PieceModel):
             layer.after_step()
 
     def logits(self, z: Tensor) -> Tensor:
-        """Logits[B, classes]; between units a compact form has fewer channels than the blueprint."""
+        """Return logits[B, classes]. Units run without the blueprint's shapes, because a compact form has fewer channels."""
         for module in self.units().values():
             z = module(z)
         return z
 
     def mask(self) -> np.ndarray:
-        """p of all filters, in order: bool [thresholds]."""
+        """Return which filters are kept (p in Eq. 1), in order: bool [thresholds]."""
         return torch.cat([layer.mask() for layer in self.layers()]).cpu().numpy()
 
     def thresholds(self) -> np.ndarray:
-        """All thresholds, in order: float32 [thresholds]."""
+        """Return all thresholds, in order: float32 [thresholds]."""
         return torch.cat([layer.tau.detach() for layer in self.layers()]).cpu().numpy()
 
     def compacted(self, layout: Layout, parts: Mapping[str, Places] | None = None) -> tuple["SparseModel", Compact]:
-        """The compact form at the mask that there is, whose `parts` of the arrays may be known already."""
+        """Return the compact form at the present mask. `parts` are the kept parts of the arrays, if they are already known."""
         with torch.device("meta"):
             empty = {unit: self.blueprint.build_unit(unit) for unit in self.units()}
         compact = compacted(self.units(), layout, empty, kept_parts(self.units(), layout) if parts is None else parts)
@@ -64,7 +65,7 @@ class SparseModel(PieceModel):
 
 @cache
 def sparse_loss(alpha: float) -> MakeLoss:
-    """Cross-entropy and alpha R, R = sum_i exp(-tau_i) (Eq. 5)."""
+    """Return the loss of Eq. 5: cross-entropy + alpha R with R = sum_i exp(-tau_i)."""
 
     def make(pieces: list[PieceModel]) -> Loss:
         (piece,) = pieces
@@ -81,12 +82,15 @@ def sparse_loss(alpha: float) -> MakeLoss:
 
 
 class SparseTrainer(LocalTrainer):
-    """Trains a `SparseModel`. Every `masked_every`-th step is in the masked form, none where that is 0, all where it is 1, as
-    published; the others are in the compact form of the mask that there was then, or with 0 at the beginning of the epoch.
+    """Trains a `SparseModel`, switching between its masked and its compact form.
 
-    While the compact form is trained, the masked one and its momentum lie in the client's store. Where it would keep more than
-    WORTH of the parameters, the masked form goes on: it is not slower then, and takes no more. `macs`: multiply-accumulates of
-    masked layers in forward passes so far; of what is in training, the layers have them.
+    Every `spafl.masked-every`-th step is in the masked form: all with 1, as published, and none with 0. The other steps are in
+    the compact form, at the mask of the last masked step, or with 0 of the start of the epoch.
+
+    While the compact form is trained, the masked form and its momentum are in the client's store. If the compact form would
+    keep more than WORTH of the parameters, training stays in the masked form, which is then as fast and as small. `macs` are
+    the multiply-accumulates of masked layers in forward passes so far; the layers in training hold their own until the form
+    changes.
     """
 
     def __init__(
@@ -104,12 +108,12 @@ class SparseTrainer(LocalTrainer):
         self._momentum = client.store.task / "momentum.safetensors"
 
     def epoch(self, examples: Examples, rng: np.random.Generator, cap: MemoryCap, phase: str) -> None:
-        """One pass, which begins with the masked form or a new compact one."""
+        """Run one pass over the examples. It starts from the masked form, from which a new compact form may be made."""
         self._expand()
         super().epoch(examples, rng, cap, phase)
 
     def _form(self) -> Sequence[int]:
-        """Making the compact form is a step of its own kind."""
+        """Return the key of the step's memory: a step that first makes the compact form has its own."""
         if self._compact is not None and self._is_masked():
             self._expand()
         return (0,) if self._stays or self._is_masked() else (1, int(self._compact is None))
@@ -127,7 +131,7 @@ class SparseTrainer(LocalTrainer):
 
     @torch.no_grad()
     def _compress(self) -> None:
-        """Put the masked form into the store, and go on in the compact one, if that is worth it."""
+        """Save the masked form to the store and continue in the compact form, if that saves enough."""
         (model,) = self.pieces
         assert isinstance(model, SparseModel)
         assert self.layout is not None
@@ -150,18 +154,18 @@ class SparseTrainer(LocalTrainer):
 
     @torch.no_grad()
     def _expand(self) -> None:
-        """Go back to the masked form, with what was learned in the compact one."""
+        """Return to the masked form, with the values learned in the compact form."""
         self._stays = False
         if self._compact is None:
             return
-        with self.client.cap.first("go back to the masked form"):
+        with self.client.cap.first("return to the masked form"):
             self.macs += executed_macs(self.pieces)
             learned, blueprint, parts = self.optimiser.buffers, self.client.blueprint, self._compact.places
             self.pieces = []
             del self.optimiser, self._loss
             model = SparseModel(blueprint, range(len(blueprint.atoms)), "head", self.client.load())
             self._compact.write_back(model.units())
-            self._compact = None  # its weights go before momentum is read
+            self._compact = None  # frees its weights before momentum is read
             self._take_up(model)
             if learned:
                 self.optimiser.load(self._momentum)
@@ -173,17 +177,17 @@ class SparseTrainer(LocalTrainer):
         self._loss, self.optimiser = start(self.pieces, self.training_config, self._make_loss)
 
     def finish(self) -> list[PieceModel]:
-        """The masked form."""
+        """Return the model in masked form and evaluation mode. Raises ValueError if nothing was trained."""
         self._expand()
         self.macs += executed_macs(self.pieces)
         return super().finish()
 
 
 def parameter_names(model: PieceModel) -> list[str]:
-    """Of the parameters, as they are in order."""
+    """Return the names of a model's parameters, in their order."""
     return [f"{unit}.{name}" for unit, module in model.units().items() for name, _ in module.named_parameters()]
 
 
 def executed_macs(pieces: list[PieceModel]) -> int:
-    """Multiply-accumulates of masked layers, in forward passes in training."""
+    """Return the multiply-accumulates of masked layers in forward passes in training."""
     return sum(layer.macs for piece in pieces for unit in piece.units().values() for _, layer in masked_layers(unit))

@@ -1,13 +1,13 @@
 """SpaFL ("Communication-Efficient Federated Learning with Sparse Models and Low Computational Overhead", NeurIPS 2024), the
-client's side, and `local`, the same without communication.
+client's side, and `local`, which trains in this way without communication.
 
-w_k, tau: the client's weights and its thresholds; Delta tau: how the server's thresholds changed. Algorithm 1: the client
-takes the server's thresholds, moves its weights by Delta tau (Eq. 13), and trains both for E epochs (Eq. 3 to 6). Weights and
-batch norms stay in its store, with momentum where `spafl.client-momentum` says so, and thresholds alone are sent. Who has no
-model yet, or lost it, builds the initial one from the seed.
+w_k and tau are the client's weights and thresholds, and Delta tau is the change of the server's thresholds. Algorithm 1: the
+client takes the server's thresholds, moves its weights by Delta tau (Eq. 13), and trains both for E epochs (Eq. 3 to 6).
+Weights and batch norms stay in its store, with momentum if `spafl.client-momentum` is set, and only thresholds are sent. A
+client that has no model yet, or lost it, builds the initial one from the seed.
 
-Ours: the server sends Delta tau too, because a client that was not in the round before cannot know it. Weights are never
-decayed towards thresholds, nor thresholds by `training.weight-decay`.
+Ours: the server also sends Delta tau, because a client that missed the last round cannot know it. Weights never decay towards
+thresholds, and thresholds do not decay by `training.weight-decay`.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ WORD = 32  # bits of a mask in an integer of a message
 
 @dataclass(frozen=True)
 class SpaFLTaskConfig(TaskConfig):
-    """What the server says: alpha of this round; the digest of the initial model; whether the client shares its thresholds."""
+    """The server's instructions: alpha of the round, the initial model's digest, whether the client shares its thresholds."""
 
     alpha: float
     initial: str
@@ -51,7 +51,7 @@ class SpaFLTaskConfig(TaskConfig):
 def initial_model(
     blueprint: Blueprint, seed: int, keep: Callable[[dict[str, np.ndarray]], None] = lambda arrays: None
 ) -> str:
-    """Build the initial model, unit by unit, for `keep` to store. Returns its digest."""
+    """Build the initial model, pass each unit's arrays to `keep`, and return the model's digest, 16 hex digits."""
     found, arrays = sha256(), groupby(initial_state(blueprint, seed), key=lambda pair: unit_of(pair[0]))
     for _, unit in arrays:
         held = {name: value.numpy() for name, value in unit}
@@ -63,7 +63,10 @@ def initial_model(
 
 
 def train(task: Task, client: Client) -> Update:
-    """Train weights and thresholds. Raises MemoryBudgetExceededError, and RuntimeError for another initial model."""
+    """Train weights and thresholds.
+
+    Raises MemoryBudgetExceededError if the model does not fit, RuntimeError if the initial model differs from the server's.
+    """
     task_config, settings = SpaFLTaskConfig.of(task), client.settings
     layout, item = own_layout(client, task.variant), whole_network(task, client)
     needed = task.cost(item)
@@ -102,7 +105,10 @@ def train(task: Task, client: Client) -> Update:
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """Loss, accuracy and density (the mean over layers) of the client's own model, as it left it. Raises as `train`."""
+    """Return loss, accuracy and density (the mean over layers) of the client's own model as it last trained it.
+
+    Raises MemoryBudgetExceededError if the model does not fit, RuntimeError if the initial model differs from the server's.
+    """
     task_config = SpaFLTaskConfig.of(task)
     layout = own_layout(client, task.variant)
     needed = task.cost(whole_network(task, client))
@@ -119,7 +125,7 @@ def evaluate(task: Task, client: Client) -> Metrics:
 
 
 def own_layout(client: Client, variant: Variant) -> Layout | None:
-    """The layout of the compact form of a client's masked model, where that is used."""
+    """Return the layout of the compact form of a client's masked model, or None if `spafl.masked-every` is 1."""
     settings, data = client.settings, client.data
     return _layout(settings, data.input_shape, data.num_classes, variant) if settings.spafl.masked_every != 1 else None
 
@@ -131,9 +137,9 @@ def _layout(settings: Settings, input_shape: Shape, num_classes: int, variant: V
 
 
 def own_model(client: Client, task_config: SpaFLTaskConfig) -> Path:
-    """The folder of the client's model: that of its state, or the task's with the initial model.
+    """Return the folder of the client's model: its state's, or else the task's, with the initial model.
 
-    Raises RuntimeError where that is not the server's.
+    Raises RuntimeError if the initial model differs from the server's.
     """
     if client.old_state is not None:
         return client.old_state
@@ -141,20 +147,20 @@ def own_model(client: Client, task_config: SpaFLTaskConfig) -> Path:
     if found != task_config.initial:
         raise RuntimeError(
             f"the initial model of seed {client.settings.seed} is {found} here and {task_config.initial} on the server: this "
-            f"device's torch ({torch.__version__}) draws other numbers; install the server's version"
+            f"device's torch ({torch.__version__}) draws different random numbers; install the version that the server has"
         )
     return client.store.model
 
 
 def load(client: Client, folder: Path) -> SparseModel:
-    """The model of a folder."""
+    """Load the client's model from a folder."""
     load = load_for_device(client.blueprint, fill_from(client.store, folder), client.device)
     return SparseModel(client.blueprint, range(len(client.blueprint.atoms)), "head", load)
 
 
 @torch.no_grad()
 def take_over(model: SparseModel, client: Client) -> None:
-    """Move the weights by the change of the server's thresholds (Eq. 13), and take over the thresholds."""
+    """Move the weights by the change of the server's thresholds (Eq. 13), and set the thresholds to the server's."""
     sent = dict(client.store.read([THRESHOLDS]))
     if (client.store.model / f"{CHANGE}.safetensors").is_file():
         sent |= dict(client.store.read([CHANGE]))
@@ -168,14 +174,17 @@ def take_over(model: SparseModel, client: Client) -> None:
 
 
 def to_words(mask: np.ndarray) -> list[int]:
-    """bool [n] as integers of 32 bits, the first entry in the lowest bit."""
+    """Pack bool [n] into integers of 32 bits, the first entry in the lowest bit."""
     padded = np.zeros(-(-len(mask) // WORD) * WORD, dtype=np.uint8)
     padded[: len(mask)] = mask
     return [int(word) for word in np.packbits(padded, bitorder="little").view("<u4")]
 
 
 def from_words(words: list[int], count: int) -> np.ndarray:
-    """What `to_words` made words of: bool [count]. Raises ValueError or OverflowError where they are not."""
+    """Return the bool [count] that `to_words` packed.
+
+    Raises ValueError for a wrong number of words, OverflowError for a word that does not fit 32 bits.
+    """
     if len(words) != -(-count // WORD):
         raise ValueError(f"a mask of {count} filters has {-(-count // WORD)} words, not {len(words)}")
     bits = np.unpackbits(np.array(words, dtype="<u4").view(np.uint8), bitorder="little")

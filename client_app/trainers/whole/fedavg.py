@@ -1,8 +1,8 @@
 """Federated averaging, the client's side: local SGD on the whole model (McMahan et al., 2017, Algorithm 1).
 
-A device whose budget does not allow the whole model says so; nothing is trained in its place. With `training.adversarial` it is
-local adversarial training (Zizzo et al., "FAT: Federated Adversarial Training", 2020): PGD on the images, after `attack.warmup`
-clean rounds.
+A device whose budget is too small for the whole model refuses the task; no smaller model is trained in its place. With
+`training.adversarial`, training is adversarial (Zizzo et al., "FAT: Federated Adversarial Training", 2020): PGD on the images,
+after `attack.warmup` clean rounds.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from piecework.training.messages import Task
 
 
 def train(task: Task, client: Client) -> Update:
-    """Train all atoms and the head together. Raises MemoryBudgetExceededError."""
+    """Train all atoms and the head together. Raises MemoryBudgetExceededError if they do not fit."""
     return train_whole(task, client)
 
 
 def whole_network(task: Task, client: Client) -> WorkItem:
-    """The work item of a task whose network is trained as a whole."""
+    """Return the work item that trains all of a task's network."""
     return WorkItem(tuple(range(len(client.blueprint.atoms))), variant=task.variant)
 
 
@@ -37,11 +37,10 @@ def train_whole(
     clean: bool = False,
     swaps: bool = False,
 ) -> Update:
-    """Train all of the task's network with a loss and a trainer of one's own.
+    """Train all of the task's network, with the strategy's own loss, piece class, carried momentum and trainer.
 
-    `clean` belongs to the work item. With `swaps`, the network is trained also where it does not fit.
-
-    Raises MemoryBudgetExceededError.
+    `clean` marks the work item as trained on clean examples. With `swaps`, a network that does not fit is trained nevertheless;
+    otherwise raises MemoryBudgetExceededError.
     """
     item = replace(whole_network(task, client), clean=clean)
     needed = task.cost(item)

@@ -1,13 +1,14 @@
 """FedRBN (Hong et al., "Federated Robustness Propagation: Sharing Adversarial Robustness in Heterogeneous Federated Learning",
 AAAI 2023), the client's side, as FedProphet compares with it.
 
-The model has two sets of batch norm statistics, for clean and for adversarial examples, and all else once. A client with memory
-for an adversarial step trains adversarially; each batch first goes through the model once clean, whose statistics take note of
-it, then it is attacked and learnt with the adversarial set. Others train on clean examples, with the clean set.
+The model has two sets of batch-norm statistics, for clean and for adversarial examples, and one of everything else. A client
+with memory for an adversarial step trains adversarially. Each batch first passes through the model clean, which updates the
+clean statistics. It is then attacked, and the model learns it with the adversarial set. Other clients train on clean examples
+with the clean set.
 
-Where FedProphet's authors learn adversarial examples alone, FedRBN's also learn the clean ones: (1 - q) CE(clean) + q
-CE(adversarial), q = 0.5; `fedrbn.clean-weight` is 1 - q, by default 0. Ours: the two gradients are taken one after the other,
-so that their activations are never held together.
+FedProphet's authors learn adversarial examples alone. FedRBN's authors also learn the clean ones: (1 - q) CE(clean) + q
+CE(adversarial), q = 0.5; `fedrbn.clean-weight` is 1 - q, by default 0. Ours: the two gradients are computed one after the
+other, so that their activations are never in memory together.
 """
 
 from dataclasses import dataclass
@@ -30,35 +31,35 @@ from piecework.training.setup import image_attack
 
 @dataclass(frozen=True)
 class FedRBNTaskConfig(TaskConfig):
-    """For the server itself: which client this is."""
+    """The client's number, which only the server uses."""
 
     client: int
 
 
 class DualPiece(PieceModel):
-    """A piece that takes clean examples with one set of statistics and attacked ones with the other (FedProphet's test).
+    """A piece that uses one set of statistics for clean examples and the other for attacked ones (FedProphet's test).
 
-    `clean_loss`: where it learns of both, a batch's clean part of the loss.
+    `clean_loss` is the clean part of a batch's loss in adversarial training.
     """
 
     clean_loss: Tensor
 
     def set_attacked(self, attacked: bool) -> None:
-        """Use the set that is for them; where no adversarial example was ever met, that is the clean one."""
+        """Select the set of statistics. An adversarial set that was never used starts as a copy of the clean one."""
         if attacked:
             begin_adversarial(self.units().values())
         use(self.units().values(), adversarial=attacked)
 
 
 class CleanPiece(PieceModel):
-    """Clean statistics, whatever comes."""
+    """A piece that uses the clean statistics for all examples."""
 
 
 class AttackedPiece(DualPiece):
-    """Adversarial statistics, whatever comes."""
+    """A piece that uses the adversarial statistics for all examples."""
 
     def set_attacked(self, attacked: bool) -> None:
-        """There is no difference."""
+        """Select the adversarial set, also for clean examples."""
         super().set_attacked(True)
 
 
@@ -67,7 +68,7 @@ BRANCHES: dict[str, type[PieceModel]] = {"oracle": DualPiece, "clean": CleanPiec
 
 @cache
 def learner(clean_weight: float) -> type[DualPiece]:
-    """A piece in adversarial training, whose clean examples weigh so much."""
+    """Return the piece class for adversarial training in which clean examples have this weight in the loss."""
 
     class Learner(DualPiece):
         def __init__(self, *args: Any) -> None:
@@ -75,7 +76,7 @@ def learner(clean_weight: float) -> type[DualPiece]:
             use(self.units().values(), adversarial=True)
 
         def before_attack(self, loss: Loss, z: Tensor, y: Tensor) -> None:
-            """The clean set takes note of a batch; its gradient waits for the adversarial one's, whose weight `loss` has."""
+            """Update the clean statistics, and add the clean gradient; `loss` already has the weight 1 - `clean_weight`."""
             use(self.units().values(), adversarial=False)
             with torch.set_grad_enabled(clean_weight > 0):
                 value = clean_weight / (1 - clean_weight) * loss(z, y)
@@ -89,7 +90,7 @@ def learner(clean_weight: float) -> type[DualPiece]:
 
 @cache
 def adversarial_loss(clean_weight: float) -> MakeLoss:
-    """The adversarial examples' part of the loss; an attack, which goes by signs, does not mind its weight."""
+    """Return the adversarial part of the loss. Its weight does not change the attack, which uses only signs of gradients."""
     if not clean_weight:
         return single_loss
 
@@ -101,7 +102,7 @@ def adversarial_loss(clean_weight: float) -> MakeLoss:
 
 
 class AdversarialTrainer(LocalTrainer):
-    """A learner, whose adversarial set begins as the clean one where it was never used."""
+    """Trains a learner. An adversarial set that was never used starts as a copy of the clean one."""
 
     def _begin(self) -> None:
         super()._begin()
@@ -109,14 +110,14 @@ class AdversarialTrainer(LocalTrainer):
             begin_adversarial(piece.units().values())
 
     def _step(self, z: Tensor, y: Tensor, rng: np.random.Generator) -> Tensor:
-        """Train on a batch. Returns the detached loss, with its clean part."""
+        """Train on a batch. Returns the detached loss, including its clean part."""
         value = super()._step(z, y, rng)
         (piece,) = self.pieces
         assert isinstance(piece, DualPiece)
         return value + piece.clean_loss
 
     def finish(self) -> list[PieceModel]:
-        """As usual; what is asked of the pieces from now on is clean."""
+        """Return the trained pieces in evaluation mode, set to clean examples."""
         pieces = super().finish()
         for piece in pieces:
             piece.set_attacked(False)
@@ -124,7 +125,7 @@ class AdversarialTrainer(LocalTrainer):
 
 
 def train(task: Task, client: Client) -> Update:
-    """Train the whole model, swapping where it does not fit."""
+    """Train the whole model, adversarially if the task says so. A model that does not fit swaps."""
     if not task.adversarial:
         return train_whole(task, client, piece_class=DualPiece, clean=True, swaps=True)
     weight = client.settings.fedrbn.clean_weight
@@ -139,7 +140,7 @@ def train(task: Task, client: Client) -> Update:
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """Accuracy on this client's validation data, clean and under attack, by the statistics of `fedrbn.evaluation-branch`."""
+    """Return loss and accuracy on the validation data, clean and under attack, with the set of `fedrbn.evaluation-branch`."""
     whole = tuple(range(len(client.blueprint.atoms)))
     attack = image_attack(client.settings, client.data, client.settings.evaluation.attack_steps)
     return validate(

@@ -1,12 +1,12 @@
 """FjORD (Horvath et al., "FjORD: Fair and Accurate Federated Learning under heterogeneous targets with Ordered Dropout",
 NeurIPS 2021), the client's side.
 
-p_max: the largest fraction of the channels that the client can train. In every batch p is drawn uniformly from the ratios up to
-p_max, and the first p C channels of every layer learn: the narrower nets are parts of the wider ones, and no copies. With
-self-distillation the net of p_max learns labels, and the drawn one what that makes of the batch.
+p_max is the largest width ratio that the client can train. In every batch p is drawn uniformly from the ratios up to p_max, and
+the first p C channels of every layer learn. Narrower nets are parts of the wider ones, not copies. With self-distillation, the
+net of p_max learns the labels, and the drawn net learns the predictions of the net of p_max.
 
-Ours: batch norms take the statistics of the batch, which are each net's own; their scale and shift are shared between nets
-(FjORD: each p has its own).
+Ours: batch norms use the statistics of the batch, which differ between the nets, and all nets share their scale and shift (in
+FjORD, each p has its own).
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ from piecework.training.messages import Metrics, Task, TaskConfig
 
 @dataclass(frozen=True)
 class FjORDTaskConfig(TaskConfig):
-    """What the server says: the number of the client's ratio; the smaller ones that are drawn from in every batch.
+    """The server's instructions: the number of the client's ratio p_max, and the smaller ratios to draw from in every batch.
 
-    `draw` is for the server alone.
+    With `distil`, the net of p_max teaches the drawn one. Only the server uses `draw`, the client's number.
     """
 
     level: int
@@ -46,9 +46,10 @@ class FjORDTaskConfig(TaskConfig):
 
 
 class NestedLoss:
-    """Cross-entropy of the net of number `level` within a piece, whose net 0 is all of it and the others are of `widths`.
+    """The cross-entropy of net number `level` within a piece: net 0 is the whole piece, the others are those of `widths`.
 
-    With `distil` that of net 0, and of what the other one makes of the batch against net 0's predictions.
+    With `distil`, the loss of a narrower net is the cross-entropy of net 0 with the labels, plus that of the narrower net with
+    the predictions of net 0.
     """
 
     def __init__(self, piece: PieceModel, widths: Sequence[Blueprint], *, distil: bool, level: int = 0) -> None:
@@ -60,7 +61,7 @@ class NestedLoss:
             self.modules = [{unit: w.build_unit(unit) for unit in w.units()} for w in widths]
 
     def __call__(self, z: Tensor, y: Tensor) -> Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch."""
         if not self.level:
             return classification_loss(self.piece.logits(z), y)
         narrow = self.narrow(z)
@@ -70,7 +71,7 @@ class NestedLoss:
         return classification_loss(logits, y) + F.cross_entropy(narrow, logits.detach().softmax(1))
 
     def narrow(self, z: Tensor) -> Tensor:
-        """Logits[B, classes] of the net, made of parts of the piece's parameters."""
+        """Return logits[B, classes] of the net, which uses parts of the piece's parameters."""
         indices, modules = self.nets[self.level - 1][1], self.modules[self.level - 1]
         for unit, module in self.piece.units().items():
             modules[unit].train(module.training)
@@ -80,7 +81,7 @@ class NestedLoss:
 
 
 def part(whole: Tensor, indices: Indices) -> Tensor:
-    """A view of the first entries of each dimension, or where they are not the first, a copy; gradients go to the whole."""
+    """Return these entries of each dimension: a view if they are the first, else a copy. Gradients flow to `whole`."""
     for dim, places in enumerate(indices):
         if len(places) < whole.shape[dim]:
             first = np.array_equal(places, np.arange(len(places)))
@@ -90,7 +91,7 @@ def part(whole: Tensor, indices: Indices) -> Tensor:
 
 @cache
 def nested_loss(widths: tuple[Blueprint, ...], distil: bool, level: int = 0) -> MakeLoss:
-    """The loss of a piece and the nets within it, of which one is drawn to begin with."""
+    """Return the loss of a piece and the nets within it, which starts with net number `level`."""
 
     def make(pieces: list[PieceModel]) -> Loss:
         (piece,) = pieces
@@ -100,21 +101,21 @@ def nested_loss(widths: tuple[Blueprint, ...], distil: bool, level: int = 0) -> 
 
 
 class NestedTrainer(LocalTrainer):
-    """Trains a piece and the nets within it: for every batch one of `count` is drawn."""
+    """Trains a piece and the nets within it: one of `count` nets is drawn for every batch."""
 
     def __init__(self, rng: np.random.Generator, count: int, *rest: Any) -> None:
         super().__init__(*rest)
         self._rng, self._count, self._level = rng, count, 0
-        self.trained = [0] * count  # examples, by net
+        self.trained = [0] * count  # number of examples that each net was trained on
         self._make_nested, self._make_loss = self._make_loss, self._kept
 
     def _kept(self, pieces: list[PieceModel]) -> Loss:
-        """The loss, which is told of every draw; in bfloat16 there is another one around it."""
+        """Make the loss and keep it, to set the drawn net: in bfloat16, the trainer's loss is a wrapper around it."""
         self._nested = self._make_nested(pieces)
         return self._nested
 
     def _form(self) -> Sequence[int]:
-        """Nets of other widths take other memory."""
+        """Draw the net of the next step, and return it as key, because nets of different widths take different memory."""
         self._level = int(self._rng.integers(self._count))
         return (self._level,)
 
@@ -126,7 +127,7 @@ class NestedTrainer(LocalTrainer):
 
 
 def train(task: Task, client: Client) -> Update:
-    """Train the nets up to p_max. Raises MemoryBudgetExceededError."""
+    """Train the nets up to p_max. Raises MemoryBudgetExceededError if they do not fit."""
     task_config = FjORDTaskConfig.of(task)
     widths = tuple(vary(client.full, Variant(width=ratio)) for ratio in task_config.nested)
     trained: list[NestedTrainer] = []
@@ -142,6 +143,6 @@ def train(task: Task, client: Client) -> Update:
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """Loss and accuracy of the net of p_max. Raises MemoryBudgetExceededError."""
+    """Return loss and accuracy of the net of p_max. Raises MemoryBudgetExceededError if it does not fit."""
     own = heterofl.HeteroFLTaskConfig(FjORDTaskConfig.of(task).level).to_values()
     return heterofl.evaluate(replace(task, own=own), client)

@@ -1,14 +1,14 @@
 """Sub-models by width, the client's side: HeteroFL (Diao, Ding, Tarokh, ICLR 2021), and FedRolex and FedDrop, which differ from
 it in the channels that the server chooses.
 
-r: the fraction of the channels that this client's model has. It trains all of it, as in federated averaging.
-Scaler: what convolutions and hidden linear layers make is divided by the ratio of their inputs that was kept, so that it is as
-large as in the full model, where more channels are summed up. Masked cross-entropy: logits of classes that the client has no
-examples of are set to 0.
+The client trains all of its sub-model, as in federated averaging; r is the sub-model's width ratio. The Scaler divides the
+outputs of convolutions and hidden linear layers by the fraction of their inputs that was kept, so that they are as large as in
+the full model, which sums more channels. Masked cross-entropy sets the logits of classes without local examples to 0.
 
-Ours: HeteroFL divides all by r, also the first layer, none of whose inputs is cut; the statistics of its batch norm, averaged,
-would not be those of the full model, which has no Scaler. And it works whenever the sub-model does, also when it is attacked or
-evaluated (HeteroFL: in training only; its batch norms have no statistics then). LSTMs have none.
+Ours: HeteroFL divides all outputs by r, also those of the first layer, whose inputs are never cut. The averaged statistics of
+its batch norm would then differ from those of the full model, which has no Scaler. Our Scaler is active whenever the sub-model
+runs, also when it is attacked or evaluated (HeteroFL's is active only in training, when its batch norms have no statistics).
+LSTMs have no Scaler.
 """
 
 from collections.abc import Iterable
@@ -31,9 +31,9 @@ from piecework.training.messages import Metrics, Task, TaskConfig
 
 @dataclass(frozen=True)
 class HeteroFLTaskConfig(TaskConfig):
-    """What the server says of a sub-model: the number of its ratio r; whether there is a Scaler and a mask.
+    """The server's instructions for a sub-model: the number of its ratio r, and whether it has a Scaler and a class mask.
 
-    `draw` is for the server alone: which of the clients' choices of channels this is.
+    Only the server uses `draw`, the number of the client whose choice of channels this is.
     """
 
     level: int
@@ -43,12 +43,12 @@ class HeteroFLTaskConfig(TaskConfig):
 
 
 def layers_of(modules: Iterable[nn.Module]) -> list[nn.Conv2d | nn.Linear]:
-    """The convolutions and linear layers in modules, in order."""
+    """Return the convolutions and linear layers in modules, in order."""
     return [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
 
 
 def input_ratios(small: Blueprint, full: Blueprint) -> tuple[float, ...]:
-    """Of each layer of a sub-model, the ratio of its inputs that was kept; 1 of the last one."""
+    """Return the fraction of its inputs that each layer of a sub-model keeps; 1 for the last layer, which has no Scaler."""
     with torch.device("meta"):
         kept, all_of = (layers_of(map(model.build_unit, model.units())) for model in (small, full))
     ratios = [a.weight.shape[1] / b.weight.shape[1] for a, b in zip(kept, all_of, strict=True)]
@@ -56,22 +56,22 @@ def input_ratios(small: Blueprint, full: Blueprint) -> tuple[float, ...]:
 
 
 def scale_up(piece: PieceModel, ratios: tuple[float, ...]) -> None:
-    """Divide what each layer makes by its ratio (HeteroFL's Scaler), in place; () = none."""
+    """Add hooks to a piece that divide each layer's output by its ratio (HeteroFL's Scaler); () adds none."""
     for layer, ratio in zip(layers_of(piece.units().values()), ratios, strict=bool(ratios)):
         if ratio != 1:
             layer.register_forward_hook(partial(divided, ratio))
 
 
 def divided(ratio: float, _: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    """What a layer made, divided by a ratio."""
+    """Divide a layer's output by a ratio, in place, as a forward hook."""
     return out.div_(ratio)
 
 
 @cache
 def width_loss(ratios: tuple[float, ...], present: tuple[bool, ...]) -> MakeLoss:
-    """Cross-entropy of a sub-model scaled up by its layers' `ratios`; logits of classes that are not `present` are 0.
+    """Return the cross-entropy of a sub-model whose layers' outputs are divided by `ratios`.
 
-    () = no Scaler, no mask.
+    Logits of classes that are not `present` are set to 0. An empty tuple means no Scaler, or no mask.
     """
 
     def make(pieces: list[PieceModel]) -> Loss:
@@ -91,13 +91,13 @@ def width_loss(ratios: tuple[float, ...], present: tuple[bool, ...]) -> MakeLoss
 
 
 def classes_of(client: Client) -> tuple[bool, ...]:
-    """Which classes the client has examples of."""
+    """Return for each class whether the client has examples of it."""
     present = np.bincount(client.local_data(0).labels, minlength=client.blueprint.num_classes) > 0
     return tuple(bool(each) for each in present)
 
 
 def train(task: Task, client: Client) -> Update:
-    """Train the sub-model. Raises MemoryBudgetExceededError."""
+    """Train the sub-model. Raises MemoryBudgetExceededError if it does not fit."""
     task_config, ratios = HeteroFLTaskConfig.of(task), scaler_of(task, client)
     present = classes_of(client) if task_config.masked else ()
     loss = width_loss(ratios, present)
@@ -108,7 +108,7 @@ def train(task: Task, client: Client) -> Update:
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """Loss and accuracy of the sub-model on the client's validation data. Raises MemoryBudgetExceededError."""
+    """Return loss and accuracy of the sub-model on the validation data. Raises MemoryBudgetExceededError if it does not fit."""
     ratios = scaler_of(task, client)
     needed = task.cost(whole_network(task, client))
     if not fits(needed, client.allowed):
@@ -120,5 +120,5 @@ def evaluate(task: Task, client: Client) -> Metrics:
 
 
 def scaler_of(task: Task, client: Client) -> tuple[float, ...]:
-    """The ratios that the layers of the client's sub-model have of their inputs, where there is a Scaler."""
+    """Return the input fractions of the sub-model's layers, or () if the task has no Scaler."""
     return input_ratios(client.blueprint, client.full) if HeteroFLTaskConfig.of(task).scaler else ()

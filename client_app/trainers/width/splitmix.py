@@ -1,6 +1,6 @@
-"""SplitMix, the client's side: some of the narrow nets, each trained by its own cross-entropy on the same batches.
+"""SplitMix, the client's side: it trains some of the narrow nets, each by its own cross-entropy on the same batches.
 
-They have no weights in common, so that one step on the sum of their losses is a step of each.
+The nets share no weights, so one step on the sum of their losses is a separate step for each.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from piecework.training.messages import Task
 
 
 def mixed_loss(pieces: list[PieceModel]) -> Loss:
-    """The sum of the nets' cross-entropies."""
+    """Return the loss: the sum of the nets' cross-entropies."""
     (piece,) = pieces
     head = piece.head
     assert isinstance(head, MixedHead)
@@ -28,7 +28,7 @@ def mixed_loss(pieces: list[PieceModel]) -> Loss:
 
 
 def train(task: Task, client: Client) -> Update:
-    """Train the nets. Raises MemoryBudgetExceededError."""
+    """Train the task's nets. Raises MemoryBudgetExceededError if they do not fit."""
     nets = task.variant.nets
     update = train_whole(task, client, mixed_loss)
     loss = update.metrics["train-loss"]

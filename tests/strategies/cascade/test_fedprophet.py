@@ -214,7 +214,7 @@ def test_lost_features_are_computed_anew_within_budget(tmp_path: Path, whole_run
     run_dir = going_on(two_stages, tmp_path, type("Here", (Forgetful,), {"root": tmp_path}))
     assert same(model_of(run_dir), model_of(whole_run))
     clients = clients_of(run_dir, 6)
-    assert "features behind atom 3 were damaged" in clients[1]["note"]
+    assert "features behind atom 3 are damaged" in clients[1]["note"]
     # from the images through two modules, one after another
     assert all(client["measured_peak"] == client["predicted_peak"] <= client["budget"] for client in clients)
 
@@ -233,7 +233,7 @@ def test_a_lost_store_is_filled_again_within_budget(tmp_path: Path, two_stages: 
     """It says what it lacks, is sent both fixed modules, and computes its features from images, one module after another."""
     run_dir = going_on(two_stages, tmp_path, type("Here", (Bereft,), {"root": tmp_path}))
     missing, again = clients_of(run_dir, 5)[0], clients_of(run_dir, 6)[0]
-    assert missing["reason"].startswith("the client's store lacks the frozen units atoms.0, atoms.1, atoms.2, atoms.3")
+    assert missing["reason"].startswith("frozen units atoms.0, atoms.1, atoms.2, atoms.3")
     assert again["status"] == "ok"
     assert again["measured_peak"] == again["predicted_peak"] <= again["budget"]
 
@@ -471,7 +471,7 @@ def test_fedprophet_with_memory_for_everything_is_jfat(tmp_path: Path) -> None:
     [
         (
             {"fedprophet__r_min": "0.3x"},
-            r"setting fedprophet.r-min = '0.3x' is [\d,]+ bytes, and atom 'conv\d' alone needs [\d,]+: give at least",
+            r"setting fedprophet.r-min = '0.3x' is [\d,]+ bytes, and atom 'conv\d' alone needs [\d,]+: set at least",
         ),
         (
             {"fedprophet__r_min": "lots"},

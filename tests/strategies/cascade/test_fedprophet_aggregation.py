@@ -143,7 +143,7 @@ def test_a_unit_that_was_not_assigned_is_not_taken(answers: Answers) -> None:
         replies[0].content.array_records["arrays"][name] = answers.run.arrays[name]
         arrays, _ = strategy.aggregate_train(1, iter(replies))
         assert strategy.reports[0].status == "rejected"
-        assert strategy.reports[0].reason == f"array {name!r} was not sent to be trained"
+        assert strategy.reports[0].reason == f"array {name!r} was not sent for training"
         assert arrays is not None
 
 

@@ -115,7 +115,7 @@ def test_damaged_features_are_computed_anew(tmp_path: Path, damage: Any) -> None
     assert path.read_bytes() == sound
     assert again.read(np.arange(40)).isfinite().all()
     (note,) = client.store.notes
-    assert note.startswith("features behind atom 3 were damaged and are computed again: ")
+    assert note.startswith("the stored features behind atom 3 are damaged and are computed again: ")
 
 
 def test_features_of_another_number_of_examples_are_not_used(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_the_oldest_features_of_all_clients_make_room(tmp_path: Path, size: int,
 def test_features_larger_than_all_room_remove_nothing(tmp_path: Path) -> None:
     here = a_file(tmp_path, 0, "a.npy", 20, 100)
     message = (
-        r"features of 1,001 bytes \(new\.npy\), memory\.feature-cache-bytes allows 1,000: raise it, or give the client"
+        r"features of 1,001 bytes \(new\.npy\) exceed memory\.feature-cache-bytes = 1,000: raise it, or give the client"
     )
     with pytest.raises(OSError, match=message):
         make_room(tmp_path, tmp_path / "1" / "features" / "new.npy", 1001, 1000)

@@ -401,7 +401,7 @@ def test_a_vision_transformer_goes_through_all_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architecture__batch_norm": "local"}, "architecture.batch-norm = 'local': profl averages blocks whole"),
+        ({"architecture__batch_norm": "local"}, "architecture.batch-norm = 'local': profl averages whole blocks"),
         (
             {"fleet": boards(all=0.5)},
             "step 2 of layer-wise training needs 783,112 bytes, and the richest client has 515,284",

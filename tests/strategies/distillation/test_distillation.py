@@ -363,13 +363,13 @@ def test_who_cannot_train_the_smallest_says_so(tmp_path: Path) -> None:
         ),
         (
             {"feddf.family": ""},
-            r"feddf.family is empty: name the smaller models beside resnet10, as feddf.family=cnn3; only vgg16 and",
+            r"feddf.family is empty: name smaller models to train beside resnet10, such as feddf.family=cnn3; only vgg16 and",
         ),
         ({"feddf.family": "cnn5"}, r"family = 'cnn5': model = 'cnn5' is not known"),
         ({"feddf.family": "cnn4"}, r"family = 'cnn4': cnn4 needs images of at least 51x51 pixels"),
         (
             {"architecture__batch_norm": "local"},
-            r"architecture.batch-norm = 'local': clients of feddf change architectures",
+            r"architecture.batch-norm = 'local': clients of feddf can change their architecture",
         ),
         ({"strategy": "fedet", "feddf.family": "convnet"}, r"the last layers of resnet10 and convnet have the shapes"),
     ],

@@ -323,7 +323,7 @@ def test_a_round_goes_on_with_the_momentum_of_the_last(tmp_path: Path) -> None:
 
 def test_there_must_be_momentum_to_average(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"prism\.server-momentum = true averages clients' momentum, and training\.momentum is 0\.0"
+        ValueError, match=r"prism\.server-momentum = true averages momentum, but training\.momentum is 0\.0"
     ):
         run_local(tmp_path, **TRIO | SMALL | {"prism__server_momentum": True, "training__momentum": 0.0})
 
@@ -353,7 +353,9 @@ def test_origdrop_counts_no_ratio_that_its_device_has_no_memory_for(tmp_path: Pa
 
 
 def test_a_ratio_that_a_run_does_not_have(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"keep = 0\.3 of device 'odd': the run has the ratios 0\.5, 0\.25"):
+    with pytest.raises(
+        ValueError, match=r"keep = 0\.3 of device 'odd' is not one of the run's width ratios: 0\.5, 0\.25"
+    ):
         run_local(tmp_path, **TRIO | SMALL, prism__keep_ratios="0.5,0.25", fleet=fleet_json({"odd": 0.3}, odd=9.0))
 
 

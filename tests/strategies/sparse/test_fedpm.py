@@ -130,7 +130,7 @@ def test_bits_behind_the_end_are_rejected(tmp_path: Path, monkeypatch: pytest.Mo
         return original(self, ArrayRecord({MASK: Array(mask)}), *rest)
 
     monkeypatch.setattr(FedPM, "check", spoilt)
-    with pytest.raises(RuntimeError, match=r"the mask of [0-9]+ scores has bits behind its end"):
+    with pytest.raises(RuntimeError, match=r"the mask of [0-9]+ scores has bits set after its end"):
         run_local(tmp_path, **FEDPM | {"model": "lenet5", "dataset": "digits32", "architecture__width": 0.15})
 
 
@@ -142,6 +142,7 @@ def test_layers_without_masks_are_refused() -> None:
 @pytest.mark.parametrize("batch_norm", ["running", "local"])
 def test_statistics_are_refused(tmp_path: Path, batch_norm: str) -> None:
     with pytest.raises(
-        ValueError, match=f"architecture.batch-norm = '{batch_norm}': fedpm sends masks, and statistics are none, use"
+        ValueError,
+        match=f"architecture.batch-norm = '{batch_norm}': fedpm sends masks, which cannot contain statistics, use",
     ):
         run_local(tmp_path, **FEDPM | {"architecture__batch_norm": batch_norm})

@@ -195,7 +195,7 @@ def test_a_client_that_lost_its_store_starts_from_the_initial_model(tmp_path: Pa
     assert [record["restarted"] for record in records] == [[], [], [1]]
     (report,) = [c for c in records[2]["clients"] if c["client"] == 1]
     assert report["status"] == "ok"
-    assert "no model of its own any more: it began again with the initial one" in report["note"]
+    assert "its store no longer has its model: it restarted from the initial one" in report["note"]
     assert sorted(kept(resumed, 1)) == [3]
 
 
@@ -426,18 +426,18 @@ def test_thresholds_out_of_bounds_are_rejected(value: float, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"evaluation.mode": "central"}, "evaluation.mode = 'central': spafl has no model but those of the clients"),
+        ({"evaluation.mode": "central"}, "evaluation.mode = 'central': spafl has only the clients' personal models"),
         (
             {"architecture__batch_norm": "local"},
-            "architecture.batch-norm = 'local': spafl leaves norms with the clients anyhow",
+            "architecture.batch-norm = 'local': spafl always keeps batch norms on the clients",
         ),
         (
             {"spafl__client_momentum": True, "training__momentum": 0.0},
-            "spafl.client-momentum = true keeps the clients' momentum, and training.momentum is",
+            "spafl.client-momentum = true keeps the clients' momentum, but training.momentum is",
         ),
         (
             {"evaluation__on_clients_every": 2},
-            "evaluation.on-clients-every = 2, evaluation.autoattack-examples = 0: spafl has no model",
+            "evaluation.on-clients-every = 2, evaluation.autoattack-examples = 0: spafl has only",
         ),
         (
             {"spafl__masked_every": 2, "spafl__silent_norms": False},

@@ -359,9 +359,7 @@ def test_clients_evaluate_by_the_branch_too(tmp_path: Path) -> None:
         changes = {"fedrbn__evaluation_branch": branch, "evaluation__mode": "personal"}
         (found[branch],) = run_local(tmp_path / branch, **SMALL | changes).rounds()
     assert found["oracle"]["loss"] == found["clean"]["loss"] != found["adversarial"]["loss"]
-    with pytest.raises(
-        ValueError, match=r"fedrbn\.evaluation-branch = 'detector': it learns from the server's public data"
-    ):
+    with pytest.raises(ValueError, match=r"fedrbn\.evaluation-branch = 'detector' needs the server's public data"):
         run_local(tmp_path / "d", **SMALL | {"fedrbn__evaluation_branch": "detector", "evaluation__mode": "personal"})
 
 
@@ -463,7 +461,7 @@ def test_a_plan_agrees_with_a_run(tmp_path: Path) -> None:
     [
         (
             {"architecture__batch_norm": "batch"},
-            "architecture.batch-norm = 'batch': fedrbn propagates running statistics",
+            "architecture.batch-norm = 'batch': fedrbn needs running statistics to propagate",
         ),
         ({"model": "cnn-femnist"}, "model 'cnn-femnist' has no batch norm"),
         ({"attack__warmup": 1}, "attack.warmup = 1 leaves no adversarial round in num-rounds = 1"),
@@ -480,7 +478,7 @@ def test_settings_that_make_no_sense(tmp_path: Path, changes: dict[str, Any], to
     [
         (
             {"architecture__batch_norm": "batch"},
-            "architecture.batch-norm = 'batch': fedrbn propagates running statistics",
+            "architecture.batch-norm = 'batch': fedrbn needs running statistics to propagate",
         ),
         ({"model": "cnn-femnist"}, "model 'cnn-femnist' has no batch norm"),
     ],

@@ -143,5 +143,5 @@ def test_a_run_goes_on_and_its_model_can_be_used(tmp_path: Path) -> None:
 
 
 def test_local_norms_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"architecture\.batch-norm = 'local': splitmix trains narrow nets"):
+    with pytest.raises(ValueError, match=r"architecture\.batch-norm = 'local' does not work with splitmix"):
         run_local(tmp_path, **SMALL, architecture__batch_norm="local")
