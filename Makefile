@@ -22,7 +22,7 @@ demo: setup
 	$(BIN)/piecework run
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: setup
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 
 from piecework.device_profiles.fleet import Fleet, device_of, device_state
 from piecework.device_profiles.profile import DeviceState
+from piecework.federation.errors import TooFewNodesError
 from piecework.training.messages import NodeInfo, content_bytes
 from piecework.training.randomness import generator
 from piecework.training.settings.shared import Memory
@@ -32,10 +33,6 @@ def sampled(present: Sequence[int], wanted: int, seed: int, server_round: int) -
         np.array(present), size=min(wanted or len(present), len(present)), replace=False
     )
     return sorted(int(client) for client in chosen)
-
-
-class TooFewNodesError(RuntimeError):
-    """Fewer nodes connected in time than the run needs."""
 
 
 @dataclass

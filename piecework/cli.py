@@ -103,11 +103,10 @@ def run_one(
     settings: Settings, seed: int, several: bool, restarts: int, as_json: bool, connection: Connection | None
 ) -> dict[str, Any]:
     """Run one seed, with progress on stderr and the summary on stdout."""
-    from piecework.federation.registry import TooFewNodesError
+    from piecework.federation.errors import RunAbortedError, TooFewNodesError
     from piecework.launch import SuperLinkLostError, launch
     from piecework.progress import RoundProgress
     from piecework.server_app.preflight import preflight
-    from piecework.server_app.rounds import RunAbortedError
     from piecework.server_app.run_folder import resolve_run_dir
     from piecework.server_app.summary import STOPPED, stop_reason, summarise
 

@@ -64,8 +64,7 @@ def errors_for_people(as_json: bool, answer: dict[str, Any] = NO_RUN) -> Iterato
 
     With --json bad input also prints an object on stdout, `answer` and the reason.
     """
-    from piecework.federation.registry import TooFewNodesError
-    from piecework.server_app.rounds import RunAbortedError
+    from piecework.federation.errors import RunAbortedError, TooFewNodesError
 
     try:
         yield

@@ -18,7 +18,7 @@ import tomli_w
 import torch
 
 from piecework.app_folder import app_folder
-from piecework.federation.registry import TooFewNodesError
+from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.processes import (
     Connection,
     EngineError,
@@ -33,7 +33,7 @@ from piecework.processes import (
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.preflight import preflight
 from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import RunAbortedError, run_experiment
+from piecework.server_app.rounds import run_experiment
 from piecework.server_app.run_lock import RunLockedError, killed_writer, require_free, run_lock
 from piecework.server_app.start import say
 from piecework.server_app.summary import STOPPED, stop_reason, summarise

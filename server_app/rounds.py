@@ -11,6 +11,7 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
+from piecework.federation.errors import RunAbortedError
 from piecework.federation.evaluation import Evaluator, final_evaluation
 from piecework.federation.faults import status_of
 from piecework.federation.registry import ClientRegistry
@@ -36,10 +37,6 @@ from piecework.training.setup import blueprint_for, image_attack
 
 LOG = logging.getLogger("piecework")
 OnRound = Callable[[dict[str, Any]], None]
-
-
-class RunAbortedError(RuntimeError):
-    """The run cannot continue. The message says why."""
 
 
 class Run:

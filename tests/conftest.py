@@ -13,12 +13,19 @@ from types import FunctionType
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: pytest's workers share the cores
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 if "PIECEWORK_DATA" not in os.environ and (ROOT.parent / "shared" / "data").is_dir():
     os.environ["PIECEWORK_DATA"] = str(ROOT.parent / "shared" / "data")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests first that wait for processes, so that the other workers use the cores meanwhile."""
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord, Message
 from settings_helpers import key_of
 
@@ -24,8 +23,6 @@ from piecework.training.loop import TrainingConfig
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_for, open_dataset, training_config_for
-
-torch.set_num_threads(1)
 
 TINY = {
     "clients": 20,  # about 70 images each

@@ -14,7 +14,7 @@ from piecework.cli import app
 from piecework.export_data import export_data
 from piecework.federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare
 from piecework.federated_data.personal import client_test_rows
-from piecework.federation.registry import TooFewNodesError
+from piecework.federation.errors import TooFewNodesError
 from piecework.options import settings_from
 from piecework.question import data_shape
 from piecework.server_app.local_grid import LocalGrid

@@ -1,5 +1,10 @@
 """`piecework settings` and `piecework strategies`: nothing is missing, and what is listed is what holds."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -8,6 +13,8 @@ from piecework.settings_list import setting_rows
 from piecework.strategies import STRATEGIES
 from piecework.strategies_list import strategy_rows
 from piecework.training.settings import Settings, SettingsError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def keys(word: str = "") -> list[str]:
@@ -52,3 +59,18 @@ def test_what_people_see(words: list[str]) -> None:
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert {"settings": "profl.movement-window", "strategies": "fedprophet"}[words[0]] in done.output
+
+
+@pytest.mark.parametrize("call", [["settings", "fedprophet"], ["presets"], ["clean"]])
+def test_lists_are_quick_because_they_do_not_import_torch(tmp_path: Path, call: list[str]) -> None:
+    script = (
+        "import sys\nfrom piecework.cli import app\n"
+        f"app({call!r}, standalone_mode=False)\n"
+        "print('torch' in sys.modules, file=sys.stderr)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+    )
+    assert done.stdout
+    assert done.stderr.splitlines()[-1] == "False"

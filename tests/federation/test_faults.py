@@ -18,13 +18,12 @@ from helpers import (
     training,
 )
 
+from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.federation.faults import CrashHistory, status_of
-from piecework.federation.registry import TooFewNodesError
 from piecework.federation.transport import Transport
 from piecework.launch import launch
 from piecework.server_app.local_grid import FIRST_NODE, LocalGrid, identify
 from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import RunAbortedError
 from piecework.strategies.state import StrategyState
 from piecework.training.settings import Settings, SettingsError
 

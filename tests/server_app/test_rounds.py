@@ -23,11 +23,11 @@ from helpers import (
     training,
 )
 
-from piecework.federation.registry import TooFewNodesError
+from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.federation.transport import Transport
 from piecework.server_app.local_grid import FIRST_NODE, LocalGrid, identify
 from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import RunAbortedError, run_experiment
+from piecework.server_app.rounds import run_experiment
 from piecework.training.messages import content_bytes
 
 # ---- the model

@@ -29,11 +29,11 @@ from typer.testing import CliRunner
 
 from piecework import certs, registration
 from piecework.cli import app
+from piecework.federation.errors import RunAbortedError
 from piecework.launch import launch
 from piecework.options import settings_from
 from piecework.processes import Connection, FlowerHome, flower_home, free_ports, stop
 from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import RunAbortedError
 
 DEADLINE = 60.0
 # The second of three modules, a round each: what was fixed travels by itself, and the clients measure it before they train.

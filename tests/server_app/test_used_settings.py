@@ -140,7 +140,9 @@ def test_what_was_given_is_never_left_out(tmp_path: Path) -> None:
         settings_from(str(tmp_path / "mine.toml"), [])
 
 
-def test_a_suggestion_gives_each_system_its_own_settings() -> None:
+def test_a_suggestion_gives_each_system_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = ("allsmall", "fedavg", "prism", "spafl")
+    monkeypatch.setattr("piecework.suggest.STRATEGIES", {name: STRATEGIES[name] for name in some})
     call = ["plan", "--model", "convnet", "--dataset", "digits", "--suggest", "--json"]
     done = CliRunner().invoke(app, [*call, "--strategy", "prism", "--set", "prism.kappa=7"])
     assert done.exit_code == 0, done.stderr

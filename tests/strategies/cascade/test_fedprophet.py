@@ -14,11 +14,11 @@ from helpers import TRIO, RecordingGrid, arrays_of, clients_of, model_of, run_in
 from torch import nn
 
 from piecework import load
+from piecework.federation.errors import RunAbortedError
 from piecework.models.cascade import unit_of
 from piecework.models.zoo import MODELS, build_blueprint
 from piecework.server_app.local_grid import FIRST_NODE
 from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import RunAbortedError
 from piecework.training.settings import SettingsError
 
 
