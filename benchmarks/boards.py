@@ -1,6 +1,6 @@
 """Measure the memory that is left for training on a board: SuperNode, executor and task in one container.
 
-    python -m benchmarks.boards [--image piecework] [--boards 512MB,1GB,2GB,4GB,8GB] [--share 0.85]
+    python -m benchmarks.boards [--image piecework] [--boards 512MB,1GB,2GB,4GB,8GB] [--fraction 0.85]
                                 [--models lenet5,resnet18,vgg16] [--batch-size 128] [--json]
 
 Each line is a federation with one client: a SuperLink here, and a container without swap, as large as `MemoryMax` of the
@@ -103,7 +103,7 @@ def piecework(*arguments: str) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace, size: int, model: str) -> dict[str, Any]:
     """Measure one board and model."""
-    limit = int(size * options.share)
+    limit = int(size * options.fraction)
     with tempfile.TemporaryDirectory() as name, flower_home() as home, superlink(home, "--isolation", "subprocess"):
         folder = Path(name)
         folder.chmod(0o755)
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--image", default="piecework")
     parser.add_argument("--boards", type=amounts, default="512MB,1GB,2GB,4GB,8GB")
     parser.add_argument(
-        "--share", type=float, default=0.85, help="fraction of the board for the service: MemoryMax of the unit"
+        "--fraction", type=float, default=0.85, help="fraction of the board for the service: MemoryMax of the unit"
     )
     parser.add_argument("--models", default="lenet5,resnet18,vgg16")
     parser.add_argument("--batch-size", type=int, default=128)

@@ -24,7 +24,7 @@ SLOWEST = 2.0**-53
 class Fleet:
     """The emulated devices and how clients get them.
 
-    `shares` are the drawing weights of `devices` (assignment "random"). `clients` names a device per client ("list").
+    `weights` are those of `devices` in draws (assignment "random"). `clients` names a device per client ("list").
     `memories` are the bytes of each client ("memories"). `memory_range` (bytes, both ends included) is the range of
     "uniform". The last two assignments have one device, with the largest of these memories.
 
@@ -37,7 +37,7 @@ class Fleet:
     description: str
     assignment: Assignment
     devices: tuple[DeviceProfile, ...]
-    shares: tuple[float, ...]
+    weights: tuple[float, ...]
     clients: tuple[str, ...] = ()
     memory_range: tuple[int, int] | None = None
     memory_loss: tuple[float, float] = (0.0, 0.0)
@@ -66,12 +66,12 @@ class Fleet:
             "memory-range": self.memory_range,
             "clients": self.clients or None,
             **({"memories": self.memories} if self.memories else {}),
-            "device": [self._device(*pair) for pair in zip(self.devices, self.shares, strict=True)],
+            "device": [self._device(*pair) for pair in zip(self.devices, self.weights, strict=True)],
             "degradation": {"memory": self.memory_loss, **floor, **speed},
         }
         return json.dumps(fleet, separators=(",", ":"), allow_nan=False)
 
-    def _device(self, device: DeviceProfile, share: float) -> dict[str, Any]:
+    def _device(self, device: DeviceProfile, weight: float) -> dict[str, Any]:
         elsewhere = self.memory_range or self.memories
         return {
             "name": device.name,
@@ -83,7 +83,7 @@ class Fleet:
             **({"disk-latency": device.disk_latency} if device.disk_latency else {}),
             **({"cpus": device.cpus} if device.cpus else {}),
             **({"keep": device.keep} if device.keep else {}),
-            "share": share,
+            "weight": weight,
         }
 
 
@@ -104,7 +104,7 @@ def load_fleet(source: str) -> Fleet:
         description=table.description,
         assignment=table.assignment,
         devices=tuple(profile_of(row, largest) for row in rows),
-        shares=tuple(row.share for row in rows),
+        weights=tuple(row.weight for row in rows),
         clients=table.clients or (),
         memory_range=table.memory_range,
         memory_loss=policy.memory,
@@ -139,7 +139,7 @@ def device_of(fleet: Fleet, client: int, clients: int, seed: int) -> DeviceProfi
     if fleet.assignment == "memories":
         return replace(fleet.devices[0], memory_bytes=fleet.memories[client])
     if fleet.assignment == "random":
-        edges = np.cumsum(fleet.shares)
+        edges = np.cumsum(fleet.weights)
         drawn = _rng(seed, 0, client, ASSIGNMENT).random() * edges[-1]
         return fleet.devices[int(np.searchsorted(edges, drawn, side="right"))]
     assert fleet.memory_range is not None

@@ -76,7 +76,7 @@ class DeviceTable(_Table):
     disk_latency: NotNegative = 0.0
     cpus: Positive | None = None
     keep: Left | None = None
-    share: Positive = 1.0
+    weight: Positive = 1.0
     source: str = ""
 
 
@@ -284,6 +284,6 @@ def _pool(path: Path, skew: float, where: str) -> list[DeviceTable]:
     # Divided by the strongest: only the proportions matter, and large powers of large numbers would overflow.
     weights = [(s / max(strength)) ** skew for s in strength]
     return [
-        DeviceTable.model_validate(device.model_dump(by_alias=True) | {"share": weight})
+        DeviceTable.model_validate(device.model_dump(by_alias=True) | {"weight": weight})
         for device, weight in zip(devices, weights, strict=True)
     ]

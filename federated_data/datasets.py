@@ -289,7 +289,9 @@ def _read_meta(directory: Path) -> dict[str, Any]:
     if not isinstance(meta, dict) or meta.get("schema") != _SCHEMA or not keys <= meta.keys():
         raise DatasetError(_damaged(path, f"it is not of schema {_SCHEMA}"))
     if "export" in meta and not (isinstance(meta["export"], dict) and meta["export"].keys() >= _EXPORT_KEYS):
-        raise DatasetError(_damaged(path, f"its export = {meta['export']!r} lacks one of {sorted(_EXPORT_KEYS)}"))
+        raise DatasetError(
+            _damaged(path, f"its export = {meta['export']!r} does not have all of {sorted(_EXPORT_KEYS)}")
+        )
     return meta
 
 

@@ -118,8 +118,8 @@ def verdict(metrics: Mapping[str, Any], keys: tuple[str, ...], maximum: int) -> 
     for key in keys:
         value = finite(metrics, key)
         if value is None or value < 0 or (value > 1 and not key.endswith("loss")):
-            share = "a density" if key == "density" else "an accuracy"
-            raise UpdateRejectedError(f"{key} is {value!r}: it must be a loss of 0 or more, or {share} from 0 to 1")
+            figure = "a density" if key == "density" else "an accuracy"
+            raise UpdateRejectedError(f"{key} is {value!r}: it must be a loss of 0 or more, or {figure} from 0 to 1")
         found[key] = value
     return examples, found
 

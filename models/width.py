@@ -75,10 +75,10 @@ def require_parts(full: Blueprint, narrow: Mapping[float, Blueprint]) -> None:
         own = shapes(model)
         what = f"{full.name} cannot be cut by width: with {width:.4g} of its channels"
         if odd := sorted(own.keys() ^ whole.keys()):
-            has, lacks = ("has", "the full model lacks") if odd[0] in own else ("lacks", "the full model has")
+            has, full_has = ("has", "does not have") if odd[0] in own else ("misses", "has")
             unit, _, layer = odd[0].rpartition(".")
             raise ValueError(
-                f"{what} it {has} {layer!r} of {unit!r}, which {lacks}; build the same layers at every width"
+                f"{what} it {has} {layer!r} of {unit!r}, which the full model {full_has}; build the same layers at every width"
             )
         try:
             sub_indices(axes, whole, own, ordered)

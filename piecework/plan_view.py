@@ -129,7 +129,9 @@ def participation_text(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> s
     missing = max(stage["missing_bytes"] for stage in stages)
     said = participation(stages)
     return (
-        said if missing <= 0 else f"{said}; the poorest lacks {format_bytes(missing)} and {singular(fleet['excluded'])}"
+        said
+        if missing <= 0
+        else f"{said}; the poorest needs {format_bytes(missing)} more and {singular(fleet['excluded'])}"
     )
 
 
@@ -153,7 +155,7 @@ def stage_words(stage: dict[str, Any], fleet: dict[str, Any], needed: str) -> st
         swap = f"; by swapping, {duration(stage['swap_seconds'])} a round" if stage["swap_seconds"] else ""
         lines.append(
             f"{1 - stage['participation']:.0%} {fleet['excluded']}: needs {needed}, "
-            f"lacks up to {format_bytes(stage['missing_bytes'])}{swap}"
+            f"up to {format_bytes(stage['missing_bytes'])} more than there is{swap}"
         )
     return "\n".join(lines)
 

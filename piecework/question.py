@@ -6,7 +6,7 @@ from typing import cast, get_args
 from piecework.federated_data.datasets import PUBLISHED, default_cache, prepare
 from piecework.models.cascade import Shape
 from piecework.models.zoo import usual_input
-from piecework.planning.costs import share_or_bytes
+from piecework.planning.costs import fraction_or_bytes
 from piecework.training.loop import Precision
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.setup import open_dataset
@@ -86,6 +86,6 @@ def data_shape(settings: Settings) -> tuple[Shape, int, int]:
 def budget_bytes(text: str, full: int) -> int:
     """Return the bytes of `60MB`, `57MiB`, or `0.2x` of the full model. Raises SettingsError."""
     try:
-        return share_or_bytes(text, full)
+        return fraction_or_bytes(text, full)
     except ValueError as error:
         raise SettingsError(f"--budget {text}: {error}") from None

@@ -21,7 +21,7 @@ from piecework.training.settings import Settings
 from piecework.training.setup import training_config_for
 
 
-def share_or_bytes(text: str, full: int) -> int:
+def fraction_or_bytes(text: str, full: int) -> int:
     """Return the bytes of `60MB`, `57MiB`, or `0.2x`, a fraction of the full model's bytes `full`. Raises ValueError."""
     try:
         found = int(float(text[:-1]) * full) if text.endswith("x") else parse_bytes(text)

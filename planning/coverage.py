@@ -117,7 +117,7 @@ def judged(
             "error", "no client has two training examples or more: give clients more data, or lower `clients`"
         )
     missing = [row["part"] for row in rows if not row["clients"]]
-    if len(missing) == len(rows) and not anybody(policy, trainers):
+    if len(missing) == len(rows) and not any_can_train(policy, trainers):
         maximum = richest(each.state for each in trainers.values()).budget_bytes
         minimum = policy.min_budget()
         needed = f": at least {minimum:,} bytes are needed, and" if minimum else ":"
@@ -136,7 +136,7 @@ def judged(
     return Finding()
 
 
-def anybody(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> bool:
+def any_can_train(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> bool:
     """Return whether any client can train anything, even if that is no part of the run's own model."""
     states = {each.state for each in trainers.values()}
     slowest = min((state.flops_per_second for state in states), default=1.0)

@@ -72,7 +72,7 @@ def run_in_parts(folder: Path, stops: Sequence[int], **settings: Any) -> RunDir:
 def fleet_json(keeps: Mapping[str, float] | None = None, **devices: float | int) -> str:
     """A fleet of devices that clients get in turn: `fleet_json(rich=2.2, poor=0.5)`; an int is bytes, a float a ratio.
 
-    `keeps` are the shares of a model that devices are given.
+    `keeps` are the fractions of a model that devices are given.
     """
     table = [
         {"name": name, "memory" if isinstance(memory, int) else "memory-ratio": memory, **SPEEDS}
@@ -161,7 +161,7 @@ def random_examples(count: int, shape: tuple[int, ...], classes: int = 10, seed:
 def a_client(
     folder: Path, settings: Settings | None = None, allowed: int = 10**9, rows: int = 40, **overrides: Any
 ) -> Client:
-    """Client 0 in round 1 with the first digits as its share, and the run's initial model in its store."""
+    """Client 0 in round 1 with the first digits as its data, and the run's initial model in its store."""
     settings = settings or tiny_settings()
     data = digits()
     blueprint: Blueprint = overrides.pop("blueprint", None) or blueprint_for(settings, data)

@@ -43,7 +43,7 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import initial_state, unit_of
 from piecework.models.partition import AtomTooLargeError, Piece
 from piecework.models.work_item import WorkItem
-from piecework.planning.costs import share_or_bytes
+from piecework.planning.costs import fraction_or_bytes
 from piecework.planning.part import whole_model
 from piecework.strategies.cascade.fedprophet_adjustment import (
     BestRound,
@@ -140,7 +140,7 @@ class FedProphet(StagedStrategy):
     def _cut(self, r_min: str) -> None:
         """Cut the model for the setting `fedprophet.r-min`. Raises ValueError if it is malformed or too small for an atom."""
         try:
-            smallest = share_or_bytes(r_min, self.policy.cost_model.bytes(whole_model(self.blueprint)))
+            smallest = fraction_or_bytes(r_min, self.policy.cost_model.bytes(whole_model(self.blueprint)))
             self.policy = self.policy.with_smallest(smallest)
             _ = self.policy.stages
         except AtomTooLargeError as error:

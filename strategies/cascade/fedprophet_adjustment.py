@@ -92,10 +92,10 @@ def measurement(metrics: Mapping[str, Any], maximum: int) -> tuple[float, float,
 
     Raises UpdateRejectedError, ValueError, TypeError or OverflowError for invalid metrics.
     """
-    distance, lowest = finite(metrics, "perturbation"), finite(metrics, "least-feature")
+    distance, lowest = finite(metrics, "perturbation"), finite(metrics, "min-feature")
     examples = count(metrics, "num-examples")
     if distance is None or distance < 0 or distance > LARGEST or lowest is None or not 0 < examples <= maximum:
         raise UpdateRejectedError(
-            f"perturbation {distance}, least-feature {lowest}, num-examples {examples} are invalid: the client has {maximum}"
+            f"perturbation {distance}, min-feature {lowest}, num-examples {examples} are invalid: the client has {maximum}"
         )
     return distance, lowest, examples

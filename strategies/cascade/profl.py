@@ -179,7 +179,7 @@ class ProFL(StagedStrategy):
         left = settings.num_rounds - settings.profl.distil_rounds * maps - statistics
         by_parameters = settings.profl.freezing == "parameters"
         if settings.profl.stage_rounds and not by_parameters:
-            dealt = [settings.profl.stage_rounds] * len(steps)
+            allotted = [settings.profl.stage_rounds] * len(steps)
         elif left < len(steps):
             raise ValueError(
                 f"num-rounds = {settings.num_rounds} is too few: {len(steps)} steps, and {maps} maps of profl.distil-rounds = "
@@ -188,8 +188,8 @@ class ProFL(StagedStrategy):
             )
         else:
             parameters = [self._parameters(phase.t) if by_parameters else 1 for phase in steps]
-            dealt = rounds_by_parameters(parameters, left)
-        rounds = iter(dealt)
+            allotted = rounds_by_parameters(parameters, left)
+        rounds = iter(allotted)
         fixed = {"map": settings.profl.distil_rounds, "statistics": 1}
         return [next(rounds) if phase.is_step else fixed[phase.kind] for phase in phases]
 

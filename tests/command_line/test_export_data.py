@@ -192,7 +192,9 @@ def test_a_damaged_part_is_named(exported: Path, tmp_path: Path) -> None:
         preflight(settings)
     meta = tmp_path / "server" / "meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"export": {"client": None}}))
-    with pytest.raises(DatasetError, match=r"meta\.json is damaged \(its export = \{'client': None\} lacks one of"):
+    with pytest.raises(
+        DatasetError, match=r"meta\.json is damaged \(its export = \{'client': None\} does not have all of"
+    ):
         preflight(settings)
 
 

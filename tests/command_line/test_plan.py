@@ -105,7 +105,7 @@ def test_who_is_left_out_and_what_is_missing() -> None:
     assert poor["swap_seconds"] > 1.1 * rich["seconds"]  # a board as fast, which has to go to its disk
 
 
-def test_a_device_that_lacks_a_byte_is_not_shown_as_if_it_had_all() -> None:
+def test_a_device_that_is_a_byte_short_is_not_shown_as_if_it_had_all() -> None:
     options = (
         "--model",
         "convnet",
@@ -121,7 +121,7 @@ def test_a_device_that_lacks_a_byte_is_not_shown_as_if_it_had_all() -> None:
     assert (needed, done.exit_code) == (1_029_248, 0)
     assert "a step of the whole model takes 1.029248 MB" in done.stdout
     assert "1.029247 MB" in done.stdout
-    assert "needs 1.029248 MB, lacks up to 1 B" in " ".join(done.stdout.split())
+    assert "needs 1.029248 MB, up to 1 B more than there is" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_the_fleet_says_how_many_clients_there_are() -> None:
 def test_a_fleet_whose_poorest_device_fits_no_atom_is_still_planned() -> None:
     found = plan("--model", "cnn3", "--dataset", "cifar10", *FEDPROPHET, "--fleet", "fedprophet-cifar10-balanced")
     assert found["budget_bytes"] == max(module["memory_bytes"] for module in found["modules"])
-    # by the paper's memory no client is held to a budget: who lacks some swaps
+    # by the paper's memory no client is held to a budget: clients without enough memory swap
     assert found["fleet"]["participation"] == 1
     fleet = fleet_json(rich=10**9, poor=10**6)
     found = plan("--model", "cnn3", "--dataset", "cifar10", "--strategy", "fedprophet", "--set", f"fleet={fleet}")

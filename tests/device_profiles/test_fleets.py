@@ -26,7 +26,7 @@ def fleet(*devices: dict[str, Any], assignment: str = "blocks", **keys: Any) -> 
 
 
 ABCD = [device(name, memory_ratio=0.5) for name in "abcd"]
-A, B = device("a", memory="64MB"), device("b", memory="128MB", share=3.0)
+A, B = device("a", memory="64MB"), device("b", memory="128MB", weight=3.0)
 
 
 def names(given: Fleet, clients: int, seed: int = 0) -> str:
@@ -71,7 +71,7 @@ def test_fleets_that_list_clients_say_how_many() -> None:
     assert fleet(A, B).prescribed_clients is None
 
 
-def test_random_follows_the_shares_and_the_seed() -> None:
+def test_random_follows_the_weights_and_the_seed() -> None:
     given = fleet(A, B, assignment="random")
     counts = Counter(names(given, 4000))
     assert counts["b"] / 4000 == pytest.approx(0.75, abs=0.03)
@@ -256,7 +256,7 @@ def test_json_says_no_more_than_it_must() -> None:
     assert fleet(A).to_json() == (
         '{"name":"test","description":"","assignment":"blocks","memory-range":null,"clients":null,'
         '"device":[{"name":"a","memory":64000000,"memory-ratio":null,"flops":1000000000.0,"bandwidth":1000000.0,'
-        '"disk-bandwidth":10000000.0,"share":1.0}],"degradation":{"memory":[0.0,0.0],"flops":[0.0,0.0]}}'
+        '"disk-bandwidth":10000000.0,"weight":1.0}],"degradation":{"memory":[0.0,0.0],"flops":[0.0,0.0]}}'
     )
 
 
@@ -297,7 +297,7 @@ NOT_BYTES = "not an amount of memory; write a number and one of B, kB, MB, GB, K
         ({"device": [A, A]}, "device names = ['a', 'a']: each must be unique"),
         (one(flops="2e9"), "device 1 flops = '2e9': input should be a valid number"),
         (one(flops=math.inf), "device 1 flops = inf: input should be a finite number"),
-        (one(share=0), "device 1 share = 0: input should be greater than 0"),
+        (one(weight=0), "device 1 weight = 0: input should be greater than 0"),
         (one(memory_ratio=0), "device 1 memory-ratio = 0: input should be greater than 0"),
         (one(memory=0), "device 1 memory = 0: input should be greater than 0"),
         (one(memory="64Mb"), f"device 1 memory = '64Mb': {NOT_BYTES}"),

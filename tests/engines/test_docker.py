@@ -121,7 +121,7 @@ def test_one_command_trains_within_the_limits(fleet: Containers, data: Path, say
     in_process = simulated(data)
     say(
         f"FeDepth: {summary['accuracy']:.2%} after {summary['rounds']} rounds in {summary['seconds']:.0f} s, the local engine "
-        f"{in_process['accuracy']:.2%}; anonymous MB of the limit: {megabytes(seen)}; killed: {killed(seen) or 'nobody'}"
+        f"{in_process['accuracy']:.2%}; anonymous MB of the limit: {megabytes(seen)}; killed: {killed(seen) or 'none'}"
     )
     assert abs(summary["accuracy"] - in_process["accuracy"]) <= 0.01
     assert summary["clients_failed"] == 0
@@ -159,7 +159,7 @@ def test_clients_refuse_before_the_kernel_acts(fleet: Containers, say: Callable[
         run = fleet.start_run(*PRESET, "--set=strategy=fedavg", "--set=num-rounds=1", "--set=training.local-epochs=1")
         fleet.finish(run)
     (record,) = fleet.rounds(run)
-    say(f"FedAvg checked: {story([record])}; killed: {killed(seen) or 'nobody'}")
+    say(f"FedAvg checked: {story([record])}; killed: {killed(seen) or 'none'}")
     assert {c["client"] for c in record["clients"] if c["status"] == "memory"} == set(range(CLIENTS)) - set(LARGE)
     assert all(status(record, client) == "ok" for client in LARGE)
     assert not killed(seen)

@@ -162,7 +162,7 @@ def arrays_of(run_dir: RunDir, unit: str) -> list[tuple[str, np.ndarray]]:
     return [(name, array) for name, array in model_of(run_dir).items() if unit_of(name) == unit]
 
 
-def test_only_what_lacks_is_sent_after_a_restart(tmp_path: Path, grids: Any) -> None:
+def test_only_missing_units_are_sent_after_a_restart(tmp_path: Path, grids: Any) -> None:
     """A new server knows nothing: it asks. One client's store was wiped in between, one lost a file."""
     _, grid = run(tmp_path, grids, num_rounds=1)
     lost = files_of(grid, 1)[0]

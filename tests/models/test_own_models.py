@@ -127,8 +127,8 @@ REFUSED = {
     ("deaf", "fjord"): "atoms.0 of mine keeps statistics although architecture.batch-norm = 'measured', and fjord's nets have",
     ("deaf", "fedpm"): "atoms.0 of mine keeps statistics although architecture.batch-norm = 'measured', and fedpm sends masks",
     ("flattened", "fedepth"): "mine cannot be trained block by block: atom 'stem' makes features of shape (4, 8, 8), which",
-    ("projected", "fjord"): "mine cannot be cut by width: with 0.0625 of its channels it lacks 'bias' of 'atoms.1.skip'",
-    ("projected", "heterofl"): "mine cannot be cut by width: with 0.0625 of its channels it lacks 'bias' of 'atoms.1.skip'",
+    ("projected", "fjord"): "mine cannot be cut by width: with 0.0625 of its channels it misses 'bias' of 'atoms.1.skip'",
+    ("projected", "heterofl"): "mine cannot be cut by width: with 0.0625 of its channels it misses 'bias' of 'atoms.1.skip'",
     ("grouped", "feddrop"): "mine cannot be cut by width: in atom 'four', channels cannot be followed through a convolution",
 }  # fmt: skip
 

@@ -320,7 +320,7 @@ def test_a_huge_update_in_a_later_round(tmp_path: Path, grids: Any, limit: float
 
 def test_an_error_reply_is_counted_with_its_reason(tmp_path: Path) -> None:
     class Spoils(RecordingGrid):
-        """Client 1's task lacks a field, so the client itself fails."""
+        """A field of client 1's task is missing, so the client itself fails."""
 
         def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
             messages = list(messages)

@@ -60,7 +60,7 @@ def test_a_pool_beside_the_fleet(tmp_path: Path) -> None:
 def test_skew_weighs_by_flops_times_memory(tmp_path: Path, skew: float, weak: float) -> None:
     # The strong one has four times as much: 4^-1 : 1 = 0.2 : 0.8
     given = load_fleet(pooled(tmp_path, f"skew = {skew}"))
-    assert given.shares[0] / sum(given.shares) == pytest.approx(weak)
+    assert given.weights[0] / sum(given.weights) == pytest.approx(weak)
     counts = Counter(device_of(given, client, 2000, 0).name for client in range(2000))
     assert counts["weak"] / 2000 == pytest.approx(weak, abs=0.045)  # 4 standard deviations
 
@@ -154,7 +154,7 @@ def test_prisms_clients() -> None:
         ("", POOL, "uniform", 'mine.toml: memory-range belongs to assignment = "uniform", which needs it'),
         ("memories = [1, 2]", POOL, "memories", 'assignment = "memories" takes one device, not 2'),
         ("", "", "random", "pool.toml: device is missing"),
-        ("", POOL + "share = 2", "random", "pool.toml: device 2 share: unknown key; allowed are name, memory, flops"),
+        ("", POOL + "weight = 2", "random", "pool.toml: device 2 weight: unknown key; allowed are name, memory, flops"),
         ("", POOL + 'memory = "1Gb"', "random", "pool.toml: Cannot overwrite a value"),
         ("", POOL.replace('"2GB"', '"2Gb"'), "random", "pool.toml: device 2 memory = '2Gb': not an amount of memory"),
         ("", POOL.replace('memory = "2GB"\n', ""), "random", "pool.toml: device 2 memory is missing"),

@@ -190,7 +190,7 @@ def query(task: Task, client: Client) -> Metrics:
             forward = in_precision(piece.features, client.training_config)
             norms, low = largest_perturbation(forward, examples.read(positions), attack, generator)
         total, seen, minimum = total + float(norms.sum()), seen + len(positions), min(minimum, low)
-    return {"perturbation": total / seen, "least-feature": minimum, "num-examples": seen} if seen else {}
+    return {"perturbation": total / seen, "min-feature": minimum, "num-examples": seen} if seen else {}
 
 
 def largest_perturbation(

@@ -230,7 +230,7 @@ class Bereft(Forgetful):
 
 
 def test_a_lost_store_is_filled_again_within_budget(tmp_path: Path, two_stages: RunDir) -> None:
-    """It says what it lacks, is sent both fixed modules, and computes its features from images, one module after another."""
+    """It names missing units, is sent both fixed modules, and computes its features from images, one module after another."""
     run_dir = going_on(two_stages, tmp_path, type("Here", (Bereft,), {"root": tmp_path}))
     missing, again = clients_of(run_dir, 5)[0], clients_of(run_dir, 6)[0]
     assert missing["reason"].startswith("frozen units atoms.0, atoms.1, atoms.2, atoms.3")

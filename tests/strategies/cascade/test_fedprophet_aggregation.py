@@ -181,7 +181,7 @@ def test_examples_are_the_weights(answers: Answers) -> None:
 @pytest.mark.parametrize(("minimum", "nonnegative"), [(0.0, True), (-1e-6, False)])
 def test_one_client_with_features_below_zero_is_enough(answers: Answers, minimum: float, nonnegative: bool) -> None:
     strategy, replies = answers.ask("query")
-    put(replies[1], least_feature=minimum)
+    put(replies[1], min_feature=minimum)
     assert strategy.aggregate_query(2, iter(replies))
     assert strategy.state.nonnegative is nonnegative
 
@@ -191,13 +191,13 @@ def test_one_client_with_features_below_zero_is_enough(answers: Answers, minimum
     [
         {"perturbation": -1.0},
         {"perturbation": None},
-        {"least_feature": None},
+        {"min_feature": None},
         {"num_examples": 10**6},
         {"num_examples": 0},
         {"num_examples": None},
         {"perturbation": float("nan")},
         {"perturbation": float("inf")},
-        {"least_feature": float("nan")},
+        {"min_feature": float("nan")},
         {"perturbation": [1.0, 2.0]},
         {"num_examples": -5},
         {"num_examples": float("inf")},

@@ -200,7 +200,7 @@ def test_a_survey_of_the_first_module_by_hand(tmp_path: Path) -> None:
     assert float(either.amin(0).mean()) - 1e-5 <= metrics["perturbation"] <= float(either.amax(0).mean()) + 1e-5
     assert float(either.amin(0).mean()) < 0.95 * float(either.amax(0).mean())  # PGD decides between two different ends
     clean = ((pixels - client.data.mean[0]) / client.data.std[0]) @ weight[0] + bias
-    assert metrics["least-feature"] == pytest.approx(float(clean.min()), rel=1e-5)
+    assert metrics["min-feature"] == pytest.approx(float(clean.min()), rel=1e-5)
     assert metrics["num-examples"] == 40
 
 
