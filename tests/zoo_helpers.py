@@ -1,9 +1,12 @@
 """The models of the zoo as tests build them."""
 
 from piecework.models.cascade import Blueprint
-from piecework.models.zoo import build_blueprint, usual_input
+from piecework.models.zoo import MODELS, build_blueprint, usual_input
 
 SMALL = {"cnn4": {"input_shape": (3, 64, 64)}, "lstm-imdb": {"input_shape": (60,)}, "vit": {"input_shape": (3, 96, 96)}}
+
+# Models made of other layers: sizes of the same family differ in their number only.
+ONE_A_FAMILY = sorted(MODELS.keys() - {"resnet10", "resnet34", "vgg13", "vgg16"})
 
 
 def blueprint_of(name: str, **changes) -> Blueprint:

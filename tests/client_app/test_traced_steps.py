@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import a_training_config, random_examples
-from zoo_helpers import SMALL, blueprint_of
+from zoo_helpers import ONE_A_FAMILY, SMALL, blueprint_of
 
 from piecework.device_profiles.memory import PeakMemory, trace
 from piecework.models.cascade import Blueprint
@@ -32,7 +32,7 @@ def measured(blueprint: Blueprint, atoms: tuple[int, ...], head: str, training_c
     return cap.peak_bytes
 
 
-@pytest.mark.parametrize("name", sorted(name for name in MODELS if not is_token_model(name)))
+@pytest.mark.parametrize("name", sorted(name for name in ONE_A_FAMILY if not is_token_model(name)))
 def test_a_whole_model_under_attack(name) -> None:
     blueprint = blueprint_of(name, **SMALL.get(name, {}))
     atoms, training_config = tuple(range(len(blueprint.atoms))), replace(a_training_config(2), attack=IMAGE)
@@ -54,8 +54,7 @@ def test_a_module_behind_others_under_attack(name) -> None:
     )
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("attack", [None, IMAGE], ids=["clean", "attacked"])
+@pytest.mark.parametrize(("attack", "momentum"), [(None, 0.9), (IMAGE, 0.0)], ids=["clean-momentum", "attacked"])
 @pytest.mark.parametrize("name", ["cnn3", "preresnet20", "resnet18", "vgg11", "deit-tiny"])
 def test_a_step_in_bfloat16(name, attack, momentum) -> None:
     blueprint = blueprint_of(name)

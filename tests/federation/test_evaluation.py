@@ -96,7 +96,7 @@ def test_the_attacked_images_are_a_fixed_choice() -> None:
 def test_more_steps_find_more() -> None:
     data, (blueprint, arrays) = digits(), trained()
     attack = image_attack(tiny_settings(attack__epsilon=0.3, attack__step_size=0.04), data, 1)
-    found = [Evaluator(blueprint, data, 100, replace(attack, steps=steps), 360)(arrays) for steps in (1, 4, 12)]
+    found = [Evaluator(blueprint, data, 100, replace(attack, steps=steps), 120)(arrays) for steps in (1, 4, 12)]
     first, second, third = (one.adversarial_accuracy for one in found)
     assert first is not None
     assert second is not None

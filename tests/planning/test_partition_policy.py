@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import num_parameters
 from settings_helpers import settings_with
+from zoo_helpers import ONE_A_FAMILY
 
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
@@ -141,7 +142,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", ONE_A_FAMILY)
 def test_every_system_cuts_every_model_or_says_why_not(strategy, name) -> None:
     try:
         policy = policy_of(strategy, name, "fedprophet", 1e12, tokens=20)  # of an LSTM every token is a step to trace

@@ -373,12 +373,11 @@ def test_other_models_train(tmp_path: Path, name: str, options: str) -> None:
         assert client["predicted_peak"] == client["measured_peak"] <= client["budget"]
 
 
-@pytest.mark.parametrize(("shape", "patch"), [((28, 28), 7), ((16, 48, 3), 4)])
-def test_deit_learns_and_goes_on(tmp_path: Path, shape: tuple[int, ...], patch: int) -> None:
+def test_deit_learns_and_goes_on(tmp_path: Path) -> None:
     """Images of one class are brighter; attention is whole, MLPs have a half of their kernels."""
     rng = np.random.default_rng(0)
     y = np.arange(60) % 2
-    x = rng.integers(0, 128, (60, *shape))
+    x = rng.integers(0, 128, (60, 16, 48, 3))
     x[y == 1] += 127
     np.savez(
         tmp_path / "bright.npz",
@@ -387,7 +386,7 @@ def test_deit_learns_and_goes_on(tmp_path: Path, shape: tuple[int, ...], patch: 
         x_test=x[48:].astype(np.uint8),
         y_test=y[48:],
     )
-    changes: dict[str, Any] = TRIO | SMALL | {"model": "deit-tiny", "architecture__options": f"depth=2,patch={patch}"}
+    changes: dict[str, Any] = TRIO | SMALL | {"model": "deit-tiny", "architecture__options": "depth=2,patch=8"}
     changes |= {
         "dataset": f"npz:{tmp_path / 'bright.npz'}",
         "prism__keep_ratios": "0.5",
@@ -405,8 +404,6 @@ def test_deit_learns_and_goes_on(tmp_path: Path, shape: tuple[int, ...], patch: 
     losses = [record["train_loss"] for record in whole.rounds()]
     assert losses[-1] < 0.5 * losses[0]
     assert whole.rounds()[-1]["accuracy"] == 1.0
-    if len(shape) == 3:
-        return  # goes on as the other does
     parts = run_local(tmp_path / "parts", **changes, num_rounds=2)
     parts = run_local(tmp_path / "parts", **changes, num_rounds=4, resume_from=str(parts.path))
     assert same(model_of(whole), model_of(parts))
