@@ -114,6 +114,6 @@ class Dispatcher:
         """Return the bytes, in both directions, of the messages of the latest `configure`."""
         return sum(report.bytes_down + report.bytes_up for report in self.log.values())
 
-    def silence(self) -> str:
+    def why_unanswered(self) -> str:
         """Return up to three reasons why clients did not answer the latest messages."""
         return "; ".join(sorted({report.reason for report in self.log.values()})[:3]) or "no client is connected"

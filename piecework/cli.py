@@ -21,9 +21,9 @@ from piecework.cli_base import (
     Preset,
     Set,
     err,
-    errors_for_people,
     listen,
     out,
+    user_errors,
 )
 from piecework.cli_deploy import commands
 from piecework.options import Scalars, connection_to, seed_list, settings_from
@@ -61,7 +61,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Train. Without options: FeDepth on handwritten digits over 20 emulated boards."""
-    with errors_for_people(as_json):
+    with user_errors(as_json):
         connection = connection_to(superlink, root_certificates, insecure)
         require_real_processes(engine, superlink)
         settings = settings_from(
@@ -218,7 +218,7 @@ def plan(
     from piecework.suggest import advise
     from piecework.suggest_view import advice_tables
 
-    with errors_for_people(as_json, {}):
+    with user_errors(as_json, {}):
         named: Scalars = {"model": model, "dataset": dataset, "strategy": strategy, "fleet": fleet}
         named |= {"memory.model": memory_model, "training.batch-size": batch_size or 0}
         given = {key: value for key, value in named.items() if value}
@@ -270,7 +270,7 @@ def devices(
     """Show the shipped fleets and pools, the devices of one of them, or the figures of this machine."""
     from piecework.devices import fleet_rows, fleet_tables, measured_here
 
-    with errors_for_people(as_json):
+    with user_errors(as_json):
         rows = measured_here() if measure else fleet_rows(fleet)
         if as_json:
             print(json.dumps(rows))
@@ -286,7 +286,7 @@ def presets(
     """List the shipped presets, which run published settings and our own comparisons, and the purpose of each."""
     from piecework.presets import preset_rows, preset_table
 
-    with errors_for_people(as_json):
+    with user_errors(as_json):
         rows = preset_rows(word)
         if as_json:
             print(json.dumps(rows))
@@ -303,7 +303,7 @@ def settings(
     """List the settings of a run: the meaning, default, allowed values and strategies of each."""
     from piecework.settings_list import setting_rows, setting_table
 
-    with errors_for_people(as_json):
+    with user_errors(as_json):
         rows = setting_rows(word)
         if as_json:
             print(json.dumps(rows))
@@ -317,7 +317,7 @@ def strategies(as_json: Json = False) -> None:
     """List the systems that can train: the method, paper and requirements of each."""
     from piecework.strategies_list import strategy_rows, strategy_table
 
-    with errors_for_people(as_json):
+    with user_errors(as_json):
         rows = strategy_rows()
         if as_json:
             print(json.dumps(rows))
@@ -332,7 +332,7 @@ def report(run_dir: Path, as_json: Json = False) -> None:
     from piecework.report import write_report
     from piecework.server_app.records import RunDir
 
-    with errors_for_people(as_json):
+    with user_errors(as_json):
         path = write_report(RunDir(run_dir))
         print(json.dumps({"report": str(path)}) if as_json else path)
 
@@ -347,7 +347,7 @@ def compare(
     from piecework.compare import compare_json, group_runs, runs_at
     from piecework.compare_view import compare_table, write_curves
 
-    with errors_for_people(as_json):
+    with user_errors(as_json):
         groups = group_runs(run for path in run_dirs for run in runs_at(path))
         if curves:
             write_curves(groups, Path(curves))
@@ -367,7 +367,7 @@ def clean(
     from piecework.federated_data.datasets import default_cache
     from piecework.runs import converted, remove, stores
 
-    with errors_for_people(as_json):
+    with user_errors(as_json):
         paths = stores(output_dir) + (converted(default_cache()) if cache else [])
         freed = remove(paths)
         print(

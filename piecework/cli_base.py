@@ -59,7 +59,7 @@ def listen() -> None:
 
 
 @contextmanager
-def errors_for_people(as_json: bool, answer: dict[str, Any] = NO_RUN) -> Iterator[None]:
+def user_errors(as_json: bool, answer: dict[str, Any] = NO_RUN) -> Iterator[None]:
     """Turn bad input into one message and exit code 2, and Ctrl-C into exit code 130.
 
     With --json bad input also prints an object on stdout, `answer` and the reason.

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from piecework.cli_base import Json, Preset, Set, err, errors_for_people, out
+from piecework.cli_base import Json, Preset, Set, err, out, user_errors
 from piecework.options import settings_from
 
 commands = typer.Typer()
@@ -25,7 +25,7 @@ def export_data(
     from piecework.export_data import export_data as export
     from piecework.export_data import export_table
 
-    with errors_for_people(as_json, {}):
+    with user_errors(as_json, {}):
         rows = export(settings_from(preset, assignments, nodes=nodes), folder, force)
         if as_json:
             print(json.dumps({"out": str(folder.absolute()), "folders": rows}))
@@ -48,7 +48,7 @@ def profile(
 
     from piecework.profile_device import check_new, profile_device, toml_text, write_new
 
-    with errors_for_people(as_json, {}):
+    with user_errors(as_json, {}):
         settings = settings_from("", assignments)
         if file is not None:
             check_new(file)
@@ -88,7 +88,7 @@ def certs(
 
     from piecework.certs import issue
 
-    with errors_for_people(as_json, {}):
+    with user_errors(as_json, {}):
         made = issue(names or [], nodes, folder, days)
         if as_json:
             print(json.dumps({"folder": str(folder.absolute()), "files": [asdict(file) for file in made]}))
@@ -115,7 +115,7 @@ def register(
 
     from piecework import registration
 
-    with errors_for_people(as_json, {}):
+    with user_errors(as_json, {}):
         trusted = root_certificates or folder / "ca.crt"
         if revoke:
             nodes = [registration.revoke(folder, revoke, superlink, trusted)]
@@ -150,7 +150,7 @@ def compose(
     """Print a compose file in which each client is a container whose memory limit is its device's memory."""
     from piecework.compose import command_line, compose_file, floor_bytes, places, tls_overlay
 
-    with errors_for_people(False):
+    with user_errors(False):
         settings = settings_from(preset, assignments, nodes=nodes, named={"fleet": fleet} if fleet else {})
         given = {"--preset": preset, "--fleet": fleet, "--nodes": nodes, "--floor": floor, "--data": data}
         command = command_line(given | ({"--certs": certs} if tls else {}), assignments, tls)

@@ -27,7 +27,7 @@ from piecework.server_app.round_record import ModelEvaluation, Opening, RoundRec
 from piecework.server_app.run_lock import run_lock
 from piecework.server_app.run_values import ends_early, first_values, note_round, resumed_values
 from piecework.server_app.served_model import ServedModel
-from piecework.server_app.start import look_at
+from piecework.server_app.start import check_coverage
 from piecework.server_app.summary import STOPPED, about_stages, stop_reason, summarise, why_empty
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.staged import StagedStrategy
@@ -88,7 +88,7 @@ class Run:
         """Run all remaining rounds and write the model. Returns "completed". Raises RunAbortedError or TooFewNodesError."""
         settings, strategy = self.settings, self.strategy
         self.gather()
-        self.run_dir.write_coverage(look_at(strategy))
+        self.run_dir.write_coverage(check_coverage(strategy))
         for server_round in range(self.values["round"] + 1, settings.num_rounds + 1):
             if strategy.progress.finished:
                 break
@@ -118,7 +118,7 @@ class Run:
                 "export-data` does"
             )
         self.strategy.begin()
-        self.served.require_somebody()
+        self.served.require_capable_client()
         self.served.resume(self.arrays)
         self.evaluate.blueprint, self.evaluate.piece_class = self.served.blueprint, self.strategy.piece_class
         self.evaluate.prepare = self.strategy.prepare
@@ -144,7 +144,7 @@ class Run:
         if not self.served.is_of(arrays, atoms, head):
             raise RunAbortedError(
                 "no client could measure the batch norms of the trained model (architecture.batch-norm = measured): "
-                f"{strategy.dispatcher.silence()}"
+                f"{strategy.dispatcher.why_unanswered()}"
             )
         arrays = self.served.complete(arrays)
         self.run_dir.save_model(
@@ -201,7 +201,8 @@ class Run:
         self._deliver(server_round)
         if not strategy.aggregate_query(server_round, self.transport.exchange(server_round, questions)):
             raise RunAbortedError(
-                f"no client could measure the features that {strategy.stage} starts from: {strategy.dispatcher.silence()}"
+                f"no client could measure the features that {strategy.stage} starts from: "
+                f"{strategy.dispatcher.why_unanswered()}"
             )
         return Opening(late, busy, strategy.dispatcher.account(), strategy.dispatcher.bytes())
 
@@ -244,7 +245,7 @@ class Run:
             LOG.warning(
                 "round %s: no client measured the batch norms of the model, which is not evaluated: %s",
                 server_round,
-                self.strategy.dispatcher.silence(),
+                self.strategy.dispatcher.why_unanswered(),
             )
         return self.strategy.dispatcher.account(), self.strategy.dispatcher.bytes()
 

@@ -90,7 +90,7 @@ class ServedModel:
         cost, model = self.strategy.policy.cost_model.streamed, self.blueprint
         return max(cost(model, atom, head if atom == atoms[-1] else None, measured=True) for atom in atoms)
 
-    def require_somebody(self) -> None:
+    def require_capable_client(self) -> None:
         """Raise ValueError if clients cannot measure: they do not hold the served model, or none has enough memory."""
         if self.measured and not self.strategy.measures:
             raise ValueError(

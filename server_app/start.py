@@ -13,7 +13,7 @@ from piecework.strategies.base import PieceStrategy
 LOG = logging.getLogger("piecework")
 
 
-def look_at(strategy: PieceStrategy) -> dict[str, Any]:
+def check_coverage(strategy: PieceStrategy) -> dict[str, Any]:
     """Return the coverage of the model by the connected clients, as JSON values, and log it.
 
     Raises ValueError if a part of the model would stay random and the settings do not allow that.

@@ -74,7 +74,7 @@ class ClientResources:
                 "memory.model = traced"
             )
 
-    def require_somebody(self, needed: int, doing: str) -> None:
+    def require_capable_client(self, needed: int, doing: str) -> None:
         """Raise ValueError if no client may use `needed` bytes in any of the first rounds. `doing` begins the message."""
         richest = self.richest
         if needed > richest.allowed_bytes:

@@ -45,32 +45,36 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def traced_once() -> Iterator[None]:
-    """Runs price the same parts of the same model again and again: within a test session each is traced once.
+    """Trace the cost of each part once a session, although many runs need the costs of the same parts of the same model.
 
-    What stands for a question is all of it, pickled; local functions by themselves. Tests of the tracing call it directly.
+    The key is the pickled call. Local functions enter it with their closures, local classes by identity. Tests of the tracing
+    itself call `piece_cost` directly and are not affected.
     """
     from piecework.planning import costs
 
     known: dict[bytes, Any] = {}
-    functions: dict[int, object] = {}  # kept, so that no other gets their id
+    classes: dict[int, type] = {}  # kept, so that no other class gets their id
 
-    class PlanQuestion(pickle.Pickler):
-        def persistent_id(self, found: object) -> int | None:
-            if isinstance(found, FunctionType | type) and "<" in found.__qualname__:
-                functions[id(found)] = found
+    class Key(pickle.Pickler):
+        def persistent_id(self, found: object) -> object:
+            if isinstance(found, FunctionType) and "<" in found.__qualname__:
+                closure = tuple(cell.cell_contents for cell in found.__closure__ or ())
+                return found.__module__, found.__qualname__, found.__code__.co_firstlineno, found.__defaults__, closure
+            if isinstance(found, type) and "<" in found.__qualname__:
+                classes[id(found)] = found
                 return id(found)
             return None
 
     def once(trace: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(*arguments: Any, **options: Any) -> Any:
-            question = io.BytesIO()
-            PlanQuestion(question).dump((trace, arguments, options, torch.get_num_threads()))
-            key = question.getvalue()
+        def cost(*arguments: Any, **options: Any) -> Any:
+            pickled = io.BytesIO()
+            Key(pickled).dump((trace, arguments, options, torch.get_num_threads()))
+            key = pickled.getvalue()
             if key not in known:
                 known[key] = trace(*arguments, **options)
             return known[key]
 
-        return asked
+        return cost
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "piece_cost", once(costs.piece_cost))

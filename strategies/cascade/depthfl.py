@@ -127,7 +127,7 @@ class DepthFL(PieceStrategy):
     def begin(self) -> None:
         """Exclude clients that cannot train the first block, as in ProFL's comparison. Raises ValueError if no client can."""
         self.cohort.minimum = self.policy.min_budget()
-        self.resources.require_somebody(self.cohort.minimum, "Training the first block with its exit")
+        self.resources.require_capable_client(self.cohort.minimum, "Training the first block with its exit")
 
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """Return the bytes of the assigned depth, which is at least 1, and of all smaller depths."""

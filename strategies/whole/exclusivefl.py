@@ -21,7 +21,7 @@ class ExclusiveFL(FedAvg):
     def begin(self) -> None:
         """Restrict sampling to the clients that can train the whole model. Raises ValueError if there are none."""
         self.cohort.minimum = self.needed()
-        self.resources.require_somebody(self.cohort.minimum, "Training the whole model")
+        self.resources.require_capable_client(self.cohort.minimum, "Training the whole model")
 
     def needed(self) -> int:
         """Return the memory cost (bytes) of training the whole model."""

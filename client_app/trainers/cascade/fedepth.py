@@ -166,7 +166,7 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
         for epoch in trainer.epochs():
             if epoch and not client.settings.memory.feature_cache:
                 fresh = client.local_data(epoch).entering(entrance)
-                examples = _stream_anew(client, trainer, pieces[: j + 1], fresh) if j else fresh
+                examples = _stream_again(client, trainer, pieces[: j + 1], fresh) if j else fresh
             trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(item.atoms)}")
         (piece,) = trainer.finish()
         client.save(piece)
@@ -214,7 +214,7 @@ def _load_piece(
     return [piece_class(client.blueprint, atoms, head, client.load())]
 
 
-def _stream_anew(client: Client, trainer: LocalTrainer, pieces: list[Piece], examples: Examples) -> Examples:
+def _stream_again(client: Client, trainer: LocalTrainer, pieces: list[Piece], examples: Examples) -> Examples:
     """Return the last piece's input for freshly augmented data.
 
     Meanwhile the state of its training is on disk, because it may not fit beside the earlier pieces.
