@@ -68,7 +68,7 @@ class Settings(Table):
     """The settings of one run. Defaults are the demo: FeDepth on the embedded digits over 20 emulated boards."""
 
     strategy: str = setting("fedepth", "name of the strategy: `piecework strategies` lists them")
-    model: str = setting("convnet", "name of the model: docs/models.md lists them")
+    model: str = setting("convnet", "name of the model, such as resnet18: models/zoo.py lists them in MODELS")
     dataset: str = setting("digits", "name of the data set, or npz:FILE, folder:DIR, text:DIR")
     fleet: str = setting("demo", "the clients' devices: a shipped fleet, a .toml file, or a fleet as JSON")
     clients: Count = setting(
