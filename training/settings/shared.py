@@ -161,7 +161,9 @@ class Memory(Table):
     enforce: bool = setting(True, "false: clients neither refuse nor stop at their budget; for tests")
     reserve: Count = setting(64 * 2**20, "bytes that a device with device = 'auto' keeps free")
     feature_cache: bool = setting(True, "false: features of frozen atoms are computed again every epoch")
-    feature_cache_bytes: AtLeastOne = setting(4 * 10**9, "maximum bytes on disk of stored features, of all clients together")
+    feature_cache_bytes: AtLeastOne = setting(
+        4 * 10**9, "maximum bytes on disk of stored features, of all clients together"
+    )
 
     @property
     def enforced(self) -> bool:
