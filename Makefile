@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-# Without compiled modules every process compiles torch anew, which doubles the time of its start.
+# Without compiled modules every process compiles torch again, which doubles the time of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test check tables defaults clean

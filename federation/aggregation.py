@@ -20,7 +20,7 @@ Norms = dict[str, float]  # unit, or its statistics -> root mean square of the u
 # Suffix of a unit's name: running means and variances of its batch norms, which scale as squared features.
 STATISTICS = ":statistics"
 ALONE = "head:alone"  # the head of an update that contains nothing else
-MOST_BATCHES = 2**31  # maximum number of batches of a client in a round
+MAX_BATCHES = 2**31  # maximum number of batches of a client in a round
 HELD = 3  # updates that are held back until the norms of a unit without a history can be compared
 
 
@@ -155,10 +155,10 @@ def _checked_array(arrays: ArrayRecord, name: str, spec: Spec) -> np.ndarray:
 
 def _require_counts(name: str, array: np.ndarray, previous: np.ndarray) -> None:
     """Raise UpdateRejectedError for implausible batch counts: the model takes the largest, so one bad count would stay."""
-    if (array < 0).any() or (array > previous + MOST_BATCHES).any():
+    if (array < 0).any() or (array > previous + MAX_BATCHES).any():
         raise UpdateRejectedError(
             f"array {name!r} counts {array.min()} to {array.max()} batches: it must be at least 0, and at most "
-            f"{MOST_BATCHES:,} more than what was sent"
+            f"{MAX_BATCHES:,} more than what was sent"
         )
 
 

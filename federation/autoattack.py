@@ -22,7 +22,7 @@ from piecework.training.memory_cap import return_free_memory
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.setup import image_attack
 
-LEAST_CLASSES = 4  # the targeted loss (DLR) divides by differences of the four largest logits
+MIN_CLASSES = 4  # the targeted loss (DLR) divides by differences of the four largest logits
 OUTSIDE = 1e-6  # allowed excess over the radius of the ball, for rounding
 
 
@@ -72,10 +72,10 @@ def require_autoattack(settings: Settings, data: ArrayDataset) -> None:
     if not settings.evaluation.autoattack_examples:
         return
     key = f"evaluation.autoattack-examples = {settings.evaluation.autoattack_examples}"
-    if data.num_classes < LEAST_CLASSES:
+    if data.num_classes < MIN_CLASSES:
         raise SettingsError(
             f"{key}: data set {data.name} has {data.num_classes} classes and AutoAttack's targeted attack needs "
-            f"{LEAST_CLASSES}; set evaluation.autoattack-examples = 0"
+            f"{MIN_CLASSES}; set evaluation.autoattack-examples = 0"
         )
     image_attack(settings, data, 1)
     try:
@@ -97,8 +97,8 @@ def autoattack(
     with still(model), isolated_rng(seed), fixed_statistics(model, images, batch_size) as fixed:
         logits = torch.cat([_logits(model, batch) for batch in torch.split(images, batch_size)])
         classes = logits.shape[1]
-        if classes < LEAST_CLASSES:
-            raise ValueError(f"AutoAttack needs a model of {LEAST_CLASSES} classes or more, this one has {classes}")
+        if classes < MIN_CLASSES:
+            raise ValueError(f"AutoAttack needs a model of {MIN_CLASSES} classes or more, this one has {classes}")
         warnings = suspicions(model, images[:batch_size], labels[:batch_size])
         if fixed:
             warnings.append(

@@ -18,7 +18,7 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.federation.errors import TooFewNodesError
 from piecework.training.messages import NodeInfo, content_bytes
 from piecework.training.randomness import generator
-from piecework.training.settings.shared import Memory
+from piecework.training.settings.shared import MemorySettings
 
 QUERY = "query.device"
 QUERY_SECONDS = 300.0  # after this time a query without an answer is repeated
@@ -62,7 +62,7 @@ class ClientRegistry:
     fleet: Fleet
     seed: int
     clients: int
-    memory: Memory
+    memory: MemorySettings
     members: dict[int, Member] = field(default_factory=dict)
     federation: int = 0
     last_error: str = ""

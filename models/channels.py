@@ -83,9 +83,9 @@ class _Follower(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function and record the axes of its result."""
         out = func(*args, **(kwargs or {}))
-        policy = RULES.get(func.__name__)
-        if policy is not None:
-            policy(self, out, *args, **(kwargs or {}))
+        handler = HANDLERS.get(func.__name__)
+        if handler is not None:
+            handler(self, out, *args, **(kwargs or {}))
         elif isinstance(out, Tensor):
             self._carry(func.__name__, out, [each for each in args if isinstance(each, Tensor)])
         return out
@@ -232,7 +232,7 @@ def _cat(follow: _Follower, out: Tensor, tensors: Sequence[Tensor], dim: int = 0
     follow.note(out, axes)
 
 
-RULES: Mapping[str, Callable[..., None]] = {
+HANDLERS: Mapping[str, Callable[..., None]] = {
     "conv2d": _conv,
     "linear": _linear,
     "batch_norm": _batch_norm,

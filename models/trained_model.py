@@ -154,7 +154,7 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
     if described.get("format") != FORMAT:
         raise ModelFileError(
             f"{file} was written by another version of Piecework (format {described.get('format', 1)}, this is {FORMAT}): "
-            "resume the finished run with this version, which writes the file again"
+            "load it with that version, or train again"
         )
     if "personal" in described:
         raise ModelFileError(

@@ -26,7 +26,7 @@ BATCH_NORMS = {
     "local": "kept by the clients; the server's average is evaluated",
 }
 NEVER = "never trained"
-MOST_REASONS = 20
+MAX_REASONS = 20
 
 
 def summary_table(summary: Record, rounds: Sequence[Record], final: Record | None = None) -> Table:
@@ -188,8 +188,8 @@ def reasons(rounds: Iterable[Record]) -> list[tuple[str, str, str]]:
                 kind = (client["status"], re.sub(r"\d[\d.,]*", "#", client["reason"]))
                 found[kind].append(f"{client['reason']} (client {client['client']}, round {record['round']})")
     ranked = sorted(found.items(), key=lambda item: -len(item[1]))
-    rows = [(status, str(len(texts)), texts[0]) for (status, _), texts in ranked[:MOST_REASONS]]
-    rest = sum(len(texts) for _, texts in ranked[MOST_REASONS:])
+    rows = [(status, str(len(texts)), texts[0]) for (status, _), texts in ranked[:MAX_REASONS]]
+    rest = sum(len(texts) for _, texts in ranked[MAX_REASONS:])
     return [*rows, ("", str(rest), "other reasons")] if rest else rows
 
 

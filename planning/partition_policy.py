@@ -59,6 +59,14 @@ class PartitionPolicy(ABC):
         self.allowed = allowance(smallest, settings.memory.excess)
         self._bytes: dict[WorkItem, int] = {}
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute once, because `stages` and costs are computed from it and cached. Raises AttributeError later."""
+        if name in self.__dict__:
+            raise AttributeError(
+                f"{name} of a partition policy is set already: `fit` and `with_smallest` return another one"
+            )
+        super().__setattr__(name, value)
+
     @classmethod
     def attacks(cls, settings: Settings) -> bool:
         """Return whether a run with these settings trains on adversarial examples. Raises ValueError if they conflict."""

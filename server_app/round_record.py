@@ -88,7 +88,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingPhase:
     """The training of a round. `aggregated`: whether it made a new model."""
 
     aggregated: bool
@@ -117,7 +117,7 @@ def record_of(
     strategy: PieceStrategy,
     server_round: int,
     opening: Opening,
-    training: Training,
+    training: TrainingPhase,
     evaluation: ModelEvaluation,
     *,
     init_weights: str,

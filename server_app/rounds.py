@@ -23,7 +23,7 @@ from piecework.server_app.preflight import preflight
 from piecework.server_app.rates import require_rates
 from piecework.server_app.records import RunDir
 from piecework.server_app.recovery import Recovery, find_recovery, put_aside
-from piecework.server_app.round_record import ModelEvaluation, Opening, RoundRecord, Training, record_of
+from piecework.server_app.round_record import ModelEvaluation, Opening, RoundRecord, TrainingPhase, record_of
 from piecework.server_app.run_lock import run_lock
 from piecework.server_app.run_values import ends_early, first_values, note_round, resumed_values
 from piecework.server_app.served_model import ServedModel
@@ -174,7 +174,7 @@ class Run:
         started = time.perf_counter()
         opening = self._open(server_round)
         aggregated, metrics = self._train(server_round)
-        training = Training(aggregated, metrics, time.perf_counter() - started)
+        training = TrainingPhase(aggregated, metrics, time.perf_counter() - started)
         evaluation = self._evaluate(server_round)
         record = record_of(
             self.strategy,

@@ -30,7 +30,9 @@ def memory_bytes(part: Part, reference: Blueprint, training_config: TrainingConf
     """The authors' figure where their code has one, else the fitted formula; their MB are taken as 10^6 bytes."""
     model = part.blueprint
     setting = (model.name, model.input_shape, training_config.batch_size, model.atoms[0].shape[0])
-    names = tuple(name for name in part.names() if not name.startswith(EXIT))  # its DepthFL's classifiers cost nothing
+    names = tuple(
+        name for name in part.names() if not name.startswith(EXIT)
+    )  # DepthFL's classifiers cost nothing there
     known = AUTHORS_MB.get(names) if setting == SETTING else None
     return 10**6 * (fitted_mb(part, training_config.batch_size) if known is None else known)
 

@@ -1,5 +1,5 @@
-"""FedDF (Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning", NeurIPS 2020,
-https://arxiv.org/abs/2006.07242), the server's side, as FedProphet compares with it.
+"""FedDF (Tao Lin, Lingjing Kong, Sebastian U. Stich, Martin Jaggi, "Ensemble Distillation for Robust Model Fusion in Federated
+Learning", NeurIPS 2020, https://arxiv.org/abs/2006.07242), the server's side, as FedProphet compares with it.
 
 There is a family of architectures, of which `model` is the largest. Each client trains the largest that its budget allows. The
 server has a prototype w_p of each architecture p. After a round, with D_p the clients that trained p, n_k client k's number of

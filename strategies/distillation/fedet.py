@@ -1,5 +1,6 @@
-"""FedET (Cho et al., "Heterogeneous Ensemble Knowledge Transfer for Training Large Models in Federated Learning", IJCAI 2022,
-https://arxiv.org/abs/2204.12703), the server's side, as FedProphet compares with it.
+"""FedET (Yae Jee Cho, Andre Manoel, Gauri Joshi, Robert Sim, Dimitrios Dimitriadis, "Heterogeneous Ensemble Knowledge Transfer
+for Training Large Models in Federated Learning", IJCAI 2022, https://arxiv.org/abs/2204.12703), the server's side, as
+FedProphet compares with it.
 
 Clients train as in FedDF. The server's model W, of the largest architecture, learns from the ensemble of clients' models alone;
 no client trains it. s_k are the logits of client k's model, v_k(x) their variance over the classes, and phi is the last linear

@@ -24,7 +24,7 @@ from piecework.training.examples import Examples
 from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, TrainingConfig, load_for_device
 from piecework.training.memory_cap import MemoryCap
 
-LEAST_VARIANCE = 1e-12  # equal logits of all classes get a tiny weight, so that a sum of weights is never 0
+MIN_VARIANCE = 1e-12  # equal logits of all classes get a tiny weight, so that a sum of weights is never 0
 
 
 class AdamPiece(PieceModel):
@@ -91,7 +91,7 @@ def _weighted(ensemble: Iterable[Tensor], unlike: Tensor | None = None) -> Tenso
     """Return sum_k v_k s_k / sum_k v_k, [N, C], over all k, or those whose largest class differs from `unlike` [N]."""
     total, weights = torch.zeros(()), torch.zeros(())
     for logits in map(Tensor.double, ensemble):
-        weight = logits.var(dim=1, correction=0, keepdim=True) + LEAST_VARIANCE
+        weight = logits.var(dim=1, correction=0, keepdim=True) + MIN_VARIANCE
         if unlike is not None:
             weight = weight * (logits.argmax(1) != unlike).unsqueeze(1)
         total, weights = total + weight * logits, weights + weight

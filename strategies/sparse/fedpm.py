@@ -1,7 +1,7 @@
 """FedPM: clients train a mask of a frozen random network (the server's side).
 
-Isik et al., "Sparse Random Networks for Communication-Efficient Federated Learning", ICLR 2023,
-https://arxiv.org/abs/2209.15328
+Berivan Isik, Francesco Pase, Deniz Gunduz, Tsachy Weissman, Michele Zorzi, "Sparse Random Networks for
+Communication-Efficient Federated Learning", ICLR 2023, https://arxiv.org/abs/2209.15328
 
 theta is, for each weight of the frozen random network, the probability that the mask keeps it. Each round starts again from a
 Beta(1, 1) prior. With masks m_k of K clients, the mode of the posterior is theta = sum_k m_k / K (Algorithm 2). As in the
@@ -31,7 +31,7 @@ from piecework.strategies.state import Experiment
 from piecework.strategies.whole.fedavg import FedAvg, FedAvgPolicy
 from piecework.training.messages import Task
 
-LEAST = 0.01  # the smallest probability, for which a 0 in a mask counts
+MIN_THETA = 0.01  # the smallest probability, for which a 0 in a mask counts
 
 
 class FedPMPolicy(FedAvgPolicy):
@@ -111,7 +111,7 @@ class FedPM(FedAvg):
 
     def finish(self) -> ArrayRecord:
         """Return the new scores, logit(theta) of the posterior's mode."""
-        theta = LEAST + (1 - 2 * LEAST) * self.counts / self.votes
+        theta = MIN_THETA + (1 - 2 * MIN_THETA) * self.counts / self.votes
         scores = np.log(theta / (1 - theta)).astype(np.float32)
         parts = np.split(scores, np.cumsum(self.sizes(self.dispatcher.arrays))[:-1])
         new = dict(zip(sorted(self.dispatcher.arrays), parts, strict=True))

@@ -147,7 +147,7 @@ class SpaFL(PieceStrategy):
         self.masks: dict[int, np.ndarray] = {}
         self.restarted: list[int] = []
         self.lost: list[int] = []
-        self._told: dict[int, np.ndarray] = {}
+        self._reported: dict[int, np.ndarray] = {}
         self.density: float | None = None
         self.tau = self.initial()[THRESHOLDS]
 
@@ -234,7 +234,7 @@ class SpaFL(PieceStrategy):
     def combine(self, client: int, update: CheckedUpdate) -> None:
         """Add a client's thresholds to the mean, with the same weight for every client."""
         self.mean.add(update.arrays, 1)
-        self.masks[client] = self._told[client]
+        self.masks[client] = self._reported[client]
 
     def _executed(self, task: Task, metrics: dict[str, Any]) -> float:
         """Return the executed fraction of the masked layers' forward passes. Raises UpdateRejectedError if it is invalid."""
@@ -252,7 +252,7 @@ class SpaFL(PieceStrategy):
             mask = from_words(metrics["mask"], sum(self.layers.values()))
         except (ValueError, OverflowError) as error:
             raise UpdateRejectedError(f"mask: {error}") from error
-        self._told[report.client] = mask
+        self._reported[report.client] = mask
         epochs = round(sum(int(n) for n in metrics["seen"]) / max(1, report.examples))
         batches = max(1, epochs) * math.ceil(report.examples / self.settings.training.batch_size)
         density = {name: float(part.mean()) for name, part in self.by_layer(mask).items()}

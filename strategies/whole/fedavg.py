@@ -1,5 +1,5 @@
-"""FedAvg (McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
-2017, https://arxiv.org/abs/1602.05629).
+"""FedAvg (H. Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson, Blaise Agüera y Arcas, "Communication-Efficient
+Learning of Deep Networks from Decentralized Data", AISTATS 2017, https://arxiv.org/abs/1602.05629).
 
 Algorithm 1: w <- sum_k n_k / n w_k over the clients of a round. Every client trains the whole model, at `architecture.width`;
 a client whose budget is too small refuses the task.

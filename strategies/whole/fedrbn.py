@@ -1,5 +1,6 @@
-"""FedRBN (Hong et al., "Federated Robustness Propagation: Sharing Adversarial Robustness in Heterogeneous Federated Learning",
-AAAI 2023, https://arxiv.org/abs/2106.10196), the server's side, as FedProphet compares with it.
+"""FedRBN (Junyuan Hong, Haotao Wang, Zhangyang Wang, Jiayu Zhou, "Federated Robustness Propagation: Sharing Adversarial
+Robustness in Heterogeneous Federated Learning", AAAI 2023, https://arxiv.org/abs/2106.10196), the server's side, as FedProphet
+compares with it.
 
 Weights are averaged by numbers of examples. Batch norms have two sets of statistics: the mean mu_l and variance v_l of layer l
 over clean examples, and mu'_l and v'_l over adversarial ones. S are the clients that trained adversarially in a round, and t is

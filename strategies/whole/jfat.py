@@ -1,5 +1,5 @@
-"""jFAT, joint federated adversarial training (Zizzo et al., "FAT: Federated Adversarial Training", 2020,
-https://arxiv.org/abs/2012.01791): FedProphet's upper bound.
+"""jFAT, joint federated adversarial training (Giulio Zizzo, Ambrish Rawat, Mathieu Sinn, Beat Buesser, "FAT: Federated
+Adversarial Training", 2020, https://arxiv.org/abs/2012.01791): FedProphet's upper bound.
 
 Every client trains the whole model on adversarial examples (FedProphet's Eq. 2), and w <- sum_k q_k w_k. It is implemented as
 FedProphet with one module. A device that is short of memory swaps, which costs simulated time (FedProphet's clock) but no

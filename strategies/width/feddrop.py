@@ -1,5 +1,9 @@
-"""FedDrop, federated dropout (Caldas et al., "Expanding the Reach of Federated Learning by Reducing Client Resource
-Requirements", 2018, https://arxiv.org/abs/1812.07210; Wen, Jeon, Huang, "Federated Dropout", 2022).
+"""FedDrop, federated dropout.
+
+Sebastian Caldas, Jakub Konecny, H. Brendan McMahan, Ameet Talwalkar, "Expanding the Reach of Federated Learning by Reducing
+Client Resource Requirements", 2018, https://arxiv.org/abs/1812.07210
+Dingzhu Wen, Ki-Jun Jeon, Kaibin Huang, "Federated Dropout - A Simple Approach for Enabling Federated Learning on Resource
+Constrained Devices", IEEE Wireless Communications Letters 2022, https://arxiv.org/abs/2109.15258
 
 FedDrop differs from HeteroFL in three ways. The channels of a sub-model are drawn uniformly, again for every client and round;
 channels that a residual sum joins are drawn together. The loss has no class mask, so every client trains the rows of all

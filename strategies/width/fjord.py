@@ -1,5 +1,6 @@
-"""FjORD (Horvath et al., "FjORD: Fair and Accurate Federated Learning under heterogeneous targets with Ordered Dropout",
-NeurIPS 2021, https://arxiv.org/abs/2102.13451), the server's side.
+"""FjORD (Samuel Horvath, Stefanos Laskaridis, Mario Almeida, Ilias Leontiadis, Stylianos I. Venieris, Nicholas D. Lane,
+"FjORD: Fair and Accurate Federated Learning under heterogeneous targets with Ordered Dropout", NeurIPS 2021,
+https://arxiv.org/abs/2102.13451), the server's side.
 
 p_max is the largest of `heterofl.width-ratios` whose step fits the client, or the ratio that its fleet sets (`keep`). The
 client receives the first p_max C of the C channels of every layer. Its trainer also trains the nets of all smaller ratios,

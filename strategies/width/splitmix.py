@@ -1,5 +1,5 @@
-"""SplitMix (Hong et al., "Efficient Split-Mix Federated Learning for On-Demand and In-Situ Customization", ICLR 2022,
-https://arxiv.org/abs/2203.09747), the server's side.
+"""SplitMix (Junyuan Hong, Haotao Wang, Zhangyang Wang, Jiayu Zhou, "Efficient Split-Mix Federated Learning for On-Demand and
+In-Situ Customization", ICLR 2022, https://arxiv.org/abs/2203.09747), the server's side.
 
 The model is an ensemble of round(1 / a) narrow base nets, which share no weights; a is their width ratio
 (`splitmix.width-ratio`). A client trains as many base nets as its budget allows, or as many as add up to the ratio that its

@@ -127,9 +127,10 @@ def test_add_a_strategy_and_its_setting_to_the_repository(tmp_path: Path) -> Non
     shutil.copytree(ROOT, copy, symlinks=True, ignore=others)
     code, tables = dict(python_blocks(r"(\w+)\.py")), dict(python_blocks(r"(training/settings/\w+\.py)"))
     trainer = "piecework.client_app.trainers.whole.fedprox"
-    (copy / "client_app/trainers/whole/fedprox.py").write_text(code["my_fedprox"])
-    server = code["my_fedprox_server"].replace("from my_fedprox import", f"from {trainer} import")
-    (copy / "strategies/whole/fedprox.py").write_text(server)
+    local = code["my_fedprox"].replace("proximal_loss(MU)", "proximal_loss(client.settings.fedprox.mu)")
+    (copy / "client_app/trainers/whole/fedprox.py").write_text(local)
+    server = code["my_fedprox_server"].replace("from my_fedprox import MU,", f"from {trainer} import")
+    (copy / "strategies/whole/fedprox.py").write_text(server.replace("(MU)", "(self.settings.fedprox.mu)"))
 
     def add(file: str, after: str, line: str) -> None:
         text = (copy / file).read_text("utf-8")
@@ -151,23 +152,25 @@ def test_add_a_strategy_and_its_setting_to_the_repository(tmp_path: Path) -> Non
     assert "[tool.flwr.app.config.fedprox]\nmu = 0.1\n" in (copy / "pyproject.toml").read_text("utf-8")
 
     run = ["run", "--nodes", "2", "--output-dir", str(tmp_path / "runs"), "--set", "num-rounds=1", "--set", "workers=1"]
-    run += ["--set", "fleet=unlimited", "--set", "run-name=once", "--set", "training.local-iterations=1"]
+    run += ["--set", "fleet=unlimited", "--set", "training.local-iterations=2"]
     commands = [
         ["settings", "fedprox"],
         [*run, "--set", "strategy=fedavg", "--set", "fedprox.mu=0.2"],
         [*run, "--set", "strategy=fedprox", "--set", "fedprox.mu=-1"],
-        [*run, "--set", "strategy=fedprox", "--set", "fedprox.mu=0.2"],
+        [*run, "--set", "strategy=fedprox", "--set", "fedprox.mu=0.2", "--set", "run-name=loose"],
+        [*run, "--set", "strategy=fedprox", "--set", "fedprox.mu=20", "--set", "run-name=tight"],
     ]
     call = [sys.executable, "-c", IN_THE_COPY, json.dumps(commands)]
     done = subprocess.run(call, cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    listed, other, negative, ran = json.loads(done.stdout.splitlines()[-1])
+    listed, other, negative, *ran = json.loads(done.stdout.splitlines()[-1])
     assert listed[1].startswith("fedprox.mu")
     assert "it belongs to strategy = fedprox, and strategy is 'fedavg'" in " ".join(other[2].split())
     assert "setting fedprox.mu = -1" in negative[2]
-    assert ran[0] == 0, ran
-    settings = RunDir(tmp_path / "runs" / "once").settings()
-    assert (settings["strategy"], settings["fedprox.mu"]) == ("fedprox", 0.2)
+    assert [each[0] for each in ran] == [0, 0], ran
+    loose, tight = (RunDir(tmp_path / "runs" / name) for name in ("loose", "tight"))
+    assert (loose.settings()["strategy"], loose.settings()["fedprox.mu"]) == ("fedprox", 0.2)
+    assert loose.rounds()[0]["train_loss"] < tight.rounds()[0]["train_loss"]  # with the distance
 
 
 def test_a_strategy_of_ones_own_does_what_the_settings_ask(

@@ -137,7 +137,7 @@ def changed(run: RunDir, folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 1}, "was written by another version of Piecework .format 1, this is 3.: resume the finished run"),
+        ({"format": 1}, "was written by another version of Piecework .format 1, this is 3.: load it with that version"),
         ({"atoms": [0, 99]}, "cannot be read: IndexError"),
         ({"model": {"name": "convnet"}}, "cannot be read: KeyError"),
         (

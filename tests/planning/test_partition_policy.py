@@ -348,3 +348,11 @@ def test_fedepths_rule_counts_the_layers_of_sub_models_and_takes_widths_as_ratio
     sizes = [fedepth.memory_bytes(whole_model(low_rank(full, keep)), full, training_config) for keep in (0.2, 0.4, 0.6)]
     assert sizes == sorted(sizes)
     assert sizes[0] < 0.42 * whole
+
+
+def test_a_policy_does_not_change() -> None:
+    policy = policy_of("fedprophet", "vgg16", "fedprophet", 60e6)
+    count = len(policy.stages)
+    with pytest.raises(AttributeError, match="smallest of a partition policy is set already"):
+        policy.smallest = 10**9
+    assert len(policy.with_smallest(10**9).stages) < count == len(policy.stages)

@@ -18,14 +18,14 @@ from piecework.training.settings.cascade import DepthFLSettings, FeDepthSettings
 from piecework.training.settings.distillation import FedDFSettings, FedETSettings
 from piecework.training.settings.low_rank import PriSMSettings
 from piecework.training.settings.shared import (
-    Architecture,
-    Attack,
-    Data,
-    Evaluation,
-    Faults,
-    Memory,
-    Messages,
-    Training,
+    ArchitectureSettings,
+    AttackSettings,
+    DataSettings,
+    EvaluationSettings,
+    FaultsSettings,
+    MemorySettings,
+    MessagesSettings,
+    TrainingSettings,
 )
 from piecework.training.settings.sparse import SpaFLSettings
 from piecework.training.settings.table import AtLeastOne, Case, Count, Scalar, Table, case, setting
@@ -90,14 +90,14 @@ class Settings(Table):
     state_dir: str = setting("", "folder of the clients' stores; empty = RUN/clients")
     resume_from: str = setting("", "a run's folder, or auto = the newest run in output-dir with these settings")
 
-    data: Data = Data()
-    architecture: Architecture = Architecture()
-    training: Training = Training()
-    attack: Attack = Attack()
-    evaluation: Evaluation = Evaluation()
-    memory: Memory = Memory()
-    messages: Messages = Messages()
-    faults: Faults = Faults()
+    data: DataSettings = DataSettings()
+    architecture: ArchitectureSettings = ArchitectureSettings()
+    training: TrainingSettings = TrainingSettings()
+    attack: AttackSettings = AttackSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    memory: MemorySettings = MemorySettings()
+    messages: MessagesSettings = MessagesSettings()
+    faults: FaultsSettings = FaultsSettings()
 
     fedepth: FeDepthSettings = FeDepthSettings()
     fedprophet: FedProphetSettings = FedProphetSettings()

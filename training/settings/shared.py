@@ -22,7 +22,7 @@ PUBLIC = (*case("feddf", "fedet"), *case("fedrbn", fedrbn__evaluation_branch="de
 PERSONAL = (*case(evaluation__mode="personal"), *case("spafl", "local"))
 
 
-class Data(Table):
+class DataSettings(Table):
     """How the data set is obtained, divided among the clients and prepared."""
 
     download: bool = setting(False, "download the data set to data-dir if it is not there")
@@ -64,7 +64,7 @@ class Data(Table):
     augment: bool = setting(False, "random flip and crop of images, drawn once per cache fill")
 
 
-class Architecture(Table):
+class ArchitectureSettings(Table):
     """What the model looks like, besides its name."""
 
     width: Annotated[float, Field(gt=0, le=4)] = setting(1.0, "factor by which all channels are multiplied")
@@ -85,7 +85,7 @@ class Architecture(Table):
         return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-class Training(Table):
+class TrainingSettings(Table):
     """What a client does in a round, and the rates of all rounds."""
 
     init_weights: str = setting("", "a .safetensors file to start from, with our names or torchvision's; empty = none")
@@ -115,7 +115,7 @@ class Training(Table):
     )
 
 
-class Attack(Table):
+class AttackSettings(Table):
     """Projected gradient descent (PGD) on images, pixels in [0, 1]."""
 
     epsilon: Annotated[float, Field(gt=0, le=1)] = setting(8 / 255, "radius of the L-infinity ball around an image")
@@ -126,7 +126,7 @@ class Attack(Table):
     warmup: Count = setting(0, "clean rounds before adversarial ones, in every stage", ATTACKED)
 
 
-class Evaluation(Table):
+class EvaluationSettings(Table):
     """When, where and on what the model is evaluated, and when its accuracy ends the run."""
 
     every: Count = setting(1, "rounds between evaluations; 0 = only at the end")
@@ -149,7 +149,7 @@ class Evaluation(Table):
     patience: Count = setting(0, "stop after this many evaluations without a better accuracy; 0 = off")
 
 
-class Memory(Table):
+class MemorySettings(Table):
     """How memory is predicted and enforced."""
 
     model: Literal["traced", "fedepth", "fedprophet", "prism", "profl"] = setting(
@@ -176,7 +176,7 @@ class Memory(Table):
         return self.tolerance if self.enforce else math.inf
 
 
-class Messages(Table):
+class MessagesSettings(Table):
     """How the server and its clients exchange messages."""
 
     max_bytes: AtLeastOne = setting(2**25, "maximum bytes of frozen atoms in a message")
@@ -187,7 +187,7 @@ class Messages(Table):
     node_timeout: Positive = setting(120.0, "seconds to wait for the clients to connect")
 
 
-class Faults(Table):
+class FaultsSettings(Table):
     """What a run tolerates from its clients."""
 
     min_clients: Count = setting(
