@@ -141,7 +141,7 @@ def test_a_node_is_killed_and_started_again(tmp_path: Path, wheel: Path) -> None
         "clients-per-round": 0,
         "training.local-epochs": 1,
         "architecture.batch-norm": "running",  # a measurement would start a process more for each client and round
-        "messages.round-timeout": 20.0,
+        "messages.round-timeout": 45.0,  # a client starts two processes, on cores that other tests use too
         "run-name": "run",
     }
     sets = [f"--set={key}={value}" for key, value in values.items()]
