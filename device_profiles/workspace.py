@@ -1,8 +1,8 @@
 """Internal allocations of CPU operators, which a dispatch mode cannot see, and FLOPs of operators that torch does not count.
 
-The rules were derived from torch.profiler's memory events on one thread of an x86 with AVX-512. Most are oneDNN's own layouts,
-and second copies of gradients that arrive in another memory format, as after flattening a map. On other processors, where
-nothing was measured, the rules are a guess.
+The formulas were derived from torch.profiler's memory events on one thread of an x86 with AVX-512. Most are oneDNN's own
+layouts, and second copies of gradients that arrive in another memory format, as after flattening a map. On other processors,
+where nothing was measured, the formulas are a guess.
 """
 
 import math

@@ -81,11 +81,11 @@ def dirichlet(
         counts = _balanced_counts(sizes, clients, alpha, rng)
     else:
         counts = _unbalanced_counts(sizes, clients, alpha, min_examples, rng)
-    return _deal(labels, counts, rng)
+    return _draw_rows(labels, counts, rng)
 
 
 def pathological(labels: NDArray[Any], clients: int, seed: int, classes_per_client: int) -> list[Ints]:
-    """Give each client exactly `classes_per_client` classes, dealt from shuffled decks; a class is divided evenly.
+    """Give each client exactly `classes_per_client` classes, drawn from shuffled decks; a class is divided evenly.
 
     Every class is used if clients * classes_per_client allows it. Raises ValueError if a class has fewer examples than clients.
     """
@@ -106,7 +106,7 @@ def pathological(labels: NDArray[Any], clients: int, seed: int, classes_per_clie
                 )
             counts[client, card] = each + (seen[card] < over)
             seen[card] += 1
-    return _deal(labels, counts, rng)
+    return _draw_rows(labels, counts, rng)
 
 
 def skewed(labels: NDArray[Any], clients: int, seed: int, classes_per_client: int, skew: float) -> list[Ints]:
@@ -266,14 +266,14 @@ def _deal_classes(classes: int, clients: int, hand_size: int, rng: np.random.Gen
     return hands
 
 
-def _deal(labels: NDArray[Any], counts: Ints, rng: np.random.Generator) -> list[Ints]:
+def _draw_rows(labels: NDArray[Any], counts: Ints, rng: np.random.Generator) -> list[Ints]:
     """Draw the examples: `counts[client, k]` of the k-th class present, at random."""
-    dealt: list[list[Ints]] = [[] for _ in counts]
+    drawn: list[list[Ints]] = [[] for _ in counts]
     for k, label in enumerate(np.unique(labels)):
         queue = rng.permutation(np.flatnonzero(labels == label))
-        for own, part in zip(dealt, np.split(queue, np.cumsum(counts[:, k])), strict=False):
+        for own, part in zip(drawn, np.split(queue, np.cumsum(counts[:, k])), strict=False):
             own.append(part)
-    return _sorted([np.concatenate(own) for own in dealt])
+    return _sorted([np.concatenate(own) for own in drawn])
 
 
 def _sorted(client_rows: list[Any]) -> list[Ints]:

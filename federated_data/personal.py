@@ -25,12 +25,12 @@ def client_test_rows(labels: NDArray[Any], client_rows: list[Ints], test_labels:
     classes = int(labels.max(initial=-1)) + 1
     held = client_class_counts(labels, client_rows, classes)
     rng = np.random.default_rng(np.random.SeedSequence((seed, _TEST)))
-    dealt: list[list[Ints]] = [[] for _ in client_rows]
+    drawn: list[list[Ints]] = [[] for _ in client_rows]
     for k in range(classes):
         rows = rng.permutation(np.flatnonzero(test_labels == k))
         if not (total := held[:, k].sum()):
             continue
         cuts = np.rint(np.cumsum(held[:, k]) / total * len(rows)).astype(np.int64)
-        for own, part in zip(dealt, np.split(rows, cuts), strict=False):
+        for own, part in zip(drawn, np.split(rows, cuts), strict=False):
             own.append(part)
-    return [np.sort(np.concatenate(own)).astype(np.int64) if own else np.arange(0) for own in dealt]
+    return [np.sort(np.concatenate(own)).astype(np.int64) if own else np.arange(0) for own in drawn]

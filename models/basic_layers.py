@@ -17,7 +17,7 @@ from piecework.models.cascade import Atom, Blueprint
 from piecework.models.layers import map_size
 from piecework.models.partition import Piece
 
-# Convolutions per block, for models whose channels do not mark the blocks: the paper's rule for VGG.
+# Convolutions per block, for models whose channels do not mark the blocks: the paper's choice for VGG.
 BLOCKS = {"vgg11": (4, 4), "vgg16": (4, 4, 5)}
 BASIC = "basic"  # prefix of a basic layer's name, followed by the number of its block
 PARTS = 3  # blocks of a model whose channels never change: the paper cuts ViT's 12 encoders into three

@@ -80,7 +80,7 @@ def weighed(trained: Fractions, sizes: Mapping[str, int]) -> float:
     return sum(fraction * sizes[unit] for unit, fraction in trained.items()) / sum(sizes.values())
 
 
-def pretence(full_bytes: int, tasks: list[list[list[Any]]]) -> dict[str, Any] | None:
+def simulated_swapping(full_bytes: int, tasks: list[list[list[Any]]]) -> dict[str, Any] | None:
     """Return who trains what does not fit its budget; None if no client does. `full_bytes` is a step of the whole model."""
     everyone: list[Trains] = [task for rounds in tasks for of_round in rounds for task in of_round]
     beyond = [task for task in everyone if task.parts and task.needed > task.state.budget_bytes]

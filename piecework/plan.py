@@ -14,7 +14,7 @@ from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.registry import sampled
 from piecework.models.partition import AtomTooLargeError
-from piecework.parts import pretence, trained_fractions
+from piecework.parts import simulated_swapping, trained_fractions
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.coverage import Trainer, richest
 from piecework.planning.paper_memory import MACS
@@ -80,7 +80,7 @@ def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel 
         "fleet": fleet_row(fleet, settings, policy, tasks),
         "devices": device_rows(policy, tasks, question.examples),
         "trained": trained_fractions(blueprint, tasks, moving=policy.moving),
-        "pretence": pretence(full, tasks) if policy.swaps else None,
+        "swapping": simulated_swapping(full, tasks) if policy.swaps else None,
         "coverage": covered(policy, trainers(states, settings)),
     }
 

@@ -21,7 +21,7 @@ def plan_tables(plan: dict[str, Any]) -> list[str | Table]:
         f"memory.model {plan['memory_model']}, batch {plan['batch_size']}: a step of the whole model takes {full}; "
         + (f"cut for {budget}" if plan["cuts"] else f"{plan['strategy']} does not cut it by a budget"),
         piece_table(plan),
-        *pretending(plan),
+        *swapping_warning(plan),
         f"fleet {fleet['name']}: {fleet['clients']} clients, {fleet['clients_per_round']} a round, "
         f"{fleet['participation']:.0%} can take part",
         device_table(plan),
@@ -29,9 +29,9 @@ def plan_tables(plan: dict[str, Any]) -> list[str | Table]:
     ]
 
 
-def pretending(plan: dict[str, Any]) -> list[str]:
+def swapping_warning(plan: dict[str, Any]) -> list[str]:
     """Return a warning that names the memory which devices with simulated swapping would really need."""
-    found = plan["pretence"]
+    found = plan["swapping"]
     if found is None:
         return []
     step = "an attacked step" if plan["attack_steps"] else "a step"

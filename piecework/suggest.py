@@ -154,7 +154,7 @@ def planned(settings: Settings, question: PlanQuestion, cost_model: CostModel) -
     caveats = [find_policy(settings.strategy).caveat, cover["says"] if cover["level"] == "warning" else ""]
     return row | {
         "participation": plan["fleet"]["participation"],
-        "pretending": plan["pretence"]["fraction"] if plan["pretence"] else 0.0,
+        "swapping": plan["swapping"]["fraction"] if plan["swapping"] else 0.0,
         "trains": trained["devices"],
         "min_fraction": trained["minimum"],
         "covered": trained["together"],
@@ -177,7 +177,7 @@ def order(row: dict[str, Any]) -> tuple[float, ...]:
     """Return the sort key that ORDER describes; whole percents, against rounding errors. Pretended swapping does not count."""
     first = row["measured"].get(1)
     accuracy = float(first[0]["accuracy"].split()[0]) if first else -1.0
-    return -round(row["participation"] - row["pretending"], 2), -round(row["covered"], 2), -accuracy
+    return -round(row["participation"] - row["swapping"], 2), -round(row["covered"], 2), -accuracy
 
 
 # ---- what was measured

@@ -47,7 +47,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         measured = [accuracies(number, entries) for number, entries in row["measured"].items()]
         found.add_row(
             row["strategy"],
-            f"{row['participation'] - row['pretending']:.0%}",
+            f"{row['participation'] - row['swapping']:.0%}",
             fraction_range([*row["trains"].values()]),
             f"{row['covered']:.0%}",
             format_bytes(int(row["bytes_per_round"])),
@@ -74,6 +74,6 @@ def accuracies(number: int, entries: list[dict[str, Any]]) -> str:
 
 def notes(row: dict[str, Any]) -> str:
     """Return remarks on a row."""
-    pretends = f"{row['pretending']:.0%} pretend to have the memory" if row["pretending"] else ""
+    pretends = f"{row['swapping']:.0%} pretend to have the memory" if row["swapping"] else ""
     stages = f"{row['stages']} stages" if row["stages"] > 1 else ""
     return "; ".join(filter(None, [pretends or row["caveat"], stages]))

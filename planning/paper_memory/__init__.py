@@ -1,4 +1,4 @@
-"""The papers' own rules for the memory of a part of a model, by the name that `memory.model` gives them."""
+"""The papers' own memory models for a part of a model, by the name that `memory.model` gives them."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from piecework.planning.paper_memory import fedepth, fedprophet, prism, profl
 from piecework.planning.part import Part
 from piecework.training.loop import TrainingConfig
 
-# Bytes of training a part by a paper's own rule: (part, the model at width 1, training config) -> bytes
+# Bytes of training a part by a paper's own memory model: (part, the model at width 1, training config) -> bytes
 MemoryModel = Callable[[Part, Blueprint, TrainingConfig], float]
 
 MEMORY_MODELS: dict[str, MemoryModel] = {

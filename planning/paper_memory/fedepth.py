@@ -28,7 +28,7 @@ def fedepth_cost(blueprint: Blueprint, atoms: Sequence[int], batch_size: int = 3
 
 
 def fedepth_full_bytes(blueprint: Blueprint, batch_size: int = 32) -> float:
-    """The bytes FeDepth's rule gives the whole model: all blocks with 1x1 shortcuts, the stem's convolution, the linear."""
+    """Return FeDepth's bytes of the whole model: all blocks with 1x1 shortcuts, the stem's convolution and the linear layer."""
     blocks = sum(_block_bytes(blueprint, atom, batch_size) for atom in range(1, len(blueprint.atoms)))
     stem = _layer_bytes(blueprint, "atoms.0", batch_size, ("Conv2d",))
     return stem + blocks + _layer_bytes(blueprint, "head", batch_size, ("Linear",))

@@ -162,20 +162,20 @@ def test_behind_atoms_that_were_trained_and_streamed(tmp_path: Path, strategy: s
     train_one_by_one(tmp_path, strategy, name, distinct(blueprint_of(name)))
 
 
-def test_behind_atoms_that_are_streamed_anew_in_every_epoch(tmp_path: Path) -> None:
+def test_after_atoms_that_are_streamed_again_in_every_epoch(tmp_path: Path) -> None:
     for name, atoms in (("convnet", [0, 2, 4]), ("vgg11", [1, 2, 7]), ("lstm-imdb", [0, 1, 2])):
         train_one_by_one(tmp_path / name, "fedepth", name, atoms, memory__feature_cache=False, training__local_epochs=2)
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(MODELS) if name not in FIXED_FIRST])
-def test_behind_atoms_that_are_left_out(tmp_path: Path, name: str) -> None:
+def test_training_without_the_first_atoms(tmp_path: Path, name: str) -> None:
     for first in distinct(blueprint_of(name))[1:]:
         last = len(blueprint_of(name).atoms) - 1
         train_one_by_one(tmp_path / str(first), "fedepth", name, sorted({first, last}))
 
 
 @pytest.mark.parametrize("name", FIXED_FIRST)
-def test_what_cannot_be_left_out(tmp_path: Path, name: str) -> None:
+def test_first_atoms_that_must_be_trained(tmp_path: Path, name: str) -> None:
     """The client refuses with the cost of the atom; the plan gives the device nothing to train; `minimum` is what it takes."""
     policy = policy_of("fedepth", name)
     last = len(policy.blueprint.atoms) - 1

@@ -231,7 +231,7 @@ def test_a_traced_step_is_the_real_one_exactly(of, batch_norm, atoms, head, copi
     assert again.peak <= cost.peak_bytes
 
 
-def test_one_byte_less_than_the_price_is_refused() -> None:
+def test_one_byte_less_than_the_memory_cost_is_refused() -> None:
     blueprint = model(*CONVNET)
     cost = piece_cost(blueprint, (0, 1), "head", a_training_config(8)).peak_bytes
     trainer = LocalTrainer(lambda: [PieceModel(blueprint, (0, 1), "head", fake_load(blueprint))], a_training_config(8))
@@ -313,7 +313,7 @@ def cifar_preresnet() -> Blueprint:
     return model("preresnet20", (3, 32, 32), "running")
 
 
-def test_fedepth_prices_by_hand() -> None:
+def test_fedepth_memory_costs_by_hand() -> None:
     blueprint, half_cost = cifar_preresnet(), 4 * 32
     # bn1, conv1, bn2, conv2, block: five maps of 16x32x32; two convolutions of 16x16x9 and two norms of 16
     block1 = 2 * half_cost * 5 * 16 * 32 * 32 + 4 * (2 * 16 * 16 * 9 + 4 * 16)
@@ -331,7 +331,7 @@ def test_fedepth_prices_by_hand() -> None:
     ("block", "mib"),
     [(1, 20.02), (2, 20.02), (3, 20.02), (4, 14.05), (5, 10.07), (6, 10.07), (7, 7.21), (8, 5.28), (9, 5.28)],
 )
-def test_fedepth_prices_of_table_1(block: int, mib: float) -> None:
+def test_fedepth_memory_costs_of_table_1(block: int, mib: float) -> None:
     assert fedepth_cost(cifar_preresnet(), [block]) / MiB == pytest.approx(mib, abs=0.01)
 
 
@@ -441,7 +441,7 @@ def test_fits() -> None:
 # ---- what a device pays for
 
 
-def test_streaming_and_evaluating_stay_within_the_training_price(tmp_path: Path) -> None:
+def test_streaming_and_evaluating_stay_within_the_training_memory_cost(tmp_path: Path) -> None:
     client = a_client(tmp_path, tiny_settings(architecture__batch_norm="running"))
     cost = piece_cost(client.blueprint, (0,), "head", client.training_config).peak_bytes
     client.cap = MemoryCap(cost, enforced=True)

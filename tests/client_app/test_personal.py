@@ -26,7 +26,7 @@ SKEWED = {
 }
 
 
-def test_a_class_of_the_test_split_is_shared_as_the_training_examples_of_it_are() -> None:
+def test_a_class_of_the_test_split_is_divided_in_the_proportions_of_the_training_split() -> None:
     labels = np.array([0] * 8 + [1] * 4 + [2] * 2)
     shares = [np.array([0, 1, 8, 9, 10, 11]), np.array([2, 3, 4, 5, 6, 7])]  # 2 and 6 of class 0, all of class 1
     test_labels = np.array([1, 0, 0, 0, 0, 2, 1])

@@ -225,7 +225,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(("harm", "fault"), DAMAGES.items(), ids=DAMAGES.values())
-def test_a_damaged_state_is_discarded_and_told(store: Store, harm: Callable[[Path], None], fault: str) -> None:
+def test_a_damaged_state_is_discarded_and_reported(store: Store, harm: Callable[[Path], None], fault: str) -> None:
     for server_round in (1, 2):
         folder = store.new_state(server_round)
         store.write_units({"head.w": A + server_round}, folder)

@@ -116,7 +116,7 @@ def test_a_prefix_that_is_held_and_frozen(name, attack) -> None:
     assert trace(step).peak_bytes == memory.peak
 
 
-def test_attack_steps_are_priced_as_one_step_is() -> None:
+def test_attack_steps_have_the_memory_cost_of_one_step() -> None:
     blueprint = blueprint_of("convnet")
     costs = {
         steps: piece_cost(blueprint, (0, 1), "aux.1", replace(a_training_config(8), attack=replace(IMAGE, steps=steps)))

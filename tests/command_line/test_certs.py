@@ -240,7 +240,7 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
-def test_the_command_tells_what_it_made(tmp_path: Path) -> None:
+def test_the_command_lists_the_files_it_made(tmp_path: Path) -> None:
     call = ["certs", "superlink", "--nodes", "2", "--out", str(tmp_path / "certs")]
     first = json.loads(CliRunner().invoke(app, [*call, "--json"]).stdout)
     assert {file["file"] for file in first["files"]} == contents(tmp_path / "certs").keys()

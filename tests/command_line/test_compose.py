@@ -123,7 +123,7 @@ def test_the_overlay_changes_only_what_security_needs() -> None:
         (["--fleet", fleet_json(**{"a'b": 64 * MB})], "a'b"),
     ],
 )
-def test_mistakes_are_told(options: list[str], said: str) -> None:
+def test_mistakes_are_reported(options: list[str], said: str) -> None:
     result = CliRunner().invoke(app, ["compose", "--nodes", "2", *options])
     assert result.exit_code == 2
     assert said in result.output

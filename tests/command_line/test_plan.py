@@ -90,7 +90,7 @@ def test_pieces_devices_and_fleet() -> None:
     assert found["fleet"]["participation"] == 1
 
 
-def test_who_is_left_out_and_what_is_missing() -> None:
+def test_excluded_devices_and_the_memory_they_are_missing() -> None:
     found = plan("--model", "convnet", "--dataset", "digits", "--strategy", "fedavg")
     (stage,) = found["fleet"]["stages"]
     assert (stage["participation"], stage["excluded_clients"]) == (0, list(range(20)))
@@ -209,12 +209,12 @@ def test_columns_say_what_they_count_and_of_what() -> None:
     assert "fedepth-fmnist-fair" not in done.stdout
 
 
-def test_who_pretends_to_swap_is_told_what_it_would_need() -> None:
+def test_a_plan_with_simulated_swapping_names_the_memory_it_would_need() -> None:
     call = ["--model", "convnet", "--dataset", "digits", "--strategy", "jfat", "--nodes", "4"]
     found = plan(*call)
     whole = found["full_memory_bytes"]
     budgets = [device["budget_bytes"][0] for device in found["devices"]]
-    assert found["pretence"] == {
+    assert found["swapping"] == {
         "fraction": 1.0,
         "needed_bytes": whole,
         "poorest_bytes": min(budgets),
@@ -223,8 +223,8 @@ def test_who_pretends_to_swap_is_told_what_it_would_need() -> None:
     said = " ".join(CliRunner().invoke(app, ["plan", *call]).stdout.split())
     assert "Swapping is only simulated: 100% of the clients train what does not fit their budgets." in said
     assert f"The whole model takes {format_bytes(whole)} for an attacked step, which 0% of the clients have." in said
-    assert plan(*call[:-2], "--fleet", "unlimited")["pretence"] is None
-    assert plan("--model", "convnet", "--dataset", "digits")["pretence"] is None
+    assert plan(*call[:-2], "--fleet", "unlimited")["swapping"] is None
+    assert plan("--model", "convnet", "--dataset", "digits")["swapping"] is None
 
 
 def test_a_module_is_timed_against_the_slowest_that_is_asked(tmp_path: Path) -> None:

@@ -122,20 +122,20 @@ def test_systems_are_in_the_order_that_is_printed(demo: dict[str, Any]) -> None:
 
 
 def test_the_order_by_hand() -> None:
-    """Who pretends takes no part; a measurement in another setting than the first does not count."""
+    """Clients that only simulate swapping and measurements in another setting than the first do not count."""
 
-    def row(name: str, part: float, covered: float, measured: Any = None, pretending: float = 0.0) -> dict[str, Any]:
+    def row(name: str, part: float, covered: float, measured: Any = None, swapping: float = 0.0) -> dict[str, Any]:
         entries = {n: [{"accuracy": text}] for n, text in (measured or {}).items()}
         return {
             "strategy": name,
             "participation": part,
             "covered": covered,
             "measured": entries,
-            "pretending": pretending,
+            "swapping": swapping,
         }
 
     rows = [
-        row("pretends", 1.0, 1.0, {1: "99 %"}, pretending=0.9),
+        row("pretends", 1.0, 1.0, {1: "99 %"}, swapping=0.9),
         row("elsewhere", 1.0, 0.5, {2: "95 %"}),
         row("second", 1.0, 0.5, {1: "70.5 ± 1.2 %"}),
         row("first", 1.0, 0.5, {1: "71.0 %"}),
@@ -215,7 +215,7 @@ def test_the_part_that_a_narrow_model_has() -> None:
     assert trained["together"] == trained["minimum"] == pytest.approx(half / full)
 
 
-def test_the_part_that_nobody_trains_is_not_covered() -> None:
+def test_the_part_that_no_client_trains_is_not_covered() -> None:
     """FeDepth's poorest leave out blocks 1 to 3 (its Table 1: 20.02 MB each, of a model of 116)."""
     fleet = fleet_json(poor=0.125, poorest=1e-6)
     settings = settings_with(

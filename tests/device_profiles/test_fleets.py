@@ -175,7 +175,7 @@ def test_all_of_the_speed_may_be_lost_but_not_quite() -> None:
     assert all(device_state(nothing, 0, 1, 0, number, 0).flops_per_second > 0 for number in range(10))
 
 
-def test_bandwidth_and_latency_may_be_left_out() -> None:
+def test_bandwidth_and_latency_are_optional() -> None:
     bare = {"name": "a", "memory": 1, "flops": 1e9, "disk-bandwidth": 1e7}
     given = fleet(bare)
     assert given.devices[0] == DeviceProfile("a", 1, None, 1e9, None, 1e7, 0.0)
@@ -355,7 +355,7 @@ def test_errors_name_the_place_the_value_and_what_is_allowed(table: dict[str, An
     assert f"fleet JSON: {message}" in str(error.value)
 
 
-def test_all_wrong_keys_are_told_at_once() -> None:
+def test_all_wrong_keys_are_reported_at_once() -> None:
     with pytest.raises(FleetError) as error:
         load_fleet('{"device": []}')
     assert len(str(error.value).splitlines()) == 3  # name, assignment, device
@@ -369,7 +369,7 @@ def test_all_wrong_keys_are_told_at_once() -> None:
         ({"degradation": 3}, "degradation = 3: expected a table"),
     ],
 )
-def test_one_mistake_is_told_once(keys: dict[str, Any], message: str) -> None:
+def test_one_mistake_is_reported_once(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(FleetError) as error:
         load_fleet(json.dumps({"name": "test", "assignment": "blocks", "device": [A]} | keys))
     assert str(error.value) == f"fleet JSON: {message}"

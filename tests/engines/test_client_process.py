@@ -25,7 +25,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from 
 # ---- the store
 
 
-def test_a_damaged_state_is_told_in_the_record(tmp_path: Path) -> None:
+def test_a_damaged_state_is_reported_in_the_record(tmp_path: Path) -> None:
     settings: dict[str, Any] = {**TRIO, "strategy": "fedavg", "architecture__batch_norm": "local"}
     run_dir = run_local(tmp_path, num_rounds=2, **settings)
     assert {client["note"] for number in (1, 2) for client in clients_of(run_dir, number)} == {""}
@@ -103,7 +103,7 @@ def raised(work: Any) -> Exception:
     return caught.value
 
 
-def test_what_is_a_lack_of_memory() -> None:
+def test_which_errors_mean_that_memory_was_exceeded() -> None:
     assert is_out_of_memory(raised(lambda: torch.empty(2**50)))
     assert is_out_of_memory(raised(lambda: np.empty(2**50)))
     assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))

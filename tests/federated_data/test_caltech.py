@@ -90,7 +90,7 @@ def test_what_plans_know_of_it_is_the_published_set_less_its_test_images():
     assert examples == caltech.IMAGES - 25 * caltech.CLASSES
 
 
-def test_without_the_files_the_layout_is_told(tmp_path: Path):
+def test_without_the_files_the_error_describes_the_layout(tmp_path: Path):
     with pytest.raises(
         DatasetError, match=r"caltech256/256_ObjectCategories.*set data-dir.*or set data.download = true"
     ):

@@ -31,7 +31,7 @@ KINDS = [("iid", True), ("dirichlet", True), ("dirichlet", False), ("pathologica
 
 
 @pytest.mark.parametrize(("kind", "balanced"), KINDS)
-def test_shares_are_sorted_disjoint_int64_and_a_function_of_the_seed(kind, balanced):
+def test_client_rows_are_sorted_disjoint_int64_and_a_function_of_the_seed(kind, balanced):
     shares = shares_of(kind, balanced=balanced)
     again = shares_of(kind, balanced=balanced)
     other = shares_of(kind, balanced=balanced, seed=1)
@@ -58,7 +58,7 @@ def test_labels_of_any_order_integer_type_and_gaps_are_served(kind, balanced):
     seed=st.integers(0, 2**40),
     alpha=st.sampled_from([1e-300, 1e-3, 0.1, 1.0, 1e6]),
 )
-def test_balanced_shares_are_disjoint_and_exactly_equal_for_any_input(labels, clients, seed, alpha):
+def test_balanced_client_data_are_disjoint_and_exactly_equal_for_any_input(labels, clients, seed, alpha):
     clients = min(clients, len(labels))
     shares = dirichlet(np.array(labels), clients, seed, alpha, balanced=True)
     together = np.concatenate(shares)
@@ -75,7 +75,7 @@ def test_pathological_deals_distinct_classes_and_uses_all_it_can(classes, client
     counts = client_class_counts(labels, pathological(labels, clients, seed, hand), classes)
     assert ((counts > 0).sum(1) == hand).all()
     assert (counts.sum(0) > 0).sum() == min(classes, clients * hand)
-    assert set(counts.sum(0).tolist()) <= {0, clients}  # a class is dealt whole or not at all
+    assert set(counts.sum(0).tolist()) <= {0, clients}  # a class is given out whole or not at all
 
 
 @settings(max_examples=60, deadline=None)
@@ -86,7 +86,7 @@ def test_pathological_deals_distinct_classes_and_uses_all_it_can(classes, client
     seed=st.integers(0, 2**40),
     skew=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
 )
-def test_skewed_shares_are_disjoint_and_exactly_equal_for_any_input(labels, clients, hand, seed, skew):
+def test_skewed_client_data_are_disjoint_and_exactly_equal_for_any_input(labels, clients, hand, seed, skew):
     clients = min(clients, len(labels))
     hand = min(hand, len(set(labels)), max(1, round(skew * (len(labels) // clients))))
     shares = skewed(np.array(labels), clients, seed, hand, skew)
@@ -187,7 +187,7 @@ def test_smaller_alpha_gives_fewer_classes(balanced):
     assert abs(held[1000.0] - 30).mean() < 6  # 300 examples a client, 30 a class, give or take sqrt(27)
 
 
-def test_unbalanced_shares_keep_every_example_and_the_least_size():
+def test_unbalanced_client_data_keep_every_example_and_the_minimum_size():
     sizes = [len(share) for share in dirichlet(TEN_CLASSES, 20, 0, 0.3, balanced=False, min_examples=40)]
     assert sum(sizes) == 6000
     assert min(sizes) >= 40
@@ -201,7 +201,7 @@ def test_an_unbalanced_client_with_its_part_gets_nothing_of_later_classes():
     assert (counts[:, 1:][full] == 0).all()
 
 
-def test_unbalanced_shares_that_cannot_be_drawn_say_what_to_change():
+def test_unbalanced_client_data_that_cannot_be_drawn_raise_an_error_with_advice():
     with pytest.raises(
         ValueError, match=r"alpha 0\.001: in 2000 draws the poorest of 20 .*larger data.partition-alpha.*balanced"
     ):
@@ -260,7 +260,7 @@ def test_errors_print_the_value_and_what_is_allowed(call, message):
 
 
 @pytest.mark.parametrize(("clients", "each", "sizes"), [(3, 2, [2, 2, 2]), (3, 0, [3, 2, 2]), (7, 1, [1] * 7)])
-def test_natural_shares_are_whole_groups(clients, each, sizes):
+def test_natural_client_data_are_whole_groups(clients, each, sizes):
     groups = np.random.default_rng(0).permutation(np.repeat([3, 5, 8, 11, 20, 21, 40], [1, 2, 3, 4, 5, 6, 7]))
     shares = natural(np.zeros(28, dtype=int), clients, 0, groups, each)
     held = [set(groups[share].tolist()) for share in shares]
@@ -273,7 +273,7 @@ def test_natural_shares_are_whole_groups(clients, each, sizes):
     assert not all(map(np.array_equal, shares, other))
 
 
-def test_split_takes_its_share_and_depends_on_seed_and_client():
+def test_split_takes_its_fraction_and_depends_on_seed_and_client():
     indices = np.arange(100, 150)
     train, validation = split(indices, 0.2, 0, 3)
     assert (len(train), len(validation)) == (40, 10)

@@ -138,7 +138,7 @@ def replace_by_text(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [flip, replace_by_text, Path.unlink])
-def test_what_is_damaged_is_told_and_sent_again(tmp_path: Path, grids: Any, harm: Callable[[Path], None]) -> None:
+def test_damaged_units_are_reported_and_sent_again(tmp_path: Path, grids: Any, harm: Callable[[Path], None]) -> None:
     damaged: list[str] = []
 
     def damage_one(server_round: int, grid: Interfering) -> None:

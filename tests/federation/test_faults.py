@@ -60,7 +60,7 @@ def statuses(run: RunDir, server_round: int) -> dict[int, str]:
         (8, "crashed"),
     ],
 )
-def test_errors_are_told_apart(code: int, status: str) -> None:
+def test_kinds_of_errors_are_distinguished(code: int, status: str) -> None:
     assert status_of(Error(code, "")) == status
 
 
@@ -78,7 +78,7 @@ def test_a_budget_shrinks_by_a_quarter_and_grows_by_a_fiftieth() -> None:
     assert crash_history == CrashHistory()
 
 
-def test_where_nothing_is_cut_a_client_is_left_out_for_1_2_4_rounds() -> None:
+def test_without_a_smaller_cut_a_client_is_excluded_for_1_2_4_rounds() -> None:
     crash_history, rounds_excluded = CrashHistory(), []
     for server_round in range(1, 12):
         if 5 in crash_history.excluded(server_round):
@@ -142,7 +142,7 @@ def test_a_width_that_a_fleet_fixes_is_not_taken_away_by_a_crash(tmp_path: Path,
         assert [statuses(run, n)[0] for n in (1, 2)] == ["crashed", "ok"], strategy
 
 
-def test_statistics_that_nobody_measured_are_measured_in_the_next_round(tmp_path: Path, grids: Any) -> None:
+def test_statistics_that_no_client_measured_are_measured_in_the_next_round(tmp_path: Path, grids: Any) -> None:
     grid = grids(Faulty, errors=dict.fromkeys([(1, 0), (1, 1), (1, 2)], 8))
     settings = TRIO | {
         "strategy": "profl",
@@ -209,7 +209,7 @@ def test_more_than_are_asked_cannot_answer(asked: dict[str, int]) -> None:
         Settings.from_run_config({"faults.min-clients": 3, **asked})
 
 
-def test_those_left_out_are_asked_where_min_clients_need_them(tmp_path: Path, grids: Any) -> None:
+def test_excluded_clients_are_asked_if_min_clients_needs_them(tmp_path: Path, grids: Any) -> None:
     grid = grids(Faulty, errors={(1, 1): 8, (1, 2): 8})
     run = run_local(
         tmp_path, grid, strategy="fedavg", num_rounds=2, faults__min_clients=2, faults__max_empty_rounds=2, **TRIO
@@ -262,7 +262,7 @@ def is_train(message: Message) -> bool:
         ({"partition-id": 7}, "partition-id 7 is out of range in a run with 3 clients"),
     ],
 )
-def test_a_node_that_fits_nowhere_is_named_and_left_out(
+def test_a_node_that_fits_nowhere_is_named_and_excluded(
     tmp_path: Path, grids: Any, config: dict[str, str | int], reason: str
 ) -> None:
     """A typo in the node-config of one device: the others train."""

@@ -25,7 +25,7 @@ def test_public_examples_are_no_clients() -> None:
     assert not np.array_equal(public, public_rows(tiny_settings(**DIGITS | {"seed": 2}), len(labels)))
 
 
-def test_what_is_left_is_shared_as_ever() -> None:
+def test_the_remaining_examples_are_partitioned_as_usual() -> None:
     """The rows of the clients are those that they would have of a data set without the public examples."""
     settings, labels = tiny_settings(**DIGITS), np.asarray(open_dataset("digits", "").labels)
     left = np.setdiff1d(np.arange(len(labels)), public_rows(settings, len(labels)))

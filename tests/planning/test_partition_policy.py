@@ -299,7 +299,7 @@ def test_what_fedepth_leaves_out_is_said() -> None:
     assert policy.excluded(policy.work(0, state(policy.cost_model.reference_bytes), 1e9)) == []
 
 
-def test_factories_with_lists_are_told_apart_by_themselves() -> None:
+def test_factories_with_lists_are_distinguished_by_their_values() -> None:
     def stack(sizes: list[int]) -> torch.nn.Module:
         return torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in pairwise(sizes)))
 
@@ -313,7 +313,7 @@ def test_factories_with_lists_are_told_apart_by_themselves() -> None:
     assert layer_statistics(blueprint, "atoms.1").parameters == 2 * 72
 
 
-def test_an_unknown_system_is_told_the_known_ones() -> None:
+def test_an_unknown_system_raises_an_error_with_the_known_ones() -> None:
     for find in (find_strategy, find_policy):
         with pytest.raises(ValueError, match=r"unknown strategy 'guess': known are allsmall, .*spafl"):
             find("guess")
@@ -340,7 +340,7 @@ def test_a_mask_does_not_hide_its_convolution() -> None:
     assert fedprophet.macs(part, 1) == fedprophet.macs(plain, 1)
 
 
-def test_fedepths_rule_counts_the_layers_of_sub_models_and_takes_widths_as_ratios() -> None:
+def test_fedepths_memory_model_counts_the_layers_of_sub_models_and_takes_widths_as_ratios() -> None:
     training_config = TrainingConfig(lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=32, epochs=1)
     full = blueprint_of("resnet18")
     whole = fedepth.memory_bytes(whole_model(full), full, training_config)

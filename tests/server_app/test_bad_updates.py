@@ -339,7 +339,7 @@ def test_an_error_reply_is_counted_with_its_reason(tmp_path: Path) -> None:
     np.testing.assert_array_equal(model_of(run)[W], average([first, third], W))
 
 
-def test_a_node_nobody_knows_is_not_listened_to(tmp_path: Path, grids: Any) -> None:
+def test_an_unknown_node_is_ignored(tmp_path: Path, grids: Any) -> None:
     def stranger(reply: Message) -> Message:
         reply.metadata.__dict__["_src_node_id"] = 999
         return reply

@@ -79,7 +79,7 @@ def test_one_client_gives_its_own_weights(tmp_path: Path) -> None:
 PARTIAL = TRIO | {"training__batch_size": 64, "fedepth__mutual_models": 1}
 
 
-def test_what_nobody_trained_stays_as_it_was(tmp_path: Path) -> None:
+def test_parameters_that_no_client_trained_stay_as_they_were(tmp_path: Path) -> None:
     grid = RecordingGrid
     # no client can train conv2: what is then left of it is what is tested
     run = run_local(tmp_path, grid, fleet=fleet_json(small=1_500_000), faults__allow_untrained=True, **PARTIAL)

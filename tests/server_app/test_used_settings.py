@@ -65,7 +65,7 @@ def test_what_is_wrong_and_what_to_do() -> None:
     ]
 
 
-def test_defaults_are_nobodys() -> None:
+def test_defaults_belong_to_no_method() -> None:
     """Flower hands over all keys."""
     require_used(Settings.from_run_config(Settings(strategy="fedavg").to_run_config()))
 
@@ -130,7 +130,7 @@ def test_no_command_in_the_documents_is_refused() -> None:
             settings_from(preset, [text for text in assignments if not text.startswith("resume-from=")])
 
 
-def test_what_was_given_is_never_left_out(tmp_path: Path) -> None:
+def test_a_given_setting_of_another_method_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         SettingsError, match=r"setting profl.movement-window = 7 has no effect here: it belongs to strategy = profl"
     ):

@@ -87,7 +87,7 @@ def test_a_client_without_a_gpu_says_why_it_failed(tmp_path: Path) -> None:
     ("workers", "gpus", "share"),
     [(4, 0, 0.0), (1, 1, 1.0), (4, 1, 0.25), (3, 1, 0.3333), (4, 2, 0.5), (3, 2, 0.5), (5, 2, 0.3333), (2, 4, 1.0)],
 )
-def test_rays_clients_share_the_gpus_evenly(workers: int, gpus: int, share: float) -> None:
+def test_ray_divides_the_gpus_evenly_among_clients(workers: int, gpus: int, share: float) -> None:
     assert gpu_fraction(workers, gpus) == share
 
 
@@ -252,7 +252,7 @@ def test_losses_and_what_evaluation_reads_are_float32() -> None:
     assert classification_loss(logits, y[:3]).item() == pytest.approx(np.log(10), abs=1e-6)
 
 
-def test_bfloat16_prices_are_those_of_the_setting() -> None:
+def test_the_setting_decides_memory_costs_in_bfloat16() -> None:
     from piecework.planning.costs import cost_model_for
     from piecework.planning.part import whole_model
 

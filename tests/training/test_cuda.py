@@ -181,7 +181,7 @@ def trained(name: str, device: torch.device, precision: Precision) -> tuple[list
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_every_model_is_trained_within_its_price(name: str, precision: Precision) -> None:
+def test_every_model_is_trained_within_its_memory_cost(name: str, precision: Precision) -> None:
     weights, peak, cost = trained(name, gpu(), precision)
     assert all(weight.isfinite().all() for weight in weights)
     assert peak > 0

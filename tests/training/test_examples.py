@@ -71,7 +71,7 @@ def test_augmentation_is_drawn_evenly() -> None:
     assert (drawn.flips == again.flips).all()
 
 
-def test_share_examples_are_the_rows_normalised() -> None:
+def test_client_examples_are_the_normalised_rows() -> None:
     data = digits()
     rows = np.array([30, 4, 17])
     examples = training_examples(data, rows)

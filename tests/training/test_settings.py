@@ -53,7 +53,7 @@ def test_errors_name_key_value_and_what_is_allowed(key: str, value: object, allo
     assert str(caught.value).startswith(f"setting {key} = {value!r}: {allowed}")
 
 
-def test_all_wrong_values_are_told_at_once() -> None:
+def test_all_wrong_values_are_reported_at_once() -> None:
     with pytest.raises(SettingsError) as caught:
         read(training__lr=-1, clients="x")
     assert [line.split(" = ")[0] for line in str(caught.value).splitlines()] == [

@@ -112,7 +112,7 @@ def test_the_other_models_logits_are_constants() -> None:
 # ---- pieces
 
 
-def test_a_piece_skips_to_the_shared_head() -> None:
+def test_a_block_is_followed_by_the_common_head() -> None:
     blueprint = a_blueprint(batch_norm="running")
     with isolated_rng(0):
         whole = Cascade(blueprint).eval()

@@ -73,7 +73,7 @@ class ProFLSettings(Table):
     used_by = ("profl",)
 
     blocks: Literal["architecture", "budget"] = setting(
-        "architecture", "where blocks come from; budget = as large as the client with the least memory can train"
+        "architecture", "where blocks come from; budget = as large as the client with the smallest budget can train"
     )
     shrinking: bool = setting(True, "progressive model shrinking, before the model grows")
     stage_rounds: Count = setting(0, "maximum rounds of a step; 0 = num-rounds of the first start / steps", MOVED)

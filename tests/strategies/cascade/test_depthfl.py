@@ -113,7 +113,7 @@ def test_clients_train_as_deep_as_they_can(tmp_path: Path) -> None:
         assert record["clients"][0]["bytes_up"] > record["clients"][1]["bytes_up"] > record["clients"][2]["bytes_up"]
 
 
-def test_what_nobody_trains_stays_as_it_is(tmp_path: Path) -> None:
+def test_parameters_that_no_client_trains_stay_as_they_are(tmp_path: Path) -> None:
     poor = SMALL | {"fleet": fleet_json(poor=1.2)}
     run_dir = run_local(tmp_path, **poor | {"num_rounds": 1})
     before = model_of(run_dir)
@@ -194,7 +194,7 @@ def test_no_batch_norm_of_ones_own(tmp_path: Path) -> None:
         run_local(tmp_path, **SMALL | {"architecture__batch_norm": "local"})
 
 
-def test_exits_that_nobody_has_trained_have_no_say(tmp_path: Path) -> None:
+def test_untrained_exits_do_not_count_in_the_ensemble(tmp_path: Path) -> None:
     changes = {
         "fleet": fleet_json(some=1.45, poor=1.2),
         "num_rounds": 1,

@@ -210,7 +210,7 @@ class Forgetful(RecordingGrid):
         damaged.write_bytes(damaged.read_bytes()[:-1000])
 
 
-def test_lost_features_are_computed_anew_within_budget(tmp_path: Path, whole_run: RunDir, two_stages: RunDir) -> None:
+def test_lost_features_are_recomputed_within_budget(tmp_path: Path, whole_run: RunDir, two_stages: RunDir) -> None:
     run_dir = going_on(two_stages, tmp_path, type("Here", (Forgetful,), {"root": tmp_path}))
     assert same(model_of(run_dir), model_of(whole_run))
     clients = clients_of(run_dir, 6)
@@ -441,7 +441,7 @@ def test_one_image_is_enough_to_validate(tmp_path: Path) -> None:
 JOINT = SMALL | {"strategy": "jfat", "num_rounds": 1, "fedprophet__r_min": ""}
 
 
-def test_jfat_swaps_at_the_price_of_time(tmp_path: Path) -> None:
+def test_jfats_swapping_costs_simulated_time(tmp_path: Path) -> None:
     poor = run_local(tmp_path / "poor", **JOINT | {"fleet": boards(poor=(100_000, 1e9))})
     rich = run_local(tmp_path / "rich", **JOINT | {"fleet": boards(rich=(10**9, 1e9))})
     assert same(model_of(poor), model_of(rich))

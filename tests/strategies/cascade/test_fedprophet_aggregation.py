@@ -128,7 +128,9 @@ def test_a_weighted_mean_by_hand(answers: Answers) -> None:
         ([2], {"aux.1", "aux.3"}),
     ],
 )
-def test_what_nobody_trained_is_the_very_same(answers: Answers, there: list[int], untouched: set[str]) -> None:
+def test_parameters_that_no_client_trained_are_bit_identical(
+    answers: Answers, there: list[int], untouched: set[str]
+) -> None:
     strategy, replies = answers.ask("first")
     old, new = answers.run.arrays, aggregated(strategy, [replies[n] for n in there])
     same = {name for name in old if new[name].data is old[name].data}  # Flower wraps the bytes again
@@ -214,7 +216,7 @@ def test_a_measurement_that_makes_no_sense_does_not_count(answers: Answers, nons
     assert strategy.state.distance == pytest.approx(2.0)
 
 
-def test_a_survey_that_nobody_answers(answers: Answers) -> None:
+def test_a_pre_round_query_without_answers(answers: Answers) -> None:
     strategy, replies = answers.ask("query")
     for reply in replies:
         reply.content["outcome"] = Outcome("memory", 5, 4, "needs 5 bytes, allowed 4").to_record()

@@ -105,7 +105,7 @@ def cut_in_its_header(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut_short, emptied, other_content, cut_in_its_header])
-def test_damaged_features_are_computed_anew(tmp_path: Path, damage: Any) -> None:
+def test_damaged_features_are_computed_again(tmp_path: Path, damage: Any) -> None:
     client = seasoned(tmp_path)
     prefix_features(client, MODULES[:2])
     (path,) = kept(client)
@@ -175,7 +175,7 @@ def test_features_larger_than_all_room_remove_nothing(tmp_path: Path) -> None:
     assert here.exists()
 
 
-def test_a_client_that_lost_its_room_computes_anew(tmp_path: Path) -> None:
+def test_features_evicted_from_a_full_cache_are_computed_again(tmp_path: Path) -> None:
     """Room for the features of one: 40 x 16 x 64 values and a header; the two clients take turns."""
     clients = []
     for number in (0, 1):

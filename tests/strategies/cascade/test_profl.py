@@ -102,7 +102,7 @@ def test_legs_by_hand() -> None:
     assert phases_of(1, shrinking=True, maps=[], statistics=True) == up[:1]
 
 
-def test_one_leg_after_another(whole_run: tuple[RunDir, RecordingGrid]) -> None:
+def test_phases_follow_one_another(whole_run: tuple[RunDir, RecordingGrid]) -> None:
     rounds = whole_run[0].rounds()
     assert [(stage, len(list(group))) for stage, group in groupby(record["stage"] for record in rounds)] == LEGS
     assert [(each["phase"], each["converged"]) for each in rounds[-1]["frozen"]] == [
@@ -200,7 +200,7 @@ def test_stopped_anywhere_it_leaves_that_steps_model_and_goes_on(
     ]
 
 
-def test_a_teachers_output_layer_is_priced(tmp_path: Path) -> None:
+def test_a_teachers_output_layer_counts_in_the_memory_cost(tmp_path: Path) -> None:
     """Where the last atom takes most, what it takes together with the output layer is what a map needs."""
     changes = {
         "model": "resnet18",

@@ -71,7 +71,7 @@ def test_a_drift_and_an_oscillation_from_the_start_are_never_frozen() -> None:
     assert rounds_until_frozen([0.0] * 50, RULE) is None
 
 
-def test_an_outlier_starts_the_count_anew_where_times_are_in_a_row() -> None:
+def test_an_outlier_restarts_the_count_of_consecutive_times() -> None:
     """Movement 6 jumps to 0.5: slopes of 0.375 and -0.375, which are not below 0.125."""
     series = [1.0, 0.5, 0.125, 0.125, 0.125, 0.5, 0.125, 0.125, 0.125, 0.125]
     assert [times_below(series[:k], RULE) for k in range(3, 11)] == [0, 1, 2, 0, 0, 1, 2, 3]

@@ -152,7 +152,7 @@ def test_logits_wait_on_disk_client_by_client() -> None:
     assert peaks[0] == peaks[1] < 50 * 10 * 8 * 10
 
 
-def test_logits_far_above_the_others_are_left_out() -> None:
+def test_logits_far_above_the_others_are_excluded() -> None:
     held = ensemble(ONE, TWO, [[1000 * value for value in row] for row in THREE])
     assert held.distrust(10.0) == [2]
     torch.testing.assert_close(averaged(held), averaged(ensemble(ONE, TWO)))
@@ -166,7 +166,7 @@ def a_model(batch_norm: str = "running") -> tuple[Any, ArrayRecord]:
 
 
 @pytest.mark.parametrize("piece_class", [None, AdamPiece])
-def test_a_model_learns_what_it_is_told(piece_class: Any) -> None:
+def test_a_model_learns_its_teachers_answers(piece_class: Any) -> None:
     blueprint, arrays = a_model()
     examples, targets = random_examples(20, (1, 8, 8), 4), 3 * torch.eye(4)[torch.arange(20) % 4]
     training_config = TrainingConfig(0.05, 0.9, 0.0, 8, 1, iterations=30)
@@ -280,14 +280,14 @@ def build_cnn3() -> Any:
     return build_blueprint("cnn3", num_classes=10, input_shape=(1, 8, 8), width=0.125, batch_norm="batch")
 
 
-def test_architectures_that_nobody_trained_learn_too(tmp_path: Path) -> None:
+def test_architectures_that_no_client_trained_learn_too(tmp_path: Path) -> None:
     run_dir = run_local(tmp_path, **SMALL | {"architecture__batch_norm": "batch", "fleet": fleet_json(rich=2_000_000)})
     first = dict(initial_state(build_cnn3(), 1))
     kept = prototypes(run_dir)
     assert not any(np.array_equal(kept[f"cnn3/{n}"], v.numpy()) for n, v in first.items() if "weight" in n)
 
 
-def test_fedet_shares_the_last_layer_and_nothing_else(tmp_path: Path) -> None:
+def test_fedet_exchanges_only_the_last_layer(tmp_path: Path) -> None:
     changes = SMALL | {"strategy": "fedet", "architecture__batch_norm": "batch", "feddf__server_lr": STILL}
     run_dir = run_local(tmp_path, RecordingGrid, **changes)
     replies = training(RecordingGrid.last.received)
@@ -410,7 +410,7 @@ def test_a_model_whose_logits_overflow_does_not_enter(tmp_path: Path) -> None:
     assert all(np.isfinite(array).all() for array in model_of(run_dir).values())
 
 
-def test_distillation_that_diverges_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_distillation_that_diverges_is_discarded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_dir = run_local(
         tmp_path, **SMALL | {"architecture__batch_norm": "running", "feddf__server_lr": 1e6, "num_rounds": 2}
     )

@@ -240,7 +240,7 @@ def test_prism_with_all_output_channels(tmp_path: Path, monkeypatch: pytest.Monk
     assert [client["status"] for client in clients_of(run)] == ["ok"] * 3
 
 
-def test_origdrop_has_no_channels_that_nobody_trains(tmp_path: Path) -> None:
+def test_every_channel_of_origdrop_has_a_client(tmp_path: Path) -> None:
     fleet = fleet_json(some=0.6, poor=0.3)
     run = run_local(tmp_path, **TRIO | SMALL | {"strategy": "origdrop"}, fleet=fleet, prism__keep_ratios="1,0.5,0.25")
     assert set(run.rounds()[0]["width_ratios"].values()) == {0.5, 0.25}

@@ -54,7 +54,7 @@ def test_gradients_pass_the_draw(by_authors: bool) -> None:
     assert np.allclose(scores.grad, expected, atol=1e-6)
 
 
-def test_masks_are_drawn_anew_in_training_and_alike_in_evaluation() -> None:
+def test_masks_are_redrawn_in_training_and_fixed_in_evaluation() -> None:
     unit = supermask(
         build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="batch"), 1
     ).build_unit("atoms.0")

@@ -366,7 +366,7 @@ def test_the_regularisers_weight(tmp_path: Path) -> None:
         assert aimed.alpha(1) == pytest.approx(alpha)
 
 
-def test_alpha_follows_the_density_that_was_told(tmp_path: Path) -> None:
+def test_alpha_follows_the_reported_density(tmp_path: Path) -> None:
     changes = SPAFL | {"num_rounds": 3, "training__batch_size": 8, "spafl__target_density": 0.4, "evaluation__every": 0}
     first, second, third = run_local(tmp_path, **changes).rounds()
     assert first["alpha"] == 0.05

@@ -217,7 +217,7 @@ def test_a_round_by_hand(one_round: tuple[RunDir, RecordingGrid]) -> None:
     assert not np.allclose(model[name], model[name.replace("adversarial_", "")])
 
 
-def test_nothing_propagates_where_nobody_trained_adversarially(tmp_path: Path) -> None:
+def test_nothing_propagates_if_no_client_trained_adversarially(tmp_path: Path) -> None:
     warmed = run_local(tmp_path / "warm-up", **SMALL | {"attack__warmup": 1, "num_rounds": 2}).rounds()
     assert [record["adversarial_clients"] for record in warmed] == [[], [0, 2]]
     run_dir = run_local(tmp_path / "poor", **SMALL | {"fleet": fleet_json(poor=0.3)})
@@ -373,7 +373,7 @@ def test_before_anybody_met_an_attack_the_clean_set_stands_in(tmp_path: Path) ->
     assert second[0]["accuracy"] == second[1]["accuracy"]
 
 
-def test_plain_clients_stay_plain_whatever_settings_say(tmp_path: Path, one_round: tuple[RunDir, Any]) -> None:
+def test_plain_clients_stay_plain_with_any_settings(tmp_path: Path, one_round: tuple[RunDir, Any]) -> None:
     plain = clients_of(one_round[0])[1]
     told = clients_of(run_local(tmp_path, **SMALL | {"training.adversarial": True}))[1]
     assert (told["train_loss"], told["measured_peak"]) == (plain["train_loss"], plain["predicted_peak"])

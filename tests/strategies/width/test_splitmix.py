@@ -119,7 +119,7 @@ def test_all_nets_get_their_turn(tmp_path: Path) -> None:
     assert counts == {0: 3, 1: 3, 2: 3, 3: 3}
 
 
-def test_nets_that_nobody_trained_stay_as_they_were(tmp_path: Path) -> None:
+def test_networks_that_no_client_trained_stay_as_they_were(tmp_path: Path) -> None:
     two = run_local(tmp_path, **SMALL | {"fleet": fleet_json(poor=0.45), "num_rounds": 2})
     second = {nets[0] for nets in two.rounds()[1]["nets"].values()}
     still = set(range(4)) - second

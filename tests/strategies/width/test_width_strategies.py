@@ -64,7 +64,7 @@ def test_each_client_trains_the_widest_model_that_fits(tmp_path: Path, strategy:
     assert run_dir.rounds()[-1]["train_loss"] < 3
 
 
-def test_channels_that_nobody_trains_stay_as_they_are(tmp_path: Path) -> None:
+def test_channels_that_no_client_trains_stay_as_they_are(tmp_path: Path) -> None:
     """Of 16 -> 32 channels a quarter: the first 4 and 8 of HeteroFL; in FedRolex's second round those from number 1 on."""
     settings = tiny_settings(**SMALL | {"dataset": "digits"})
     before = conv_of(first_arrays(settings))
@@ -219,7 +219,7 @@ def test_the_exclusive_ask_the_rich_alone(tmp_path: Path) -> None:
         assert record["clients"][0]["status"] == "ok"
 
 
-def test_not_available_where_nobody_is_rich_enough(tmp_path: Path) -> None:
+def test_not_available_if_no_client_has_enough_memory(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"exclusivefl: Training the whole model needs [\d,]+ bytes, and the richest client has"
     ):
