@@ -1,5 +1,6 @@
 """Where the tests find data: env PIECEWORK_DATA, else the folder beside the checkout, if it is there."""
 
+import hashlib
 import io
 import os
 import pickle
@@ -13,6 +14,7 @@ from types import FunctionType
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: pytest's workers share the cores
 import torch
@@ -43,35 +45,57 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["PIECEWORK_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this test session, which its workers share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.fixture(scope="session", autouse=True)
-def traced_once() -> Iterator[None]:
+def traced_once(session_folder: Path) -> Iterator[None]:
     """Trace the cost of each part once a session, although many runs need the costs of the same parts of the same model.
 
-    The key is the pickled call. Local functions enter it with their closures, local classes by identity. Tests of the tracing
-    itself call `piece_cost` directly and are not affected.
+    The key is the pickled call. Local functions enter it with their closures, local classes by identity; only calls without
+    local classes are shared among workers. Tests of the tracing itself call `piece_cost` directly and are not affected.
     """
     from piecework.planning import costs
 
     known: dict[bytes, Any] = {}
     classes: dict[int, type] = {}  # kept, so that no other class gets their id
+    shared = session_folder / "costs"
+    shared.mkdir(exist_ok=True)
 
     class Key(pickle.Pickler):
+        portable = True
+
         def persistent_id(self, found: object) -> object:
             if isinstance(found, FunctionType) and "<" in found.__qualname__:
                 closure = tuple(cell.cell_contents for cell in found.__closure__ or ())
                 return found.__module__, found.__qualname__, found.__code__.co_firstlineno, found.__defaults__, closure
             if isinstance(found, type) and "<" in found.__qualname__:
                 classes[id(found)] = found
+                self.portable = False
                 return id(found)
             return None
 
     def once(trace: Callable[..., Any]) -> Callable[..., Any]:
         def cost(*arguments: Any, **options: Any) -> Any:
             pickled = io.BytesIO()
-            Key(pickled).dump((trace, arguments, options, torch.get_num_threads()))
+            pickler = Key(pickled)
+            pickler.dump((trace, arguments, options, torch.get_num_threads()))
             key = pickled.getvalue()
-            if key not in known:
+            if key in known:
+                return known[key]
+            path = shared / hashlib.sha256(key).hexdigest()
+            if pickler.portable and path.exists():
+                known[key] = pickle.loads(path.read_bytes())
+            else:
                 known[key] = trace(*arguments, **options)
+                if pickler.portable:
+                    written = path.with_suffix(f".{os.getpid()}")
+                    written.write_bytes(pickle.dumps(known[key]))
+                    written.replace(path)
             return known[key]
 
         return cost
@@ -94,22 +118,30 @@ def grids() -> Callable[..., type[Any]]:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(session_folder: Path) -> Path:
     """The script `piecework` of an environment that has the wheel, and no checkout.
 
     Flower is installed beside it, because its scripts start processes of the environment they lie in; other dependencies are
     those of this environment, whose own .pth files (an editable install) are not read there.
     """
-    folder = tmp_path_factory.mktemp("wheel")
-    uv, own = [sys.executable, "-m", "uv"], folder / "environment"
-    python = own / "bin" / "python"
+    folder = session_folder / "wheel"
+    folder.mkdir(exist_ok=True)
+    environment = folder / "environment"
+    with FileLock(folder / "lock"):
+        if not environment.exists():
+            install_wheel(folder, environment)
+    return environment / "bin" / "piecework"
+
+
+def install_wheel(folder: Path, environment: Path) -> None:
+    """Build the wheel in `folder` and install it into a new `environment`."""
+    uv, python = [sys.executable, "-m", "uv"], environment / "bin" / "python"
     subprocess.run([*uv, "build", "--quiet", "--wheel", "--out-dir", str(folder), str(ROOT)], check=True)
-    subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, str(own)], check=True)
+    subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, str(environment)], check=True)
     packages = [str(next(folder.glob("*.whl"))), f"flwr=={version('flwr')}"]
     subprocess.run(
         [*uv, "pip", "install", "--quiet", "--no-deps", "--compile-bytecode", "--python", str(python), *packages],
         check=True,
     )
-    (site,) = own.glob("lib/python3*/site-packages")
+    (site,) = environment.glob("lib/python3*/site-packages")
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    return own / "bin" / "piecework"
