@@ -1,8 +1,9 @@
-"""Evaluate PriSM's sub-models of a trained model on the test images, beside the model itself; clients train the former.
+"""Evaluate PriSM's sub-models on the test images, which are what clients train, beside the served and the trained model.
 
     python -m benchmarks.prism_sub_models RUN [--images 2000] [--draws 4]
 
-RUN is the folder of a finished run. Kernels and output channels are drawn as in that run.
+RUN is the folder of a finished run of PriSM. Kernels and output channels are drawn as in that run. The served model is composed
+of the trained one (strategies/low_rank/prism.py). Trained models use statistics of the batch.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from safetensors.numpy import load_file
+from torch import nn
 
 from piecework import load
 from piecework.federated_data.datasets import ArrayDataset
@@ -59,7 +60,7 @@ def sub_model(
 
 
 @torch.no_grad()
-def accuracy(model: Cascade, data: ArrayDataset, images: int, batch: int) -> float:
+def accuracy(model: nn.Module, data: ArrayDataset, images: int, batch: int) -> float:
     """Return the fraction of the first test images that is classified correctly."""
     model.eval()
     rows = np.array_split(np.arange(images), max(1, images // batch))
@@ -76,15 +77,17 @@ def main(
 ) -> None:
     """Print a table."""
     torch.set_num_threads(1)
-    settings = Settings.from_run_config(RunDir(run).settings())
+    settings, checkpoint = Settings.from_run_config(RunDir(run).settings()), RunDir(run).load_checkpoint()
+    if checkpoint is None:
+        raise typer.BadParameter(f"{run} has no checkpoint: give the folder of a run with a finished round")
     data = open_dataset(settings.dataset, settings.data_dir)
-    blueprint, arrays, whole = (
-        blueprint_for(settings, data),
-        load_file(run / "model.safetensors"),
-        load(run, normalise=False).network,
-    )
+    blueprint, arrays = blueprint_for(settings, data), {n: a.numpy() for n, a in checkpoint.arrays.items()}
+    trained = Cascade(blueprint)
+    trained.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
+    whole = {"1, the served model": load(run, normalise=False).network, "1, the trained model": trained}
     table = Table("keep ratio", "accuracy", "lowest", "highest", box=None)
-    table.add_row("1 (the model)", f"{accuracy(whole, data, images, settings.evaluation.batch_size):.1%}", "", "")
+    for name, model in whole.items():
+        table.add_row(name, f"{accuracy(model, data, images, settings.evaluation.batch_size):.1%}", "", "")
     for keep in KEEPS:
         models = (sub_model(blueprint, arrays, keep, settings, np.random.default_rng(n)) for n in range(draws))
         found = [accuracy(model, data, images, settings.evaluation.batch_size) for model in models]

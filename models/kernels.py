@@ -51,12 +51,35 @@ def sample(
     """
     if sampling == "top":
         return np.arange(kept)
-    if sampling == "importance":
-        logarithms = kappa * np.log(np.maximum(sigma, np.finfo(sigma.dtype).tiny))
-    else:
-        logarithms = sigma if sampling == "softmax" else np.zeros_like(sigma)
-    keys = logarithms + rng.gumbel(size=len(sigma))
+    keys = _log_weights(sigma, kappa, sampling) + rng.gumbel(size=len(sigma))
     return np.sort(np.argsort(-keys, kind="stable")[:kept])
+
+
+def _log_weights(sigma: np.ndarray, kappa: float, sampling: Sampling) -> np.ndarray:
+    """Return log p_i, up to a constant."""
+    if sampling == "importance":
+        return np.asarray(kappa * np.log(np.maximum(sigma, np.finfo(sigma.dtype).tiny)))
+    return sigma if sampling == "softmax" else np.zeros_like(sigma)
+
+
+def inclusion(sigma: np.ndarray, kept: int, kappa: float, sampling: Sampling = "importance") -> np.ndarray:
+    """Return pi[R], the probability that `sample` draws each kernel. They sum to `kept`.
+
+    Rosen's approximation of successive sampling (Annals of Mathematical Statistics 43, 1972): kernel i arrives at a time that
+    is exponential with rate p_i, and the first `kept` are drawn. So pi_i = 1 - exp(-t p_i), where t is such that the sum is
+    `kept`. It is exact for equal p_i and for kept = R, and its error falls with R.
+    """
+    if sampling == "top":
+        return (np.arange(len(sigma)) < kept).astype(np.float64)
+    if kept >= len(sigma):
+        return np.ones(len(sigma))
+    logarithms = _log_weights(sigma, kappa, sampling).astype(np.float64)
+    low, high = -logarithms.max() - 50, -logarithms.min() + 50  # of log t
+    for _ in range(100):
+        middle = (low + high) / 2
+        found = -np.expm1(-np.exp(np.minimum(middle + logarithms, 50)))
+        low, high = (middle, high) if found.sum() < kept else (low, middle)
+    return np.asarray(found)
 
 
 def effective_rank(sigma: np.ndarray) -> float:

@@ -8,7 +8,7 @@ residual sum gets nothing from them, and in a plain chain the next convolution d
 x 1 convolutions and the head stay full. A transformer's MLPs and an LSTM's gates (its four matrices stacked) keep all outputs,
 as in the authors' code.
 
-With `scattered`, any channels may be computed, as in the authors' code; the array `rows` holds their positions. With `narrow =
+With `scattered`, any channels may be computed; the array `rows` holds their positions. With `narrow =
 false` a convolution computes all channels: these are the sub-models of FedHM, PriSM's baseline OrthDrop.
 """
 
@@ -292,6 +292,18 @@ def factors(blueprint: Blueprint) -> list[Factors]:
                 bias = (f"{unit}.{path}.u.bias", f"{around}.{layer.bias}") if layer.bias else None
                 v, u = f"{unit}.{path}.v.weight", f"{unit}.{path}.u.weight"
                 found.append(Factors(v, u, f"{around}.{layer.weight}", bias))
+    return found
+
+
+def norms(blueprint: Blueprint) -> dict[str, str]:
+    """Map the weight of each layer that a norm follows directly to the name of that norm."""
+    found = {}
+    for unit in blueprint.units():
+        with torch.device("meta"):
+            module = blueprint.build_unit(unit)
+        for path, layer in module.named_modules():
+            if isinstance(layer, PaddedNorm):
+                found[f"{unit}.{layer.follows}.weight"] = f"{unit}.{path}"
     return found
 
 

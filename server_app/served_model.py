@@ -1,5 +1,5 @@
-"""The served model: the model that is evaluated and saved. With `architecture.batch-norm = measured`, clients measure the
-statistics of its batch norms after training.
+"""The served model: the model that is evaluated and saved. A strategy may compose it from the trained one (`served`). With
+`architecture.batch-norm = measured`, clients measure the statistics of its batch norms after training.
 
 This is static batch norm (Diao et al., "HeteroFL", ICLR 2021, section 3). Let m_k and v_k be the mean and variance of a batch
 norm channel's inputs on the training data of client k, which has n_k examples:
@@ -50,6 +50,7 @@ class ServedModel:
         self.strategy = strategy
         self.statistics = ArrayRecord()
         self._of: tuple[ArrayRecord, Piece, str] | None = None
+        self._weights: tuple[ArrayRecord, ArrayRecord] | None = None  # of the trained arrays, the served ones
 
     @property
     def measured(self) -> bool:
@@ -76,8 +77,15 @@ class ServedModel:
         return with_statistics(self.strategy.blueprint) if self.measured else self.strategy.blueprint
 
     def complete(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the arrays of a model together with the statistics that were measured last."""
-        return ArrayRecord({**arrays, **self.statistics}) if self.statistics else arrays
+        """Return the arrays that are served, together with the statistics that were measured last."""
+        weights = self.weights(arrays)
+        return ArrayRecord({**weights, **self.statistics}) if self.statistics else weights
+
+    def weights(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the arrays that the strategy serves for a trained model, composed once for each model."""
+        if self._weights is None or not is_same(self._weights[0], arrays):
+            self._weights = arrays, self.strategy.served(arrays)
+        return self._weights[1]
 
     def is_of(self, arrays: ArrayRecord, atoms: Piece, head: str) -> bool:
         """Return whether this model can be evaluated: its statistics are known, or it needs none."""
@@ -114,8 +122,8 @@ class ServedModel:
         """Yield the messages that ask the clients of a round to measure, if they have enough memory for it."""
         strategy, (atoms, head) = self.strategy, model
         self.statistics, self._of = ArrayRecord(), (arrays, atoms, head)
-        needed = self.needed(atoms, head)
-        sent = ArrayRecord({name: array for name, array in arrays.items() if unit_of(name) in {*units(atoms), head}})
+        needed, weights = self.needed(atoms, head), self.weights(arrays)
+        sent = ArrayRecord({name: array for name, array in weights.items() if unit_of(name) in {*units(atoms), head}})
         tasks = {
             client: self._named(self.task(client, server_round, model, needed), sent)
             for client in self.clients(server_round, grid)

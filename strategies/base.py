@@ -118,6 +118,10 @@ class PieceStrategy(Strategy):
             return without_units(arrays, task.frozen)
         return ArrayRecord({name: array for name, array in arrays.items() if unit_of(name) in units})
 
+    def served(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the arrays of the model that is evaluated and saved, by default the trained ones."""
+        return arrays
+
     def untrained(self, task: Task) -> ArrayRecord:
         """Return the arrays with which a client's update is compared, by default those of the round's model."""
         return self.dispatcher.arrays
@@ -247,12 +251,9 @@ class PieceStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the messages of personal evaluation, or every `evaluation.on-clients-every` rounds to the round's clients."""
-        return self.dispatcher.configure("evaluate", self.evaluation_tasks(server_round, arrays, grid), arrays)
-
-    def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
-        """Return the tasks of the clients that evaluate the new model."""
         asked = {client: task for client, (task, _) in self._asked.items()}
-        return self.evaluation.tasks(server_round, arrays, grid, asked)
+        tasks = self.evaluation.tasks(server_round, arrays, grid, asked)
+        return self.dispatcher.configure("evaluate", tasks, arrays)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return mean metrics over all clients' examples, or for personal evaluation over clients; None without examples."""

@@ -35,7 +35,7 @@ from statistics import median_low
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from piecework.client_app.trainers.cascade.fedprophet import FedProphetTaskConfig, head_behind
@@ -266,8 +266,10 @@ class FedProphet(StagedStrategy):
         self.state.nonnegative = min(lowest for _, lowest, _ in answers.values()) >= 0
         return True
 
-    def evaluation_tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> dict[int, Task]:
-        """Return the tasks by which the clients of the round, or all clients, measure C_m and A_m of the new model."""
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the messages by which the clients of the round, or all clients, measure C_m and A_m of the new model."""
         asked = {client: task for client, (task, _) in self._asked.items() if self.evaluation.reachable(client)}
         if self.settings.fedprophet.validation_clients == "all":
             others = [client for client in self.registry.present(grid) if client not in self._asked]
@@ -275,9 +277,10 @@ class FedProphet(StagedStrategy):
         task_config = self.task_config(self.state.stage)
         modules = self.modules[: task_config.stage + 1]
         pieces = [*modules, tuple(atom for module in modules for atom in module)]
-        return {
+        tasks = {
             client: after_training(self._ordered(task, task_config, pieces)) for client, task in sorted(asked.items())
         }
+        return self.dispatcher.configure("evaluate", tasks, arrays)
 
     def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
         """Score the round, adjust alpha, and end the stage if it is due. Returns the model for the next round."""

@@ -7,8 +7,14 @@ Eq. 6, averaging kernel by kernel, and a decomposition of the mean in every roun
 model and are never trained (FedHM drops them).
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
+import numpy as np
+from flwr.app import ArrayRecord
+
+from piecework.models.kernels import inclusion
+from piecework.models.low_rank import Factors
 from piecework.strategies.low_rank.prism import PriSM, PriSMPolicy
 
 
@@ -27,3 +33,9 @@ class OrthDrop(PriSM):
     name = "orthdrop"
     policy_class = OrthDropPolicy
     sampling = "top"
+
+    def portions(self, layer: Factors, arrays: ArrayRecord, counts: Mapping[int, int]) -> np.ndarray | None:
+        """Return 1 for the kernels of the largest sub-model that a client can have, and 0 for the others."""
+        return inclusion(
+            self.kernels(layer, arrays)[0], max(self.policy.shapes[n][layer.v][0] for n in counts), 0.0, "top"
+        )

@@ -22,9 +22,23 @@ The paper does not say which keep ratio a device gets. Here it is the largest of
 the one that the fleet sets. All other arrays are averaged over their clients in the same way. Only weights are kept between
 rounds, because kernels are a function of them. With `prism.server-momentum` (authors' code), the clients' momentum of u', v'
 and norms is also averaged, and sent to the clients that train these entries next, although the decomposition changes kernels.
+
+No client ever has all channels at once, and the paper does not say how the model is evaluated. Ours (`served`): what a layer
+adds to the model is its mean over the sub-models.
+
+    first channels      the channels beyond the largest sub-model that a client of the fleet can have are off. Their norm has
+                        gamma = beta = 0. Where no norm follows, their rows of W and their bias are 0.
+    random channels     gamma and beta, or W and its bias, are multiplied by the mean probability that a client computes the
+                        channel: its keep ratio, averaged over the clients.
+    kernels             a norm takes the scale out of a sum of kernels. Where none follows (the gates of an LSTM, the MLPs of a
+                        transformer, the last layer of a pre-activation block), W = sum_i pi_i u'_i v'_i, with pi_i the mean
+                        probability that a client has kernel i (models/kernels.py: inclusion).
+
+The trained model is kept apart: it has all rows of W, because rows of zeros could never be sampled.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -35,8 +49,8 @@ from piecework.client_app.momentum import MOMENTUM, averaged
 from piecework.client_app.trainers.low_rank.prism import LowRankModel, PriSMTaskConfig, low_rank_loss
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, updated
-from piecework.models.kernels import Sampling, compose, decompose, effective_rank, sample
-from piecework.models.low_rank import Factors, computed, factors, is_place
+from piecework.models.kernels import Sampling, compose, decompose, effective_rank, inclusion, sample
+from piecework.models.low_rank import Factors, computed, factors, is_place, norms
 from piecework.models.variant import Variant, vary
 from piecework.models.width import Indices, shapes, take
 from piecework.models.work_item import WorkItem
@@ -111,6 +125,7 @@ class PriSM(HeteroFL):
         self.carried = averaged(self.whole) if self.settings.prism.server_momentum else []
         self.full |= {MOMENTUM + name: self.full[name] for name in self.carried}
         self.computed = computed(self.whole) if self.scattered else {}
+        self.norms = norms(self.whole)
         self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # by weight name: weight, sigma, v', u'
         self.drawn: dict[int, dict[str, np.ndarray]] = {}  # by client and weight, I_c
         self.rows: dict[int, dict[str, np.ndarray]] = {}  # by client and weight, the output channels computed
@@ -208,6 +223,46 @@ class PriSM(HeteroFL):
                 found[layer.bias[1]] = found.pop(layer.bias[0])
         return ArrayRecord({name: found[name] for name in self.dispatcher.arrays})
 
+    def served(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the full model as it is evaluated: each layer's output is multiplied by `active`, its kernels by `portions`.
+
+        A norm is scaled if one follows the layer, otherwise the layer itself.
+        """
+        found = dict(arrays.items())
+        counts = Counter(self.fitting_levels())
+        for layer in self.factors:
+            norm, active = self.norms.get(layer.weight), self.active(layer, counts)
+            if (portions := self.portions(layer, arrays, counts)) is not None:
+                _, v, u = self.kernels(layer, arrays)
+                found[layer.weight] = Array(compose(scaled(v.numpy(), portions), u.numpy()))
+            scale = (f"{norm}.weight", f"{norm}.bias") if norm else (layer.weight, *(layer.bias or ())[1:])
+            for name in scale if (active < 1).any() else ():
+                found[name] = Array(scaled(found[name].numpy(), active))
+        return ArrayRecord(found)
+
+    def active(self, layer: Factors, counts: Mapping[int, int]) -> np.ndarray:
+        """Return the factor of each output channel of a layer: the probability that a client computes it.
+
+        The first channels are trained by all clients, or by those with large sub-models: the factor is 1, as in OrigDrop.
+        `counts` are the clients by the number of their ratio.
+        """
+        channels, computed = self.full[layer.u][0], {n: self.policy.shapes[n][layer.u][0] for n in counts}
+        if not self.scattered:
+            return (np.arange(channels) < max(computed.values())).astype(np.float64)
+        mean = sum(count * computed[n] for n, count in counts.items()) / sum(counts.values())
+        return np.full(channels, mean / channels)
+
+    def portions(self, layer: Factors, arrays: ArrayRecord, counts: Mapping[int, int]) -> np.ndarray | None:
+        """Return the factor of each kernel of a layer, the probability that a client has it; None = 1, if a norm follows."""
+        if layer.weight in self.norms:
+            return None
+        sigma, settings = self.kernels(layer, arrays)[0], self.settings.prism
+        found = [
+            count * inclusion(sigma, self.policy.shapes[n][layer.v][0], settings.kappa, settings.kernel_sampling)
+            for n, count in counts.items()
+        ]
+        return np.asarray(sum(found) / sum(counts.values()))
+
     def details(self) -> dict[str, Any]:
         """Return each client's keep ratio, each layer's effective rank (2^entropy) and use of kernels, for the round record.
 
@@ -227,3 +282,8 @@ class PriSM(HeteroFL):
             for name, count in counts.items()
         }
         return {"keep_ratios": keeps, "layers": layers}
+
+
+def scaled(array: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """Return the array with its first dimension multiplied by these factors, in its own precision."""
+    return np.asarray(array * factors.astype(array.dtype).reshape(-1, *(1,) * (array.ndim - 1)))

@@ -211,6 +211,15 @@ class HeteroFL(PieceStrategy):
             super().task(server_round, state), own=own, variant=item.variant, costs={item: self.policy.bytes(item)}
         )
 
+    def fitting_levels(self) -> list[int]:
+        """Return the number of each client's ratio in each of the first rounds, without clients whose budget is too small.
+
+        If no client fits, it is the smallest ratio's.
+        """
+        levels = [(self.policy.level_of(state), state.allowed_bytes) for state in self.resources.states()]
+        fitting = [level for level, allowed in levels if self.policy.bytes(self.policy.sub_model(level)) <= allowed]
+        return fitting or [len(self.policy.ratios) - 1]
+
     def task_config(self, level: int) -> TaskConfig:
         """Return the strategy's own fields of a task for ratio number `level`."""
         return HeteroFLTaskConfig(level, self.policy.scaled, self.policy.masked)

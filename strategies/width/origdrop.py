@@ -36,9 +36,7 @@ class OrigDrop(HeteroFL):
 
     def finish(self) -> ArrayRecord:
         """Return the new model, with 0 in the entries that no client can train."""
-        levels = [(self.policy.level_of(state), state.allowed_bytes) for state in self.resources.states()]
-        fitting = [level for level, allowed in levels if self.policy.bytes(self.policy.sub_model(level)) <= allowed]
-        largest = self.policy.shapes[min(fitting, default=-1)]
+        largest = self.policy.shapes[min(self.fitting_levels())]
         kept = sub_indices(self.axes, self.full, largest, ordered)
         return ArrayRecord({name: Array(only(array.numpy(), kept[name])) for name, array in super().finish().items()})
 

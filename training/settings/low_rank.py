@@ -23,7 +23,7 @@ class PriSMSettings(Table):
     )
     output_channels: Literal["first", "random", "all"] = setting(
         "first",
-        "which output channels sub-models compute; random = the authors' code, all = their first",
+        "which output channels sub-models compute: the first ones, others in every round and client, or all",
         PRISM,
     )
     server_momentum: bool = setting(

@@ -1,0 +1,171 @@
+"""The model that PriSM and OrthDrop evaluate and save, composed of what their clients train."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord
+from helpers import TRIO, arrays_of, clients_of, fleet_json, model_of, numpy_of, run_local, same, training
+from safetensors.numpy import load_file
+from test_prism import strategies
+
+from piecework.models.cascade import Blueprint, Cascade
+from piecework.models.kernels import compose, decompose, inclusion, sample
+from piecework.models.variant import vary
+from piecework.strategies.low_rank.prism import PriSM, PriSMTaskConfig
+
+FAST = {"training__local_iterations": 1, "evaluation__every": 0, "architecture__batch_norm": "batch"}
+EQUAL = TRIO | FAST | {"strategy": "prism", "prism__keep_ratios": "0.5", "fleet": "unlimited"}
+
+
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[PriSM, ArrayRecord]:
+    """The strategy of a run of one step, and its trained arrays."""
+    made = strategies(monkeypatch)
+    run = run_local(tmp_path, **EQUAL | changes)
+    return made[-1], ArrayRecord({name: Array(value) for name, value in model_of(run).items()})
+
+
+def outputs(blueprint: Blueprint, arrays: dict[str, np.ndarray], x: torch.Tensor) -> torch.Tensor:
+    model = Cascade(blueprint)
+    model.load_state_dict({name: torch.from_numpy(arrays[name].copy()) for name in model.state_dict()})
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(x)
+    return logits
+
+
+def images(strategy: PriSM, count: int = 8) -> torch.Tensor:
+    return torch.randn(count, *strategy.blueprint.input_shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("model", ["resnet10", "convnet"])
+def test_channels_that_no_client_has_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    strategy, arrays = trained(tmp_path, monkeypatch, model=model, architecture__width=0.125)
+    drawn, rng = numpy_of(arrays), np.random.default_rng(0)
+    for layer in strategy.factors:
+        norm, count = strategy.norms[layer.weight], strategy.policy.shapes[0][layer.u][0]
+        for name in (layer.weight, f"{norm}.weight", f"{norm}.bias"):
+            drawn[name] = drawn[name].copy()
+            assert 0 < count < len(drawn[name])
+            drawn[name][count:] = rng.standard_normal(drawn[name][count:].shape)
+    redrawn = ArrayRecord({name: Array(value) for name, value in drawn.items()})
+    x = images(strategy)
+    one, other = (outputs(strategy.blueprint, numpy_of(strategy.served(a)), x) for a in (arrays, redrawn))
+    torch.testing.assert_close(one, other)
+    plain = (outputs(strategy.blueprint, numpy_of(a), x) for a in (arrays, redrawn))
+    assert (next(plain) - next(plain)).abs().max() > 0.01
+
+
+def test_a_block_contributes_as_much_as_in_the_mean_over_draws_of_its_channels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four channels, of which a client computes two, with fixed kernels and a fixed draw inside the block."""
+    strategy, arrays = trained(
+        tmp_path, monkeypatch, model="resnet10", architecture__width=1 / 16, prism__output_channels="random"
+    )
+    outer, inner = "atoms.1.conv2.weight", "atoms.1.conv1.weight"
+    held = numpy_of(arrays)
+    for name in (outer, inner):  # two kernels are left
+        _, v, u = decompose(held[name])
+        held[name] = compose(v[:2], u[:, :2])
+    rows = np.array([0, 2])
+    for name in ("atoms.1.bn1.weight", "atoms.1.bn1.bias"):
+        held[name] = np.where(np.isin(np.arange(4), rows), np.array([1.5, 9, -0.5, 9]), 0).astype(np.float32)
+    arrays = ArrayRecord({name: Array(value) for name, value in held.items()})
+    z = torch.randn(6, 4, 8, 8, generator=torch.Generator().manual_seed(2)).double()
+
+    def contribution(blueprint: Blueprint, held: dict[str, np.ndarray]) -> torch.Tensor:
+        block = blueprint.build_unit("atoms.1")
+        state = {name: torch.from_numpy(held[f"atoms.1.{name}"].copy()) for name in block.state_dict()}
+        block.load_state_dict(state)
+        found: list[torch.Tensor] = []
+        block.get_submodule("bn2").register_forward_hook(lambda module, args, out: found.append(out.clone()))
+        with torch.no_grad():
+            block.double().eval()(z)
+        return found[0]
+
+    task = strategy._asked[0][0]
+    assert PriSMTaskConfig.of(task).draw == 0
+    sums = []
+    for channels in itertools.combinations(range(4), 2):
+        strategy.drawn[0] |= {name: np.arange(2) for name in (outer, inner)}
+        strategy.rows[0] |= {outer: np.array(channels), inner: rows}
+        small = vary(strategy.blueprint, task.variant)
+        sums.append(contribution(small, numpy_of(strategy.travelling(task, arrays))))
+    served = contribution(strategy.blueprint, numpy_of(strategy.served(arrays)))
+    torch.testing.assert_close(torch.stack(sums).mean(0), served, rtol=1e-3, atol=1e-4)
+    assert served.abs().max() > 0.1
+
+
+def test_without_a_norm_a_kernel_counts_with_its_probability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vision transformer's MLPs: the mean of many sub-models' weights."""
+    options = {"model": "deit-tiny", "architecture__options": "depth=1,patch=4", "architecture__width": 0.25}
+    strategy, arrays = trained(tmp_path, monkeypatch, **options)
+    assert not strategy.norms and len(strategy.factors) == 2
+    served = strategy.served(arrays)
+    for layer in strategy.factors:
+        sigma, v, u = (
+            each if isinstance(each, np.ndarray) else each.numpy() for each in strategy.kernels(layer, arrays)
+        )
+        rng, total, kept = np.random.default_rng(0), np.zeros(arrays[layer.weight].shape), strategy.policy.shapes[0]
+        for _ in range(2000):
+            chosen = sample(sigma, kept[layer.v][0], strategy.settings.prism.kappa, rng)
+            total += compose(v[chosen], u[:, chosen]) / 2000
+        weight = served[layer.weight].numpy()
+        assert np.abs(total - weight).max() < 0.03 * np.abs(weight).max()
+        assert np.abs(arrays[layer.weight].numpy() - weight).max() > 0.1 * np.abs(weight).max()
+        assert layer.bias and served[layer.bias[1]] == arrays[layer.bias[1]]
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3, 4])
+def test_probabilities_of_kernels(kept: int) -> None:
+    """Of equal kernels exactly; of others about, and in sum `kept`."""
+    np.testing.assert_allclose(inclusion(np.ones(4, np.float32), kept, 2.0), np.full(4, kept / 4), atol=1e-9)
+    sigma = np.geomspace(1, 1e-3, 64).astype(np.float32)
+    found, rng = inclusion(sigma, 8 * kept, 2.0), np.random.default_rng(0)
+    drawn = sum(np.isin(np.arange(64), sample(sigma, 8 * kept, 2.0, rng)) for _ in range(2000)) / 2000
+    assert found.sum() == pytest.approx(8 * kept)
+    assert np.abs(found - drawn).max() < 0.05
+    assert inclusion(np.zeros(4, np.float32), kept, 2.5).sum() == pytest.approx(kept)
+
+
+def test_mixed_clients_scale_by_their_mean_and_serve_the_largest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight channels, two clients compute four and one computes two; the channels are drawn, or the first ones."""
+    fleet = fleet_json({"half": 0.5, "quarter": 0.25, "other": 0.5}, half=9.0, quarter=9.0, other=9.0)
+    changes = {"model": "resnet10", "architecture__width": 0.125, "prism__keep_ratios": "0.5,0.25", "fleet": fleet}
+    for channels, expected in (("random", [10 / 24] * 8), ("first", [1] * 4 + [0] * 4), ("all", [1] * 8)):
+        strategy, arrays = trained(tmp_path / channels, monkeypatch, prism__output_channels=channels, **changes)
+        factor = strategy.served(arrays)["atoms.1.bn2.weight"].numpy() / arrays["atoms.1.bn2.weight"].numpy()
+        np.testing.assert_allclose(factor, expected, rtol=1e-6)
+
+
+def test_orthdrop_serves_the_kernels_that_clients_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = fleet_json({"half": 0.5, "quarter": 0.25}, half=9.0, quarter=9.0)
+    changes = {"strategy": "orthdrop", "prism__keep_ratios": "0.5,0.25", "fleet": fleet}
+    strategy, arrays = trained(tmp_path, monkeypatch, **changes)
+    served = numpy_of(strategy.served(arrays))
+    for layer in strategy.factors:
+        rank = strategy.full[layer.v][0]
+        assert np.linalg.matrix_rank(arrays[layer.weight].numpy().reshape(len(served[layer.weight]), -1)) == rank
+        assert np.linalg.matrix_rank(served[layer.weight].reshape(len(served[layer.weight]), -1)) == rank // 2
+
+
+def test_the_served_model_is_saved_and_measured_and_the_trained_one_goes_on(tmp_path: Path, grids: Any) -> None:
+    """Messages of training are those of the trained model, whether or not the served one was composed in between."""
+    changes = EQUAL | {"num_rounds": 2, "architecture__batch_norm": "measured"}
+    grid = grids()
+    run = run_local(tmp_path / "a", grid, **changes | {"evaluation__every": 1})
+    sent = [arrays_of(message) for message in training(grid.last.sent)]
+    other = grids()
+    run_local(tmp_path / "b", other, **changes)
+    assert all(map(same, sent, [arrays_of(message) for message in training(other.last.sent)]))
+    kept, saved = model_of(run), load_file(run.path / "model.safetensors")
+    norm = "atoms.1.bn.weight"
+    count = len(kept[norm])
+    assert not saved[norm][count // 2 :].any()
+    assert saved[norm][: count // 2].all() and kept[norm].all()
+    assert [client["status"] for client in clients_of(run, 2)] == ["ok"] * 3
