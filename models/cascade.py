@@ -44,7 +44,8 @@ class Blueprint:
     `width` is the width ratio, the fraction of channels in a width-scaled model; it is 1 for other sub-models. `zoo_name` and
     `options` are the arguments of `build_blueprint`, from which the model can be built again with other channels. `input_shape`
     is the shape of one example: (C, H, W) of an image, or (length,) of a text whose tokens are below `vocabulary`. The last
-    `spare` atoms are not part of the model: a method puts them in place of others (ProFL's basic layers).
+    `spare` atoms are not part of the model: a method puts them in place of others (ProFL's basic layers). `initialisation` is
+    that of `initial_state`: default or kaiming-normal.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Blueprint:
     spare: int = 0
     zoo_name: str = ""
     options: tuple[tuple[str, str | int], ...] = ()
+    initialisation: str = "default"
 
     @property
     def feature_shape(self) -> Shape:
@@ -236,8 +238,21 @@ def initial_state(
     for number, unit in enumerate(units or blueprint.units(exits=exits)):
         with isolated_rng(int(np.random.SeedSequence([seed, number]).generate_state(1)[0])):
             module = blueprint.build_unit(unit)
+            if blueprint.initialisation == "kaiming-normal":
+                draw_kaiming_normal(module)
         for name, value in module.state_dict().items():
             yield f"{unit}.{name}", value
+
+
+def draw_kaiming_normal(module: nn.Module) -> None:
+    """Draw the weights of convolutions from N(0, 2 / (outputs k^2)).
+
+    This is He et al., "Delving Deep into Rectifiers: Surpassing Human-Level Performance on ImageNet Classification", ICCV 2015,
+    section 2.2, backward case, for k x k kernels.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
 
 @contextmanager

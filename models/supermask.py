@@ -94,7 +94,7 @@ def supermask(blueprint: Blueprint, seed: int, *, by_authors: bool = False) -> B
         for number, atom in enumerate(blueprint.atoms)
     )
     head = partial(scored, blueprint.build_head, seed, len(atoms), by_authors)
-    model = replace(blueprint, atoms=atoms, build_head=head, width=1.0)
+    model = replace(blueprint, atoms=atoms, build_head=head, width=1.0, initialisation="default")  # of scores
     for unit in model.units():
         with torch.device("meta"):
             layers = [layer for layer in model.build_unit(unit).modules() if not isinstance(layer, Scored)]

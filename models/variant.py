@@ -109,5 +109,6 @@ def rebuilt(model: Blueprint, variant: Variant) -> Blueprint:
         input_shape=model.input_shape,
         width=model.width * variant.width,
         batch_norm="dual" if variant.dual_norms else model.batch_norm,
+        initialisation=model.initialisation,
         **options,
     )

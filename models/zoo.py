@@ -57,6 +57,7 @@ def build_blueprint(
     input_shape: Shape,
     width: float = 1.0,
     batch_norm: str = "running",
+    initialisation: str = "default",
     **options: str | int,
 ) -> Blueprint:
     """Return the blueprint of a model for examples of input_shape: (C, H, W) of images, (length,) of tokens.
@@ -77,7 +78,14 @@ def build_blueprint(
             f"model {name!r} is a {type(built).__name__}, not a cascade: its function has to return a Blueprint with atoms in "
             "order and a head"
         )
-    return replace(built, width=width, batch_norm=batch_norm, zoo_name=name, options=tuple(options.items()))
+    return replace(
+        built,
+        width=width,
+        batch_norm=batch_norm,
+        zoo_name=name,
+        options=tuple(options.items()),
+        initialisation=initialisation,
+    )
 
 
 def model_options(name: str) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ CHOICES = {
     "training.precision": "bfloat16",
     "architecture.options": "shortcut_from=relu",
     "data.partition": "iid",
+    "training.initialisation": "kaiming-normal",
     "training.lr-schedule": "constant",
     "memory.model": "fedepth",
     "fedepth.partial-training": "dilute",

@@ -153,6 +153,7 @@ def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int)
         input_shape=input_shape,
         width=settings.architecture.width,
         batch_norm="batch" if settings.norms == "measured" else settings.norms,
+        initialisation=settings.training.initialisation,
         **settings.architecture.parsed_options(),
     )
 

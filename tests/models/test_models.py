@@ -21,6 +21,7 @@ from piecework.models.cascade import (
     unit_of,
 )
 from piecework.models.torchvision_names import torchvision_name_map
+from piecework.models.variant import Variant, vary
 from piecework.models.zoo import MODELS, build_blueprint
 
 SMALL_IMAGES = sorted(set(MODELS) - {"cnn4", "lstm-imdb", "vit"})  # those read 28x28; test_zoo.py has the others too
@@ -359,6 +360,20 @@ def test_initial_state_names_the_cascade_and_depends_on_the_seed_alone(name):
     again, other = dict(initial_state(blueprint, 7)), dict(initial_state(blueprint, 8))
     assert all(torch.equal(state[entry], again[entry]) for entry in state)
     assert not torch.equal(next(iter(state.values())), next(iter(other.values())))
+
+
+def test_kaimings_initial_weights():
+    """Of convolutions alone, with a variance of 2 / (outputs k^2): 1.4e-3 for 160 filters of 3 x 3."""
+    blueprint = blueprint_of("vgg11", width=0.625, initialisation="kaiming-normal")
+    state, default = dict(initial_state(blueprint, 7)), dict(initial_state(blueprint_of("vgg11", width=0.625), 7))
+    drawn = state["atoms.2.conv.weight"]
+    assert drawn.shape == (160, 80, 3, 3)
+    assert drawn.var().item() == pytest.approx(2 / (160 * 9), rel=0.02)
+    assert abs(drawn.mean()) < 1e-3
+    changed = {entry for entry, value in state.items() if not torch.equal(value, default[entry])}
+    assert changed == {f"atoms.{number}.conv.weight" for number in range(8)}
+    narrow = vary(blueprint, Variant(width=0.5))
+    assert dict(initial_state(narrow, 7))["atoms.2.conv.weight"].var().item() == pytest.approx(2 / (80 * 9), rel=0.05)
 
 
 def test_initial_state_of_a_unit_does_not_depend_on_the_others():

@@ -89,6 +89,11 @@ class TrainingSettings(Table):
     """What a client does in a round, and the rates of all rounds."""
 
     init_weights: str = setting("", "a .safetensors file to start from, with our names or torchvision's; empty = none")
+    initialisation: Literal["default", "kaiming-normal"] = setting(
+        "default",
+        "initial weights of convolutions: torch's own, or Kaiming's normal distribution with the fan-out, whose standard "
+        "deviation is 2.4 times as large where there are as many inputs as outputs",
+    )
     local_epochs: AtLeastOne = setting(2, "passes over the client data in a round, for every sub-problem")
     local_iterations: Count = setting(0, "batches instead of local-epochs, for every sub-problem; 0 = epochs")
     batch_size: AtLeastTwo = setting(16, "examples in a batch")
