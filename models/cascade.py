@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from piecework.models.dual_norm import DualBatchNorm2d, is_adversarial
 
 Shape = tuple[int, ...]
+AUXILIARY_INPUTS = (
+    256  # of an auxiliary head with the pooling `auto`: a linear classifier on fewer features is too weak
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Blueprint:
     `options` are the arguments of `build_blueprint`, from which the model can be built again with other channels. `input_shape`
     is the shape of one example: (C, H, W) of an image, or (length,) of a text whose tokens are below `vocabulary`. The last
     `spare` atoms are not part of the model: a method puts them in place of others (ProFL's basic layers). `initialisation` is
-    that of `initial_state`: default or kaiming-normal.
+    that of `initial_state`: default or kaiming-normal. `auxiliary_pool` is the pooling before an `auxiliary_head`.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Blueprint:
     zoo_name: str = ""
     options: tuple[tuple[str, str | int], ...] = ()
     initialisation: str = "default"
+    auxiliary_pool: str = "authors"
 
     @property
     def feature_shape(self) -> Shape:
@@ -82,7 +86,7 @@ class Blueprint:
         if kind == "exits":
             return ExitHead(self.atoms[int(index)].shape, self.num_classes, self.batch_norm)
         if kind == "aux":
-            return auxiliary_head(self.atoms[int(index)].shape, self.num_classes)
+            return auxiliary_head(self.atoms[int(index)].shape, self.num_classes, self.auxiliary_pool)
         raise ValueError(f"unknown unit {unit!r}: expected 'head', 'atoms.<i>', 'exits.<i>' or 'aux.<i>'")
 
     def units(self, *, exits: bool = False) -> list[str]:
@@ -141,20 +145,25 @@ class MeanOverTokens(nn.Module):
         return z.mean(dim=1)
 
 
-def auxiliary_head(shape: Shape, num_classes: int) -> nn.Module:
-    """Return FedProphet's auxiliary head of a module: the linear layer of section 5.1, with the pooling of the authors' code.
+def auxiliary_head(shape: Shape, num_classes: int, pool: str) -> nn.Module:
+    """Return FedProphet's auxiliary head of a module: the linear layer of section 5.1 (Eq. 9), after a pooling.
 
-    Feature maps [C, H, W] larger than s x s are pooled to s x s, s = ceil(sqrt(classes / C)), so that the linear layer never
-    has fewer inputs than classes.
+    Feature maps [C, H, W] larger than s x s are pooled to s x s. s is the smallest side with s^2 C >= inputs, where `pool` sets
+    the inputs: `authors` as many as classes, as in the authors' code, `auto` 256, or more if there are more classes. `none`
+    leaves the features as they are, as Eq. 9 does.
     """
-    if len(shape) != 3:
-        pool: nn.Module = MeanOverTokens() if len(shape) == 2 else nn.Identity()
-        return nn.Sequential(OrderedDict(pool=pool, fc=nn.Linear(shape[-1], num_classes)))
-    side = math.ceil(math.sqrt(num_classes / shape[0]))
+    if pool == "none" or len(shape) == 1:
+        return nn.Sequential(
+            OrderedDict(pool=nn.Identity(), flatten=nn.Flatten(), fc=nn.Linear(math.prod(shape), num_classes))
+        )
+    if len(shape) == 2:
+        return nn.Sequential(OrderedDict(pool=MeanOverTokens(), fc=nn.Linear(shape[-1], num_classes)))
+    inputs = num_classes if pool == "authors" else max(num_classes, AUXILIARY_INPUTS)
+    side = math.ceil(math.sqrt(inputs / shape[0]))
     larger = min(shape[1:]) > side
-    pool = nn.AdaptiveAvgPool2d(side) if larger else nn.Identity()
+    pooling = nn.AdaptiveAvgPool2d(side) if larger else nn.Identity()
     features = shape[0] * side**2 if larger else math.prod(shape)
-    return nn.Sequential(OrderedDict(pool=pool, flatten=nn.Flatten(), fc=nn.Linear(features, num_classes)))
+    return nn.Sequential(OrderedDict(pool=pooling, flatten=nn.Flatten(), fc=nn.Linear(features, num_classes)))
 
 
 def pooled(z: Tensor) -> Tensor:

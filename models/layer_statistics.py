@@ -75,7 +75,7 @@ def unit_signature(blueprint: Blueprint, unit: str) -> Hashable:
     atom = int(index)
     if kind == "atoms":
         return "atom", _call(blueprint.atoms[atom].build), blueprint.shape_before(atom), blueprint.vocabulary
-    return kind, blueprint.atoms[atom].shape, blueprint.num_classes, blueprint.batch_norm
+    return kind, blueprint.atoms[atom].shape, blueprint.num_classes, blueprint.batch_norm, blueprint.auxiliary_pool
 
 
 def _call(build: Any) -> Hashable:

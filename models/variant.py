@@ -5,7 +5,7 @@ build the same network from it with `vary`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -34,7 +34,8 @@ class Variant:
     straight-through gradient, and `silent` also biases and norms of pruned filters (SpaFL). `scores` freezes weights drawn from
     `seed` and masks them by trained scores, with this straight-through gradient (FedPM). `exits` adds classifiers after these
     blocks of atoms (DepthFL). `basic_layers` adds a small layer that can stand for each of these blocks (ProFL). `statistics`
-    gives running statistics to batch norms that are trained without them (`architecture.batch-norm = measured`).
+    gives running statistics to batch norms that are trained without them (`architecture.batch-norm = measured`). `pooling` is
+    that of auxiliary heads (FedProphet).
     """
 
     architecture: str = ""
@@ -50,6 +51,7 @@ class Variant:
     exits: tuple[Piece, ...] = ()
     basic_layers: tuple[Piece, ...] = ()
     statistics: bool = False
+    pooling: Literal["auto", "authors", "none"] = "authors"
 
     def to_values(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as JSON values."""
@@ -89,7 +91,9 @@ def vary(model: Blueprint, variant: Variant) -> Blueprint:
         model = with_exits(model, variant.exits)
     if variant.basic_layers:
         model = with_basic_layers(model, variant.basic_layers)
-    return with_statistics(model) if variant.statistics else model
+    if variant.statistics:
+        model = with_statistics(model)
+    return model if variant.pooling == model.auxiliary_pool else replace(model, auxiliary_pool=variant.pooling)
 
 
 def rebuilt(model: Blueprint, variant: Variant) -> Blueprint:

@@ -22,9 +22,10 @@ from piecework.planning.part import Part, whole_model
 from piecework.planning.partition_policy import PartitionPolicy, label
 from piecework.planning.timing import local_work, swapped_seconds, work_seconds
 from piecework.question import PlanQuestion, budget_bytes
+from piecework.server_app.rates import starved
 from piecework.server_app.start import covered
 from piecework.strategies import find_policy
-from piecework.training.settings import Settings
+from piecework.training.settings import Settings, learning_rate
 from piecework.training.setup import blueprint_of_shape
 
 ROUNDS = 20  # rounds of a plan if the fleet changes between rounds or not all clients take part
@@ -81,8 +82,18 @@ def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel 
         "devices": device_rows(policy, tasks, question.examples),
         "trained": trained_fractions(blueprint, tasks, moving=policy.moving),
         "swapping": simulated_swapping(full, tasks) if policy.swaps else None,
+        "learning_rates": rates_row(policy),
         "coverage": covered(policy, trainers(states, settings)),
     }
+
+
+def rates_row(policy: PartitionPolicy) -> dict[str, Any]:
+    """Return the learning rate of each stage's first round, and a warning if stages are left without one."""
+    stages = [stage.name for stage in policy.stages]
+    found = {
+        stage: learning_rate(policy.settings, place) for stage, place in zip(stages, policy.first_places(), strict=True)
+    }
+    return {"first": found, "says": starved(policy.settings, found)}
 
 
 def policy_for(

@@ -25,6 +25,7 @@ def plan_tables(plan: dict[str, Any]) -> list[str | Table]:
         f"fleet {fleet['name']}: {fleet['clients']} clients, {fleet['clients_per_round']} a round, "
         f"{fleet['participation']:.0%} can take part",
         device_table(plan),
+        *rates_warning(plan),
         *coverage_text(plan["coverage"]),
     ]
 
@@ -43,6 +44,12 @@ def swapping_warning(plan: dict[str, Any]) -> list[str]:
         f"would need up to {needed}; the poorest has {poorest}. The whole model takes {full} for {step}, which "
         f"{found['whole_fits']:.0%} of the clients have. The times below add swapping as FedProphet models it."
     ]
+
+
+def rates_warning(plan: dict[str, Any]) -> list[str | Table]:
+    """Return a bold warning if the schedule leaves stages next to no learning rate."""
+    says = plan["learning_rates"]["says"]
+    return [f"[bold]{escape(f'warning: {says}')}[/bold]"] if says else []
 
 
 def coverage_text(found: dict[str, Any]) -> list[str | Table]:

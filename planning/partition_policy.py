@@ -149,6 +149,11 @@ class PartitionPolicy(ABC):
         """The number of stages, also for a policy that cuts the model separately for each device."""
         return 1
 
+    def first_places(self) -> list[int]:
+        """Return each stage's first place in the schedule of learning rates, if stages are equally long and none ends early."""
+        rounds = self.settings.num_rounds // self.stage_count
+        return [1 + stage * rounds for stage in range(self.stage_count)]
+
     @abstractmethod
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """Return the parts that a device trains in a round of a stage, one after another.

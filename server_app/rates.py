@@ -1,7 +1,7 @@
 """The schedule of learning rates: describe it in words, and reject rounds that it would give a rate of 0."""
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from piecework.training.settings import Settings, SettingsError, learning_rate
 
@@ -10,10 +10,27 @@ def describe(settings: Settings) -> str:
     """Return the schedule with its length in words: `cosine over 20 rounds`."""
     if settings.training.lr_schedule == "constant":
         return "constant"
-    again = ", again in every stage" if settings.fedprophet.lr_restart else ""
+    again = ", again in every stage" if settings.restarts_rates else ""
     if settings.training.lr_schedule == "exponential":
         return f"times {settings.training.lr_decay:g} a round{again}"
     return f"cosine over {settings.training.lr_rounds or settings.num_rounds} rounds{again}"
+
+
+def starved(settings: Settings, rates: Mapping[str, float]) -> str:
+    """Return a sentence on the stages whose largest rate is below 1 % of `training.lr`; empty if there are none.
+
+    `rates` has the largest rate of every stage, that of its first round.
+    """
+    low = {stage: rate for stage, rate in rates.items() if rate < settings.training.lr / 100}
+    if not low:
+        return ""
+    listed = ", ".join(f"{stage} ({rate:.2g})" for stage, rate in low.items())
+    remedy = "fedprophet.lr-restart = true, or " if settings.strategy == "fedprophet" else ""
+    longer = "training.lr-rounds" if settings.training.lr_schedule == "cosine" else "training.lr-decay"
+    return (
+        f"the learning rate never exceeds 1 % of training.lr = {settings.training.lr:g} in {listed}: the schedule "
+        f"({describe(settings)}) goes on over all stages. Set {remedy}a larger {longer}"
+    )
 
 
 def require_rates(settings: Settings, to_come: Iterable[tuple[int, int]], run: str) -> None:

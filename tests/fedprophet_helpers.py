@@ -62,6 +62,7 @@ SETTINGS: dict[str, Any] = TRIO | {
     "strategy": "fedprophet",
     "memory__model": "fedprophet",
     "fedprophet__r_min": "370kB",
+    "fedprophet__aux_pool": "authors",
     "fleet": json.dumps(FLEET),
     "architecture__batch_norm": "running",
     "data__partition": "dirichlet",

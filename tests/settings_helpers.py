@@ -37,6 +37,8 @@ CHOICES = {
     "fedepth.mutual-loss": "authors",
     "fedepth.sub-problem": "network",
     "fedprophet.feature-norm": "linf",
+    "fedprophet.aux-pool": "none",
+    "fedprophet.apa-bound": "none",
     "prism.keep-ratios": "0.5",
     "prism.kernel-sampling": "uniform",
     "prism.output-channels": "random",

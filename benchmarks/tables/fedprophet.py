@@ -4,7 +4,7 @@ from benchmarks.tables.shared import COMPARED, MB, beside, commands, full_bytes,
 from piecework.planning.paper_memory.fedprophet import macs
 from piecework.planning.partition_policy import label
 
-OF_FEDPROPHET = "--strategy fedprophet --memory-model fedprophet"
+OF_FEDPROPHET = "--strategy fedprophet --memory-model fedprophet --set fedprophet.aux-pool=authors"
 TABLE7 = f"--model vgg16 {OF_FEDPROPHET} --batch-size 64 --budget 60MB"
 TABLE8 = f"--model resnet34 --input-shape 3x224x224 --classes 256 {OF_FEDPROPHET} --batch-size 32 --budget 224MB"
 # MB and GFLOPs of the modules

@@ -22,9 +22,15 @@ examples of all clients that are connected when module m - 1 is fixed; alpha fol
 numbers of examples.
 
 Where the paper is silent, we follow the authors' code. All clients validate (`fedprophet.validation-clients`). A round's score
-is C_m + rho A_m with rho = C*_{m-1} / A*_{m-1} (1 in the first stage). A stage ends with the weights of its best round. Ours:
-alpha does not fall below `fedprophet.apa-min`, by default 0. If `fedprophet.r-min` is not set, R_min is the smallest budget of
-the clients, but at least the memory cost of the largest atom; clients with less refuse their tasks.
+is C_m + rho A_m with rho = C*_{m-1} / A*_{m-1} (1 in the first stage). A stage ends with the weights of its best round.
+
+Where the paper's wording does not work, it is an option. By Eq. 12 alpha may fall to 0. Then no attack moves the output of the
+module, and all later modules train on clean features: alpha does not fall below its start, as in the authors' code
+(`fedprophet.apa-bound`). Over all rounds, 0.994^t leaves later stages no learning rate: it restarts in each stage, as in the
+authors' code (`fedprophet.lr-restart`). The linear layer of theta_m on all features (Eq. 9) takes much memory. The authors pool
+them to as many as classes, which is few for narrow modules. We pool them to 256 (`fedprophet.aux-pool`). Ours: if
+`fedprophet.r-min` is not set, R_min is the smallest budget of the clients, but at least the memory cost of the largest atom;
+clients with less refuse their tasks.
 """
 
 import logging
@@ -186,9 +192,8 @@ class FedProphet(StagedStrategy):
 
     def rate(self, server_round: int) -> float:
         """Return the learning rate of a round; with `fedprophet.lr-restart` the schedule restarts in each stage."""
-        return learning_rate(
-            self.settings, self.state.stage_round + 1 if self.settings.fedprophet.lr_restart else server_round
-        )
+        place = self.state.stage_round + 1 if self.settings.restarts_rates else server_round
+        return learning_rate(self.settings, place)
 
     def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
         """Yield the rounds until the last stage ends, if every stage has all its rounds; none for a new run."""
@@ -200,7 +205,7 @@ class FedProphet(StagedStrategy):
         for n, server_round in enumerate(range(first, min(last, first + left - 1) + 1)):
             yield (
                 server_round,
-                (state.stage_round + n) % maximum + 1 if self.settings.fedprophet.lr_restart else server_round,
+                (state.stage_round + n) % maximum + 1 if self.settings.restarts_rates else server_round,
             )
 
     def _ordered(self, task: Task, task_config: FedProphetTaskConfig, pieces: list[Piece]) -> Task:
@@ -264,6 +269,10 @@ class FedProphet(StagedStrategy):
             return False
         self.state.distance = sum(d * n for d, _, n in answers.values()) / sum(n for _, _, n in answers.values())
         self.state.nonnegative = min(lowest for _, lowest, _ in answers.values()) >= 0
+        if not self.state.distance:
+            LOG.warning(
+                "%s trains on clean features, because no attack moves the output of the module before", self.stage
+            )
         return True
 
     def configure_evaluate(
@@ -313,7 +322,9 @@ class FedProphet(StagedStrategy):
             state.since_best = 0
             self.kept = self._in_training(arrays)
         if state.stage and fixed and settings.fedprophet.apa and state.stage_round % settings.fedprophet.apa_every == 0:
-            state.alpha = adjusted_alpha(state.alpha, state.recent, fixed, settings)
+            before, state.alpha = state.alpha, adjusted_alpha(state.alpha, state.recent, fixed, settings)
+            if before and not state.alpha:
+                LOG.warning("alpha is 0 after round %s: %s trains on clean features", server_round, self.stage)
 
     def _in_training(self, arrays: ArrayRecord) -> ArrayRecord:
         fixed = {f"atoms.{atom}" for module in self.modules[: self.state.stage] for atom in module}
@@ -369,7 +380,7 @@ class FedProphet(StagedStrategy):
             "epsilon": state.epsilon if state.stage else self.settings.attack.epsilon,
             "alpha": state.alpha,
             "distance": state.distance,
-            "clean_round": state.stage_round < self.settings.attack.warmup,
+            "clean_round": state.stage_round < self.settings.attack.warmup or (state.stage > 0 and not state.epsilon),
             "fixed_accuracy": state.fixed.clean if state.fixed else None,
             "fixed_adversarial_accuracy": state.fixed.adversarial if state.fixed else None,
         }

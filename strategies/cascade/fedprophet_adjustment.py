@@ -78,12 +78,14 @@ class FedProphetState(StrategyState):
 
 def adjusted_alpha(alpha: float, recent: list[list[float]], fixed: FixedModule, settings: Settings) -> float:
     """Return the next alpha (Eq. 12), with C and A summed over the `recent` rounds, and without divisions, as A may be 0."""
+    own = settings.fedprophet
+    least = own.apa_start if own.apa_bound == "start" else 0.0
     clean, adversarial = (sum(column) for column in zip(*recent, strict=True))
     ratio, target = clean * fixed.adversarial, adversarial * fixed.clean
-    if ratio > (1 + settings.fedprophet.apa_margin) * target:
-        return round(alpha + settings.fedprophet.apa_step, 9)
-    if ratio < (1 - settings.fedprophet.apa_margin) * target:
-        return round(max(settings.fedprophet.apa_min, alpha - settings.fedprophet.apa_step), 9)
+    if ratio > (1 + own.apa_margin) * target:
+        return round(alpha + own.apa_step, 9)
+    if ratio < (1 - own.apa_margin) * target:
+        return round(max(least, alpha - own.apa_step), 9)
     return alpha
 
 

@@ -16,6 +16,7 @@ from piecework.client_app.trainers.cascade.fedprophet import module_item, module
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import Piece, atom_names, greedy_partition
+from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
@@ -32,13 +33,18 @@ class FedProphetPolicy(PartitionPolicy):
         """Whether devices swap to train a module that does not fit: they do with the paper's memory model."""
         return self.settings.memory.model == "fedprophet"
 
+    @property
+    def variant(self) -> Variant:
+        """The run's model with the pooling before its auxiliary heads."""
+        return Variant(pooling=self.settings.fedprophet.aux_pool)
+
     def item(self, atoms: Piece) -> WorkItem:
         """Return the work item that trains these atoms with their auxiliary head, or at the end with the model's own head."""
-        return module_item(self.blueprint, atoms)
+        return module_item(self.model, atoms)
 
     def part(self, item: WorkItem) -> Part:
         """Return the modules that a work item trains, with the strongly convex loss (Eq. 9)."""
-        return Part(self.blueprint, item.atoms, item.head, make_loss=module_loss(self.settings.fedprophet.convexity))
+        return Part(self.model, item.atoms, item.head, make_loss=module_loss(self.settings.fedprophet.convexity))
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of the largest atom."""
@@ -59,6 +65,11 @@ class FedProphetPolicy(PartitionPolicy):
     def stage_count(self) -> int:
         """The number of modules."""
         return len(self.stages)
+
+    def first_places(self) -> list[int]:
+        """Return each module's first place in the schedule of learning rates: 1 if the schedule restarts."""
+        rounds = self.settings.fedprophet.stage_rounds or self.settings.num_rounds // self.stage_count
+        return [1 if self.settings.restarts_rates else 1 + stage * rounds for stage in range(self.stage_count)]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """Return one part: the stage's module and as many later ones as memory and time allow.

@@ -176,6 +176,14 @@ class ProFLPolicy(PartitionPolicy):
         """The number of blocks."""
         return len(self.blocks)
 
+    def first_places(self) -> list[int]:
+        """Return the first place of each step of growing in the schedule, behind those of shrinking, all equally long."""
+        settings, count = self.settings, self.stage_count
+        before = count - 1 if settings.profl.shrinking else 0
+        maps = settings.profl.distil_rounds * before
+        rounds = settings.profl.stage_rounds or (settings.num_rounds - maps) // (before + count)
+        return [1 + maps + (before + step) * rounds for step in range(count)]
+
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """Return the step's block with its output module. Raises MemoryBudgetExceededError if they do not fit."""
         (part,) = self.stages[stage].parts

@@ -206,7 +206,7 @@ def test_behind_stored_features_under_attack(tmp_path: Path) -> None:
             client.cap = Phases(10**9)
             task_config = FedProphetTaskConfig([[each] for each in atoms], atom, atom, epsilon=0.1)
             item = policy.item((atom,))
-            update = train(client, "fedprophet", {item: policy.bytes(item)}, task_config)
+            update = train(client, "fedprophet", {item: policy.bytes(item)}, task_config, policy.variant)
             found = client.cap.peaks[f"train {atom}"]
             assert (
                 (name, atom, found)

@@ -3,6 +3,7 @@
 import math
 from functools import lru_cache, partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,13 @@ def state(budget: float, flops: float = 1e9) -> DeviceState:
 
 @lru_cache
 def policy_of(
-    strategy: str, model: str, memory_model: str, smallest: float = 0, batch_size: int = 64, tokens: int = 500
+    strategy: str,
+    model: str,
+    memory_model: str,
+    smallest: float = 0,
+    batch_size: int = 64,
+    tokens: int = 500,
+    aux_pool: str = "auto",
 ) -> PartitionPolicy:
     norm = "running" if strategy == "fedrbn" else "batch"
     settings = settings_with(
@@ -48,6 +55,7 @@ def policy_of(
         memory__model=memory_model,
         training__batch_size=batch_size,
         architecture__batch_norm=norm,
+        fedprophet__aux_pool=aux_pool,
     )
     blueprint = blueprint_of(model, batch_norm=norm)
     if blueprint.vocabulary:
@@ -101,22 +109,27 @@ def test_units_that_are_built_alike_are_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "classes", "inputs"),
+    ("shape", "classes", "authors", "auto", "none"),
     [
-        ((64, 16, 16), 10, 64),  # s = ceil(sqrt(10 / 64)) = 1
-        ((64, 56, 56), 256, 256),  # s = 2
-        ((128, 28, 28), 256, 512),  # s = ceil(sqrt(2)) = 2
-        ((256, 14, 14), 256, 256),  # s = 1
-        ((512, 1, 1), 10, 512),  # no larger than s: as it is
-        ((4, 2, 2), 10, 16),
-        ((65, 192), 10, 192),  # tokens
-        ((84,), 10, 84),
+        ((64, 16, 16), 10, 64, 256, 16384),  # s = ceil(sqrt(10 / 64)) = 1; ceil(sqrt(256 / 64)) = 2
+        ((16, 14, 14), 10, 16, 256, 3136),  # 1; 4
+        ((8, 28, 28), 10, 32, 288, 6272),  # ceil(sqrt(1.25)) = 2; ceil(sqrt(32)) = 6
+        ((64, 56, 56), 256, 256, 256, 200704),  # 2; 2
+        ((64, 8, 8), 1000, 1024, 1024, 4096),  # ceil(sqrt(15.6)) = 4, whatever 256 inputs take
+        ((128, 28, 28), 256, 512, 512, 100352),  # ceil(sqrt(2)) = 2
+        ((256, 14, 14), 256, 256, 256, 50176),  # 1
+        ((512, 1, 1), 10, 512, 512, 512),  # no larger than s: as it is
+        ((16, 3, 3), 10, 16, 144, 144),  # at most the map
+        ((4, 2, 2), 10, 16, 16, 16),
+        ((65, 192), 10, 192, 192, 12480),  # tokens
+        ((84,), 10, 84, 84, 84),
     ],
 )
-def test_auxiliary_heads(shape, classes, inputs) -> None:
-    head = auxiliary_head(shape, classes)
-    assert head.fc.weight.shape == (classes, inputs)
-    assert head(torch.rand(3, *shape)).shape == (3, classes)
+def test_auxiliary_heads(shape, classes, authors, auto, none) -> None:
+    for pool, inputs in {"authors": authors, "auto": auto, "none": none}.items():
+        head = auxiliary_head(shape, classes, pool)
+        assert head.fc.weight.shape == (classes, inputs)
+        assert head(torch.rand(3, *shape)).shape == (3, classes)
 
 
 # ---- one logit
@@ -233,7 +246,7 @@ def test_the_output_module_of_resnet18() -> None:
 
 
 def test_fedprophet_assigns_later_modules_by_memory_and_time() -> None:
-    policy = policy_of("fedprophet", "vgg16", "fedprophet", 60e6)
+    policy = policy_of("fedprophet", "vgg16", "fedprophet", 60e6, aux_pool="authors")
     assert [label(stage.parts[0]) for stage in policy.stages][:3] == ["conv1+conv2", "conv3..conv5", "conv6..conv8"]
     assert [stage.parts[0].head for stage in policy.stages][-2:] == ["aux.11", "head"]
 
@@ -254,6 +267,43 @@ def test_fedprophet_assigns_later_modules_by_memory_and_time() -> None:
     # 12 bytes x 39,626 parameters; 4 x 64 x the inputs of conv1, bn1, conv2, bn2, of the head (16,384), and ten logits
     needed = 12 * 39_626 + 4 * 64 * (3 * 1024 + 3 * 65_536 + 16_384 + 10)
     assert (caught.value.needed, caught.value.allowed) == (needed, 55_000_000)
+
+
+def test_the_memory_of_a_module_includes_its_auxiliary_head() -> None:
+    """64 channels of 16 x 16 are pooled to 1 x 1, 2 x 2, or not at all: 640, 2,560 or 163,840 weights and ten biases.
+
+    Training holds parameters, gradients and momentum of 4 bytes each.
+    """
+    cost = {}
+    for pool in ("authors", "auto", "none"):
+        policy = policy_of("fedprophet", "vgg16", "fedprophet", 60e6, aux_pool=pool)
+        cost[pool] = policy.bytes(policy.item((0, 1)))
+    assert cost["auto"] - cost["authors"] == 12 * (2_560 - 640)
+    assert cost["none"] - cost["authors"] == 12 * (163_840 - 640)
+    traced = policy_of("fedprophet", "vgg16", "traced", 60e6, aux_pool="none")
+    smaller = policy_of("fedprophet", "vgg16", "traced", 60e6, aux_pool="auto")
+    assert traced.bytes(traced.item((0, 1))) > smaller.bytes(smaller.item((0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "places"),
+    [
+        ({"num_rounds": 70}, [1] * 7),
+        ({"num_rounds": 70, "fedprophet__lr_restart": False}, [1, 11, 21, 31, 41, 51, 61]),
+        ({"fedprophet__stage_rounds": 5, "fedprophet__lr_restart": False}, [1, 6, 11, 16, 21, 26, 31]),
+        ({"strategy": "profl", "profl__stage_rounds": 4, "profl__shrinking": False}, [1, 5, 9, 13]),
+        ({"strategy": "profl", "profl__stage_rounds": 4, "profl__distil_rounds": 2}, [19, 23, 27, 31]),
+        ({"strategy": "profl", "num_rounds": 34, "profl__distil_rounds": 2}, [19, 23, 27, 31]),
+    ],
+)
+def test_the_places_of_stages_in_the_schedule_of_rates(changes: dict[str, Any], places: list[int]) -> None:
+    """FedProphet's VGG-16 has seven modules. ProFL has four blocks: three steps and maps of shrinking come first."""
+    settings = settings_with(
+        **{"strategy": "fedprophet", "memory__model": "fedprophet", "training__batch_size": 64} | changes
+    )
+    blueprint = blueprint_of("vgg16" if settings.strategy == "fedprophet" else "resnet18")
+    policy = find_policy(settings.strategy)(blueprint, cost_model_for(settings, blueprint), settings, int(60e6))
+    assert policy.first_places() == places
 
 
 def test_prism_takes_the_largest_that_fits() -> None:

@@ -9,11 +9,11 @@ from helpers import TRIO, run_local, tiny_settings
 from settings_helpers import settings_with
 
 from piecework.report import rate_plan, write_report
-from piecework.server_app.rates import describe, require_rates
+from piecework.server_app.rates import describe, require_rates, starved
 from piecework.server_app.records import RunDir
 from piecework.strategies.cascade.fedprophet import FedProphet
 from piecework.strategies.cascade.profl import ProFL
-from piecework.training.settings import SettingsError
+from piecework.training.settings import SettingsError, learning_rate
 
 COSINE: dict[str, Any] = TRIO | {"strategy": "fedavg", "training__lr": 0.1, "training__lr_schedule": "cosine"}
 
@@ -96,11 +96,25 @@ def test_when_a_plan_is_refused(changes: dict[str, Any], places: list[tuple[int,
             require_rates(settings, places, "run")
 
 
+def test_stages_that_a_schedule_leaves_no_rate() -> None:
+    """0.994^500 = 0.049 and 0.994^1000 = 0.0024 of the start: the third module learns next to nothing."""
+    paper = {"strategy": "fedprophet", "fedprophet__lr_restart": False, "training__lr": 0.005}
+    settings = tiny_settings(**paper, training__lr_schedule="exponential", training__lr_decay=0.994)
+    rates = {f"module {n}": learning_rate(settings, 500 * n - 499) for n in (1, 2, 3)}
+    assert starved(settings, rates) == (
+        "the learning rate never exceeds 1 % of training.lr = 0.005 in module 3 (1.2e-05): the schedule (times 0.994 a round) "
+        "goes on over all stages. Set fedprophet.lr-restart = true, or a larger training.lr-decay"
+    )
+    assert starved(settings, {"module 1": 0.005, "module 2": 0.00005}) == ""
+    cosine = tiny_settings(**COSINE)
+    assert starved(cosine, {"step 2": 0.0}).endswith("Set a larger training.lr-rounds")
+
+
 def test_plans_in_words() -> None:
     assert describe(tiny_settings(training__lr_schedule="cosine", num_rounds=7)) == "cosine over 7 rounds"
-    assert describe(
-        tiny_settings(training__lr_schedule="cosine", training__lr_rounds=5, fedprophet__lr_restart=True)
-    ) == ("cosine over 5 rounds, again in every stage")
+    cosine = {"training__lr_schedule": "cosine", "training__lr_rounds": 5}
+    assert describe(tiny_settings(**cosine, strategy="fedprophet")) == "cosine over 5 rounds, again in every stage"
+    assert describe(tiny_settings(**cosine, strategy="fedavg")) == "cosine over 5 rounds"
     assert describe(tiny_settings(training__lr_schedule="exponential", training__lr_decay=0.99)) == "times 0.99 a round"
     assert describe(tiny_settings()) == "constant"
 
@@ -118,7 +132,10 @@ def test_the_rounds_to_come_of_a_cascade(restart: bool, last: int, places: list[
     state = SimpleNamespace(stage=1, stage_round=2, stage_rounds=4, r_min=1)
     policy = SimpleNamespace(with_smallest=lambda budget: policy)
     strategy: Any = SimpleNamespace(
-        state=state, modules=[(0,), (1,), (2,)], policy=policy, settings=settings_with(fedprophet__lr_restart=restart)
+        state=state,
+        modules=[(0,), (1,), (2,)],
+        policy=policy,
+        settings=settings_with(strategy="fedprophet", fedprophet__lr_restart=restart),
     )
     assert list(FedProphet.schedule(strategy, 8, last)) == places
     state.stage_rounds = 0  # a new run, which is not cut yet

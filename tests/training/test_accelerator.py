@@ -202,7 +202,7 @@ FEDRBN: dict[str, Any] = {
             "strategy": "fedprophet",
             "num_rounds": 2,
             "fedprophet__stage_rounds": 1,
-            "fedprophet__r_min": "0.6x",
+            "fedprophet__r_min": "0.8x",
             "attack__steps": 2,
             "evaluation__attack_steps": 2,
             "evaluation__attack_examples": 0,

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 MiB = 2**20
 PROPHET: dict[str, Any] = {
     "strategy": "fedprophet",
-    "fedprophet__r_min": "0.6x",
+    "fedprophet__r_min": "0.8x",
     "attack__steps": 2,
     "evaluation__attack_steps": 2,
     "evaluation__attack_examples": 0,

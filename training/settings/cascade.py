@@ -52,7 +52,17 @@ class FedProphetSettings(Table):
     feature_norm: Literal["l2", "linf"] = setting("l2", "the norm of the ball around features", FEDPROPHET)
     stage_rounds: Count = setting(0, "maximum rounds of a stage; 0 = num-rounds of the first start / stages")
     stage_patience: Count = setting(50, "a stage ends after this many rounds without a better score; 0 = off")
-    lr_restart: bool = setting(False, "the schedule of rates begins again with every stage")
+    aux_pool: Literal["auto", "authors", "none"] = setting(
+        "auto",
+        "pooling before the auxiliary head of a module: to at least 256 features (auto), to as many as classes (the authors' "
+        "choice), or none (Eq. 9 as written)",
+        FEDPROPHET,
+    )
+    lr_restart: bool = setting(
+        True,
+        "the schedule of rates begins again with every stage; false = one schedule over all rounds, as in the paper",
+        FEDPROPHET,
+    )
     validation_clients: Literal["all", "round"] = setting(
         "all", "who validates the new model: all clients, or those of the round"
     )
@@ -63,7 +73,9 @@ class FedProphetSettings(Table):
     apa_every: AtLeastOne = setting(1, "rounds between adjustments of alpha", ADJUSTED)
     apa_after: Count = setting(0, "rounds of a stage before its first score and adjustment, besides the warm-up")
     apa_window: AtLeastOne = setting(1, "rounds over which the ratio is averaged", ADJUSTED)
-    apa_min: NonNegative = setting(0.0, "lower bound of alpha", ADJUSTED)
+    apa_bound: Literal["start", "none"] = setting(
+        "start", "lower bound of alpha: apa-start, or none (Eq. 12 as written, by which alpha may fall to 0)", ADJUSTED
+    )
     dma: bool = setting(True, "Differentiated Module Assignment (Eq. 15)", FEDPROPHET)
 
 

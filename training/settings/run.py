@@ -144,13 +144,6 @@ class Settings(Table):
         return self
 
     @model_validator(mode="after")
-    def _alpha_starts_above_its_bound(self) -> Self:
-        own = self.fedprophet
-        if own.apa_min > own.apa_start:
-            raise ValueError(f"fedprophet.apa-min = {own.apa_min} is more than fedprophet.apa-start = {own.apa_start}")
-        return self
-
-    @model_validator(mode="after")
     def _clients_evaluate_one_thing(self) -> Self:
         own = self.evaluation
         if own.mode == "personal" and own.on_clients_every:
@@ -171,6 +164,11 @@ class Settings(Table):
         """Return whether a round ends with an evaluation: every `evaluation.every`-th round does, and the last one."""
         every = self.evaluation.every
         return server_round == self.num_rounds or bool(every and server_round % every == 0)
+
+    @property
+    def restarts_rates(self) -> bool:
+        """Whether the schedule of learning rates begins again with every stage."""
+        return self.strategy == "fedprophet" and self.fedprophet.lr_restart
 
     @property
     def norms(self) -> str:

@@ -482,7 +482,6 @@ def test_fedprophet_with_memory_for_everything_is_jfat(tmp_path: Path) -> None:
             {"evaluation.patience": 3},
             r"patience = 3 compares the accuracies of different modules: use fedprophet.stage-patience",
         ),
-        ({"fedprophet__apa_min": 0.5}, r"fedprophet.apa-min = 0.5 is more than fedprophet.apa-start = 0.3"),
         (
             {"training__init_weights": "none.safetensors"},
             r"training.init-weights = none.safetensors: there is no such file",

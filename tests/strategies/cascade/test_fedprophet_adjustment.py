@@ -17,7 +17,9 @@ from piecework.strategies.cascade.fedprophet_adjustment import BestRound, FedPro
 
 # ---- on its boundaries
 
-GAMMA = settings_with(fedprophet__apa_margin=0.25, fedprophet__apa_step=0.1)  # boundaries that are exact in binary
+GAMMA = settings_with(
+    fedprophet__apa_margin=0.25, fedprophet__apa_step=0.1, fedprophet__apa_bound="none"
+)  # boundaries that are exact in binary
 FIXED = FixedModule(
     clean=0.5, adversarial=0.25, epsilon=0.0, nonnegative=True
 )  # C* / A* = 2: 2.5 and 1.5 are still within
@@ -52,7 +54,10 @@ def test_alpha_follows_the_ratio_of_accuracies(clean: float, adversarial: float,
 def test_alpha_with_the_papers_gamma(ratio: float, alpha: float) -> None:
     assert (
         adjusted_alpha(
-            0.3, [[0.25 * ratio, 0.25]], FIXED, settings_with(fedprophet__apa_margin=0.05, fedprophet__apa_step=0.1)
+            0.3,
+            [[0.25 * ratio, 0.25]],
+            FIXED,
+            settings_with(fedprophet__apa_margin=0.05, fedprophet__apa_step=0.1, fedprophet__apa_bound="none"),
         )
         == alpha
     )
@@ -67,12 +72,14 @@ def test_a_stage_before_without_robustness() -> None:
 
 
 def test_alphas_lower_bound() -> None:
+    """By default it is where alpha starts, as in the paper's Figure 10; Eq. 12 has none, and alpha may fall to 0."""
     low = [[0.1, 0.25]]
     assert adjusted_alpha(0.05, low, FIXED, GAMMA) == 0.0
-    authors = GAMMA.changed({"fedprophet.apa-min": 0.3})
-    assert adjusted_alpha(0.3, low, FIXED, authors) == 0.3
-    assert adjusted_alpha(0.35, low, FIXED, authors) == 0.3
-    assert adjusted_alpha(0.5, low, FIXED, authors) == 0.4
+    default = settings_with(fedprophet__apa_margin=0.25)
+    assert adjusted_alpha(0.3, low, FIXED, default) == 0.3
+    assert adjusted_alpha(0.35, low, FIXED, default) == 0.3
+    assert adjusted_alpha(0.5, low, FIXED, default) == 0.4
+    assert adjusted_alpha(0.5, low, FIXED, settings_with(fedprophet__apa_start=0.45)) == 0.45
 
 
 def test_alpha_looks_at_the_mean_of_the_window() -> None:
@@ -118,7 +125,11 @@ def second_stage(tmp_path: Path) -> Iterator[Callable[..., list[FedProphetState]
         assert isinstance(strategy, FedProphet)
 
         def states(accuracies: list[tuple[float, float]], stage: int = 1, **settings: Any) -> list[FedProphetState]:
-            changes = {"fedprophet__apa_margin": 0.25, "fedprophet__stage_patience": 0} | settings
+            changes = {
+                "fedprophet__apa_margin": 0.25,
+                "fedprophet__stage_patience": 0,
+                "fedprophet__apa_bound": "none",
+            } | settings
             strategy.settings = run.settings.changed({key_of(name): value for name, value in changes.items()})
             strategy.state = FedProphetState(
                 r_min=1,
@@ -143,12 +154,15 @@ HIGH, LOW, EVEN = (0.7, 0.25), (0.2, 0.25), (0.5, 0.25)  # ratios 2.8, 0.8 and 2
 Play = Callable[..., list[FedProphetState]]
 
 
-def test_alpha_from_round_to_round(second_stage: Play) -> None:
+def test_alpha_from_round_to_round(second_stage: Play, caplog: pytest.LogCaptureFixture) -> None:
     def alphas(accuracies: list[tuple[float, float]], **changes: Any) -> list[float]:
         return [state.alpha for state in second_stage(accuracies, **changes)]
 
+    caplog.set_level("WARNING")
     assert alphas([HIGH, HIGH, EVEN, LOW]) == [0.4, 0.5, 0.5, 0.4]
+    assert caplog.messages == []
     assert alphas([LOW] * 5) == [0.2, 0.1, 0.0, 0.0, 0.0]
+    assert caplog.messages == ["alpha is 0 after round 12: module 2 trains on clean features"]
     assert alphas([HIGH, LOW], stage=0) == [0.3, 0.3]  # the radius around images is fixed
     assert alphas([HIGH, LOW], fedprophet__apa=False) == [0.3, 0.3]
     # the authors': the mean of a window, at every second round, after those that do not count, not below the start
@@ -157,7 +171,7 @@ def test_alpha_from_round_to_round(second_stage: Play) -> None:
     assert alphas([HIGH] * 4, fedprophet__apa_after=1, attack__warmup=1) == [0.3, 0.3, 0.4, 0.5]
     # clean rounds are not of the window: 3 x HIGH would be 5.6, LOW alone is 1.6
     assert alphas([HIGH, HIGH, HIGH, LOW], fedprophet__apa_window=4, attack__warmup=3) == [0.3, 0.3, 0.3, 0.2]
-    assert alphas([LOW, HIGH, LOW, LOW], fedprophet__apa_min=0.3) == [0.3, 0.4, 0.3, 0.3]
+    assert alphas([LOW, HIGH, LOW, LOW], fedprophet__apa_bound="start") == [0.3, 0.4, 0.3, 0.3]
 
 
 def test_what_a_stage_leaves_to_the_next(second_stage: Play) -> None:

@@ -216,6 +216,22 @@ def test_a_measurement_that_makes_no_sense_does_not_count(answers: Answers, nons
     assert strategy.state.distance == pytest.approx(2.0)
 
 
+def test_features_that_no_attack_moves_are_named(answers: Answers, caplog: pytest.LogCaptureFixture) -> None:
+    """A module that was kept from a round with alpha = 0 moves nothing: the next module would silently train clean."""
+    strategy, replies = answers.ask("query")
+    for reply in replies:
+        put(reply, perturbation=0.0)
+    assert strategy.aggregate_query(2, iter(replies))
+    assert caplog.messages == [
+        "module 2 trains on clean features, because no attack moves the output of the module before"
+    ]
+    assert strategy.details()["clean_round"]
+    strategy, replies = answers.ask("query")
+    assert strategy.aggregate_query(2, iter(replies))
+    assert len(caplog.messages) == 1
+    assert not strategy.details()["clean_round"]
+
+
 def test_a_pre_round_query_without_answers(answers: Answers) -> None:
     strategy, replies = answers.ask("query")
     for reply in replies:

@@ -20,7 +20,6 @@ SETTINGS = [
 ]
 AUTHORS_OWN = {
     "architecture.batch-norm",
-    "fedprophet.lr-restart",
     "fleet",
     "attack.epsilon",
     "attack.step-size",
@@ -28,7 +27,7 @@ AUTHORS_OWN = {
     "fedprophet.apa-every",
     "fedprophet.apa-after",
     "fedprophet.apa-window",
-    "fedprophet.apa-min",
+    "fedprophet.aux-pool",
     "fedprophet.validation-clients",
 }
 FEDPROPHETS_OWN = {
