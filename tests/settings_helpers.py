@@ -50,6 +50,7 @@ CHOICES = {
     "spafl.straight-through": "flowing",
     "spafl.importance-update": "off",
     "heterofl.width-ratios": "1,0.5",
+    "heterofl.width-rule": "paper",
     "feddf.server-optimiser": "adam",
     "engine": "ray",
     "evaluation.mode": "personal",

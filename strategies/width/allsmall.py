@@ -1,6 +1,7 @@
 """AllSmall, a baseline of ProFL's Table 1: FedAvg with a model so narrow that the poorest client can train it.
 
 The width ratio is the largest multiple of 1/64 whose model fits the smallest budget. It is chosen once, when the run begins.
+With `heterofl.width-rule = paper` it is the smallest budget's fraction of the full model's memory.
 """
 
 from dataclasses import dataclass, replace
@@ -14,8 +15,7 @@ from piecework.planning.part import Part, whole_model
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.strategies.whole.fedavg import FedAvg, FedAvgPolicy
 from piecework.training.settings import Settings
-
-STEPS = 64
+from piecework.training.settings.width import STEPS
 
 
 class AllSmallPolicy(FedAvgPolicy):
@@ -39,6 +39,8 @@ class AllSmallPolicy(FedAvgPolicy):
     def fit(self, minimum: int, maximum: int) -> Self:
         """Return the policy of the largest width ratio that fits `minimum` bytes. Raises ValueError if not even 1/64 fits."""
         policy, needed = self.with_smallest(minimum), 0
+        if self.settings.heterofl.width_rule == "paper":
+            return policy.by_fraction(minimum)
         low, high = 0, STEPS + 1  # in 64ths: `low` fits (0 is not tried), `high` does not
         while high - low > 1:
             middle = (low + high) // 2
@@ -50,6 +52,17 @@ class AllSmallPolicy(FedAvgPolicy):
                 f"{minimum:,}; lower training.batch-size or architecture.width, or give clients more memory"
             )
         return policy.narrow(low / STEPS)
+
+    def by_fraction(self, budget: int) -> Self:
+        """Return the policy whose width ratio is the budget's fraction of the full model's memory. Raises ValueError."""
+        whole = self.cost_model.bytes(whole_model(self.blueprint))
+        policy = self.narrow(max(1, min(STEPS, STEPS * budget // whole)) / STEPS)
+        if (needed := policy.bytes(policy.whole)) > policy.allowed:
+            raise ValueError(
+                f"allsmall: heterofl.width-rule = 'paper' gives {policy.width:.4g} of the channels, which need {needed:,} "
+                f"bytes, and the poorest client has {budget:,}; use heterofl.width-rule = budget"
+            )
+        return policy
 
     def part(self, item: WorkItem) -> Part:
         """Return all atoms of the narrow model."""

@@ -3,9 +3,11 @@ Heterogeneous Clients", ICLR 2021, https://arxiv.org/abs/2010.01264), the server
 and FedDrop are built on it and choose other channels.
 
 W_l are the full model's weights of layer l. r is a client's width ratio: the largest of `heterofl.width-ratios` whose step fits
-its budget. A client trains the first r C of the C channels of every layer; inputs and classes are never cut. Each entry of the
-new W_l is the unweighted mean over the clients that had it, and an entry that no client had keeps its value. A client
-contributes only the rows of the last layer whose classes it has examples of (masked cross-entropy; `heterofl.masked-loss`).
+its budget; with `heterofl.width-rule = paper` R_k / R_max in multiples of 1/64, for a client's memory R_k and that of a step of
+the full model R_max, as FedProphet's paper sizes its rivals (appendix B.2), however much more would fit. A client trains the
+first r C of the C channels of every layer; inputs and classes are never cut. Each entry of the new W_l is the unweighted mean
+over the clients that had it, and an entry that no client had keeps its value. A client contributes only the rows of the last
+layer whose classes it has examples of (masked cross-entropy; `heterofl.masked-loss`).
 
 HeteroFL's static batch norm is `architecture.batch-norm = measured`, the default here: norms keep no statistics in training,
 and clients measure those of the full model (server_app/served_model.py; in the paper all clients do so once, at the end).
@@ -121,13 +123,23 @@ class HeteroFLPolicy(PartitionPolicy):
         fitting = (level for level in range(len(self.ratios)) if self.bytes(self.sub_model(level)) <= allowed)
         return next(fitting, len(self.ratios) - 1)
 
+    @property
+    def by_fraction(self) -> bool:
+        """Whether a width ratio is the budget's fraction of the full model's memory (`heterofl.width-rule = paper`)."""
+        return self.settings.heterofl.width_rule == "paper"
+
+    def level_by_fraction(self, budget: int) -> int:
+        """Return the number of the largest ratio up to R_k / R_max, or of the smallest if that is larger."""
+        whole = self.bytes(self.sub_model(0))
+        return next((n for n, ratio in enumerate(self.ratios) if ratio * whole <= budget), len(self.ratios) - 1)
+
     def level_of(self, state: DeviceState) -> int:
-        """Return the number of the ratio that a device trains: the one its fleet sets (`keep`), else the largest that fits.
+        """Return the number of the ratio that a device trains: the one its fleet sets (`keep`), else that of the width rule.
 
         Raises ValueError if the run has no such ratio.
         """
         if state.keep is None:
-            return self.level(state.allowed_bytes)
+            return self.level_by_fraction(state.budget_bytes) if self.by_fraction else self.level(state.allowed_bytes)
         if state.keep not in self.ratios:
             known = ", ".join(f"{ratio:g}" for ratio in self.ratios)
             raise ValueError(
@@ -142,7 +154,8 @@ class HeteroFLPolicy(PartitionPolicy):
     @cached_property
     def stages(self) -> list[Stage]:
         """One stage, with the sub-model of a device with the smallest budget."""
-        return [Stage("training", (self.part(self.sub_model(self.level(self.allowed))),))]
+        level = self.level_by_fraction(self.smallest) if self.by_fraction else self.level(self.allowed)
+        return [Stage("training", (self.part(self.sub_model(level)),))]
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
         """Return the full model's values times the width ratio, not its square, down and up, as SpaFL's paper counts."""
@@ -198,8 +211,8 @@ class HeteroFL(PieceStrategy):
             self.policy.level_of(state)
 
     def min_budget(self, state: DeviceState | None = None) -> int:
-        """Return the bytes of the sub-model whose ratio the fleet sets for the device, or else of the narrowest one."""
-        if state is None or state.keep is None:
+        """Return the bytes of the sub-model that the device must train, or of the narrowest one if it may train any."""
+        if state is None or (state.keep is None and not self.policy.by_fraction):
             return self.policy.min_budget()
         return self.policy.bytes(self.policy.sub_model(self.policy.level_of(state)))
 

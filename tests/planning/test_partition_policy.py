@@ -25,6 +25,8 @@ from piecework.planning.paper_memory import fedepth, fedprophet, prism, profl
 from piecework.planning.part import Part, whole_model
 from piecework.planning.partition_policy import PartitionPolicy, label
 from piecework.strategies import STRATEGIES, find_policy, find_strategy
+from piecework.strategies.width.allsmall import AllSmallPolicy
+from piecework.strategies.width.heterofl import HeteroFLPolicy
 from piecework.training.loop import PieceModel, TrainingConfig, classification_loss, predictions
 
 
@@ -304,6 +306,38 @@ def test_the_places_of_stages_in_the_schedule_of_rates(changes: dict[str, Any], 
     blueprint = blueprint_of("vgg16" if settings.strategy == "fedprophet" else "resnet18")
     policy = find_policy(settings.strategy)(blueprint, cost_model_for(settings, blueprint), settings, int(60e6))
     assert policy.first_places() == places
+
+
+@pytest.mark.parametrize("strategy", ["heterofl", "fedrolex", "feddrop"])
+def test_width_ratios_by_the_papers_rule(strategy: str) -> None:
+    """R_k / R_max in 64ths, however much would fit; 1/64 at the least."""
+    settings = settings_with(strategy=strategy, heterofl__width_rule="paper")
+    blueprint = blueprint_of("convnet")
+    policy = find_policy(strategy)(blueprint, cost_model_for(settings, blueprint), settings)
+    assert isinstance(policy, HeteroFLPolicy)
+    whole = policy.bytes(policy.sub_model(0))
+    half = -(-whole // 2)  # rounded up
+    for budget, width in {2**60: 1, whole: 1, whole - 1: 63 / 64, half: 0.5, half - 1: 31 / 64, 1: 1 / 64}.items():
+        assert policy.ratios[policy.level_of(state(budget))] == width
+        assert policy.fit(budget, budget).stages[0].parts[0].blueprint.width == width
+    by_budget = find_policy(strategy)(
+        blueprint, policy.cost_model, settings_with(heterofl__width_ratios="1,0.9,0.6,0.5")
+    )
+    assert isinstance(by_budget, HeteroFLPolicy)
+    assert by_budget.ratios[by_budget.level_of(state(by_budget.bytes(by_budget.sub_model(2))))] == 0.6
+
+
+def test_allsmall_by_the_papers_rule() -> None:
+    settings = settings_with(strategy="allsmall", heterofl__width_rule="paper")
+    blueprint = blueprint_of("convnet")
+    policy = find_policy("allsmall")(blueprint, cost_model_for(settings, blueprint), settings)
+    assert isinstance(policy, AllSmallPolicy)
+    whole = policy.cost_model.bytes(whole_model(blueprint))
+    assert [policy.fit(budget, whole).width for budget in (2 * whole, whole, whole * 3 // 4 - 1)] == [1, 1, 47 / 64]
+    with pytest.raises(
+        ValueError, match=r"'paper' gives 0.01562 of the channels, which need [\d,]+ bytes, and .* has 100;"
+    ):
+        policy.fit(100, whole)
 
 
 def test_prism_takes_the_largest_that_fits() -> None:

@@ -6,13 +6,22 @@ from pydantic import Field
 
 from piecework.training.settings.table import Table, case, ratios, setting
 
+BY_RULE = case("heterofl", "fedrolex", "feddrop", heterofl__width_rule="budget") + case("fjord")
+STEPS = 64  # width ratios that are not listed are multiples of 1/64
+
 
 class HeteroFLSettings(Table):
     """HeteroFL, and the systems whose sub-models have the same widths: FedRolex, FedDrop and FjORD."""
 
     used_by = ("heterofl", "fedrolex", "feddrop", "fjord")
 
-    width_ratios: str = setting("1,0.5,0.25,0.125,0.0625", "allowed width ratios of sub-models")
+    width_ratios: str = setting("1,0.5,0.25,0.125,0.0625", "allowed width ratios of sub-models", BY_RULE)
+    width_rule: Literal["budget", "paper"] = setting(
+        "budget",
+        "a client's width ratio: the largest that fits its budget, or (paper, as for FedProphet's rivals) budget / memory of "
+        "the whole model, down to 1/64",
+        case("heterofl", "fedrolex", "feddrop", "allsmall"),
+    )
     scaler: bool = setting(
         True,
         "divide the layer outputs of sub-models by their width ratio",
@@ -23,7 +32,9 @@ class HeteroFLSettings(Table):
     )
 
     def ratios(self) -> list[float]:
-        """Return the values of `width-ratios`, largest first. Raises ValueError."""
+        """Return the width ratios, largest first: those of `width-ratios`, or all multiples of 1/64. Raises ValueError."""
+        if self.width_rule == "paper":
+            return [n / STEPS for n in range(STEPS, 0, -1)]
         return ratios("heterofl.width-ratios", self.width_ratios)
 
 

@@ -64,6 +64,16 @@ def test_each_client_trains_the_widest_model_that_fits(tmp_path: Path, strategy:
     assert run_dir.rounds()[-1]["train_loss"] < 3
 
 
+def test_budgets_are_enforced_by_the_papers_rule_too(tmp_path: Path) -> None:
+    """Nearly half of the memory buys 31/64 of the channels, and a tenth 6/64, which do not fit: parts of a step are fixed."""
+    changes = {"heterofl__width_rule": "paper", "heterofl__width_ratios": "1,0.5,0.25,0.125,0.0625", "num_rounds": 1}
+    fleet = fleet_json(rich=1.2, some=0.49, poor=0.1)
+    (record,) = run_local(tmp_path, **SMALL | changes | {"fleet": fleet}).rounds()
+    assert record["width_ratios"] == {"0": 1.0, "1": 31 / 64, "2": 6 / 64}
+    for client in record["clients"]:
+        assert client["status"] == ("ok" if client["predicted_peak"] <= client["budget"] else "memory")
+
+
 def test_channels_that_no_client_trains_stay_as_they_are(tmp_path: Path) -> None:
     """Of 16 -> 32 channels a quarter: the first 4 and 8 of HeteroFL; in FedRolex's second round those from number 1 on."""
     settings = tiny_settings(**SMALL | {"dataset": "digits"})
