@@ -67,7 +67,8 @@ def inclusion(sigma: np.ndarray, kept: int, kappa: float, sampling: Sampling = "
 
     Rosen's approximation of successive sampling (Annals of Mathematical Statistics 43, 1972): kernel i arrives at a time that
     is exponential with rate p_i, and the first `kept` are drawn. So pi_i = 1 - exp(-t p_i), where t is such that the sum is
-    `kept`. It is exact for equal p_i and for kept = R, and its error falls with R.
+    `kept`. It is exact for equal p_i and for kept = R. For geometric sigma and kept = R / 4 it
+    is within 0.04.
     """
     if sampling == "top":
         return (np.arange(len(sigma)) < kept).astype(np.float64)

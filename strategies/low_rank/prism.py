@@ -23,16 +23,18 @@ the one that the fleet sets. All other arrays are averaged over their clients in
 rounds, because kernels are a function of them. With `prism.server-momentum` (authors' code), the clients' momentum of u', v'
 and norms is also averaged, and sent to the clients that train these entries next, although the decomposition changes kernels.
 
-No client ever has all channels at once, and the paper does not say how the model is evaluated. Ours (`served`): what a layer
-adds to the model is its mean over the sub-models.
+No client ever has all channels at once, and the paper does not say how the model is evaluated. Ours (`served`): what clients
+have only at times is multiplied by the probability that they have it. Clients of several keep ratios count with their mean,
+factor by factor.
 
     first channels      the channels beyond the largest sub-model that a client of the fleet can have are off. Their norm has
                         gamma = beta = 0. Where no norm follows, their rows of W and their bias are 0.
     random channels     gamma and beta, or W and its bias, are multiplied by the mean probability that a client computes the
                         channel: its keep ratio, averaged over the clients.
     kernels             a norm takes the scale out of a sum of kernels. Where none follows (the gates of an LSTM, the MLPs of a
-                        transformer, the last layer of a pre-activation block), W = sum_i pi_i u'_i v'_i, with pi_i the mean
-                        probability that a client has kernel i (models/kernels.py: inclusion).
+                        transformer, the last layer of a pre-activation block), or one with running statistics of sub-models
+                        (`architecture.batch-norm = running`), W = sum_i pi_i u'_i v'_i, with pi_i the mean probability that a
+                        client has kernel i (models/kernels.py: inclusion). Like sampling itself, it depends on all rows of W.
 
 The trained model is kept apart: it has all rows of W, because rows of zeros could never be sampled.
 """
@@ -129,6 +131,7 @@ class PriSM(HeteroFL):
         self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # by weight name: weight, sigma, v', u'
         self.drawn: dict[int, dict[str, np.ndarray]] = {}  # by client and weight, I_c
         self.rows: dict[int, dict[str, np.ndarray]] = {}  # by client and weight, the output channels computed
+        self.spectra: tuple[int, dict[str, np.ndarray]] = (0, {})  # a round, and sigma of the model it trains by weight
 
     def task_config(self, level: int) -> TaskConfig:
         """Return the strategy's own fields of a task for keep ratio number `level`."""
@@ -176,6 +179,8 @@ class PriSM(HeteroFL):
                 if self.scattered:
                     channels, kept = self.full[layer.u][0], small[layer.u][0]
                     self.rows[client][layer.weight] = np.sort(rng.choice(channels, kept, replace=False))
+        if self.spectra[0] != server_round:
+            self.spectra = server_round, {layer.weight: self.kernels(layer, arrays)[0] for layer in self.factors}
         return asked
 
     def indices(self, task: Task) -> dict[str, Indices]:
@@ -253,8 +258,8 @@ class PriSM(HeteroFL):
         return np.full(channels, mean / channels)
 
     def portions(self, layer: Factors, arrays: ArrayRecord, counts: Mapping[int, int]) -> np.ndarray | None:
-        """Return the factor of each kernel of a layer, the probability that a client has it; None = 1, if a norm follows."""
-        if layer.weight in self.norms:
+        """Return the factor of each kernel of a layer, the probability that a client has it; None = 1 before a norm."""
+        if layer.weight in self.norms and self.settings.norms != "running":
             return None
         sigma, settings = self.kernels(layer, arrays)[0], self.settings.prism
         found = [
@@ -275,7 +280,7 @@ class PriSM(HeteroFL):
                 counts[name][kernels] += 1
         layers = {
             name: {
-                "rank": effective_rank(self._kernels[name][1]),
+                "rank": effective_rank(self.spectra[1][name]),
                 "kernels": len(count),
                 "drawn": [float(tenth.mean()) for tenth in np.array_split(count, min(10, len(count)))],
             }

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord
-from helpers import TRIO, arrays_of, clients_of, fleet_json, model_of, numpy_of, run_local, same, training
+from helpers import TRIO, arrays_of, clients_of, digits, fleet_json, model_of, numpy_of, run_local, same, training
 from safetensors.numpy import load_file
 from test_prism import strategies
 
@@ -34,6 +34,14 @@ def outputs(blueprint: Blueprint, arrays: dict[str, np.ndarray], x: torch.Tensor
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(x)
     return logits
+
+
+def noise(file: Path, shape: tuple[int, ...], below: int, dtype: Any = np.uint8) -> str:
+    """A data set of 48 + 16 random examples with integers below `below`."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(below, size=(64, *shape)).astype(dtype), np.arange(64) % 2
+    np.savez(file, x_train=x[:48], y_train=y[:48], x_test=x[48:], y_test=y[48:])
+    return f"npz:{file}"
 
 
 def images(strategy: PriSM, count: int = 8) -> torch.Tensor:
@@ -119,6 +127,64 @@ def test_without_a_norm_a_kernel_counts_with_its_probability(tmp_path: Path, mon
         assert layer.bias and served[layer.bias[1]] == arrays[layer.bias[1]]
 
 
+@pytest.mark.parametrize(
+    ("options", "scaled"),
+    [
+        ({"model": "preresnet20"}, {"conv2"}),  # the last layer of a block; a norm follows the first
+        ({"model": "convnet", "architecture__batch_norm": "running"}, {"conv"}),  # norms do not rescale
+        ({"model": "convnet"}, set()),
+        ({"model": "lenet5"}, {"conv"}),  # no norms at all; the first layer has one channel
+    ],
+    ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_which_layers_are_scaled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], scaled: set[str]
+) -> None:
+    """W = sum_i pi_i u'_i v'_i where no norm rescales it; rows beyond the first r, and their bias, are 0 without a norm."""
+    if options["model"] == "lenet5":
+        options |= {"dataset": noise(tmp_path / "noise.npz", (28, 28), 256)}
+    strategy, arrays = trained(tmp_path, monkeypatch, **{"architecture__width": 0.25} | options)
+    served, found = numpy_of(strategy.served(arrays)), set()
+    for layer in strategy.factors:
+        weight = arrays[layer.weight].numpy()
+        sigma, v, u = strategy.kernels(layer, arrays)
+        kept = strategy.policy.shapes[0]
+        pi = inclusion(sigma, kept[layer.v][0], strategy.settings.prism.kappa)
+        by_hand = compose(v.numpy() * pi.astype(np.float32).reshape(-1, *(1,) * (v.numpy().ndim - 1)), u.numpy())
+        rows = len(weight) if layer.weight in strategy.norms else kept[layer.u][0]
+        if np.allclose(served[layer.weight][:rows], by_hand[:rows], rtol=1e-4, atol=1e-6):
+            found.add(layer.weight.split(".")[-2])
+        else:
+            np.testing.assert_array_equal(served[layer.weight][:rows], weight[:rows])
+        assert not served[layer.weight][rows:].any()
+        if layer.bias:
+            assert not served[layer.bias[1]][rows:].any()
+            np.testing.assert_array_equal(served[layer.bias[1]][:rows], arrays[layer.bias[1]].numpy()[:rows])
+    assert found == scaled
+
+
+def test_gates_of_an_lstm_are_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"model": "lstm-imdb", "dataset": noise(tmp_path / "noise.npz", (6,), 1000, np.int64)}
+    strategy, arrays = trained(tmp_path, monkeypatch, **options)
+    served = numpy_of(strategy.served(arrays))
+    for layer in strategy.factors:
+        sigma, v, u = strategy.kernels(layer, arrays)
+        pi = inclusion(sigma, strategy.policy.shapes[0][layer.v][0], strategy.settings.prism.kappa)
+        by_hand = compose(v.numpy() * pi.astype(np.float32)[:, None], u.numpy())
+        np.testing.assert_allclose(served[layer.weight], by_hand, rtol=1e-4, atol=1e-6)
+
+
+def test_mixed_clients_have_the_mean_of_their_probabilities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"model": "preresnet20", "architecture__width": 0.25, "prism__keep_ratios": "0.5,0.25"}
+    strategy, arrays = trained(tmp_path, monkeypatch, **options)
+    layer = next(layer for layer in strategy.factors if layer.weight not in strategy.norms)
+    sigma, kappa = strategy.kernels(layer, arrays)[0], strategy.settings.prism.kappa
+    half, quarter = (inclusion(sigma, strategy.policy.shapes[n][layer.v][0], kappa) for n in (0, 1))
+    found = strategy.portions(layer, arrays, {0: 1, 1: 2})
+    assert found is not None
+    np.testing.assert_allclose(found, (half + 2 * quarter) / 3)
+
+
 @pytest.mark.parametrize("kept", [1, 2, 3, 4])
 def test_probabilities_of_kernels(kept: int) -> None:
     """Of equal kernels exactly; of others about, and in sum `kept`."""
@@ -169,3 +235,27 @@ def test_the_served_model_is_saved_and_measured_and_the_trained_one_goes_on(tmp_
     assert not saved[norm][count // 2 :].any()
     assert saved[norm][: count // 2].all() and kept[norm].all()
     assert [client["status"] for client in clients_of(run, 2)] == ["ok"] * 3
+
+
+def test_statistics_are_those_of_the_served_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third norm's means, on the features of the training images: those of the trained model are elsewhere."""
+    made = strategies(monkeypatch)
+    run = run_local(tmp_path, **EQUAL | {"model": "convnet", "architecture__batch_norm": "measured"})
+    strategy, data = made[-1], digits()
+    saved = load_file(run.path / "model.safetensors")
+    arrays = ArrayRecord({name: Array(value) for name, value in model_of(run).items()})
+    x = torch.tensor(data.inputs).permute(0, 3, 1, 2).float() / 255
+    x = (x - x.mean()) / x.std()
+
+    def means(held: dict[str, np.ndarray]) -> np.ndarray:
+        model, found = Cascade(strategy.blueprint), list[torch.Tensor]()
+        model.load_state_dict({name: torch.from_numpy(held[name].copy()) for name in model.state_dict()})
+        norm = model.get_submodule("atoms.2.bn")
+        norm.register_forward_pre_hook(lambda module, args: found.append(args[0].mean((0, 2, 3))))
+        with torch.no_grad():
+            model(x)
+        return found[0].numpy()
+
+    measured = saved["atoms.2.bn.running_mean"]
+    served, trained = means(numpy_of(strategy.served(arrays))), means(numpy_of(arrays))
+    assert np.abs(measured - served).max() < 0.1 * np.abs(served - trained).max()
