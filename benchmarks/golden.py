@@ -30,7 +30,7 @@ from piecework.strategies import STRATEGIES
 from piecework.training.settings import Settings
 
 ROUNDS = 3
-BATCH_NORMS = ("running", "measured", "batch", "local")
+BATCH_NORMS = ("running", "measured", "static", "batch", "local")
 TINY = {
     "clients": 8,
     "clients-per-round": 4,

@@ -141,7 +141,7 @@ def network_of(description: Mapping[str, Any]) -> Blueprint:
         num_classes=model["num_classes"],
         input_shape=tuple(model["input_shape"]),
         width=model["width"],
-        batch_norm="batch" if model["batch_norm"] == "measured" else model["batch_norm"],
+        batch_norm="batch" if model["batch_norm"] in ("measured", "static") else model["batch_norm"],
         **model["options"],
     )
     return vary(own, Variant.from_values(description["variant"]))

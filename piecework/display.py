@@ -22,6 +22,7 @@ Record = dict[str, Any]
 BATCH_NORMS = {
     "running": "running statistics, averaged with their layers",
     "measured": "statistics that clients measured after training",
+    "static": "statistics that clients measured after training, all clients after the last round",
     "batch": "statistics of each batch: a prediction depends on the other examples",
     "local": "kept by the clients; the server's average is evaluated",
 }

@@ -48,9 +48,11 @@ def advise(settings: Settings, question: PlanQuestion) -> dict[str, Any]:
         for name in STRATEGIES:
             if name != "fedavg" and suits(name, attacked):
                 own = settings.changed({"strategy": name})
-                if own.norms not in costs:
-                    costs[own.norms] = cost_model_of(own, question, simple["attack_steps"])
-                found.append(planned(own, question, costs[own.norms]) | {"measured": accuracies(name, measured)})
+                if own.norms_in_training not in costs:
+                    costs[own.norms_in_training] = cost_model_of(own, question, simple["attack_steps"])
+                found.append(
+                    planned(own, question, costs[own.norms_in_training]) | {"measured": accuracies(name, measured)}
+                )
         able = [row for row in found if not row["reason"]]
         advice["rivals"] = [row for row in able if row["strategy"] in SIMPLE]
         advice["rows"] = sorted((row for row in able if row["strategy"] not in SIMPLE), key=order)

@@ -140,10 +140,14 @@ class Run:
         arrays, (atoms, head) = self.arrays, strategy.trained_model()
         if isinstance(strategy, StagedStrategy):
             arrays, (atoms, head) = strategy.final(arrays), strategy.final_model()
-        self._measure(self.values["round"], arrays, (atoms, head))
+        early = self.values["round"] < settings.num_rounds
+        self._measure(
+            self.values["round"], arrays, (atoms, head), last=True, again=early and settings.norms == "static"
+        )
         if not self.served.is_of(arrays, atoms, head):
             raise RunAbortedError(
-                "no client could measure the batch norms of the trained model (architecture.batch-norm = measured): "
+                "no client could measure the batch norms of the trained model (architecture.batch-norm = "
+                f"{settings.norms}): "
                 f"{strategy.dispatcher.why_unanswered()}"
             )
         arrays = self.served.complete(arrays)
@@ -219,7 +223,8 @@ class Run:
         """Evaluate the new model if it is due: on the server, if its batch norms are known, and on clients."""
         strategy, model = self.strategy, self.strategy.trained_model()
         due = self.settings.evaluation_due(server_round) and strategy.progress.measurable and not strategy.personal
-        statistics, measured_bytes = self._measure(server_round, self.arrays, model) if due else (None, 0)
+        last = server_round == self.settings.num_rounds
+        statistics, measured_bytes = self._measure(server_round, self.arrays, model, last=last) if due else (None, 0)
         questions = strategy.configure_evaluate(server_round, self.arrays, ConfigRecord(), self.grid)
         self._deliver(server_round)
         clients = strategy.aggregate_evaluate(server_round, self.transport.exchange(server_round, questions))
@@ -234,12 +239,15 @@ class Run:
             self.strategy.gate.delivered(self.transport.exchange(server_round, batch))
 
     def _measure(
-        self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str]
+        self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str], *, last: bool, again: bool = False
     ) -> tuple[dict[str, Any] | None, int]:
-        """Have clients measure the batch norms of the model to be evaluated. Returns which clients did, and message bytes."""
-        if self.served.is_of(arrays, *model):
+        """Have clients measure the batch norms of the model to be evaluated, unless they have (or, with `again`, even then).
+
+        `last` says that the run ends with this model. Returns which clients measured, and message bytes.
+        """
+        if self.served.is_of(arrays, *model) and not (again and self.served.statistics):
             return None, 0
-        messages = self.served.configure(server_round, arrays, model, self.grid)
+        messages = self.served.configure(server_round, arrays, model, self.grid, last=last)
         self._deliver(server_round)
         if not self.served.aggregate(server_round, self.transport.exchange(server_round, messages)):
             LOG.warning(

@@ -1,5 +1,5 @@
 """The served model: the model that is evaluated and saved. A strategy may compose it from the trained one (`served`). With
-`architecture.batch-norm = measured`, clients measure the statistics of its batch norms after training.
+`architecture.batch-norm = measured` or `static`, clients measure the statistics of its batch norms after training.
 
 This is static batch norm (Diao et al., "HeteroFL", ICLR 2021, section 3). Let m_k and v_k be the mean and variance of a batch
 norm channel's inputs on the training data of client k, which has n_k examples:
@@ -7,8 +7,8 @@ norm channel's inputs on the training data of client k, which has n_k examples:
     m = sum_k n_k m_k / sum_k n_k
     v = sum_k n_k (v_k + m_k^2) / sum_k n_k - m^2
 
-These are the mean and variance over all clients' data together. HeteroFL's authors query all clients once, after training.
-Ours: the clients of a round measure whenever its model is evaluated, and at the end of the run.
+These are the mean and variance over all clients' data together. The clients of a round measure whenever its model is evaluated,
+and at the end of the run. With `architecture.batch-norm = static`, all clients measure after the last round, as in that paper.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -55,7 +55,7 @@ class ServedModel:
     @property
     def measured(self) -> bool:
         """Whether clients measure the statistics of batch norms."""
-        return self.strategy.settings.norms == "measured"
+        return self.strategy.settings.measures_norms
 
     @cached_property
     def norms(self) -> str:
@@ -64,7 +64,7 @@ class ServedModel:
 
     def recorded(self, personal: bool) -> str:
         """Return the statistics that evaluation used, for the records: with `personal`, clients use those of their batches."""
-        return "batch" if personal and self.norms == "measured" else self.norms
+        return "batch" if personal and self.norms in ("measured", "static") else self.norms
 
     @property
     def variant(self) -> Variant:
@@ -102,7 +102,7 @@ class ServedModel:
         """Raise ValueError if clients cannot measure: they do not hold the served model, or none has enough memory."""
         if self.measured and not self.strategy.measures:
             raise ValueError(
-                f"architecture.batch-norm = 'measured': clients of {self.strategy.name} do not hold the model that is "
+                f"architecture.batch-norm = {self.norms!r}: clients of {self.strategy.name} do not hold the model that is "
                 "served, so they cannot measure it; use running or batch"
             )
         atoms, head = self.strategy.trained_model()
@@ -111,22 +111,22 @@ class ServedModel:
             # If no client can even train, the first round reports that instead.
             if needed > richest.allowed_bytes >= self.strategy.min_budget():
                 raise ValueError(
-                    "architecture.batch-norm = 'measured': measuring the batch norms of the served model, one atom at a "
+                    f"architecture.batch-norm = {self.norms!r}: measuring the batch norms of the served model, one atom at a "
                     f"time, needs {needed:,} bytes, and the richest client has {richest.budget_bytes:,}; lower "
                     "training.batch-size, or use running or batch"
                 )
 
     def configure(
-        self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str], grid: Grid
+        self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str], grid: Grid, *, last: bool
     ) -> Iterable[Message]:
-        """Yield the messages that ask the clients of a round to measure, if they have enough memory for it."""
+        """Yield the messages that ask clients to measure, if they have enough memory for it. `last`: the run ends here."""
         strategy, (atoms, head) = self.strategy, model
         self.statistics, self._of = ArrayRecord(), (arrays, atoms, head)
         needed, weights = self.needed(atoms, head), self.weights(arrays)
         sent = ArrayRecord({name: array for name, array in weights.items() if unit_of(name) in {*units(atoms), head}})
         tasks = {
             client: self._named(self.task(client, server_round, model, needed), sent)
-            for client in self.clients(server_round, grid)
+            for client in self.clients(server_round, grid, last=last)
             if strategy.resources.affords(client, server_round, needed)
         }
         return strategy.dispatcher.configure(
@@ -137,9 +137,14 @@ class ServedModel:
         """Return the task with the content hashes of the strategy's frozen units."""
         return self.strategy.weight_cache.named(task, sent, self.strategy.frozen_units(task))
 
-    def clients(self, server_round: int, grid: Grid) -> list[int]:
-        """Return the reachable clients that trained in the round, or a new sample for the round if there are none."""
+    def clients(self, server_round: int, grid: Grid, *, last: bool) -> list[int]:
+        """Return the reachable clients that trained in the round, or a new sample for the round if there are none.
+
+        With `static`, these are all reachable clients at the end of the run (`last`).
+        """
         strategy = self.strategy
+        if last and strategy.settings.norms == "static":
+            return strategy.registry.present(grid)
         return [c for c in strategy.reports if strategy.evaluation.reachable(c)] or strategy.cohort.sample(
             server_round, grid
         )

@@ -152,7 +152,7 @@ def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int)
         num_classes=num_classes,
         input_shape=input_shape,
         width=settings.architecture.width,
-        batch_norm="batch" if settings.norms == "measured" else settings.norms,
+        batch_norm=settings.norms_in_training,
         initialisation=settings.training.initialisation,
         **settings.architecture.parsed_options(),
     )

@@ -9,10 +9,11 @@ first r C of the C channels of every layer; inputs and classes are never cut. Ea
 over the clients that had it, and an entry that no client had keeps its value. A client contributes only the rows of the last
 layer whose classes it has examples of (masked cross-entropy; `heterofl.masked-loss`).
 
-HeteroFL's static batch norm is `architecture.batch-norm = measured`, the default here: norms keep no statistics in training,
-and clients measure those of the full model (server_app/served_model.py; in the paper all clients do so once, at the end).
-Running statistics averaged over sub-models of different widths do not fit the full model: they give 9.7 % accuracy on the
-digits, and measured ones give 94.2 %.
+HeteroFL's static batch norm is `architecture.batch-norm = static`, its default: norms keep no statistics in training, and all
+clients measure those of the full model after the last round (server_app/served_model.py). Before that, the clients of a round
+measure whenever its model is evaluated, which is `measured`, the default of FedRolex and FedDrop. Running statistics averaged
+over sub-models of different widths do not fit the full model: they give 9.7 % accuracy on the digits, and measured ones give
+94.2 %.
 """
 
 from collections.abc import Iterable

@@ -209,6 +209,23 @@ def test_training_is_that_of_batch_to_the_bit(tmp_path: Path) -> None:
     assert (batch.rounds()[0]["statistics"], batch.rounds()[0]["bytes_evaluation"]) == (None, 0)
 
 
+@pytest.mark.parametrize("changes", [{"num_rounds": 2}, {"num_rounds": 9, "evaluation__target_accuracy": 1e-9}])
+def test_static_norms_are_those_of_all_clients(tmp_path: Path, grids: Any, changes: dict[str, Any]) -> None:
+    """Two of four clients train in a round and measure its model; all four measure when the run ends, early or not."""
+    settings = WIDTH | {"clients": 4, "clients_per_round": 2, "dataset": FEW, "training__local_iterations": 1}
+    grid = grids()
+    run = run_local(tmp_path, grid, **settings | changes)
+    asked = [record["statistics"]["asked"] for record in run.rounds()]
+    assert asked == ([2, 4] if changes["num_rounds"] == 2 else [2])
+    measuring = [m.metadata.dst_node_id for m in grid.last.sent if m.metadata.message_type == "query.statistics"]
+    assert len(set(measuring[2:])) == 4 and len(measuring) == 6
+    assert run.rounds()[-1]["batch_norm"] == "static"
+    model, data = piecework.load(run.path), digits()
+    if changes["num_rounds"] == 2:
+        found = model.predict(data.test_inputs[:100]).classes.numpy()
+        assert (found == data.test_labels[:100]).mean() == pytest.approx(run.rounds()[-1]["accuracy"])
+
+
 def test_what_was_measured_survives_a_resume(tmp_path: Path) -> None:
     settings = TRIO | WIDTH | {"num_rounds": 2}
     whole = run_local(tmp_path / "whole", **settings)
@@ -280,13 +297,14 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, changes: dict[str, A
 def test_auto_is_decided_by_the_strategy() -> None:
     found = {
         name: Settings(strategy=name).norms
-        for name in ("fedepth", "fedavg", "fedprophet", "heterofl", "prism", "fedpm", "profl")
+        for name in ("fedepth", "fedavg", "fedprophet", "heterofl", "fedrolex", "prism", "fedpm", "profl")
     }
     assert found == {
         "fedepth": "measured",
         "fedavg": "running",
         "fedprophet": "running",
-        "heterofl": "measured",
+        "heterofl": "static",
+        "fedrolex": "measured",
         "prism": "measured",
         "fedpm": "measured",
         "profl": "measured",

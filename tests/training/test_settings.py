@@ -40,7 +40,7 @@ def read(**config: Any) -> Settings:
         ("data.augment", 1, "should be a valid boolean"),
         ("data.augment", "true", "should be a valid boolean"),
         ("model", 3, "should be a valid string"),
-        ("architecture.batch-norm", "group", "should be 'auto', 'running', 'measured', 'batch' or 'local'"),
+        ("architecture.batch-norm", "group", "should be 'auto', 'running', 'measured', 'static', 'batch' or 'local'"),
         ("memory.model", "guess", "should be 'traced', 'fedepth', 'fedprophet', 'prism' or 'profl'"),
         ("data.partition", "fair", "should be 'iid', 'dirichlet', 'pathological', 'skewed' or 'natural'"),
         ("fedepth.mutual-models", 0, "should be greater than or equal to 1"),

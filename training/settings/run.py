@@ -55,7 +55,7 @@ EXTENDABLE = frozenset({"training.lr-rounds"})
 # Methods whose clients train sub-models, or blocks after others that are random or have just been trained: the statistics kept
 # in training are not those of the evaluated model. With FedDF such statistics cost 2 points of accuracy (docs/batch-norm.md).
 MEASURED = frozenset(
-    {"heterofl", "fedrolex", "feddrop", "fjord", "prism", "orthdrop", "origdrop", "fedpm"}
+    {"fedrolex", "feddrop", "fjord", "prism", "orthdrop", "origdrop", "fedpm"}
     | {"fedepth", "m-fedepth", "profl", "feddf"}
 )
 
@@ -175,12 +175,24 @@ class Settings(Table):
         """The value of `architecture.batch-norm`; `auto` is resolved for the strategy."""
         if self.architecture.batch_norm != "auto":
             return self.architecture.batch_norm
+        if self.strategy == "heterofl":
+            return "static"
         return "measured" if self.strategy in MEASURED else "running"
+
+    @property
+    def measures_norms(self) -> bool:
+        """Whether clients measure the statistics of the served model's batch norms after training."""
+        return self.norms in ("measured", "static")
+
+    @property
+    def norms_in_training(self) -> str:
+        """The kind of batch norms in the model as clients train it."""
+        return "batch" if self.measures_norms else self.norms
 
     @property
     def batch_statistics(self) -> bool:
         """Whether clients always run batch norms with the statistics of the batch."""
-        return self.norms in ("batch", "measured")
+        return self.norms_in_training == "batch"
 
     @classmethod
     def from_run_config(cls, config: Mapping[str, Scalar]) -> Self:

@@ -69,12 +69,13 @@ class ArchitectureSettings(Table):
 
     width: Annotated[float, Field(gt=0, le=4)] = setting(1.0, "factor by which all channels are multiplied")
     options: str = setting("", "options of the model, as in stem=cifar,classifier=profl")
-    batch_norm: Literal["auto", "running", "measured", "batch", "local"] = setting(
+    batch_norm: Literal["auto", "running", "measured", "static", "batch", "local"] = setting(
         "auto",
         "statistics of batch norms in evaluation. running: kept in training, averaged with their layer; "
-        "measured: training uses those of a batch, clients measure the others after the round; batch: always those of "
-        "the batch, on which predictions then depend; local: norms stay with the clients (FedBN); auto = measured where "
-        "clients train sub-models or blocks, else running",
+        "measured: training uses those of a batch, clients measure the others after the round; static: so too, and all "
+        "clients measure after the last round (HeteroFL); batch: always those of the batch, on which predictions then "
+        "depend; local: norms stay with the clients (FedBN); auto = static for HeteroFL, measured where clients train "
+        "other sub-models or blocks, else running",
     )
 
     def parsed_options(self) -> dict[str, str]:
