@@ -13,7 +13,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
-from piecework.client_app import frozen
+from piecework.client_app import frozen, local_norms
 from piecework.client_app.client import STAGES, Client
 from piecework.client_app.prepare import (
     encode,
@@ -26,11 +26,10 @@ from piecework.client_app.prepare import (
     unpack,
 )
 from piecework.client_app.served import measure_served, served_item
-from piecework.client_app.trainers import find_evaluator, find_query, find_trainer
+from piecework.client_app.trainers import find_evaluator, find_places, find_query, find_trainer
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import measure_device
 from piecework.federated_data.partition import split
-from piecework.models.cascade import batch_norm_names, isolated_rng
 from piecework.models.static_norms import is_statistic
 from piecework.training.accelerator import NoAcceleratorError, find_device, without_denormals
 from piecework.training.memory_cap import ResidentPeak, is_out_of_memory
@@ -93,7 +92,8 @@ def train(message: Message, context: Context) -> Message:
         update = find_trainer(task.strategy)(task, client)
         rss_peak = resident.peak_bytes()
         if client.settings.architecture.batch_norm == "local":
-            _keep_batch_norm(client, update.units)
+            places = find_places(task.strategy)(task, client.settings.seed, client.full, client.blueprint)
+            local_norms.keep(client, update.units, places)
         client.commit()
         arrays = pack(client.store, update.units)
         measured: Metrics = update.metrics | {
@@ -175,13 +175,3 @@ def answer(message: Message, context: Context, work: Callable[[Client, Task], An
             metrics |= {"budget": client.budget, "measured-peak": client.cap.peak_bytes}
             metrics |= {"gpu-peak": client.cap.gpu_peak_bytes}
         return reply(message, replace(outcome, note="; ".join(store.notes)), metrics, arrays)
-
-
-def _keep_batch_norm(client: Client, units: list[str]) -> None:
-    """Keep the batch norms with the client (FedBN); the server's average of them is for central evaluation only."""
-    folder = client.new_state() / "batch-norm"
-    folder.mkdir(exist_ok=True)
-    for unit in units:
-        with isolated_rng(0):
-            kept = batch_norm_names(unit, client.blueprint.build_unit(unit))
-        client.store.write_units({name: array for name, array in client.store.read([unit]) if name in kept}, folder)

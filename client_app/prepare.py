@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 
-from piecework.client_app import frozen
+from piecework.client_app import frozen, local_norms
 from piecework.client_app.client import STAGES, Client
 from piecework.client_app.store import Store
+from piecework.client_app.trainers import find_places
 from piecework.device_profiles.fleet import device_state, load_fleet
 from piecework.device_profiles.profile import allowance, available_memory
 from piecework.federated_data.datasets import ArrayDataset
@@ -56,8 +57,6 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     unpack(content, store.write_units)
     frozen.forget_others(store.frozen, set(task.frozen.values()))
     frozen.lay(store.frozen, task.frozen, store.model)
-    if settings.architecture.batch_norm == "local" and old_state is not None:
-        store.overlay(old_state / "batch-norm")
     data, rows = open_local_data(settings, context, number, clients)
     train_rows, validation_rows = split(rows, settings.data.validation_fraction, settings.seed, number)
     if task.personal:
@@ -68,6 +67,9 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     allowed = allowance(budget, settings.memory.excess)
     keep_heap_tight(budget, available_memory())
     full = blueprint_for(settings, data)
+    blueprint = vary(full, task.variant)
+    if settings.architecture.batch_norm == "local" and old_state is not None:
+        local_norms.lay(store, old_state, find_places(task.strategy)(task, settings.seed, full, blueprint))
     attack = image_attack(settings, data, settings.attack.steps) if task.adversarial else None
     return Client(
         number=number,
@@ -76,7 +78,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         allowed=allowed,
         settings=settings,
         data=data,
-        blueprint=vary(full, task.variant),
+        blueprint=blueprint,
         full=full,
         store=store,
         cap=MemoryCap(allowed, enforced=task.enforced, device=device),

@@ -79,17 +79,13 @@ class Store:
                 if f"{unit}.{name}" in held or not is_statistic(name):
                     target.copy_(torch.from_numpy(file.get_tensor(f"{unit}.{name}")))
 
-    def read(self, units: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the global names and arrays of units. Raises FileNotFoundError if a unit has no file."""
-        for unit in units:
-            yield from _arrays(_existing(self.model / f"{unit}.safetensors"))
+    def read(self, units: Iterable[str], folder: Path | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the global names and arrays of units, from the task's model folder or from `folder`.
 
-    def overlay(self, folder: Path) -> None:
-        """Replace arrays of the task's model by the arrays of the same names in a folder of the client's state."""
-        for path in sorted(folder.glob("*.safetensors")):
-            unit = path.stem
-            if (self.model / path.name).is_file():
-                self.write_units({**dict(self.read([unit])), **dict(_arrays(path))})
+        Raises FileNotFoundError if a unit has no file.
+        """
+        for unit in units:
+            yield from _arrays(_existing((folder or self.model) / f"{unit}.safetensors"))
 
     def close(self) -> None:
         """Remove the folder of the task, which has ended, and release its lock."""

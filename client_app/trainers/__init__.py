@@ -1,12 +1,14 @@
 """Find the client's side of a strategy by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import cast
 
 from piecework.client_app.client import Client, Update
 from piecework.client_app.validation import evaluate_whole
+from piecework.models.cascade import Blueprint
+from piecework.models.width import Indices
 from piecework.training.messages import Metrics, Task
 
 TRAINERS = {
@@ -50,6 +52,19 @@ def find_evaluator(strategy: str) -> Callable[[Task, Client], Metrics]:
     Raises ValueError for an unknown strategy.
     """
     return cast(Callable[[Task, Client], Metrics], getattr(_module(strategy), "evaluate", evaluate_whole))
+
+
+def no_places(task: Task, seed: int, full: Blueprint, model: Blueprint) -> Mapping[str, Indices]:
+    """Return no indices: the task's arrays are not cut out of longer ones."""
+    return {}
+
+
+def find_places(strategy: str) -> Callable[[Task, int, Blueprint, Blueprint], Mapping[str, Indices]]:
+    """Return the function that says where a task's arrays lie in the full model's, for a run's seed, full and task's model.
+
+    Raises ValueError for an unknown strategy.
+    """
+    return getattr(_module(strategy), "places", no_places)
 
 
 def find_query(strategy: str) -> Callable[[Task, Client], Metrics]:

@@ -113,6 +113,7 @@ class PriSM(HeteroFL):
     name = "prism"
     policy_class = PriSMPolicy
     policy: PriSMPolicy
+    keeps_norms = False
     sampling: ClassVar[Sampling | None] = None  # None = `prism.kernel-sampling`
 
     def __init__(self, experiment: Experiment) -> None:

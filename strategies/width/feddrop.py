@@ -11,11 +11,7 @@ classes. The mean of an entry is weighted by numbers of examples. As in dropout,
 fraction of their inputs that is kept (`heterofl.scaler`).
 """
 
-from piecework.client_app.trainers.width.heterofl import HeteroFLTaskConfig
-from piecework.models.width import Select, drawn
 from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
-from piecework.training.messages import Task
-from piecework.training.randomness import generator
 
 
 class FedDropPolicy(HeteroFLPolicy):
@@ -31,7 +27,4 @@ class FedDrop(HeteroFL):
     name = "feddrop"
     policy_class = FedDropPolicy
     by_examples = True
-
-    def select(self, task: Task) -> Select:
-        """Return a random choice of channels, seeded by (seed, round, client)."""
-        return drawn(generator(self.settings.seed, task.round, HeteroFLTaskConfig.of(task).draw, "channels"))
+    channels = "random"

@@ -7,9 +7,7 @@ rounds all channels are trained equally often. The window starts at the same cha
 entry is weighted by numbers of examples.
 """
 
-from piecework.models.width import Select, rolling
 from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
-from piecework.training.messages import Task
 
 
 class FedRolexPolicy(HeteroFLPolicy):
@@ -24,7 +22,4 @@ class FedRolex(HeteroFL):
     name = "fedrolex"
     policy_class = FedRolexPolicy
     by_examples = True
-
-    def select(self, task: Task) -> Select:
-        """Return the rolling window of channels of the task's round."""
-        return rolling(task.round)
+    channels = "rolling"

@@ -20,6 +20,7 @@ from flwr.app import ArrayRecord
 from piecework.client_app.trainers.width.fjord import FjORDTaskConfig, nested_loss
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import UpdateRejectedError
+from piecework.models.width import Select, ordered
 from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import require_no_statistics
@@ -75,6 +76,11 @@ class FjORD(HeteroFL):
     policy: FjORDPolicy
     orders_class = FjORDTaskConfig
     by_examples: ClassVar[bool] = True
+    keeps_norms = False
+
+    def select(self, task: Task) -> Select:
+        """Return how a task's channels are chosen: the first ones."""
+        return ordered
 
     def task_config(self, level: int) -> TaskConfig:
         """Return the strategy's own fields of a task for ratio number `level`."""

@@ -17,6 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from torch import nn
 
 from piecework.client_app import task_folder
+from piecework.client_app.local_norms import lay, spread
 from piecework.client_app.store import FeatureWriter, Store
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
@@ -94,15 +95,30 @@ def test_rewriting_a_unit_replaces_it(store: Store) -> None:
     assert files(store.model) == ["head.safetensors"]
 
 
-def test_overlay_replaces_by_name(store: Store, tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
+def test_own_norms_replace_the_sent_ones_by_name(store: Store, tmp_path: Path) -> None:
+    kept = tmp_path / "batch-norm"
     kept.mkdir()
     store.write_units({"head.w": A, "head.bn": A, "atoms.0.w": A})
     store.write_units({"head.bn": A * 10}, kept)
-    store.overlay(kept)
+    lay(store, tmp_path, {})
     read = dict(store.read(["head", "atoms.0"]))
     assert read["head.bn"].tolist() == (A * 10).tolist()
     assert read["head.w"].tolist() == read["atoms.0.w"].tolist() == A.tolist()
+
+
+def test_own_norms_of_other_channels(store: Store, tmp_path: Path) -> None:
+    """Of four channels the client has trained the second and the third; now it has the third and the fourth."""
+    folder = tmp_path / "batch-norm"
+    folder.mkdir()
+    own = spread(np.float32([1, 2]), (np.array([1, 2]),), np.full(4, np.nan, np.float32))
+    np.testing.assert_array_equal(own, [np.nan, 1, 2, np.nan])
+    store.write_units({"head.bn": own, "head.count": np.array(7)}, folder)
+    store.write_units({"head.bn": np.float32([20, 30]), "head.count": np.array(9)})
+    lay(store, tmp_path, {"head.bn": (np.array([2, 3]),), "head.count": ()})
+    read = dict(store.read(["head"]))
+    assert (read["head.bn"].tolist(), int(read["head.count"])) == ([2, 30], 7)
+    again = spread(read["head.bn"] + 100, (np.array([2, 3]),), own)
+    np.testing.assert_array_equal(again, [np.nan, 1, 102, 130])
 
 
 def test_closing_keeps_the_state(store: Store) -> None:

@@ -33,6 +33,7 @@ MUTUAL = TRIO | {"fleet": fleet_json(rich=2.2, poor=0.6, full=1.0)}
 LOCAL_NORMS = TRIO | {"fleet": fleet_json(poor=0.6, full=1.0), "architecture__batch_norm": "local"}
 RESUMABLE = {
     "demo": {"fleet": "demo"},
+    "dropped-local-norms": LOCAL_NORMS | {"strategy": "feddrop", "heterofl__width_ratios": "0.5,0.25"},
     "mutual-local-norms": MUTUAL
     | {
         "architecture__batch_norm": "local",

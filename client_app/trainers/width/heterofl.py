@@ -13,7 +13,8 @@ LSTMs have no Scaler.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,24 +23,56 @@ from torch import Tensor, nn
 from piecework.client_app.client import Client, Update
 from piecework.client_app.trainers.whole.fedavg import train_whole, whole_network
 from piecework.device_profiles.memory import MemoryBudgetExceededError
-from piecework.models.cascade import Blueprint, outputs
+from piecework.models.cascade import Blueprint, Shape, outputs
+from piecework.models.channels import Axes, channel_axes
 from piecework.models.partition import fits
+from piecework.models.width import Indices, Select, drawn, ordered, rolling, shapes, sub_indices
+from piecework.models.zoo import build_blueprint
 from piecework.training.attacks import Loss
 from piecework.training.loop import MakeLoss, PieceModel, classification_loss
 from piecework.training.messages import Metrics, Task, TaskConfig
+from piecework.training.randomness import generator
+
+Channels = Literal["first", "rolling", "random"]
 
 
 @dataclass(frozen=True)
 class HeteroFLTaskConfig(TaskConfig):
     """The server's instructions for a sub-model: the number of its ratio r, and whether it has a Scaler and a class mask.
 
-    Only the server uses `draw`, the number of the client whose choice of channels this is.
+    `channels` says which ones it has, and `draw` is the number of the client whose choice of channels this is.
     """
 
     level: int
     scaler: bool = False
     masked: bool = False
+    channels: Channels = "first"
     draw: int = 0
+
+
+def selection(task: Task, seed: int) -> Select:
+    """Return how a task's channels are chosen; random ones are a function of seed, round and client."""
+    own = HeteroFLTaskConfig.of(task)
+    if own.channels == "rolling":
+        return rolling(task.round)
+    return drawn(generator(seed, task.round, own.draw, "channels")) if own.channels == "random" else ordered
+
+
+def places(task: Task, seed: int, full: Blueprint, model: Blueprint) -> dict[str, Indices]:
+    """Return the indices of the sub-model's arrays in the full ones, by name."""
+    axes = zoo_axes(full.zoo_name, full.num_classes, full.input_shape, full.width, full.batch_norm, tuple(full.options))
+    return sub_indices(axes, shapes(full), shapes(model), selection(task, seed))
+
+
+@lru_cache(maxsize=8)  # following the channels takes a second for a large model
+def zoo_axes(
+    name: str, num_classes: int, input_shape: Shape, width: float, batch_norm: str, options: tuple[Any, ...]
+) -> dict[str, Axes]:
+    """Return the channel axes of a model of the zoo."""
+    model = build_blueprint(
+        name, num_classes=num_classes, input_shape=input_shape, width=width, batch_norm=batch_norm, **dict(options)
+    )
+    return channel_axes(model)
 
 
 def layers_of(modules: Iterable[nn.Module]) -> list[nn.Conv2d | nn.Linear]:

@@ -1,5 +1,6 @@
 """Baselines that scale the model by width, and those that leave poor devices out: on the in-process grid, and by hand."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
+    FEW,
     TRIO,
     a_blueprint,
     a_client,
+    arrays_of,
     clients_of,
     first_arrays,
     fleet_json,
@@ -19,7 +22,9 @@ from helpers import (
     run_local,
     same,
     tiny_settings,
+    training,
 )
+from safetensors.numpy import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -299,13 +304,6 @@ def test_width_ratios_that_are_refused(ratios: str) -> None:
         tiny_settings(heterofl__width_ratios=ratios)
 
 
-def test_sub_models_keep_no_batch_norm_of_their_own(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"architecture\.batch-norm = 'local': the channels of heterofl's sub-models can change"
-    ):
-        run_local(tmp_path, **SMALL | {"architecture__batch_norm": "local"})
-
-
 def test_an_attack_that_never_comes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"attack.warmup = 2 leaves no adversarial round in num-rounds = 2"):
         run_local(tmp_path, **SMALL | {"training__adversarial": True, "attack__warmup": 2})
@@ -324,3 +322,45 @@ def test_a_partial_update_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(heterofl, "train", less)
     run_dir = run_local(tmp_path, **SMALL | {"num_rounds": 1})
     assert [client["status"] for client in clients_of(run_dir)] == ["ok"] * 3
+
+
+# ---- norms that stay with the clients
+
+
+@pytest.mark.parametrize("strategy", ["heterofl", "fedrolex", "feddrop"])
+def test_a_client_keeps_the_norms_of_its_channels(tmp_path: Path, strategy: str) -> None:
+    """Of a client with half of the channels: those of the first ones, of a window that moves, or of two draws."""
+    changes = {"strategy": strategy, "architecture__batch_norm": "local", "fleet": fleet_json(some=0.6)}
+    seen = []
+    for rounds in (1, 2):
+        run = run_local(tmp_path / str(rounds), **SMALL | changes | {"num_rounds": rounds})
+        (folder,) = run.path.glob(f"clients/*/0/state/{rounds}/batch-norm")
+        mean = load_file(folder / "atoms.1.safetensors")["atoms.1.bn.running_mean"]
+        seen.append(np.flatnonzero(~np.isnan(mean)))
+    count = len(mean)
+    assert len(seen[0]) == count // 2
+    if strategy == "heterofl":
+        assert list(seen[0]) == list(seen[1]) == list(range(count // 2))
+    elif strategy == "fedrolex":
+        assert list(seen[1]) == list(range(count // 2 + 1))
+    else:
+        assert set(seen[0]) < set(seen[1])
+
+
+def test_own_norms_are_trained_on(tmp_path: Path, grids: Any) -> None:
+    """Each client has one batch, and nothing learns: its norms stay as they are, although the server sends their average."""
+    changes = {"architecture__batch_norm": "local", "fleet": fleet_json(some=0.6), "training__lr": 1e-9, "dataset": FEW}
+    whole = {"training__local_iterations": 0, "training__local_epochs": 1, "training__batch_size": 128}
+    grid = grids()
+    run_local(tmp_path, grid, **SMALL | changes | whole)
+    name = "atoms.0.bn.running_mean"
+    first, second = ([arrays_of(m)[name] for m in training(grid.last.received)[n : n + 3]] for n in (0, 3))
+    for before, after in zip(sorted(first, key=sum), sorted(second, key=sum), strict=True):
+        np.testing.assert_allclose(after, before, atol=1e-6)
+    assert min(np.abs(a - b).max() for a, b in itertools.combinations(first, 2)) > 1e-3
+
+
+@pytest.mark.parametrize("strategy", ["orthdrop", "prism"])
+def test_systems_without_norms_of_their_own(tmp_path: Path, strategy: str) -> None:
+    with pytest.raises(ValueError, match=rf"batch-norm = 'local': clients of {strategy} have no norms of their own"):
+        run_local(tmp_path, **TRIO | {"strategy": strategy, "architecture__batch_norm": "local"})
