@@ -91,7 +91,7 @@ def train(message: Message, context: Context) -> Message:
         resident = ResidentPeak()
         update = find_trainer(task.strategy)(task, client)
         rss_peak = resident.peak_bytes()
-        if client.settings.architecture.batch_norm == "local":
+        if client.settings.norms == "local":
             places = find_places(task.strategy)(task, client.settings.seed, client.full, client.blueprint)
             local_norms.keep(client, update.units, places)
         client.commit()

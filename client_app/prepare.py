@@ -68,7 +68,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     keep_heap_tight(budget, available_memory())
     full = blueprint_for(settings, data)
     blueprint = vary(full, task.variant)
-    if settings.architecture.batch_norm == "local" and old_state is not None:
+    if settings.norms == "local" and old_state is not None:
         local_norms.lay(store, old_state, find_places(task.strategy)(task, settings.seed, full, blueprint))
     attack = image_attack(settings, data, settings.attack.steps) if task.adversarial else None
     return Client(

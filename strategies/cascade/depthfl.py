@@ -119,7 +119,7 @@ class DepthFL(PieceStrategy):
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
-        if self.settings.architecture.batch_norm == "local":
+        if self.settings.norms == "local":
             raise ValueError(
                 "architecture.batch-norm = 'local': the server would have no model to predict with, use running or batch"
             )

@@ -125,7 +125,7 @@ class ProFL(StagedStrategy):
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
         settings = self.settings
-        if settings.architecture.batch_norm == "local":
+        if settings.norms == "local":
             raise ValueError(
                 "architecture.batch-norm = 'local': profl averages whole blocks; use measured, running or batch"
             )

@@ -158,7 +158,7 @@ class FedDF(PieceStrategy):
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
-        if self.settings.architecture.batch_norm == "local":
+        if self.settings.norms == "local":
             raise ValueError(
                 f"architecture.batch-norm = 'local': clients of {self.name} can change their architecture; use measured, "
                 f"running or batch"

@@ -127,7 +127,7 @@ class SpaFL(PieceStrategy):
                 f"training.init-weights = {settings.training.init_weights!r}: {self.name}'s clients build their models from "
                 f"the seed"
             )
-        if settings.architecture.batch_norm == "local":
+        if settings.norms == "local":
             raise ValueError(
                 f"architecture.batch-norm = 'local': {self.name} always keeps batch norms on the clients; set it to running"
             )

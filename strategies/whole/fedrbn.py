@@ -9,8 +9,8 @@ one that trained on clean examples. Robustness propagates from S to t:
   (mu'_t, v'_t) <- sum_{s in S} a_ts (mu'_s, v'_s),   a_t = softmax over s of c_ts / 0.01
   c_ts = mean over layers of [cos(mu_t, mu_s) + cos(v_t, v_s)] / 2
 
-If S is empty, nothing propagates. With `architecture.batch-norm = local`, FedRBN's own setting, clean statistics, scales and
-shifts stay with the clients, and the server keeps each client's adversarial statistics for it. With `running`, all of these are
+If S is empty, nothing propagates. With `architecture.batch-norm = local`, the default here, clean statistics, scales and shifts
+stay with the clients, and the server keeps each client's adversarial statistics for it. With `running`, all of these are
 averaged over the clients of the round like everything else, propagated ones included.
 
 As in FedProphet's comparison, clients with too little memory for an adversarial step train on clean examples. If they cannot do
@@ -178,7 +178,7 @@ class FedRBN(PieceStrategy):
             own = adversarial(sets) if client in robust else propagated(sets, sources)
             self._mean.add(own, examples)
             kept |= {f"{client}/{name}": Array(array) for name, array in own.items()}
-        if self.settings.architecture.batch_norm == "local":
+        if self.settings.norms == "local":
             self.kept = ArrayRecord(kept)
         return updated(self.dispatcher.arrays, self._mean)
 

@@ -191,7 +191,7 @@ class HeteroFL(PieceStrategy):
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
-        if self.settings.architecture.batch_norm == "local" and not self.keeps_norms:
+        if self.settings.norms == "local" and not self.keeps_norms:
             raise ValueError(
                 f"architecture.batch-norm = 'local': clients of {self.name} have no norms of their own; use measured, "
                 "running or batch"

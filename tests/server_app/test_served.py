@@ -297,7 +297,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, changes: dict[str, A
 def test_auto_is_decided_by_the_strategy() -> None:
     found = {
         name: Settings(strategy=name).norms
-        for name in ("fedepth", "fedavg", "fedprophet", "heterofl", "fedrolex", "prism", "fedpm", "profl")
+        for name in ("fedepth", "fedavg", "fedprophet", "heterofl", "fedrolex", "fedrbn", "prism", "fedpm", "profl")
     }
     assert found == {
         "fedepth": "measured",
@@ -305,6 +305,7 @@ def test_auto_is_decided_by_the_strategy() -> None:
         "fedprophet": "running",
         "heterofl": "static",
         "fedrolex": "measured",
+        "fedrbn": "local",
         "prism": "measured",
         "fedpm": "measured",
         "profl": "measured",

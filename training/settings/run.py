@@ -52,11 +52,24 @@ CHANGEABLE = frozenset(
 # Settings that a resumed run may set: they affect the rates of the rounds to come.
 EXTENDABLE = frozenset({"training.lr-rounds"})
 
-# Methods whose clients train sub-models, or blocks after others that are random or have just been trained: the statistics kept
-# in training are not those of the evaluated model. With FedDF such statistics cost 2 points of accuracy (docs/batch-norm.md).
-MEASURED = frozenset(
-    {"fedrolex", "feddrop", "fjord", "prism", "orthdrop", "origdrop", "fedpm"}
-    | {"fedepth", "m-fedepth", "profl", "feddf"}
+# What `architecture.batch-norm = auto` means: `running` unless listed. Where clients train sub-models, or blocks after others
+# that are random or have just been trained, the statistics kept in training are not those of the evaluated model. With FedDF
+# such statistics cost 2 points of accuracy (docs/batch-norm.md). FedRBN and HeteroFL do as in their papers.
+AUTO_NORMS = {"fedrbn": "local", "heterofl": "static"} | dict.fromkeys(
+    (
+        "fedrolex",
+        "feddrop",
+        "fjord",
+        "prism",
+        "orthdrop",
+        "origdrop",
+        "fedpm",
+        "fedepth",
+        "m-fedepth",
+        "profl",
+        "feddf",
+    ),
+    "measured",
 )
 
 
@@ -175,9 +188,7 @@ class Settings(Table):
         """The value of `architecture.batch-norm`; `auto` is resolved for the strategy."""
         if self.architecture.batch_norm != "auto":
             return self.architecture.batch_norm
-        if self.strategy == "heterofl":
-            return "static"
-        return "measured" if self.strategy in MEASURED else "running"
+        return AUTO_NORMS.get(self.strategy, "running")
 
     @property
     def measures_norms(self) -> bool:

@@ -74,8 +74,8 @@ class ArchitectureSettings(Table):
         "statistics of batch norms in evaluation. running: kept in training, averaged with their layer; "
         "measured: training uses those of a batch, clients measure the others after the round; static: so too, and all "
         "clients measure after the last round (HeteroFL); batch: always those of the batch, on which predictions then "
-        "depend; local: norms stay with the clients (FedBN); auto = static for HeteroFL, measured where clients train "
-        "other sub-models or blocks, else running",
+        "depend; local: norms stay with the clients (FedBN); auto = static for HeteroFL, local for FedRBN, "
+        "measured where clients train other sub-models or blocks, else running",
     )
 
     def parsed_options(self) -> dict[str, str]:

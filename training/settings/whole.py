@@ -11,7 +11,7 @@ class FedRBNSettings(Table):
     used_by = ("fedrbn",)
 
     clean_weight: Fraction = setting(
-        0.0, "weight of clean examples in the adversarial loss; 0.5 = its authors', 0 = FedProphet's"
+        0.5, "weight of clean examples in the adversarial loss; 0 = none, as in FedProphet's comparison"
     )
     evaluation_branch: Literal["oracle", "clean", "adversarial", "detector"] = setting(
         "oracle",

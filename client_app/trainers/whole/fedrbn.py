@@ -6,8 +6,8 @@ with memory for an adversarial step trains adversarially. Each batch first passe
 clean statistics. It is then attacked, and the model learns it with the adversarial set. Other clients train on clean examples
 with the clean set.
 
-FedProphet's authors learn adversarial examples alone. FedRBN's authors also learn the clean ones: (1 - q) CE(clean) + q
-CE(adversarial), q = 0.5; `fedrbn.clean-weight` is 1 - q, by default 0. Ours: the two gradients are computed one after the
+The loss is (1 - q) CE(clean) + q CE(adversarial), q = 0.5; `fedrbn.clean-weight` is 1 - q. FedProphet's authors learn
+adversarial examples alone (`fedrbn.clean-weight = 0`). Ours: the two gradients are computed one after the
 other, so that their activations are never in memory together.
 """
 
