@@ -230,6 +230,7 @@ def fleet_row(
             {
                 "stage": stage.name,
                 "participation": (len(everyone) - len(out)) / len(everyone),
+                "trains": trained_parts(policy, everyone),
                 "excluded_clients": sorted({task.client for task in out}),
                 "missing_bytes": max((task.needed - task.state.budget_bytes for task in out), default=0),
                 "round_seconds": fmean(round_seconds(task.seconds for task in of_round) for of_round in tasked),
@@ -277,6 +278,16 @@ def device_rows(policy: PartitionPolicy, tasks: list[list[list[PlannedTask]]], e
     return rows
 
 
+def trained_parts(policy: PartitionPolicy, tasks: Sequence[PlannedTask]) -> list[dict[str, Any]]:
+    """Return what is trained in some tasks, the most common first, each with its fraction of the tasks and what it skips."""
+    trained = Counter(" | ".join(map(label, task.parts)) for task in tasks if task.parts)
+    skipped = {" | ".join(map(label, task.parts)): policy.excluded(list(task.parts)) for task in tasks if task.parts}
+    return [
+        {"what": what, "fraction": count / len(tasks), "leaves_out": skipped[what]}
+        for what, count in trained.most_common()
+    ]
+
+
 def min_budget(rounds: list[list[PlannedTask]], name: str) -> int:
     """Return the minimum budget of a device."""
     return min(task.state.budget_bytes for of_round in rounds for task in of_round if task.state.device == name)
@@ -284,16 +295,11 @@ def min_budget(rounds: list[list[PlannedTask]], name: str) -> int:
 
 def stage_row(policy: PartitionPolicy, part: Part, tasks: list[PlannedTask], examples: int) -> dict[str, Any]:
     """Return what the clients of a device train in a stage and, for excluded ones, the missing bytes and swapping seconds."""
-    trained = Counter(" | ".join(map(label, task.parts)) for task in tasks if task.parts)
-    skipped = {" | ".join(map(label, task.parts)): policy.excluded(list(task.parts)) for task in tasks if task.parts}
     out = [task for task in tasks if not task.parts]
     poorest = min(out, key=lambda task: task.state.budget_bytes, default=None)
     return {
         "participation": (len(tasks) - len(out)) / len(tasks),
-        "trains": [
-            {"what": what, "fraction": count / len(tasks), "leaves_out": skipped[what]}
-            for what, count in trained.most_common()
-        ],
+        "trains": trained_parts(policy, tasks),
         "needed_bytes": poorest.needed if poorest else None,
         "missing_bytes": poorest.needed - poorest.state.budget_bytes if poorest else 0,
         "seconds": max((task.seconds for task in tasks if task.parts), default=None),

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from piecework.device_profiles.profile import format_bytes, format_compared
 from piecework.planning.coverage import coverage_lines, coverage_sentence
+from piecework.strategies.cascade.profl_steps import OUTPUT_LAYER_NAME
 
 SHOWN = 3  # ways of training that are listed for one device
 
@@ -123,11 +124,10 @@ def participation(stages: list[dict[str, Any]]) -> str:
 
 
 def several_words(stages: list[dict[str, Any]], fleet: dict[str, Any]) -> str:
-    """Return who takes part and, if a device trains several pieces in the first stage, which."""
+    """Return who takes part and, if a device trains several pieces or the output layer alone in the first stage, which."""
     first = stages[0]
-    more = (
-        f"\nin {first['stage']}: {'; '.join(map(words, first['trains'][:SHOWN]))}" if len(first["trains"]) > 1 else ""
-    )
+    shown = len(first["trains"]) > 1 or any(row["what"] == OUTPUT_LAYER_NAME for row in first["trains"])
+    more = f"\nin {first['stage']}: {'; '.join(map(words, first['trains'][:SHOWN]))}" if shown else ""
     return participation_text(stages, fleet) + more
 
 

@@ -1,13 +1,22 @@
 """ProFL in a run's page: how blocks moved, and when each was frozen."""
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from piecework.display import Record
 from piecework.page import Section, line, mark_stages, over_rounds, panels, table
 from piecework.robust_report import by_stage, span
 
-COLUMNS = ("part of the run", "rounds", "movement", "slope", "below the threshold", "ended")
+COLUMNS = (
+    "part of the run",
+    "rounds",
+    "clients a round: block, output layer alone",
+    "movement",
+    "slope",
+    "below the threshold",
+    "ended",
+)
 
 
 def is_progressive(rounds: Sequence[Record]) -> bool:
@@ -54,11 +63,30 @@ def movement_figure(rounds: Sequence[Record]) -> Any:
 
 
 def phase_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Return a row per part of the run: rounds, last movement and slope, rounds below the threshold, and how it ended."""
+    """Return a row per part of the run.
+
+    A row has rounds, mean clients a round, last movement and slope, rounds below the threshold, and how it ended.
+    """
     words, rows = {"frozen": "frozen", "rounds": "its rounds"}, []
     for stage, records in by_stage(rounds):
         last = records[-1]
         numbers = [f"{last[key]:.4g}" if last.get(key) is not None else "-" for key in ("effective_movement", "slope")]
         below = str(last["times_below"]) if last.get("slope_threshold") is not None else "-"
-        rows.append((stage, span([r["round"] for r in records]), *numbers, below, words.get(last["ended"], "-")))
+        rows.append(
+            (
+                stage,
+                span([r["round"] for r in records]),
+                clients_a_round(records),
+                *numbers,
+                below,
+                words.get(last["ended"], "-"),
+            )
+        )
     return rows
+
+
+def clients_a_round(records: Sequence[Record]) -> str:
+    """Return how many clients trained the block, and how many the output layer alone, as means over rounds: `4.3, 5.7`."""
+    counted = [r for r in records if r.get("block_clients") is not None]
+    means = [fmean(r[f"{part}_clients"] for r in counted) for part in ("block", "output_layer")] if counted else []
+    return ", ".join(f"{mean:.3g}" for mean in means) or "-"

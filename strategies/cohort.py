@@ -14,12 +14,14 @@ class Cohort:
     """Draws the clients of a round.
 
     `minimum` is the bytes below which a client gets no task; with 0, every client may get one and refuses what does not fit.
+    `unasked` are further numbers of bytes with which a client gets no task.
     `excluded` are the clients that the last draw excluded because their processes died, with their crashes in a row.
     """
 
     def __init__(self, strategy: "PieceStrategy") -> None:
         self.strategy = strategy
         self.minimum = 0
+        self.unasked = range(0)
         self.excluded: dict[int, int] = {}
 
     def sample(self, server_round: int, grid: Grid) -> list[int]:
@@ -37,5 +39,8 @@ class Cohort:
         return sampled(chosen, settings.clients_per_round, settings.seed, server_round) if chosen else []
 
     def may_be_asked(self, client: int, server_round: int) -> bool:
-        """Return whether a client has enough memory to take part in a round."""
-        return not self.minimum or self.strategy.resources.affords(client, server_round, self.minimum)
+        """Return whether a client has the memory to take part in a round."""
+        if not self.minimum and not self.unasked:
+            return True
+        allowed = self.strategy.resources.state(client, server_round).allowed_bytes
+        return self.minimum <= allowed and allowed not in self.unasked

@@ -44,6 +44,7 @@ CHOICES = {
     "prism.output-channels": "random",
     "fedprophet.validation-clients": "round",
     "profl.blocks": "budget",
+    "profl.cohort": "all",
     "profl.freezing": "parameters",
     "profl.frozen-mode": "training",
     "fjord.sampling": "round",

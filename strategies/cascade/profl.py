@@ -4,11 +4,12 @@ Yebo Wu, Li Li, Cheng-zhong Xu, "Breaking the Memory Wall for Heterogeneous Fede
 2025, https://arxiv.org/abs/2404.13349
 
     section 2.1, blocks and output modules          profl_steps.py: ProFLPolicy.step, ProFLPolicy.fit
-    section 2.2, growing                            profl.py: phases_of, ProFL.conclude
-    section 2.3, shrinking and Map                  profl.py: phases_of; client_app/trainers/cascade/profl.py: integrate
+    section 2.2, growing                            profl_phases.py: phases_of; profl.py: ProFL.conclude
+    section 2.2, step 2, select clients by memory   profl.py: ProFL.configure_train; profl_steps.py: ProFLPolicy.unasked
+    section 2.3, shrinking and Map                  profl_phases.py: phases_of; client_app/trainers/cascade/profl.py: integrate
     Eq. 1, aggregate theta_t and theta_op           profl.py: ProFL.combine
     section 2.4, effective movement and freezing    profl_freezing.py: effective_movement, slope, converged
-    clients that cannot afford the step             client_app/trainers/cascade/profl.py: train
+    section 3.1, train the output layer alone       client_app/trainers/cascade/profl.py: train
 
 theta_t is block t of T. theta_op is the output module of step t: the basic layers theta_{t+1,b} .. theta_{T,b}, which replace
 the later blocks, and the output layer theta_L. theta_t^ini is a block as shrinking leaves it. F marks frozen blocks.
@@ -20,17 +21,24 @@ starts from theta_t^ini and the output module of its step in shrinking. With `pr
 place, from random weights (Table 2). Eq. 1: theta_t and theta_op are averaged over the clients that trained them, weighted by
 numbers of examples, and theta_L also over the clients that trained nothing else.
 
+A round's clients are drawn from those that have memory for the step's block (section 2.2, step 2: "selects the client set S
+based on their available memory") and from those whose memory "is insufficient to train any block" (section 3.1), which train
+theta_L alone. We read "any block" as that of any step, so that a client with memory for another block, but not for this one,
+gets no task in this step. Both groups are drawn together, because the paper does not say in which proportion. With
+`profl.cohort` = all (ours), all clients are drawn from, and those that cannot afford the step train theta_L.
+
 Where the paper is silent: in shrinking, the blocks before t are frozen with their random initial weights, as in the authors'
 code. A step takes at most `profl.stage-rounds` rounds. Ours: the running statistics of random blocks are measured once, by the
 clients of a first round, while in the authors' code they follow the batches of each round. In growing, a step's output module
 starts as its step in shrinking left it, and that of step 1 as the last map left it. If a step is too large for every client,
-all blocks are single atoms (the paper's "layer-wise training"). Clients that cannot take part in a map refuse their task. If a
+all blocks are single atoms (the paper's "layer-wise training"). Clients that cannot take part in a map are not drawn; with
+`profl.cohort` = all they refuse their task. If a
 block has more than `profl.movement-scalars` parameters, its movement is measured on that many of them. With `profl.freezing` =
 `parameters` (Table 3's ParamAware), the run's rounds without maps and statistics are divided among the steps in proportion to
 the parameters of their blocks.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +64,7 @@ from piecework.strategies.cascade.profl_freezing import (
     threshold,
     times_below,
 )
+from piecework.strategies.cascade.profl_phases import Phase, phases_of
 from piecework.strategies.cascade.profl_steps import ProFLPolicy
 from piecework.strategies.staged import StagedStrategy
 from piecework.strategies.state import Experiment, StrategyState
@@ -64,36 +73,6 @@ from piecework.training.messages import Task
 BEFORE = "before/"  # prefix in `kept` of the output module as the last phase left it, until the next phase begins
 MEASURED = ("running_mean", "running_var", "num_batches_tracked")
 SCALARS = "scalars"  # in `kept`, float32 [rounds, scalars of the block]
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A phase of a run: `shrinking` or `growing` in step t, `map` of block t, or `statistics` of the blocks before t."""
-
-    kind: str
-    t: int
-
-    @property
-    def is_step(self) -> bool:
-        """Whether block t is trained."""
-        return self.kind in ("shrinking", "growing")
-
-    def __str__(self) -> str:
-        """Return the name: `statistics`, `shrinking, step 4`, `map, block 4`, .. `growing, step 1`, .."""
-        if self.kind == "statistics":
-            return self.kind
-        return f"map, block {self.t}" if self.kind == "map" else f"{self.kind}, step {self.t}"
-
-
-def phases_of(count: int, *, shrinking: bool, maps: Collection[int], statistics: bool = False) -> list[Phase]:
-    """Return the phases of a run with `count` blocks, in order. `maps` are the blocks that are integrated into basic layers.
-
-    `statistics`: the blocks that are random in shrinking need batch-norm statistics.
-    """
-    phases = [Phase("statistics", count)] if statistics and shrinking and count > 1 else []
-    for t in range(count, 1, -1) if shrinking else ():
-        phases += [Phase("shrinking", t), *([Phase("map", t)] if t in maps else [])]
-    return phases + [Phase("growing", t) for t in range(1, count + 1)]
 
 
 @dataclass
@@ -215,7 +194,11 @@ class ProFL(StagedStrategy):
         return needed.get(self.phase.kind, self.policy.needed)(self.phase.t)
 
     def min_budget(self, state: DeviceState | None = None) -> int:
-        """Return the memory cost (bytes) of the cheapest work item of the phase."""
+        """Return the memory cost (bytes) of the cheapest work item of the phase, or of the one that a client is asked for."""
+        if state is not None and self.settings.profl.cohort == "eligible" and self.phase.is_step:
+            needed = self.policy.needed_for_step(self.phase.t)
+            if needed <= state.allowed_bytes:
+                return needed
         return min(self.costs_for(0).values())
 
     def task(self, server_round: int, state: DeviceState) -> Task:
@@ -253,11 +236,17 @@ class ProFL(StagedStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Store the block's scalars before its first round, where its movement begins, and return the messages."""
+        """Choose among the clients with memory for the phase, and return the messages.
+
+        Before the first round of a block, its scalars are stored, where its movement begins.
+        """
         for name in [name for name in self.kept if name.startswith(BEFORE)]:
             del self.kept[name]
         if self.phase.is_step and SCALARS not in self.kept:
             self.kept[SCALARS] = Array(self._scalars(arrays)[None])
+        if self.settings.profl.cohort == "eligible":
+            self.cohort.minimum = self.min_budget()
+            self.cohort.unasked = self.policy.unasked(self.phase.t) if self.phase.is_step else range(0)
         return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
@@ -359,10 +348,14 @@ class ProFL(StagedStrategy):
     def details(self) -> dict[str, Any]:
         """Return the block's last movement, the slope through the last movements, the freezing criterion, and ended phases.
 
-        These are entries of the round record.
+        These are entries of the round record. In a step, `block_clients` and `output_layer_clients` count the clients whose
+        updates of the block, or of the output layer alone, were accepted.
         """
         movements = self.state.movements
+        trained = [any(r.pieces) for r in self.reports.values() if r.status == "ok"] if self.phase.is_step else None
         return {
+            "block_clients": None if trained is None else sum(trained),
+            "output_layer_clients": None if trained is None else len(trained) - sum(trained),
             "effective_movement": movements[-1] if movements else None,
             "slope": next(reversed(slopes(movements, self.freezing.window)), None),
             "slope_threshold": threshold(movements, self.freezing),

@@ -1,8 +1,8 @@
 """ProFL's partition policy: blocks, output modules, the parts that a device trains, and their memory costs.
 
 theta_1 .. theta_T are the blocks. theta_op is the output module of step t: basic layers in place of the blocks after t, and the
-output layer theta_L. In step t, theta_t and theta_op are trained, and the blocks before are frozen (section 2.1). A device that
-does not have the memory for a step trains theta_L only.
+output layer theta_L. In step t, theta_t and theta_op are trained, and the blocks before are frozen (section 2.1). A device
+that has memory for no step trains theta_L only (section 3.1); `profl.cohort` = all: one that has none for this step.
 """
 
 import logging
@@ -24,13 +24,12 @@ from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage, label
 from piecework.training.settings import Settings
 
+OUTPUT_LAYER_NAME = "the output layer"
 LOG = logging.getLogger("piecework")
 
 
 class ProFLPolicy(PartitionPolicy):
     """One stage per step of growing, T in total; shrinking runs through the same steps in reverse order."""
-
-    when_excluded = "trains the output layer only"
 
     def __init__(
         self,
@@ -119,9 +118,25 @@ class ProFLPolicy(PartitionPolicy):
         streamed = {step: before, OUTPUT_LAYER: [*before, *step]}
         return {self.item(atoms): self.with_streams(atoms, others) for atoms, others in streamed.items()}
 
+    def needed_for_step(self, t: int) -> int:
+        """Return the bytes of training block t with its output module."""
+        return self.needed(t)[self.item(self.step(t))]
+
+    @cached_property
+    def cheapest(self) -> int:
+        """The bytes of the cheapest step. A device with less can train no block."""
+        return min(self.needed_for_step(t) for t in range(1, len(self.blocks) + 1))
+
+    def unasked(self, t: int) -> range:
+        """Return the numbers of bytes with which a device gets no task in step t: enough for another block, but not for this.
+
+        With `profl.cohort` = all there are none.
+        """
+        return range(self.cheapest, self.needed_for_step(t)) if self.settings.profl.cohort == "eligible" else range(0)
+
     def largest(self) -> tuple[int, int]:
         """Return the step with the largest memory cost, and its bytes."""
-        needed = {t: self.needed(t)[self.item(self.step(t))] for t in range(1, len(self.blocks) + 1)}
+        needed = {t: self.needed_for_step(t) for t in range(1, len(self.blocks) + 1)}
         t = max(needed, key=needed.__getitem__)
         return t, needed[t]
 
@@ -149,7 +164,7 @@ class ProFLPolicy(PartitionPolicy):
         """Return the atoms with theta_L; if the first atom is a basic layer, they are a student in a map."""
         piece = item.atoms
         if piece == OUTPUT_LAYER:
-            return Part(self.model, piece, name="the output layer")
+            return Part(self.model, piece, name=OUTPUT_LAYER_NAME)
         if piece[0] < len(self.blueprint.atoms):
             return Part(self.model, piece)
         trained = learners(piece, piece[0] == basic_atoms(self.model).get(len(self.blocks)))
@@ -185,15 +200,15 @@ class ProFLPolicy(PartitionPolicy):
         return [1 + maps + (before + step) * rounds for step in range(count)]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the step's block with its output module. Raises MemoryBudgetExceededError if they do not fit."""
-        (part,) = self.stages[stage].parts
-        needed = self.needed(stage + 1)[self.item(part.atoms)]
-        if needed > state.allowed_bytes:
-            raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
-        return [part]
+        """Return the step's block with its output module, or the output layer alone if the device is to train that.
 
-    def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the step if it fits, else the output layer alone if that fits, else nothing."""
-        needed = self.needed(stage + 1)
-        items = [self.item(atoms) for atoms in (self.stages[stage].parts[0].atoms, OUTPUT_LAYER)]
-        return [self.part(item) for item in items if needed[item] <= state.allowed_bytes][:1]
+        Raises MemoryBudgetExceededError if neither fits, or if the device gets no task in this step.
+        """
+        (part,), costs = self.stages[stage].parts, self.needed(stage + 1)
+        needed, allowed = costs[self.item(part.atoms)], state.allowed_bytes
+        if needed <= allowed:
+            return [part]
+        output_layer = self.item(OUTPUT_LAYER)
+        if allowed in self.unasked(stage + 1) or costs[output_layer] > allowed:
+            raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
+        return [self.part(output_layer)]

@@ -162,7 +162,7 @@ def test_the_fleet_says_how_many_clients_there_are() -> None:
     assert found["fleet"]["clients"] == 100
     assert [stage["participation"] for stage in found["fleet"]["stages"]] == [0.43, 0.81, 0.99, 1.0]
     assert len(found["fleet"]["stages"][0]["excluded_clients"]) == 57
-    assert found["fleet"]["excluded"] == "trains the output layer only"
+    assert found["fleet"]["excluded"] == "excluded"
 
 
 def test_a_fleet_whose_poorest_device_fits_no_atom_is_still_planned() -> None:

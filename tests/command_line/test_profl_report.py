@@ -27,8 +27,8 @@ def rounds() -> list[dict[str, Any]]:
         progress(3, "shrinking, step 2", 0.75, -0.25, slope_threshold=0.05),
         progress(4, "shrinking, step 2", 0.75, -0.01, slope_threshold=0.05, times_below=1, ended="frozen"),
         progress(5, "map, block 2", None, ended="rounds"),
-        progress(6, "growing, step 1", None),
-        progress(7, "growing, step 1", 0.5),
+        progress(6, "growing, step 1", None, block_clients=4, output_layer_clients=6),
+        progress(7, "growing, step 1", 0.5, block_clients=5, output_layer_clients=5),
     ]
 
 
@@ -43,9 +43,9 @@ def test_lines_end_where_a_part_of_the_run_does() -> None:
 
 def test_how_each_part_of_the_run_ended() -> None:
     assert phase_rows(rounds()) == [
-        ("shrinking, step 2", "1 to 4", "0.75", "-0.01", "1", "frozen"),
-        ("map, block 2", "5", "-", "-", "-", "its rounds"),
-        ("growing, step 1", "6 to 7", "0.5", "-", "-", "-"),
+        ("shrinking, step 2", "1 to 4", "-", "0.75", "-0.01", "1", "frozen"),
+        ("map, block 2", "5", "-", "-", "-", "-", "its rounds"),
+        ("growing, step 1", "6 to 7", "4.5, 5.5", "0.5", "-", "-", "-"),
     ]
 
 

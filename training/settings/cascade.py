@@ -87,6 +87,11 @@ class ProFLSettings(Table):
     blocks: Literal["architecture", "budget"] = setting(
         "architecture", "where blocks come from; budget = as large as the client with the smallest budget can train"
     )
+    cohort: Literal["eligible", "all"] = setting(
+        "eligible",
+        "whom a round's clients are drawn from: those with memory for the block, and those with memory for none, which train "
+        "the output layer; or all, and those without memory for this block train the output layer",
+    )
     shrinking: bool = setting(True, "progressive model shrinking, before the model grows")
     stage_rounds: Count = setting(0, "maximum rounds of a step; 0 = num-rounds of the first start / steps", MOVED)
     distil_rounds: Count = setting(5, "rounds of integrating a block into its basic layer; 0 = none")

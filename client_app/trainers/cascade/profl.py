@@ -4,7 +4,8 @@ theta_t is block t. Its output module theta_op has a basic layer theta_{t+1,b} .
 output layer theta_L. F marks frozen blocks, and z_{t-1} are the features of the images behind the frozen blocks.
 
 Growing and shrinking: [theta_{1,F}, .., theta_t, theta_op] is run, and theta_t and theta_op are trained by cross-entropy. A
-device that cannot afford that trains theta_L alone (section 3.1), on the features of all layers before it.
+device that cannot afford that, and is asked all the same, trains theta_L alone (section 3.1), on the features of all layers
+before it.
 Map: distillation transfers theta_t's information to theta_{t,b}. The student [theta_{t,b}, theta_{t+1,b}, ..] learns the logits
 of the teacher [theta_t, theta_{t+1,b}, ..] by the mean squared error.
 

@@ -34,7 +34,7 @@ from piecework.plan import make_plan
 from piecework.planning.costs import cost_model_for
 from piecework.question import ask
 from piecework.server_app.records import RunDir
-from piecework.strategies.cascade.profl import Phase, phases_of
+from piecework.strategies.cascade.profl_phases import Phase, phases_of
 from piecework.strategies.cascade.profl_steps import ProFLPolicy
 from piecework.training.examples import normalised
 from piecework.training.settings import Settings
@@ -58,6 +58,7 @@ SMALL: dict[str, Any] = TRIO | {
     "strategy": "profl",
     "architecture__batch_norm": "running",
     "training__local_iterations": 2,
+    "profl__cohort": "all",
     "profl__stage_rounds": 2,
     "profl__distil_rounds": 1,
     "profl__distil_lr": 0.01,
