@@ -45,6 +45,7 @@ CHOICES = {
     "fedprophet.validation-clients": "round",
     "profl.blocks": "budget",
     "profl.cohort": "all",
+    "profl.growing-start": "previous",
     "profl.freezing": "parameters",
     "profl.frozen-mode": "training",
     "fjord.sampling": "round",

@@ -93,6 +93,11 @@ class ProFLSettings(Table):
         "the output layer; or all, and those without memory for this block train the output layer",
     )
     shrinking: bool = setting(True, "progressive model shrinking, before the model grows")
+    growing_start: Literal["shrinking", "previous"] = setting(
+        "shrinking",
+        "the output module that a growing step starts from: that of its step in shrinking, or of the growing step before",
+        case("profl", profl__shrinking=True),
+    )
     stage_rounds: Count = setting(0, "maximum rounds of a step; 0 = num-rounds of the first start / steps", MOVED)
     distil_rounds: Count = setting(5, "rounds of integrating a block into its basic layer; 0 = none")
     distil_lr: Positive = setting(1e-5, "learning rate of these rounds")
