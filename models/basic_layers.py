@@ -1,11 +1,13 @@
 """ProFL's blocks, and the basic layers that stand in for blocks not trained yet (section 2 and the authors' code).
 
 The output module of step t has a basic layer for every block after block t, then the model's own pooling and classifier. A
-basic layer is one 3 x 3 convolution to the block's channels, without bias, norm or ReLU. Its stride is the factor by which the
+basic layer is one 3 x 3 convolution to the block's channels, without bias or ReLU, and if asked for (ours:
+`profl.output-norm`) with a batch norm. Its stride is the factor by which the
 block shrinks its feature map: 2 throughout ResNet, as in the authors' code, and 4 in VGG-11, which they do not mention. The
 basic layer of a transformer is one encoder (section 3.6), that of an LSTM one layer.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +15,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from piecework.models.cascade import Atom, Blueprint
+from piecework.models.cascade import Atom, Blueprint, norm_layer
 from piecework.models.layers import map_size
 from piecework.models.partition import Piece
 
@@ -40,10 +42,12 @@ def blocks_of(blueprint: Blueprint) -> list[Piece]:
     return [tuple(range(start, stop)) for start, stop in pairwise(cuts)]
 
 
-def with_basic_layers(blueprint: Blueprint, blocks: Sequence[Piece]) -> Blueprint:
+def with_basic_layers(blueprint: Blueprint, blocks: Sequence[Piece], *, norm: bool = False) -> Blueprint:
     """Return the model with its basic layers appended as spare atoms: `basic<t>` stands for block t (from 2).
 
     A block that does not change the shape of its feature map, as parts of the paper's blocks may be, has no basic layer.
+    With `norm`, a batch norm of the model's kind follows each basic layer that is a convolution. Raises ValueError for a block
+    that no basic layer can stand for.
     """
     basics = []
     for t, block in enumerate(blocks[1:], start=2):
@@ -55,12 +59,18 @@ def with_basic_layers(blueprint: Blueprint, blocks: Sequence[Piece]) -> Blueprin
             stride = max(1, round(before[1] / shape[1]))
             shape = (shape[0], *map_size(before[1:], 3, stride, 1))
             build: Callable[[], nn.Module] = partial(nn.Conv2d, before[0], shape[0], 3, stride, 1, bias=False)
+            if norm:
+                build = partial(_with_norm, build, shape[0], blueprint.batch_norm)
         elif first.shape == shape:
             build = first.build
         else:
             raise ValueError(f"{blueprint.name} has no basic layer for the block {first.name}..{last.name}")
         basics.append(Atom(f"{BASIC}{t}", build, shape, before))
     return replace(blueprint, atoms=(*blueprint.atoms, *basics), spare=len(basics), width=1.0)
+
+
+def _with_norm(build: Callable[[], nn.Module], channels: int, batch_norm: str) -> nn.Module:
+    return nn.Sequential(OrderedDict(conv=build(), bn=norm_layer(channels, batch_norm)))
 
 
 def basic_atoms(blueprint: Blueprint) -> dict[int, int]:

@@ -33,9 +33,9 @@ class Variant:
     which output channels they compute (PriSM). `thresholds` prunes weights below a learned threshold, with this
     straight-through gradient, and `silent` also biases and norms of pruned filters (SpaFL). `scores` freezes weights drawn from
     `seed` and masks them by trained scores, with this straight-through gradient (FedPM). `exits` adds classifiers after these
-    blocks of atoms (DepthFL). `basic_layers` adds a small layer that can stand for each of these blocks (ProFL). `statistics`
-    gives running statistics to batch norms that are trained without them (`architecture.batch-norm = measured`). `pooling` is
-    that of auxiliary heads (FedProphet).
+    blocks of atoms (DepthFL). `basic_layers` adds a small layer that can stand for each of these blocks, and `basic_norm` a
+    batch norm behind its convolution (ProFL). `statistics` gives running statistics to batch norms that are trained without
+    them (`architecture.batch-norm = measured`). `pooling` is that of auxiliary heads (FedProphet).
     """
 
     architecture: str = ""
@@ -50,6 +50,7 @@ class Variant:
     seed: int = 0
     exits: tuple[Piece, ...] = ()
     basic_layers: tuple[Piece, ...] = ()
+    basic_norm: bool = False
     statistics: bool = False
     pooling: Literal["auto", "authors", "none"] = "authors"
 
@@ -90,7 +91,7 @@ def vary(model: Blueprint, variant: Variant) -> Blueprint:
     if variant.exits:
         model = with_exits(model, variant.exits)
     if variant.basic_layers:
-        model = with_basic_layers(model, variant.basic_layers)
+        model = with_basic_layers(model, variant.basic_layers, norm=variant.basic_norm)
     if variant.statistics:
         model = with_statistics(model)
     return model if variant.pooling == model.auxiliary_pool else replace(model, auxiliary_pool=variant.pooling)

@@ -1,5 +1,6 @@
 """The memory thresholds of ProFL's authors for ResNet-18, and a formula fitted to them for other models."""
 
+from piecework.models.basic_layers import BASIC
 from piecework.models.cascade import Blueprint
 from piecework.models.depth_exits import EXIT
 from piecework.models.layer_statistics import layer_statistics
@@ -33,18 +34,26 @@ def memory_bytes(part: Part, reference: Blueprint, training_config: TrainingConf
     names = tuple(
         name for name in part.names() if not name.startswith(EXIT)
     )  # DepthFL's classifiers cost nothing there
-    known = AUTHORS_MB.get(names) if setting == SETTING else None
+    known = AUTHORS_MB.get(names) if setting == SETTING and not output_norms(part) else None
     return 10**6 * (fitted_mb(part, training_config.batch_size) if known is None else known)
+
+
+def output_norms(part: Part) -> int:
+    """Return the outputs per example of the batch norms behind basic layers (`profl.output-norm`)."""
+    units = [f"atoms.{atom}" for atom in part.atoms if part.blueprint.atoms[atom].name.startswith(BASIC)]
+    layers = [layer for unit in units for layer in layer_statistics(part.blueprint, unit).layers]
+    return sum(layer.outputs for layer in layers if layer.kind == "BatchNorm2d")
 
 
 def fitted_mb(part: Part, batch_size: int) -> float:
     """A fit to the authors' thresholds, within 4 %: activations and their gradients, 4 bytes each; parameters are ignored.
 
     A convolution of the main path counts three maps (its own, batch norm's, ReLU's), one of a shortcut or of a basic layer
-    one, a max-pooling one. Linear layers, LSTMs and norms without a convolution count their outputs. In the authors' MB, which
-    are 2^20 bytes: only so do the output modules' 28, 12 and 4 MB come out.
+    one, a max-pooling one. Batch norms of basic layers, which the authors do not have, count their outputs, and so do linear
+    layers, LSTMs and norms without a convolution. In the authors' MB, which are 2^20 bytes: only so do the output modules' 28,
+    12 and 4 MB come out.
     """
-    elements = 0
+    elements = output_norms(part)
     for atom, unit in zip(part.atoms, part.units[:-1], strict=True):
         if part.blueprint.atoms[atom].name.startswith(EXIT):
             continue
@@ -52,7 +61,7 @@ def fitted_mb(part: Part, batch_size: int) -> float:
         convolutions = [layer for layer in layers if layer.kind == "Conv2d"]
         if not convolutions:
             elements += sum(layer.outputs for layer in layers if layer.kind != "MaxPool2d")
-        single = part.blueprint.atoms[atom].name.startswith("basic")
+        single = part.blueprint.atoms[atom].name.startswith(BASIC)
         elements += sum(layer.outputs for layer in layers if layer.kind == "MaxPool2d")
         for layer in convolutions:
             elements += layer.outputs * (1 if single or layer.on_shortcut else 3)

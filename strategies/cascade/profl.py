@@ -31,12 +31,12 @@ gets no task in this step. Both groups are drawn together, because the paper doe
 Where the paper is silent: in shrinking, the blocks before t are frozen with their random initial weights, as in the authors'
 code. A step takes at most `profl.stage-rounds` rounds. Ours: the running statistics of random blocks are measured once, by the
 clients of a first round, while in the authors' code they follow the batches of each round. In growing, a step's output module
-starts as its step in shrinking left it, and that of step 1 as the last map left it. If a step is too large for every client,
-all blocks are single atoms (the paper's "layer-wise training"). Clients that cannot take part in a map are not drawn; with
-`profl.cohort` = all they refuse their task. If a
-block has more than `profl.movement-scalars` parameters, its movement is measured on that many of them. With `profl.freezing` =
-`parameters` (Table 3's ParamAware), the run's rounds without maps and statistics are divided among the steps in proportion to
-the parameters of their blocks.
+starts as its step in shrinking left it, and that of step 1 as the last map left it. With `profl.output-norm` (ours), a batch
+norm follows the convolution of each basic layer. If a step is too large for every client, all blocks are single atoms (the
+paper's "layer-wise training"). Clients that cannot take part in a map are not drawn; with `profl.cohort` = all they refuse
+their task. If a block has more than `profl.movement-scalars` parameters, its movement is measured on that many of them. With
+`profl.freezing` = `parameters` (Table 3's ParamAware), the run's rounds without maps and statistics are divided among the
+steps in proportion to the parameters of their blocks.
 """
 
 from collections.abc import Iterable

@@ -78,7 +78,7 @@ class ProFLPolicy(PartitionPolicy):
     @property
     def variant(self) -> Variant:
         """The run's model with basic layers in addition to its blocks."""
-        return Variant(basic_layers=tuple(self.blocks))
+        return Variant(basic_layers=tuple(self.blocks), basic_norm=self.settings.profl.output_norm)
 
     def by_budget(self, budget: int) -> list[Piece]:
         """Return the largest blocks that can be trained with their output modules within a budget (bytes).

@@ -24,6 +24,15 @@ MADE: list[tuple[Variant, dict[str, tuple[int, ...] | None]]] = [
     (Variant(scores="paper", seed=3), {"atoms.0.conv.weight": (16, 1, 3, 3), "atoms.0.bn.weight": None}),
     (Variant(exits=BLOCKS), {"atoms.5.fc.weight": (10, 64), "atoms.6.fc.weight": (10, 64)}),
     (Variant(basic_layers=BLOCKS), {"atoms.5.weight": (32, 16, 3, 3), "atoms.6.weight": (64, 32, 3, 3)}),
+    (
+        Variant(basic_layers=BLOCKS, basic_norm=True),
+        {
+            "atoms.5.conv.weight": (32, 16, 3, 3),
+            "atoms.5.bn.weight": (32,),
+            "atoms.6.bn.bias": (64,),
+            "atoms.6.weight": None,
+        },
+    ),
     (Variant(statistics=True), {"atoms.0.bn.running_mean": (16,)}),
 ]
 

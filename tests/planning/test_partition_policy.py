@@ -235,6 +235,31 @@ def test_blocks_and_output_modules(name, options, sizes) -> None:
         assert cascade[-len(step_atoms(model, blocks, t)) :] == step_atoms(model, blocks, t)
 
 
+def test_an_output_module_with_norms() -> None:
+    """The second basic layer of four has 64 channels of 8 x 8: a norm with 128 parameters behind 64 x 32 x 9 weights."""
+    blueprint = blueprint_of("resnet18", 0.25)
+    plain, normed = (with_basic_layers(blueprint, blocks_of(blueprint), norm=norm) for norm in (False, True))
+    assert [type(layer).__name__ for layer in normed.build_unit("atoms.10")] == ["Conv2d", "BatchNorm2d"]
+    counts = [sum(p.numel() for p in model.build_unit("atoms.10").parameters()) for model in (plain, normed)]
+    assert counts == [64 * 32 * 9, 64 * 32 * 9 + 128]
+    assert normed.shape_before(10) == plain.shape_before(10)
+    encoders = blueprint_of("deit-tiny")
+    same = with_basic_layers(encoders, blocks_of(encoders), norm=True)
+    assert same.atoms == with_basic_layers(encoders, blocks_of(encoders)).atoms
+
+
+def test_the_papers_memory_of_output_norms() -> None:
+    """Norms of 128 x 16 x 16, 256 x 8 x 8 and 512 x 4 x 4 outputs take 28 MB. With them the authors' 506 MB do not hold."""
+    blueprint = blueprint_of("resnet18")
+    config = TrainingConfig(lr=0.1, momentum=0.9, weight_decay=0.0, batch_size=64, epochs=1)
+    found = []
+    for norm in (False, True):
+        model = with_basic_layers(blueprint, blocks_of(blueprint), norm=norm)
+        part = Part(model, step_atoms(model, blocks_of(blueprint), 1))
+        found.append((profl.fitted_mb(part, 64), profl.memory_bytes(part, blueprint, config)))
+    assert found == [(508, 506 * 10**6), (536, 536 * 10**6)]
+
+
 def test_the_output_module_of_resnet18() -> None:
     model, atoms = at_step(blueprint_of("resnet18", 0.25), 2)
     assert [model.atoms[atom].name for atom in atoms[-3:]] == ["block4", "basic3", "basic4"]

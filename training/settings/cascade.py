@@ -93,6 +93,9 @@ class ProFLSettings(Table):
         "the output layer; or all, and those without memory for this block train the output layer",
     )
     shrinking: bool = setting(True, "progressive model shrinking, before the model grows")
+    output_norm: bool = setting(
+        False, "a batch norm behind each convolution of an output module, so that higher rates do not diverge"
+    )
     growing_start: Literal["shrinking", "previous"] = setting(
         "shrinking",
         "the output module that a growing step starts from: that of its step in shrinking, or of the growing step before",
