@@ -30,7 +30,8 @@ class Client:
 
     `blueprint` is the network of the task, a variant of the run's own model `full`. `local_data(fill)` returns the training
     examples, augmented again for each fill; the fill STAGES gives the same examples in all rounds. `old_state` is the folder
-    with the client's state of an earlier round, if there is one.
+    with the client's state of an earlier round, if there is one. `folder` holds the model that is trained, if that is not the
+    task's: another one of the client's own.
     """
 
     number: int
@@ -49,6 +50,7 @@ class Client:
     old_state: Path | None
     kept_round: int = 0
     device: torch.device = CPU
+    folder: Path | None = None
     _new_state: Path | None = field(default=None, repr=False)
 
     def rng(self, purpose: str, *parts: int) -> np.random.Generator:
@@ -67,12 +69,12 @@ class Client:
 
     def load(self) -> Load:
         """Return a function that loads units from the store: as the server sent them, or as saved since."""
-        return load_for_device(self.blueprint, self.store.load, self.device)
+        return load_for_device(self.blueprint, fill_from(self.store, self.folder), self.device)
 
     def save(self, piece: PieceModel) -> None:
         """Write a piece's units back to the store."""
         for unit, module in piece.units().items():
-            self.store.save(unit, module)
+            self.store.save(unit, module, self.folder)
 
     def evaluate(self, logits: Callable[[torch.Tensor], torch.Tensor], examples: Examples) -> Metrics:
         """Return loss, accuracy and number of examples for a function that computes logits; no metrics without examples."""
@@ -152,6 +154,6 @@ class Update:
     seen: list[int]
 
 
-def fill_from(store: Store, folder: Path) -> Callable[[str, nn.Module], None]:
-    """Return a function that fills a unit's module from a folder of the client's state."""
+def fill_from(store: Store, folder: Path | None) -> Callable[[str, nn.Module], None]:
+    """Return a function that fills a unit's module from a folder of the client's state, or from the task's model."""
     return lambda unit, module: store.load(unit, module, folder)

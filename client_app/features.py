@@ -100,12 +100,12 @@ def measure_statistics(client: Client, atoms: Piece, head: str | None = None) ->
         examples = feature_examples(features, examples.labels).on(client.device)
 
 
-def teacher_logits(client: Client, atoms: Piece, examples: Examples) -> np.ndarray:
-    """Return the logits[N, C] of examples from atoms and the model's head, with one atom in memory at a time."""
-    for atom in atoms[:-1]:
-        features = _stream(client, (atom,), examples, client.store.feature_path(f"teacher-{atom}"))
+def teacher_logits(client: Client, modules: Sequence[Piece], examples: Examples) -> np.ndarray:
+    """Return the logits[N, C] of examples from modules and the model's head, with one module in memory at a time."""
+    for module in modules[:-1]:
+        features = _stream(client, module, examples, client.store.feature_path(f"teacher-{runs(module)}"))
         examples = feature_examples(features, examples.labels).on(client.device)
-    return _stream(client, atoms[-1:], examples, client.store.feature_path("teacher"), "head")
+    return _stream(client, modules[-1], examples, client.store.feature_path("teacher"), "head")
 
 
 def _stream(

@@ -16,8 +16,9 @@ class WorkItem:
 
     `variant` is the network, made of the run's model. Without atoms, the item is the head alone. `copies` of the atoms teach
     each other (FeDepth's mutual distillation). `learns` are the atoms that learn while the others are only held (FeDepth's
-    sub-problems in the whole network). `clean` items use clean examples even if others train on adversarial ones (FedRBN). With
-    `measured`, nothing is trained, and batch norms measure statistics, one atom after another.
+    sub-problems in the whole network). `taught` atoms learn from the logits of another model besides labels (FeDepth). `clean`
+    items use clean examples even if others train on adversarial ones (FedRBN). With `measured`, nothing is trained, and batch
+    norms measure statistics, one atom after another.
     """
 
     atoms: Piece
@@ -25,6 +26,7 @@ class WorkItem:
     variant: Variant = field(default_factory=Variant)
     copies: int = 1
     learns: Piece = ()
+    taught: bool = False
     clean: bool = False
     measured: bool = False
 
@@ -46,5 +48,5 @@ class WorkItem:
 
 
 PLAIN = WorkItem(())
-OTHERS = ("head", "copies", "learns", "clean", "measured")
+OTHERS = ("head", "copies", "learns", "taught", "clean", "measured")
 ITEM = TypeAdapter(WorkItem)

@@ -7,7 +7,8 @@ Learning", 2023, https://arxiv.org/abs/2303.04887
     line 3, broadcast W^t                           base.py: PieceStrategy.configure_train
     line 5, ClientUpdate (lines 9 to 15, Eq. 1)     client_app/trainers/cascade/fedepth.py: train
     the decomposition (sections 4.1, 4.2)           client_app/trainers/cascade/fedepth.py: choose_items
-    mutual distillation (section 4.3)               client_app/trainers/cascade/fedepth.py: train_mutually, mutual_objective
+    mutual distillation (section 4.3)               client_app/trainers/cascade/fedepth_mutual.py: train_mutually
+    a whole and a depth-wise model (section 5.1)    client_app/trainers/cascade/fedepth.py: train_pair
     line 7, aggregate                               base.py: PieceStrategy.combine
 
 Aggregation (line 7) is W^{t+1} = sum_k p_k / sum_k' p_k' W_k^{t+1}, where p_k is client k's number of training examples. Each
@@ -15,7 +16,11 @@ client cuts the model by its own budget. The server sends the memory costs that 
 on fake tensors.
 
 Ours, where the paper is silent: blocks that a client has to skip are neither uploaded nor averaged (`fedepth.partial-training =
-dilute` restores the authors' way). m-FeDepth's heads are part of the global model and are averaged with it.
+dilute` restores the authors' way). m-FeDepth's heads are part of the global model and are averaged with it. A client whose
+budget exceeds the whole model's memory by enough for some blocks, but not for two whole models, trains a second model
+depth-wise, and both teach each other. The second model learns from the logits of the received one, and then the whole model
+from the logits of the second one. The paper (results of surplus budgets, r = 7/6) does not say when they teach each other. One
+after the other, they take no more memory than the whole model alone.
 """
 
 from collections.abc import Callable
@@ -26,10 +31,10 @@ from piecework.client_app.trainers.cascade.fedepth import (
     ItemCost,
     indispensable,
     items_of,
-    mutual_loss,
     network_piece,
     sub_problem,
 )
+from piecework.client_app.trainers.cascade.fedepth_mutual import mutual_loss, taught_loss
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import can_fit
 from piecework.models.layer_statistics import layer_statistics
@@ -51,10 +56,15 @@ class FeDepthPolicy(PartitionPolicy):
         return sub_problem(self.blueprint, self.settings, atoms, own_heads=self.exits)
 
     def part(self, item: WorkItem) -> Part:
-        """Return a sub-problem's part: a block with its head, a block in the whole network, or M models that learn mutually."""
+        """Return a sub-problem's part: a block with its head, a block in the whole network, or models that learn mutually."""
+        kind = self.settings.fedepth.mutual_loss
         if item.copies > 1:
-            loss, name = mutual_loss(self.settings.fedepth.mutual_loss), f"{item.copies} whole models, mutually"
-            return Part(self.blueprint, item.atoms, item.head, item.copies, loss, name)
+            name = f"{item.copies} whole models, mutually"
+            return Part(self.blueprint, item.atoms, item.head, item.copies, mutual_loss(kind), name)
+        if item.taught:
+            alone = label(Part(self.blueprint, item.atoms))
+            name = f"{alone}, mutually" if item.atoms == self.whole.atoms else f"{alone} of a second model"
+            return Part(self.blueprint, item.atoms, item.head, make_loss=taught_loss(kind), name=name, targets=True)
         if item.learns:
             name = f"{label(Part(self.blueprint, item.learns))} of the network"
             learns = tuple(dict.fromkeys(["atoms.0", *(f"atoms.{atom}" for atom in item.learns), "head"]))

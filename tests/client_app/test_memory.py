@@ -14,7 +14,8 @@ from helpers import RecordingGrid, a_client, a_training_config, fleet_json, rand
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from piecework.client_app.trainers.cascade.fedepth import decompose, mutual_loss
+from piecework.client_app.trainers.cascade.fedepth import decompose
+from piecework.client_app.trainers.cascade.fedepth_mutual import mutual_loss
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.memory import (
     MemoryBudgetExceededError,

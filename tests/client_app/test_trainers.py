@@ -1,6 +1,7 @@
 """What each trainer does to a client's share of the model."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from helpers import a_client, same, tiny_settings
 from torch.nn import functional as F
 
 from piecework.client_app.client import Client, Update
+from piecework.client_app.features import teacher_logits
 from piecework.client_app.trainers import find_trainer
 from piecework.client_app.trainers.cascade import fedepth, m_fedepth
-from piecework.client_app.trainers.cascade.fedepth import choose_items, mutual_item
+from piecework.client_app.trainers.cascade.fedepth import choose_items, train_blocks
+from piecework.client_app.trainers.cascade.fedepth_mutual import mutual_item, soft_targets, taught, taught_loss
 from piecework.client_app.trainers.whole import fedavg
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Cascade
@@ -46,7 +49,9 @@ def a_task(strategy: str = "fedepth", extra: dict[Piece, int] | None = None, mut
         lr=0.05,
         state_dir="",
         enforced=False,
-        costs=listed | {mutual_item(5, 2): mutual},
+        costs=listed
+        | {replace(item, taught=True): cost for item, cost in listed.items()}
+        | {mutual_item(5, 2): mutual},
     )
 
 
@@ -207,9 +212,63 @@ def test_mutual_models(tmp_path: Path) -> None:
     assert not np.array_equal(module.fc.weight.detach().numpy(), stored(client, ["head"])["head.fc.weight"])
 
 
+def a_pair(*blocks: Piece) -> list[WorkItem]:
+    return [WorkItem(block, taught=True) for block in (*blocks, (0, 1, 2, 3, 4))]
+
+
+def test_a_pair_teaches_each_other(tmp_path: Path) -> None:
+    """The second model first learns from the received one, block after block, and the whole model then from the second."""
+    client, other = poor_client(tmp_path / "1", 700), poor_client(tmp_path / "2", 700)
+    update = fedepth.train(a_task(), client)
+    assert update.done == a_pair((0, 1), (2, 3), (4,))
+    assert update.units == client.blueprint.units()
+    assert update.seen == [80, 80, 80, 80]
+    assert update.metrics["predicted-peak"] == 500
+    client.commit()
+    state = client.store.newest_state(1)
+    assert state is not None
+    second = stored_in(client, state / "companion-1")
+    assert sorted(second) == sorted(stored(client, client.blueprint.units()))
+
+    whole, examples = (0, 1, 2, 3, 4), other.local_data(0)
+    answers = teacher_logits(replace(client, folder=state / "companion-1"), [whole], examples)
+    targets = soft_targets(answers, examples.labels, "paper")
+    pupil = replace(other, local_data=lambda _: taught(examples, targets))
+    train_blocks(pupil, [WorkItem(whole, taught=True)], taught_loss("paper"))
+    assert same(stored(client, update.units), stored(other, update.units))
+
+
+def stored_in(client: Client, folder: Path) -> dict[str, np.ndarray]:
+    return dict(client.store.read(client.blueprint.units(), folder))
+
+
+def test_the_second_model_of_a_pair_is_kept(tmp_path: Path) -> None:
+    """It trains on from round to round, and its training starts anew without it."""
+    ends = []
+    for kept in (True, False):
+        client = poor_client(tmp_path / str(kept), 700)
+        fedepth.train(a_task(), client)
+        client.commit()
+        later = replace(client, round=2, old_state=client.store.newest_state(1) if kept else None, _new_state=None)
+        fedepth.train(a_task(), later)
+        ends.append(stored(later, ["head"]))
+    assert not same(*ends)
+
+
+def test_a_second_model_leaves_out_what_it_cannot_train(tmp_path: Path) -> None:
+    client = poor_client(tmp_path, 650)
+    update = fedepth.train(a_task(extra={(1,): 300, (0, 2): 150}), client)
+    assert update.done == a_pair((0, 2), (3,), (4,))
+    assert update.units == client.blueprint.units()
+
+
 @pytest.mark.parametrize(
     ("allowed", "mutual_models", "items"),
     [
+        (599, 3, [WorkItem((0, 1, 2, 3, 4))]),
+        (600, 3, a_pair((0,), (1,), (2,), (3,), (4,))),
+        (600, 1, [WorkItem((0, 1, 2, 3, 4))]),
+        (999, 2, a_pair((0, 1, 2, 3), (4,))),
         (499, 3, [WorkItem((0, 1, 2, 3)), WorkItem((4,))]),
         (500, 3, [WorkItem((0, 1, 2, 3, 4))]),
         (1000, 3, [mutual_item(5, 2)]),

@@ -28,8 +28,8 @@ HERE = Path(__file__).resolve().parent
 # ---- resumption
 
 
-# A client that teaches a companion and keeps it, one that trains in pieces, one that trains the whole model.
-MUTUAL = TRIO | {"fleet": fleet_json(rich=2.2, poor=0.6, full=1.0)}
+# A client that teaches a companion and keeps it, one that trains in pieces, one whose companion is trained in pieces.
+MUTUAL = TRIO | {"fleet": fleet_json(rich=2.2, poor=0.6, pair=1.7)}
 LOCAL_NORMS = TRIO | {"fleet": fleet_json(poor=0.6, full=1.0), "architecture__batch_norm": "local"}
 RESUMABLE = {
     "demo": {"fleet": "demo"},

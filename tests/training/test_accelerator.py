@@ -198,6 +198,7 @@ FEDRBN: dict[str, Any] = {
         {"strategy": "fedavg", "evaluation__on_clients_every": 1},  # its budget is just what a step needs
         {"strategy": "fedepth", "fleet": fleet_json(one=0.6)},
         {"strategy": "fedepth", "fleet": fleet_json(one=2.2)},  # two models learn mutually
+        {"strategy": "fedepth", "fleet": fleet_json(one=1.7)},  # so do two, of which one is trained block by block
         {
             "strategy": "fedprophet",
             "num_rounds": 2,
@@ -209,7 +210,7 @@ FEDRBN: dict[str, Any] = {
         },
         FEDRBN,
     ],
-    ids=["fedavg", "fedepth", "mutual", "fedprophet", "fedrbn"],
+    ids=["fedavg", "fedepth", "mutual", "pair", "fedprophet", "fedrbn"],
 )
 def test_a_round_in_bfloat16_takes_what_was_predicted(tmp_path: Path, case: dict[str, Any]) -> None:
     exact, half = (

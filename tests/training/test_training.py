@@ -10,7 +10,7 @@ import torch
 from helpers import a_blueprint, a_client, a_training_config, digits, random_examples, same, tiny_settings
 from torch.nn import functional as F
 
-from piecework.client_app.trainers.cascade.fedepth import mutual_objective
+from piecework.client_app.trainers.cascade.fedepth_mutual import mutual_objective, soft_targets, taught_objective
 from piecework.models.cascade import Cascade, fit_features, isolated_rng
 from piecework.training.examples import batches, training_examples
 from piecework.training.loop import SGD, LocalTrainer, PieceModel
@@ -97,6 +97,32 @@ def test_mutual_objective_of_three() -> None:
     expected = (CE1 + 2 * CE2) / 3 + (2 * KL21 + 2 * KL12) / 2  # models 2 and 3 agree
     assert mutual_objective([h1, h2, h3], y, "paper").item() == pytest.approx(expected)
     assert mutual_objective([h1, h2, h3], y, "authors").item() == pytest.approx(CE1 + 2 * CE2 + KL21 + KL12)
+
+
+@pytest.mark.parametrize(("kind", "weight"), [("paper", 0.5), ("authors", 1.0)])
+def test_soft_targets_are_the_label_and_the_teacher(kind: str, weight: float) -> None:
+    """The teacher says (1/4, 3/4), or 3/4 with one logit, and the labels are the second class and the first."""
+    teacher, labels = np.array([[0.0, LOG3]] * 2, np.float32), np.array([1, 0])
+    expected = [[0.25, 0.75 + weight], [0.25 + weight, 0.75]]
+    assert soft_targets(teacher, labels, kind) == pytest.approx(np.array(expected, np.float32))
+    assert soft_targets(teacher[:, 1:], labels, kind) == pytest.approx(np.array([[0.75 + weight], [0.75]], np.float32))
+
+
+@pytest.mark.parametrize("kind", ["paper", "authors"])
+def test_a_taught_model_minimises_its_part_of_the_mutual_objective(kind: str) -> None:
+    """The gradients are equal; the loss is the cross-entropy and the divergence, and the teacher's entropy, log 2."""
+    h1, h2, y = logits(3)
+    mutual_objective([h1, h2], y, kind).backward()
+    pupil = h1.detach().clone().requires_grad_()
+    targets = torch.from_numpy(soft_targets(h2.detach().numpy(), y.numpy(), kind))
+    loss = taught_objective(pupil, targets, kind)
+    loss.backward()
+    torch.testing.assert_close(pupil.grad, h1.grad)
+    weight = 0.5 if kind == "paper" else 1.0
+    assert loss.item() == pytest.approx(weight * CE1 + KL21 + math.log(2))
+    one = torch.tensor([[LOG3]] * 3)
+    halves = torch.from_numpy(soft_targets(np.zeros((3, 1), np.float32), y.numpy(), kind))
+    assert taught_objective(one, halves, kind).item() == pytest.approx(loss.item())
 
 
 def test_the_other_models_logits_are_constants() -> None:

@@ -34,7 +34,11 @@ class FeDepthSettings(Table):
         "what a client holds: the blocks it trains; network = all blocks, and it trains its own, the first atom and the "
         "head, as the authors fine-tune transformers",
     )
-    mutual_models: AtLeastOne = setting(2, "maximum number of models that a rich client distils mutually; 1 = off")
+    mutual_models: AtLeastOne = setting(
+        2,
+        "maximum number of models that teach each other on a client with surplus memory; if not even two fit at once, the "
+        "second is trained block after block; 1 = off",
+    )
     mutual_loss: Literal["paper", "authors"] = setting("paper", "the loss of mutual distillation")
 
 

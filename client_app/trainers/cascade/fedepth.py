@@ -16,18 +16,25 @@ hardly any memory. By default only the first sub-problem trains the first atom, 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
-from piecework.client_app.client import Client, Update, fill_from
+from piecework.client_app.client import Client, Update
+from piecework.client_app.features import teacher_logits
+from piecework.client_app.trainers.cascade.fedepth_mutual import (
+    companion_folder,
+    mutual_item,
+    soft_targets,
+    taught,
+    taught_loss,
+    train_mutually,
+    without_examples,
+)
 from piecework.device_profiles.memory import MemoryBudgetExceededError
-from piecework.models.cascade import Blueprint, can_fit, isolated_rng
+from piecework.models.cascade import Blueprint, can_fit
 from piecework.models.partition import (
     AtomTooLargeError,
     Cost,
@@ -39,19 +46,15 @@ from piecework.models.partition import (
     runs,
 )
 from piecework.models.work_item import WorkItem
-from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
 from piecework.training.loop import (
     LocalTrainer,
     MakeLoss,
     PieceModel,
-    channels_last,
-    classification_loss,
-    load_for_device,
+    single_loss,
 )
 from piecework.training.memory_cap import return_free_memory
 from piecework.training.messages import Metrics, Task
-from piecework.training.randomness import integer
 from piecework.training.settings import Settings
 
 
@@ -67,24 +70,33 @@ def decompose(count: int, cost: Cost, allowed: int, names: list[str]) -> list[Pi
 ItemCost = Callable[[WorkItem], int | None]  # bytes of a work item; None = unknown, so that it must not be trained
 
 
-def mutual_item(count: int, copies: int) -> WorkItem:
-    """Return the work item of `copies` whole models, of `count` atoms each, that teach each other."""
-    return WorkItem(tuple(range(count)), copies=copies)
-
-
 def choose_items(
     names: list[str], cost: ItemCost, allowed: int, mutual_models: int, item: Callable[[Piece], WorkItem] = WorkItem
 ) -> list[WorkItem]:
-    """Return the work items of a device: up to `mutual_models` > 1 whole models if they fit (section 4.3), else its blocks.
+    """Return the work items of a device: its blocks, or what a surplus of memory allows if `mutual_models` > 1 (section 4.3).
 
-    Raises AtomTooLargeError if even the last atom does not fit.
+    These are up to `mutual_models` whole models. If not even two fit, they are a pair: the blocks of a second model, cut for
+    the bytes that the whole model leaves, and the whole model. Raises AtomTooLargeError if even the last atom does not fit.
     """
     pieces = decompose(len(names), lambda atoms: cost(item(atoms)), allowed, names)
-    if len(pieces) == 1 and len(pieces[0]) == len(names):
-        for copies in range(mutual_models, 1, -1):
-            if fits(cost(mutual := mutual_item(len(names), copies)), allowed):
-                return [mutual]
-    return [item(piece) for piece in pieces]
+    whole = tuple(range(len(names)))
+    if pieces != [whole] or mutual_models == 1:
+        return [item(piece) for piece in pieces]
+    for copies in range(mutual_models, 1, -1):
+        if fits(cost(mutual := mutual_item(len(names), copies)), allowed):
+            return [mutual]
+    return pair_items(names, cost, allowed, item) or [item(whole)]
+
+
+def pair_items(names: list[str], cost: ItemCost, allowed: int, item: Callable[[Piece], WorkItem]) -> list[WorkItem]:
+    """Return the items of a depth-wise and a whole model that teach each other, or none if they do not fit together."""
+    whole = replace(item(tuple(range(len(names)))), taught=True)
+    if whole.learns or (needed := cost(whole)) is None or needed >= allowed:
+        return []
+    with suppress(AtomTooLargeError):
+        blocks = decompose(len(names), lambda atoms: cost(replace(item(atoms), taught=True)), allowed - needed, names)
+        return [*(replace(item(block), taught=True) for block in blocks), whole]
+    return []
 
 
 def sub_problem(blueprint: Blueprint, settings: Settings, atoms: Piece, *, own_heads: bool = False) -> WorkItem:
@@ -106,9 +118,14 @@ def items_of(
     items = choose_items(names, cost, allowed, settings.fedepth.mutual_models, item)
     if settings.fedepth.sub_problem == "network" or items[0].copies > 1:
         return items
-    if (needed := indispensable(blueprint, [atom for each in items for atom in each.atoms])) is not None:
-        raise AtomTooLargeError(names[needed], cost(item((needed,))), allowed)
-    return items
+    pair = items[-1].taught
+    blocks = items[:-1] if pair else items
+    needed = indispensable(blueprint, [atom for each in blocks for atom in each.atoms])
+    if needed is None:
+        return items
+    if pair:  # the second model cannot be trained without that atom
+        return [replace(items[-1], taught=False)]
+    raise AtomTooLargeError(names[needed], cost(item((needed,))), allowed)
 
 
 def indispensable(blueprint: Blueprint, atoms: list[int]) -> int | None:
@@ -152,9 +169,20 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     except AtomTooLargeError as error:
         raise MemoryBudgetExceededError(error.needed or 0, client.allowed, f"training atom {error.name!r}") from error
     if items[0].copies > 1:
-        return train_mutually(client, items[0], task.cost(items[0]) or 0)
-    if client.settings.fedepth.sub_problem == "network":
-        return train_network(task, client, items)
+        update = train_mutually(client, items[0])
+    elif items[-1].taught:
+        update = train_pair(client, items, own_heads=own_heads)
+    elif client.settings.fedepth.sub_problem == "network":
+        update = train_network(client, items)
+    else:
+        update = train_blocks(client, items)
+        if client.settings.fedepth.partial_training == "dilute":
+            update = replace(update, units=[*dict.fromkeys([*update.units, *client.blueprint.units()])])
+    return replace(update, metrics=update.metrics | {"predicted-peak": max(task.cost(item) or 0 for item in items)})
+
+
+def train_blocks(client: Client, items: list[WorkItem], make_loss: MakeLoss = single_loss) -> Update:
+    """Train one block after another, each on the features behind the last one."""
     pieces = [item.atoms for item in items]
     trained: dict[str, None] = {}
     metrics: Metrics = {}
@@ -162,7 +190,7 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     entrance = client.blueprint.shape_before(pieces[0][0])
     examples, validation = client.local_data(0).entering(entrance), client.validation.entering(entrance)
     for j, item in enumerate(items):
-        trainer = LocalTrainer(partial(_load_piece, client, item.atoms, item.head), client.training_config)
+        trainer = LocalTrainer(partial(_load_piece, client, item.atoms, item.head), client.training_config, make_loss)
         for epoch in trainer.epochs():
             if epoch and not client.settings.memory.feature_cache:
                 fresh = client.local_data(epoch).entering(entrance)
@@ -183,12 +211,31 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
             metrics |= client.evaluate(piece.logits, validation)
         del piece, trainer
         return_free_memory()
-    metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.cost(item) or 0 for item in items)}
-    skipped = [] if client.settings.fedepth.partial_training == "leave-out" else client.blueprint.units()
-    return Update([*dict.fromkeys([*trained, *skipped])], metrics, items, seen)
+    return Update([*trained], metrics | {"train-loss": loss / sum(seen)}, items, seen)
 
 
-def train_network(task: Task, client: Client, items: list[WorkItem]) -> Update:
+def train_pair(client: Client, items: list[WorkItem], *, own_heads: bool) -> Update:
+    """Train a second model block after block, taught by the whole one, which it then teaches; upload the whole one.
+
+    The second model stays in the client's state from round to round. Logits of the teacher are computed before its pupil
+    trains, so that the two are never in memory together.
+    """
+    *blocks, whole = items
+    kind, examples = client.settings.fedepth.mutual_loss, client.local_data(0)
+    make_loss = taught_loss(kind)
+    folder = companion_folder(client, 1, client.blueprint.units(exits=own_heads))
+    second = replace(client, folder=folder, validation=without_examples(client.validation))
+    targets = soft_targets(teacher_logits(client, [whole.atoms], examples), examples.labels, kind)
+    learnt = train_blocks(replace(second, local_data=lambda _: taught(examples, targets)), blocks, make_loss)
+
+    atoms = tuple(atom for block in blocks for atom in block.atoms)
+    entering = examples.entering(client.blueprint.shape_before(atoms[0]))
+    answers = soft_targets(teacher_logits(second, [atoms], entering), examples.labels, kind)
+    update = train_blocks(replace(client, local_data=lambda _: taught(examples, answers)), [whole], make_loss)
+    return replace(update, done=items, seen=[*learnt.seen, *update.seen])
+
+
+def train_network(client: Client, items: list[WorkItem]) -> Update:
     """Train one sub-problem after another within the whole network."""
     loss, seen, units = 0.0, list[int](), dict[str, None]()
     for j, item in enumerate(items):
@@ -204,8 +251,7 @@ def train_network(task: Task, client: Client, items: list[WorkItem]) -> Update:
         metrics = client.evaluate(piece.logits, client.validation) if j + 1 == len(items) else {}
         del piece, trainer
         return_free_memory()
-    metrics |= {"train-loss": loss / sum(seen), "predicted-peak": max(task.cost(item) or 0 for item in items)}
-    return Update([*units], metrics, items, seen)
+    return Update([*units], metrics | {"train-loss": loss / sum(seen)}, items, seen)
 
 
 def _load_piece(
@@ -227,78 +273,3 @@ def _stream_again(client: Client, trainer: LocalTrainer, pieces: list[Piece], ex
         examples = client.stream(piece, examples, f"train-{j}", following[0])
         del piece
     return examples
-
-
-def train_mutually(client: Client, item: WorkItem, needed: int) -> Update:
-    """Train M whole models that teach each other (mutual knowledge distillation, section 4.3), and upload the first one.
-
-    The other models stay in the client's state from round to round.
-    """
-    copies = item.copies
-    loads = [client.load(), *(_load_companion(client, m) for m in range(1, copies))]
-    trainer = LocalTrainer(
-        lambda: [PieceModel(client.blueprint, item.atoms, item.head, load) for load in loads],
-        client.training_config,
-        mutual_loss(client.settings.fedepth.mutual_loss),
-    )
-    examples = client.local_data(0)
-    for epoch in trainer.epochs():
-        trainer.epoch(examples, client.rng("batches", 0, epoch), client.cap, f"train {copies} models mutually")
-    first, *others = trainer.finish()
-    client.save(first)
-    for m, piece in enumerate(others, start=1):
-        folder = _companion_folder(client.new_state(), m)
-        folder.mkdir(exist_ok=True)
-        for unit, module in piece.units().items():
-            client.store.save(unit, module, folder)
-    metrics = client.evaluate(first.logits, client.validation)
-    metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": needed}
-    return Update([*first.units()], metrics, [item], [trainer.seen])
-
-
-def _companion_folder(state: Path, m: int) -> Path:
-    return state / f"companion-{m}"
-
-
-def _load_companion(client: Client, m: int) -> Callable[[str], torch.nn.Module]:
-    """Return a function that loads the m-th companion from the client's state, or draws it by seed, client, m and unit."""
-    if client.old_state is not None and _companion_folder(client.old_state, m).is_dir():
-        fill = fill_from(client.store, _companion_folder(client.old_state, m))
-        return load_for_device(client.blueprint, fill, client.device)
-
-    def make(unit: str) -> torch.nn.Module:
-        with isolated_rng(integer(client.settings.seed, "companion", client.number, m, unit)):
-            return channels_last(client.blueprint.build_unit(unit)).to(client.device)
-
-    return make
-
-
-@cache
-def mutual_loss(kind: str) -> MakeLoss:
-    """Return the loss of M models: 1/M sum_m CE(h^m) + 1/(M-1) sum_m sum_{m' != m} KL(h^{m'} || h^m).
-
-    With kind `authors`, CE has no factor 1/M, as in the authors' code.
-    """
-
-    def make(pieces: list[PieceModel]) -> Loss:
-        def loss(z: Tensor, y: Tensor) -> Tensor:
-            return mutual_objective([piece.logits(z) for piece in pieces], y, kind)
-
-        return loss
-
-    return make
-
-
-def mutual_objective(logits: list[Tensor], y: Tensor, kind: str) -> Tensor:
-    """Return the objective of section 4.3 for logits[M][B, classes] and labels y[B]; KL is the mean over the batch."""
-    logits, M = [h.float() for h in logits], len(logits)
-    ce = torch.stack([classification_loss(h, y) for h in logits]).sum() / (M if kind == "paper" else 1)
-    if logits[0].shape[1] == 1:  # one logit means two classes, of which the other has logit 0
-        logits = [F.pad(h, (0, 1)) for h in logits]
-    kl = [
-        F.kl_div(h.log_softmax(1), other.detach().log_softmax(1), reduction="batchmean", log_target=True)
-        for m, h in enumerate(logits)
-        for n, other in enumerate(logits)
-        if n != m
-    ]
-    return ce + torch.stack(kl).sum() / (M - 1)

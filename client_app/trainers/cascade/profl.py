@@ -96,7 +96,7 @@ def integrate(task: Task, client: Client, t: int, z: Examples) -> Update:
     """Run the map of block t: train its basic layer to replace it, on z_{t-1}."""
     blocks = task.variant.basic_layers
     student = student_atoms(client.blueprint, t)
-    teacher = teacher_logits(client, step_atoms(client.blueprint, blocks, t), z)
+    teacher = teacher_logits(client, [(atom,) for atom in step_atoms(client.blueprint, blocks, t)], z)
     trained = learners(student, t == len(blocks))
     return learn(task, client, student, Examples(z.read, teacher, z.device), trained, distillation(trained))
 

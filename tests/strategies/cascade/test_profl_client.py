@@ -61,7 +61,7 @@ def test_a_teachers_logits_are_those_of_the_model_row_by_row(tmp_path: Path) -> 
     client.blueprint = model
     examples = client.local_data(0)
     z = prefix_features(client, [(0,), (1,)])
-    logits = teacher_logits(client, step_atoms(model, blocks_of(model_without(model)), 2), z)
+    logits = teacher_logits(client, [(a,) for a in step_atoms(model, blocks_of(model_without(model)), 2)], z)
     with torch.no_grad():
         whole = held(client, model, cascade_at(model, blocks_of(model_without(model)), 2))
         expected = whole.logits(examples.read(np.arange(40)))
