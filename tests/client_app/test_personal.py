@@ -1,18 +1,24 @@
 """Personal evaluation: whose part of the test split is what, and the mean over clients."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import FEW, TRIO, few_digits, fleet_json, run_local, tiny_settings
+import torch
+from helpers import FEW, TRIO, a_client, few_digits, fleet_json, run_local, tiny_settings
 
 import piecework
+from piecework.client_app.trainers.width import heterofl
+from piecework.client_app.trainers.width.heterofl import HeteroFLTaskConfig
 from piecework.federated_data.partition import partition_rows
 from piecework.federated_data.personal import client_test_rows
+from piecework.models.work_item import WorkItem
 from piecework.strategies import STRATEGIES
 from piecework.training.examples import normalised
-from piecework.training.loop import predictions
+from piecework.training.loop import PieceModel, predictions
+from piecework.training.messages import Task
 from piecework.training.settings import SettingsError
 from piecework.training.setup import all_client_rows, open_dataset
 
@@ -107,3 +113,27 @@ def test_every_strategy_evaluates_personally_or_refuses(tmp_path: Path, strategy
     assert record["accuracy"] is not None
     assert record["clients_evaluated"] == 3
     assert record["evaluation"]["others"] == []
+
+
+@pytest.mark.parametrize(
+    ("is_masked", "personal", "absent"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_a_personal_evaluation_masks_the_classes_that_training_masks(
+    tmp_path: Path, is_masked: bool, personal: bool, absent: bool
+) -> None:
+    """The first three of the digits are 0, 2 and 3, so seven classes are absent."""
+    settings = tiny_settings(strategy="heterofl", architecture__batch_norm="running")
+    client = a_client(tmp_path, settings, rows=3)
+    assert client.local_data(0).labels.tolist() == [0, 2, 3]
+    item = WorkItem((0, 1, 2, 3, 4))
+    task = Task("experiment", 1, 0, "heterofl", 10**9, 10**9, 0.1, "", costs={item: 1}, personal=personal)
+    task = replace(task, own=HeteroFLTaskConfig(level=0, masked=is_masked).to_values())
+    found = heterofl.evaluate(task, client)
+    piece = PieceModel(client.blueprint, item.atoms, "head", client.load())
+    piece.train(False)
+    examples = client.validation
+    logits = piece.logits(examples.read(np.arange(len(examples)))).detach()
+    if absent:
+        logits[:, [1, 4, 5, 6, 7, 8, 9]] = 0
+    expected = torch.nn.functional.cross_entropy(logits, examples.targets(np.arange(len(examples)))).item()
+    assert found["val-loss"] == pytest.approx(expected, rel=1e-5)

@@ -28,7 +28,9 @@ class HeteroFLSettings(Table):
         case("heterofl", "fedrolex", "feddrop"),
     )
     masked_loss: bool = setting(
-        True, "set the logits of classes that a client does not have to 0", case("heterofl", "fedrolex")
+        True,
+        "set the logits of classes that a client does not have to 0, in its training and its personal evaluation",
+        case("heterofl", "fedrolex"),
     )
 
     def ratios(self) -> list[float]:

@@ -3,7 +3,8 @@ it in the channels that the server chooses.
 
 The client trains all of its sub-model, as in federated averaging; r is the sub-model's width ratio. The Scaler divides the
 outputs of convolutions and hidden linear layers by the fraction of their inputs that was kept, so that they are as large as in
-the full model, which sums more channels. Masked cross-entropy sets the logits of classes without local examples to 0.
+the full model, which sums more channels. Masked cross-entropy sets the logits of classes without local examples to 0, and so
+does a personal evaluation, whose examples have the client's own classes.
 
 Ours: HeteroFL divides all outputs by r, also those of the first layer, whose inputs are never cut. The averaged statistics of
 its batch norm would then differ from those of the full model, which has no Scaler. Our Scaler is active whenever the sub-model
@@ -11,7 +12,7 @@ runs, also when it is attacked or evaluated (HeteroFL's is active only in traini
 LSTMs have no Scaler.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, Literal
@@ -110,17 +111,21 @@ def width_loss(ratios: tuple[float, ...], present: tuple[bool, ...]) -> MakeLoss
     def make(pieces: list[PieceModel]) -> Loss:
         (piece,) = pieces
         scale_up(piece, ratios)
-        mask = torch.tensor(present) if len(present) == outputs(piece.head) else None
-
-        def loss(z: Tensor, y: Tensor) -> Tensor:
-            logits = piece.logits(z)
-            if mask is not None:
-                logits = logits.masked_fill_(~mask.to(logits.device), 0.0)
-            return classification_loss(logits, y)
-
-        return loss
+        logits = masked(piece, present)
+        return lambda z, y: classification_loss(logits(z), y)
 
     return make
+
+
+def masked(piece: PieceModel, present: tuple[bool, ...]) -> Callable[[Tensor], Tensor]:
+    """Return the piece's logits as a function of its input, with those of classes that are not `present` set to 0.
+
+    An empty tuple means no mask. A model with one logit has none either.
+    """
+    if len(present) != outputs(piece.head):
+        return piece.logits
+    absent = ~torch.tensor(present)
+    return lambda z: (logits := piece.logits(z)).masked_fill_(absent.to(logits.device), 0.0)
 
 
 def classes_of(client: Client) -> tuple[bool, ...]:
@@ -141,7 +146,10 @@ def train(task: Task, client: Client) -> Update:
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """Return loss and accuracy of the sub-model on the validation data. Raises MemoryBudgetExceededError if it does not fit."""
+    """Return loss and accuracy of the sub-model on the validation data; a personal evaluation masks classes as training does.
+
+    Raises MemoryBudgetExceededError if the sub-model does not fit.
+    """
     ratios = scaler_of(task, client)
     needed = task.cost(whole_network(task, client))
     if not fits(needed, client.allowed):
@@ -149,7 +157,8 @@ def evaluate(task: Task, client: Client) -> Metrics:
     piece = PieceModel(client.blueprint, range(len(client.blueprint.atoms)), "head", client.load())
     scale_up(piece, ratios)
     piece.train(False)
-    return client.evaluate(piece.logits, client.validation)
+    present = classes_of(client) if task.personal and HeteroFLTaskConfig.of(task).masked else ()
+    return client.evaluate(masked(piece, present), client.validation)
 
 
 def scaler_of(task: Task, client: Client) -> tuple[float, ...]:
