@@ -75,14 +75,14 @@ def write_task(folder: Path) -> Path:
     from piecework.server_app.local_grid import FIRST_NODE, identify
     from piecework.training.messages import Task
     from piecework.training.settings import Settings
-    from piecework.training.setup import blueprint_for, open_dataset
+    from piecework.training.setup import blueprint_for, dataset_of
 
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (70, 8, 8), dtype=np.uint8), np.arange(70) % 10
     np.savez(folder / "data.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
     dataset = {"dataset": f"npz:{folder / 'data.npz'}", "clients": 1, "partition": "iid"}
     settings = Settings.from_run_config({**dataset, "strategy": "fedavg", "fleet": "unlimited"})
-    blueprint = blueprint_for(settings, open_dataset(settings.dataset, settings.data_dir))
+    blueprint = blueprint_for(settings, dataset_of(settings))
     task = Task(
         experiment_id="benchmark",
         round=1,

@@ -26,7 +26,7 @@ from piecework.server_app.records import RunDir
 from piecework.training.examples import as_inputs
 from piecework.training.loop import predictions
 from piecework.training.settings import Settings
-from piecework.training.setup import blueprint_for, open_dataset
+from piecework.training.setup import blueprint_for, dataset_of
 
 KEEPS = (0.2, 0.4, 0.6, 0.8)
 Arrays = Mapping[str, np.ndarray]
@@ -80,7 +80,7 @@ def main(
     settings, checkpoint = Settings.from_run_config(RunDir(run).settings()), RunDir(run).load_checkpoint()
     if checkpoint is None:
         raise typer.BadParameter(f"{run} has no checkpoint: give the folder of a run with a finished round")
-    data = open_dataset(settings.dataset, settings.data_dir)
+    data = dataset_of(settings)
     blueprint, arrays = blueprint_for(settings, data), {n: a.numpy() for n, a in checkpoint.arrays.items()}
     trained = Cascade(blueprint)
     trained.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})

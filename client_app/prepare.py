@@ -30,8 +30,8 @@ from piecework.training.setup import (
     all_client_rows,
     all_client_test_rows,
     blueprint_for,
+    dataset_of,
     image_attack,
-    open_dataset,
     open_own,
     training_config_for,
 )
@@ -174,7 +174,7 @@ def open_local_data(settings: Settings, context: Context, number: int, clients: 
     if own:
         data = open_own(Path(str(own)), settings, number, clients)
         return data, np.arange(len(data.labels))
-    data = open_dataset(settings.dataset, settings.data_dir)
+    data = dataset_of(settings)
     return data, all_client_rows(settings, clients)[number]
 
 

@@ -32,6 +32,7 @@ def partition_rows(
     balanced: bool,
     classes_per_client: int,
     skew: float,
+    capped: bool = False,
     groups: NDArray[Any] | None = None,
     groups_per_client: int = 0,
     min_examples: int = 10,
@@ -40,7 +41,7 @@ def partition_rows(
     if kind == "iid":
         return iid(labels, clients, seed)
     if kind == "dirichlet":
-        return dirichlet(labels, clients, seed, alpha, balanced, min_examples=min_examples)
+        return dirichlet(labels, clients, seed, alpha, balanced, capped=capped, min_examples=min_examples)
     if kind == "pathological":
         return pathological(labels, clients, seed, classes_per_client)
     if kind == "skewed":
@@ -58,7 +59,14 @@ def iid(labels: NDArray[Any], clients: int, seed: int) -> list[Ints]:
 
 
 def dirichlet(
-    labels: NDArray[Any], clients: int, seed: int, alpha: float, balanced: bool, *, min_examples: int = 10
+    labels: NDArray[Any],
+    clients: int,
+    seed: int,
+    alpha: float,
+    balanced: bool,
+    *,
+    capped: bool = False,
+    min_examples: int = 10,
 ) -> list[Ints]:
     """Draw label skew of concentration `alpha` > 0: the smaller, the fewer classes a client has.
 
@@ -66,9 +74,9 @@ def dirichlet(
     examples, each of a class drawn from p; an exhausted class is not drawn any more. The last clients take what is left, so
     clients draw in shuffled order. `min_examples` does not apply.
 
-    Unbalanced (FeDepth's alpha_u): each class is divided by p ~ Dirichlet(alpha * 1_clients), in which clients that already
-    have n / clients examples get nothing. The draw is repeated until every client has `min_examples`. Raises ValueError if that
-    takes too many draws.
+    Unbalanced (FeDepth's alpha_u, SpaFL): each class is divided by p ~ Dirichlet(alpha * 1_clients). With `capped`, clients
+    that already have n / clients examples get nothing of later classes. The draw is repeated until every client has
+    `min_examples`. Raises ValueError if that takes too many draws.
     """
     labels = _check(labels, clients)
     if not 0 < alpha <= 1e6:
@@ -80,7 +88,7 @@ def dirichlet(
     if balanced:
         counts = _balanced_counts(sizes, clients, alpha, rng)
     else:
-        counts = _unbalanced_counts(sizes, clients, alpha, min_examples, rng)
+        counts = _unbalanced_counts(sizes, clients, alpha, min_examples, rng, capped=capped)
     return _draw_rows(labels, counts, rng)
 
 
@@ -215,7 +223,9 @@ def _balanced_counts(sizes: Ints, clients: int, alpha: float, rng: np.random.Gen
     return counts
 
 
-def _unbalanced_counts(sizes: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator) -> Ints:
+def _unbalanced_counts(
+    sizes: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator, *, capped: bool
+) -> Ints:
     """Return the examples per client and class, [clients, classes]; every column sums to the class's size."""
     total = int(sizes.sum())
     if clients * minimum > total:
@@ -228,7 +238,7 @@ def _unbalanced_counts(sizes: Ints, clients: int, alpha: float, minimum: int, rn
         held = np.zeros(clients, dtype=np.int64)
         counts = np.zeros((clients, len(sizes)), dtype=np.int64)
         for k, weights in enumerate(rng.dirichlet(np.full(clients, alpha), size=len(sizes))):
-            fractions = _normalised(weights, held * clients < total, rng)
+            fractions = _normalised(weights, (held * clients < total) | (not capped), rng)
             # Rounding the running sum, which ends at the class's size, gives away every example.
             cuts = np.rint(np.cumsum(fractions) * sizes[k]).astype(np.int64)
             counts[:, k] = np.diff(cuts, prepend=0)

@@ -10,7 +10,7 @@ import numpy as np
 from piecework.federated_data.datasets import ArrayDataset, default_cache, prepare
 from piecework.training.examples import Examples, training_examples
 from piecework.training.settings import Settings
-from piecework.training.setup import open_dataset, public_rows
+from piecework.training.setup import dataset_of, open_dataset, public_rows
 
 
 def public_examples(settings: Settings) -> Examples:
@@ -18,7 +18,7 @@ def public_examples(settings: Settings) -> Examples:
 
     Raises ValueError for fewer than two examples, or if those of `data.public` differ from the run's in shape or type.
     """
-    data = open_dataset(settings.dataset, settings.data_dir)
+    data = dataset_of(settings)
     if settings.data.public:
         return _own(settings, data)
     rows = np.arange(len(data.labels)) if data.export is not None else public_rows(settings, len(data.labels))

@@ -10,6 +10,7 @@ the classifier of ResNet-18, which has one.
 
 The authors' variants are options. With `flowing` the gradient also goes through mu into the weights. With `clipped`, in
 addition, it passes the step function only where |mu - tau| > 1. With `silent = false` batch norms of pruned filters stay on.
+With `clamped = false` thresholds may leave [0, 1].
 """
 
 from collections.abc import Callable, Iterator
@@ -84,9 +85,11 @@ class Masked(nn.Module):
     spread: bool
     open: Tensor
     macs: int
+    clamped: bool
 
-    def begin(self, straight_through: StraightThrough) -> None:
-        """Start masking, with thresholds of 0."""
+    def begin(self, straight_through: StraightThrough, *, clamped: bool = True) -> None:
+        """Start masking, with thresholds of 0, which stay within [0, 1] if they are `clamped`."""
+        self.clamped = clamped
         self.straight_through, self.fan_in = straight_through, self.weight[0].numel()
         self.rows = self.absent = None
         self.spread, self.macs = False, 0
@@ -133,9 +136,13 @@ class Masked(nn.Module):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Clamp weights to [-1, 1] and thresholds to [0, 1] after a step; at a density of 1 % the thresholds restart at 0."""
+        """Clamp weights to [-1, 1], and thresholds to [0, 1] if they are `clamped`, after a step (section 3.1).
+
+        At a density of 1 % the thresholds restart at 0 (appendix A.1).
+        """
         self.weight.clamp_(-1, 1)
-        self.tau.clamp_(0, 1)
+        if self.clamped:
+            self.tau.clamp_(0, 1)
         self.tau.mul_(self.mask().sum() > MIN_DENSITY * len(self.tau))
 
 
@@ -182,7 +189,9 @@ class SilentNorm1d(nn.BatchNorm1d, Silent):
         return self.silenced(super().forward(z))
 
 
-def masked(blueprint: Blueprint, straight_through: StraightThrough = "paper", *, silent: bool = True) -> Blueprint:
+def masked(
+    blueprint: Blueprint, straight_through: StraightThrough = "paper", *, silent: bool = True, clamped: bool = True
+) -> Blueprint:
     """Return the same model with thresholds `tau`, which start at 0. Its other arrays and their initial values do not change.
 
     Raises ValueError if there is nothing to mask.
@@ -190,10 +199,10 @@ def masked(blueprint: Blueprint, straight_through: StraightThrough = "paper", *,
     atoms = []
     for index, atom in enumerate(blueprint.atoms):
         norms = norms_behind(atom.build, blueprint.shape_before(index)) if silent else ()
-        build = partial(with_masks, atom.build, straight_through, norms)
+        build = partial(with_masks, atom.build, straight_through, norms, clamped)
         atoms.append(Atom(atom.name, build, atom.shape, atom.before))
     norms = norms_behind(blueprint.build_head, blueprint.feature_shape) if silent else ()
-    head = partial(with_masks, blueprint.build_head, straight_through, norms)
+    head = partial(with_masks, blueprint.build_head, straight_through, norms, clamped)
     model = replace(blueprint, atoms=tuple(atoms), build_head=head, width=1.0)
     if not thresholds(model):
         raise ValueError(f"{blueprint.name} has neither convolutions nor linear layers without bias to mask")
@@ -201,7 +210,10 @@ def masked(blueprint: Blueprint, straight_through: StraightThrough = "paper", *,
 
 
 def with_masks(
-    build: Callable[[], nn.Module], straight_through: StraightThrough, norms: tuple[tuple[str, str], ...]
+    build: Callable[[], nn.Module],
+    straight_through: StraightThrough,
+    norms: tuple[tuple[str, str], ...],
+    clamped: bool = True,
 ) -> nn.Module:
     """Build a module with thresholds; `norms` are pairs of a batch norm and the layer it is masked with, by path."""
     module = build()
@@ -209,7 +221,7 @@ def with_masks(
         if is_maskable(layer):
             layer.__class__ = MaskedConv2d if isinstance(layer, nn.Conv2d) else MaskedLinear
             assert isinstance(layer, Masked)
-            layer.begin(straight_through)
+            layer.begin(straight_through, clamped=clamped)
     for path, before in norms:
         norm, layer = module.get_submodule(path), module.get_submodule(before)
         assert isinstance(layer, Masked)

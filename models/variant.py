@@ -31,11 +31,12 @@ class Variant:
     (HeteroFL). `dual_norms` gives batch norms two sets of statistics (FedRBN). `nets` are the numbers of narrow networks side
     by side (SplitMix). `keep` is the fraction of the rank that factorised layers keep, 0 = not factorised, and `channels` says
     which output channels they compute (PriSM). `thresholds` prunes weights below a learned threshold, with this
-    straight-through gradient, and `silent` also biases and norms of pruned filters (SpaFL). `scores` freezes weights drawn from
-    `seed` and masks them by trained scores, with this straight-through gradient (FedPM). `exits` adds classifiers after these
-    blocks of atoms (DepthFL). `basic_layers` adds a small layer that can stand for each of these blocks, and `basic_norm` a
-    batch norm behind its convolution (ProFL). `statistics` gives running statistics to batch norms that are trained without
-    them (`architecture.batch-norm = measured`). `pooling` is that of auxiliary heads (FedProphet).
+    straight-through gradient; `silent` also prunes biases and norms of pruned filters, and `clamped` thresholds stay in [0, 1]
+    (SpaFL). `scores` freezes weights drawn from `seed` and masks them by trained scores, with this straight-through gradient
+    (FedPM). `exits` adds classifiers after these blocks of atoms (DepthFL). `basic_layers` adds a small layer that can stand
+    for each of these blocks, and `basic_norm` a batch norm behind its convolution (ProFL). `statistics` gives running
+    statistics to batch norms that are trained without them (`architecture.batch-norm = measured`). `pooling` is that of
+    auxiliary heads (FedProphet).
     """
 
     architecture: str = ""
@@ -46,6 +47,7 @@ class Variant:
     channels: Literal["first", "random", "all"] = "first"
     thresholds: Literal["", "paper", "flowing", "clipped"] = ""
     silent: bool = True
+    clamped: bool = True
     scores: Literal["", "paper", "flowing", "clipped"] = ""
     seed: int = 0
     exits: tuple[Piece, ...] = ()
@@ -85,7 +87,7 @@ def vary(model: Blueprint, variant: Variant) -> Blueprint:
     if variant.keep:
         model = low_rank(model, variant.keep, narrow=variant.channels != "all", scattered=variant.channels == "random")
     if variant.thresholds:
-        model = masked(model, variant.thresholds, silent=variant.silent)
+        model = masked(model, variant.thresholds, silent=variant.silent, clamped=variant.clamped)
     if variant.scores:
         model = supermask(model, variant.seed, by_authors=variant.scores != "paper")
     if variant.exits:

@@ -9,7 +9,7 @@ from piecework.models.zoo import usual_input
 from piecework.planning.costs import fraction_or_bytes
 from piecework.training.loop import Precision
 from piecework.training.settings import Settings, SettingsError
-from piecework.training.setup import open_dataset
+from piecework.training.setup import dataset_of
 
 EXAMPLES = 500  # examples per client if no data set defines them
 
@@ -79,7 +79,7 @@ def data_shape(settings: Settings) -> tuple[Shape, int, int]:
     if settings.dataset in PUBLISHED:
         return PUBLISHED[settings.dataset]
     prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.data.download)
-    data = open_dataset(settings.dataset, settings.data_dir)
+    data = dataset_of(settings)
     return data.input_shape, data.num_classes, data.examples
 
 

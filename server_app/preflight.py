@@ -10,7 +10,7 @@ from piecework.models.init_weights import pretrained
 from piecework.strategies import find_strategy
 from piecework.strategies.base import PieceStrategy
 from piecework.training.settings import Settings
-from piecework.training.setup import blueprint_for, check_augmentation, check_partition, image_attack, open_dataset
+from piecework.training.setup import blueprint_for, check_augmentation, check_partition, dataset_of, image_attack
 
 
 def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayDataset, Blueprint]:
@@ -20,7 +20,7 @@ def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayData
         settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.data.download
     )
     load(folder, verify=True)  # only here: clients trust the verified files
-    data = open_dataset(settings.dataset, settings.data_dir)
+    data = dataset_of(settings)
     check_partition(settings, data)
     check_augmentation(settings, data)
     if strategy.policy_class.attacks(settings):

@@ -30,6 +30,7 @@ CHOICES = {
     "training.precision": "bfloat16",
     "architecture.options": "shortcut_from=relu",
     "data.partition": "iid",
+    "data.pixel-scale": "raw",
     "training.initialisation": "kaiming-normal",
     "training.lr-schedule": "constant",
     "memory.model": "fedepth",

@@ -4,8 +4,10 @@ These functions are not in client_app/app.py, because Flower's simulation loads 
 be importing in another.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -19,17 +21,43 @@ from piecework.training.loop import TrainingConfig
 from piecework.training.randomness import generator
 from piecework.training.settings import Scalar, Settings
 
+PixelScale = Literal["normalised", "unit", "raw"]
+
 
 @lru_cache(maxsize=4)
-def open_dataset(name: str, data_dir: str) -> ArrayDataset:
-    """Load the converted data set, which the server or the launcher converted before the first task."""
-    return load(prepare(name, data_dir=data_dir, cache_dir=default_cache()))
+def open_dataset(name: str, data_dir: str, pixel_scale: PixelScale = "normalised") -> ArrayDataset:
+    """Load the converted data set, which the server or the launcher converted before the first task.
+
+    Raises DatasetError for a pixel scale other than normalised if the data are not 8-bit images.
+    """
+    return scaled(load(prepare(name, data_dir=data_dir, cache_dir=default_cache())), pixel_scale)
+
+
+def dataset_of(settings: Settings) -> ArrayDataset:
+    """Load the data set of a run, whose pixels have the scale of its settings. Raises DatasetError."""
+    return open_dataset(settings.dataset, settings.data_dir, settings.data.pixel_scale)
+
+
+def scaled(data: ArrayDataset, pixel_scale: PixelScale) -> ArrayDataset:
+    """Return a data set whose pixels, (pixel / 255 - mean) / std, are normalised, from 0 to 1 (unit), or from 0 to 255 (raw).
+
+    Raises DatasetError for a scale other than normalised if the data are not 8-bit images.
+    """
+    if pixel_scale == "normalised":
+        return data
+    if data.inputs.dtype != np.uint8 or len(data.input_shape) != 3:
+        raise DatasetError(
+            f"data.pixel-scale = {pixel_scale!r}: data set {data.name} holds {data.inputs.dtype} of shape {data.input_shape}, "
+            "whose scale is known for 8-bit images only: use normalised"
+        )
+    std = 1.0 if pixel_scale == "unit" else 1 / 255
+    return replace(data, mean=(0.0,) * len(data.mean), std=(std,) * len(data.std))
 
 
 @lru_cache(maxsize=4)
 def all_client_rows(settings: Settings, clients: int) -> list[np.ndarray]:
     """Return the rows of every client, drawn once per process. Raises DatasetError if data-dir holds a part of an export."""
-    data = open_dataset(settings.dataset, settings.data_dir)
+    data = dataset_of(settings)
     if data.export is not None:
         raise DatasetError(
             f"data-dir {settings.data_dir} is a part of an export, not the whole data set: give each node its own part by "
@@ -44,7 +72,7 @@ def all_client_test_rows(settings: Settings, clients: int) -> list[np.ndarray]:
 
     Raises DatasetError if data-dir holds a part of an export.
     """
-    data = open_dataset(settings.dataset, settings.data_dir)
+    data = dataset_of(settings)
     return client_test_rows(data.labels, all_client_rows(settings, clients), data.test_labels, settings.seed)
 
 
@@ -65,6 +93,7 @@ def client_rows(
         settings.seed,
         alpha=settings.data.partition_alpha,
         balanced=settings.data.partition_balanced,
+        capped=settings.data.partition_cap,
         classes_per_client=settings.data.partition_classes,
         skew=settings.data.partition_skew,
         groups=groups,
@@ -80,8 +109,9 @@ def public_rows(settings: Settings, examples: int) -> np.ndarray:
 
 def partition_settings(settings: Settings) -> dict[str, Scalar]:
     """Return the settings of the chosen partition. With the number of clients and the seed they determine the client data."""
+    cap = () if settings.data.partition_balanced else ("data.partition-cap",)
     names = {
-        "dirichlet": ("data.partition-alpha", "data.partition-balanced"),
+        "dirichlet": ("data.partition-alpha", "data.partition-balanced", *cap),
         "pathological": ("data.partition-classes",),
         "skewed": ("data.partition-classes", "data.partition-skew"),
         "natural": ("data.partition-groups",),
@@ -102,7 +132,7 @@ def check_partition(settings: Settings, data: ArrayDataset) -> None:
 
 def open_own(folder: Path, settings: Settings, client: int, clients: int) -> ArrayDataset:
     """Open a node's own data. Raises DatasetError if they are another client's, or were exported for another run."""
-    data = load(folder)
+    data = scaled(load(folder), settings.data.pixel_scale)
     check_export(settings, data, client, clients)
     return data
 
@@ -119,6 +149,7 @@ def check_export(settings: Settings, data: ArrayDataset, client: int | None, cli
         "dataset": data.name,
         "clients": data.export["clients"],
         "data.public-fraction": 0.0,
+        "data.partition-cap": True,  # as in exports that do not name it
         **data.export["settings"],
     }
     if not clients:

@@ -15,8 +15,8 @@ Clients evaluate their own models, so evaluation is personal.
 
 Ours: thresholds are sent with their last change, because a client that missed the last round cannot know it. The constant that
 the batch norm of a pruned filter would still output is masked with the filter (not in the authors' code, which
-`spafl.silent-norms = false` restores). With `spafl.target-density`, alpha adapts to the density (the paper cannot control
-sparsity).
+`spafl.silent-norms = false` restores). Pixels are normalised, which the paper does not mention (the authors' range from 0 to
+255: `data.pixel-scale = raw`). With `spafl.target-density`, alpha adapts to the density (the paper cannot control sparsity).
 """
 
 import math
@@ -56,7 +56,8 @@ class SpaFLPolicy(PartitionPolicy):
     @property
     def variant(self) -> Variant:
         """The run's model with thresholds."""
-        return Variant(thresholds=self.settings.spafl.straight_through, silent=self.settings.spafl.silent_norms)
+        own = self.settings.spafl
+        return Variant(thresholds=own.straight_through, silent=own.silent_norms, clamped=own.clamp_thresholds)
 
     def part(self, item: WorkItem) -> Part:
         """Return the masked model. Raises ValueError if no layer can be masked."""

@@ -18,7 +18,7 @@ from piecework.training.examples import Examples
 from piecework.training.loop import PieceModel, classification_loss, predictions
 from piecework.training.randomness import integer
 from piecework.training.settings import Settings, SettingsError
-from piecework.training.setup import image_attack, open_dataset
+from piecework.training.setup import dataset_of, image_attack
 
 LEARNT_FROM = 500  # maximum number of public examples, each used clean and attacked
 
@@ -61,7 +61,7 @@ def fit_detector(piece: PieceModel, public: Examples, settings: Settings) -> Non
     assert isinstance(piece, DetectingPiece)
     piece.detector = None
     rows = np.linspace(0, len(public) - 1, min(LEARNT_FROM, len(public))).astype(int)
-    attack = image_attack(settings, open_dataset(settings.dataset, settings.data_dir), settings.attack.steps)
+    attack = image_attack(settings, dataset_of(settings), settings.attack.steps)
     start = torch.Generator().manual_seed(integer(settings.seed, "detector"))
     gradient = by_backward(lambda z, y: classification_loss(piece.logits(z), y))
     met = []

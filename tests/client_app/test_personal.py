@@ -24,7 +24,7 @@ from piecework.training.setup import all_client_rows, open_dataset
 
 SKEWED = {
     "data__partition": "dirichlet",
-    "data__partition_alpha": 0.3,
+    "data__partition_alpha": 0.4,
     "data__partition_balanced": False,
     "clients_per_round": 2,
     "num_rounds": 3,

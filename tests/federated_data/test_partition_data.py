@@ -1,3 +1,4 @@
+import itertools
 import re
 
 import numpy as np
@@ -194,8 +195,26 @@ def test_unbalanced_client_data_keep_every_example_and_the_minimum_size():
     assert max(sizes) > 350  # unlike the balanced 300
 
 
-def test_an_unbalanced_client_with_its_part_gets_nothing_of_later_classes():
-    counts = client_class_counts(TEN_CLASSES, dirichlet(TEN_CLASSES, 20, 0, 0.3, balanced=False), 10)
+def test_unbalanced_client_data_divide_each_class_as_drawn():
+    """Two clients: the first gets the drawn fraction of each class, whatever it has already."""
+    drawn = np.random.default_rng(np.random.SeedSequence([7, 12])).dirichlet([0.3, 0.3], size=10)
+    counts = client_class_counts(TEN_CLASSES, dirichlet(TEN_CLASSES, 2, 7, 0.3, balanced=False), 10)
+    assert counts[0].tolist() == np.rint(600 * drawn[:, 0]).astype(int).tolist()
+    assert counts.sum(axis=0).tolist() == [600] * 10
+
+
+def test_a_cap_takes_classes_from_clients():
+    """SpaFL's partition: 100 clients, Dirichlet 0.2; a client's effective number of classes is exp(entropy)."""
+    labels, effective = np.repeat(np.arange(10), 6000), dict.fromkeys((True, False), 0.0)
+    for capped, seed in itertools.product(effective, (1, 2, 3)):
+        counts = client_class_counts(labels, dirichlet(labels, 100, seed, 0.2, balanced=False, capped=capped), 10)
+        p = counts / counts.sum(axis=1, keepdims=True)
+        effective[capped] += np.exp(-(p * np.log(np.where(p > 0, p, 1))).sum(axis=1)).mean() / 3
+    assert effective == pytest.approx({True: 3.13, False: 3.53}, abs=0.01)
+
+
+def test_a_capped_client_with_its_part_gets_nothing_of_later_classes():
+    counts = client_class_counts(TEN_CLASSES, dirichlet(TEN_CLASSES, 20, 0, 0.3, balanced=False, capped=True), 10)
     full = np.cumsum(counts, axis=1)[:, :-1] >= 6000 / 20
     assert full.any()
     assert (counts[:, 1:][full] == 0).all()

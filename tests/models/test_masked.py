@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import a_training_config
+from helpers import a_blueprint, a_training_config
 from torch import nn
 
 from piecework.client_app.trainers.sparse.forms import SparseModel, sparse_loss
@@ -123,6 +123,22 @@ def test_after_a_step_weights_and_thresholds_are_within_their_bounds() -> None:
     layer.after_step()
     assert layer.weight.tolist() == [[1.0, -1.0], [0.5, 0.5]]
     assert layer.tau.tolist() == pytest.approx([0.0, 0.3])
+
+
+def test_thresholds_that_are_not_clamped_leave_their_bounds() -> None:
+    layer = linear([[1.5, -3.0], [0.5, 0.5]], [-0.2, 1.3])
+    layer.clamped = False
+    layer.after_step()
+    assert layer.weight.tolist() == [[1.0, -1.0], [0.5, 0.5]]
+    assert layer.tau.tolist() == pytest.approx([-0.2, 1.3])
+
+
+@pytest.mark.parametrize("clamped", [True, False])
+def test_a_masked_model_clamps_all_its_thresholds_or_none(clamped: bool) -> None:
+    model = masked(a_blueprint(), clamped=clamped)
+    layers = [layer for unit in model.units() for _, layer in masked_layers(model.build_unit(unit))]
+    assert layers
+    assert {layer.clamped for layer in layers} == {clamped}
 
 
 @pytest.mark.parametrize(("open_filters", "reset"), [(2, False), (1, True), (0, True)])

@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import TRIO, digits, run_local
+from helpers import TRIO, digits, fleet_json, run_local
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import piecework
 from piecework.models.trained_model import ModelFileError, TrainedModel, description
 from piecework.server_app.records import RunDir
+from piecework.training.attacks import pgd
+from piecework.training.examples import training_examples
+from piecework.training.settings import Settings
+from piecework.training.setup import image_attack, open_dataset
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,23 @@ def test_pixels_in_every_form_give_the_same_logits(run: RunDir, model: TrainedMo
         assert not torch.allclose(plain(pixels.float()), logits)
         with pytest.raises(ValueError, match=r"images are torch\.uint8: with normalise=False they must be floats"):
             plain(pixels)
+
+
+def test_a_model_of_raw_pixels_takes_the_same_images(tmp_path: Path) -> None:
+    """Its file says what the scale was, so users pass pixels in the usual forms; 8/255 is 8 of its pixels' steps."""
+    changes: dict[str, Any] = {"data__pixel_scale": "raw", "training__adversarial": True, "attack__steps": 2}
+    changes |= {"evaluation__attack_steps": 2, "evaluation__attack_examples": 40, "fleet": fleet_json(rich=2.0)}
+    run = run_local(tmp_path, strategy="fedavg", **TRIO | changes)
+    (mean,), (std,) = (description(run.path / "model.safetensors")["inputs"][key] for key in ("mean", "std"))
+    assert (mean, std) == (0, 1 / 255)
+    data, model = open_dataset(str(run.settings()["dataset"]), ""), piecework.load(run.path)
+    right = model.predict(data.test_inputs[:]).classes.numpy() == data.test_labels
+    assert right.mean() == pytest.approx(run.rounds()[-1]["accuracy"])
+    raw = open_dataset("digits", "", "raw")
+    x = training_examples(raw, np.arange(4)).read(np.arange(4))
+    attack = image_attack(Settings(), raw, 3)
+    moved = pgd(lambda z, y: torch.ones_like(z), x, torch.zeros(4), attack, torch.Generator().manual_seed(0))
+    assert (moved - x).abs().max().item() == pytest.approx(8, rel=1e-4)
 
 
 def test_floats_that_are_no_pixels_are_refused(model: TrainedModel, pixels: torch.Tensor) -> None:

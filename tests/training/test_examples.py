@@ -8,11 +8,12 @@ import torch
 from helpers import digits
 
 from piecework.device_profiles.memory import PeakMemory
-from piecework.federated_data.datasets import ArrayDataset
+from piecework.federated_data.datasets import ArrayDataset, DatasetError
 from piecework.models.cascade import fit_features
 from piecework.training.examples import Augmentation, batches, feature_examples, normalised, training_examples
 from piecework.training.loop import evaluate_examples
 from piecework.training.memory_cap import MemoryCap
+from piecework.training.setup import PixelScale, open_dataset, scaled
 
 
 def test_batches() -> None:
@@ -86,6 +87,26 @@ def test_client_examples_are_the_normalised_rows() -> None:
     everything = normalised(data.inputs[:], data)
     assert everything.mean().item() == pytest.approx(0, abs=1e-4)
     assert everything.std().item() == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize(("scale", "factor"), [("unit", 1 / 255), ("raw", 1.0)])
+def test_pixels_of_another_scale(scale: PixelScale, factor: float) -> None:
+    data = open_dataset("digits", "", scale)
+    x = training_examples(data, np.array([30, 4, 17])).read(np.array([2, 0]))
+    np.testing.assert_allclose(x[:, 0].numpy(), factor * data.inputs[[17, 30]][..., 0], rtol=1e-6)
+    whole = training_examples(data, np.array([4])).entering((3, 8, 8)).read(np.array([0]))
+    assert whole[0, [0, 2]].abs().max() == 0  # missing channels are black
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_only_images_of_8_bits_have_another_scale(dtype: type[np.generic]) -> None:
+    inputs = np.zeros((2, 4) if dtype == np.uint16 else (2, 4, 4, 1), dtype)
+    labels = np.arange(2)
+    data = ArrayDataset("own", inputs, labels, 2, (0.0,), (1.0,), inputs, labels)
+    with pytest.raises(
+        DatasetError, match=r"data\.pixel-scale = 'raw': data set own holds (float32|uint16) of shape .* use normalised"
+    ):
+        scaled(data, "raw")
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])

@@ -39,6 +39,11 @@ class DataSettings(Table):
     partition_balanced: bool = setting(
         True, "all clients have as many examples, Dirichlet partition", case(data__partition="dirichlet")
     )
+    partition_cap: bool = setting(
+        False,
+        "clients that already have n / clients examples get nothing of later classes, unbalanced Dirichlet partition",
+        case(data__partition="dirichlet", data__partition_balanced=False),
+    )
     partition_classes: AtLeastOne = setting(
         2,
         "classes per client, pathological and skewed partition",
@@ -62,6 +67,10 @@ class DataSettings(Table):
     )
     validation_fraction: Fraction = setting(0.2, "fraction of a client's examples kept for validation; 0 = none")
     augment: bool = setting(False, "random flip and crop of images, drawn once per cache fill")
+    pixel_scale: Literal["normalised", "unit", "raw"] = setting(
+        "normalised",
+        "pixels of 8-bit images as the model gets them: with mean 0 and standard deviation 1, from 0 to 1, or from 0 to 255",
+    )
 
 
 class ArchitectureSettings(Table):

@@ -24,6 +24,9 @@ class SpaFLSettings(Table):
         "paper", "Eq. 13: whether the change of thresholds is divided by the inputs or by the kernel's size"
     )
     silent_norms: bool = setting(True, "the batch norm of a pruned filter is masked too")
+    clamp_thresholds: bool = setting(
+        True, "thresholds stay within [0, 1]; false = they may leave it, as in the authors' code"
+    )
     client_momentum: bool = setting(False, "clients keep their momentum between rounds")
     masked_every: Count = setting(
         1, "every n-th step uses the masked form, the others drop pruned filters; 0 = none uses it"
