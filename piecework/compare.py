@@ -15,6 +15,7 @@ from typing import Any
 from piecework import display
 from piecework.display import UnderAttack
 from piecework.server_app.records import CheckpointError, RunDir
+from piecework.server_app.summary import best_round
 from piecework.training.settings import CHANGEABLE, Scalar, Settings, SettingsError
 
 IGNORED = CHANGEABLE - {"num-rounds"} | {"seed"}
@@ -28,7 +29,7 @@ class RunResult:
     """The figures of one run.
 
     Bytes are those of training messages. `curves` have (round, bytes so far, accuracy) of the evaluated rounds by record key.
-    `under_attack` has the trained model's results by `UNDER_ATTACK`.
+    `under_attack` has the trained model's results by `UNDER_ATTACK`, and `best` those of `best_round`.
     """
 
     path: Path
@@ -36,7 +37,7 @@ class RunResult:
     status: str
     rounds: int
     accuracy: float | None
-    best_accuracy: float | None
+    best: dict[str, Any] | None
     under_attack: dict[str, UnderAttack]
     totals: dict[str, int]
     enforced: bool
@@ -89,7 +90,7 @@ def read_run(run_dir: RunDir) -> RunResult:
         status=status,
         rounds=len(rounds),
         accuracy=evaluated[-1] if evaluated else None,
-        best_accuracy=max(evaluated, default=None),
+        best=best_round(rounds, final),
         under_attack=display.under_attack(final),
         totals=display.totals(rounds),
         enforced=display.is_enforced(rounds),
@@ -134,6 +135,7 @@ def figures(group: Group) -> dict[str, Any]:
     """Return the figures of a group: means per run unless the name says otherwise, None if no run has the figure."""
     runs, seeds = group.runs, group.seeds
     final = [run.accuracy for run in runs if run.accuracy is not None]
+    best = [run.best["accuracy"] for run in runs if run.best is not None]
     withstood = {k: [r.under_attack[k].accuracy for r in runs if k in r.under_attack] for k in UNDER_ATTACK}
     peaks = [run.max_peak_over_budget for run in runs if run.max_peak_over_budget is not None]
     enforced, started = all(run.enforced for run in runs), [run for run in runs if run.rounds]
@@ -144,7 +146,9 @@ def figures(group: Group) -> dict[str, Any]:
         "rounds": [run.rounds for run in runs],
         "accuracy_mean": mean(final),
         "accuracy_std": spread(final, several),
-        "best_accuracy_mean": mean(run.best_accuracy for run in runs if run.best_accuracy is not None),
+        "best_accuracy_mean": mean(best),
+        "best_accuracy_std": spread(best, several),
+        "best_rounds": [run.best["round"] for run in runs if run.best is not None],
         **{f"{key}_mean": mean(values) for key, values in withstood.items()},
         **{f"{key}_std": spread(values, several) for key, values in withstood.items()},
         **{
@@ -188,6 +192,8 @@ def compare_json(groups: Sequence[Group]) -> dict[str, Any]:
                         "status": run.status,
                         "rounds": run.rounds,
                         "accuracy": run.accuracy,
+                        "best_accuracy": run.best["accuracy"] if run.best else None,
+                        "best_round": run.best["round"] if run.best else None,
                         **{key: found.accuracy for key, found in run.under_attack.items()},
                     }
                     for run, seed in zip(group.runs, group.seeds, strict=True)

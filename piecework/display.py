@@ -17,6 +17,7 @@ from piecework.device_profiles.profile import format_bytes, format_compared, is_
 from piecework.planning.coverage import consecutive
 from piecework.server_app.failures import excluded_classes, failure_text, failures
 from piecework.server_app.records import RunDir
+from piecework.server_app.summary import best_round
 
 Record = dict[str, Any]
 BATCH_NORMS = {
@@ -36,7 +37,7 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
     evaluated = accuracies(rounds, final)
     rows = [
         *((key, str(summary[key])) for key in ("status", "rounds")),
-        (accuracy_name(rounds), f"{evaluated[-1]:.2%} (best {max(evaluated):.2%})" if evaluated else "-"),
+        (accuracy_name(rounds), f"{evaluated[-1]:.2%} ({best_text(rounds, final)})" if evaluated else "-"),
         *under_attack_rows(final),
         *batch_norm_rows(rounds, ("batch",)),
         ("clients", ", ".join(f"{key} {summary.get(f'clients_{key}', 0)}" for key in COUNTS)),
@@ -90,6 +91,16 @@ def trained_table(parts: Sequence[Record]) -> list[tuple[str, ...]]:
 def accuracy_name(rounds: Sequence[Record]) -> str:
     """Return what `accuracy` means in a run's records."""
     return "personal accuracy" if rounds and rounds[-1].get("personal") else "accuracy"
+
+
+def best_text(rounds: Sequence[Record], final: Record | None = None) -> str:
+    """Return the accuracy of the run's best round, and of that round under attack if it was evaluated."""
+    best = best_round(rounds, final)
+    assert best is not None
+    attacked = best["adversarial_accuracy"]
+    under = "" if attacked is None else f", {percent(attacked)} under attack,"
+    when = "at the end" if best["round"] is None else f"in round {best['round']}"
+    return f"best {percent(best['accuracy'])}{under} {when}"
 
 
 def memory_table(rounds: Sequence[Record]) -> Table:

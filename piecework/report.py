@@ -64,7 +64,7 @@ def overview(settings: Record, rounds: Sequence[Record], final: Record | None, s
         ("Rounds", f"{len(rounds)} of {setting['num-rounds']}"),
         (
             "Accuracy",
-            f"{'trained model' if final else 'last'} {percent(evaluated[-1])}, best {percent(max(evaluated))}"
+            f"{'trained model' if final else 'last'} {percent(evaluated[-1])}, {display.best_text(rounds, final)}"
             if evaluated
             else "-",
         ),

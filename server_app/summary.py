@@ -1,6 +1,7 @@
 """Summaries of a round and of a run from its records, in figures and in words."""
 
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any
 
 from piecework.device_profiles.profile import is_limit
@@ -97,6 +98,18 @@ def trained_parts(rounds: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [part | {"clients": len(part["clients"])} for part in found.values()]
 
 
+def best_round(rounds: Iterable[dict[str, Any]], final: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return `accuracy`, `adversarial_accuracy` and `round` of the first evaluation with the highest accuracy, or None.
+
+    `final` is the evaluation of the trained model if it was evaluated separately; if that is the best, `round` is None.
+    """
+    keys = ("round", "accuracy", "adversarial_accuracy")
+    evaluated = [{key: each.get(key) for key in keys} for each in rounds if each["accuracy"] is not None]
+    if final:
+        evaluated.append({key: final.get(key) for key in keys} | {"round": None})
+    return max(evaluated, key=itemgetter("accuracy"), default=None)
+
+
 def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict[str, Any]:
     """Return the content of `summary.json` from the round records; `seconds` is the duration of this start of the run."""
     rounds = run_dir.rounds()
@@ -105,6 +118,7 @@ def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict
     trained = [c for c in clients if c["status"] == "ok" and is_limit(c["budget"])]
     evaluated = [record["accuracy"] for record in rounds if record["accuracy"] is not None]
     final = run_dir.final() or {}
+    best = best_round(rounds, final) or {}
     robust = (
         {
             "adversarial_accuracy": final["adversarial_accuracy"],
@@ -121,6 +135,8 @@ def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict
         "last_complete_round": run_dir.last_complete_round(),
         "accuracy": final.get("accuracy", evaluated[-1] if evaluated else None),
         **robust,
+        "best_accuracy": best.get("accuracy"),
+        "best_round": best.get("round"),
         "clients_asked": sum(record["asked"] for record in rounds),
         "clients_answered": sum(record["answered"] for record in rounds),
         "clients_failed": sum(record["failed"] for record in rounds),

@@ -24,7 +24,7 @@ from piecework.page import ReportError
 from piecework.progress import RoundProgress
 from piecework.report import write_report
 from piecework.server_app.records import CheckpointError, RunDir
-from piecework.server_app.summary import summarise
+from piecework.server_app.summary import best_round, summarise
 
 
 def test_page_of_a_completed_run(tmp_path: Path) -> None:
@@ -139,6 +139,9 @@ def test_seeds_are_one_group_and_other_settings_are_not(tmp_path: Path) -> None:
     assert several["accuracy_mean"] == pytest.approx(0.7)
     assert several["accuracy_std"] == pytest.approx(0.1)  # sqrt((0.01 + 0.01 + 0) / 2)
     assert several["best_accuracy_mean"] == pytest.approx(0.8)  # (0.9 + 0.8 + 0.7) / 3
+    assert several["best_accuracy_std"] == pytest.approx(0.1)
+    assert several["best_rounds"] == [1, 2, 2]
+    assert [(run["best_accuracy"], run["best_round"]) for run in several["runs"]] == [(0.9, 1), (0.8, 2), (0.7, 2)]
     assert several["bytes_down_mean"] == 40
     assert several["bytes_up_mean"] == 20
     assert several["max_peak_over_budget"] == 0.9
@@ -150,9 +153,18 @@ def test_seeds_are_one_group_and_other_settings_are_not(tmp_path: Path) -> None:
     assert single["largest_measured_peak"] == 950
     assert single["differs"] == {"strategy": "fedavg", "architecture.width": 0.33}
     shown = text_of(compare_table(groups))
-    assert "70.00% ± 10.00%" in shown
+    assert ["70.00% ± 10.00%" in shown, "80.00% ± 10.00%" in shown, "1, 2, 2" in shown] == [True] * 3
     assert "30.00% ±" not in shown
     json.dumps(compare_json(groups))
+
+
+def test_the_best_round_is_the_first_of_the_highest_or_the_trained_model() -> None:
+    rounds = [{"round": n, "accuracy": a} for n, a in ((1, None), (2, 0.5), (3, 0.7), (4, 0.7), (5, 0.6))]
+    assert best_round(rounds) == {"round": 3, "accuracy": 0.7, "adversarial_accuracy": None}
+    chosen = {"accuracy": 0.8, "adversarial_accuracy": 0.4, "attacked": 100}
+    assert best_round(rounds, chosen) == {"round": None, "accuracy": 0.8, "adversarial_accuracy": 0.4}
+    assert best_round(rounds, chosen | {"accuracy": 0.7}) == best_round(rounds)
+    assert best_round(rounds[:1]) is None
 
 
 def test_number_of_rounds_parts_groups(tmp_path: Path) -> None:
@@ -237,7 +249,7 @@ def test_tables_at_the_end_of_a_run() -> None:
     assert "[big]" in text_of(memory_table(rounds), width=120)
     counts = {"clients_asked": 5, "clients_answered": 4, "clients_failed": 1, "bytes_down": 50, "bytes_up": 64_300_000}
     shown = text_of(summary_table({"status": "completed", "rounds": 2, "seconds": 200.0, **counts}, rounds))
-    for part in ("25.00% (best 50.00%)", "asked 5, answered 4, failed 1", "64.3 MB", "3 min 20 s", "6.0 s"):
+    for part in ("25.00% (best 50.00% in round 1)", "asked 5, answered 4, failed 1", "64.3 MB", "3 min 20 s", "6.0 s"):
         assert part in shown
     assert "failed" in text_of(summary_table({"status": "failed", "rounds": 0}, []))
 

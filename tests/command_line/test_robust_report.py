@@ -164,7 +164,7 @@ def test_page_with_the_final_evaluation(tmp_path: Path) -> None:
         "<td>none, the images of AutoAttack</td><td>40</td><td>75.00%</td>",
         "<td>APGD-CE</td><td>40</td><td>37.50%</td>",
         "<td>AutoAttack: APGD-CE + APGD-T + FAB-T + Square</td><td>40</td><td>30.00%</td>",
-        "<th>Accuracy</th><td>trained model 70.00%, best 70.00%</td>",
+        "<th>Accuracy</th><td>trained model 70.00%, best 70.00%, 40.00% under attack, at the end</td>",
         "<th>Under PGD-20</th><td>40.00% of 100 images</td>",
         "<th>Under AutoAttack</th><td>30.00% of 40 images</td>",
         "<th>Bytes before stages</th><td>4 kB</td>",
@@ -204,7 +204,7 @@ def test_other_runs_have_no_empty_sections(tmp_path: Path) -> None:
         for heading in (*HEADINGS, "Under PGD", "AutoAttack", "Bytes before stages"):
             assert heading not in text[text.index("<body>") : text.index("<h2>Settings</h2>")]
     groups = group_runs([RunDir(tmp_path / "old"), RunDir(tmp_path / "new")])
-    assert "under" not in text_of(compare_table(groups))
+    assert "under PGD" not in text_of(compare_table(groups))
     assert "in evaluation" not in text_of(compare_table(groups))
 
 
@@ -244,10 +244,10 @@ def test_summary_table_under_attack() -> None:
     rounds, summary = cascade_rounds(), {"status": "completed", "rounds": 4}
     shown = text_of(summary_table(summary, rounds, FINAL | {"accuracy": 0.45, "autoattack": AUTOATTACK}))
     lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "accuracy 45.00% (best 50.00%)" in lines  # of the model, which need not be the best round's
+    assert "accuracy 45.00% (best 50.00%, 25.00% under attack, in round 2)" in lines
     assert "under PGD-20 40.00% of 100 images" in lines
     assert "under AutoAttack 30.00% of 40 images" in lines
-    assert "under" not in text_of(summary_table(summary, rounds))
+    assert "under PGD" not in text_of(summary_table(summary, rounds))
 
 
 def test_peaks_in_evaluation_count() -> None:
