@@ -4,7 +4,10 @@ Every ReLU after a convolution or a norm works in place, as torchvision's do: ne
 so one feature map less is held. An atom never changes its input, which may be a cached feature or another atom's residual.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import ceil
 
 from torch import nn
 
@@ -32,9 +35,33 @@ def norm_layer_1d(features: int, batch_norm: str) -> nn.Module:
     return nn.BatchNorm1d(features, track_running_stats=batch_norm != "batch")
 
 
+TINY = 1e-9  # 0.1 of 30 channels is 3, although 30 * 0.1 is above 3
+_RATIO = ContextVar("ratio", default=1.0)
+
+
 def scaled(channels: int, width: float) -> int:
-    """Return the channels of a layer at width ratio `width` (HeteroFL's rule, at least one)."""
-    return max(1, int(channels * width))
+    """Return the channels of a layer at width ratio `width`, rounded down, but at least one.
+
+    Within `narrowed(r)` it is the fraction r of the channels at width ratio `width` / r, rounded up.
+    """
+    ratio = _RATIO.get()
+    if ratio == 1:
+        return max(1, int(channels * width))
+    whole = max(1, int(channels * (width / ratio) + TINY))
+    return ceil(whole * ratio - TINY)
+
+
+@contextmanager
+def narrowed(ratio: float) -> Iterator[None]:
+    """Build models as sub-models of a fraction `ratio` of the channels, rounded up: HeteroFL, FedRolex and FjORD define it so.
+
+    Their `width` has this factor already. Models that do not call `scaled` round as they do.
+    """
+    token = _RATIO.set(ratio)
+    try:
+        yield
+    finally:
+        _RATIO.reset(token)
 
 
 def map_size(size: Sequence[int], kernel: int, stride: int = 1, padding: int = 0) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from piecework.models.basic_layers import with_basic_layers
 from piecework.models.cascade import Blueprint
 from piecework.models.depth_exits import with_exits
-from piecework.models.layers import require_one_of
+from piecework.models.layers import narrowed, require_one_of
 from piecework.models.low_rank import low_rank
 from piecework.models.masked import masked
 from piecework.models.mix import mixed
@@ -27,20 +27,21 @@ from piecework.models.zoo import MODELS, build_blueprint, model_options
 class Variant:
     """The changes to a model, applied in the order of the fields; without any the model stays as it is.
 
-    `architecture` is another model of the same width, with those options that it also has (FedDF). `width` is the width ratio
-    (HeteroFL). `dual_norms` gives batch norms two sets of statistics (FedRBN). `nets` are the numbers of narrow networks side
-    by side (SplitMix). `keep` is the fraction of the rank that factorised layers keep, 0 = not factorised, and `channels` says
-    which output channels they compute (PriSM). `thresholds` prunes weights below a learned threshold, with this
-    straight-through gradient; `silent` also prunes biases and norms of pruned filters, and `clamped` thresholds stay in [0, 1]
-    (SpaFL). `scores` freezes weights drawn from `seed` and masks them by trained scores, with this straight-through gradient
-    (FedPM). `exits` adds classifiers after these blocks of atoms (DepthFL). `basic_layers` adds a small layer that can stand
-    for each of these blocks, and `basic_norm` a batch norm behind its convolution (ProFL). `statistics` gives running
-    statistics to batch norms that are trained without them (`architecture.batch-norm = measured`). `pooling` is that of
-    auxiliary heads (FedProphet).
+    `architecture` is another model of the same width, with those options that it also has (FedDF). `width` is the width ratio,
+    and `rounding` says how it rounds channels (HeteroFL). `dual_norms` gives batch norms two sets of statistics (FedRBN).
+    `nets` are the numbers of narrow networks side by side (SplitMix). `keep` is the fraction of the rank that factorised
+    layers keep, 0 = not factorised, and `channels` says which output channels they compute (PriSM). `thresholds` prunes
+    weights below a learned threshold, with this straight-through gradient; `silent` also prunes biases and norms of pruned
+    filters, and `clamped` thresholds stay in [0, 1] (SpaFL). `scores` freezes weights drawn from `seed` and masks them by
+    trained scores, with this straight-through gradient (FedPM). `exits` adds classifiers after these blocks of atoms
+    (DepthFL). `basic_layers` adds a small layer that can stand for each of these blocks, and `basic_norm` a batch norm behind
+    its convolution (ProFL). `statistics` gives running statistics to batch norms that are trained without them
+    (`architecture.batch-norm = measured`). `pooling` is that of auxiliary heads (FedProphet).
     """
 
     architecture: str = ""
     width: float = 1.0
+    rounding: Literal["down", "up"] = "down"
     dual_norms: bool = False
     nets: tuple[int, ...] = ()
     keep: float = 0.0
@@ -110,12 +111,13 @@ def rebuilt(model: Blueprint, variant: Variant) -> Blueprint:
         require_one_of("model", variant.architecture, tuple(MODELS))
         known = model_options(variant.architecture)
         options = {key: value for key, value in options.items() if key in known}
-    return build_blueprint(
-        variant.architecture or model.zoo_name,
-        num_classes=model.num_classes,
-        input_shape=model.input_shape,
-        width=model.width * variant.width,
-        batch_norm="dual" if variant.dual_norms else model.batch_norm,
-        initialisation=model.initialisation,
-        **options,
-    )
+    with narrowed(variant.width if variant.rounding == "up" else 1.0):
+        return build_blueprint(
+            variant.architecture or model.zoo_name,
+            num_classes=model.num_classes,
+            input_shape=model.input_shape,
+            width=model.width * variant.width,
+            batch_norm="dual" if variant.dual_norms else model.batch_norm,
+            initialisation=model.initialisation,
+            **options,
+        )

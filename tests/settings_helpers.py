@@ -54,6 +54,7 @@ CHOICES = {
     "spafl.importance-update": "off",
     "heterofl.width-ratios": "1,0.5",
     "heterofl.width-rule": "paper",
+    "heterofl.client-weights": "examples",
     "feddf.server-optimiser": "adam",
     "engine": "ray",
     "evaluation.mode": "personal",

@@ -7,8 +7,8 @@ Constrained Devices", IEEE Wireless Communications Letters 2022, https://arxiv.o
 
 FedDrop differs from HeteroFL in three ways. The channels of a sub-model are drawn uniformly, again for every client and round;
 channels that a residual sum joins are drawn together. The loss has no class mask, so every client trains the rows of all
-classes. The mean of an entry is weighted by numbers of examples. As in dropout, the outputs of layers are divided by the
-fraction of their inputs that is kept (`heterofl.scaler`).
+classes. Channels are rounded down, as in the code of FedProphet's authors. As in dropout, the outputs of layers are divided by
+the fraction of their inputs that is kept (`heterofl.scaler`).
 """
 
 from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
@@ -19,6 +19,7 @@ class FedDropPolicy(HeteroFLPolicy):
 
     masks = False
     moving = True
+    rounding = "down"
 
 
 class FedDrop(HeteroFL):
@@ -26,5 +27,4 @@ class FedDrop(HeteroFL):
 
     name = "feddrop"
     policy_class = FedDropPolicy
-    by_examples = True
     channels = "random"

@@ -3,8 +3,7 @@ Sub-Model Extraction", NeurIPS 2022, https://arxiv.org/abs/2212.01548).
 
 FedRolex differs from HeteroFL in the choice of channels: a window that moves on by one channel every round. In round j, counted
 from 0, a client with width ratio r trains the channels j, j + 1, .., j + r K - 1, modulo K, of a layer of K channels. Over many
-rounds all channels are trained equally often. The window starts at the same channel for all clients of a round. The mean of an
-entry is weighted by numbers of examples.
+rounds all channels are trained equally often. The window starts at the same channel for all clients of a round.
 """
 
 from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
@@ -21,5 +20,4 @@ class FedRolex(HeteroFL):
 
     name = "fedrolex"
     policy_class = FedRolexPolicy
-    by_examples = True
     channels = "rolling"

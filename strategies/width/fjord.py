@@ -13,13 +13,13 @@ net is sent and trained. There is no Scaler. `fjord.distillation` switches self-
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from flwr.app import ArrayRecord
 
 from piecework.client_app.trainers.width.fjord import FjORDTaskConfig, nested_loss
 from piecework.device_profiles.profile import DeviceState
-from piecework.federation.aggregation import UpdateRejectedError
+from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
 from piecework.models.width import Select, ordered
 from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
@@ -75,12 +75,15 @@ class FjORD(HeteroFL):
     policy_class = FjORDPolicy
     policy: FjORDPolicy
     orders_class = FjORDTaskConfig
-    by_examples: ClassVar[bool] = True
     keeps_norms = False
 
     def select(self, task: Task) -> Select:
         """Return how a task's channels are chosen: the first ones."""
         return ordered
+
+    def weight(self, update: CheckedUpdate) -> int:
+        """Return the weight of an update in the means of its entries: its examples."""
+        return update.examples
 
     def task_config(self, level: int) -> TaskConfig:
         """Return the strategy's own fields of a task for ratio number `level`."""

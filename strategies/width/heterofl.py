@@ -2,12 +2,13 @@
 Heterogeneous Clients", ICLR 2021, https://arxiv.org/abs/2010.01264), the server's side. FedRolex
 and FedDrop are built on it and choose other channels.
 
-W_l are the full model's weights of layer l. r is a client's width ratio: the largest of `heterofl.width-ratios` whose step fits
-its budget; with `heterofl.width-rule = paper` R_k / R_max in multiples of 1/64, for a client's memory R_k and that of a step of
-the full model R_max, as FedProphet's paper sizes its rivals (appendix B.2), however much more would fit. A client trains the
-first r C of the C channels of every layer; inputs and classes are never cut. Each entry of the new W_l is the unweighted mean
-over the clients that had it, and an entry that no client had keeps its value. A client contributes only the rows of the last
-layer whose classes it has examples of (masked cross-entropy; `heterofl.masked-loss`).
+W_l are the full model's weights of layer l. r is a client's width ratio: the largest of `heterofl.width-ratios` whose step
+fits its budget; with `heterofl.width-rule = paper` R_k / R_max in multiples of 1/64, for a client's memory R_k and that of a
+step of the full model R_max, as FedProphet's paper sizes its rivals (appendix B.2), however much more would fit. A client
+trains the first ceil(r C) of the C channels of every layer (with FedProphet's rule int(r C), as in its code); inputs and
+classes are never cut. Each entry of the new W_l is the unweighted mean over the clients that had it (`heterofl.client-weights
+= examples`: weighted by numbers of examples), and an entry that no client had keeps its value. A client contributes only the
+rows of the last layer whose classes it has examples of (masked cross-entropy; `heterofl.masked-loss`).
 
 HeteroFL's static batch norm is `architecture.batch-norm = static`, its default: norms keep no statistics in training, and all
 clients measure those of the full model after the last round (server_app/served_model.py). Before that, the clients of a round
@@ -19,7 +20,7 @@ over sub-models of different widths do not fit the full model: they give 9.7 % a
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
@@ -60,13 +61,14 @@ class HeteroFLPolicy(PartitionPolicy):
     """One stage: each device trains the widest sub-model that fits.
 
     A `level` is the index of a width ratio in `ratios`. `masks` and `scales` say whether the strategy can use the class mask
-    and the Scaler; the settings can switch both off.
+    and the Scaler; the settings can switch both off. `rounding` is how a width ratio rounds channels.
     """
 
     adversarial = "optional"
     adapts = True
     masks: ClassVar[bool] = True
     scales: ClassVar[bool] = True
+    rounding: ClassVar[Literal["down", "up"]] = "up"
 
     @cached_property
     def ratios(self) -> list[float]:
@@ -75,7 +77,7 @@ class HeteroFLPolicy(PartitionPolicy):
 
     def variant_of(self, level: int) -> Variant:
         """Return the variant of ratio number `level`."""
-        return Variant(width=self.ratios[level])
+        return Variant(width=self.ratios[level], rounding="down" if self.by_fraction else self.rounding)
 
     def sub_model(self, level: int) -> WorkItem:
         """Return the work item that trains all of the sub-model of ratio number `level`."""
@@ -185,7 +187,6 @@ class HeteroFL(PieceStrategy):
     policy_class = HeteroFLPolicy
     policy: HeteroFLPolicy
     orders_class: ClassVar[Any] = HeteroFLTaskConfig
-    by_examples: ClassVar[bool] = False
     channels: ClassVar[Channels] = "first"
     keeps_norms: ClassVar[bool] = True
 
@@ -289,7 +290,11 @@ class HeteroFL(PieceStrategy):
         if (rows := self._classes.get(client)) is not None:
             for name in filter(arrays.__contains__, self.policy.last_layer):
                 arrays[name], indices[name] = arrays[name][rows], (np.array(rows), *indices[name][1:])
-        self.coverage.add(arrays, indices, self.full, update.examples if self.by_examples else 1)
+        self.coverage.add(arrays, indices, self.full, self.weight(update))
+
+    def weight(self, update: CheckedUpdate) -> int:
+        """Return the weight of an update in the means of its entries."""
+        return update.examples if self.settings.heterofl.client_weights == "examples" else 1
 
     def finish(self) -> ArrayRecord:
         """Return the new full model."""

@@ -15,6 +15,8 @@ BLOCKS = ((0, 1), (2, 3), (4,))
 # Each with what it makes of the demo's model: a few of its arrays and their shapes. None: there is no such array.
 MADE: list[tuple[Variant, dict[str, tuple[int, ...] | None]]] = [
     (Variant(), {"atoms.0.conv.weight": (16, 1, 3, 3), "head.fc.weight": (10, 256)}),
+    (Variant(width=0.3), {"atoms.0.conv.weight": (4, 1, 3, 3)}),
+    (Variant(width=0.3, rounding="up"), {"atoms.0.conv.weight": (5, 1, 3, 3)}),
     (Variant(width=0.5), {"atoms.0.conv.weight": (8, 1, 3, 3), "head.fc.weight": (10, 128)}),
     (Variant(architecture="cnn3", width=0.5), {"head.fc1.weight": (10, 256)}),
     (Variant(dual_norms=True), {"atoms.0.bn.adversarial_running_mean": (16,)}),

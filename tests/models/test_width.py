@@ -11,7 +11,7 @@ from torch import nn
 
 from piecework.models.cascade import Blueprint, Cascade
 from piecework.models.channels import Axis, channel_axes
-from piecework.models.layers import named
+from piecework.models.layers import named, narrowed, scaled
 from piecework.models.width import CoverageMean, Select, drawn, ordered, rolling, sub_indices, take
 from piecework.models.zoo import MODELS, build_blueprint
 
@@ -21,6 +21,25 @@ SELECTS: dict[str, Select] = {
     "rolling": rolling(7),
     "drawn": drawn(np.random.default_rng(3)),
 }
+
+
+@pytest.mark.parametrize(
+    ("channels", "width", "ratio", "down", "up"),
+    [
+        (16, 1.0, 0.3, 4, 5),  # 4.8
+        (30, 1.0, 0.1, 3, 3),  # exactly 3, although 30 * 0.1 is above it in floating point
+        (16, 0.36, 0.5, 2, 3),  # of 5 channels, which a model of width 0.36 has
+        (8, 1.0, 0.0625, 1, 1),
+        (50, 0.25, 1.0, 12, 12),
+    ],
+)
+def test_a_sub_model_rounds_the_channels_of_the_full_model_up(
+    channels: int, width: float, ratio: float, down: int, up: int
+) -> None:
+    assert scaled(channels, width * ratio) == down
+    with narrowed(ratio):
+        assert scaled(channels, width * ratio) == up
+    assert scaled(channels, width * ratio) == down
 
 
 def blueprint(name: str, width: float, **more: Any) -> Blueprint:

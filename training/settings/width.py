@@ -27,6 +27,11 @@ class HeteroFLSettings(Table):
         "divide the layer outputs of sub-models by their width ratio",
         case("heterofl", "fedrolex", "feddrop"),
     )
+    client_weights: Literal["equal", "examples"] = setting(
+        "equal",
+        "what a client counts for in the mean of an entry that it had",
+        case("heterofl", "fedrolex", "feddrop"),
+    )
     masked_loss: bool = setting(
         True,
         "set the logits of classes that a client does not have to 0, in its training and its personal evaluation",

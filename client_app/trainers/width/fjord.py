@@ -25,7 +25,7 @@ from piecework.client_app.trainers.whole.fedavg import train_whole
 from piecework.client_app.trainers.width import heterofl
 from piecework.models.cascade import Blueprint
 from piecework.models.channels import channel_axes
-from piecework.models.variant import Variant, vary
+from piecework.models.variant import vary
 from piecework.models.width import Indices, ordered, shapes, sub_indices
 from piecework.training.attacks import Loss
 from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, classification_loss
@@ -129,7 +129,7 @@ class NestedTrainer(LocalTrainer):
 def train(task: Task, client: Client) -> Update:
     """Train the nets up to p_max. Raises MemoryBudgetExceededError if they do not fit."""
     task_config = FjORDTaskConfig.of(task)
-    widths = tuple(vary(client.full, Variant(width=ratio)) for ratio in task_config.nested)
+    widths = tuple(vary(client.full, replace(task.variant, width=ratio)) for ratio in task_config.nested)
     trained: list[NestedTrainer] = []
 
     def make_trainer(*rest: Any) -> NestedTrainer:

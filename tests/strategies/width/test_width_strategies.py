@@ -12,10 +12,13 @@ import torch
 from helpers import (
     FEW,
     TRIO,
+    RecordingGrid,
     a_blueprint,
     a_client,
     arrays_of,
+    average,
     clients_of,
+    examples_of,
     first_arrays,
     fleet_json,
     model_of,
@@ -102,16 +105,39 @@ def test_dropped_channels_differ_between_clients_and_rounds(tmp_path: Path) -> N
 
 
 def test_at_full_width_it_is_federated_averaging(tmp_path: Path) -> None:
-    """To the bit: FedRolex weighs as FedAvg does."""
+    """To the bit, if clients weigh as much as they have examples."""
     whole = {
+        "heterofl__client_weights": "examples",
         "heterofl__width_ratios": "1",
         "fleet": "unlimited",
         "heterofl__masked_loss": False,
         "architecture__batch_norm": "running",
     }
     rolled = run_local(tmp_path / "a", **SMALL | whole | {"strategy": "fedrolex"})
+    del whole["heterofl__client_weights"], whole["heterofl__masked_loss"], whole["heterofl__width_ratios"]
     averaged = run_local(tmp_path / "b", **SMALL | whole | {"strategy": "fedavg"})
     assert same(model_of(rolled), model_of(averaged))
+
+
+@pytest.mark.parametrize("strategy", ["heterofl", "fedrolex", "feddrop"])
+@pytest.mark.parametrize("weights", ["equal", "examples"])
+def test_clients_count_alike_or_by_their_examples(tmp_path: Path, strategy: str, weights: str) -> None:
+    """In one round of three clients of unlike sizes, which all train the whole model."""
+    changes = {"strategy": strategy, "heterofl__client_weights": weights, "heterofl__width_ratios": "1"}
+    unlike = {
+        "data__partition": "dirichlet",
+        "data__partition_alpha": 0.5,
+        "data__partition_balanced": False,
+        "fleet": "unlimited",
+        "num_rounds": 1,
+    }
+    run_dir = run_local(tmp_path, RecordingGrid, **SMALL | changes | unlike)
+    answers = training(RecordingGrid.last.received)
+    sizes = [examples_of(answer) for answer in answers]
+    assert max(sizes) > 1.5 * min(sizes)
+    (name,) = [name for name in model_of(run_dir) if name.startswith("atoms.1.") and name.endswith("conv.weight")]
+    alike = np.mean([arrays_of(answer)[name].astype(np.float64) for answer in answers], axis=0).astype(np.float32)
+    assert np.array_equal(model_of(run_dir)[name], alike if weights == "equal" else average(answers, name))
 
 
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
