@@ -1,8 +1,9 @@
-"""Momentum carried over between rounds, as PriSM's and SpaFL's authors do (`prism.server-momentum`, `spafl.client-momentum`).
+"""Momentum and Adam's moments carried over between rounds, as in the code of PriSM's, SpaFL's and FedPM's authors
+(`prism.server-momentum`, `spafl.client-momentum`, `fedpm.keep-adam`).
 
 The server averages the momentum buffers of PriSM's factors and of their norms. They travel with the model's arrays, named
 `momentum_` and the name of the parameter, so that every atom has a separate unit for them. The buffers of all other parameters
-stay with the client, in its state.
+stay with the client, in its state. Adam has three buffers for each parameter: `average_`, `square_` and `steps_`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -79,16 +80,20 @@ class CarriedMomentum:
 
     def _files(self) -> list[Path]:
         """List the files with buffers, those of the server first, because they take precedence."""
-        folders = [self.client.store.model, *([self.client.old_state / OWN] if self.client.old_state else [])]
-        return [path for folder in folders for path in sorted(folder.glob(f"{MOMENTUM}*.safetensors"))]
+        own = sorted((self.client.old_state / OWN).glob("*.safetensors")) if self.client.old_state else []
+        return [*sorted(self.client.store.model.glob(f"{MOMENTUM}*.safetensors")), *own]
 
 
 def buffers(pieces: list[PieceModel], optimiser: SGD) -> list[tuple[str, Tensor]]:
-    """Return the names and buffers of an optimiser. Raises ValueError unless there is one buffer for each parameter."""
+    """Return the buffers of an optimiser with their names, `<kind>_<unit>.<parameter>`, of each kind in the pieces' order."""
     names = [
-        f"{MOMENTUM}{unit}.{name}"
+        f"{unit}.{name}"
         for piece in pieces
         for unit, module in piece.units().items()
         for name, _ in module.named_parameters()
     ]
-    return list(zip(names, optimiser.buffers, strict=True))
+    return [
+        (f"{kind}_{name}", buffer)
+        for kind, held in optimiser.state().items()
+        for name, buffer in zip(names, held, strict=True)
+    ]

@@ -49,7 +49,7 @@ class Variant:
     thresholds: Literal["", "paper", "flowing", "clipped"] = ""
     silent: bool = True
     clamped: bool = True
-    scores: Literal["", "paper", "flowing", "clipped"] = ""
+    scores: Literal["", "paper", "authors"] = ""
     seed: int = 0
     exits: tuple[Piece, ...] = ()
     basic_layers: tuple[Piece, ...] = ()
@@ -90,7 +90,7 @@ def vary(model: Blueprint, variant: Variant) -> Blueprint:
     if variant.thresholds:
         model = masked(model, variant.thresholds, silent=variant.silent, clamped=variant.clamped)
     if variant.scores:
-        model = supermask(model, variant.seed, by_authors=variant.scores != "paper")
+        model = supermask(model, variant.seed, by_authors=variant.scores == "authors")
     if variant.exits:
         model = with_exits(model, variant.exits)
     if variant.basic_layers:

@@ -51,6 +51,7 @@ CHOICES = {
     "profl.frozen-mode": "training",
     "fjord.sampling": "round",
     "spafl.straight-through": "flowing",
+    "fedpm.straight-through": "authors",
     "spafl.importance-update": "off",
     "heterofl.width-ratios": "1,0.5",
     "heterofl.width-rule": "paper",

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from piecework.training.loop import SGD
 
@@ -15,6 +16,10 @@ class Adam(SGD):
     def _allocate(self) -> None:
         self.averages, self.squares = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
         self.steps = [torch.zeros((), device=p.device) for p in self.parameters]
+
+    def state(self) -> dict[str, list[Tensor]]:
+        """Return the averages of gradients and of their squares, and the numbers of steps, with shape []."""
+        return {"average": self.averages, "square": self.squares, "steps": self.steps}
 
     def _move(self, which: Sequence[int], weight_decay: float) -> None:
         for i in which:

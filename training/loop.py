@@ -151,16 +151,22 @@ class SGD:
             is_first_step=False,
         )
 
+    def state(self) -> dict[str, list[Tensor]]:
+        """Return what is kept between steps by kind, with one tensor for each parameter."""
+        return {"momentum": self.buffers} if self.buffers else {}
+
     def save(self, path: Path) -> None:
-        """Write the momentum buffers to a file."""
-        save_file({str(i): buffer.contiguous() for i, buffer in enumerate(self.buffers)}, path)
+        """Write what is kept between steps to a file."""
+        held = ((kind, *pair) for kind, tensors in self.state().items() for pair in enumerate(tensors))
+        save_file({f"{kind}.{i}": tensor.contiguous() for kind, i, tensor in held}, path)
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
-        """Read the momentum buffers from a file."""
+        """Read what is kept between steps from a file."""
         with safe_open(path, framework="np") as file:
-            for i, buffer in enumerate(self.buffers):
-                buffer.copy_(torch.from_numpy(file.get_tensor(str(i))))
+            for kind, tensors in self.state().items():
+                for i, tensor in enumerate(tensors):
+                    tensor.copy_(torch.from_numpy(file.get_tensor(f"{kind}.{i}")))
 
 
 Perturb = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> adversarial batch

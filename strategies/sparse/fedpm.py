@@ -9,8 +9,8 @@ authors' code, a mask's 0 and 1 count as 0.01 and 0.99, so that scores stay fini
 weight, and a client sends a mask, 1 bit per weight. `coded_bits` in the records is the size of a mask after arithmetic coding,
 layer by layer.
 
-Ours: the straight-through gradient is the identity. With `spafl.straight-through` other than paper, it is multiplied by theta,
-as in the authors' code.
+The straight-through gradient is the identity, as in the paper. With `fedpm.straight-through = authors`, it is multiplied by
+theta. Clients keep Adam's moments between rounds (`fedpm.keep-adam`), as in the authors' code.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,7 +48,7 @@ class FedPMPolicy(FedAvgPolicy):
     @property
     def variant(self) -> Variant:
         """The run's model with a score for each weight."""
-        return Variant(scores=self.settings.spafl.straight_through, seed=self.settings.seed)
+        return Variant(scores=self.settings.fedpm.straight_through, seed=self.settings.seed)
 
     def part(self, item: WorkItem) -> Part:
         """Return the part that trains all scores of the model."""

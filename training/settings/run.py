@@ -27,7 +27,7 @@ from piecework.training.settings.shared import (
     MessagesSettings,
     TrainingSettings,
 )
-from piecework.training.settings.sparse import SpaFLSettings
+from piecework.training.settings.sparse import FedPMSettings, SpaFLSettings
 from piecework.training.settings.table import AtLeastOne, Case, Count, Scalar, Table, case, setting
 from piecework.training.settings.whole import FedRBNSettings
 from piecework.training.settings.width import FjORDSettings, HeteroFLSettings, SplitMixSettings
@@ -121,6 +121,7 @@ class Settings(Table):
     splitmix: SplitMixSettings = SplitMixSettings()
     prism: PriSMSettings = PriSMSettings()
     spafl: SpaFLSettings = SpaFLSettings()
+    fedpm: FedPMSettings = FedPMSettings()
     feddf: FedDFSettings = FedDFSettings()
     fedet: FedETSettings = FedETSettings()
     fedrbn: FedRBNSettings = FedRBNSettings()

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from piecework.training.settings.table import Count, Fraction, NonNegative, Table, case, setting
+from piecework.training.settings.table import Count, Fraction, NonNegative, Table, setting
 
 
 class SpaFLSettings(Table):
-    """SpaFL and Local; FedPM uses the same gradients through masks."""
+    """SpaFL and Local."""
 
     used_by = ("spafl", "local")
 
@@ -18,7 +18,6 @@ class SpaFLSettings(Table):
     straight_through: Literal["paper", "flowing", "clipped"] = setting(
         "paper",
         "the gradient through masks; flowing, clipped: the authors' for Fashion-MNIST, for CIFAR",
-        case("spafl", "local", "fedpm"),
     )
     importance_update: Literal["paper", "authors", "off"] = setting(
         "paper", "Eq. 13: whether the change of thresholds is divided by the inputs or by the kernel's size"
@@ -31,3 +30,14 @@ class SpaFLSettings(Table):
     masked_every: Count = setting(
         1, "every n-th step uses the masked form, the others drop pruned filters; 0 = none uses it"
     )
+
+
+class FedPMSettings(Table):
+    """FedPM."""
+
+    used_by = ("fedpm",)
+
+    straight_through: Literal["paper", "authors"] = setting(
+        "paper", "the gradient through masks: as if the draw were the identity; authors: times the probability"
+    )
+    keep_adam: bool = setting(True, "clients keep Adam's moments between rounds; false = Adam starts anew in each")

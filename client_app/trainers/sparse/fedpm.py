@@ -1,8 +1,9 @@
 """FedPM (Isik et al., "Sparse Random Networks for Communication-Efficient Federated Learning", ICLR 2023), the client's side.
 
-The server's probabilities theta arrive as scores s = logit(theta). The client trains the scores with Adam. Masks are drawn
-again in every step, and gradients pass them straight-through. The client sends back one mask drawn from the trained scores, one
-bit per weight. Frozen weights are drawn from the run's seed on both sides.
+The server's probabilities theta arrive as scores s = logit(theta). The client trains the scores with Adam, whose moments it
+keeps from round to round, as the authors' clients do (`fedpm.keep-adam = false`: Adam starts anew). Masks are drawn again in
+every step, and gradients pass them straight-through. The client sends back one mask drawn from the trained scores, one bit per
+weight. Frozen weights are drawn from the run's seed on both sides.
 """
 
 from dataclasses import replace
@@ -10,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from piecework.client_app.client import Client, Update
+from piecework.client_app.momentum import CarriedMomentum
 from piecework.client_app.trainers.whole.fedavg import train_whole
 from piecework.training.adam import Adam
 from piecework.training.loop import PieceModel
@@ -26,7 +28,8 @@ class ScoredModel(PieceModel):
 
 def train(task: Task, client: Client) -> Update:
     """Train the scores and draw the mask to upload. Raises MemoryBudgetExceededError if the model does not fit."""
-    update = train_whole(task, client, piece_class=ScoredModel)
+    carried = CarriedMomentum(client) if client.settings.fedpm.keep_adam else None
+    update = train_whole(task, client, piece_class=ScoredModel, carried=carried)
     rng, drawn = client.rng("mask"), dict[str, np.ndarray]()
     for name, scores in client.store.read(sorted(update.units)):
         drawn[name] = rng.random(scores.size) < 1 / (1 + np.exp(-scores.reshape(-1).astype(np.float64)))

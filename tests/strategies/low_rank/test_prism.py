@@ -31,6 +31,7 @@ from piecework.models.kernels import compose, decompose
 from piecework.models.low_rank import low_rank
 from piecework.models.width import CoverageMean
 from piecework.strategies.low_rank.prism import PriSM
+from piecework.training.adam import Adam
 from piecework.training.loop import LocalTrainer
 
 SMALL = {"strategy": "prism", "training.lr": 0.05}
@@ -286,8 +287,15 @@ def test_momentum_is_averaged_entry_by_entry_and_sent_to_the_next(tmp_path: Path
     assert {name.removeprefix(MOMENTUM) for name in load_file(state)}.isdisjoint(names)
 
 
-def test_a_round_goes_on_with_the_momentum_of_the_last(tmp_path: Path) -> None:
-    """Two steps in one task, or a task each: the same weights."""
+class AdamModel(LowRankModel):
+    """A low-rank model that Adam trains."""
+
+    optimiser = Adam
+
+
+@pytest.mark.parametrize("piece_class", [LowRankModel, AdamModel])
+def test_a_round_goes_on_with_the_momentum_of_the_last(tmp_path: Path, piece_class: type[LowRankModel]) -> None:
+    """Three steps in one task, or two and one in the next: the same weights."""
 
     def tasks(folder: Path, *steps: int) -> dict[str, np.ndarray]:
         client = a_client(
@@ -303,7 +311,7 @@ def test_a_round_goes_on_with_the_momentum_of_the_last(tmp_path: Path) -> None:
                 client.training_config, momentum=0.9, iterations=count, batch_size=len(examples)
             )
             trainer = LocalTrainer(
-                lambda: [LowRankModel(client.blueprint, atoms, "head", client.load())],
+                lambda: [piece_class(client.blueprint, atoms, "head", client.load())],
                 client.training_config,
                 carried=CarriedMomentum(client),
             )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord
 from helpers import TRIO, RecordingGrid, a_training_config, arrays_of, model_of, run_local, same, training
+from safetensors.numpy import load_file
 from torch import nn
 
 import piecework
@@ -67,16 +68,35 @@ def test_masks_are_redrawn_in_training_and_fixed_in_evaluation() -> None:
     assert torch.equal(masks[2], masks[3])
 
 
-def test_adam_moves_as_torchs_does() -> None:
+def test_adam_moves_as_torchs_does_also_after_a_file(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     mine, theirs = (nn.Parameter(torch.arange(6.0)) for _ in range(2))
     ours, reference = Adam([mine], a_training_config(lr=0.1, weight_decay=0.0)), torch.optim.Adam([theirs], lr=0.1)
-    for _ in range(5):
+    for step in range(5):
+        if step == 3:
+            ours.save(tmp_path / "adam")
+            ours = Adam([mine], ours.training_config)
+            ours.load(tmp_path / "adam")
         gradient = torch.randn(6, generator=generator)
         mine.grad, theirs.grad = gradient.clone(), gradient.clone()
         ours.step()
         reference.step()
     torch.testing.assert_close(mine.detach(), theirs.detach())
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_clients_keep_adams_moments(tmp_path: Path, keep: bool) -> None:
+    """Their steps are counted through: 3 after the first round, 6 after the second."""
+    run_dir = run_local(
+        tmp_path, **FEDPM | {"fedpm__keep_adam": keep, "num_rounds": 2, "training__local_iterations": 3}
+    )
+    for server_round in (1, 2):
+        files = [*(run_dir.path / "clients").glob(f"*/*/state/{server_round}/momentum/*.safetensors")]
+        kept = [pair for file in files for pair in load_file(file).items()]
+        assert {int(value) for name, value in kept if name.startswith("steps_")} == (
+            {3 * server_round} if keep else set()
+        )
+        assert len(kept) == (3 * 3 * len(model_of(run_dir)) if keep else 0)  # three buffers, three clients
 
 
 def test_scores_are_of_the_posteriors_mode(tmp_path: Path) -> None:
