@@ -13,10 +13,10 @@ the largest architecture. As in the code of FedProphet's authors, the server tak
 and a constant rate, and uses clean examples even if clients train on adversarial ones. FedDF itself uses Adam
 (`feddf.server-optimiser`), a cosine schedule, and 10,000 batches, ended early on a validation set.
 
-Clients' models compute their logits in evaluation mode. With `architecture.batch-norm = measured`, FedDF's default, or `batch`,
-their norms take the statistics of each public batch, as in FedProphet's code, which leaves them in training mode. With
-`running`, FedET's default, they take their own. Ours: prototypes average batch norms with everything else; in FedDF they belong
-to the clients.
+Clients' models compute their logits in evaluation mode, and prototypes average batch norms with everything else, as in FedDF's
+own code. In FedProphet's code clients' models are in training mode here, and each client and each prototype keeps its batch
+norms. With `architecture.batch-norm = measured`, FedDF's default, or `batch`, norms take the statistics of each public batch,
+which is the first of these. With `running`, FedET's default, they take their own.
 """
 
 import logging
@@ -248,9 +248,13 @@ class FedDF(PieceStrategy):
         )
         if not logits.isfinite().all():
             raise UpdateRejectedError("the model's logits of the public examples are not finite")
-        self.means.setdefault(level, WeightedMean()).add(update.arrays, update.examples)
+        self.means.setdefault(level, WeightedMean()).add(update.arrays, self.weight(update))
         self.ensemble.add(logits)
         self.members.append(client)
+
+    def weight(self, update: CheckedUpdate) -> int:
+        """Return the weight of an update in its architecture's mean: its examples."""
+        return update.examples
 
     def merged(self, level: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the mean of an architecture's clients, or its prototype if it had none in this round."""

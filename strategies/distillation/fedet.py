@@ -3,23 +3,24 @@ for Training Large Models in Federated Learning", IJCAI 2022, https://arxiv.org/
 FedProphet compares with it.
 
 Clients train as in FedDF. The server's model W, of the largest architecture, learns from the ensemble of clients' models alone;
-no client trains it. s_k are the logits of client k's model, v_k(x) their variance over the classes, and phi is the last linear
-layer, which has the same shape in all models:
+no client trains it. K clients took part in the round, K_p of them with architecture p. s_k are the logits of client k's model,
+v_k(x) their variance over the classes, and phi is the last linear layer, which has the same shape in all models:
 
-  1. phi of W <- sum_k n_k phi_k / sum_k n_k
+  1. phi of W <- sum_k phi_k / K
   2. pseudo-label y(x): the largest class of sum_k v_k s_k / sum_k v_k, the weighted consensus
   3. diversity logits d(x): the weighted mean of step 2 over those k alone whose own largest class is not y(x)
   4. W <- steps on CE(s_W(x), y(x)) + lambda KL(softmax(d(x)) || softmax(s_W(x))), x public; lambda is `fedet.diversity`
-  5. w_p <- sum_{k in D_p} n_k w_k / sum_{k in D_p} n_k, with phi of W, for each architecture p
+  5. w_p <- sum_{k in D_p} w_k / K_p, with phi of W, for each architecture p
 
-If all k agree on an example, its loss is the cross-entropy alone. Batches, rate and momentum are those of FedDF.
+If all k agree on an example, d(x) = 0, as in the code of FedProphet's authors: the KL is that to the uniform distribution.
+Clients have equal weights in steps 1 and 5, as there. Batches, rate and momentum are those of FedDF.
 """
 
 from functools import cached_property
 
 from flwr.app import Array, ArrayRecord
 
-from piecework.federation.aggregation import WeightedMean
+from piecework.federation.aggregation import CheckedUpdate, WeightedMean
 from piecework.models.cascade import Blueprint
 from piecework.models.width import last_layer
 from piecework.planning.part import Part
@@ -55,6 +56,10 @@ class FedET(FedDF):
     def last(self) -> list[list[str]]:
         """The names of the last linear layer's arrays for each architecture, in corresponding order."""
         return [list(last_layer(model)) for model in self.models]
+
+    def weight(self, update: CheckedUpdate) -> int:
+        """Return the weight of an update in its architecture's mean, and of its last layer: 1."""
+        return 1
 
     def finish(self) -> ArrayRecord:
         """Return the server's model, distilled from the ensemble; store prototypes: client means with its last layer."""

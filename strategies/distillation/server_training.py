@@ -79,7 +79,7 @@ def consensus(ensemble: Iterable[Tensor]) -> Tensor:
     """Return FedET's target, [N, 2 C]: the consensus logits followed by the diversity logits.
 
     v_k(x) is the variance of s_k(x) over the classes. The consensus is sum_k v_k s_k / sum_k v_k; its largest class is the
-    pseudo-label. The diversity logits are this mean over those k alone whose own largest class is another one, and NaN if all
+    pseudo-label. The diversity logits are this mean over those k alone whose own largest class is another one, and 0 if all
     clients agree. `ensemble` is iterated twice.
     """
     agreed = _weighted(ensemble)
@@ -95,7 +95,7 @@ def _weighted(ensemble: Iterable[Tensor], unlike: Tensor | None = None) -> Tenso
         if unlike is not None:
             weight = weight * (logits.argmax(1) != unlike).unsqueeze(1)
         total, weights = total + weight * logits, weights + weight
-    return total / weights
+    return torch.where(weights > 0, total / weights, 0.0)
 
 
 def likeness_loss(pieces: list[PieceModel]) -> Loss:
@@ -107,8 +107,8 @@ def likeness_loss(pieces: list[PieceModel]) -> Loss:
 def consensus_loss(diversity: float) -> MakeLoss:
     """Return FedET's loss: cross-entropy with the pseudo-label, plus `diversity` x KL to the diversity logits.
 
-    Targets are [B, 2 C], as `consensus` returns them. An example on which all clients agree adds no KL to the mean over the
-    batch.
+    Targets are [B, 2 C], as `consensus` returns them. For an example on which all clients agree this is the KL to the uniform
+    distribution, as its diversity logits are 0.
     """
 
     def make(pieces: list[PieceModel]) -> Loss:
@@ -116,9 +116,7 @@ def consensus_loss(diversity: float) -> MakeLoss:
 
         def loss(z: Tensor, targets: Tensor) -> Tensor:
             logits, (agreed, diverse) = piece.logits(z), targets.chunk(2, dim=1)
-            differing = ~diverse[:, 0].isnan()
-            apart = divergence(logits[differing], diverse[differing]).sum() / len(z)
-            return F.cross_entropy(logits, agreed.argmax(1)) + diversity * apart
+            return F.cross_entropy(logits, agreed.argmax(1)) + diversity * divergence(logits, diverse).mean()
 
         return loss
 
