@@ -7,9 +7,10 @@ so one feature map less is held. An atom never changes its input, which may be a
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from math import ceil
 
-from torch import nn
+from torch import Tensor, nn
 
 from piecework.models.cascade import Shape
 from piecework.models.dual_norm import DualBatchNorm1d
@@ -62,6 +63,15 @@ def narrowed(ratio: float) -> Iterator[None]:
         yield
     finally:
         _RATIO.reset(token)
+
+
+def divide_output(layer: nn.Module, ratio: float) -> None:
+    """Divide what a layer returns by `ratio`, in place (HeteroFL's Scaler)."""
+    layer.register_forward_hook(partial(_divided, ratio))
+
+
+def _divided(ratio: float, _: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    return out.div_(ratio)
 
 
 def map_size(size: Sequence[int], kernel: int, stride: int = 1, padding: int = 0) -> tuple[int, int]:

@@ -3,8 +3,13 @@ On-Demand and In-Situ Customization", ICLR 2022).
 
 An atom of a mixed model holds the atoms of all nets, `atoms.<i>.<net>...`. Its features are those of the nets, concatenated
 along the channels of maps, else along the last dimension. The model predicts by the mean of the nets' logits.
+
+With a Scaler, nets of width ratio a begin with weights and biases that are sqrt(a) times torch's, as large as those of the full
+model, whose layers have 1 / a times the inputs; the first layer, whose inputs are never cut, begins as usual. The outputs of
+all convolutions and linear layers but the last one are divided by a, as in HeteroFL.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +19,7 @@ from torch import Tensor, nn
 
 from piecework.models.cascade import Atom, Blueprint, Shape
 from piecework.models.depth_exits import mean_logits
+from piecework.models.layers import divide_output
 
 Build = Callable[[], nn.Module]
 
@@ -52,17 +58,37 @@ def parts(z: Tensor, nets: int) -> tuple[Tensor, ...]:
     return z.chunk(nets, dim=1 if z.dim() == 4 else -1)
 
 
-def mixed(base: Blueprint, nets: Sequence[int]) -> Blueprint:
-    """Return the mixed model of these net numbers, each net built as `base`."""
+def mixed(base: Blueprint, nets: Sequence[int], ratio: float = 1.0) -> Blueprint:
+    """Return the mixed model of these net numbers, each net built as `base`, with a Scaler if `ratio` is below 1."""
 
     def wide(shape: Shape) -> Shape:
         return (len(nets) * shape[0], *shape[1:]) if len(shape) == 3 else (*shape[:-1], len(nets) * shape[-1])
 
     atoms = tuple(
-        Atom(atom.name, partial(MixedAtom, atom.build, tuple(nets), number == 0), wide(atom.shape))
+        Atom(
+            atom.name,
+            partial(MixedAtom, partial(rescaled, atom.build, ratio, first=number == 0), tuple(nets), number == 0),
+            wide(atom.shape),
+        )
         for number, atom in enumerate(base.atoms)
     )
-    return replace(base, atoms=atoms, build_head=partial(MixedHead, base.build_head, tuple(nets)), width=1.0)
+    head = partial(rescaled, base.build_head, ratio, last=True)
+    return replace(base, atoms=atoms, build_head=partial(MixedHead, head, tuple(nets)), width=1.0)
+
+
+def rescaled(build: Build, ratio: float, *, first: bool = False, last: bool = False) -> nn.Module:
+    """Build an atom or head with the Scaler of a net of width ratio `ratio`; `first` has the first layer, `last` the last."""
+    module = build()
+    if ratio == 1:
+        return module
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+    for layer in layers[first:]:
+        with torch.no_grad():
+            for parameter in layer.parameters(recurse=False):
+                parameter.mul_(math.sqrt(ratio))
+    for layer in layers[: len(layers) - last]:
+        divide_output(layer, ratio)
+    return module
 
 
 def net_of(name: str) -> int:

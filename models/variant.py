@@ -29,13 +29,13 @@ class Variant:
 
     `architecture` is another model of the same width, with those options that it also has (FedDF). `width` is the width ratio,
     and `rounding` says how it rounds channels (HeteroFL). `dual_norms` gives batch norms two sets of statistics (FedRBN).
-    `nets` are the numbers of narrow networks side by side (SplitMix). `keep` is the fraction of the rank that factorised
-    layers keep, 0 = not factorised, and `channels` says which output channels they compute (PriSM). `thresholds` prunes
-    weights below a learned threshold, with this straight-through gradient; `silent` also prunes biases and norms of pruned
-    filters, and `clamped` thresholds stay in [0, 1] (SpaFL). `scores` freezes weights drawn from `seed` and masks them by
-    trained scores, with this straight-through gradient (FedPM). `exits` adds classifiers after these blocks of atoms
-    (DepthFL). `basic_layers` adds a small layer that can stand for each of these blocks, and `basic_norm` a batch norm behind
-    its convolution (ProFL). `statistics` gives running statistics to batch norms that are trained without them
+    `nets` are the numbers of narrow networks side by side, and `scaler` rescales them (SplitMix). `keep` is the fraction of the
+    rank that factorised layers keep, 0 = not factorised, and `channels` says which output channels they compute (PriSM).
+    `thresholds` prunes weights below a learned threshold, with this straight-through gradient; `silent` also prunes biases and
+    norms of pruned filters, and `clamped` thresholds stay in [0, 1] (SpaFL). `scores` freezes weights drawn from `seed` and
+    masks them by trained scores, with this straight-through gradient (FedPM). `exits` adds classifiers after these blocks of
+    atoms (DepthFL). `basic_layers` adds a small layer that can stand for each of these blocks, and `basic_norm` a batch norm
+    behind its convolution (ProFL). `statistics` gives running statistics to batch norms that are trained without them
     (`architecture.batch-norm = measured`). `pooling` is that of auxiliary heads (FedProphet).
     """
 
@@ -44,6 +44,7 @@ class Variant:
     rounding: Literal["down", "up"] = "down"
     dual_norms: bool = False
     nets: tuple[int, ...] = ()
+    scaler: bool = False
     keep: float = 0.0
     channels: Literal["first", "random", "all"] = "first"
     thresholds: Literal["", "paper", "flowing", "clipped"] = ""
@@ -84,7 +85,7 @@ def vary(model: Blueprint, variant: Variant) -> Blueprint:
     if variant.architecture or variant.width != 1 or variant.dual_norms:
         model = rebuilt(model, variant)
     if variant.nets:
-        model = mixed(model, variant.nets)
+        model = mixed(model, variant.nets, variant.width if variant.scaler else 1.0)
     if variant.keep:
         model = low_rank(model, variant.keep, narrow=variant.channels != "all", scattered=variant.channels == "random")
     if variant.thresholds:

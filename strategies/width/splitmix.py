@@ -5,9 +5,11 @@ The model is an ensemble of round(1 / a) narrow base nets, which share no weight
 (`splitmix.width-ratio`). A client trains as many base nets as its budget allows, or as many as add up to the ratio that its
 fleet sets (`keep`). One of them is assigned in turn, so that all nets are trained equally often, and the others are drawn at
 random. Each net is averaged over the clients that trained it, weighted by examples. Nets that no client trained stay as they
-were. The model predicts the mean of all nets' logits.
+were. The model predicts the mean of all nets' logits. Layers have HeteroFL's Scaler, and begin with weights of the full model's
+size (models/mix.py; `splitmix.scaler = false`: neither).
 
-Ours: nets are not rescaled by 1 / a (the authors' HeteroFL-like Scaler), because batch norms would undo it.
+Ours: the Scaler is part of the model, so it is also active in evaluation. In the authors' code it is active only in training,
+where batch norms follow it.
 """
 
 from collections.abc import Iterable
@@ -52,7 +54,8 @@ class SplitMixPolicy(PartitionPolicy):
 
     def variant_of(self, nets: Iterable[int]) -> Variant:
         """Return the variant of the base nets with these numbers."""
-        return Variant(width=self.settings.splitmix.width_ratio, nets=tuple(nets))
+        own = self.settings.splitmix
+        return Variant(width=own.width_ratio, nets=tuple(nets), scaler=own.scaler)
 
     @cached_property
     def mixes(self) -> list[Blueprint]:

@@ -64,3 +64,6 @@ class SplitMixSettings(Table):
     used_by = ("splitmix",)
 
     width_ratio: Annotated[float, Field(gt=0, le=1)] = setting(0.125, "width ratio of a base net")
+    scaler: bool = setting(
+        True, "base nets begin with weights of the full model's size, and divide the layer outputs by their width ratio"
+    )

@@ -14,7 +14,7 @@ LSTMs have no Scaler.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +26,7 @@ from piecework.client_app.trainers.whole.fedavg import train_whole, whole_networ
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Blueprint, Shape, outputs
 from piecework.models.channels import Axes, channel_axes
+from piecework.models.layers import divide_output
 from piecework.models.partition import fits
 from piecework.models.width import Indices, Select, drawn, ordered, rolling, shapes, sub_indices
 from piecework.models.zoo import build_blueprint
@@ -93,12 +94,7 @@ def scale_up(piece: PieceModel, ratios: tuple[float, ...]) -> None:
     """Add hooks to a piece that divide each layer's output by its ratio (HeteroFL's Scaler); () adds none."""
     for layer, ratio in zip(layers_of(piece.units().values()), ratios, strict=bool(ratios)):
         if ratio != 1:
-            layer.register_forward_hook(partial(divided, ratio))
-
-
-def divided(ratio: float, _: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    """Divide a layer's output by a ratio, in place, as a forward hook."""
-    return out.div_(ratio)
+            divide_output(layer, ratio)
 
 
 @cache

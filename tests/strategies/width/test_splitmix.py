@@ -59,6 +59,34 @@ def test_a_mix_is_the_mean_of_its_nets(name: str, shape: tuple[int, ...]) -> Non
     assert (found[0] - found[1]).abs().max() > 1e-3  # they start differently
 
 
+def test_a_scaler_begins_with_small_weights_and_divides_outputs() -> None:
+    """LeNet-5 at a = 1/4 has no norms: two convolutions and two linear layers, of which the first begins as without."""
+    base = build_blueprint("lenet5", num_classes=10, input_shape=(1, 32, 32), width=0.25)
+    plain, scaled = (dict(initial_state(mixed(base, [0], ratio), 1)) for ratio in (1.0, 0.25))
+    first, last = "atoms.0.0.conv.weight", "head.0.fc2.weight"
+    assert [*plain] == [first, "atoms.1.0.conv.weight", "head.0.fc1.weight", last]
+    for name, value in plain.items():
+        torch.testing.assert_close(scaled[name], value if name == first else value / 2)
+    by_hand = Cascade(mixed(base, [0]))
+    by_hand.load_state_dict({name: value if name == last else value / 0.25 for name, value in scaled.items()})
+    whole = Cascade(mixed(base, [0], 0.25))
+    whole.load_state_dict(scaled)
+    x = torch.rand(3, 1, 32, 32)
+    torch.testing.assert_close(whole(x), by_hand(x))
+    torch.testing.assert_close(whole.eval()(x), by_hand(x))
+
+
+def test_nets_of_a_run_are_rescaled_unless_the_scaler_is_off(tmp_path: Path) -> None:
+    """A net that no client trained has the weights with which it began."""
+    fleet = {"fleet": fleet_json(poor=0.45), "clients_per_round": 1}
+    runs = [run_local(tmp_path / str(on), **SMALL | fleet | {"splitmix__scaler": on}) for on in (True, False)]
+    (trained,) = runs[0].rounds()[0]["nets"].values()
+    scaled, plain = map(model_of, runs)
+    other = next(net for net in range(4) if net not in trained)
+    np.testing.assert_allclose(scaled[f"atoms.1.{other}.conv.weight"], plain[f"atoms.1.{other}.conv.weight"] / 2)
+    assert np.array_equal(scaled[f"atoms.0.{other}.conv.weight"], plain[f"atoms.0.{other}.conv.weight"])
+
+
 def test_one_step_is_a_step_of_each() -> None:
     base = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), width=0.25, batch_norm="batch")
     x, y = torch.rand(6, 1, 8, 8), torch.arange(6)
