@@ -156,7 +156,7 @@ class SGD:
         return {"momentum": self.buffers} if self.buffers else {}
 
     def save(self, path: Path) -> None:
-        """Write what is kept between steps to a file."""
+        """Write what is kept between steps to a file, with the names `<kind>.<number of the parameter>`."""
         held = ((kind, *pair) for kind, tensors in self.state().items() for pair in enumerate(tensors))
         save_file({f"{kind}.{i}": tensor.contiguous() for kind, i, tensor in held}, path)
 

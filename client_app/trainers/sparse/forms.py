@@ -150,7 +150,7 @@ class SparseTrainer(LocalTrainer):
         self._take_up(small)
         with safe_open(self._momentum, framework="pt") as file:
             for i, buffer in enumerate(self.optimiser.buffers):
-                take_into(buffer, file.get_tensor(str(i)).to(buffer.device), parts[names[i]])
+                take_into(buffer, file.get_tensor(f"momentum.{i}").to(buffer.device), parts[names[i]])
 
     @torch.no_grad()
     def _expand(self) -> None:
