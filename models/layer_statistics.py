@@ -4,6 +4,7 @@ Only servers use it, as everything that needs fake tensors (see `trace` in devic
 """
 
 import math
+import re
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -113,7 +114,7 @@ def _examine(blueprint: Blueprint, unit: str) -> LayerStatistics:
         parameters = sum(p.numel() for p in layer.parameters())
         sizes = inputs[0].numel() // EXAMPLES, first.numel() // EXAMPLES
         own = len(layer.tau) if isinstance(layer, Masked) else 0
-        kind = type(layer).__name__.removeprefix("Masked").removeprefix("Dual").replace("SilentNorm", "BatchNorm")
+        kind = re.sub("^(Masked|Dual|Nested)", "", type(layer).__name__).replace("SilentNorm", "BatchNorm")
         layers.append(Layer(kind, path, *sizes, parameters, shape, own))
 
     shape = input_of(blueprint, unit)

@@ -17,6 +17,7 @@ from piecework.models.layers import narrowed, require_one_of
 from piecework.models.low_rank import low_rank
 from piecework.models.masked import masked
 from piecework.models.mix import mixed
+from piecework.models.nested_norms import with_nested_norms
 from piecework.models.partition import Piece
 from piecework.models.static_norms import with_statistics
 from piecework.models.supermask import supermask
@@ -28,20 +29,22 @@ class Variant:
     """The changes to a model, applied in the order of the fields; without any the model stays as it is.
 
     `architecture` is another model of the same width, with those options that it also has (FedDF). `width` is the width ratio,
-    and `rounding` says how it rounds channels (HeteroFL). `dual_norms` gives batch norms two sets of statistics (FedRBN).
-    `nets` are the numbers of narrow networks side by side, and `scaler` rescales them (SplitMix). `keep` is the fraction of the
-    rank that factorised layers keep, 0 = not factorised, and `channels` says which output channels they compute (PriSM).
-    `thresholds` prunes weights below a learned threshold, with this straight-through gradient; `silent` also prunes biases and
-    norms of pruned filters, and `clamped` thresholds stay in [0, 1] (SpaFL). `scores` freezes weights drawn from `seed` and
-    masks them by trained scores, with this straight-through gradient (FedPM). `exits` adds classifiers after these blocks of
-    atoms (DepthFL). `basic_layers` adds a small layer that can stand for each of these blocks, and `basic_norm` a batch norm
-    behind its convolution (ProFL). `statistics` gives running statistics to batch norms that are trained without them
+    and `rounding` says how it rounds channels (HeteroFL). `nested_norms` are the width ratios of nets within this one whose
+    batch norms have parameters of their own (FjORD). `dual_norms` gives batch norms two sets of statistics (FedRBN). `nets` are
+    the numbers of narrow networks side by side, and `scaler` rescales them (SplitMix). `keep` is the fraction of the rank that
+    factorised layers keep, 0 = not factorised, and `channels` says which output channels they compute (PriSM). `thresholds`
+    prunes weights below a learned threshold, with this straight-through gradient; `silent` also prunes biases and norms of
+    pruned filters, and `clamped` thresholds stay in [0, 1] (SpaFL). `scores` freezes weights drawn from `seed` and masks them
+    by trained scores, with this straight-through gradient (FedPM). `exits` adds classifiers after these blocks of atoms
+    (DepthFL). `basic_layers` adds a small layer that can stand for each of these blocks, and `basic_norm` a batch norm behind
+    its convolution (ProFL). `statistics` gives running statistics to batch norms that are trained without them
     (`architecture.batch-norm = measured`). `pooling` is that of auxiliary heads (FedProphet).
     """
 
     architecture: str = ""
     width: float = 1.0
     rounding: Literal["down", "up"] = "down"
+    nested_norms: tuple[float, ...] = ()
     dual_norms: bool = False
     nets: tuple[int, ...] = ()
     scaler: bool = False
@@ -82,8 +85,12 @@ def plain(value: Any) -> Any:
 
 def vary(model: Blueprint, variant: Variant) -> Blueprint:
     """Return the network of a variant, or `model` itself without changes. Raises ValueError for an impossible change."""
+    given = model
     if variant.architecture or variant.width != 1 or variant.dual_norms:
-        model = rebuilt(model, variant)
+        model = rebuilt(given, variant)
+    if variant.nested_norms:
+        nets = {ratio: rebuilt(given, replace(variant, width=ratio)) for ratio in variant.nested_norms}
+        model = with_nested_norms(model, variant.width, nets)
     if variant.nets:
         model = mixed(model, variant.nets, variant.width if variant.scaler else 1.0)
     if variant.keep:

@@ -50,6 +50,7 @@ CHOICES = {
     "profl.freezing": "parameters",
     "profl.frozen-mode": "training",
     "fjord.sampling": "round",
+    "fjord.norms": "shared",
     "spafl.straight-through": "flowing",
     "fedpm.straight-through": "authors",
     "spafl.importance-update": "off",

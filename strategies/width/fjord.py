@@ -4,8 +4,9 @@ https://arxiv.org/abs/2102.13451), the server's side.
 
 p_max is the largest of `heterofl.width-ratios` whose step fits the client, or the ratio that its fleet sets (`keep`). The
 client receives the first p_max C of the C channels of every layer. Its trainer also trains the nets of all smaller ratios,
-which lie within these channels. Each entry is averaged over the clients that had it, weighted by examples, as in FjORD's nested
-aggregation.
+which lie within these channels. Batch norms have a scale and a shift for each ratio (`fjord.norms = shared`: the narrower nets
+use the first entries of the widest one's). Each entry is averaged over the clients that had it, weighted by examples, as in
+FjORD's nested aggregation.
 
 `fjord.sampling = round` is the version that SpaFL compares with: one ratio is drawn for each client and round, and only that
 net is sent and trained. There is no Scaler. `fjord.distillation` switches self-distillation on.
@@ -13,14 +14,20 @@ net is sent and trained. There is no Scaler. `fjord.distillation` switches self-
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-from flwr.app import ArrayRecord
+import numpy as np
+from flwr.app import Array, ArrayRecord
 
 from piecework.client_app.trainers.width.fjord import FjORDTaskConfig, nested_loss
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
-from piecework.models.width import Select, ordered
+from piecework.models.cascade import Blueprint
+from piecework.models.nested_norms import own_name
+from piecework.models.static_norms import has_batch_norms
+from piecework.models.variant import Variant, vary
+from piecework.models.width import Select, ordered, require_parts, shapes, sub_indices
 from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import require_no_statistics
@@ -38,7 +45,27 @@ class FjORDPolicy(HeteroFLPolicy):
     def require_model(self) -> None:
         """Raise ValueError also for batch norms with running statistics, which differ between the nets."""
         require_no_statistics(self.blueprint, self.settings, "fjord's nets have different statistics")
-        super().require_model()
+        require_parts(self.blueprint, {ratio: self.plain(level) for level, ratio in enumerate(self.ratios)})
+
+    def plain(self, level: int) -> Blueprint:
+        """Return the net of ratio number `level` with plain norms."""
+        return vary(self.blueprint, super().variant_of(level))
+
+    @cached_property
+    def separate(self) -> bool:
+        """Whether the nets have batch norms, with parameters of their own."""
+        return self.settings.fjord.norms == "separate" and has_batch_norms(self.blueprint)
+
+    @property
+    def variant(self) -> Variant:
+        """The run's model, with the norms of all nets."""
+        nets = tuple(self.ratios) if self.separate else ()
+        return replace(super().variant_of(0), width=1.0, nested_norms=nets) if nets else Variant()
+
+    def variant_of(self, level: int) -> Variant:
+        """Return the variant of ratio number `level`, with the norms of the nets that are trained within it."""
+        nets = self.ratios[level : level + 1 + self.nested(level)] if self.separate else ()
+        return replace(super().variant_of(level), nested_norms=tuple(nets))
 
     @property
     def distils(self) -> bool:
@@ -90,6 +117,26 @@ class FjORD(HeteroFL):
         ratios = self.policy.ratios
         nested = ratios[level + 1 :][: self.policy.nested(level)]
         return FjORDTaskConfig(level, nested, self.policy.distils)
+
+    def served(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the full model as it is evaluated: if no client can train it, its norms switch off untrained channels.
+
+        It then computes what the widest trained net computes, wherever norms follow the layers.
+        """
+        level = min(self.fitting_levels())
+        ratio = self.policy.ratios[level]
+        if ratio == 1 or not self.policy.separate:
+            return arrays
+        indices = sub_indices(self.axes, self.full, shapes(self.policy.plain(level)), ordered)
+        found = dict(arrays.items())
+        for kind in ("weight", "bias"):
+            own = own_name(kind, ratio)
+            for name in (name for name in arrays if name.endswith(f".{own}")):
+                norm = name.removesuffix(own) + kind
+                whole = np.zeros_like(arrays[norm].numpy())
+                whole[indices[norm]] = arrays[name].numpy()
+                found[norm] = Array(whole)
+        return ArrayRecord(found)
 
     def _executed(self, task: Task, metrics: dict[str, Any]) -> float:
         """Return the fraction of the FLOPs of p_max's net that the drawn nets took.

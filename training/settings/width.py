@@ -56,6 +56,9 @@ class FjORDSettings(Table):
     distillation: bool = setting(
         False, "a client's widest net teaches those within it", case("fjord", fjord__sampling="batch")
     )
+    norms: Literal["separate", "shared"] = setting(
+        "separate", "whether the nets of different width ratios have separate scales and shifts in batch norms"
+    )
 
 
 class SplitMixSettings(Table):

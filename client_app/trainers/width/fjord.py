@@ -5,8 +5,8 @@ p_max is the largest width ratio that the client can train. In every batch p is 
 the first p C channels of every layer learn. Narrower nets are parts of the wider ones, not copies. With self-distillation, the
 net of p_max learns the labels, and the drawn net learns the predictions of the net of p_max.
 
-Ours: batch norms use the statistics of the batch, which differ between the nets, and all nets share their scale and shift (in
-FjORD, each p has its own).
+Batch norms use the statistics of the batch, which differ between the nets, and each p has a scale and a shift of its own, as in
+FjORD (`fjord.norms`).
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from piecework.client_app.trainers.whole.fedavg import train_whole
 from piecework.client_app.trainers.width import heterofl
 from piecework.models.cascade import Blueprint
 from piecework.models.channels import channel_axes
-from piecework.models.variant import vary
+from piecework.models.variant import Variant, vary
 from piecework.models.width import Indices, ordered, shapes, sub_indices
 from piecework.training.attacks import Loss
 from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, classification_loss
@@ -75,7 +75,8 @@ class NestedLoss:
         indices, modules = self.nets[self.level - 1][1], self.modules[self.level - 1]
         for unit, module in self.piece.units().items():
             modules[unit].train(module.training)
-            own = {name: part(value, indices[f"{unit}.{name}"]) for name, value in module.named_parameters()}
+            whole = dict(module.named_parameters())
+            own = {name: part(whole[name], indices[f"{unit}.{name}"]) for name, _ in modules[unit].named_parameters()}
             z = functional_call(modules[unit], own, (z,))
         return z
 
@@ -129,7 +130,7 @@ class NestedTrainer(LocalTrainer):
 def train(task: Task, client: Client) -> Update:
     """Train the nets up to p_max. Raises MemoryBudgetExceededError if they do not fit."""
     task_config = FjORDTaskConfig.of(task)
-    widths = tuple(vary(client.full, replace(task.variant, width=ratio)) for ratio in task_config.nested)
+    widths = tuple(vary(client.full, within(task.variant, ratio)) for ratio in task_config.nested)
     trained: list[NestedTrainer] = []
 
     def make_trainer(*rest: Any) -> NestedTrainer:
@@ -140,6 +141,11 @@ def train(task: Task, client: Client) -> Update:
     update = train_whole(task, client, loss, make_trainer=make_trainer)
     update.metrics["widths"] = trained[0].trained
     return update
+
+
+def within(variant: Variant, ratio: float) -> Variant:
+    """Return the variant of the net of a width ratio within another net."""
+    return replace(variant, width=ratio, nested_norms=tuple(r for r in variant.nested_norms if r <= ratio))
 
 
 def evaluate(task: Task, client: Client) -> Metrics:

@@ -7,29 +7,36 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import TRIO, arrays_of, fleet_json, model_of, run_local, training
+from helpers import TRIO, arrays_of, average, digits, fleet_json, model_of, run_local, tiny_settings, training
 from torch.nn import functional as F
 
+from piecework import load
 from piecework.client_app.trainers.width.fjord import NestedLoss
 from piecework.models.cascade import isolated_rng
 from piecework.models.channels import channel_axes
+from piecework.models.variant import Variant, vary
 from piecework.models.width import ordered, shapes, sub_indices, take
 from piecework.models.zoo import build_blueprint
 from piecework.training.loop import PieceModel
+from piecework.training.setup import blueprint_for
 
 FJORD = TRIO | {"strategy": "fjord", "heterofl__width_ratios": "1,0.5,0.25", "fleet": "spafl"}
 
 
+@pytest.mark.parametrize("norms", [(1.0, 0.5), ()])
 @pytest.mark.parametrize(("name", "shape"), [("convnet", (1, 8, 8)), ("lenet5", (1, 16, 16)), ("resnet18", (3, 8, 8))])
-def test_a_narrow_net_is_made_of_the_first_channels(name: str, shape: tuple[int, ...]) -> None:
-    """Its logits are those of a model of that width with these weights; gradients reach nothing else."""
-    full, half = (
-        build_blueprint(name, num_classes=10, input_shape=shape, width=width, batch_norm="batch")
-        for width in (0.25, 0.125)
-    )
+def test_a_narrow_net_is_made_of_the_first_channels(
+    name: str, shape: tuple[int, ...], norms: tuple[float, ...]
+) -> None:
+    """Its logits are those of a model of that width with these weights and its own norms; gradients reach nothing else."""
+    model = build_blueprint(name, num_classes=10, input_shape=shape, width=0.25, batch_norm="batch")
+    full = vary(model, Variant(nested_norms=norms, rounding="up"))
+    half = vary(model, Variant(width=0.5, nested_norms=norms[1:], rounding="up"))
     with isolated_rng(4):
         piece = PieceModel(full, range(len(full.atoms)), "head", full.build_unit)
         z, y = torch.randn(6, *shape), torch.arange(6)
+        for parameter in piece.parameters():  # so that the norms of the two nets differ
+            parameter.data += 0.1 * torch.randn_like(parameter)
     indices = sub_indices(channel_axes(full), shapes(full), shapes(half), ordered)
     arrays = {f"{unit}.{k}": v for unit, module in piece.units().items() for k, v in module.state_dict().items()}
 
@@ -52,6 +59,9 @@ def test_a_narrow_net_is_made_of_the_first_channels(name: str, shape: tuple[int,
     for unit, module in piece.units().items():
         for key, parameter in module.named_parameters():
             name_of, gradient = f"{unit}.{key}", parameter.grad
+            if name_of not in indices:
+                assert norms and gradient is None, "the norms of the full net"
+                continue
             assert gradient is not None
             place = np.ix_(*indices[name_of])
             own = dict(small.units()[unit].named_parameters())[key].grad
@@ -95,6 +105,56 @@ def test_entries_are_averaged_over_the_clients_that_had_them(tmp_path: Path, gri
         assert np.allclose(got[channel], weighted / sum(counts[s] for s in having), atol=1e-7)
 
 
+def test_norms_are_averaged_over_the_clients_that_trained_their_net(tmp_path: Path, grids: Callable[..., Any]) -> None:
+    """The clients of ratios 1, 0.5 and 0.25 have the norms of these nets and of those within them."""
+    grid = grids()
+    run_dir = run_local(
+        tmp_path, grid, **FJORD | {"fleet": fleet_json({"a": 1.0, "b": 0.5, "c": 0.25}, a=1.5, b=1.5, c=1.5)}
+    )
+    replies = {len(arrays_of(m)["atoms.0.conv.weight"]): m for m in training(grid.last.received)}
+    model = model_of(run_dir)
+    for norm, size, clients in (("weight", 16, [16]), ("weight_0_5", 8, [16, 8]), ("weight_0_25", 4, [16, 8, 4])):
+        name = f"atoms.0.bn.{norm}"
+        assert [
+            channels for channels in sorted(replies, reverse=True) if name in arrays_of(replies[channels])
+        ] == clients
+        assert model[name].shape == (size,)
+        assert np.allclose(model[name], average([replies[c] for c in clients], name), atol=1e-7)
+    assert not np.array_equal(model["atoms.0.bn.weight"][:4], model["atoms.0.bn.weight_0_25"])
+
+
+def test_the_widest_trained_net_is_served(tmp_path: Path) -> None:
+    """No client can train more than half of the channels: the saved model computes what the half net computes."""
+    fleet = fleet_json({"b": 0.5, "c": 0.25}, b=1.5, c=1.5)
+    changes = FJORD | {"fleet": fleet, "architecture__batch_norm": "batch", "num_rounds": 2}
+    run_dir = run_local(tmp_path, **changes)
+    with pytest.warns(UserWarning, match="batch-norm = batch"):
+        served = load(run_dir.path, normalise=False)
+    trained = model_of(run_dir)
+    model = blueprint_for(tiny_settings(**changes), digits())
+    half = vary(model, Variant(width=0.5, nested_norms=(0.5,), rounding="up"))
+    indices = sub_indices(
+        channel_axes(model), shapes(model), shapes(vary(model, Variant(width=0.5, rounding="up"))), ordered
+    )
+
+    def cut(unit: str) -> torch.nn.Module:
+        module = half.build_unit(unit)
+        names = {key: f"{unit}.{key}" for key in module.state_dict()}
+        state = {key: take(trained[n], indices[n]) if n in indices else trained[n] for key, n in names.items()}
+        module.load_state_dict({key: torch.tensor(array) for key, array in state.items()})
+        return module
+
+    narrow = PieceModel(half, range(len(half.atoms)), "head", cut)
+    x = torch.randn(6, *model.input_shape, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        torch.testing.assert_close(served(x), narrow.logits(x), rtol=1e-4, atol=1e-5)
+
+
+def test_shared_norms_are_an_option(tmp_path: Path) -> None:
+    run_dir = run_local(tmp_path, **FJORD | {"fjord__norms": "shared"})
+    assert not [name for name in model_of(run_dir) if "weight_0_" in name]
+
+
 def test_a_ratio_is_drawn_for_every_client_and_round(tmp_path: Path) -> None:
     records = run_local(tmp_path / "a", **FJORD | {"fjord__sampling": "round", "num_rounds": 8}).rounds()
     drawn = [ratio for record in records for ratio in record["width_ratios"].values()]
@@ -130,6 +190,12 @@ def test_prices_are_what_the_step_takes_that_takes_most(tmp_path: Path, model: s
     assert all(c["measured_peak"] == c["predicted_peak"] for c in record["clients"])
     whole = [c["flops"] for c in record["clients"]]
     assert len(set(whole)) > 1, "nets are drawn, and what they execute is counted"
+
+
+def test_nested_norms_keep_no_running_statistics() -> None:
+    model = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="running")
+    with pytest.raises(ValueError, match="batch_norm = 'running': nested nets have different statistics"):
+        vary(model, Variant(width=0.5, nested_norms=(0.5,)))
 
 
 def test_running_statistics_are_refused(tmp_path: Path) -> None:
