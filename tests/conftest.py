@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -20,9 +21,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: pytes
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+ROOM = 8 * 2**30  # bytes
 sys.path.insert(0, str(ROOT))
 if "PIECEWORK_DATA" not in os.environ and (ROOT.parent / "shared" / "data").is_dir():
     os.environ["PIECEWORK_DATA"] = str(ROOT.parent / "shared" / "data")
+
+
+def pytest_configure() -> None:
+    """Keep the tests' files in memory where there is room: runs wait for the disk at every checkpoint."""
+    memory = Path("/dev/shm")
+    if memory.is_dir() and shutil.disk_usage(memory).free > ROOM:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,11 +63,12 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def traced_once(session_folder: Path) -> Iterator[None]:
-    """Trace the cost of each part once a session, although many runs need the costs of the same parts of the same model.
+    """Trace the cost of each part and examine each unit once a session, although many runs need those of the same model.
 
     The key is the pickled call. Local functions enter it with their closures, local classes by identity; only calls without
     local classes are shared among workers. Tests of the tracing itself call `piece_cost` directly and are not affected.
     """
+    from piecework.models import layer_statistics
     from piecework.planning import costs
 
     known: dict[bytes, Any] = {}
@@ -83,7 +93,7 @@ def traced_once(session_folder: Path) -> Iterator[None]:
         def cost(*arguments: Any, **options: Any) -> Any:
             pickled = io.BytesIO()
             pickler = Key(pickled)
-            pickler.dump((trace, arguments, options, torch.get_num_threads()))
+            pickler.dump((trace.__qualname__, arguments, options, torch.get_num_threads()))
             key = pickled.getvalue()
             if key in known:
                 return known[key]
@@ -103,6 +113,7 @@ def traced_once(session_folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "piece_cost", once(costs.piece_cost))
         patch.setattr(costs, "stream_cost", once(costs.stream_cost))
+        patch.setattr(layer_statistics, "_examine", once(layer_statistics._examine))
         yield
 
 

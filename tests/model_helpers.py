@@ -1,5 +1,6 @@
-"""A model of one's own."""
+"""A model of one's own, and initial weights."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,3 +16,12 @@ def mlp(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm: str 
     second = partial(lambda: nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU()))
     atoms = (Atom("fc1", first, (hidden,)), Atom("fc2", second, (hidden,)))
     return Blueprint("mlp", input_shape, num_classes, atoms, partial(nn.Linear, hidden, num_classes), batch_norm)
+
+
+def initial(blueprint: Blueprint) -> Callable[[str, nn.Module], None]:
+    """Fills a unit with the weights that its layers draw."""
+
+    def fill(unit: str, module: nn.Module) -> None:
+        module.load_state_dict(blueprint.build_unit(unit).state_dict())
+
+    return fill

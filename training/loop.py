@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from piecework.models.cascade import Blueprint, fit_features, isolated_rng, run_atoms
+from piecework.models.cascade import Blueprint, fit_features, isolated_rng, run_atoms, unset_weights
 from piecework.models.static_norms import count_first_alike
 from piecework.training.accelerator import CPU, release_cache
 from piecework.training.attacks import Attack, Gradient, Loss, by_backward, pgd
@@ -392,7 +392,7 @@ def load_for_device(blueprint: Blueprint, fill: Callable[[str, nn.Module], None]
     """Return a function that builds a unit on the device with its weights and leaves torch's global generator unchanged."""
 
     def load(unit: str) -> nn.Module:
-        with isolated_rng(0):
+        with isolated_rng(0), unset_weights():
             module = channels_last(blueprint.build_unit(unit))
         fill(unit, module)
         return module.to(device)

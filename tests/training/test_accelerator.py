@@ -19,6 +19,7 @@ from helpers import (
     same,
     tiny_settings,
 )
+from model_helpers import initial
 from process_helpers import a_message, in_a_fresh_process
 from typer.testing import CliRunner
 
@@ -144,7 +145,7 @@ def test_an_adversarial_step_stays_on_its_device(norm: Any) -> None:
     """Also the pixels' mean and deviation, the random start, labels, and what is left of gradients."""
     blueprint, std = a_blueprint(batch_norm="running"), (0.5,) if norm == "linf" else ()
     attack = Attack(norm, 0.1, 0.05, 2, mean=std, std=std)
-    piece = PieceModel(blueprint, range(5), "head", load_for_device(blueprint, lambda unit, module: None, META))
+    piece = PieceModel(blueprint, range(5), "head", load_for_device(blueprint, initial(blueprint), META))
     loss, optimiser = start([piece], a_training_config(4, attack=attack), single_loss)
     examples = random_examples(8, (1, 8, 8)).on(META)
     z, y = examples.read(np.arange(4)), examples.targets(np.arange(4))
@@ -232,7 +233,7 @@ def test_a_round_in_bfloat16_takes_what_was_predicted(tmp_path: Path, case: dict
 
 def test_losses_and_what_evaluation_reads_are_float32() -> None:
     blueprint, training_config = a_blueprint(batch_norm="running"), a_training_config(4, precision="bfloat16")
-    piece = PieceModel(blueprint, range(5), "head", load_for_device(blueprint, lambda unit, module: None))
+    piece = PieceModel(blueprint, range(5), "head", load_for_device(blueprint, initial(blueprint)))
     loss, _ = start([piece], training_config, single_loss)
     z, y = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(4)
     value = loss(z, y)

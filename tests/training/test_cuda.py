@@ -18,6 +18,7 @@ from helpers import (
     run_local,
     tiny_settings,
 )
+from model_helpers import initial
 from zoo_helpers import SMALL, blueprint_of
 
 import piecework.client_app.trainers.whole.fedavg
@@ -168,7 +169,7 @@ def trained(name: str, device: torch.device, precision: Precision) -> tuple[list
         a_training_config(4, lr=0.01, attack=attack, precision=precision),
         range(len(blueprint.atoms)),
     )
-    load = load_for_device(blueprint, lambda unit, module: None, device)
+    load = load_for_device(blueprint, initial(blueprint), device)
     trainer, cap = (
         LocalTrainer(lambda: [PieceModel(blueprint, atoms, "head", load)], training_config),
         MemoryCap(10**12, enforced=False, device=device),
@@ -209,7 +210,7 @@ def test_batches_arrive_in_their_memory_format() -> None:
     assert torch.equal(there.read(positions).cpu(), examples.read(positions))
     assert there.targets(positions).tolist() == examples.targets(positions).tolist()
     blueprint = a_blueprint("preresnet20", (3, 8, 8))
-    load = load_for_device(blueprint, lambda unit, module: None, gpu())
+    load = load_for_device(blueprint, initial(blueprint), gpu())
     weights = [p for i in range(len(blueprint.atoms)) for p in load(f"atoms.{i}").parameters() if p.dim() == 4]
     assert weights
     assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)

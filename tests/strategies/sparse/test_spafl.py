@@ -21,6 +21,7 @@ from helpers import (
     tiny_settings,
     training,
 )
+from model_helpers import initial
 from safetensors.numpy import load_file
 
 import piecework
@@ -269,7 +270,7 @@ def test_going_from_form_to_form_takes_no_more_than_a_masked_step(tmp_path: Path
 
     def make(kept: float) -> Callable[[], list[PieceModel]]:
         def made() -> list[PieceModel]:
-            model = SparseModel(whole, (0, 1), "head", load_for_device(whole, lambda unit, module: None))
+            model = SparseModel(whole, (0, 1), "head", load_for_device(whole, initial(whole)))
             with torch.no_grad():
                 for layer in model.layers()[:-1]:
                     layer.tau[int(kept * len(layer.tau)) :] = 1.0
