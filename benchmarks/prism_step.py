@@ -19,7 +19,8 @@ from piecework.models.kernels import decompose
 from piecework.models.low_rank import factors, low_rank
 from piecework.models.zoo import build_blueprint
 from piecework.planning.step_cost import fake_load
-from piecework.training.loop import PieceModel, TrainingConfig, single_loss, start, train_step
+from piecework.training.loop import PieceModel, single_loss, start, train_step
+from piecework.training.sgd import TrainingConfig
 
 KEEPS = (0.8, 0.6, 0.4, 0.2)
 CLIENTS, IMAGES, EPOCHS, BATCH = 20, 500, 2, 32

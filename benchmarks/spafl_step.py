@@ -25,8 +25,9 @@ from piecework.models.compact import layout
 from piecework.models.masked import masked
 from piecework.models.zoo import build_blueprint, usual_input
 from piecework.training.accelerator import without_denormals
-from piecework.training.loop import MakeLoss, PieceModel, TrainingConfig, channels_last, single_loss, start, train_step
+from piecework.training.loop import MakeLoss, PieceModel, channels_last, single_loss, start, train_step
 from piecework.training.memory_cap import keep_heap_tight
+from piecework.training.sgd import TrainingConfig
 
 
 def pruned(blueprint: Blueprint, densities: list[float]) -> SparseModel:

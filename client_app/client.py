@@ -15,11 +15,12 @@ from piecework.models.cascade import Blueprint, fit_features
 from piecework.models.work_item import WorkItem
 from piecework.training.accelerator import CPU
 from piecework.training.examples import Examples, batches, feature_examples
-from piecework.training.loop import Load, PieceModel, TrainingConfig, evaluate_examples, in_precision, load_for_device
+from piecework.training.loop import Load, PieceModel, evaluate_examples, in_precision, load_for_device
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.messages import Metrics
 from piecework.training.randomness import generator
 from piecework.training.settings import Settings
+from piecework.training.sgd import TrainingConfig
 
 STAGES = -1  # the fill of `local_data` that is the same in all rounds, for stored features
 

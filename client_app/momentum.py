@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from piecework.client_app.client import Client
 from piecework.models.cascade import Blueprint, unit_of
 from piecework.models.low_rank import Pair
-from piecework.training.loop import SGD, PieceModel
+from piecework.training.loop import PieceModel
+from piecework.training.sgd import SGD
 
 MOMENTUM = "momentum_"
 OWN = "momentum"  # the folder in a client's state

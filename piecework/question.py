@@ -7,9 +7,9 @@ from piecework.federated_data.datasets import PUBLISHED, default_cache, prepare
 from piecework.models.cascade import Shape
 from piecework.models.zoo import usual_input
 from piecework.planning.costs import fraction_or_bytes
-from piecework.training.loop import Precision
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.setup import dataset_of
+from piecework.training.sgd import Precision
 
 EXAMPLES = 500  # examples per client if no data set defines them
 

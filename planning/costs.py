@@ -16,9 +16,9 @@ from piecework.planning.paper_memory import MEMORY_MODELS, MemoryModel
 from piecework.planning.part import Part, whole_model
 from piecework.planning.step_cost import piece_cost, stream_cost
 from piecework.training.attacks import Attack, Norm
-from piecework.training.loop import Precision, TrainingConfig
 from piecework.training.settings import Settings
 from piecework.training.setup import training_config_for
+from piecework.training.sgd import Precision, TrainingConfig
 
 
 def fraction_or_bytes(text: str, full: int) -> int:

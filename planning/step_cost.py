@@ -1,8 +1,9 @@
 """The bytes and FLOPs of a training step, and the bytes of a frozen atom's forward pass, traced on fake tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -10,12 +11,11 @@ from torch import Tensor
 from piecework.device_profiles.memory import FlopCount, StepCost, trace
 from piecework.models.cascade import Blueprint, outputs
 from piecework.models.static_norms import measure_norms
-from piecework.training.attacks import Gradient, Loss, by_backward
+from piecework.training.attacks import Gradient, Loss, by_backward, micro_batches
 from piecework.training.loop import (
     Load,
     MakeLoss,
     PieceModel,
-    TrainingConfig,
     adversary,
     channels_last,
     in_precision,
@@ -23,6 +23,7 @@ from piecework.training.loop import (
     start,
     train_step,
 )
+from piecework.training.sgd import TrainingConfig
 
 
 def fake_load(blueprint: Blueprint) -> Load:
@@ -45,8 +46,13 @@ def piece_cost(
 
     With `targets`, the piece learns logits instead of labels.
     """
+    attack, attack_flops, traced = training_config.attack, FlopCount(), [0]
 
-    attack, attack_flops = training_config.attack, FlopCount()
+    def first_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        # All micro-batches after the second are like the second, which finds gradients of the first.
+        parts = list(islice(micro_batches(training_config.micro_batch)(*tensors), 2))
+        traced[0] = sum(len(part[0]) for part in parts)
+        yield from parts
 
     def work() -> None:
         pieces = [piece_class(blueprint, tuple(atoms), head, fake_load(blueprint)) for _ in range(copies)]
@@ -54,15 +60,17 @@ def piece_cost(
         perturb = None
         if attack is not None:
             # All attack steps are equal: one is traced, and the others take no more memory and the same FLOPs.
-            perturb = adversary(pieces, loss, replace(attack, steps=1), 0, partial(counted, flops=attack_flops))
+            gradient = partial(counted, flops=attack_flops)
+            perturb = adversary(pieces, loss, replace(attack, steps=1), 0, gradient, first_parts)
         z = fake_batch(blueprint, atoms[0] if atoms else None, training_config.batch_size)
         shape = (training_config.batch_size, outputs(pieces[0].head)) if targets else (training_config.batch_size,)
         y = torch.zeros(shape, dtype=torch.float32 if targets else torch.int64)
-        train_step(loss, optimiser, z, y, perturb)
+        train_step(loss, optimiser, z, y, perturb, first_parts)
 
     cost = trace(work)
     further = attack.steps - 1 if attack is not None else 0
-    return StepCost(cost.peak_bytes, cost.flops + further * attack_flops.total)
+    flops = cost.flops + further * attack_flops.total
+    return StepCost(cost.peak_bytes, flops * training_config.batch_size // traced[0])
 
 
 def stream_cost(

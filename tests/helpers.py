@@ -19,10 +19,10 @@ from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import run_experiment
 from piecework.training.examples import Examples, feature_examples, training_examples
-from piecework.training.loop import TrainingConfig
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_for, open_dataset, training_config_for
+from piecework.training.sgd import TrainingConfig
 
 TINY = {
     "clients": 20,  # about 70 images each

@@ -1,7 +1,12 @@
 """The models of the zoo as tests build them."""
 
+import numpy as np
+import torch
+from helpers import random_examples
+
 from piecework.models.cascade import Blueprint
 from piecework.models.zoo import MODELS, build_blueprint, usual_input
+from piecework.training.examples import Examples
 
 SMALL = {"cnn4": {"input_shape": (3, 64, 64)}, "lstm-imdb": {"input_shape": (60,)}, "vit": {"input_shape": (3, 96, 96)}}
 
@@ -12,3 +17,11 @@ ONE_A_FAMILY = sorted(MODELS.keys() - {"resnet10", "resnet34", "vgg13", "vgg16"}
 def blueprint_of(name: str, **changes) -> Blueprint:
     shape, classes = usual_input(name)
     return build_blueprint(name, **{"num_classes": classes, "input_shape": shape, "batch_norm": "batch"} | changes)
+
+
+def examples_for(blueprint: Blueprint, atom: int, count: int) -> Examples:
+    if atom or not blueprint.vocabulary:
+        return random_examples(count, blueprint.shape_before(atom), classes=blueprint.num_classes)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, blueprint.vocabulary, (count, *blueprint.input_shape))
+    return Examples(lambda positions: torch.tensor(tokens[positions]), rng.integers(0, blueprint.num_classes, count))

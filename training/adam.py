@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from piecework.training.loop import SGD
+from piecework.training.sgd import SGD
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 

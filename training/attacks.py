@@ -3,7 +3,7 @@ Attacks", ICLR 2018), in an L-infinity or, per example, an L2 ball around an ima
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,6 +15,23 @@ from piecework.training.accelerator import to_device
 Norm = Literal["linf", "l2"]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> scalar
 Gradient = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> the loss's gradient with respect to the batch
+
+Parts = Callable[..., Iterator[tuple[Tensor, ...]]]  # tensors of a batch -> their micro-batches
+
+
+def whole(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield a batch as one part."""
+    yield tensors
+
+
+def micro_batches(size: int) -> Parts:
+    """Return a function that cuts a batch into parts of at most `size` examples, which differ by at most one; 0 = no cut."""
+
+    def parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        count = -(-len(tensors[0]) // size)
+        yield from zip(*(tensor.tensor_split(count) for tensor in tensors), strict=True)
+
+    return parts if size else whole
 
 
 @dataclass(frozen=True)
@@ -35,25 +52,32 @@ class Attack:
     std: tuple[float, ...] = ()
 
 
-def pgd(gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:
+def pgd(
+    gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generator: torch.Generator, parts: Parts = whole
+) -> Tensor:
     """Return examples near z[B, ...] that raise a loss, from a random start in the ball. The model must be in evaluation mode.
 
-    The generator is always on the CPU, so that starts are the same on all devices.
+    The generator is always on the CPU, so that starts are the same on all devices. The examples of each of the `parts` of the
+    batch are attacked at once.
     """
     if attack.std:
-        return _in_pixels(gradient, z, y, attack, generator)
+        return _in_pixels(gradient, z, y, attack, generator, parts)
     adversarial = _start(z, attack, generator).add_(z).clamp_(attack.low, attack.high)
-    for _ in range(attack.steps):
-        ascent = gradient(adversarial, y)
-        moved = adversarial.sub_(z)  # in place, which also keeps the memory format
-        if attack.norm == "linf":
-            moved.add_(ascent.sign_(), alpha=attack.step).clamp_(-attack.epsilon, attack.epsilon)
-        else:
-            moved.addcmul_(ascent, attack.step / _norms(ascent))
-            moved.mul_((attack.epsilon / _norms(moved)).clamp_(max=1.0))
-        adversarial = moved.add_(z).clamp_(attack.low, attack.high)
-        del ascent, moved  # not held through the next step
+    for part, clean, labels in parts(adversarial, z, y):
+        for _ in range(attack.steps):
+            _ascend(part, gradient(part, labels), clean, attack)
     return adversarial
+
+
+def _ascend(adversarial: Tensor, ascent: Tensor, z: Tensor, attack: Attack) -> None:
+    """Take an attack step along a gradient and project onto the ball around z, in place, which keeps the memory format."""
+    moved = adversarial.sub_(z)
+    if attack.norm == "linf":
+        moved.add_(ascent.sign_(), alpha=attack.step).clamp_(-attack.epsilon, attack.epsilon)
+    else:
+        moved.addcmul_(ascent, attack.step / _norms(ascent))
+        moved.mul_((attack.epsilon / _norms(moved)).clamp_(max=1.0))
+    moved.add_(z).clamp_(attack.low, attack.high)
 
 
 def by_backward(loss: Loss) -> Gradient:
@@ -68,7 +92,9 @@ def by_backward(loss: Loss) -> Gradient:
     return gradient
 
 
-def _in_pixels(gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:
+def _in_pixels(
+    gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generator: torch.Generator, parts: Parts
+) -> Tensor:
     """Attack the pixels of normalised images z[B, C, H, W]; the result is normalised again."""
     mean, std = (to_device(torch.tensor(v).view(1, -1, 1, 1), z.device) for v in (attack.mean, attack.std))
 
@@ -76,7 +102,8 @@ def _in_pixels(gradient: Gradient, z: Tensor, y: Tensor, attack: Attack, generat
         return gradient((x - mean).div_(std), y).div_(std)
 
     pixels = (z * std).add_(mean)
-    return pgd(by_pixels, pixels, y, replace(attack, mean=(), std=()), generator).sub_(mean).div_(std)
+    attacked = pgd(by_pixels, pixels, y, replace(attack, mean=(), std=()), generator, parts)
+    return attacked.sub_(mean).div_(std)
 
 
 def _start(z: Tensor, attack: Attack, generator: torch.Generator) -> Tensor:

@@ -3,48 +3,27 @@
 The functions for the setup and the step of a piece also run on fake tensors, which gives its cost (planning/step_cost.py).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from piecework.models.cascade import Blueprint, fit_features, isolated_rng, run_atoms, unset_weights
+from piecework.models.recompute import recomputed
 from piecework.models.static_norms import count_first_alike
 from piecework.training.accelerator import CPU, release_cache
-from piecework.training.attacks import Attack, Gradient, Loss, by_backward, pgd
+from piecework.training.attacks import Attack, Gradient, Loss, Parts, by_backward, micro_batches, pgd, whole
 from piecework.training.examples import Examples, batches
 from piecework.training.memory_cap import MemoryCap, return_free_memory
+from piecework.training.sgd import SGD, Segment, TrainingConfig
 
 Load = Callable[[str], nn.Module]
-Precision = Literal["float32", "bfloat16"]
-
-
-@dataclass(frozen=True)
-class TrainingConfig:
-    """The parameters of local training. `momentum` is in [0, 1). With `attack`, training is adversarial.
-
-    Training takes `iterations` batches, or `epochs` epochs if `iterations` is 0. If the gradient of all parameters is longer
-    than `clip_norm` > 0, it is scaled down to it; weight decay is added afterwards. In `bfloat16` forward passes run under
-    torch.autocast: activations take half the memory; weights, their gradients and losses stay float32.
-    """
-
-    lr: float
-    momentum: float
-    weight_decay: float
-    batch_size: int
-    epochs: int
-    iterations: int = 0
-    attack: Attack | None = None
-    precision: Precision = "float32"
-    clip_norm: float = 0.0
 
 
 class PieceModel:
@@ -60,6 +39,7 @@ class PieceModel:
         self.blueprint, self.atoms, self.head_unit = blueprint, tuple(atoms), head
         self.modules = {f"atoms.{index}": load(f"atoms.{index}") for index in atoms}
         self.head = load(head) if head else nn.Identity()
+        self.recompute: tuple[Segment, ...] = ()
 
     def units(self) -> dict[str, nn.Module]:
         """Return the modules by unit name, the head last."""
@@ -72,7 +52,15 @@ class PieceModel:
 
     def features(self, z: Tensor) -> Tensor:
         """Return the output of the atoms for z[B, ...]."""
-        return run_atoms(self.blueprint, self.atoms, list(self.modules.values()), z)
+        modules, done = list(self.modules.values()), 0
+
+        def run(first: int, last: int, z: Tensor) -> Tensor:
+            return run_atoms(self.blueprint, self.atoms[first:last], modules[first:last], z)
+
+        for first, last in self.recompute:
+            z = recomputed(partial(run, first, last), run(done, first, z), modules[first:last])
+            done = last
+        return run(done, len(modules), z)
 
     def logits(self, z: Tensor) -> Tensor:
         """Return logits[B, classes]; before the shared head, features skip the rest of the model by zero padding."""
@@ -98,77 +86,6 @@ class PieceModel:
         """Hook for the clean examples of a batch in training before they are attacked; the default does nothing."""
 
 
-class SGD:
-    """SGD with momentum and weight decay, equal to torch.optim.SGD, whose construction would import torch's compiler.
-
-    The momentum buffers are allocated at the start, so the first step already has the peak memory.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        training_config: TrainingConfig,
-        undecayed: Iterable[nn.Parameter] = (),
-        after_step: Sequence[Callable[[], None]] = (),
-    ) -> None:
-        self.parameters, self._after_step = list(parameters), after_step
-        self.training_config = training_config
-        self._undecayed = {id(p) for p in undecayed}
-        self.buffers: list[Tensor] = []
-        self._allocate()
-
-    def _allocate(self) -> None:
-        """Allocate the state that is kept between steps."""
-        if self.training_config.momentum:
-            self.buffers = [torch.zeros_like(p) for p in self.parameters]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Take one step and free the gradients. Parameters without a gradient do not move."""
-        if self.training_config.clip_norm:
-            nn.utils.clip_grad_norm_(self.parameters, self.training_config.clip_norm)
-        with_grad = [i for i, p in enumerate(self.parameters) if p.grad is not None]
-        decayed = [i for i in with_grad if id(self.parameters[i]) not in self._undecayed]
-        self._move(decayed, self.training_config.weight_decay)
-        if len(decayed) < len(with_grad):
-            self._move([i for i in with_grad if id(self.parameters[i]) in self._undecayed], 0.0)
-        for parameter in self.parameters:
-            parameter.grad = None
-        for hook in self._after_step:
-            hook()
-
-    def _move(self, which: Sequence[int], weight_decay: float) -> None:
-        torch._fused_sgd_(
-            [self.parameters[i] for i in which],
-            [g for i in which if (g := self.parameters[i].grad) is not None],
-            [self.buffers[i] for i in which] if self.buffers else [],
-            weight_decay=weight_decay,
-            momentum=self.training_config.momentum,
-            lr=self.training_config.lr,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )
-
-    def state(self) -> dict[str, list[Tensor]]:
-        """Return what is kept between steps by kind, with one tensor for each parameter."""
-        return {"momentum": self.buffers} if self.buffers else {}
-
-    def save(self, path: Path) -> None:
-        """Write what is kept between steps to a file, with the names `<kind>.<number of the parameter>`."""
-        held = ((kind, *pair) for kind, tensors in self.state().items() for pair in enumerate(tensors))
-        save_file({f"{kind}.{i}": tensor.contiguous() for kind, i, tensor in held}, path)
-
-    @torch.no_grad()
-    def load(self, path: Path) -> None:
-        """Read what is kept between steps from a file."""
-        with safe_open(path, framework="np") as file:
-            for kind, tensors in self.state().items():
-                for i, tensor in enumerate(tensors):
-                    tensor.copy_(torch.from_numpy(file.get_tensor(f"{kind}.{i}")))
-
-
 Perturb = Callable[[Tensor, Tensor], Tensor]  # (input batch, labels) -> adversarial batch
 MakeLoss = Callable[[list[PieceModel]], Loss]
 
@@ -187,12 +104,27 @@ def classification_loss(logits: Tensor, y: Tensor, reduction: str = "mean") -> T
     return F.cross_entropy(logits, y, reduction=reduction)
 
 
-def train_step(loss: Loss, optimiser: SGD, z: Tensor, y: Tensor, perturb: Perturb | None = None) -> Tensor:
-    """Run forward, backward and update, on perturbed examples if `perturb` is given. Returns the detached loss."""
-    value = loss(z if perturb is None else perturb(z, y), y)
-    value.backward()  # type: ignore[no-untyped-call]
+def train_step(
+    loss: Loss, optimiser: SGD, z: Tensor, y: Tensor, perturb: Perturb | None = None, parts: Parts = whole
+) -> Tensor:
+    """Run forward, backward and update, on perturbed examples if `perturb` is given. Returns the detached loss.
+
+    The examples of each of the `parts` of the batch are computed at once. The gradients are those of the whole batch if the
+    loss is a mean over examples. Batch norms take the statistics of the examples that are computed together.
+    """
+    if perturb is not None:
+        z = perturb(z, y)
+    total: Tensor | None = None
+    for part, labels in parts(z, y):
+        value = loss(part, labels)
+        if len(part) < len(z):
+            value = value * (len(part) / len(z))
+        value.backward()  # type: ignore[no-untyped-call]
+        total = value.detach() if total is None else total + value.detach()
+        del value  # otherwise the next forward pass would hold it too
     optimiser.step()
-    return value.detach()
+    assert total is not None
+    return total
 
 
 class Carried(Protocol):
@@ -219,6 +151,7 @@ class LocalTrainer:
         self.pieces: list[PieceModel] = []
         self.total_loss, self.seen, self.batches = 0.0, 0, 0
         self._paused: Path | None = None
+        self._parts = micro_batches(training_config.micro_batch)
         self._young = training_config.attack is None  # attacks read running statistics, which must not change abruptly
 
     def epochs(self) -> Iterator[int]:
@@ -259,7 +192,7 @@ class LocalTrainer:
         """Train on a batch. Returns the detached loss."""
         if self._young:
             self._young = count_first_alike(unit for piece in self.pieces for unit in piece.units().values())
-        return train_step(self._loss, self.optimiser, z, y, self._perturb(rng))
+        return train_step(self._loss, self.optimiser, z, y, self._perturb(rng), self._parts)
 
     def _begin(self) -> None:
         self.pieces = self._make()
@@ -273,7 +206,9 @@ class LocalTrainer:
     def _perturb(self, rng: np.random.Generator) -> Perturb | None:
         if self.training_config.attack is None:
             return None
-        return adversary(self.pieces, self._loss, self.training_config.attack, int(rng.integers(2**63)))
+        return adversary(
+            self.pieces, self._loss, self.training_config.attack, int(rng.integers(2**63)), parts=self._parts
+        )
 
     def pause(self, momentum: Path) -> None:
         """Free the memory: write momentum to a file and drop the pieces (save them before); the next epoch makes them again."""
@@ -334,6 +269,7 @@ def start(pieces: list[PieceModel], training_config: TrainingConfig, make_loss: 
     """Set up a step: training mode, one optimiser over all pieces, and the loss."""
     for piece in pieces:
         piece.train(True)
+        piece.recompute = training_config.recompute
     loss = make_loss(pieces)
     return (
         in_bfloat16(loss) if training_config.precision == "bfloat16" else loss,
@@ -369,7 +305,12 @@ def in_precision(function: Callable[[Tensor], Tensor], training_config: Training
 
 
 def adversary(
-    pieces: list[PieceModel], loss: Loss, attack: Attack, seed: int, gradient: Callable[[Loss], Gradient] = by_backward
+    pieces: list[PieceModel],
+    loss: Loss,
+    attack: Attack,
+    seed: int,
+    gradient: Callable[[Loss], Gradient] = by_backward,
+    parts: Parts = whole,
 ) -> Perturb:
     """Return a function that attacks pieces in evaluation mode, so that batch norms do not move.
 
@@ -380,7 +321,7 @@ def adversary(
         for piece in pieces:
             piece.before_attack(loss, z, y)
             piece.train(False)
-        adversarial = pgd(gradient(loss), z, y, attack, torch.Generator().manual_seed(seed))
+        adversarial = pgd(gradient(loss), z, y, attack, torch.Generator().manual_seed(seed), parts)
         for piece in pieces:
             piece.train(True)
         return adversarial

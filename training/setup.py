@@ -17,9 +17,9 @@ from piecework.federated_data.personal import client_test_rows
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.zoo import build_blueprint
 from piecework.training.attacks import Attack
-from piecework.training.loop import TrainingConfig
 from piecework.training.randomness import generator
 from piecework.training.settings import Scalar, Settings
+from piecework.training.sgd import TrainingConfig
 
 PixelScale = Literal["normalised", "unit", "raw"]
 

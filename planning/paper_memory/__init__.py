@@ -5,7 +5,7 @@ from collections.abc import Callable
 from piecework.models.cascade import Blueprint
 from piecework.planning.paper_memory import fedepth, fedprophet, prism, profl
 from piecework.planning.part import Part
-from piecework.training.loop import TrainingConfig
+from piecework.training.sgd import TrainingConfig
 
 # Bytes of training a part by a paper's own memory model: (part, the model at width 1, training config) -> bytes
 MemoryModel = Callable[[Part, Blueprint, TrainingConfig], float]

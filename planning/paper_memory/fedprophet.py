@@ -3,7 +3,7 @@
 from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.part import Part
-from piecework.training.loop import TrainingConfig
+from piecework.training.sgd import TrainingConfig
 
 
 def memory_bytes(part: Part, reference: Blueprint, training_config: TrainingConfig) -> float:

@@ -8,7 +8,7 @@ shortcuts, nor the head count, nor zeros for channels that are not computed: the
 from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.part import Part
-from piecework.training.loop import TrainingConfig
+from piecework.training.sgd import TrainingConfig
 
 NORMS = ("BatchNorm2d", "PaddedNorm")
 

@@ -5,7 +5,7 @@ from piecework.models.cascade import Blueprint
 from piecework.models.depth_exits import EXIT
 from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.part import Part
-from piecework.training.loop import TrainingConfig
+from piecework.training.sgd import TrainingConfig
 
 # The thresholds in the authors' code for ResNet-18 on 32 x 32 images, batch 64, in their MB, by the atoms trained. Without an
 # output module it is what a method needs that trains block 1 with a classifier of its own, as DepthFL does.

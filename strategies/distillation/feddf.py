@@ -57,10 +57,11 @@ from piecework.strategies.distillation.server_training import (
     logits_of,
 )
 from piecework.strategies.state import Experiment
-from piecework.training.loop import MakeLoss, PieceModel, TrainingConfig
+from piecework.training.loop import MakeLoss, PieceModel
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.messages import Task
 from piecework.training.randomness import generator
+from piecework.training.sgd import TrainingConfig
 
 LOG = logging.getLogger("piecework")
 FAMILIES = {"vgg16": "vgg13,vgg11,cnn3", "resnet34": "resnet18,resnet10,cnn4"}  # FedProphet, appendix B.2

@@ -21,8 +21,9 @@ from piecework.models.cascade import Blueprint
 from piecework.training.adam import Adam
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
-from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, TrainingConfig, load_for_device
+from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, load_for_device
 from piecework.training.memory_cap import MemoryCap
+from piecework.training.sgd import TrainingConfig
 
 MIN_VARIANCE = 1e-12  # equal logits of all classes get a tiny weight, so that a sum of weights is never 0
 

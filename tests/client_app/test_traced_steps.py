@@ -15,8 +15,9 @@ from piecework.models.masked import masked
 from piecework.models.zoo import MODELS, is_token_model
 from piecework.planning.step_cost import fake_load, piece_cost
 from piecework.training.attacks import Attack
-from piecework.training.loop import LocalTrainer, PieceModel, TrainingConfig, adversary, classification_loss, start
+from piecework.training.loop import LocalTrainer, PieceModel, adversary, classification_loss, start
 from piecework.training.memory_cap import MemoryCap
+from piecework.training.sgd import TrainingConfig
 
 IMAGE = Attack("linf", epsilon=8 / 255, step=2 / 255, steps=3, low=0.0, high=1.0)
 FEATURES = Attack("l2", epsilon=1.0, step=0.5, steps=2, low=0.0)

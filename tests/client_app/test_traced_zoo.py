@@ -8,29 +8,19 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from helpers import a_training_config, random_examples
+from helpers import a_training_config
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from zoo_helpers import SMALL, blueprint_of
+from zoo_helpers import SMALL, blueprint_of, examples_for
 
 from piecework.device_profiles.memory import PeakMemory, trace
-from piecework.models.cascade import Blueprint
 from piecework.models.zoo import MODELS
 from piecework.planning.step_cost import fake_batch, fake_load, piece_cost
-from piecework.training.examples import Examples
 from piecework.training.loop import LocalTrainer, PieceModel, single_loss, start, train_step
 from piecework.training.memory_cap import MemoryCap
 
 RNN = torch.ops.aten.mkldnn_rnn_layer
 RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward
-
-
-def examples_for(blueprint: Blueprint, atom: int, count: int) -> Examples:
-    if atom or not blueprint.vocabulary:
-        return random_examples(count, blueprint.shape_before(atom), classes=blueprint.num_classes)
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, blueprint.vocabulary, (count, *blueprint.input_shape))
-    return Examples(lambda positions: torch.tensor(tokens[positions]), rng.integers(0, blueprint.num_classes, count))
 
 
 def profiled_peak(work: Callable[[], object]) -> int:

@@ -247,7 +247,7 @@ def test_a_module_is_timed_against_the_slowest_that_is_asked(tmp_path: Path) -> 
 COST = """
 import resource, sys
 from piecework.planning.step_cost import piece_cost
-from piecework.training.loop import TrainingConfig
+from piecework.training.sgd import TrainingConfig
 from piecework.models.zoo import build_blueprint
 from piecework.plan import make_plan
 from piecework.question import ask

@@ -16,7 +16,8 @@ from piecework.models.cascade import Blueprint, Cascade, initial_state
 from piecework.models.kernels import compose, decompose, effective_rank, sample
 from piecework.models.low_rank import PaddedNorm, Pair, computed, factors, is_place, low_rank
 from piecework.models.zoo import build_blueprint
-from piecework.training.loop import PieceModel, TrainingConfig, classification_loss, load_for_device, start
+from piecework.training.loop import PieceModel, classification_loss, load_for_device, start
+from piecework.training.sgd import TrainingConfig
 
 SHAPES = {"lstm-imdb": (6,), "cnn-femnist": (1, 28, 28), "lenet5": (1, 28, 28), "convnet": (1, 8, 8)}
 ELIGIBLE = [

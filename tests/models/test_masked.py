@@ -12,7 +12,7 @@ from piecework.models.cascade import Blueprint, initial_state, isolated_rng
 from piecework.models.compact import layout, put, take
 from piecework.models.masked import MaskedLinear, masked, masked_layers, thresholds, update_from_importance
 from piecework.models.zoo import build_blueprint
-from piecework.training.loop import SGD
+from piecework.training.sgd import SGD
 
 
 def linear(weight: list[list[float]], tau: list[float], straight_through: str = "paper") -> MaskedLinear:

@@ -27,7 +27,8 @@ from piecework.planning.partition_policy import PartitionPolicy, label
 from piecework.strategies import STRATEGIES, find_policy, find_strategy
 from piecework.strategies.width.allsmall import AllSmallPolicy
 from piecework.strategies.width.heterofl import HeteroFLPolicy
-from piecework.training.loop import PieceModel, TrainingConfig, classification_loss, predictions
+from piecework.training.loop import PieceModel, classification_loss, predictions
+from piecework.training.sgd import TrainingConfig
 
 
 @lru_cache

@@ -29,9 +29,10 @@ from piecework.server_app.records import RunDir
 from piecework.training.accelerator import CPU, FRAGMENTS, WORKSPACES, find_device, free_memory, held_to, release_cache
 from piecework.training.attacks import Attack, Loss, by_backward, pgd
 from piecework.training.examples import Examples
-from piecework.training.loop import LocalTrainer, PieceModel, Precision, load_for_device
+from piecework.training.loop import LocalTrainer, PieceModel, load_for_device
 from piecework.training.memory_cap import MemoryCap, is_out_of_memory
 from piecework.training.messages import Task
+from piecework.training.sgd import Precision
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
 MiB = 2**20

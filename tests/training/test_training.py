@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from piecework.client_app.trainers.cascade.fedepth_mutual import mutual_objective, soft_targets, taught_objective
 from piecework.models.cascade import Cascade, fit_features, isolated_rng
 from piecework.training.examples import batches, training_examples
-from piecework.training.loop import SGD, LocalTrainer, PieceModel
+from piecework.training.loop import LocalTrainer, PieceModel
 from piecework.training.memory_cap import MemoryCap
+from piecework.training.sgd import SGD
 
 # ---- optimiser
 

@@ -43,8 +43,9 @@ from piecework.strategies.distillation.server_training import (
     likeness_loss,
     logits_of,
 )
-from piecework.training.loop import PieceModel, TrainingConfig
+from piecework.training.loop import PieceModel
 from piecework.training.memory_cap import MemoryCap
+from piecework.training.sgd import TrainingConfig
 
 # A ResNet-10 for the rich, a small network for the poor; nothing is cut.
 SMALL: dict[str, Any] = TRIO | {

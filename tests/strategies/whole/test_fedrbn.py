@@ -42,8 +42,9 @@ from piecework.server_app.records import RunDir
 from piecework.strategies.whole.fedrbn import begun, propagated, similarity
 from piecework.strategies.whole.fedrbn_detector import DetectingPiece, fit_detector
 from piecework.training.attacks import by_backward, pgd
-from piecework.training.loop import SGD, TrainingConfig, start, train_step
+from piecework.training.loop import start, train_step
 from piecework.training.setup import image_attack, open_dataset
+from piecework.training.sgd import SGD, TrainingConfig
 
 # The first and the third client have memory for an adversarial step, the second has not; all train.
 SMALL: dict[str, Any] = TRIO | {

@@ -1,0 +1,76 @@
+"""Recomputation: a segment of a network keeps only its input, and runs again when the backward pass needs its activations.
+
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, https://arxiv.org/abs/1604.06174. torch.utils.checkpoint
+does the same, but its first call imports torch's compiler, which takes a board 75 MB and more than a second.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+
+def recomputed(run: Callable[[Tensor], Tensor], z: Tensor, modules: Sequence[nn.Module]) -> Tensor:
+    """Return `run(z)` without keeping what its backward pass needs; `modules` are those that `run` uses.
+
+    The second run has the random numbers and the autocast mode of the first, and leaves running statistics as they are.
+    Gradients are exactly those of `run(z)`. The result can be differentiated once.
+    """
+    if not torch.is_grad_enabled():
+        return run(z)
+    segment = _Segment(run, z, modules)
+    with saved_tensors_hooks(segment.count, segment.activation):
+        return run(z)
+
+
+class _Segment:
+    """The input of a segment, and during its backward pass its activations in the order in which they were saved."""
+
+    def __init__(self, run: Callable[[Tensor], Tensor], z: Tensor, modules: Sequence[nn.Module]) -> None:
+        self.run, self.z, self.modules = run, z, modules
+        self.random = torch.get_rng_state()
+        self.device = z.device.type
+        self.autocast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
+        self.saved = 0
+        self.activations: dict[int, Tensor] | None = None
+
+    def count(self, _: Tensor) -> int:
+        """Return the number of a tensor that is not kept."""
+        self.saved += 1
+        return self.saved - 1
+
+    def activation(self, number: int) -> Tensor:
+        """Return a tensor by its number, and release it; the first call runs the segment again."""
+        if self.activations is None:
+            self.activations = dict(enumerate(self._run_again()))
+        return self.activations.pop(number)
+
+    def _run_again(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        enabled, dtype = self.autocast
+        with (
+            torch.enable_grad(),
+            torch.random.fork_rng(devices=[]),
+            unchanged_buffers(self.modules),
+            torch.autocast(self.device, dtype, enabled=enabled),
+            saved_tensors_hooks(lambda tensor: found.append(tensor.detach()), _not_kept),
+        ):
+            torch.set_rng_state(self.random)
+            self.run(self.z.detach().requires_grad_(self.z.requires_grad))
+        return found
+
+
+def _not_kept(_: None) -> Tensor:
+    raise RuntimeError("the second run of a segment is not differentiated")
+
+
+@contextmanager
+def unchanged_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Give buffers back the values that they have at the start."""
+    buffers = [buffer for module in modules for buffer in module.buffers()]
+    before = [buffer.clone() for buffer in buffers]
+    yield
+    for buffer, value in zip(buffers, before, strict=True):
+        buffer.data.copy_(value)  # past autograd, for which they did not change: they are only read in evaluation mode

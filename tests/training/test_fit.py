@@ -1,0 +1,137 @@
+"""Micro-batches and recomputation: the gradients of the plain step, and the bytes that were traced."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import a_training_config
+from torch import Tensor, nn
+from zoo_helpers import ONE_A_FAMILY, SMALL, blueprint_of, examples_for
+
+from piecework.models.cascade import Blueprint, isolated_rng
+from piecework.planning.step_cost import fake_load, piece_cost
+from piecework.training.attacks import Attack, micro_batches
+from piecework.training.loop import LocalTrainer, PieceModel, adversary, single_loss, start, train_step
+from piecework.training.memory_cap import MemoryCap
+from piecework.training.sgd import SGD, TrainingConfig
+
+BATCH = 5  # in micro-batches of two: 2, 2 and 1
+
+
+class Gradients(SGD):
+    """Keeps the gradients of its step."""
+
+    def step(self) -> None:
+        self.seen = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        super().step()
+
+
+class Piece(PieceModel):
+    optimiser = Gradients
+
+
+def segments(blueprint: Blueprint, size: int = 2) -> tuple[tuple[int, int], ...]:
+    """Runs of `size` atoms, without the last one."""
+    ends = len(blueprint.atoms) - 1
+    return tuple((first, min(first + size, ends)) for first in range(0, ends, size))
+
+
+def step_of(
+    blueprint: Blueprint, training_config: TrainingConfig, *, frozen: bool = False
+) -> tuple[float, list[Any], list[Tensor]]:
+    """Loss, gradients and buffers of one step from the same weights on the same batch.
+
+    `frozen`: batch norms use running statistics and nothing is dropped, because both are of other examples in a micro-batch.
+    """
+    with isolated_rng(7):
+        pieces: list[PieceModel] = [Piece(blueprint, range(len(blueprint.atoms)), "head", blueprint.build_unit)]
+        loss, optimiser = start(pieces, training_config, single_loss)
+        examples = examples_for(blueprint, 0, BATCH)
+        z, y = examples.read(np.arange(BATCH)), examples.targets(np.arange(BATCH))
+        for layer in (layer for module in pieces[0].units().values() for layer in module.modules()):
+            if frozen and isinstance(layer, nn.modules.batchnorm._BatchNorm | nn.Dropout):
+                layer.eval()
+        parts = micro_batches(training_config.micro_batch)
+        perturb = None
+        if training_config.attack is not None:
+            perturb = adversary(pieces, loss, training_config.attack, 3, parts=parts)
+        value = train_step(loss, optimiser, z, y, perturb, parts)
+        assert isinstance(optimiser, Gradients)
+        return float(value), optimiser.seen, [b for module in pieces[0].units().values() for b in module.buffers()]
+
+
+def same(one: list[Any], other: list[Any], rel: float) -> bool:
+    pairs = list(zip(one, other, strict=True))
+    return all(
+        (a is None and b is None) or float((a - b).double().norm()) <= rel * float(a.double().norm()) + 1e-12
+        for a, b in pairs
+    )
+
+
+@pytest.mark.parametrize("name", ONE_A_FAMILY)
+def test_gradients_are_those_of_the_plain_step(name: str) -> None:
+    """Of micro-batches, of recomputed segments, and of both; dropout draws the same numbers in both forward passes."""
+    blueprint = blueprint_of(name, **SMALL.get(name, {}) | {"batch_norm": "running"})
+    plain = a_training_config(BATCH)
+    loss, gradients, buffers = step_of(blueprint, plain)
+    assert any(g is not None and float(g.double().norm()) > 0 for g in gradients)
+    again = step_of(blueprint, replace(plain, recompute=segments(blueprint)))
+    assert (again[0], same(gradients, again[1], 0.0), same(buffers, again[2], 0.0)) == (loss, True, True)
+    loss, gradients, _ = step_of(blueprint, plain, frozen=True)
+    for fit in ({"micro_batch": 2}, {"micro_batch": 2, "recompute": segments(blueprint)}):
+        value, found, _ = step_of(blueprint, replace(plain, **fit), frozen=True)
+        assert value == pytest.approx(loss, rel=1e-6)
+        assert same(gradients, found, 1e-5)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("name", ["convnet", "lenet5", "resnet18"])
+def test_gradients_under_attack(name: str, norm: Any) -> None:
+    """The attack starts where it does for the whole batch; convolutions that keep no statistics."""
+    blueprint = blueprint_of(name, input_shape=(1, 16, 16), batch_norm="running")
+    plain = a_training_config(BATCH, attack=Attack(norm, 0.1, 0.05, 2))
+    loss, gradients, buffers = step_of(blueprint, plain)
+    again = step_of(blueprint, replace(plain, recompute=segments(blueprint)))
+    assert (again[0], same(gradients, again[1], 0.0), same(buffers, again[2], 0.0)) == (loss, True, True)
+    if name == "lenet5":  # which has no batch norms
+        value, found, _ = step_of(blueprint, replace(plain, micro_batch=2, recompute=segments(blueprint)))
+        assert value == pytest.approx(loss, rel=1e-6)
+        assert same(gradients, found, 1e-5)
+
+
+@pytest.mark.parametrize("attack", [None, Attack("linf", 0.1, 0.05, 2)])
+@pytest.mark.parametrize("name", ["convnet", "lenet5", "lstm-imdb", "preresnet20", "vgg11", "vit"])
+def test_a_traced_step_is_the_real_one(name: str, attack: Attack | None) -> None:
+    if attack is not None and name == "lstm-imdb":
+        pytest.skip("tokens cannot be attacked")
+    blueprint = blueprint_of(name, **SMALL.get(name, {}) | {"batch_norm": "running"})
+    atoms = tuple(range(len(blueprint.atoms)))
+    plain = a_training_config(6, attack=attack)
+    costs = [piece_cost(blueprint, atoms, "head", plain)]
+    for fit in ({"micro_batch": 2}, {"recompute": segments(blueprint)}):
+        training_config = replace(plain, **fit)
+        cost = piece_cost(blueprint, atoms, "head", training_config)
+        cap = MemoryCap(cost.peak_bytes, enforced=True)
+
+        def make() -> list[PieceModel]:
+            return [PieceModel(blueprint, atoms, "head", fake_load(blueprint))]
+
+        LocalTrainer(make, training_config).epoch(examples_for(blueprint, 0, 6), np.random.default_rng(0), cap, "train")
+        assert cap.peak_bytes == cost.peak_bytes
+        costs.append(cost)
+    whole, sliced, again = costs
+    assert sliced.flops == whole.flops
+    assert again.flops > whole.flops
+    if (
+        name == "preresnet20"
+    ):  # elsewhere a gradient that is added weighs more than the activations of four small examples
+        assert sliced.peak_bytes < again.peak_bytes < whole.peak_bytes
+
+
+def test_micro_batches_differ_by_at_most_one_example() -> None:
+    sizes = [len(part) for part, _ in micro_batches(4)(torch.zeros(10, 3), torch.zeros(10))]
+    assert sizes == [4, 3, 3]
+    assert [len(part) for (part,) in micro_batches(0)(torch.zeros(10))] == [10]
+    assert [len(part) for (part,) in micro_batches(16)(torch.zeros(10))] == [10]

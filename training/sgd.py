@@ -1,0 +1,112 @@
+"""The parameters of local training, and its optimiser."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from piecework.training.attacks import Attack
+
+Precision = Literal["float32", "bfloat16"]
+Segment = tuple[int, int]  # positions [first, last) in a piece's atoms
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The parameters of local training. `momentum` is in [0, 1). With `attack`, training is adversarial.
+
+    Training takes `iterations` batches, or `epochs` epochs if `iterations` is 0. If the gradient of all parameters is longer
+    than `clip_norm` > 0, it is scaled down to it; weight decay is added afterwards. In `bfloat16` forward passes run under
+    torch.autocast: activations take half the memory; weights, their gradients and losses stay float32.
+
+    A step computes `micro_batch` > 0 examples of its batch at once, and adds up their gradients. It keeps no activations of the
+    segments of atoms in `recompute`, whose forward pass runs again in the backward pass.
+    """
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    batch_size: int
+    epochs: int
+    iterations: int = 0
+    attack: Attack | None = None
+    precision: Precision = "float32"
+    clip_norm: float = 0.0
+    micro_batch: int = 0
+    recompute: tuple[Segment, ...] = ()
+
+
+class SGD:
+    """SGD with momentum and weight decay, equal to torch.optim.SGD, whose construction would import torch's compiler.
+
+    The momentum buffers are allocated at the start, so the first step already has the peak memory.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        training_config: TrainingConfig,
+        undecayed: Iterable[nn.Parameter] = (),
+        after_step: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self.parameters, self._after_step = list(parameters), after_step
+        self.training_config = training_config
+        self._undecayed = {id(p) for p in undecayed}
+        self.buffers: list[Tensor] = []
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Allocate the state that is kept between steps."""
+        if self.training_config.momentum:
+            self.buffers = [torch.zeros_like(p) for p in self.parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take one step and free the gradients. Parameters without a gradient do not move."""
+        if self.training_config.clip_norm:
+            nn.utils.clip_grad_norm_(self.parameters, self.training_config.clip_norm)
+        with_grad = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        decayed = [i for i in with_grad if id(self.parameters[i]) not in self._undecayed]
+        self._move(decayed, self.training_config.weight_decay)
+        if len(decayed) < len(with_grad):
+            self._move([i for i in with_grad if id(self.parameters[i]) in self._undecayed], 0.0)
+        for parameter in self.parameters:
+            parameter.grad = None
+        for hook in self._after_step:
+            hook()
+
+    def _move(self, which: Sequence[int], weight_decay: float) -> None:
+        torch._fused_sgd_(
+            [self.parameters[i] for i in which],
+            [g for i in which if (g := self.parameters[i].grad) is not None],
+            [self.buffers[i] for i in which] if self.buffers else [],
+            weight_decay=weight_decay,
+            momentum=self.training_config.momentum,
+            lr=self.training_config.lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+
+    def state(self) -> dict[str, list[Tensor]]:
+        """Return what is kept between steps by kind, with one tensor for each parameter."""
+        return {"momentum": self.buffers} if self.buffers else {}
+
+    def save(self, path: Path) -> None:
+        """Write what is kept between steps to a file, with the names `<kind>.<number of the parameter>`."""
+        held = ((kind, *pair) for kind, tensors in self.state().items() for pair in enumerate(tensors))
+        save_file({f"{kind}.{i}": tensor.contiguous() for kind, i, tensor in held}, path)
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        """Read what is kept between steps from a file."""
+        with safe_open(path, framework="np") as file:
+            for kind, tensors in self.state().items():
+                for i, tensor in enumerate(tensors):
+                    tensor.copy_(torch.from_numpy(file.get_tensor(f"{kind}.{i}")))
