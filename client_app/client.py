@@ -77,12 +77,17 @@ class Client:
         for unit, module in piece.units().items():
             self.store.save(unit, module, self.folder)
 
-    def evaluate(self, logits: Callable[[torch.Tensor], torch.Tensor], examples: Examples) -> Metrics:
-        """Return loss, accuracy and number of examples for a function that computes logits; no metrics without examples."""
+    def evaluate(
+        self, logits: Callable[[torch.Tensor], torch.Tensor], examples: Examples, batch_size: int = 0
+    ) -> Metrics:
+        """Return loss, accuracy and number of examples for a function that computes logits; no metrics without examples.
+
+        Batches have `batch_size` examples, by default those of training.
+        """
         loss, correct, seen = evaluate_examples(
             in_precision(logits, self.training_config),
             examples,
-            self.training_config.batch_size,
+            batch_size or self.training_config.batch_size,
             self.rng("validate"),
             self.cap,
         )

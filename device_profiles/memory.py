@@ -103,14 +103,15 @@ class StepCost:
     flops: int
 
 
-def trace(work: Callable[[], object]) -> StepCost:
+def trace(work: Callable[[], object], memory: PeakMemory | None = None) -> StepCost:
     """Run `work` on fake tensors and return its cost without allocating its memory. It must create everything it uses.
 
-    Only servers use it: fake tensors import torch's compiler, which would cost a device memory and time.
+    A `memory` lets `work` read the accounting meanwhile. Only servers use this function: fake tensors import torch's compiler,
+    which would cost a device memory and time.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    memory, flops = PeakMemory(), FlopCount()
+    memory, flops = memory or PeakMemory(), FlopCount()
     fake = FakeTensorMode(allow_fallback_kernels=False)
     with torch.random.fork_rng(devices=[]), fake, _AsOnTheCPU(), memory, flops:
         work()

@@ -24,8 +24,9 @@ class ClientReport:
     `status`: ok; memory (it refused, or stopped at its budget: see `needed` and `allowed`); failed (it raised an exception);
     crashed (its process died); gone (its node left); timeout (no answer within messages.round-timeout); rejected (its update
     may not enter the model). `note` holds further remarks, also for status ok. `trained` names the parts of the model that the
-    client trained, and `pieces` lists the atoms of each of its work items. Peaks are of training memory; `gpu_peak` is that of
-    torch's allocator on a GPU. `counted_bits` and `counted_flops` are counted as in SpaFL's Table 2 (planning/counts.py).
+    client trained, and `pieces` lists the atoms of each of its work items. `step` says how its steps fit (`memory.fit`). Peaks
+    are of training memory; `gpu_peak` is that of torch's allocator on a GPU. `counted_bits` and `counted_flops` are counted as
+    in SpaFL's Table 2 (planning/counts.py).
     """
 
     client: int
@@ -48,6 +49,7 @@ class ClientReport:
     rss_growth: int = 0
     pieces: list[list[int]] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
+    step: str = ""
     examples: int = 0
     train_loss: float | None = None
     val_accuracy: float | None = None
@@ -85,6 +87,7 @@ class ClientReport:
             )
         self.pieces = [list(item.learns or item.atoms) for item in done]
         parts = [policy.part(item) for item in done]
+        self.step = "; ".join(dict.fromkeys(filter(None, (part.step for part in parts))))
         self.flops = work_flops(cost_model, parts, seen, executed)
         self.counted_bits = bits(*policy.values(parts))
         dense = sum(dense_flops(p.forward_flops / 2, n) for p, n in zip(parts, seen, strict=True))

@@ -18,7 +18,8 @@ class WorkItem:
     each other (FeDepth's mutual distillation). `learns` are the atoms that learn while the others are only held (FeDepth's
     sub-problems in the whole network). `taught` atoms learn from the logits of another model besides labels (FeDepth). `clean`
     items use clean examples even if others train on adversarial ones (FedRBN). With `measured`, nothing is trained, and batch
-    norms measure statistics, one atom after another.
+    norms measure statistics, one atom after another. A step computes `micro_batch` > 0 examples at once, and runs the segments
+    of atoms in `recompute` again in its backward pass; these are positions [first, last) in `atoms`.
     """
 
     atoms: Piece
@@ -29,6 +30,8 @@ class WorkItem:
     taught: bool = False
     clean: bool = False
     measured: bool = False
+    micro_batch: int = 0
+    recompute: tuple[tuple[int, int], ...] = ()
 
     def to_values(self) -> dict[str, Any]:
         """Return the atoms, and the other fields that differ from their defaults, as JSON values."""
@@ -48,5 +51,5 @@ class WorkItem:
 
 
 PLAIN = WorkItem(())
-OTHERS = ("head", "copies", "learns", "taught", "clean", "measured")
+OTHERS = ("head", "copies", "learns", "taught", "clean", "measured", "micro_batch", "recompute")
 ITEM = TypeAdapter(WorkItem)

@@ -38,8 +38,6 @@ def setting_rows(word: str = "") -> list[dict[str, Any]]:
             wanted = word.lower() in f"{key} {row['meaning']}".lower()
         if wanted:
             rows.append(row)
-    if not rows and word in STRATEGIES:
-        raise SettingsError(f"{word} has no settings of its own: piecework settings lists those common to all")
     if not rows:
         raise SettingsError(f"no setting is about {word!r}: piecework settings lists all {len(fields())}")
     return rows

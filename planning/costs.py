@@ -86,13 +86,10 @@ class CostModel:
         return self._streamed[key]
 
     def _config_of(self, part: Part) -> TrainingConfig:
-        if self.training_config.attack is None or part.clean:
-            return replace(self.training_config, attack=None)
-        if part.at_input:
-            return self.training_config
-        return replace(
-            self.training_config, attack=replace(self.training_config.attack, norm=self.feature_norm, std=())
-        )
+        own = replace(self.training_config, micro_batch=part.micro_batch, recompute=part.recompute)
+        if own.attack is None or part.clean:
+            return replace(own, attack=None)
+        return own if part.at_input else replace(own, attack=replace(own.attack, norm=self.feature_norm, std=()))
 
     def bytes(self, part: Part) -> int:
         """Return the bytes of training a part, traced or by the paper's memory model."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import Blueprint
+from piecework.models.static_norms import has_batch_norms
 from piecework.models.work_item import WorkItem
 from piecework.planning.partition_policy import PartitionPolicy
 
@@ -133,7 +134,21 @@ def judged(
             "warning",
             f"no client can train more than {widest:.4g} of the channels; the other channels keep their random initial weights",
         )
-    return Finding()
+    return of_micro_batches(policy, trainers)
+
+
+def of_micro_batches(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> Finding:
+    """Return the finding that batch norms see micro-batches only, if a client trains in these, else no finding."""
+    if not policy.settings.memory.ways or not has_batch_norms(policy.blueprint):
+        return Finding()
+    states = {each.state for each in trainers.values()}
+    if not any(part.micro_batch for state in states for part in policy.trainable(0, state, 1.0)):
+        return Finding()
+    return Finding(
+        "note",
+        "batch norms take the statistics of a micro-batch, so its steps are not quite those of the whole batch; with "
+        "memory.fit = recompute they are",
+    )
 
 
 def any_can_train(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> bool:

@@ -9,6 +9,7 @@ from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import input_of, layer_statistics, unit_signature
 from piecework.models.partition import Piece
 from piecework.training.loop import MakeLoss, PieceModel, single_loss
+from piecework.training.sgd import Segment
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Part:
 
     `copies` is the number of copies that learn together. `name` is a display name that replaces the atoms' names. With
     `targets`, the part learns logits instead of labels. `piece_class` runs the part. With `clean`, it trains on clean examples
-    even if the run's step is adversarial. `learns` are the units that learn; if empty, all units learn.
+    even if the run's step is adversarial. `learns` are the units that learn; if empty, all units learn. A step computes
+    `micro_batch` > 0 examples at once, and recomputes the segments of atoms in `recompute` (planning/fit.py).
     """
 
     blueprint: Blueprint
@@ -30,6 +32,8 @@ class Part:
     piece_class: type[PieceModel] = PieceModel
     clean: bool = False
     learns: tuple[str, ...] = ()
+    micro_batch: int = 0
+    recompute: tuple[Segment, ...] = ()
 
     @property
     def learned(self) -> list[str]:
@@ -40,6 +44,13 @@ class Part:
     def units(self) -> list[str]:
         """The units of one copy, the head last."""
         return [*(f"atoms.{atom}" for atom in self.atoms), self.head]
+
+    @property
+    def step(self) -> str:
+        """How a step fits, in words; empty for the plain step."""
+        sliced = [f"micro-batches of {self.micro_batch}"] if self.micro_batch else []
+        again = [f"recomputes {sum(last - first for first, last in self.recompute)} atoms"] if self.recompute else []
+        return ", ".join(sliced + again)
 
     @property
     def whole(self) -> bool:
@@ -98,7 +109,8 @@ class Part:
     def signature(self) -> Hashable:
         """Return a key that is equal for parts of the same construction and input shape, which have equal costs."""
         units = tuple(unit_signature(self.blueprint, unit) for unit in self.units)
-        return units, self.copies, self.make_loss, self.targets, self.piece_class, self.clean
+        step = self.make_loss, self.targets, self.piece_class, self.clean, self.micro_batch, self.recompute
+        return units, self.copies, *step
 
 
 def whole_model(blueprint: Blueprint, name: str = "the whole model") -> Part:

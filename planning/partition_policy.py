@@ -137,7 +137,7 @@ class PartitionPolicy(ABC):
 
     def part(self, item: WorkItem) -> Part:
         """Return the part that a work item trains; by default its atoms of the server's model with their head."""
-        return Part(self.model, item.atoms, item.head)
+        return Part(self.model, item.atoms, item.head, micro_batch=item.micro_batch, recompute=item.recompute)
 
     @cached_property
     @abstractmethod
@@ -245,7 +245,11 @@ def require_no_statistics(blueprint: Blueprint, settings: Settings, reason: str)
 
 
 def label(part: Part) -> str:
-    """Return a part's display name: its `name`, or the names of its atoms as `a..c` or `a+b`."""
+    """Return a part's display name: its `name`, or the names of its atoms as `a..c` or `a+b`, and how its step fits."""
+    return f"{_name(part)} ({part.step})" if part.step else _name(part)
+
+
+def _name(part: Part) -> str:
     if part.name:
         return part.name
     if part.whole:

@@ -1,15 +1,15 @@
 """The bytes and FLOPs of a training step, and the bytes of a frozen atom's forward pass, traced on fake tensors."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from piecework.device_profiles.memory import FlopCount, StepCost, trace
-from piecework.models.cascade import Blueprint, outputs
+from piecework.device_profiles.memory import FlopCount, PeakMemory, StepCost, trace
+from piecework.models.cascade import Blueprint, outputs, run_atoms
 from piecework.models.static_norms import measure_norms
 from piecework.training.attacks import Gradient, Loss, by_backward, micro_batches
 from piecework.training.loop import (
@@ -18,6 +18,7 @@ from piecework.training.loop import (
     PieceModel,
     adversary,
     channels_last,
+    classification_loss,
     in_precision,
     single_loss,
     start,
@@ -71,6 +72,56 @@ def piece_cost(
     further = attack.steps - 1 if attack is not None else 0
     flops = cost.flops + further * attack_flops.total
     return StepCost(cost.peak_bytes, flops * training_config.batch_size // traced[0])
+
+
+@dataclass(frozen=True)
+class ActivationProfile:
+    """Bytes of a plain step, by the position of the atom: what its forward pass keeps, with its output; the output; the peak.
+
+    `peaks` are of all live bytes while the gradient passes an atom, and last, from the head's forward pass to its gradient.
+    """
+
+    kept: tuple[int, ...]
+    outputs: tuple[int, ...]
+    peaks: tuple[int, ...]
+
+
+def activation_profile(
+    blueprint: Blueprint, atoms: Sequence[int], head: str, training_config: TrainingConfig
+) -> ActivationProfile:
+    """Return what a plain step of a piece keeps of each atom, and its peaks while the gradient passes them."""
+    memory = PeakMemory()
+    kept, outputs, peaks = list[int](), list[int](), list[int]()
+
+    def passed(_: Tensor) -> None:
+        peaks.append(memory.peak)
+        memory.peak = memory.live
+
+    def work() -> None:
+        piece = PieceModel(blueprint, tuple(atoms), head, fake_load(blueprint))
+        loss, optimiser = start([piece], training_config, measured_loss)
+        z = fake_batch(blueprint, atoms[0], training_config.batch_size)
+        y = torch.zeros(training_config.batch_size, dtype=torch.int64)
+        loss(z, y).backward()  # type: ignore[no-untyped-call]
+        passed(z)
+        optimiser.step()
+
+    def measured_loss(pieces: list[PieceModel]) -> Loss:
+        def forward(z: Tensor, y: Tensor) -> Tensor:
+            (piece,) = pieces
+            for atom in piece.atoms:
+                before = memory.live
+                z = run_atoms(blueprint, [atom], [piece.modules[f"atoms.{atom}"]], z)
+                z.register_hook(passed)  # type: ignore[no-untyped-call]
+                outputs.append(z.untyped_storage().nbytes())
+                kept.append(memory.live - before)
+            memory.peak = memory.live
+            return classification_loss(piece.head(z), y)
+
+        return forward
+
+    trace(work, memory)
+    return ActivationProfile(tuple(kept), tuple(outputs), (*reversed(peaks[1:]), peaks[0]))
 
 
 def stream_cost(

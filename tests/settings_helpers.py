@@ -49,6 +49,7 @@ CHOICES = {
     "profl.growing-start": "previous",
     "profl.freezing": "parameters",
     "profl.frozen-mode": "training",
+    "memory.fit": "recompute",
     "fjord.sampling": "round",
     "fjord.norms": "shared",
     "spafl.straight-through": "flowing",

@@ -1,9 +1,9 @@
 """The tables that all strategies share: data, architecture, training, attack, evaluation, memory, messages and faults."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from piecework.training.settings.table import (
     AtLeastOne,
@@ -19,6 +19,7 @@ from piecework.training.settings.table import (
 
 ATTACKED = (*case(training__adversarial=True), *case("fedprophet", "jfat", "fedrbn"))
 PUBLIC = (*case("feddf", "fedet"), *case("fedrbn", fedrbn__evaluation_branch="detector"))
+WAYS = ("micro-batch", "recompute")  # to fit a step into a small budget
 PERSONAL = (*case(evaluation__mode="personal"), *case("spafl", "local"))
 
 
@@ -179,6 +180,24 @@ class MemorySettings(Table):
     feature_cache_bytes: AtLeastOne = setting(
         4 * 10**9, "maximum bytes on disk of stored features, of all clients together"
     )
+
+    fit: str = setting(
+        "",
+        "ways in which a step may fit a small budget, preferred first: micro-batch, recompute; empty = the plain step alone",
+        case("fedavg") + case("exclusivefl"),
+    )
+
+    @model_validator(mode="after")
+    def _known_ways(self) -> Self:
+        """Raise ValueError for an unknown or repeated way in `fit`."""
+        if set(self.ways) - set(WAYS) or len(set(self.ways)) < len(self.ways):
+            raise ValueError(f"memory.fit = {self.fit!r}: name each way once, as in {','.join(WAYS)}")
+        return self
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways in `fit`."""
+        return tuple(way.strip() for way in self.fit.split(",")) if self.fit.strip() else ()
 
     @property
     def enforced(self) -> bool:

@@ -21,9 +21,11 @@ def train(task: Task, client: Client) -> Update:
     return train_whole(task, client)
 
 
-def whole_network(task: Task, client: Client) -> WorkItem:
-    """Return the work item that trains all of a task's network."""
-    return WorkItem(tuple(range(len(client.blueprint.atoms))), variant=task.variant)
+def whole_network(task: Task, client: Client, *, clean: bool = False) -> WorkItem:
+    """Return the work item that trains all of a task's network, with the step that the server chose."""
+    item = WorkItem(tuple(range(len(client.blueprint.atoms))), variant=task.variant, clean=clean)
+    listed = (each for each in task.costs if replace(each, micro_batch=0, recompute=()) == item)
+    return next(listed, item)
 
 
 def train_whole(
@@ -42,7 +44,7 @@ def train_whole(
     `clean` marks the work item as trained on clean examples. With `swaps`, a network that does not fit is trained nevertheless;
     otherwise raises MemoryBudgetExceededError.
     """
-    item = replace(whole_network(task, client), clean=clean)
+    item = whole_network(task, client, clean=clean)
     needed = task.cost(item)
     if not swaps and not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
@@ -50,12 +52,14 @@ def train_whole(
     def make() -> list[PieceModel]:
         return [piece_class(client.blueprint, item.atoms, item.head, client.load())]
 
-    trainer = make_trainer(make, client.training_config, make_loss, carried)
+    training_config = replace(client.training_config, micro_batch=item.micro_batch, recompute=item.recompute)
+    trainer = make_trainer(make, training_config, make_loss, carried)
     for epoch in trainer.epochs():
         examples = client.local_data(0 if client.settings.memory.feature_cache else epoch)
         trainer.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train the whole model")
     (model,) = trainer.finish()
     client.save(model)
-    metrics = client.evaluate(model.logits, client.validation)
+    size = max(item.micro_batch, 2) if item.micro_batch else 0  # a batch of one example is not evaluated
+    metrics = client.evaluate(model.logits, client.validation, size)
     metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": needed or 0}
     return Update([*model.units()], metrics, [item], [trainer.seen])
