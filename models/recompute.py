@@ -30,8 +30,8 @@ class _Segment:
 
     def __init__(self, run: Callable[[Tensor], Tensor], z: Tensor, modules: Sequence[nn.Module]) -> None:
         self.run, self.z, self.modules = run, z, modules
-        self.random = torch.get_rng_state()
-        self.device = z.device.type
+        self.device, self.gpus = z.device.type, [z.device] if z.is_cuda else []
+        self.random = torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in self.gpus]
         self.autocast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
         self.saved = 0
         self.activations: dict[int, Tensor] | None = None
@@ -52,12 +52,14 @@ class _Segment:
         enabled, dtype = self.autocast
         with (
             torch.enable_grad(),
-            torch.random.fork_rng(devices=[]),
+            torch.random.fork_rng(devices=self.gpus),
             unchanged_buffers(self.modules),
             torch.autocast(self.device, dtype, enabled=enabled),
             saved_tensors_hooks(lambda tensor: found.append(tensor.detach()), _not_kept),
         ):
-            torch.set_rng_state(self.random)
+            torch.set_rng_state(self.random[0])
+            for gpu, state in zip(self.gpus, self.random[1], strict=True):
+                torch.cuda.set_rng_state(state, gpu)
             self.run(self.z.detach().requires_grad_(self.z.requires_grad))
         return found
 

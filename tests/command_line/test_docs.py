@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_plans_in_the_documents_run(tmp_path: Path) -> None:
     text = "".join((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/plan.md", "docs/memory.md"))
     commands = re.findall(r"^    piecework plan(.*)$", text.replace("\\\n", " "), re.MULTILINE)
-    assert len(commands) == 6
+    assert len(commands) == 7
     for command in commands:
         options = shlex.split(command.split("#")[0].replace("docs/plan.svg", str(tmp_path / "plan.svg")))
         done = CliRunner().invoke(app, ["plan", *options])

@@ -1,0 +1,99 @@
+"""How little memory a step of a whole model takes with `memory.fit`, and what cutting the model takes instead.
+
+    python -m benchmarks.fit [--models preresnet20,resnet18] [--batch 32] [--seconds]
+
+For each model: the bytes of the plain step, and the fewest bytes as a fraction of it, with micro-batches (and their size),
+with recomputation, and with both, each with its FLOPs (x) and with `--seconds` its measured time on one thread (t), as
+multiples of the plain step's. Then the fractions that the largest piece takes when FeDepth, FedProphet and ProFL cut the model
+as finely as they can; their steps are clean here too. Inputs are those with which papers run the model. Batch norms keep
+running statistics.
+"""
+
+import argparse
+import time
+from dataclasses import replace
+
+import torch
+
+from piecework.models.zoo import build_blueprint, is_token_model, usual_input
+from piecework.planning.costs import CostModel, cost_model_for
+from piecework.planning.fit import smallest
+from piecework.planning.part import Part, whole_model
+from piecework.planning.step_cost import fake_batch
+from piecework.strategies import find_policy
+from piecework.training.attacks import micro_batches
+from piecework.training.loop import PieceModel, single_loss, start, train_step
+from piecework.training.settings import Settings
+
+MODELS = "preresnet20,resnet18,resnet34,vgg16,lenet5,deit-tiny,lstm-imdb"
+WAYS = {"micro-batch": ("micro-batch",), "recompute": ("recompute",), "both": ("micro-batch", "recompute")}
+CUTS = ("fedepth", "fedprophet", "profl")
+REPEATS = 3
+
+
+def main() -> None:
+    """Print a line for each model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=MODELS)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--seconds", action="store_true", help="also run the steps")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'batch ' + str(asked.batch):<14}{'plain':>10}  " + "".join(f"{way:<28}" for way in WAYS) + "  ".join(CUTS))
+    for name in asked.models.split(","):
+        print(line(name, asked.batch, asked.seconds), flush=True)
+
+
+def line(name: str, batch: int, timed: bool) -> str:
+    """Return the figures of a model."""
+    shape, classes = usual_input(name)
+    blueprint = build_blueprint(name, num_classes=classes, input_shape=shape, batch_norm="running")
+    settings = Settings.from_run_config({"model": name, "training.batch-size": batch})
+    costs = cost_model_for(settings, blueprint)
+    plain = whole_model(blueprint)
+    found = [smallest(costs, plain, ways) for ways in WAYS.values()]
+    seconds = [step_seconds(costs, part) for part in (plain, *found)] if timed else []
+    cells = [
+        cell(costs, plain, part, seconds[n] / seconds[0] if timed else 0.0) for n, part in enumerate(found, start=1)
+    ]
+    systems = CUTS[:1] if is_token_model(name) else CUTS  # the others attack images, or have basic layers for maps
+    cuts = [f"{finest(costs, strategy, settings) / costs.bytes(plain):7.2f}" for strategy in systems]
+    return (
+        f"{name:<14}{costs.bytes(plain) / 1e6:>7.1f} MB  " + "".join(f"{each:<28}" for each in cells) + "  ".join(cuts)
+    )
+
+
+def cell(costs: CostModel, plain: Part, part: Part, factor: float) -> str:
+    """Return a step's fraction of the plain step's bytes, its multiple of the FLOPs, and how it fits."""
+    how = f"of {part.micro_batch}" if part.micro_batch else ""
+    said = f"{costs.bytes(part) / costs.bytes(plain):.2f} {costs.traced(part).flops / costs.traced(plain).flops:.2f}x"
+    return " ".join(filter(None, (said, f"{factor:.2f}t" if factor else "", how)))
+
+
+def finest(costs: CostModel, strategy: str, settings: Settings) -> int:
+    """Return the bytes of the largest piece when a strategy cuts the model as finely as it can."""
+    policy = find_policy(strategy)(costs.reference, costs, settings.changed({"strategy": strategy}))
+    policy = policy.with_smallest(policy.min_budget())
+    return max(costs.bytes(part) for stage in policy.stages for part in stage.parts)
+
+
+def step_seconds(costs: CostModel, part: Part) -> float:
+    """Return the seconds of the fastest of some steps."""
+    training_config = replace(costs.training_config, micro_batch=part.micro_batch, recompute=part.recompute)
+    pieces = [PieceModel(part.blueprint, part.atoms, part.head, part.blueprint.build_unit)]
+    loss, optimiser = start(pieces, training_config, single_loss)
+    z, y = (
+        fake_batch(part.blueprint, 0, training_config.batch_size),
+        torch.zeros(training_config.batch_size, dtype=torch.int64),
+    )
+    z = z.normal_() if z.is_floating_point() else z.zero_()
+    taken = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        train_step(loss, optimiser, z, y, None, micro_batches(part.micro_batch))
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+if __name__ == "__main__":
+    main()
