@@ -11,17 +11,20 @@ from statistics import fmean
 from typing import Any
 
 from piecework.device_profiles.fleet import load_fleet
-from piecework.device_profiles.profile import format_bytes, format_compared
+from piecework.device_profiles.profile import DeviceState, format_bytes, format_compared
 from piecework.models.cascade import Blueprint
-from piecework.plan import fleet_states, make_plan
+from piecework.models.static_norms import has_batch_norms
+from piecework.plan import fleet_states, make_plan, policy_for
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.part import whole_model
 from piecework.question import PlanQuestion
 from piecework.strategies import STRATEGIES, find_policy
+from piecework.strategies.whole.fedavg import FedAvgPolicy
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 
 MEASURED = Path(__file__).parent / "measured.toml"
+FIT = "recompute,micro-batch"  # the advice prefers the way that changes nothing
 SIMPLE = ("allsmall", "exclusivefl")  # beside FedAvg, what one would try first
 ORDER = (
     "Order: the fraction of clients that can take part, then the part of the model that the fleet trains together, then the "
@@ -77,7 +80,7 @@ def blueprint_of(settings: Settings, question: PlanQuestion) -> Blueprint:
 
 
 def fedavg_verdict(settings: Settings, question: PlanQuestion) -> dict[str, Any]:
-    """Return whether every device can hold a step of the whole model; if not, the largest smaller batch that all can hold."""
+    """Return whether every device can hold a step of the whole model; if not, how far `memory.fit` and smaller batches help."""
     settings = settings.changed({"strategy": "fedavg"})
     plan = make_plan(settings, question)
     fleet = load_fleet(settings.fleet)
@@ -91,10 +94,13 @@ def fedavg_verdict(settings: Settings, question: PlanQuestion) -> dict[str, Any]
         "attack_steps": plan["attack_steps"],
         "step_bytes": plan["full_memory_bytes"],
         "poorest_bytes": poorest.budget_bytes,
+        "fitted": None,
         "smaller_batch": None,
         "ratios": any(device.memory_ratio is not None for device in fleet.devices),
     }
     if not verdict["fits"]:
+        if settings.memory.model == "traced":
+            verdict["fitted"] = fitted_verdict(settings, question, poorest)
         for size in smaller_batches(settings.training.batch_size):
             cost_model = cost_model_of(settings.changed({"training.batch-size": size}), question, plan["attack_steps"])
             needed = cost_model.bytes(whole_model(blueprint_of(settings, question)))
@@ -102,6 +108,27 @@ def fedavg_verdict(settings: Settings, question: PlanQuestion) -> dict[str, Any]
                 verdict["smaller_batch"] = {"batch_size": size, "step_bytes": needed}
                 break
     return verdict | {"text": verdict_text(verdict)}
+
+
+def fitted_verdict(settings: Settings, question: PlanQuestion, poorest: DeviceState) -> dict[str, Any]:
+    """Return who can train the whole model with `memory.fit`, and the step of the poorest device.
+
+    `flops` is a multiple of the plain step's. `held_bytes` are those of parameters, gradients and momentum, which no way
+    spares.
+    """
+    settings = settings.changed({"memory.fit": FIT})
+    policy, _ = policy_for(load_fleet(settings.fleet), settings, question)
+    assert isinstance(policy, FedAvgPolicy)
+    plain, part = policy.part(policy.whole), policy.part(policy.fitted(poorest.allowed_bytes))
+    costs = policy.cost_model
+    return {
+        "participation": make_plan(settings, question)["fleet"]["participation"],
+        "step": part.step,
+        "step_bytes": costs.bytes(part),
+        "flops": costs.traced(part).flops / costs.traced(plain).flops,
+        "held_bytes": 4 * part.parameters * (3 if costs.training_config.momentum else 2),
+        "batch_norms": bool(part.micro_batch) and has_batch_norms(part.blueprint),
+    }
 
 
 def smaller_batches(batch_size: int) -> list[int]:
@@ -123,12 +150,14 @@ def verdict_text(verdict: dict[str, Any]) -> str:
         return f"Every device fits a step of the whole model: use FedAvg. {figures}, the poorest device has {poorest}."
     fit = f"FedAvg: {verdict['participation']:.0%} of the clients fit a step of the whole model."
     said = f"{fit} {figures}, the poorest device has {poorest}."
+    if verdict["fitted"] is not None:
+        said += fitted_text(verdict["fitted"], verdict["poorest_bytes"])
     smaller = verdict["smaller_batch"]
     if smaller is None:
-        return f"{said} No smaller batch fits it either, down to 2."
+        return f"{said} No smaller batch fits every device, down to 2."
     said += (
-        f" At batch {smaller['batch_size']} it takes {format_bytes(smaller['step_bytes'])} and fits every device: try that "
-        "first. A smaller batch changes the optimisation and the statistics of batch norms, so choose the rate again."
+        f" At batch {smaller['batch_size']} it takes {format_bytes(smaller['step_bytes'])} and fits every device. "
+        "A smaller batch changes the optimisation and the statistics of batch norms, so choose the rate again."
     )
     if verdict["ratios"]:
         said += (
@@ -136,6 +165,23 @@ def verdict_text(verdict: dict[str, Any]) -> str:
             "batch they would shrink with it.)"
         )
     return said
+
+
+def fitted_text(fitted: dict[str, Any], poorest_bytes: int) -> str:
+    """Return what `memory.fit` makes possible, or what stands in its way, as text."""
+    how = f"train the whole model in a step that takes less memory (--set strategy=fedavg --set memory.fit={FIT})"
+    step, held, poorest = format_compared(fitted["step_bytes"], fitted["held_bytes"], poorest_bytes)
+    if fitted["participation"] == 1:
+        statistics = " Batch norms take the statistics of a micro-batch." if fitted["batch_norms"] else ""
+        return (
+            f" But every device can {how}: try that first. The poorest {fitted['step']}, in {step} and "
+            f"{fitted['flops']:.2f} times the FLOPs.{statistics}"
+        )
+    who = f"{fitted['participation']:.0%} of the clients can" if fitted["participation"] else "No client can"
+    return (
+        f" {who} {how}. The poorest device has {poorest} and would need at least {step}: parameters, gradients and momentum "
+        f"alone are {held}."
+    )
 
 
 # ---- the others

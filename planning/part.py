@@ -49,7 +49,8 @@ class Part:
     def step(self) -> str:
         """How a step fits, in words; empty for the plain step."""
         sliced = [f"micro-batches of {self.micro_batch}"] if self.micro_batch else []
-        again = [f"recomputes {sum(last - first for first, last in self.recompute)} atoms"] if self.recompute else []
+        count = sum(last - first for first, last in self.recompute)
+        again = [f"recomputes {count} atom{'s' if count > 1 else ''}"] if count else []
         return ", ".join(sliced + again)
 
     @property

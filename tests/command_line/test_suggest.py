@@ -91,10 +91,37 @@ def test_a_smaller_batch_is_the_largest_that_fits() -> None:
     assert "ratios" not in found["text"]
 
 
+def test_a_step_that_takes_less_memory_comes_before_a_smaller_batch() -> None:
+    settings = settings_with(clients=2, strategy="fedavg")
+    full = make_plan(settings, ask(settings))["full_memory_bytes"]
+    settings = Settings(clients=2, fleet=fleet_json(board=full - 1))
+    found = fedavg_verdict(settings, ask(settings))
+    fitted = found["fitted"]
+    assert (fitted["participation"], fitted["step"], fitted["batch_norms"]) == (1, "recomputes 1 atom", False)
+    assert fitted["step_bytes"] < full
+    assert 1 < fitted["flops"] < 1.2
+    assert "But every device can train the whole model in a step that takes less memory" in found["text"]
+    assert found["text"].index("try that first. The poorest recomputes 1 atom, in ") < found["text"].index(
+        "At batch 8 it takes"
+    )
+
+
+def test_what_stands_in_the_way_is_said(demo: dict[str, Any]) -> None:
+    """The demo's model has 37,594 parameters: with gradients and momentum 12 bytes for each."""
+    fitted = demo["simple"]["fitted"]
+    assert (fitted["participation"], fitted["held_bytes"]) == (0.5, 12 * 37_594)
+    assert demo["simple"]["poorest_bytes"] < fitted["step_bytes"] < demo["simple"]["step_bytes"]
+    said = "50% of the clients can train the whole model in a step that takes less memory"
+    assert said in demo["simple"]["text"]
+    assert "parameters, gradients and momentum alone are 451.1 kB" in demo["simple"]["text"]
+    paper = Settings.from_run_config({"clients": 2, "memory.model": "fedepth", "fleet": "demo"})
+    assert fedavg_verdict(paper, ask(paper))["fitted"] is None
+
+
 def test_of_ratios_it_is_said_that_they_shrink_with_the_batch(demo: dict[str, Any]) -> None:
     assert demo["simple"]["ratios"]
     assert demo["simple"]["smaller_batch"] is None
-    assert demo["simple"]["text"].endswith("No smaller batch fits it either, down to 2.")
+    assert demo["simple"]["text"].endswith("No smaller batch fits every device, down to 2.")
     settings = Settings(clients=2, fleet=fleet_json(board=0.9))
     assert "The budgets of this fleet are ratios of a step" in fedavg_verdict(settings, ask(settings))["text"]
 

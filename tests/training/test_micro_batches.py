@@ -101,6 +101,16 @@ def test_gradients_under_attack(name: str, norm: Any) -> None:
         assert same(gradients, found, 1e-5)
 
 
+@pytest.mark.parametrize("name", ["preresnet20", "lstm-imdb", "vit"])
+def test_gradients_in_bfloat16(name: str) -> None:
+    """The second forward pass is in bfloat16 too."""
+    blueprint = blueprint_of(name, **SMALL.get(name, {}) | {"batch_norm": "running"})
+    plain = a_training_config(BATCH, precision="bfloat16")
+    loss, gradients, _ = step_of(blueprint, plain)
+    again = step_of(blueprint, replace(plain, recompute=segments(blueprint)))
+    assert (again[0], same(gradients, again[1], 0.0)) == (loss, True)
+
+
 @pytest.mark.parametrize("attack", [None, Attack("linf", 0.1, 0.05, 2)])
 @pytest.mark.parametrize("name", ["convnet", "lenet5", "lstm-imdb", "preresnet20", "vgg11", "vit"])
 def test_a_traced_step_is_the_real_one(name: str, attack: Attack | None) -> None:
