@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -77,17 +77,21 @@ class Client:
         for unit, module in piece.units().items():
             self.store.save(unit, module, self.folder)
 
+    def config_of(self, item: WorkItem) -> TrainingConfig:
+        """Return the training config with the step of a work item."""
+        return replace(self.training_config, micro_batch=item.micro_batch, recompute=item.recompute)
+
     def evaluate(
-        self, logits: Callable[[torch.Tensor], torch.Tensor], examples: Examples, batch_size: int = 0
+        self, logits: Callable[[torch.Tensor], torch.Tensor], examples: Examples, micro_batch: int = 0
     ) -> Metrics:
         """Return loss, accuracy and number of examples for a function that computes logits; no metrics without examples.
 
-        Batches have `batch_size` examples, by default those of training.
+        Batches have `micro_batch` examples, by default those of training. A batch of one example is not evaluated.
         """
         loss, correct, seen = evaluate_examples(
             in_precision(logits, self.training_config),
             examples,
-            batch_size or self.training_config.batch_size,
+            max(micro_batch, 2) if micro_batch else self.training_config.batch_size,
             self.rng("validate"),
             self.cap,
         )
@@ -95,13 +99,16 @@ class Client:
             return {}
         return {"val-loss": loss / seen, "val-accuracy": correct / seen, "val-examples": seen}
 
-    def stream(self, piece: PieceModel, examples: Examples, part: str, to: int | None) -> Examples:
+    def stream(
+        self, piece: PieceModel, examples: Examples, part: str, to: int | None, micro_batch: int = 0
+    ) -> Examples:
         """Compute a piece's features of examples, as input for atom `to` or the head (None), and return them from a file.
 
-        The examples are in a new random order, so that batch statistics come from mixed batches. If batch norms use batch
-        statistics, a last batch of one example is dropped. `part` names the file.
+        The examples are in a new random order, so that batch statistics come from mixed batches of `micro_batch` examples, by
+        default those of training. If batch norms use batch statistics, a last batch of one example is dropped. `part` names
+        the file.
         """
-        size, rng = self.training_config.batch_size, self.rng(f"stream {part}")
+        size, rng = micro_batch or self.training_config.batch_size, self.rng(f"stream {part}")
         single = self.settings.batch_statistics and len(examples) % size == 1
         features = in_precision(piece.features, self.training_config)
         shape = self.blueprint.feature_shape if to is None else self.blueprint.shape_before(to)

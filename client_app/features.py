@@ -27,11 +27,14 @@ from piecework.training.memory_cap import return_free_memory
 from piecework.training.randomness import generator, integer
 
 
-def prefix_features(client: Client, modules: Sequence[Piece], *, training: bool = False) -> Examples:
+def prefix_features(
+    client: Client, modules: Sequence[Piece], sizes: Sequence[int] = (), *, training: bool = False
+) -> Examples:
     """Return the features of the training data behind frozen `modules`, or the data themselves without modules.
 
-    One module is in memory at a time. The computation continues from the longest prefix with stored features. With `training`,
-    modules run in training mode: batch norms use the statistics of mixed batches and do not keep them.
+    One module is in memory at a time. The computation continues from the longest prefix with stored features. `sizes` are
+    examples that each module computes at once, by default a batch. With `training`, modules run in training mode: batch norms
+    use the statistics of mixed batches and do not keep them.
     """
     if not modules:
         return client.local_data(STAGES)
@@ -43,7 +46,7 @@ def prefix_features(client: Client, modules: Sequence[Piece], *, training: bool 
     labels = client.local_data(STAGES).labels
     for n in range(found + 1, len(modules)):
         source = client.local_data(STAGES) if features is None else feature_examples(features, labels).on(client.device)
-        features = _stream(client, modules[n], source, paths[n], training=training)
+        features = _stream(client, modules[n], source, paths[n], sizes[n] if sizes else 0, training=training)
     for path in paths[0].parent.glob("*.npy"):
         if path != paths[-1]:
             path.unlink(missing_ok=True)
@@ -95,17 +98,20 @@ def measure_statistics(client: Client, atoms: Piece, head: str | None = None) ->
     for atom in atoms:
         path = client.store.feature_path(f"statistics-{atom}")
         behind = head if atom == atoms[-1] else None
-        features = _stream(client, (atom,), examples, path, behind, training=True, measured=True)
+        features = _stream(client, (atom,), examples, path, head=behind, training=True, measured=True)
         path.unlink()  # its memory map stays readable
         examples = feature_examples(features, examples.labels).on(client.device)
 
 
-def teacher_logits(client: Client, modules: Sequence[Piece], examples: Examples) -> np.ndarray:
-    """Return the logits[N, C] of examples from modules and the model's head, with one module in memory at a time."""
+def teacher_logits(client: Client, modules: Sequence[Piece], examples: Examples, micro_batch: int = 0) -> np.ndarray:
+    """Return the logits[N, C] of examples from modules and the model's head, with one module in memory at a time.
+
+    The last module computes `micro_batch` examples at once, by default a batch.
+    """
     for module in modules[:-1]:
         features = _stream(client, module, examples, client.store.feature_path(f"teacher-{runs(module)}"))
         examples = feature_examples(features, examples.labels).on(client.device)
-    return _stream(client, modules[-1], examples, client.store.feature_path("teacher"), "head")
+    return _stream(client, modules[-1], examples, client.store.feature_path("teacher"), micro_batch, head="head")
 
 
 def _stream(
@@ -113,8 +119,9 @@ def _stream(
     module: Piece,
     examples: Examples,
     path: Path,
-    head: str | None = None,
+    micro_batch: int = 0,
     *,
+    head: str | None = None,
     training: bool = False,
     measured: bool = False,
 ) -> np.ndarray:
@@ -136,7 +143,7 @@ def _stream(
         return FeatureWriter(draft, len(examples), shape, limit)
 
     around = partial(_dropout, client, module, training=training)
-    reads = _mixed(client, len(examples))
+    reads = _mixed(client, len(examples), micro_batch or client.training_config.batch_size)
     features = client.write_features(runs(module), forward, examples, reads, open_file, around)
     draft.replace(path)  # its memory map stays readable even if another task removes the file
     if measured:
@@ -153,17 +160,16 @@ def _dropout(client: Client, module: Piece, positions: np.ndarray, *, training: 
     return isolated_rng(integer(client.settings.seed, client.number, "dropout", runs(module), int(positions[0])))
 
 
-def _mixed(client: Client, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield batches of positions, and the rows that each of them fills, in a random order that is fixed for the client.
+def _mixed(client: Client, count: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield batches of `size` positions, and the rows that each of them fills, in a random order that is fixed for the client.
 
     The order is random so that batch statistics come from mixed batches. A last batch of one example would have no
-    statistics, so another example is added to it.
+    statistics, so another example is added to it, unless all batches have one.
     """
     order = generator(client.settings.seed, client.number, "features").permutation(count)
-    size = client.training_config.batch_size
     for start in range(0, count, size):
         positions = order[start : start + size]
-        yield (positions if len(positions) > 1 else np.array([positions[0], order[0]])), positions
+        yield (positions if len(positions) > 1 or size == 1 else np.array([positions[0], order[0]])), positions
 
 
 def make_room(experiment: Path, path: Path, size: int, limit: int) -> None:

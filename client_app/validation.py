@@ -6,10 +6,11 @@ the whole cascade; it takes twice the forward passes, but only ever the activati
 weights of all pieces beside them reads each piece from its store in turn, and writes the inputs of pieces there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import count
 from math import ceil, prod
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -23,12 +24,14 @@ from piecework.training.examples import Examples, batches
 from piecework.training.loop import PieceModel, classification_loss, in_precision, predictions
 from piecework.training.memory_cap import uncounted
 from piecework.training.messages import Metrics, Task
+from piecework.training.sgd import Segment
 
 
 class StreamedCascade:
     """Pieces of a client's model in order, the last one with a head, in evaluation mode.
 
     With `held`, the weights of all pieces and their inputs stay in memory; otherwise they are read from the store in turn.
+    `recompute` are the segments of pieces that are run again.
     """
 
     def __init__(
@@ -39,9 +42,10 @@ class StreamedCascade:
         *,
         held: bool,
         piece_class: type[PieceModel] = PieceModel,
+        recompute: Mapping[Piece, tuple[Segment, ...]] = MappingProxyType({}),
     ) -> None:
         self.client, self.pieces, self.head, self.held = client, list(pieces), head, held
-        self.piece_class, self.attacked = piece_class, False
+        self.piece_class, self.attacked, self.recompute = piece_class, False, recompute
         self.last = len(self.pieces) - 1
         self._loaded: dict[int, PieceModel] = {}
         self._inputs: dict[int, Tensor] = {}
@@ -53,6 +57,7 @@ class StreamedCascade:
             head = self.head if number == self.last else None
             piece = self.piece_class(self.client.blueprint, self.pieces[number], head, self.client.load())
             piece.train(False)
+            piece.recompute = self.recompute.get(self.pieces[number], ())
             for parameter in piece.parameters():
                 parameter.requires_grad_(False)
             self._loaded[number] = piece
@@ -106,20 +111,23 @@ class StreamedCascade:
         return gradient
 
 
-def held_bytes(client: Client, pieces: Sequence[Piece]) -> int:
+def held_bytes(client: Client, pieces: Sequence[Piece], micro_batch: int = 0) -> int:
     """Return the bytes that `held` takes besides the running piece: all weights, and the inputs of all pieces for a batch."""
     inputs = sum(prod(client.blueprint.shape_before(piece[0])) for piece in pieces)
-    return sum(weight_bytes(client, piece) for piece in pieces) + 4 * batch_size(client) * inputs
+    return sum(weight_bytes(client, piece) for piece in pieces) + 4 * batch_size(client, micro_batch) * inputs
 
 
-def piece_bytes(client: Client, piece: Piece, cost: int) -> int:
+def piece_bytes(client: Client, piece: Piece, cost: int, micro_batch: int = 0) -> int:
     """Return an upper bound of the bytes for validating a piece whose training step takes `cost` bytes.
+
+    Both compute `micro_batch` examples at once, by default a batch of training.
 
     A small validation set fills only a part of a batch. The memory that does not grow with the batch is less than twice the
     weights: a layer's weights may be copied for its backward pass, and there are neither gradients of weights nor momentum.
     """
     weights = weight_bytes(client, piece)
-    by_batch = max(0, cost - weights) * batch_size(client) / client.training_config.batch_size
+    size = micro_batch or client.training_config.batch_size
+    by_batch = max(0, cost - weights) * batch_size(client, micro_batch) / size
     return min(cost, 2 * weights + ceil(by_batch))
 
 
@@ -128,9 +136,9 @@ def weight_bytes(client: Client, piece: Piece) -> int:
     return sum((client.store.model / f"atoms.{atom}.safetensors").stat().st_size for atom in piece)
 
 
-def batch_size(client: Client) -> int:
+def batch_size(client: Client, micro_batch: int = 0) -> int:
     """Return the number of examples in the largest validation batch."""
-    return min(client.training_config.batch_size, len(client.validation))
+    return min(micro_batch or client.training_config.batch_size, len(client.validation))
 
 
 def validate(
@@ -141,16 +149,20 @@ def validate(
     *,
     held: bool,
     piece_class: type[PieceModel] = PieceModel,
+    micro_batch: int = 0,
+    recompute: Mapping[Piece, tuple[Segment, ...]] = MappingProxyType({}),
 ) -> Metrics:
     """Return loss and accuracy on the client's validation data, and accuracy under the attack; no metrics without data.
 
-    With `held`, the weights of all pieces stay in memory.
+    With `held`, the weights of all pieces stay in memory. `micro_batch` examples are computed at once, by default a batch, and
+    the segments of pieces in `recompute` are run again for the attack's gradients.
     """
-    cascade = StreamedCascade(client, pieces, head, held=held, piece_class=piece_class)
+    cascade = StreamedCascade(client, pieces, head, held=held, piece_class=piece_class, recompute=recompute)
     examples, rng = client.validation, client.rng("validate")
     loss, correct, robust, seen = 0.0, 0, 0, 0
     alone = client.settings.batch_statistics  # a batch of one example has no batch statistics
-    for positions in batches(len(examples), client.training_config.batch_size, rng, drop_single=alone):
+    size = micro_batch or client.training_config.batch_size
+    for positions in batches(len(examples), size, rng, drop_single=alone):
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
         with client.cap.first("validate", len(positions)):
             x, y = examples.read(positions), examples.targets(positions)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from piecework.device_profiles.profile import DeviceState
@@ -24,9 +24,9 @@ class ClientReport:
     `status`: ok; memory (it refused, or stopped at its budget: see `needed` and `allowed`); failed (it raised an exception);
     crashed (its process died); gone (its node left); timeout (no answer within messages.round-timeout); rejected (its update
     may not enter the model). `note` holds further remarks, also for status ok. `trained` names the parts of the model that the
-    client trained, and `pieces` lists the atoms of each of its work items. `step` says how its steps fit (`memory.fit`). Peaks
-    are of training memory; `gpu_peak` is that of torch's allocator on a GPU. `counted_bits` and `counted_flops` are counted as
-    in SpaFL's Table 2 (planning/counts.py).
+    client trained, and `pieces` lists the atoms of each of its work items. `step` says how its steps fit (`memory.fit`), which
+    takes `step_flops` times the FLOPs of plain steps. Peaks are of training memory; `gpu_peak` is that of torch's allocator on
+    a GPU. `counted_bits` and `counted_flops` are counted as in SpaFL's Table 2 (planning/counts.py).
     """
 
     client: int
@@ -50,6 +50,7 @@ class ClientReport:
     pieces: list[list[int]] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
     step: str = ""
+    step_flops: float = 1.0
     examples: int = 0
     train_loss: float | None = None
     val_accuracy: float | None = None
@@ -89,6 +90,9 @@ class ClientReport:
         parts = [policy.part(item) for item in done]
         self.step = "; ".join(dict.fromkeys(filter(None, (part.step for part in parts))))
         self.flops = work_flops(cost_model, parts, seen, executed)
+        if self.step:
+            plain = [replace(part, micro_batch=0, recompute=()) for part in parts]
+            self.step_flops = self.flops / work_flops(cost_model, plain, seen, executed)
         self.counted_bits = bits(*policy.values(parts))
         dense = sum(dense_flops(p.forward_flops / 2, n) for p, n in zip(parts, seen, strict=True))
         self.counted_flops = executed * dense

@@ -1,7 +1,7 @@
 """Work items: strategies ask for them, costs are listed by them, and updates name those that were done."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -32,6 +32,11 @@ class WorkItem:
     measured: bool = False
     micro_batch: int = 0
     recompute: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def plain(self) -> "WorkItem":
+        """The item with the plain step."""
+        return replace(self, micro_batch=0, recompute=())
 
     def to_values(self) -> dict[str, Any]:
         """Return the atoms, and the other fields that differ from their defaults, as JSON values."""

@@ -142,7 +142,7 @@ def run_one(
 
 def show_run(run_dir: "RunDir", summary: dict[str, Any], reason: str, as_json: bool) -> None:
     """Print a run's summary on stdout, and on stderr why it did not complete."""
-    from piecework.display import memory_table, summary_table
+    from piecework.display import memory_table, step_rows, step_table, summary_table
 
     if as_json:
         print(json.dumps(summary))
@@ -151,6 +151,8 @@ def show_run(run_dir: "RunDir", summary: dict[str, Any], reason: str, as_json: b
         out.print(summary_table(summary, rounds, run_dir.final()))
         if rounds:
             out.print(memory_table(rounds))
+        if step_rows(rounds):
+            out.print(step_table(rounds))
         out.print(f"run folder: {run_dir.path}", soft_wrap=True)
     if summary["status"] != "completed":
         why = escape(reason or summary["reason"])

@@ -113,6 +113,16 @@ def memory_table(rounds: Sequence[Record]) -> Table:
     return table
 
 
+def step_table(rounds: Sequence[Record]) -> Table:
+    """Return a table of how the steps of each device class fit its memory."""
+    table = Table(title="steps that fit (memory.fit)", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in STEP_COLUMNS:
+        table.add_column(name, justify="right" if name == "tasks" else "left")
+    for row in step_rows(rounds):
+        table.add_row(*map(Text, row))
+    return table
+
+
 @dataclass
 class DeviceClass:
     """The clients with one kind of device in a run. Figures are bytes; peaks are the largest, including evaluation."""
@@ -168,6 +178,22 @@ def memory_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
             )
         )
     return found
+
+
+STEP_COLUMNS = ("device", "step", "FLOPs of plain steps", "tasks")
+
+
+def step_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Return `STEP_COLUMNS` as text, how the steps of each device class fit; none if all steps were plain."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for client in (client for record in rounds for client in record["clients"] if client["status"] == "ok"):
+        found[client["device"], client.get("step", "")].append(client.get("step_flops", 1.0))
+    if not any(step for _, step in found):
+        return []
+    return [
+        (device, step or "plain", f"{max(factors):.2f} x", str(len(factors)))
+        for (device, step), factors in sorted(found.items())
+    ]
 
 
 def closest_to_budget(rounds: Iterable[Record]) -> list[Record]:

@@ -130,6 +130,8 @@ def memory_section(rounds: Sequence[Record]) -> Section:
     if not display.is_enforced(rounds):
         caption += " This run's memory model decides, but its budgets are not enforced."
     below = f'<div class="memory">{table(display.memory_rows(rounds), display.MEMORY_COLUMNS)}</div>'
+    if steps := display.step_rows(rounds):
+        below += f"<p>How steps fit these budgets (memory.fit):</p>{table(steps, display.STEP_COLUMNS)}"
     return Section("Training memory by client", caption, memory_figure(rounds), below)
 
 

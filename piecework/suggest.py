@@ -119,8 +119,8 @@ def fitted_verdict(settings: Settings, question: PlanQuestion, poorest: DeviceSt
     settings = settings.changed({"memory.fit": FIT})
     policy, _ = policy_for(load_fleet(settings.fleet), settings, question)
     assert isinstance(policy, FedAvgPolicy)
-    plain, part = policy.part(policy.whole), policy.part(policy.fitted(poorest.allowed_bytes))
-    costs = policy.cost_model
+    plain, costs = policy.part(policy.whole), policy.cost_model
+    part = costs.fitted(plain, poorest.allowed_bytes)
     return {
         "participation": make_plan(settings, question)["fleet"]["participation"],
         "step": part.step,

@@ -3,7 +3,7 @@
 Strategies list these costs in their tasks, and plans report them. Each cost is computed once.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -12,13 +12,14 @@ from piecework.device_profiles.memory import StepCost
 from piecework.device_profiles.profile import parse_bytes
 from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import unit_signature
+from piecework.planning.fit import cheapest, smallest
 from piecework.planning.paper_memory import MEMORY_MODELS, MemoryModel
 from piecework.planning.part import Part, whole_model
 from piecework.planning.step_cost import piece_cost, stream_cost
 from piecework.training.attacks import Attack, Norm
 from piecework.training.settings import Settings
 from piecework.training.setup import training_config_for
-from piecework.training.sgd import Precision, TrainingConfig
+from piecework.training.sgd import Precision, Segment, TrainingConfig
 
 
 def fraction_or_bytes(text: str, full: int) -> int:
@@ -36,7 +37,7 @@ class CostModel:
     """Computes costs of parts for one training config. `memory_model` is None for traced bytes.
 
     `reference` is the model at width 1. `feature_norm` is the norm of attacks on features behind the first atom.
-    `frozen_training`: frozen atoms run in training mode when they make features.
+    `frozen_training`: frozen atoms run in training mode when they make features. `ways` are those of `memory.fit`.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class CostModel:
         feature_norm: Norm = "l2",
         *,
         frozen_training: bool = False,
+        ways: Sequence[str] = (),
     ) -> None:
         self.training_config, self.memory_model, self.reference = training_config, memory_model, reference
-        self.feature_norm, self.frozen_training = feature_norm, frozen_training
+        self.feature_norm, self.frozen_training, self.ways = feature_norm, frozen_training, tuple(ways)
+        self._steps: dict[Hashable, tuple[int, tuple[Segment, ...]]] = {}
         self._traced: dict[Hashable, StepCost] = {}
         self._by_paper: dict[Hashable, int] = {}
         self._streamed: dict[Hashable, int] = {}
@@ -100,13 +103,31 @@ class CostModel:
             self._by_paper[key] = int(self.memory_model(part, self.reference, self.training_config))
         return self._by_paper[key]
 
+    def fitted(self, part: Part, allowed: int) -> Part:
+        """Return the part with the cheapest step of at most `allowed` bytes (planning/fit.py), else the smallest step."""
+        ways = tuple(way for way in self.ways if way in part.ways)
+        if not ways:
+            return part
+        key = part.signature(), part.at_input, allowed
+        if key not in self._steps:
+            found = (cheapest(self, part, allowed, ways) if allowed else None) or smallest(self, part, ways)
+            self._steps[key] = found.micro_batch, found.recompute
+        micro_batch, recompute = self._steps[key]
+        return replace(part, micro_batch=micro_batch, recompute=recompute)
+
     @cached_property
     def unattacked(self) -> "CostModel":
         """The cost model of the same training config without an attack."""
         if self.training_config.attack is None:
             return self
-        training_config, frozen = replace(self.training_config, attack=None), self.frozen_training
-        return CostModel(training_config, self.memory_model, self.reference, self.feature_norm, frozen_training=frozen)
+        return CostModel(
+            replace(self.training_config, attack=None),
+            self.memory_model,
+            self.reference,
+            self.feature_norm,
+            frozen_training=self.frozen_training,
+            ways=self.ways,
+        )
 
     def batch(self, part: Part, size: float) -> Batch:
         """Return a training step of a part on `size` examples, for the emulated clock of devices that swap."""
@@ -146,4 +167,5 @@ def cost_model_for(
         reference,
         settings.fedprophet.feature_norm,
         frozen_training=settings.profl.frozen_mode == "training",
+        ways=settings.memory.ways,
     )

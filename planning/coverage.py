@@ -177,8 +177,9 @@ def left_random(policy: PartitionPolicy, said: str, parts: Sequence[str], traine
 def needs(policy: PartitionPolicy, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> str:
     """Return in words the bytes that the first part needs and the richest client has, or "" if it is never trained alone."""
     atom = next((n for n, atom in enumerate(policy.blueprint.atoms) if atom.name == parts[0]), None)
-    if atom is None or (needed := policy.alone(atom)) is None:
+    if atom is None or not policy.alone:
         return ""
+    needed = policy.needed(policy.item((atom,)))
     maximum = richest(each.state for each in trainers.values()).budget_bytes
     return f": {parts[0]} needs {needed:,} bytes, and the richest client has {maximum:,}"
 

@@ -6,84 +6,100 @@ fewest FLOPs that fits, and `smallest` the one with the fewest bytes. Both verif
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+from piecework.device_profiles.memory import StepCost
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.static_norms import has_batch_norms
-from piecework.planning.costs import CostModel
 from piecework.planning.part import Part
 from piecework.planning.step_cost import ActivationProfile, activation_profile
 from piecework.training.settings.shared import WAYS
-from piecework.training.sgd import Segment
+from piecework.training.sgd import Segment, TrainingConfig
 
 ATTEMPTS = 8  # traces of one search; the profile has been off by a few buffers at most
 
 
-def cheapest(cost_model: CostModel, part: Part, allowed: int, ways: Sequence[str]) -> Part | None:
+class Costs(Protocol):
+    """Traced costs of parts for one training config."""
+
+    @property
+    def training_config(self) -> TrainingConfig:
+        """The training config of all steps."""
+
+    def traced(self, part: Part) -> StepCost:
+        """Return peak bytes and FLOPs of one training step of a part."""
+
+
+def cheapest(costs: Costs, part: Part, allowed: int, ways: Sequence[str]) -> Part | None:
     """Return the part with a step that takes at most `allowed` bytes, or None if no step fits.
 
     The plain step is first. Then each of the `ways` alone is tried, in their order, and then both together. A step has the
     largest micro-batch that fits, and the fewest FLOPs.
     """
-    if cost_model.bytes(part) <= allowed:
+    if _bytes(costs, part) <= allowed:
         return part
     for way in ways:
-        found = _sliced(cost_model, part, allowed) if way == "micro-batch" else _recomputed(cost_model, part, allowed)
+        found = _sliced(costs, part, allowed) if way == "micro-batch" else _recomputed(costs, part, allowed)
         if found is not None:
             return found
     if len(ways) < len(WAYS):
         return None
-    both = (_recomputed(cost_model, sliced, allowed) for sliced in slices(cost_model, part))
-    return min(filter(None, both), key=lambda found: cost_model.traced(found).flops, default=None)
+    both = (_recomputed(costs, sliced, allowed) for sliced in slices(costs, part))
+    return min(filter(None, both), key=lambda found: costs.traced(found).flops, default=None)
 
 
-def smallest(cost_model: CostModel, part: Part, ways: Sequence[str]) -> Part:
+def smallest(costs: Costs, part: Part, ways: Sequence[str]) -> Part:
     """Return the part with the step that takes the fewest bytes of all that `ways` allow."""
     found = [part]
     if "micro-batch" in ways:
-        found += list(slices(cost_model, part))[-1:]
+        found += list(slices(costs, part))[-1:]
     if "recompute" in ways:
-        found += [replace(each, recompute=_leanest(cost_model, each)) for each in found]
-    return min(found, key=cost_model.bytes)
+        found += [replace(each, recompute=_leanest(costs, each)) for each in found]
+    return min(found, key=lambda each: _bytes(costs, each))
 
 
-def slices(cost_model: CostModel, part: Part) -> Iterator[Part]:
+def slices(costs: Costs, part: Part) -> Iterator[Part]:
     """Yield the part with micro-batches of half the batch, a quarter and so on.
 
     The last have one example, or three if batch norms use the statistics of what is computed together: a batch that is cut into
     parts of at most three has no part of one example.
     """
-    size, least = cost_model.training_config.batch_size, 3 if has_batch_norms(part.blueprint) else 1
+    size, least = costs.training_config.batch_size, 3 if has_batch_norms(part.blueprint) else 1
     while size > least:
         size = max(size // 2, least)
         yield replace(part, micro_batch=size)
 
 
-def _sliced(cost_model: CostModel, part: Part, allowed: int) -> Part | None:
-    return next((found for found in slices(cost_model, part) if cost_model.bytes(found) <= allowed), None)
+def _bytes(costs: Costs, part: Part) -> int:
+    return costs.traced(part).peak_bytes
 
 
-def _recomputed(cost_model: CostModel, part: Part, allowed: int) -> Part | None:
+def _sliced(costs: Costs, part: Part, allowed: int) -> Part | None:
+    return next((found for found in slices(costs, part) if _bytes(costs, found) <= allowed), None)
+
+
+def _recomputed(costs: Costs, part: Part, allowed: int) -> Part | None:
     """Return the part with the segments whose second forward pass takes the fewest FLOPs, or None if no segments fit.
 
     The segments are optimal for the profile. If the traced step takes more than the profile says, the limit is lowered by that.
     """
-    profile, flops = _profile(cost_model, part)
+    profile, flops = _profile(costs, part)
     limit: float = allowed
     for _ in range(ATTEMPTS):
         segments = fewest_flops(profile, flops, limit)
         if segments is None:
             return None
         found = replace(part, recompute=segments)
-        excess = cost_model.bytes(found) - allowed
+        excess = _bytes(costs, found) - allowed
         if excess <= 0:
             return found
         limit -= excess
     return None
 
 
-def _leanest(cost_model: CostModel, part: Part) -> tuple[Segment, ...]:
+def _leanest(costs: Costs, part: Part) -> tuple[Segment, ...]:
     """Return the segments with the lowest peak by the profile."""
-    profile, flops = _profile(cost_model, part)
+    profile, flops = _profile(costs, part)
     low, high = 0.0, float(max(profile.peaks))
     while high - low > 1:
         middle = (low + high) // 2
@@ -91,11 +107,11 @@ def _leanest(cost_model: CostModel, part: Part) -> tuple[Segment, ...]:
     return fewest_flops(profile, flops, high) or ()
 
 
-def _profile(cost_model: CostModel, part: Part) -> tuple[ActivationProfile, list[int]]:
-    size = part.micro_batch or cost_model.training_config.batch_size
-    training_config = replace(cost_model.training_config, batch_size=size, attack=None)
+def _profile(costs: Costs, part: Part) -> tuple[ActivationProfile, list[int]]:
+    size = part.micro_batch or costs.training_config.batch_size
+    training_config = replace(costs.training_config, batch_size=size, attack=None)
     flops = [layer_statistics(part.blueprint, f"atoms.{atom}").flops for atom in part.atoms]
-    return activation_profile(part.blueprint, part.atoms, part.head, training_config), flops
+    return activation_profile(part, training_config), flops
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,12 @@ class Part:
         return ", ".join(sliced + again)
 
     @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways of `memory.fit` that compute the same step of this part."""
+        one = self.copies == 1 and len(self.atoms) > 0
+        return tuple(way for way in self.piece_class.ways if one or way != "recompute")
+
+    @property
     def whole(self) -> bool:
         """Whether the part has all atoms of the model."""
         return len(self.atoms) == len(self.blueprint.atoms)

@@ -5,7 +5,8 @@ nothing.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal, Self
 
@@ -39,6 +40,7 @@ class PartitionPolicy(ABC):
     `cuts`: the model is cut to fit a budget. `adapts`: the model is not cut, but narrowed or shortened.
     `exits`: the server's model has an exit head after every atom but the last.
     `when_excluded` is the status that plans show for a device that cannot train.
+    `alone`: atoms are also trained alone, if no more fits.
     `adversarial`: whether the strategy trains on adversarial examples; with `optional` the settings decide.
     `caveat` is a remark that advice adds to the strategy's figures.
     `untrained`: how a part of the model that no client trains ends up. It keeps its initial weights ("random"), or the trained
@@ -47,6 +49,7 @@ class PartitionPolicy(ABC):
 
     cuts: ClassVar[bool] = False
     adapts: ClassVar[bool] = False
+    alone: ClassVar[bool] = False
     exits: ClassVar[bool] = False
     adversarial: ClassVar[Literal["never", "optional", "always"]] = "never"
     caveat: ClassVar[str] = ""
@@ -96,11 +99,6 @@ class PartitionPolicy(ABC):
         return vary(self.blueprint, self.variant)
 
     @property
-    def enforced(self) -> bool:
-        """Whether budgets are enforced on clients."""
-        return self.settings.memory.enforced
-
-    @property
     def swaps(self) -> bool:
         """Whether devices also train parts that exceed their memory, by swapping, which takes more time."""
         return False
@@ -115,10 +113,38 @@ class PartitionPolicy(ABC):
         return self.item(tuple(range(len(self.model.atoms))))
 
     def bytes(self, item: WorkItem) -> int:
-        """Return the memory cost (bytes) of a work item, computed once."""
+        """Return the memory cost (bytes) of a work item with the step that it names, computed once."""
         if item not in self._bytes:
             self._bytes[item] = self.cost_model.bytes(self.part(item))
         return self._bytes[item]
+
+    def needed(self, item: WorkItem) -> int:
+        """Return the fewest bytes with which a device can do a work item, with the smallest step that `memory.fit` allows."""
+        return self.bytes(self._fitted(item, 0))
+
+    def costs(self, needed: Mapping[WorkItem, int], allowed: int) -> dict[WorkItem, int]:
+        """Return the costs of a task, for a device that may use `allowed` bytes, from the bytes that its items need at least.
+
+        Each item is listed with the cheapest step that fits, and with the smallest one in case a device has less memory.
+        """
+        if not self.cost_model.ways:
+            return dict(needed)
+        steps = {step: least for item, least in needed.items() for step in self._steps(item, allowed)}
+        return {item: least if item.measured else max(self.bytes(item), least) for item, least in steps.items()}
+
+    def _steps(self, item: WorkItem, allowed: int) -> list[WorkItem]:
+        smallest = item if item.measured else self._fitted(item, 0)
+        if item.measured or (self.swaps and self.bytes(smallest) > allowed):
+            return [item]
+        return [self._fitted(item, allowed), smallest]
+
+    def _fitted(self, item: WorkItem, allowed: int) -> WorkItem:
+        """Return the item with the step for a device that may use `allowed` bytes: the smallest if none fits."""
+        part = self._fitted_part(item, allowed)
+        return replace(item, micro_batch=part.micro_batch, recompute=part.recompute)
+
+    def _fitted_part(self, item: WorkItem, allowed: int) -> Part:
+        return self.cost_model.fitted(self.part(item), allowed)
 
     def min_budget(self) -> int:
         """Return the smallest budget (bytes) with which a client can train anything; 0 = any budget."""
@@ -136,8 +162,12 @@ class PartitionPolicy(ABC):
         return self.with_smallest(minimum)
 
     def part(self, item: WorkItem) -> Part:
-        """Return the part that a work item trains; by default its atoms of the server's model with their head."""
-        return Part(self.model, item.atoms, item.head, micro_batch=item.micro_batch, recompute=item.recompute)
+        """Return the part that a work item trains."""
+        return replace(self._part(item.plain), micro_batch=item.micro_batch, recompute=item.recompute)
+
+    def _part(self, item: WorkItem) -> Part:
+        """Return the part that an item with a plain step trains; by default its atoms of the server's model with their head."""
+        return Part(self.model, item.atoms, item.head)
 
     @cached_property
     @abstractmethod
@@ -178,10 +208,6 @@ class PartitionPolicy(ABC):
         """Return the largest fraction of a layer's channels that clients with such parts train over all rounds."""
         return 1.0
 
-    def alone(self, atom: int) -> int | None:
-        """Return the bytes of training an atom without the others, or None if the strategy never does that."""
-        return None
-
     def wire(self, parts: list[Part]) -> tuple[int, int]:
         """Return the bytes of arrays sent down and up per round for a client that trains `parts`; by default their units."""
         units = {unit: part.blueprint for part in parts for unit in part.units}
@@ -198,10 +224,10 @@ class PartitionPolicy(ABC):
         """Return the names of the atoms that a client skips because they do not fit; by default none."""
         return []
 
-    def within(self, part: Part, state: DeviceState) -> Part:
-        """Return the part if the device can train it. Raises MemoryBudgetExceededError."""
-        needed = self.cost_model.bytes(part)
-        if needed > state.allowed_bytes:
+    def within(self, item: WorkItem, state: DeviceState) -> Part:
+        """Return the part of a work item with a step that fits the device. Raises MemoryBudgetExceededError if none does."""
+        part = self._fitted_part(item, state.allowed_bytes)
+        if (needed := self.cost_model.bytes(part)) > state.allowed_bytes:
             raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
         return part
 
@@ -218,11 +244,6 @@ class Swapping(PartitionPolicy):
     def swaps(self) -> bool:
         """True for every run."""
         return True
-
-    @property
-    def enforced(self) -> bool:
-        """False for every run, because devices swap."""
-        return False
 
     def min_budget(self) -> int:
         """Return 0: a device with any budget trains, by swapping."""

@@ -6,11 +6,12 @@ from functools import partial
 from itertools import islice
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from piecework.device_profiles.memory import FlopCount, PeakMemory, StepCost, trace
-from piecework.models.cascade import Blueprint, outputs, run_atoms
+from piecework.models.cascade import Blueprint, outputs
 from piecework.models.static_norms import measure_norms
+from piecework.planning.part import Part
 from piecework.training.attacks import Gradient, Loss, by_backward, micro_batches
 from piecework.training.loop import (
     Load,
@@ -18,7 +19,6 @@ from piecework.training.loop import (
     PieceModel,
     adversary,
     channels_last,
-    classification_loss,
     in_precision,
     single_loss,
     start,
@@ -63,9 +63,7 @@ def piece_cost(
             # All attack steps are equal: one is traced, and the others take no more memory and the same FLOPs.
             gradient = partial(counted, flops=attack_flops)
             perturb = adversary(pieces, loss, replace(attack, steps=1), 0, gradient, first_parts)
-        z = fake_batch(blueprint, atoms[0] if atoms else None, training_config.batch_size)
-        shape = (training_config.batch_size, outputs(pieces[0].head)) if targets else (training_config.batch_size,)
-        y = torch.zeros(shape, dtype=torch.float32 if targets else torch.int64)
+        z, y = fake_examples(pieces[0], training_config.batch_size, targets=targets)
         train_step(loss, optimiser, z, y, perturb, first_parts)
 
     cost = trace(work)
@@ -86,39 +84,35 @@ class ActivationProfile:
     peaks: tuple[int, ...]
 
 
-def activation_profile(
-    blueprint: Blueprint, atoms: Sequence[int], head: str, training_config: TrainingConfig
-) -> ActivationProfile:
-    """Return what a plain step of a piece keeps of each atom, and its peaks while the gradient passes them."""
+def activation_profile(part: Part, training_config: TrainingConfig) -> ActivationProfile:
+    """Return what a plain step of a part keeps of each atom, and its peaks while the gradient passes them."""
     memory = PeakMemory()
     kept, outputs, peaks = list[int](), list[int](), list[int]()
 
-    def passed(_: Tensor) -> None:
+    def entered(*_: object) -> None:
+        kept.append(-memory.live)
+
+    def left(_: nn.Module, inputs: object, z: Tensor) -> None:
+        kept[-1] += memory.live
+        outputs.append(z.untyped_storage().nbytes())
+        if z.requires_grad:
+            z.register_hook(passed)  # type: ignore[no-untyped-call]
+        memory.peak = memory.live
+
+    def passed(_: object) -> None:
         peaks.append(memory.peak)
         memory.peak = memory.live
 
     def work() -> None:
-        piece = PieceModel(blueprint, tuple(atoms), head, fake_load(blueprint))
-        loss, optimiser = start([piece], training_config, measured_loss)
-        z = fake_batch(blueprint, atoms[0], training_config.batch_size)
-        y = torch.zeros(training_config.batch_size, dtype=torch.int64)
+        piece = part.piece_class(part.blueprint, part.atoms, part.head, fake_load(part.blueprint))
+        loss, optimiser = start([piece], training_config, part.make_loss)
+        for module in piece.modules.values():
+            module.register_forward_pre_hook(entered)
+            module.register_forward_hook(left)
+        z, y = fake_examples(piece, training_config.batch_size, targets=part.targets)
         loss(z, y).backward()  # type: ignore[no-untyped-call]
         passed(z)
         optimiser.step()
-
-    def measured_loss(pieces: list[PieceModel]) -> Loss:
-        def forward(z: Tensor, y: Tensor) -> Tensor:
-            (piece,) = pieces
-            for atom in piece.atoms:
-                before = memory.live
-                z = run_atoms(blueprint, [atom], [piece.modules[f"atoms.{atom}"]], z)
-                z.register_hook(passed)  # type: ignore[no-untyped-call]
-                outputs.append(z.untyped_storage().nbytes())
-                kept.append(memory.live - before)
-            memory.peak = memory.live
-            return classification_loss(piece.head(z), y)
-
-        return forward
 
     trace(work, memory)
     return ActivationProfile(tuple(kept), tuple(outputs), (*reversed(peaks[1:]), peaks[0]))
@@ -159,6 +153,13 @@ def counted(loss: Loss, flops: FlopCount) -> Gradient:
             return gradient(z, y)
 
     return count
+
+
+def fake_examples(piece: PieceModel, batch_size: int, *, targets: bool) -> tuple[Tensor, Tensor]:
+    """Return a batch of a piece, and its labels[B], or with `targets` the logits[B, classes] that it learns."""
+    z = fake_batch(piece.blueprint, piece.atoms[0] if piece.atoms else None, batch_size)
+    shape = (batch_size, outputs(piece.head)) if targets else (batch_size,)
+    return z, torch.zeros(shape, dtype=torch.float32 if targets else torch.int64)
 
 
 def fake_batch(blueprint: Blueprint, atom: int | None, batch_size: int) -> Tensor:

@@ -47,9 +47,9 @@ def work_seconds(
     """Return the simulated seconds of a device that trains parts one after another, each on that many examples (`seen`).
 
     `wire` is the bytes received and sent. Each part is read from disk once, its inputs with every batch. Under a policy that
-    swaps, there is one part, which may be larger than the device's memory.
+    swaps, there is one part, which may be larger than the device's memory, unless `memory.fit` fits its step.
     """
-    if policy.swaps:
+    if policy.swaps and not any(part.step for part in parts):
         (part,), (n,) = parts, seen
         return swapped_seconds(policy.settings, cost_model, part, n, state, wire)
     disk_bytes = sum(p.copies * p.state_bytes + p.input_bytes * n for p, n in zip(parts, seen, strict=True))

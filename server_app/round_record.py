@@ -157,7 +157,7 @@ def record_of(
         statistics=evaluation.statistics,
         evaluation=evaluation.answers,
         query=opening.query,
-        enforced=strategy.policy.enforced,
+        enforced=strategy.enforced,
         seconds=seconds,
         train_seconds=training.seconds,
         simulated_seconds=round_seconds(report.simulated_seconds for report in reports),

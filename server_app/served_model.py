@@ -163,7 +163,7 @@ class ServedModel:
             reference=strategy.resources.reference_bytes,
             lr=learning_rate(strategy.settings, server_round),
             state_dir=experiment.state_dir,
-            enforced=strategy.policy.enforced,
+            enforced=strategy.enforced,
             costs={item: needed},
             atoms=list(item.atoms),
             head=item.head,

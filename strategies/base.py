@@ -75,6 +75,7 @@ class PieceStrategy(Strategy):
             experiment.blueprint, cost_model_for(self.settings, experiment.reference, steps), self.settings
         )
         self.policy.require_model()
+        self.enforced = self.settings.memory.enforced and not self.policy.swaps
         self.blueprint = self.policy.model
         self.state = self.state_class()
         self.kept = ArrayRecord()
@@ -128,7 +129,10 @@ class PieceStrategy(Strategy):
 
     @abstractmethod
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """Return the bytes of each work item that a client may look up, if its training may take `allowed` bytes."""
+        """Return the work items that a client may look up, if its training may take `allowed` bytes.
+
+        Each is given with the bytes that it needs at least.
+        """
 
     def min_budget(self, state: DeviceState | None = None) -> int:
         """Return the bytes below which a client can train nothing in this round: any client, or one with this device state."""
@@ -192,8 +196,8 @@ class PieceStrategy(Strategy):
             reference=self.resources.reference_bytes,
             lr=self.rate(server_round),
             state_dir=self.experiment.state_dir,
-            enforced=self.policy.enforced,
-            costs=self.costs_for(state.allowed_bytes),
+            enforced=self.enforced,
+            costs=self.policy.costs(self.costs_for(state.allowed_bytes), state.allowed_bytes),
             adversarial=self.policy.attacks(self.settings) and server_round > self.settings.attack.warmup,
             variant=self.policy.variant,
         )

@@ -21,6 +21,7 @@ from piecework.training.accelerator import CPU, release_cache
 from piecework.training.attacks import Attack, Gradient, Loss, Parts, by_backward, micro_batches, pgd, whole
 from piecework.training.examples import Examples, batches
 from piecework.training.memory_cap import MemoryCap, return_free_memory
+from piecework.training.settings.shared import WAYS
 from piecework.training.sgd import SGD, Segment, TrainingConfig
 
 Load = Callable[[str], nn.Module]
@@ -30,10 +31,11 @@ class PieceModel:
     """Atoms and a head that a device holds at once.
 
     `head` is a unit: `head`, `exits.<i>` or `aux.<i>` for a head after atom i, or None for features alone. `optimiser` is the
-    piece's optimiser if that is not SGD.
+    piece's optimiser if that is not SGD. `ways` are those of `memory.fit` that compute the same step.
     """
 
     optimiser: ClassVar["type[SGD] | None"] = None
+    ways: ClassVar[tuple[str, ...]] = WAYS
 
     def __init__(self, blueprint: Blueprint, atoms: Sequence[int], head: str | None, load: Load) -> None:
         self.blueprint, self.atoms, self.head_unit = blueprint, tuple(atoms), head

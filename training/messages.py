@@ -7,6 +7,7 @@ and a MetricRecord `metrics`. A refusal for memory is a normal reply, because Fl
 import json
 from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as dataclass_fields
+from functools import cached_property
 from typing import Any, Literal, Self, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -73,9 +74,21 @@ class Task:
         costs = {WorkItem.from_values(item): int(cost) for item, cost in mappings["costs"]}
         return cls(**{**fields, **mappings, "variant": Variant.from_values(mappings["variant"]), "costs": costs})
 
-    def cost(self, item: WorkItem) -> int | None:
-        """Return the bytes of a work item, or None if the server does not list it."""
-        return self.costs.get(item)
+    @cached_property
+    def _steps(self) -> dict[WorkItem, list[WorkItem]]:
+        """The listed work items by the item with a plain step."""
+        found: dict[WorkItem, list[WorkItem]] = {}
+        for item in self.costs:
+            found.setdefault(item.plain, []).append(item)
+        return found
+
+    def needed(self, item: WorkItem) -> int | None:
+        """Return the bytes that a work item needs at least, or None if the server does not list it."""
+        return min((self.costs[each] for each in self._steps.get(item, ())), default=None)
+
+    def fitted(self, item: WorkItem, allowed: int) -> WorkItem:
+        """Return a work item with the first listed step that takes at most `allowed` bytes, or as it is if there is none."""
+        return next((each for each in self._steps.get(item, ()) if self.costs[each] <= allowed), item)
 
 
 class TaskConfig:

@@ -69,7 +69,7 @@ class DepthFLPolicy(PartitionPolicy):
         """Return the work item that trains the first `depth` blocks with their exits."""
         return item_of_depth(self.model, self.variant, depth)
 
-    def part(self, item: WorkItem) -> Part:
+    def _part(self, item: WorkItem) -> Part:
         """Return the blocks and exits that a work item trains, with DepthFL's loss."""
         depth = next(d for d in range(1, len(self.blocks) + 1) if self.depth(d) == item)
         name = "the whole model" if depth == len(self.blocks) else "block 1" if depth == 1 else f"blocks 1 to {depth}"
@@ -80,23 +80,23 @@ class DepthFLPolicy(PartitionPolicy):
     def deepest(self, allowed: int) -> int:
         """Return the largest depth whose memory cost is at most `allowed` bytes, or 0 if the first block does not fit."""
         depths = range(len(self.blocks), 0, -1)
-        return next((d for d in depths if self.bytes(self.depth(d)) <= allowed), 0)
+        return next((d for d in depths if self.needed(self.depth(d)) <= allowed), 0)
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of the first block with its exit."""
-        return self.bytes(self.depth(1))
+        return self.needed(self.depth(1))
 
     @cached_property
     def stages(self) -> list[Stage]:
         """One stage, with the blocks that the smallest budget allows, at least the first."""
-        return [Stage("training", (self.part(self.depth(max(1, self.deepest(self.allowed)))),))]
+        return [Stage("training", (self._fitted_part(self.depth(max(1, self.deepest(self.allowed))), self.allowed),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """Return the blocks that fit the device. Raises MemoryBudgetExceededError if the first block does not."""
         depth = self.deepest(state.allowed_bytes)
         if not depth:
             raise MemoryBudgetExceededError(self.min_budget(), state.budget_bytes, "training block 1 and its exit")
-        return [self.part(self.depth(depth))]
+        return [self._fitted_part(self.depth(depth), state.allowed_bytes)]
 
 
 @dataclass
@@ -132,7 +132,7 @@ class DepthFL(PieceStrategy):
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """Return the bytes of the assigned depth, which is at least 1, and of all smaller depths."""
         items = [self.policy.depth(d) for d in range(1, max(1, self.policy.deepest(allowed)) + 1)]
-        return {item: self.policy.bytes(item) for item in items}
+        return {item: self.policy.needed(item) for item in items}
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """Return the task with the client's depth and the weight of self-distillation."""

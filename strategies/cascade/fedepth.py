@@ -50,12 +50,13 @@ class FeDepthPolicy(PartitionPolicy):
     """One stage: each device trains all blocks of its own decomposition, one after another."""
 
     cuts = True
+    alone = True
 
     def item(self, atoms: Piece) -> WorkItem:
         """Return the sub-problem of a block, that is the work item that trains it."""
         return sub_problem(self.blueprint, self.settings, atoms, own_heads=self.exits)
 
-    def part(self, item: WorkItem) -> Part:
+    def _part(self, item: WorkItem) -> Part:
         """Return a sub-problem's part: a block with its head, a block in the whole network, or models that learn mutually."""
         kind = self.settings.fedepth.mutual_loss
         if item.copies > 1:
@@ -95,16 +96,16 @@ class FeDepthPolicy(PartitionPolicy):
         return items_of(self.blueprint, self.settings, cost, allowed, own_heads=self.exits)
 
     def _parts(self, allowed: int) -> list[Part]:
-        return [self.part(item) for item in self.items(allowed, self.bytes)]
+        return [self._fitted_part(item, allowed) for item in self.items(allowed, self.needed)]
 
     def min_budget(self) -> int:
         """Return the bytes for the last atom and all indispensable ones; other atoms are excluded if they do not fit."""
         atoms = range(len(self.blueprint.atoms))
-        last = self.alone(atoms[-1])
+        last = self._alone(atoms[-1])
         if self.settings.fedepth.sub_problem == "network" or indispensable(self.blueprint, [atoms[-1]]) is None:
             return last
-        costs = sorted({last, *(cost for atom in atoms if (cost := self.alone(atom)) > last)})
-        kept = (exclude_input_side(atoms, lambda piece: self.bytes(self.item(piece)), cost) for cost in costs)
+        costs = sorted({last, *(cost for atom in atoms if (cost := self._alone(atom)) > last)})
+        kept = (exclude_input_side(atoms, lambda piece: self.needed(self.item(piece)), cost) for cost in costs)
         return next(p for p, left in zip(costs, kept, strict=True) if indispensable(self.blueprint, left) is None)
 
     @cached_property
@@ -121,9 +122,9 @@ class FeDepthPolicy(PartitionPolicy):
         trained = {unit for part in parts for unit in part.learned}
         return [atom.name for number, atom in enumerate(self.blueprint.atoms) if f"atoms.{number}" not in trained]
 
-    def alone(self, atom: int) -> int:
+    def _alone(self, atom: int) -> int:
         """Return the memory cost (bytes) of training an atom as a block."""
-        return self.bytes(self.item((atom,)))
+        return self.needed(self.item((atom,)))
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
         """Return the bytes sent down, those of all units including separate heads, and up, those of the trained units."""
@@ -160,7 +161,7 @@ class FeDepth(PieceStrategy):
         asked: dict[WorkItem, int] = {}
 
         def look_up(item: WorkItem) -> int:
-            asked[item] = self.policy.bytes(item)
+            asked[item] = self.policy.needed(item)
             return asked[item]
 
         with suppress(AtomTooLargeError):  # the client itself will refuse, and report the cost of that atom

@@ -84,8 +84,7 @@ class FedProphet(StagedStrategy):
         super().__init__(experiment)
         if self.personal:
             raise ValueError(
-                f"evaluation.mode = 'personal': {self.name} controls training by the clients' validation data; use "
-                f"central"
+                f"evaluation.mode = 'personal': {self.name} controls training by clients' validation data; use central"
             )
         if self.blueprint.vocabulary:
             raise ValueError(
@@ -127,7 +126,7 @@ class FedProphet(StagedStrategy):
     def _check_modules(self) -> None:
         if self.policy.swaps:
             return
-        largest = max(self.policy.bytes(self.policy.item(stage.parts[0].atoms)) for stage in self.policy.stages)
+        largest = max(self.policy.needed(self.policy.item(stage.parts[0].atoms)) for stage in self.policy.stages)
         richest = self.resources.richest
         if largest > richest.allowed_bytes:
             raise ValueError(
@@ -188,7 +187,7 @@ class FedProphet(StagedStrategy):
         pieces = [task_config.atoms(last) for last in range(stage, task_config.last + 1)]
         adversarial = self.state.stage_round >= self.settings.attack.warmup  # every stage has its own warmup
         task = replace(super().task(server_round, state), adversarial=adversarial)
-        return self._ordered(task, task_config, pieces)
+        return self._ordered(task, state, task_config, pieces)
 
     def rate(self, server_round: int) -> float:
         """Return the learning rate of a round; with `fedprophet.lr-restart` the schedule restarts in each stage."""
@@ -208,19 +207,21 @@ class FedProphet(StagedStrategy):
                 (state.stage_round + n) % maximum + 1 if self.settings.restarts_rates else server_round,
             )
 
-    def _ordered(self, task: Task, task_config: FedProphetTaskConfig, pieces: list[Piece]) -> Task:
-        items = [self.policy.item(piece) for piece in pieces]
+    def _ordered(self, task: Task, state: DeviceState, own: FedProphetTaskConfig, pieces: list[Piece]) -> Task:
+        if self.settings.memory.ways:  # the steps of all modules that the client runs
+            pieces = [*pieces, *own.before(), own.atoms(own.stage)]
+        needed = {item: self.policy.needed(item) for item in map(self.policy.item, pieces)}
         return replace(
             task,
-            own=task_config.to_values(),
-            costs={item: self.policy.bytes(item) for item in items},
+            own=own.to_values(),
+            costs=self.policy.costs(needed, state.allowed_bytes),
             void=self.state.void,
             kept_round=self.state.best.round if self.state.best else 0,
         )
 
     def min_budget(self, state: DeviceState | None = None) -> int:
         """Return the memory cost (bytes) of the stage's module."""
-        return self.policy.bytes(self.policy.item(self.modules[self.state.stage]))
+        return self.policy.needed(self.policy.item(self.modules[self.state.stage]))
 
     def frozen_units(self, task: Task) -> list[str]:
         """Return the atoms of the fixed modules."""
@@ -242,8 +243,8 @@ class FedProphet(StagedStrategy):
         before = replace(self.task_config(state.stage - 2), stage=state.stage - 1)
         before = replace(before, epsilon=state.fixed.epsilon, nonnegative=state.fixed.nonnegative)
         tasks = {}
-        for client, (task, _) in self.ask(self.registry.present(grid), server_round, arrays).items():
-            asked = self._ordered(task, before, [])
+        for client, (task, device_state) in self.ask(self.registry.present(grid), server_round, arrays).items():
+            asked = self._ordered(task, device_state, before, [])
             tasks[client] = self.weight_cache.named(asked, arrays, self.frozen_units(asked))
         return self.dispatcher.configure("query.query", tasks, arrays)
 
@@ -279,15 +280,16 @@ class FedProphet(StagedStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the messages by which the clients of the round, or all clients, measure C_m and A_m of the new model."""
-        asked = {client: task for client, (task, _) in self._asked.items() if self.evaluation.reachable(client)}
+        asked = {client: each for client, each in self._asked.items() if self.evaluation.reachable(client)}
         if self.settings.fedprophet.validation_clients == "all":
             others = [client for client in self.registry.present(grid) if client not in self._asked]
-            asked |= {client: task for client, (task, _) in self.ask(others, server_round, arrays).items()}
+            asked |= self.ask(others, server_round, arrays)
         task_config = self.task_config(self.state.stage)
         modules = self.modules[: task_config.stage + 1]
         pieces = [*modules, tuple(atom for module in modules for atom in module)]
         tasks = {
-            client: after_training(self._ordered(task, task_config, pieces)) for client, task in sorted(asked.items())
+            client: after_training(self._ordered(task, state, task_config, pieces))
+            for client, (task, state) in sorted(asked.items())
         }
         return self.dispatcher.configure("evaluate", tasks, arrays)
 

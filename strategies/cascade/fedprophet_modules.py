@@ -42,24 +42,27 @@ class FedProphetPolicy(PartitionPolicy):
         """Return the work item that trains these atoms with their auxiliary head, or at the end with the model's own head."""
         return module_item(self.model, atoms)
 
-    def part(self, item: WorkItem) -> Part:
+    def _part(self, item: WorkItem) -> Part:
         """Return the modules that a work item trains, with the strongly convex loss (Eq. 9)."""
         return Part(self.model, item.atoms, item.head, make_loss=module_loss(self.settings.fedprophet.convexity))
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of the largest atom."""
-        return max(self.bytes(self.item((atom,))) for atom in range(len(self.blueprint.atoms)))
+        return max(self.needed(self.item((atom,))) for atom in range(len(self.blueprint.atoms)))
 
     @cached_property
     def stages(self) -> list[Stage]:
         """A stage for each module w_1, w_2, ... Raises AtomTooLargeError if an atom alone does not fit R_min."""
         modules = greedy_partition(
             range(len(self.blueprint.atoms)),
-            lambda atoms: self.bytes(self.item(atoms)),
+            lambda atoms: self.needed(self.item(atoms)),
             self.allowed,
             atom_names(self.blueprint),
         )
-        return [Stage(f"module {m}", (self.part(self.item(module)),)) for m, module in enumerate(modules, start=1)]
+        return [
+            Stage(f"module {m}", (self._fitted_part(self.item(module), self.allowed),))
+            for m, module in enumerate(modules, start=1)
+        ]
 
     @property
     def stage_count(self) -> int:
@@ -77,13 +80,13 @@ class FedProphetPolicy(PartitionPolicy):
         Raises MemoryBudgetExceededError if the stage's module does not fit and devices do not swap.
         """
         if not self.swaps:
-            self.within(self.stages[stage].parts[0], state)
-        return [self.part(self.item(self.assigned(stage, state, slowest)))]
+            self.within(self.item(self.stages[stage].parts[0].atoms), state)
+        return [self._fitted_part(self.item(self.assigned(stage, state, slowest)), state.allowed_bytes)]
 
     def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """Return the stage's module if the device can train it. Later modules have their own stages."""
         part = self.stages[stage].parts[0]
-        return [part] if self.swaps or self.bytes(self.item(part.atoms)) <= state.allowed_bytes else []
+        return [part] if self.swaps or self.needed(self.item(part.atoms)) <= state.allowed_bytes else []
 
     def assigned(self, stage: int, state: DeviceState, slowest: float) -> Piece:
         """Return the atoms of w_m .. w_M: always those of w_m, and those of later modules that Eqs. 14 and 15 allow."""
@@ -96,7 +99,7 @@ class FedProphetPolicy(PartitionPolicy):
         for later in self.stages[stage + 1 :] if self.settings.fedprophet.dma else []:
             longer = (*assigned, *later.parts[0].atoms)
             item = self.item(longer)
-            if self.part(item).forward_flops > flops or self.bytes(item) > state.allowed_bytes:
+            if self.part(item).forward_flops > flops or self.needed(item) > state.allowed_bytes:
                 break
             assigned = longer
         return assigned

@@ -192,7 +192,7 @@ class ProFL(StagedStrategy):
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """Return the bytes of the work items of the phase: the step and the output layer, the map, or the measurement."""
         needed = {"map": self.policy.needed_to_map, "statistics": self.policy.needed_to_measure}
-        return needed.get(self.phase.kind, self.policy.needed)(self.phase.t)
+        return needed.get(self.phase.kind, self.policy.needed_in_step)(self.phase.t)
 
     def min_budget(self, state: DeviceState | None = None) -> int:
         """Return the memory cost (bytes) of the cheapest work item of the phase, or of the one that a client is asked for."""

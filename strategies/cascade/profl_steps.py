@@ -99,7 +99,7 @@ class ProFLPolicy(PartitionPolicy):
         """Return the bytes of the step of the atoms `start` to `end` - 1, with the blocks `later` after them."""
         before = [tuple(range(start))] if start else []
         policy, t = self.cut([*before, tuple(range(start, end)), *later]), len(before) + 1
-        return policy.needed(t)[policy.item(policy.step(t))]
+        return policy.needed_in_step(t)[policy.item(policy.step(t))]
 
     def by_layer(self) -> list[Piece]:
         """Return blocks of one atom each, for "layer-wise training" (section 3.1)."""
@@ -109,7 +109,7 @@ class ProFLPolicy(PartitionPolicy):
         """Return the atoms of theta_t and the basic layers of its output module, with t from 1."""
         return step_atoms(self.model, self.blocks, t)
 
-    def needed(self, t: int) -> dict[WorkItem, int]:
+    def needed_in_step(self, t: int) -> dict[WorkItem, int]:
         """Return the bytes of the work items that a client may do in step t: the step, or the output layer alone.
 
         Each includes running the blocks before, one atom at a time; the output layer also needs the step's own atoms run.
@@ -120,7 +120,7 @@ class ProFLPolicy(PartitionPolicy):
 
     def needed_for_step(self, t: int) -> int:
         """Return the bytes of training block t with its output module."""
-        return self.needed(t)[self.item(self.step(t))]
+        return self.needed_in_step(t)[self.item(self.step(t))]
 
     @cached_property
     def cheapest(self) -> int:
@@ -154,13 +154,13 @@ class ProFLPolicy(PartitionPolicy):
 
     def with_streams(self, atoms: Piece, before: Iterable[int]) -> int:
         """Return the bytes of training `atoms`, after each of the atoms `before` was in memory alone and ran forward."""
-        return max(self.bytes(self.item(atoms)), *(self.cost_model.streamed(self.model, atom) for atom in before), 0)
+        return max(self.needed(self.item(atoms)), *(self.cost_model.streamed(self.model, atom) for atom in before), 0)
 
     def student(self, t: int) -> Piece:
         """Return the basic layers of block t (from 2) and of all later blocks."""
         return student_atoms(self.model, t)
 
-    def part(self, item: WorkItem) -> Part:
+    def _part(self, item: WorkItem) -> Part:
         """Return the atoms with theta_L; if the first atom is a basic layer, they are a student in a map."""
         piece = item.atoms
         if piece == OUTPUT_LAYER:
@@ -204,10 +204,10 @@ class ProFLPolicy(PartitionPolicy):
 
         Raises MemoryBudgetExceededError if neither fits, or if the device gets no task in this step.
         """
-        (part,), costs = self.stages[stage].parts, self.needed(stage + 1)
+        (part,), costs = self.stages[stage].parts, self.needed_in_step(stage + 1)
         needed, allowed = costs[self.item(part.atoms)], state.allowed_bytes
         if needed <= allowed:
-            return [part]
+            return [self.cost_model.fitted(part, allowed)]
         output_layer = self.item(OUTPUT_LAYER)
         if allowed in self.unasked(stage + 1) or costs[output_layer] > allowed:
             raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")

@@ -116,7 +116,7 @@ class FamilyPolicy(PartitionPolicy):
         """Return the work item that trains all of a model of the family."""
         return WorkItem(tuple(range(len(self.models[level].atoms))), variant=self.variant_of(level))
 
-    def part(self, item: WorkItem) -> Part:
+    def _part(self, item: WorkItem) -> Part:
         """Return all of a model of the family."""
         model = self.models[self.names.index(item.variant.architecture or self.names[0])]
         return Part(model, item.atoms, name=model.name)
@@ -128,23 +128,23 @@ class FamilyPolicy(PartitionPolicy):
     def level(self, allowed: int) -> int:
         """Return the level of the model with the most parameters that fits `allowed` bytes, or of the cheapest if none fits."""
         levels = range(len(self.names))
-        fitting = [level for level in levels if self.bytes(self.member(level)) <= allowed]
+        fitting = [level for level in levels if self.needed(self.member(level)) <= allowed]
         if not fitting:
-            return min(levels, key=lambda level: self.bytes(self.member(level)))
+            return min(levels, key=lambda level: self.needed(self.member(level)))
         return max(fitting, key=lambda level: self.part(self.member(level)).parameters)
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of the cheapest model."""
-        return min(self.bytes(self.member(level)) for level in range(len(self.names)))
+        return min(self.needed(self.member(level)) for level in range(len(self.names)))
 
     @cached_property
     def stages(self) -> list[Stage]:
         """One stage, with the model of a device with the smallest budget."""
-        return [Stage("training", (self.part(self.member(self.level(self.allowed))),))]
+        return [Stage("training", (self._fitted_part(self.member(self.level(self.allowed)), self.allowed),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """Return the device's model. Raises MemoryBudgetExceededError if it does not fit."""
-        return [self.within(self.part(self.member(self.level(state.allowed_bytes))), state)]
+        return [self.within(self.member(self.level(state.allowed_bytes)), state)]
 
 
 class FedDF(PieceStrategy):
@@ -199,9 +199,8 @@ class FedDF(PieceStrategy):
         level = self.policy.level(state.allowed_bytes)
         item = self.policy.member(level)
         own = FedDFTaskConfig(level).to_values()
-        return replace(
-            super().task(server_round, state), own=own, variant=item.variant, costs={item: self.policy.bytes(item)}
-        )
+        costs = self.policy.costs({item: self.policy.needed(item)}, state.allowed_bytes)
+        return replace(super().task(server_round, state), own=own, variant=item.variant, costs=costs)
 
     def architecture(self, task: Task) -> str:
         """Return the name of a task's architecture."""

@@ -59,23 +59,23 @@ class SpaFLPolicy(PartitionPolicy):
         own = self.settings.spafl
         return Variant(thresholds=own.straight_through, silent=own.silent_norms, clamped=own.clamp_thresholds)
 
-    def part(self, item: WorkItem) -> Part:
+    def _part(self, item: WorkItem) -> Part:
         """Return the masked model. Raises ValueError if no layer can be masked."""
         name = "the whole model, masked"
         return Part(self.model, item.atoms, make_loss=sparse_loss(1.0), name=name, piece_class=SparseModel)
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of the masked model."""
-        return self.bytes(self.whole)
+        return self.needed(self.whole)
 
     @cached_property
     def stages(self) -> list[Stage]:
         """One stage, with the masked model."""
-        return [Stage("training", (self.part(self.whole),))]
+        return [Stage("training", (self._fitted_part(self.whole, self.allowed),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """Return the masked model. Raises MemoryBudgetExceededError if it does not fit the device."""
-        return [self.within(part, state) for part in self.stages[stage].parts]
+        return [self.within(self.whole, state)]
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
         """Return the number of thresholds, which are sent down and up."""
@@ -180,7 +180,7 @@ class SpaFL(PieceStrategy):
 
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """Return the bytes of training the masked model."""
-        return {self.policy.whole: self.policy.bytes(self.policy.whole)}
+        return {self.policy.whole: self.policy.needed(self.policy.whole)}
 
     def alpha(self, server_round: int) -> float:
         """Return the weight of the sparsity regulariser in a round."""

@@ -25,4 +25,4 @@ class ExclusiveFL(FedAvg):
 
     def needed(self) -> int:
         """Return the memory cost (bytes) of training the whole model."""
-        return self.policy.bytes(self.policy.fitted(0))
+        return self.policy.needed(self.policy.whole)

@@ -6,12 +6,10 @@ a client whose budget is too small refuses the task. With `memory.fit` it may co
 segments of the model; it refuses if no such step fits.
 """
 
-from dataclasses import replace
 from functools import cached_property
 
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.work_item import WorkItem
-from piecework.planning.fit import cheapest, smallest
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
@@ -29,23 +27,7 @@ class FedAvgPolicy(PartitionPolicy):
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """Return the whole model, with a step that fits. Raises MemoryBudgetExceededError if none does."""
-        return [self.within(self.part(self.fitted(state.allowed_bytes)), state)]
-
-    @cached_property
-    def _steps(self) -> dict[int, WorkItem]:
-        """The work items that `fitted` found, by the bytes they may take."""
-        return {}
-
-    def fitted(self, allowed: int) -> WorkItem:
-        """Return the whole model with the step that `memory.fit` gives a device with `allowed` bytes (planning/fit.py).
-
-        If no step fits, it is the one that takes the fewest bytes.
-        """
-        if allowed not in self._steps:
-            ways, part = self.settings.memory.ways, self.part(self.whole)
-            found = cheapest(self.cost_model, part, allowed, ways) or smallest(self.cost_model, part, ways)
-            self._steps[allowed] = replace(self.whole, micro_batch=found.micro_batch, recompute=found.recompute)
-        return self._steps[allowed]
+        return [self.within(self.whole, state)]
 
 
 class FedAvg(PieceStrategy):
@@ -57,5 +39,4 @@ class FedAvg(PieceStrategy):
 
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """Return the memory cost of the whole model, the only one that a client looks up."""
-        item = self.policy.fitted(allowed)
-        return {item: self.policy.bytes(item)}
+        return {self.policy.whole: self.policy.needed(self.policy.whole)}

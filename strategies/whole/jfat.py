@@ -31,8 +31,8 @@ class JFATPolicy(Swapping, FedProphetPolicy):
         return [Stage("training", (self.part(self.whole),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the whole model."""
-        return list(self.stages[stage].parts)
+        """Return the whole model, with a step that fits the device if there is one."""
+        return [self.part(self._steps(self.whole, state.allowed_bytes)[0])]
 
     def assigned(self, stage: int, state: DeviceState, slowest: float) -> Piece:
         """Return all atoms of the model."""

@@ -44,7 +44,8 @@ class AllSmallPolicy(FedAvgPolicy):
         low, high = 0, STEPS + 1  # in 64ths: `low` fits (0 is not tried), `high` does not
         while high - low > 1:
             middle = (low + high) // 2
-            needed = self.cost_model.bytes(whole_model(vary(self.blueprint, Variant(width=middle / STEPS))))
+            narrow = whole_model(vary(self.blueprint, Variant(width=middle / STEPS)))
+            needed = self.cost_model.bytes(self.cost_model.fitted(narrow, 0))
             low, high = (middle, high) if needed <= policy.allowed else (low, middle)
         if not low:
             raise ValueError(
@@ -57,16 +58,16 @@ class AllSmallPolicy(FedAvgPolicy):
         """Return the policy whose width ratio is the budget's fraction of the full model's memory. Raises ValueError."""
         whole = self.cost_model.bytes(whole_model(self.blueprint))
         policy = self.narrow(max(1, min(STEPS, STEPS * budget // whole)) / STEPS)
-        if (needed := policy.bytes(policy.whole)) > policy.allowed:
+        if (needed := policy.needed(policy.whole)) > policy.allowed:
             raise ValueError(
                 f"allsmall: heterofl.width-rule = 'paper' gives {policy.width:.4g} of the channels, which need {needed:,} "
                 f"bytes, and the poorest client has {budget:,}; use heterofl.width-rule = budget"
             )
         return policy
 
-    def part(self, item: WorkItem) -> Part:
+    def _part(self, item: WorkItem) -> Part:
         """Return all atoms of the narrow model."""
-        return replace(super().part(item), name=f"{self.width:.4g} of the channels")
+        return replace(super()._part(item), name=f"{self.width:.4g} of the channels")
 
     @property
     def variant(self) -> Variant:

@@ -118,7 +118,7 @@ class HeteroFLPolicy(PartitionPolicy):
         """Whether sub-models divide the outputs of layers by their width (HeteroFL's Scaler)."""
         return self.scales and self.settings.heterofl.scaler
 
-    def part(self, item: WorkItem) -> Part:
+    def _part(self, item: WorkItem) -> Part:
         """Return all of a sub-model, with the Scaler and the class mask in its loss."""
         level = self.levels[item.variant]
         ratio, model = self.ratios[level], self.models[level]
@@ -128,7 +128,7 @@ class HeteroFLPolicy(PartitionPolicy):
 
     def level(self, allowed: int) -> int:
         """Return the number of the largest ratio whose step takes at most `allowed` bytes, or of the smallest if none does."""
-        fitting = (level for level in range(len(self.ratios)) if self.bytes(self.sub_model(level)) <= allowed)
+        fitting = (level for level in range(len(self.ratios)) if self.needed(self.sub_model(level)) <= allowed)
         return next(fitting, len(self.ratios) - 1)
 
     @property
@@ -157,13 +157,13 @@ class HeteroFLPolicy(PartitionPolicy):
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of the narrowest sub-model."""
-        return self.bytes(self.sub_model(len(self.ratios) - 1))
+        return self.needed(self.sub_model(len(self.ratios) - 1))
 
     @cached_property
     def stages(self) -> list[Stage]:
         """One stage, with the sub-model of a device with the smallest budget."""
         level = self.level_by_fraction(self.smallest) if self.by_fraction else self.level(self.allowed)
-        return [Stage("training", (self.part(self.sub_model(level)),))]
+        return [Stage("training", (self._fitted_part(self.sub_model(level), self.allowed),))]
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
         """Return the full model's values times the width ratio, not its square, down and up, as SpaFL's paper counts."""
@@ -177,7 +177,7 @@ class HeteroFLPolicy(PartitionPolicy):
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """Return the device's sub-model. Raises MemoryBudgetExceededError if it does not fit."""
-        return [self.within(self.part(self.sub_model(self.level_of(state))), state)]
+        return [self.within(self.sub_model(self.level_of(state)), state)]
 
 
 class HeteroFL(PieceStrategy):
@@ -223,15 +223,14 @@ class HeteroFL(PieceStrategy):
         """Return the bytes of the sub-model that the device must train, or of the narrowest one if it may train any."""
         if state is None or (state.keep is None and not self.policy.by_fraction):
             return self.policy.min_budget()
-        return self.policy.bytes(self.policy.sub_model(self.policy.level_of(state)))
+        return self.policy.needed(self.policy.sub_model(self.policy.level_of(state)))
 
     def task(self, server_round: int, state: DeviceState) -> Task:
         """Return the client's task, with its sub-model and the memory cost of that."""
         level = self.policy.level_of(state)
         item, own = self.policy.sub_model(level), self.task_config(level).to_values()
-        return replace(
-            super().task(server_round, state), own=own, variant=item.variant, costs={item: self.policy.bytes(item)}
-        )
+        costs = self.policy.costs({item: self.policy.needed(item)}, state.allowed_bytes)
+        return replace(super().task(server_round, state), own=own, variant=item.variant, costs=costs)
 
     def fitting_levels(self) -> list[int]:
         """Return the number of each client's ratio in each of the first rounds, without clients whose budget is too small.
@@ -239,7 +238,7 @@ class HeteroFL(PieceStrategy):
         If no client fits, it is the smallest ratio's.
         """
         levels = [(self.policy.level_of(state), state.allowed_bytes) for state in self.resources.states()]
-        fitting = [level for level, allowed in levels if self.policy.bytes(self.policy.sub_model(level)) <= allowed]
+        fitting = [level for level, allowed in levels if self.policy.needed(self.policy.sub_model(level)) <= allowed]
         return fitting or [len(self.policy.ratios) - 1]
 
     def task_config(self, level: int) -> TaskConfig:

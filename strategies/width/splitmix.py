@@ -67,7 +67,7 @@ class SplitMixPolicy(PartitionPolicy):
         variant = self.variant_of(nets)
         return WorkItem(tuple(range(len(self.mixes[len(variant.nets) - 1].atoms))), variant=variant)
 
-    def part(self, item: WorkItem) -> Part:
+    def _part(self, item: WorkItem) -> Part:
         """Return the base nets of a work item."""
         count = len(item.variant.nets)
         name = f"{count} base nets" if count > 1 else "a base net"
@@ -75,7 +75,7 @@ class SplitMixPolicy(PartitionPolicy):
 
     def nets(self, allowed: int) -> int:
         """Return how many base nets fit into `allowed` bytes; 1 if none does."""
-        return next((n for n in range(self.count, 1, -1) if self.bytes(self.mix(range(n))) <= allowed), 1)
+        return next((n for n in range(self.count, 1, -1) if self.needed(self.mix(range(n))) <= allowed), 1)
 
     def nets_of(self, state: DeviceState) -> int:
         """Return how many base nets a device trains: as many as add up to its fleet's `keep`, else as many as fit."""
@@ -85,16 +85,16 @@ class SplitMixPolicy(PartitionPolicy):
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of one base net."""
-        return self.bytes(self.mix([0]))
+        return self.needed(self.mix([0]))
 
     @cached_property
     def stages(self) -> list[Stage]:
         """One stage, with the base nets of a device with the smallest budget."""
-        return [Stage("training", (self.part(self.mix(range(self.nets(self.allowed)))),))]
+        return [Stage("training", (self._fitted_part(self.mix(range(self.nets(self.allowed))), self.allowed),))]
 
     def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
         """Return the device's base nets. Raises MemoryBudgetExceededError if they do not fit."""
-        return [self.within(self.part(self.mix(range(self.nets_of(state)))), state)]
+        return [self.within(self.mix(range(self.nets_of(state))), state)]
 
 
 class SplitMix(PieceStrategy):
@@ -119,7 +119,7 @@ class SplitMix(PieceStrategy):
     def min_budget(self, state: DeviceState | None = None) -> int:
         """Return the bytes of the nets that the fleet's `keep` asks of the device, or else of one net."""
         nets = range(self.policy.nets_of(state) if state is not None and state.keep is not None else 1)
-        return self.policy.bytes(self.policy.mix(nets))
+        return self.policy.needed(self.policy.mix(nets))
 
     def costs_for(self, allowed: int) -> dict[WorkItem, int]:
         """Return no costs: `ask` adds the cost of the client's own nets."""
@@ -133,7 +133,8 @@ class SplitMix(PieceStrategy):
         for place, (client, (task, state)) in enumerate(super().ask(clients, server_round, arrays).items()):
             nets = self.nets(server_round, place, client, self.policy.nets_of(state))
             item = self.policy.mix(nets)
-            asked[client] = replace(task, variant=item.variant, costs={item: self.policy.bytes(item)}), state
+            costs = self.policy.costs({item: self.policy.needed(item)}, state.allowed_bytes)
+            asked[client] = replace(task, variant=item.variant, costs=costs), state
         return asked
 
     def nets(self, server_round: int, place: int, client: int, wanted: int) -> list[int]:

@@ -186,7 +186,7 @@ def test_first_atoms_that_must_be_trained(tmp_path: Path, name: str) -> None:
             train(client, "fedepth", costs)
         assert (caught.value.needed, caught.value.allowed) == (10**6, allowed)
     needed = policy.min_budget()
-    assert needed == max(policy.alone(0), policy.alone(last))
+    assert needed == max(policy.needed(policy.item((0,))), policy.needed(policy.item((last,))))
     assert policy.work(0, state(needed), 1.0)
     with pytest.raises(AtomTooLargeError):
         policy.work(0, state(needed - 1), 1.0)
@@ -220,7 +220,7 @@ def test_behind_frozen_blocks(tmp_path: Path, name: str) -> None:
     """ProFL: each step with its output module; and the output layer alone, for which the step's own atoms are streamed too."""
     policy = policy_of("profl", name)
     for t in range(1, len(policy.blocks) + 1):
-        step, needed = policy.step(t), policy.needed(t)
+        step, needed = policy.step(t), policy.needed_in_step(t)
         for piece, allowed in ((atoms, needed[policy.item(atoms)]) for atoms in (step, OUTPUT_LAYER)):
             item = policy.item(step)
             client = client_of(tmp_path / f"{t}-{len(piece)}", policy, allowed, policy.model.units())
@@ -251,7 +251,7 @@ def test_a_run_whose_devices_leave_out_the_first_atoms(tmp_path: Path) -> None:
     blueprint = build_blueprint("vgg11", num_classes=10, input_shape=(1, 32, 32), width=0.1, batch_norm="batch")
     settings = tiny_settings(**model)
     policy = find_policy("fedepth")(blueprint, cost_model_for(settings, blueprint), settings)
-    rich, poor = policy.alone(0), policy.alone(2)
+    rich, poor = policy.needed(policy.item((0,))), policy.needed(policy.item((2,)))
     assert [part.atoms for part in policy.work(0, state(poor), 1.0)] == [(2,), (4,), (5, 6), (7,)]
     fleet = fleet_json(rich=rich, poor=poor)
     run = run_local(tmp_path, fleet=fleet, dataset="digits32", clients=8, clients_per_round=4, **model)

@@ -391,9 +391,9 @@ def test_what_a_node_says_of_itself_is_text() -> None:
 
 
 def test_costs() -> None:
-    assert TASK.cost(WorkItem((0, 1))) == 10
-    assert TASK.cost(WorkItem((0, 1), copies=2)) == 20
-    assert TASK.cost(WorkItem((0,))) is None
+    assert TASK.needed(WorkItem((0, 1))) == 10
+    assert TASK.needed(WorkItem((0, 1), copies=2)) == 20
+    assert TASK.needed(WorkItem((0,))) is None
 
 
 def test_tasks_of_another_version() -> None:

@@ -28,7 +28,7 @@ def test_every_setting_is_listed_with_its_default() -> None:
 def test_the_settings_of_one_strategy() -> None:
     assert {"fedprophet.dma", "fedprophet.apa-step", "fedprophet.stage-patience"} <= set(keys("fedprophet"))
     assert not {"training.lr", "prism.kappa"} & set(keys("fedprophet"))
-    assert keys("depthfl") == ["depthfl.distillation-rounds", "depthfl.feddyn-alpha"]
+    assert keys("depthfl") == ["memory.fit", "depthfl.distillation-rounds", "depthfl.feddyn-alpha"]
     (kappa,) = [row for row in setting_rows("prism") if row["key"] == "prism.kappa"]
     assert kappa["belongs"] == "strategy = prism with prism.kernel-sampling = importance"
     assert (kappa["default"], kappa["allowed"]) == (2.5, "number >= 0")

@@ -8,10 +8,12 @@ import pytest
 from helpers import TRIO, a_training_config, fleet_json, model_of, run_local, same
 from zoo_helpers import blueprint_of
 
+from piecework.display import step_rows
 from piecework.planning.costs import CostModel
 from piecework.planning.fit import cheapest, fewest_flops, slices, smallest
 from piecework.planning.part import Part, whole_model
 from piecework.planning.step_cost import ActivationProfile
+from piecework.report import write_report
 from piecework.training.settings import Settings
 from piecework.training.sgd import Segment
 
@@ -106,8 +108,14 @@ def test_small_devices_train_the_whole_model_exactly(tmp_path: Path) -> None:
             assert client["status"] == "ok"
             assert 0 < client["measured_peak"] == client["predicted_peak"] <= client["budget"]
             assert client["step"].startswith("recomputes ")
-            assert client["flops"] > plain["flops"]
-            assert plain["step"] == ""
+            assert client["flops"] == pytest.approx(client["step_flops"] * plain["flops"])
+            assert client["step_flops"] > 1
+            assert (plain["step"], plain["step_flops"]) == ("", 1)
+    assert step_rows(rich.rounds()) == []
+    ((device, step, factor, tasks),) = step_rows(poor.rounds())
+    assert (device, step, tasks) == ("poor", client["step"], "6")
+    assert factor == f"{client['step_flops']:.2f} x"
+    assert step in write_report(poor).read_text(encoding="utf-8")
 
 
 def test_micro_batches_on_small_devices(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_fedprophet_assigns_later_modules_by_memory_and_time() -> None:
     assert assigned(5, 400e6, 2e9) == "conv11..conv13"
     assert assigned(0, 55e6, 1e12) == "conv1+conv2"  # the first always: by a paper's memory it is swapped
     with pytest.raises(MemoryBudgetExceededError) as caught:
-        policy.within(policy.stages[0].parts[0], state(55e6))
+        policy.within(policy.item(policy.stages[0].parts[0].atoms), state(55e6))
     # 12 bytes x 39,626 parameters; 4 x 64 x the inputs of conv1, bn1, conv2, bn2, of the head (16,384), and ten logits
     needed = 12 * 39_626 + 4 * 64 * (3 * 1024 + 3 * 65_536 + 16_384 + 10)
     assert (caught.value.needed, caught.value.allowed) == (needed, 55_000_000)

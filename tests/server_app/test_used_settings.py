@@ -44,7 +44,7 @@ def test_a_setting_is_used_with_what_it_belongs_to_and_refused_without(key: str)
                 beside = {name: values[0] for name, values in case.items()} | {governing: value}
                 assert unused(changed(key, **beside)) == []
     methods = {str(method) for case in cases()[key] for method in case.get("strategy", ())}
-    stranger = "fedavg" if "fedavg" not in methods else "local"
+    stranger = next(name for name in ("fedavg", "fjord") if name not in methods)
     elsewhere = {"strategy": stranger, "data.partition": "iid", "training.lr-schedule": "constant"}
     with pytest.raises(SettingsError) as caught:
         require_used(changed(key, **elsewhere))

@@ -20,6 +20,21 @@ from piecework.training.settings.table import (
 ATTACKED = (*case(training__adversarial=True), *case("fedprophet", "jfat", "fedrbn"))
 PUBLIC = (*case("feddf", "fedet"), *case("fedrbn", fedrbn__evaluation_branch="detector"))
 WAYS = ("micro-batch", "recompute")  # to fit a step into a small budget
+FITTED = (  # strategies whose steps they do not change
+    *(
+        "fedavg",
+        "exclusivefl",
+        "allsmall",
+        "heterofl",
+        "fedrolex",
+        "feddrop",
+        "origdrop",
+        "splitmix",
+        "prism",
+        "orthdrop",
+    ),
+    *("feddf", "fedet", "fedpm", "spafl", "local", "fedepth", "m-fedepth", "profl", "fedprophet", "jfat"),
+)
 PERSONAL = (*case(evaluation__mode="personal"), *case("spafl", "local"))
 
 
@@ -183,8 +198,8 @@ class MemorySettings(Table):
 
     fit: str = setting(
         "",
-        "ways in which a step may fit a small budget, preferred first: micro-batch, recompute; empty = the plain step alone",
-        case("fedavg") + case("exclusivefl"),
+        "ways in which a step may fit a small budget, preferred first: micro-batch, recompute; empty = plain steps alone",
+        case(*FITTED, memory__model="traced") + case("depthfl", memory__model="traced", depthfl__feddyn_alpha=0.0),
     )
 
     @model_validator(mode="after")

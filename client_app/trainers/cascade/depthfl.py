@@ -50,6 +50,8 @@ class DepthFLTaskConfig(TaskConfig):
 class ExitsModel(PieceModel):
     """A model's first blocks and the exits behind them. The last exit is the head, and the others are among the atoms."""
 
+    ways = ("micro-batch",)
+
     def __init__(self, blueprint: Blueprint, atoms: Piece, head: str | None, load: Load) -> None:
         super().__init__(blueprint, atoms, head, load)
         count = len(blueprint.atoms) - blueprint.spare
@@ -153,7 +155,7 @@ def train(task: Task, client: Client) -> Update:
     if alpha:
         make_loss = dynamic(make_loss, alpha, lambda piece: corrections(client, piece, alpha))
     trainer = LocalTrainer(
-        lambda: [ExitsModel(client.blueprint, item.atoms, item.head, client.load())], client.training_config, make_loss
+        lambda: [ExitsModel(client.blueprint, item.atoms, item.head, client.load())], client.config_of(item), make_loss
     )
     for epoch in trainer.epochs():
         examples = client.local_data(0 if settings.memory.feature_cache else epoch)
@@ -162,8 +164,8 @@ def train(task: Task, client: Client) -> Update:
     if alpha:
         remember(client, piece, alpha)  # before `save` overwrites the sent arrays, which it reads
     client.save(piece)
-    metrics = client.evaluate(piece.logits, client.validation)
-    metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": task.cost(item) or 0}
+    metrics = client.evaluate(piece.logits, client.validation, item.micro_batch)
+    metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": task.costs[item]}
     return Update([*piece.units()], metrics, [item], [trainer.seen])
 
 
@@ -174,9 +176,9 @@ def deepest(task: Task, client: Client) -> WorkItem:
     """
     for depth in range(DepthFLTaskConfig.of(task).depth, 0, -1):
         item = item_of_depth(client.blueprint, task.variant, depth)
-        if fits(task.cost(item), client.allowed):
-            return item
-    raise MemoryBudgetExceededError(task.cost(item) or 0, client.allowed, "training the first block")
+        if fits(task.needed(item), client.allowed):
+            return task.fitted(item, client.allowed)
+    raise MemoryBudgetExceededError(task.needed(item) or 0, client.allowed, "training the first block")
 
 
 def corrections(client: Client, piece: PieceModel, alpha: float) -> list[Tensor]:
@@ -225,4 +227,4 @@ def evaluate(task: Task, client: Client) -> Metrics:
     item = deepest(task, client)
     piece = ExitsModel(client.blueprint, item.atoms, item.head, client.load())
     piece.train(False)
-    return client.evaluate(piece.logits, client.validation)
+    return client.evaluate(piece.logits, client.validation, item.micro_batch)

@@ -165,9 +165,10 @@ def network_piece(trained: Piece) -> type[PieceModel]:
 def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     """Train by FeDepth, or by m-FeDepth with `own_heads`. Raises MemoryBudgetExceededError if no decomposition fits."""
     try:
-        items = items_of(client.blueprint, client.settings, task.cost, client.allowed, own_heads=own_heads)
+        items = items_of(client.blueprint, client.settings, task.needed, client.allowed, own_heads=own_heads)
     except AtomTooLargeError as error:
         raise MemoryBudgetExceededError(error.needed or 0, client.allowed, f"training atom {error.name!r}") from error
+    items = [task.fitted(item, client.allowed) for item in items]
     if items[0].copies > 1:
         update = train_mutually(client, items[0])
     elif items[-1].taught:
@@ -178,7 +179,7 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
         update = train_blocks(client, items)
         if client.settings.fedepth.partial_training == "dilute":
             update = replace(update, units=[*dict.fromkeys([*update.units, *client.blueprint.units()])])
-    return replace(update, metrics=update.metrics | {"predicted-peak": max(task.cost(item) or 0 for item in items)})
+    return replace(update, metrics=update.metrics | {"predicted-peak": max(task.costs.get(item, 0) for item in items)})
 
 
 def train_blocks(client: Client, items: list[WorkItem], make_loss: MakeLoss = single_loss) -> Update:
@@ -190,11 +191,11 @@ def train_blocks(client: Client, items: list[WorkItem], make_loss: MakeLoss = si
     entrance = client.blueprint.shape_before(pieces[0][0])
     examples, validation = client.local_data(0).entering(entrance), client.validation.entering(entrance)
     for j, item in enumerate(items):
-        trainer = LocalTrainer(partial(_load_piece, client, item.atoms, item.head), client.training_config, make_loss)
+        trainer = LocalTrainer(partial(_load_piece, client, item.atoms, item.head), client.config_of(item), make_loss)
         for epoch in trainer.epochs():
             if epoch and not client.settings.memory.feature_cache:
                 fresh = client.local_data(epoch).entering(entrance)
-                examples = _stream_again(client, trainer, pieces[: j + 1], fresh) if j else fresh
+                examples = _stream_again(client, trainer, items[: j + 1], fresh) if j else fresh
             trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(item.atoms)}")
         (piece,) = trainer.finish()
         client.save(piece)
@@ -203,12 +204,12 @@ def train_blocks(client: Client, items: list[WorkItem], make_loss: MakeLoss = si
         seen.append(trainer.seen)
         if j + 1 < len(pieces):
             examples, validation = (
-                client.stream(piece, examples, f"train-{j}", pieces[j + 1][0]),
-                client.stream(piece, validation, f"validation-{j}", pieces[j + 1][0]),
+                client.stream(piece, source, f"{name}-{j}", pieces[j + 1][0], item.micro_batch)
+                for name, source in (("train", examples), ("validation", validation))
             )
             client.store.drop_features(f"train-{j - 1}", f"validation-{j - 1}")
         else:
-            metrics |= client.evaluate(piece.logits, validation)
+            metrics |= client.evaluate(piece.logits, validation, item.micro_batch)
         del piece, trainer
         return_free_memory()
     return Update([*trained], metrics | {"train-loss": loss / sum(seen)}, items, seen)
@@ -225,12 +226,12 @@ def train_pair(client: Client, items: list[WorkItem], *, own_heads: bool) -> Upd
     make_loss = taught_loss(kind)
     folder = companion_folder(client, 1, client.blueprint.units(exits=own_heads))
     second = replace(client, folder=folder, validation=without_examples(client.validation))
-    targets = soft_targets(teacher_logits(client, [whole.atoms], examples), examples.labels, kind)
+    targets = soft_targets(teacher_logits(client, [whole.atoms], examples, whole.micro_batch), examples.labels, kind)
     learnt = train_blocks(replace(second, local_data=lambda _: taught(examples, targets)), blocks, make_loss)
 
     atoms = tuple(atom for block in blocks for atom in block.atoms)
     entering = examples.entering(client.blueprint.shape_before(atoms[0]))
-    answers = soft_targets(teacher_logits(second, [atoms], entering), examples.labels, kind)
+    answers = soft_targets(teacher_logits(second, [atoms], entering, whole.micro_batch), examples.labels, kind)
     update = train_blocks(replace(client, local_data=lambda _: taught(examples, answers)), [whole], make_loss)
     return replace(update, done=items, seen=[*learnt.seen, *update.seen])
 
@@ -240,7 +241,7 @@ def train_network(client: Client, items: list[WorkItem]) -> Update:
     loss, seen, units = 0.0, list[int](), dict[str, None]()
     for j, item in enumerate(items):
         make = partial(_load_piece, client, item.atoms, item.head, network_piece(item.learns))
-        trainer = LocalTrainer(make, client.training_config)
+        trainer = LocalTrainer(make, client.config_of(item))
         for epoch in trainer.epochs():
             examples = client.local_data(0 if client.settings.memory.feature_cache else epoch)
             trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(item.learns)}")
@@ -248,7 +249,7 @@ def train_network(client: Client, items: list[WorkItem]) -> Update:
         client.save(piece)
         units |= dict.fromkeys(["atoms.0", *(f"atoms.{atom}" for atom in item.learns), "head"])
         loss, seen = loss + trainer.total_loss, [*seen, trainer.seen]
-        metrics = client.evaluate(piece.logits, client.validation) if j + 1 == len(items) else {}
+        metrics = client.evaluate(piece.logits, client.validation, item.micro_batch) if j + 1 == len(items) else {}
         del piece, trainer
         return_free_memory()
     return Update([*units], metrics | {"train-loss": loss / sum(seen)}, items, seen)
@@ -260,16 +261,16 @@ def _load_piece(
     return [piece_class(client.blueprint, atoms, head, client.load())]
 
 
-def _stream_again(client: Client, trainer: LocalTrainer, pieces: list[Piece], examples: Examples) -> Examples:
+def _stream_again(client: Client, trainer: LocalTrainer, items: list[WorkItem], examples: Examples) -> Examples:
     """Return the last piece's input for freshly augmented data.
 
     Meanwhile the state of its training is on disk, because it may not fit beside the earlier pieces.
     """
     client.save(trainer.pieces[0])
     trainer.pause(client.store.task / "momentum.safetensors")
-    for j, (atoms, following) in enumerate(pairwise(pieces)):
-        piece = PieceModel(client.blueprint, atoms, None, client.load())
+    for j, (item, following) in enumerate(pairwise(items)):
+        piece = PieceModel(client.blueprint, item.atoms, None, client.load())
         piece.train(False)
-        examples = client.stream(piece, examples, f"train-{j}", following[0])
+        examples = client.stream(piece, examples, f"train-{j}", following.atoms[0], item.micro_batch)
         del piece
     return examples

@@ -48,7 +48,7 @@ def train_mutually(client: Client, item: WorkItem) -> Update:
     owners = [client, *(replace(client, folder=companion_folder(client, m, units)) for m in range(1, copies))]
     trainer = LocalTrainer(
         lambda: [PieceModel(client.blueprint, item.atoms, item.head, owner.load()) for owner in owners],
-        client.training_config,
+        client.config_of(item),
         mutual_loss(client.settings.fedepth.mutual_loss),
     )
     examples = client.local_data(0)
@@ -57,7 +57,7 @@ def train_mutually(client: Client, item: WorkItem) -> Update:
     pieces = trainer.finish()
     for owner, piece in zip(owners, pieces, strict=True):
         owner.save(piece)
-    metrics = client.evaluate(pieces[0].logits, client.validation)
+    metrics = client.evaluate(pieces[0].logits, client.validation, item.micro_batch)
     return Update(units, metrics | {"train-loss": trainer.total_loss / trainer.seen}, [item], [trainer.seen])
 
 

@@ -97,11 +97,10 @@ def module_loss(mu: float) -> MakeLoss:
 def train(task: Task, client: Client) -> Update:
     """Train the assigned modules jointly. Raises MemoryBudgetExceededError if even the stage's module does not fit."""
     task_config = FedProphetTaskConfig.of(task)
-    item = module_item(client.blueprint, assigned(task_config, task, client))
-    examples = stage_examples(client, task_config)
-    training_config = replace(
-        client.training_config, attack=stage_attack(client, task_config) if task.adversarial else None
-    )
+    item = task.fitted(module_item(client.blueprint, assigned(task_config, task, client)), client.allowed)
+    examples = stage_examples(client, task, task_config)
+    attack = stage_attack(client, task_config) if task.adversarial else None
+    training_config = replace(client.config_of(item), attack=attack)
     trainer = LocalTrainer(
         lambda: [PieceModel(client.blueprint, item.atoms, item.head, client.load())],
         training_config,
@@ -111,7 +110,7 @@ def train(task: Task, client: Client) -> Update:
         trainer.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(item.atoms)}")
     (piece,) = trainer.finish()
     client.save(piece)
-    metrics: Metrics = {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": task.cost(item) or 0}
+    metrics: Metrics = {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": task.costs.get(item, 0)}
     return Update([*piece.units()], metrics, [item], [trainer.seen])
 
 
@@ -121,18 +120,22 @@ def assigned(task_config: FedProphetTaskConfig, task: Task, client: Client) -> P
     Raises MemoryBudgetExceededError if the stage's module does not fit.
     """
     for last in range(task_config.last, task_config.stage, -1):
-        if fits(task.cost(module_item(client.blueprint, task_config.atoms(last))), client.allowed):
+        if fits(task.needed(module_item(client.blueprint, task_config.atoms(last))), client.allowed):
             return task_config.atoms(last)
     atoms = task_config.atoms(task_config.stage)
-    needed = task.cost(module_item(client.blueprint, atoms))
+    needed = task.needed(module_item(client.blueprint, atoms))
     if not task_config.swaps and not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or 0, client.allowed, f"training module {task_config.stage + 1}")
     return atoms
 
 
-def stage_examples(client: Client, task_config: FedProphetTaskConfig) -> Examples:
+def stage_examples(client: Client, task: Task, task_config: FedProphetTaskConfig) -> Examples:
     """Return z_{m-1} of the training data: images, or features behind the fixed modules."""
-    return prefix_features(client, task_config.before()) if task_config.stage else client.local_data(0)
+    if not task_config.stage:
+        return client.local_data(0)
+    before = task_config.before()
+    sizes = [task.fitted(module_item(client.blueprint, module), client.allowed).micro_batch for module in before]
+    return prefix_features(client, before, sizes)
 
 
 def stage_attack(client: Client, task_config: FedProphetTaskConfig) -> Attack:
@@ -155,36 +158,48 @@ def evaluate(task: Task, client: Client) -> Metrics:
     task_config = FedProphetTaskConfig.of(task)
     pieces = [*task_config.before(), task_config.atoms(task_config.stage)]
     whole = tuple(atom for piece in pieces for atom in piece)
-    if not task.enforced or fits(validation_cost(task, client, whole), client.allowed):
-        pieces = [whole]
-    largest = max(validation_cost(task, client, piece) or client.allowed for piece in pieces)
-    held = len(pieces) == 1 or largest + held_bytes(client, pieces) <= client.allowed
-    attack = image_attack(client.settings, client.data, client.settings.evaluation.attack_steps)
-    return validate(client, pieces, head_behind(client.blueprint, whole[-1]), attack, held=held)
+    items = [task.fitted(module_item(client.blueprint, piece), client.allowed) for piece in (*pieces, whole)]
+    if not task.enforced or fits(validation_cost(task, client, items[-1]), client.allowed):
+        pieces, items = [whole], items[-1:]
+    else:
+        items = items[:-1]
+    micro_batch = min((item.micro_batch for item in items if item.micro_batch), default=0)
+    largest = max(validation_cost(task, client, item) or client.allowed for item in items)
+    held = len(pieces) == 1 or largest + held_bytes(client, pieces, micro_batch) <= client.allowed
+    return validate(
+        client,
+        pieces,
+        head_behind(client.blueprint, whole[-1]),
+        image_attack(client.settings, client.data, client.settings.evaluation.attack_steps),
+        held=held,
+        micro_batch=micro_batch,
+        recompute={item.atoms: item.recompute for item in items},
+    )
 
 
-def validation_cost(task: Task, client: Client, piece: Piece) -> int | None:
-    """Return an upper bound of the bytes for validating a piece, or None if the server lists no cost for it."""
-    cost = task.cost(module_item(client.blueprint, piece))
-    return None if cost is None else piece_bytes(client, piece, cost)
+def validation_cost(task: Task, client: Client, item: WorkItem) -> int | None:
+    """Return an upper bound of the bytes for validating a work item's atoms, or None if the server does not list the item."""
+    cost = task.costs.get(item)
+    return None if cost is None else piece_bytes(client, item.atoms, cost, item.micro_batch)
 
 
 def query(task: Task, client: Client) -> Metrics:
     """Return the mean largest ||Delta z_m||_2 of the fixed module m on the training data (Eq. 11), and its smallest feature."""
     task_config = FedProphetTaskConfig.of(task)
-    examples = stage_examples(client, task_config)
-    atoms, attack = task_config.atoms(task_config.stage), stage_attack(client, task_config)
+    examples, attack = stage_examples(client, task, task_config), stage_attack(client, task_config)
+    item = task.fitted(module_item(client.blueprint, task_config.atoms(task_config.stage)), client.allowed)
     piece: PieceModel | None = None
     total, seen, minimum, rng = 0.0, 0, math.inf, client.rng("perturbation")
     alone = client.settings.batch_statistics  # a batch of one example has no batch statistics
     # Half batches, because the clean features are held in addition to the memory of a training step.
-    size = max(1 + alone, client.training_config.batch_size // 2)
+    size = max(1 + alone, (item.micro_batch or client.training_config.batch_size) // 2)
     for positions in batches(len(examples), size, rng, drop_single=alone):
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
         with client.cap.first("perturbation", len(positions)):
             if piece is None:
-                piece = PieceModel(client.blueprint, atoms, None, client.load())
+                piece = PieceModel(client.blueprint, item.atoms, None, client.load())
                 piece.train(False)
+                piece.recompute = item.recompute
                 for parameter in piece.parameters():
                     parameter.requires_grad_(False)
             forward = in_precision(piece.features, client.training_config)

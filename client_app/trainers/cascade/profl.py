@@ -64,7 +64,7 @@ def train(task: Task, client: Client) -> Update:
     if task_config.doing == "statistics":
         return measure(task, client, frozen_atoms(task))
     atoms = step_atoms(client.blueprint, blocks, task_config.step)
-    whole = fits(task.cost(item_of(task, atoms)), client.allowed)
+    whole = fits(task.needed(item_of(task, atoms)), client.allowed)
     if task_config.doing == "map":
         student = item_of(task, student_atoms(client.blueprint, task_config.step))
         require(task, client, student, f"mapping block {task_config.step} into its basic layer")
@@ -89,7 +89,7 @@ def measure(task: Task, client: Client, atoms: Piece) -> Update:
     item = WorkItem(atoms, variant=task.variant, measured=True)
     require(task, client, item, "measuring the statistics of random blocks")
     measure_statistics(client, atoms)
-    return Update([f"atoms.{atom}" for atom in atoms], {"predicted-peak": task.cost(item) or 0}, [item], [0])
+    return Update([f"atoms.{atom}" for atom in atoms], {"predicted-peak": task.costs[item]}, [item], [0])
 
 
 def integrate(task: Task, client: Client, t: int, z: Examples) -> Update:
@@ -132,8 +132,9 @@ def learn(
     make_loss: MakeLoss = single_loss,
 ) -> Update:
     """Train these atoms and theta_L for the local epochs. The update has the units `trained`, or all if that is empty."""
+    item = task.fitted(item_of(task, atoms), client.allowed)
     trainer = LocalTrainer(
-        lambda: [PieceModel(client.blueprint, atoms, "head", client.load())], client.training_config, make_loss
+        lambda: [PieceModel(client.blueprint, atoms, "head", client.load())], client.config_of(item), make_loss
     )
     for epoch in trainer.epochs():
         trainer.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(atoms) or 'the output layer'}")
@@ -141,9 +142,9 @@ def learn(
     client.save(piece)
     metrics: Metrics = {
         "train-loss": trainer.total_loss / trainer.seen,
-        "predicted-peak": task.cost(item_of(task, atoms)) or 0,
+        "predicted-peak": task.costs[item],
     }
-    return Update(list(trained or piece.units()), metrics, [item_of(task, atoms)], [trainer.seen])
+    return Update(list(trained or piece.units()), metrics, [item], [trainer.seen])
 
 
 def item_of(task: Task, atoms: Piece) -> WorkItem:
@@ -153,7 +154,7 @@ def item_of(task: Task, atoms: Piece) -> WorkItem:
 
 def require(task: Task, client: Client, item: WorkItem, doing: str) -> None:
     """Raise MemoryBudgetExceededError if a work item does not fit; `doing` names it in the message."""
-    needed = task.cost(item)
+    needed = task.needed(item)
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or 0, client.allowed, doing)
 

@@ -21,9 +21,10 @@ MASK = "mask"  # uint8 [scores / 8]: bits for all scores, arrays sorted by name,
 
 
 class ScoredModel(PieceModel):
-    """A model of scores, which Adam trains."""
+    """A model of scores, which Adam trains. A step draws one mask, so it does not compute micro-batches."""
 
     optimiser = Adam
+    ways = ("recompute",)
 
 
 def train(task: Task, client: Client) -> Update:

@@ -21,12 +21,15 @@ from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
 from piecework.training.loop import Carried, LocalTrainer, MakeLoss, PieceModel, classification_loss, start
 from piecework.training.memory_cap import MemoryCap
+from piecework.training.sgd import TrainingConfig
 
 WORTH = 0.75  # fraction of the parameters; a compact form that keeps more saves next to nothing
 
 
 class SparseModel(PieceModel):
-    """All units of a model with thresholds, in masked or compact form."""
+    """All units of a model with thresholds, in masked or compact form, which count the MACs of their forward passes."""
+
+    ways = ("micro-batch",)
 
     def layers(self) -> list[Masked]:
         """Return the layers with thresholds, in order."""
@@ -96,12 +99,13 @@ class SparseTrainer(LocalTrainer):
     def __init__(
         self,
         client: Client,
+        training_config: TrainingConfig,
         make: Callable[[], list[PieceModel]],
         make_loss: MakeLoss,
         carried: Carried | None,
         layout: Layout | None,
     ) -> None:
-        super().__init__(make, client.training_config, make_loss, carried)
+        super().__init__(make, training_config, make_loss, carried)
         self.client, self.layout, self.macs = client, layout, 0
         self._compact: Compact | None = None
         self._stays = False

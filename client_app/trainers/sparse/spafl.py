@@ -24,11 +24,9 @@ from piecework.client_app.client import Client, Update, fill_from
 from piecework.client_app.momentum import CarriedMomentum
 from piecework.client_app.trainers.sparse.forms import SparseModel, SparseTrainer, sparse_loss
 from piecework.client_app.trainers.whole.fedavg import whole_network
-from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Blueprint, Shape, initial_state, unit_of
 from piecework.models.compact import Layout, layout
 from piecework.models.masked import update_from_importance
-from piecework.models.partition import fits
 from piecework.models.variant import Variant, vary
 from piecework.training.loop import PieceModel, load_for_device
 from piecework.training.messages import Metrics, Task, TaskConfig
@@ -68,10 +66,7 @@ def train(task: Task, client: Client) -> Update:
     Raises MemoryBudgetExceededError if the model does not fit, RuntimeError if the initial model differs from the server's.
     """
     task_config, settings = SpaFLTaskConfig.of(task), client.settings
-    layout, item = own_layout(client, task.variant), whole_network(task, client)
-    needed = task.cost(item)
-    if not fits(needed, client.allowed):
-        raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
+    layout, item = own_layout(client, task.variant), whole_network(task, client, "training the whole model")
     source = own_model(client, task_config)
     carried = CarriedMomentum(client) if settings.spafl.client_momentum else None
     folder = client.new_state(empty=True)
@@ -83,17 +78,17 @@ def train(task: Task, client: Client) -> Update:
         model.after_step()
         return [model]
 
-    trainer = SparseTrainer(client, begin, sparse_loss(task_config.alpha), carried, layout)
+    trainer = SparseTrainer(client, client.config_of(item), begin, sparse_loss(task_config.alpha), carried, layout)
     for epoch in trainer.epochs():
         trainer.epoch(client.local_data(epoch), client.rng("batches", 0, epoch), client.cap, "train the masked model")
     (model,) = trainer.finish()
     assert isinstance(model, SparseModel)
     for unit, module in model.units().items():
         client.store.save(unit, module, folder)
-    metrics = client.evaluate(model.logits, client.validation)
+    metrics = client.evaluate(model.logits, client.validation, item.micro_batch)
     metrics |= {
         "train-loss": trainer.total_loss / trainer.seen,
-        "predicted-peak": needed or 0,
+        "predicted-peak": task.costs.get(item, 0),
         "mask": to_words(model.mask()),
         "macs": trainer.macs,
         "fresh": int(source == client.store.model),
@@ -111,16 +106,14 @@ def evaluate(task: Task, client: Client) -> Metrics:
     """
     task_config = SpaFLTaskConfig.of(task)
     layout = own_layout(client, task.variant)
-    needed = task.cost(whole_network(task, client))
-    if not fits(needed, client.allowed):
-        raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "evaluating the whole model")
+    item = whole_network(task, client, "evaluating the whole model")
     source = own_model(client, task_config)
     model = load(client, source)
     density = float(np.mean([layer.mask().float().mean() for layer in model.layers()]))
     if layout is not None:
         model = model.compacted(layout)[0]
     model.train(False)
-    metrics = client.evaluate(model.logits, client.validation)
+    metrics = client.evaluate(model.logits, client.validation, item.micro_batch)
     return metrics | {"density": density, "fresh": int(source == client.store.model)} if metrics else metrics
 
 

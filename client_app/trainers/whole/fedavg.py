@@ -6,7 +6,6 @@ after `attack.warmup` clean rounds.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from piecework.client_app.client import Client, Update
 from piecework.device_profiles.memory import MemoryBudgetExceededError
@@ -21,11 +20,17 @@ def train(task: Task, client: Client) -> Update:
     return train_whole(task, client)
 
 
-def whole_network(task: Task, client: Client, *, clean: bool = False) -> WorkItem:
-    """Return the work item that trains all of a task's network, with the step that the server chose."""
+def whole_network(task: Task, client: Client, doing: str, *, clean: bool = False, swaps: bool = False) -> WorkItem:
+    """Return the work item that trains all of a task's network, with a step that fits this client.
+
+    With `swaps`, a network that does not fit is trained nevertheless; otherwise raises MemoryBudgetExceededError. `doing` says
+    in the message what did not fit.
+    """
     item = WorkItem(tuple(range(len(client.blueprint.atoms))), variant=task.variant, clean=clean)
-    listed = (each for each in task.costs if replace(each, micro_batch=0, recompute=()) == item)
-    return next(listed, item)
+    needed = task.needed(item)
+    if not swaps and not fits(needed, client.allowed):
+        raise MemoryBudgetExceededError(needed or task.reference, client.allowed, doing)
+    return task.fitted(item, client.allowed)
 
 
 def train_whole(
@@ -44,22 +49,17 @@ def train_whole(
     `clean` marks the work item as trained on clean examples. With `swaps`, a network that does not fit is trained nevertheless;
     otherwise raises MemoryBudgetExceededError.
     """
-    item = whole_network(task, client, clean=clean)
-    needed = task.cost(item)
-    if not swaps and not fits(needed, client.allowed):
-        raise MemoryBudgetExceededError(needed or task.reference, client.allowed, "training the whole model")
+    item = whole_network(task, client, "training the whole model", clean=clean, swaps=swaps)
 
     def make() -> list[PieceModel]:
         return [piece_class(client.blueprint, item.atoms, item.head, client.load())]
 
-    training_config = replace(client.training_config, micro_batch=item.micro_batch, recompute=item.recompute)
-    trainer = make_trainer(make, training_config, make_loss, carried)
+    trainer = make_trainer(make, client.config_of(item), make_loss, carried)
     for epoch in trainer.epochs():
         examples = client.local_data(0 if client.settings.memory.feature_cache else epoch)
         trainer.epoch(examples, client.rng("batches", 0, epoch), client.cap, "train the whole model")
     (model,) = trainer.finish()
     client.save(model)
-    size = max(item.micro_batch, 2) if item.micro_batch else 0  # a batch of one example is not evaluated
-    metrics = client.evaluate(model.logits, client.validation, size)
-    metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": needed or 0}
+    metrics = client.evaluate(model.logits, client.validation, item.micro_batch)
+    metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": task.costs.get(item, 0)}
     return Update([*model.units()], metrics, [item], [trainer.seen])

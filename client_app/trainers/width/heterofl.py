@@ -23,11 +23,9 @@ from torch import Tensor, nn
 
 from piecework.client_app.client import Client, Update
 from piecework.client_app.trainers.whole.fedavg import train_whole, whole_network
-from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Blueprint, Shape, outputs
 from piecework.models.channels import Axes, channel_axes
 from piecework.models.layers import divide_output
-from piecework.models.partition import fits
 from piecework.models.width import Indices, Select, drawn, ordered, rolling, shapes, sub_indices
 from piecework.models.zoo import build_blueprint
 from piecework.training.attacks import Loss
@@ -147,14 +145,12 @@ def evaluate(task: Task, client: Client) -> Metrics:
     Raises MemoryBudgetExceededError if the sub-model does not fit.
     """
     ratios = scaler_of(task, client)
-    needed = task.cost(whole_network(task, client))
-    if not fits(needed, client.allowed):
-        raise MemoryBudgetExceededError(needed or 0, client.allowed, "evaluating the sub-model")
+    item = whole_network(task, client, "evaluating the sub-model")
     piece = PieceModel(client.blueprint, range(len(client.blueprint.atoms)), "head", client.load())
     scale_up(piece, ratios)
     piece.train(False)
     present = classes_of(client) if task.personal and HeteroFLTaskConfig.of(task).masked else ()
-    return client.evaluate(masked(piece, present), client.validation)
+    return client.evaluate(masked(piece, present), client.validation, item.micro_batch)
 
 
 def scaler_of(task: Task, client: Client) -> tuple[float, ...]:

@@ -150,7 +150,7 @@ def test_statistics_by_hand(tmp_path: Path) -> None:
     examples, size = client.local_data(0), client.training_config.batch_size
     unit = client.blueprint.build_unit("atoms.0")
     client.store.load("atoms.0", unit)
-    order = [positions for positions, _ in _mixed(client, len(examples))]
+    order = [positions for positions, _ in _mixed(client, len(examples), size)]
     assert sum(map(len, order)) == len(examples)
     assert len(order[0]) == size
     layers = [layer for layer in unit.modules() if isinstance(layer, torch.nn.Conv2d | torch.nn.BatchNorm2d)]

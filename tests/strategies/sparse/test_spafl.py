@@ -281,7 +281,7 @@ def test_going_from_form_to_form_takes_no_more_than_a_masked_step(tmp_path: Path
     examples, forms = random_examples(4 * batch_size, (1, 32, 32)), []
     for kept in (0.98, 0.85, 0.5, 0.2):
         client = a_client(tmp_path / str(kept), settings.changed({"spafl.masked-every": 0}), blueprint=whole)
-        trainer = SparseTrainer(client, make(kept), LOSS, None, layout(plain, whole))
+        trainer = SparseTrainer(client, client.training_config, make(kept), LOSS, None, layout(plain, whole))
         for _ in range(2):
             trainer.epoch(examples, client.rng("batches"), client.cap, "train")
         trainer.finish()
