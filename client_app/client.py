@@ -123,7 +123,8 @@ class Client:
             lambda inputs: fit_features(features(inputs), shape),
             examples,
             reads,
-            lambda row: FeatureWriter(path, int(ends[-1]), row, limit),
+            lambda row: FeatureWriter(path, int(ends[-1]), row, limit, feature_kind(self.settings)),
+            rounded=self.settings.memory.features == "bfloat16",
         )
         return feature_examples(rows, examples.labels[np.concatenate(order)]).on(self.device)
 
@@ -136,17 +137,21 @@ class Client:
         reads: Iterable[tuple[np.ndarray, np.ndarray]],
         open_file: Callable[[tuple[int, ...]], FeatureWriter],
         around: Callable[[np.ndarray], AbstractContextManager[None]] = lambda _: nullcontext(),
+        *,
+        rounded: bool = False,
     ) -> np.ndarray:
         """Write the output of `forward` for all examples to a file, batch by batch, and return it memory-mapped.
 
         Each entry of `reads` has the positions of a batch and the rows of the file for them; surplus positions at the end of a
         batch are not written. `open_file` gets the shape of a row, channels last. `forward` runs within `around(positions)`.
+        With `rounded`, the file has the bits of bfloat16.
         """
         writer = None
         for positions, rows in reads:
             with self.cap.first(f"stream {part}", len(positions)), around(positions):
                 z = forward(examples.read(positions))
-                block = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous().cpu().numpy()
+                z = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous()
+                block = (z.bfloat16().view(torch.uint16) if rounded else z).cpu().numpy()
             writer = writer or open_file(block.shape[1:])
             writer.put(rows, block[: len(rows)])
             del z, block
@@ -165,6 +170,11 @@ class Update:
     metrics: Metrics
     done: list[WorkItem]
     seen: list[int]
+
+
+def feature_kind(settings: Settings) -> type[np.generic]:
+    """Return the type of the values in files of features: float32, or uint16 with the bits of bfloat16."""
+    return np.uint16 if settings.memory.features == "bfloat16" else np.float32
 
 
 def fill_from(store: Store, folder: Path | None) -> Callable[[str, nn.Module], None]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from piecework.client_app.client import STAGES, Client
+from piecework.client_app.client import STAGES, Client, feature_kind
 from piecework.client_app.frozen import file_hash
 from piecework.client_app.store import FeatureWriter
 from piecework.models.cascade import isolated_rng
@@ -85,7 +85,7 @@ def _opened(client: Client, path: Path, module: Piece) -> np.ndarray | None:
         )
         return None
     expected = (len(client.local_data(STAGES)), *_shape_behind(client, module))
-    return features if features.shape == expected and features.dtype == np.float32 else None
+    return features if features.shape == expected and features.dtype == feature_kind(client.settings) else None
 
 
 def measure_statistics(client: Client, atoms: Piece, head: str | None = None) -> None:
@@ -129,7 +129,8 @@ def _stream(
 
     With `measured`, its batch norms get the mean statistics of these batches, and the module is saved.
     """
-    limit = client.settings.memory.feature_cache_bytes
+    limit, rounded = client.settings.memory.feature_cache_bytes, head is None and not measured
+    kind = feature_kind(client.settings) if rounded else np.float32
     piece = PieceModel(client.blueprint, module, head, client.load())
     piece.train(training)
     if measured:
@@ -139,12 +140,14 @@ def _stream(
     draft = client.store.task / path.name
 
     def open_file(shape: tuple[int, ...]) -> FeatureWriter:
-        make_room(client.store.root.parent, path, 4 * len(examples) * math.prod(shape), limit)
-        return FeatureWriter(draft, len(examples), shape, limit)
+        make_room(client.store.root.parent, path, np.dtype(kind).itemsize * len(examples) * math.prod(shape), limit)
+        return FeatureWriter(draft, len(examples), shape, limit, kind)
 
     around = partial(_dropout, client, module, training=training)
     reads = _mixed(client, len(examples), micro_batch or client.training_config.batch_size)
-    features = client.write_features(runs(module), forward, examples, reads, open_file, around)
+    features = client.write_features(
+        runs(module), forward, examples, reads, open_file, around, rounded=kind is np.uint16
+    )
     draft.replace(path)  # its memory map stays readable even if another task removes the file
     if measured:
         client.save(piece)

@@ -70,7 +70,7 @@ class CarriedMomentum:
         folder = self.client.new_state() / OWN
         folder.mkdir(exist_ok=True)
         for _, held in groupby(buffers(pieces, optimiser), key=lambda pair: unit_of(pair[0])):
-            arrays = {name: buffer.detach().cpu().numpy() for name, buffer in held}
+            arrays = {name: buffer.detach().float().cpu().numpy() for name, buffer in held}
             theirs = {name: array for name, array in arrays.items() if name.removeprefix(MOMENTUM) in self.sent}
             self.client.store.write_units(theirs)
             self.client.store.write_units({name: arrays[name] for name in arrays.keys() - theirs.keys()}, folder)

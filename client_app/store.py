@@ -169,13 +169,17 @@ def _existing(path: Path) -> Path:
 
 
 class FeatureWriter:
-    """Writes float32 batches to an .npy file of known size without mapping it, because dirty pages would count as memory.
+    """Writes batches to an .npy file of known size without mapping it, because dirty pages would count as memory.
 
-    `count` is the number of examples, `shape` the shape of one. Raises OSError if the file would exceed `limit` bytes.
+    `count` is the number of examples, `shape` the shape of one. The file has float32, or uint16 that are the bits of bfloat16
+    (`kind`). Raises OSError if the file would exceed `limit` bytes.
     """
 
-    def __init__(self, path: Path, count: int, shape: tuple[int, ...], limit: int) -> None:
-        size = 4 * count * math.prod(shape)
+    def __init__(
+        self, path: Path, count: int, shape: tuple[int, ...], limit: int, kind: type[np.generic] = np.float32
+    ) -> None:
+        self._kind = np.dtype(kind)
+        size = self._kind.itemsize * count * math.prod(shape)
         if size > limit:
             raise OSError(
                 f"features of {count} examples of shape {shape} take {size:,} bytes, more than memory.feature-cache-bytes = "
@@ -183,16 +187,16 @@ class FeatureWriter:
             )
         self.path = path
         self._file = path.with_suffix(".tmp").open("wb")
-        header = {"descr": "<f4", "fortran_order": False, "shape": (count, *shape)}
+        header = {"descr": self._kind.newbyteorder("<").str, "fortran_order": False, "shape": (count, *shape)}
         np.lib.format.write_array_header_1_0(self._file, header)
-        self._start, self._row = self._file.tell(), 4 * math.prod(shape)
+        self._start, self._row = self._file.tell(), self._kind.itemsize * math.prod(shape)
 
     def put(self, rows: np.ndarray, batch: np.ndarray) -> None:
         """Write each example of a batch [B, *shape] to its row; consecutive rows are written together."""
         first = 0
         for last in [*np.flatnonzero(np.diff(rows) != 1), len(rows) - 1]:
             self._file.seek(self._start + int(rows[first]) * self._row)
-            self._file.write(np.ascontiguousarray(batch[first : last + 1], dtype=np.float32).data)
+            self._file.write(np.ascontiguousarray(batch[first : last + 1], dtype=self._kind).data)
             first = last + 1
 
     def close(self) -> np.ndarray:

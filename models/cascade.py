@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from piecework.models.dual_norm import DualBatchNorm2d, is_adversarial
+from piecework.models.frozen_norm import FrozenBatchNorm2d
 
 Shape = tuple[int, ...]
 AUXILIARY_INPUTS = (
@@ -179,13 +180,22 @@ def num_features(shape: Shape) -> int:
 
 
 def norm_layer(channels: int, batch_norm: str) -> nn.Module:
-    """Return the batch norm for a value of `architecture.batch-norm`.
+    """Return the norm for a value of `architecture.batch-norm`, or of `architecture.norm` if that is not `batch`.
 
     `running` and `local` keep running statistics, `batch` always uses those of the batch, and `dual` (for FedRBN) has two sets.
     """
     if batch_norm == "dual":
         return DualBatchNorm2d(channels)
+    if batch_norm == "group":
+        return group_norm(channels)
+    if batch_norm == "frozen":
+        return FrozenBatchNorm2d(channels)
     return nn.BatchNorm2d(channels, track_running_stats=batch_norm != "batch")
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """Return a group norm of two groups, as in federated learning since Hsieh et al. (ICML 2020); one if channels are odd."""
+    return nn.GroupNorm(1 if channels % 2 else 2, channels)
 
 
 def fit_features(z: Tensor, shape: Shape) -> Tensor:

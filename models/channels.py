@@ -236,6 +236,7 @@ HANDLERS: Mapping[str, Callable[..., None]] = {
     "conv2d": _conv,
     "linear": _linear,
     "batch_norm": _batch_norm,
+    "group_norm": _batch_norm,
     "layer_norm": _layer_norm,
     "embedding": _embedding,
     "lstm": _lstm,

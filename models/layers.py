@@ -12,8 +12,9 @@ from math import ceil
 
 from torch import Tensor, nn
 
-from piecework.models.cascade import Shape
+from piecework.models.cascade import Shape, group_norm
 from piecework.models.dual_norm import DualBatchNorm1d
+from piecework.models.frozen_norm import FrozenBatchNorm1d
 
 
 def named(**layers: nn.Module) -> nn.Sequential:
@@ -30,9 +31,13 @@ def pooled_linear(channels: int, num_classes: int) -> nn.Sequential:
 
 
 def norm_layer_1d(features: int, batch_norm: str) -> nn.Module:
-    """Return the batch norm after a linear layer for `architecture.batch-norm`; models/cascade.py has that of maps."""
+    """Return the norm after a linear layer for the same values as `norm_layer` of models/cascade.py, which is that of maps."""
     if batch_norm == "dual":
         return DualBatchNorm1d(features)
+    if batch_norm == "group":
+        return group_norm(features)
+    if batch_norm == "frozen":
+        return FrozenBatchNorm1d(features)
     return nn.BatchNorm1d(features, track_running_stats=batch_norm != "batch")
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from piecework.models.cascade import Blueprint
+from piecework.models.frozen_norm import Frozen
 
 OWN = "piecework_own_momentum"
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
@@ -43,6 +44,13 @@ def has_batch_norms(blueprint: Blueprint) -> bool:
     """Return whether a model has any batch norm."""
     with torch.device("meta"):
         return any(True for unit in blueprint.units() for _ in batch_norms([blueprint.build_unit(unit)]))
+
+
+def mixes_examples(blueprint: Blueprint) -> bool:
+    """Return whether a model has batch norms that train with the statistics of the examples computed together."""
+    with torch.device("meta"):
+        norms = batch_norms(blueprint.build_unit(unit) for unit in blueprint.units())
+        return any(not isinstance(norm, Frozen) for norm in norms)
 
 
 def measure_norms(modules: Iterable[nn.Module]) -> None:

@@ -36,7 +36,7 @@ MODELS: dict[str, Callable[..., Blueprint]] = {
     "vit": vit,
 }
 TOKEN_MODELS = {"lstm-imdb"}  # they read int64 tokens [B, length]; all others read images
-BATCH_NORMS = ("running", "batch", "local")  # values of the setting; only FedRBN uses `dual`
+BATCH_NORMS = ("running", "batch", "local", "group", "frozen")  # kinds of norm in training; only FedRBN uses `dual`
 COMMON = ("num_classes", "input_shape", "width", "batch_norm")
 
 USUAL_INPUTS: dict[str, tuple[Shape, int]] = {

@@ -13,7 +13,7 @@ from typing import Any
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import DeviceState, format_bytes, format_compared
 from piecework.models.cascade import Blueprint
-from piecework.models.static_norms import has_batch_norms
+from piecework.models.static_norms import mixes_examples
 from piecework.plan import fleet_states, make_plan, policy_for
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.part import whole_model
@@ -22,6 +22,7 @@ from piecework.strategies import STRATEGIES, find_policy
 from piecework.strategies.whole.fedavg import FedAvgPolicy
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
+from piecework.training.sgd import TrainingConfig
 
 MEASURED = Path(__file__).parent / "measured.toml"
 FIT = "recompute,micro-batch"  # the advice prefers the way that changes nothing
@@ -126,9 +127,15 @@ def fitted_verdict(settings: Settings, question: PlanQuestion, poorest: DeviceSt
         "step": part.step,
         "step_bytes": costs.bytes(part),
         "flops": costs.traced(part).flops / costs.traced(plain).flops,
-        "held_bytes": 4 * part.parameters * (3 if costs.training_config.momentum else 2),
-        "batch_norms": bool(part.micro_batch) and has_batch_norms(part.blueprint),
+        "held_bytes": held_bytes(costs.training_config) * part.parameters,
+        "batch_norms": bool(part.micro_batch) and mixes_examples(part.blueprint),
     }
+
+
+def held_bytes(training_config: TrainingConfig) -> int:
+    """Return the bytes of a parameter, its gradient and its momentum."""
+    momentum = 2 if training_config.optimiser_state == "bfloat16" else 4
+    return 8 + (momentum if training_config.momentum else 0)
 
 
 def smaller_batches(batch_size: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import Blueprint
-from piecework.models.static_norms import has_batch_norms
+from piecework.models.static_norms import mixes_examples
 from piecework.models.work_item import WorkItem
 from piecework.planning.partition_policy import PartitionPolicy
 
@@ -139,7 +139,7 @@ def judged(
 
 def of_micro_batches(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> Finding:
     """Return the finding that batch norms see micro-batches only, if a client trains in these, else no finding."""
-    if not policy.settings.memory.ways or not has_batch_norms(policy.blueprint):
+    if not policy.settings.memory.ways or not mixes_examples(policy.blueprint):
         return Finding()
     states = {each.state for each in trainers.values()}
     if not any(part.micro_batch for state in states for part in policy.trainable(0, state, 1.0)):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from piecework.device_profiles.memory import StepCost
 from piecework.models.layer_statistics import layer_statistics
-from piecework.models.static_norms import has_batch_norms
+from piecework.models.static_norms import mixes_examples
 from piecework.planning.part import Part
 from piecework.planning.step_cost import ActivationProfile, activation_profile
 from piecework.training.settings.shared import WAYS
@@ -64,7 +64,7 @@ def slices(costs: Costs, part: Part) -> Iterator[Part]:
     The last have one example, or three if batch norms use the statistics of what is computed together: a batch that is cut into
     parts of at most three has no part of one example.
     """
-    size, least = costs.training_config.batch_size, 3 if has_batch_norms(part.blueprint) else 1
+    size, least = costs.training_config.batch_size, 3 if mixes_examples(part.blueprint) else 1
     while size > least:
         size = max(size // 2, least)
         yield replace(part, micro_batch=size)

@@ -52,9 +52,15 @@ def work_seconds(
     if policy.swaps and not any(part.step for part in parts):
         (part,), (n,) = parts, seen
         return swapped_seconds(policy.settings, cost_model, part, n, state, wire)
-    disk_bytes = sum(p.copies * p.state_bytes + p.input_bytes * n for p, n in zip(parts, seen, strict=True))
+    read = [p.copies * p.state_bytes + stored_bytes(policy.settings, p) * n for p, n in zip(parts, seen, strict=True)]
     batches = sum(batches_of(policy.settings, n) for n in seen)
-    return simulated_seconds(state, work_flops(cost_model, parts, seen, executed), *wire, disk_bytes, batches)
+    return simulated_seconds(state, work_flops(cost_model, parts, seen, executed), *wire, sum(read), batches)
+
+
+def stored_bytes(settings: Settings, part: Part) -> int:
+    """Return the bytes of one example of a part's input, as it is read: features may be stored in bfloat16."""
+    rounded = settings.memory.features == "bfloat16" and not part.at_input
+    return part.input_bytes // 2 if rounded else part.input_bytes
 
 
 def swapped_seconds(

@@ -26,8 +26,11 @@ def other(value: object) -> object:
 
 CHOICES = {
     "architecture.batch-norm": "local",
+    "architecture.norm": "group",
     "training.accelerator": "cuda",
     "training.precision": "bfloat16",
+    "training.optimiser-state": "bfloat16",
+    "memory.features": "bfloat16",
     "architecture.options": "shortcut_from=relu",
     "data.partition": "iid",
     "data.pixel-scale": "raw",

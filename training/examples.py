@@ -175,10 +175,12 @@ def _owned_images(images_BHWC: np.ndarray, data: ArrayDataset, channels: int) ->
 
 
 def feature_examples(features: np.ndarray, labels: np.ndarray) -> Examples:
-    """Return features from a store: float32 [n, H, W, C] (read as [B, C, H, W]) or [n, F]."""
+    """Return features from a store: float32 [n, H, W, C] (read as [B, C, H, W]) or [n, F]; uint16 are bits of bfloat16."""
 
     def read(positions: np.ndarray) -> Tensor:
         z = torch.from_numpy(features[positions])
+        if z.dtype == torch.uint16:
+            z = z.view(torch.bfloat16).float()
         return z.permute(0, 3, 1, 2) if z.dim() == 4 else z
 
     return Examples(read, labels)

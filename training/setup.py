@@ -200,6 +200,7 @@ def training_config_for(settings: Settings, lr: float) -> TrainingConfig:
         settings.training.local_iterations,
         precision=settings.training.precision,
         clip_norm=settings.training.clip_norm,
+        optimiser_state=settings.training.optimiser_state,
     )
 
 

@@ -24,6 +24,8 @@ class TrainingConfig:
     than `clip_norm` > 0, it is scaled down to it; weight decay is added afterwards. In `bfloat16` forward passes run under
     torch.autocast: activations take half the memory; weights, their gradients and losses stay float32.
 
+    `optimiser_state` is the precision in which momentum is kept between steps.
+
     A step computes `micro_batch` > 0 examples of its batch at once, and adds up their gradients. It keeps no activations of the
     segments of atoms in `recompute`, whose forward pass runs again in the backward pass.
     """
@@ -39,12 +41,14 @@ class TrainingConfig:
     clip_norm: float = 0.0
     micro_batch: int = 0
     recompute: tuple[Segment, ...] = ()
+    optimiser_state: Precision = "float32"
 
 
 class SGD:
     """SGD with momentum and weight decay, equal to torch.optim.SGD, whose construction would import torch's compiler.
 
-    The momentum buffers are allocated at the start, so the first step already has the peak memory.
+    The momentum buffers are allocated at the start, so the first step already has the peak memory. In bfloat16 they take half
+    the memory; a step computes in float32 and rounds them.
     """
 
     def __init__(
@@ -63,7 +67,8 @@ class SGD:
     def _allocate(self) -> None:
         """Allocate the state that is kept between steps."""
         if self.training_config.momentum:
-            self.buffers = [torch.zeros_like(p) for p in self.parameters]
+            dtype = torch.bfloat16 if self.training_config.optimiser_state == "bfloat16" else None
+            self.buffers = [torch.zeros_like(p, dtype=dtype) for p in self.parameters]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -81,6 +86,10 @@ class SGD:
             hook()
 
     def _move(self, which: Sequence[int], weight_decay: float) -> None:
+        if self.buffers and self.buffers[0].dtype == torch.bfloat16:
+            for i in which:
+                self._move_rounded(i, weight_decay)
+            return
         torch._fused_sgd_(
             [self.parameters[i] for i in which],
             [g for i in which if (g := self.parameters[i].grad) is not None],
@@ -94,6 +103,16 @@ class SGD:
             is_first_step=False,
         )
 
+    def _move_rounded(self, number: int, weight_decay: float) -> None:
+        """Move a parameter, whose momentum is kept in bfloat16. Its gradient is overwritten."""
+        parameter, gradient = self.parameters[number], self.parameters[number].grad
+        assert gradient is not None
+        if weight_decay:
+            gradient.add_(parameter, alpha=weight_decay)
+        momentum = gradient.add_(self.buffers[number].float(), alpha=self.training_config.momentum)
+        parameter.add_(momentum, alpha=-self.training_config.lr)
+        self.buffers[number].copy_(momentum)
+
     def state(self) -> dict[str, list[Tensor]]:
         """Return what is kept between steps by kind, with one tensor for each parameter."""
         return {"momentum": self.buffers} if self.buffers else {}
@@ -106,7 +125,7 @@ class SGD:
     @torch.no_grad()
     def load(self, path: Path) -> None:
         """Read what is kept between steps from a file."""
-        with safe_open(path, framework="np") as file:
+        with safe_open(path, framework="pt") as file:
             for kind, tensors in self.state().items():
                 for i, tensor in enumerate(tensors):
-                    tensor.copy_(torch.from_numpy(file.get_tensor(f"{kind}.{i}")))
+                    tensor.copy_(file.get_tensor(f"{kind}.{i}"))

@@ -103,7 +103,7 @@ def test_every_strategy_evaluates_personally_or_refuses(tmp_path: Path, strategy
         changes |= {"architecture__batch_norm": "running"}
     if strategy in ("fedprophet", "jfat"):
         with pytest.raises(
-            ValueError, match=r"evaluation\.mode = 'personal': .* controls training by the clients' validation data"
+            ValueError, match=r"evaluation\.mode = 'personal': .* controls training by clients' validation data"
         ):
             run_local(tmp_path, evaluation__mode="personal", **changes)
         return

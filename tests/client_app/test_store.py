@@ -22,6 +22,7 @@ from piecework.client_app.store import FeatureWriter, Store
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.server_app.local_grid import identify
+from piecework.training.examples import feature_examples
 from piecework.training.messages import NodeInfo, Outcome, Question, Task, content_bytes, reply
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -337,6 +338,16 @@ def test_features_in_another_order_or_type(tmp_path: Path) -> None:
     features = writer.close()
     assert features.dtype == np.float32
     assert features.tolist() == block.tolist()
+
+
+def test_features_in_bfloat16(tmp_path: Path) -> None:
+    """Two bytes a value: 257 needs nine bits and rounds to 256."""
+    writer = FeatureWriter(tmp_path / "f.npy", 2, (2,), limit=8, kind=np.uint16)
+    writer.put(np.arange(2), torch.tensor([[1.0, 257.0], [-0.5, 0.0]]).bfloat16().view(torch.uint16).numpy())
+    features = writer.close()
+    assert (features.dtype, features.nbytes) == (np.uint16, 8)
+    z = feature_examples(features, np.zeros(2)).read(np.array([1, 0]))
+    assert (z.dtype, z.tolist()) == (torch.float32, [[-0.5, 0.0], [1.0, 256.0]])
 
 
 def test_features_over_the_limit_say_so_before_writing(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ def test_every_setting_is_listed_with_its_default() -> None:
 def test_the_settings_of_one_strategy() -> None:
     assert {"fedprophet.dma", "fedprophet.apa-step", "fedprophet.stage-patience"} <= set(keys("fedprophet"))
     assert not {"training.lr", "prism.kappa"} & set(keys("fedprophet"))
-    assert keys("depthfl") == ["memory.fit", "depthfl.distillation-rounds", "depthfl.feddyn-alpha"]
+    shared = ["architecture.norm", "training.optimiser-state", "memory.fit"]
+    assert keys("depthfl") == [*shared, "depthfl.distillation-rounds", "depthfl.feddyn-alpha"]
     (kappa,) = [row for row in setting_rows("prism") if row["key"] == "prism.kappa"]
     assert kappa["belongs"] == "strategy = prism with prism.kernel-sampling = importance"
     assert (kappa["default"], kappa["allowed"]) == (2.5, "number >= 0")
@@ -40,7 +41,7 @@ def test_settings_about_a_word() -> None:
     assert row["allowed"] == "float32 | bfloat16"
     with pytest.raises(SettingsError, match="no setting is about 'momentm': piecework settings lists all"):
         setting_rows("momentm")
-    assert keys("fedavg") == ["memory.fit"]
+    assert keys("fedavg") == ["architecture.norm", "training.optimiser-state", "memory.fit"]
 
 
 def test_every_strategy_is_listed() -> None:

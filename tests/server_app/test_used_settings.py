@@ -44,8 +44,9 @@ def test_a_setting_is_used_with_what_it_belongs_to_and_refused_without(key: str)
                 beside = {name: values[0] for name, values in case.items()} | {governing: value}
                 assert unused(changed(key, **beside)) == []
     methods = {str(method) for case in cases()[key] for method in case.get("strategy", ())}
-    stranger = next(name for name in ("fedavg", "fjord") if name not in methods)
+    stranger = next(name for name in ("fedavg", "fjord", "fedrbn", "fedpm") if name not in methods)
     elsewhere = {"strategy": stranger, "data.partition": "iid", "training.lr-schedule": "constant"}
+    elsewhere |= {"architecture.norm": "group"} if key == "architecture.batch-norm" else {}
     with pytest.raises(SettingsError) as caught:
         require_used(changed(key, **elsewhere))
     first, *more = str(caught.value).splitlines()

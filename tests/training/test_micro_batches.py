@@ -8,15 +8,18 @@ import pytest
 import torch
 from helpers import a_training_config
 from torch import Tensor, nn
+from torch.nn import functional as F
 from zoo_helpers import ONE_A_FAMILY, SMALL, blueprint_of, examples_for
 
+from piecework.device_profiles.memory import StepCost
 from piecework.models.cascade import Blueprint, isolated_rng
 from piecework.planning.step_cost import fake_load, piece_cost
-from piecework.training.attacks import Attack, micro_batches
+from piecework.training.attacks import Attack, Loss, micro_batches
 from piecework.training.loop import LocalTrainer, PieceModel, adversary, single_loss, start, train_step
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.sgd import SGD, TrainingConfig
 
+GROUPED = ("cnn3", "conv4", "convnet", "cnn-femnist", "preresnet20", "resnet18", "resnet18-preact", "vgg11")
 BATCH = 5  # in micro-batches of two: 2, 2 and 1
 
 
@@ -39,17 +42,21 @@ def segments(blueprint: Blueprint, size: int = 2) -> tuple[tuple[int, int], ...]
 
 
 def step_of(
-    blueprint: Blueprint, training_config: TrainingConfig, *, frozen: bool = False
+    blueprint: Blueprint, training_config: TrainingConfig, *, frozen: bool = False, double: bool = False
 ) -> tuple[float, list[Any], list[Tensor]]:
     """Loss, gradients and buffers of one step from the same weights on the same batch.
 
     `frozen`: batch norms use running statistics and nothing is dropped, because both are of other examples in a micro-batch.
+    `double`: in float64, where sums in another order hardly differ.
     """
     with isolated_rng(7):
-        pieces: list[PieceModel] = [Piece(blueprint, range(len(blueprint.atoms)), "head", blueprint.build_unit)]
-        loss, optimiser = start(pieces, training_config, single_loss)
+        dtype = torch.float64 if double else torch.float32
+        load = (lambda unit: blueprint.build_unit(unit).double()) if double else blueprint.build_unit
+        pieces: list[PieceModel] = [Piece(blueprint, range(len(blueprint.atoms)), "head", load)]
+        loss, optimiser = start(pieces, training_config, in_double if double else single_loss)
         examples = examples_for(blueprint, 0, BATCH)
         z, y = examples.read(np.arange(BATCH)), examples.targets(np.arange(BATCH))
+        z = z.to(dtype) if z.is_floating_point() else z
         for layer in (layer for module in pieces[0].units().values() for layer in module.modules()):
             if frozen and isinstance(layer, nn.modules.batchnorm._BatchNorm | nn.Dropout):
                 layer.eval()
@@ -60,6 +67,15 @@ def step_of(
         value = train_step(loss, optimiser, z, y, perturb, parts)
         assert isinstance(optimiser, Gradients)
         return float(value), optimiser.seen, [b for module in pieces[0].units().values() for b in module.buffers()]
+
+
+def in_double(pieces: list[PieceModel]) -> Loss:
+    (piece,) = pieces
+    return lambda z, y: (
+        F.cross_entropy(piece.logits(z), y)
+        if piece.blueprint.num_classes > 2
+        else F.binary_cross_entropy_with_logits(piece.logits(z)[:, 0], y.double())
+    )
 
 
 def same(one: list[Any], other: list[Any], rel: float) -> bool:
@@ -79,11 +95,26 @@ def test_gradients_are_those_of_the_plain_step(name: str) -> None:
     assert any(g is not None and float(g.double().norm()) > 0 for g in gradients)
     again = step_of(blueprint, replace(plain, recompute=segments(blueprint)))
     assert (again[0], same(gradients, again[1], 0.0), same(buffers, again[2], 0.0)) == (loss, True, True)
-    loss, gradients, _ = step_of(blueprint, plain, frozen=True)
-    for fit in ({"micro_batch": 2}, {"micro_batch": 2, "recompute": segments(blueprint)}):
-        value, found, _ = step_of(blueprint, replace(plain, **fit), frozen=True)
-        assert value == pytest.approx(loss, rel=1e-6)
-        assert same(gradients, found, 1e-5)
+    for double, accuracy in ((False, 1e-5), (True, 1e-12)):
+        loss, gradients, _ = step_of(blueprint, plain, frozen=True, double=double)
+        for fit in ({"micro_batch": 2}, {"micro_batch": 2, "recompute": segments(blueprint)}):
+            value, found, _ = step_of(blueprint, replace(plain, **fit), frozen=True, double=double)
+            assert value == pytest.approx(loss, rel=1e-6)
+            assert same(gradients, found, accuracy)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_group_norms_do_not_mind_micro_batches(name: str) -> None:
+    """In training mode, but without dropout; the bytes are the traced ones, too."""
+    blueprint = blueprint_of(name, **SMALL.get(name, {}) | {"batch_norm": "group"})
+    plain = a_training_config(BATCH)
+    loss, gradients, _ = step_of(blueprint, plain, frozen=True, double=True)
+    fitted = replace(plain, micro_batch=2, recompute=segments(blueprint))
+    value, found, _ = step_of(blueprint, fitted, frozen=True, double=True)
+    assert value == pytest.approx(loss, rel=1e-6)
+    assert same(gradients, found, 1e-12)
+    for fit in ({}, {"micro_batch": 2}, {"recompute": segments(blueprint)}):
+        require_traced(blueprint, replace(a_training_config(6), **fit))
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
@@ -121,16 +152,7 @@ def test_a_traced_step_is_the_real_one(name: str, attack: Attack | None) -> None
     plain = a_training_config(6, attack=attack)
     costs = [piece_cost(blueprint, atoms, "head", plain)]
     for fit in ({"micro_batch": 2}, {"recompute": segments(blueprint)}):
-        training_config = replace(plain, **fit)
-        cost = piece_cost(blueprint, atoms, "head", training_config)
-        cap = MemoryCap(cost.peak_bytes, enforced=True)
-
-        def make() -> list[PieceModel]:
-            return [PieceModel(blueprint, atoms, "head", fake_load(blueprint))]
-
-        LocalTrainer(make, training_config).epoch(examples_for(blueprint, 0, 6), np.random.default_rng(0), cap, "train")
-        assert cap.peak_bytes == cost.peak_bytes
-        costs.append(cost)
+        costs.append(require_traced(blueprint, replace(plain, **fit)))
     whole, sliced, again = costs
     assert sliced.flops == whole.flops
     assert again.flops > whole.flops
@@ -138,6 +160,20 @@ def test_a_traced_step_is_the_real_one(name: str, attack: Attack | None) -> None
         name == "preresnet20"
     ):  # elsewhere a gradient that is added weighs more than the activations of four small examples
         assert sliced.peak_bytes < again.peak_bytes < whole.peak_bytes
+
+
+def require_traced(blueprint: Blueprint, training_config: TrainingConfig) -> StepCost:
+    """The cost of a step of the whole model, whose real step takes the same bytes."""
+    atoms = tuple(range(len(blueprint.atoms)))
+    cost = piece_cost(blueprint, atoms, "head", training_config)
+    cap = MemoryCap(cost.peak_bytes, enforced=True)
+
+    def make() -> list[PieceModel]:
+        return [PieceModel(blueprint, atoms, "head", fake_load(blueprint))]
+
+    LocalTrainer(make, training_config).epoch(examples_for(blueprint, 0, 6), np.random.default_rng(0), cap, "train")
+    assert cap.peak_bytes == cost.peak_bytes
+    return cost
 
 
 def test_micro_batches_differ_by_at_most_one_example() -> None:

@@ -56,6 +56,22 @@ def test_sgd_by_hand() -> None:
     assert p.item() == 0.015625
 
 
+def test_momentum_in_bfloat16_by_hand() -> None:
+    """8 bits of precision: 1 + 1/256 rounds to 1, and the step itself takes what was not rounded yet."""
+    parameter = torch.nn.Parameter(torch.tensor([1.0]))
+    sgd = SGD([parameter], a_training_config(lr=0.5, momentum=0.5, weight_decay=0.0, optimiser_state="bfloat16"))
+    assert [buffer.dtype for buffer in sgd.buffers] == [torch.bfloat16]
+    for gradient, momentum, value in ((1 + 1 / 256, 1.0, 1 - 0.5 * (1 + 1 / 256)), (1.0, 1.5, -0.25 - 0.5 / 256)):
+        parameter.grad = torch.tensor([gradient])
+        sgd.step()
+        assert float(sgd.buffers[0]) == momentum
+        assert float(parameter.detach()) == value
+    decayed = SGD([parameter], a_training_config(lr=1.0, momentum=0.5, weight_decay=0.5, optimiser_state="bfloat16"))
+    before, parameter.grad = float(parameter.detach()), torch.tensor([1.0])
+    decayed.step()
+    assert float(parameter.detach()) == before - (1 + 0.5 * before)
+
+
 def test_sgd_leaves_alone_what_has_no_gradient() -> None:
     still, moving = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     sgd = SGD([still, moving], a_training_config(lr=0.1, momentum=0.9, weight_decay=0.5))

@@ -145,6 +145,14 @@ class Settings(Table):
         return self
 
     @model_validator(mode="after")
+    def _frozen_norms_have_statistics(self) -> Self:
+        if self.architecture.norm == "frozen" and not self.training.init_weights:
+            raise ValueError(
+                "architecture.norm = 'frozen' keeps the statistics of a pretrained model: set training.init-weights"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _enough_are_asked(self) -> Self:
         for key, asked in (("clients", self.clients), ("clients-per-round", self.clients_per_round)):
             if 0 < asked < self.faults.min_clients:
@@ -186,7 +194,9 @@ class Settings(Table):
 
     @property
     def norms(self) -> str:
-        """The value of `architecture.batch-norm`; `auto` is resolved for the strategy."""
+        """The value of `architecture.batch-norm`, `auto` resolved for the strategy, or of `architecture.norm` if not batch."""
+        if self.architecture.norm != "batch":
+            return self.architecture.norm
         if self.architecture.batch_norm != "auto":
             return self.architecture.batch_norm
         return AUTO_NORMS.get(self.strategy, "running")

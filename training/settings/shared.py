@@ -35,6 +35,22 @@ FITTED = (  # strategies whose steps they do not change
     ),
     *("feddf", "fedet", "fedpm", "spafl", "local", "fedepth", "m-fedepth", "profl", "fedprophet", "jfat"),
 )
+GROUPED = (  # strategies that take group norms; the others change batch norms themselves
+    *(
+        "fedavg",
+        "exclusivefl",
+        "allsmall",
+        "heterofl",
+        "fedrolex",
+        "feddrop",
+        "origdrop",
+        "fjord",
+        "splitmix",
+        "depthfl",
+    ),
+    *("feddf", "fedet", "fedepth", "m-fedepth", "profl", "fedprophet", "jfat"),
+)
+ROUNDED = ("fedrbn", "fjord", "depthfl", *(name for name in FITTED if name != "fedpm"))  # FedPM trains with Adam
 PERSONAL = (*case(evaluation__mode="personal"), *case("spafl", "local"))
 
 
@@ -101,6 +117,13 @@ class ArchitectureSettings(Table):
         "clients measure after the last round (HeteroFL); batch: always those of the batch, on which predictions then "
         "depend; local: norms stay with the clients (FedBN); auto = static for HeteroFL, local for FedRBN, "
         "measured where clients train other sub-models or blocks, else running",
+        case(architecture__norm="batch"),
+    )
+    norm: Literal["batch", "group", "frozen"] = setting(
+        "batch",
+        "norms of convolutional models. group: of two groups; frozen: batch norms that keep the statistics of "
+        "training.init-weights. Both depend on no other example, so micro-batches change nothing (memory.fit)",
+        case(*GROUPED),
     )
 
     def parsed_options(self) -> dict[str, str]:
@@ -140,6 +163,11 @@ class TrainingSettings(Table):
     accelerator: Literal["none", "cuda"] = setting("none", "cuda: clients train on their GPU")
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "bfloat16: clients' forward passes under autocast, which halves activations"
+    )
+    optimiser_state: Literal["float32", "bfloat16"] = setting(
+        "float32",
+        "bfloat16: clients keep momentum in half the memory, and round it in each step",
+        case(*ROUNDED, memory__model="traced"),
     )
     adversarial: bool = setting(
         False, "train on adversarial examples, if the strategy can; FedProphet, jFAT and FedRBN always do"
@@ -196,6 +224,9 @@ class MemorySettings(Table):
         4 * 10**9, "maximum bytes on disk of stored features, of all clients together"
     )
 
+    features: Literal["float32", "bfloat16"] = setting(
+        "float32", "precision of features that clients store; bfloat16 takes half the disk, and half the time to read"
+    )
     fit: str = setting(
         "",
         "ways in which a step may fit a small budget, preferred first: micro-batch, recompute; empty = plain steps alone",
