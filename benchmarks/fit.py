@@ -5,8 +5,8 @@
 For each model: the bytes of the plain step, and the fewest bytes as a fraction of it, with micro-batches (and their size),
 with recomputation, and with both, each with its FLOPs (x) and with `--seconds` its measured time on one thread (t), as
 multiples of the plain step's. Then the fractions that the largest piece takes when FeDepth, FedProphet and ProFL cut the model
-as finely as they can; their steps are clean here too. Inputs are those with which papers run the model. Batch norms keep
-running statistics.
+as finely as they can and train all of it, without and with `memory.fit`; their steps are clean here too. Inputs are those with
+which papers run the model. Batch norms keep running statistics.
 """
 
 import argparse
@@ -19,10 +19,12 @@ from piecework.models.zoo import build_blueprint, is_token_model, usual_input
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.fit import smallest
 from piecework.planning.part import Part, whole_model
-from piecework.planning.step_cost import fake_batch
+from piecework.planning.partition_policy import PartitionPolicy
+from piecework.planning.step_cost import fake_examples
 from piecework.strategies import find_policy
+from piecework.strategies.cascade.profl_steps import ProFLPolicy
 from piecework.training.attacks import micro_batches
-from piecework.training.loop import PieceModel, single_loss, start, train_step
+from piecework.training.loop import start, train_step
 from piecework.training.settings import Settings
 
 MODELS = "preresnet20,resnet18,resnet34,vgg16,lenet5,deit-tiny,lstm-imdb"
@@ -57,7 +59,11 @@ def line(name: str, batch: int, timed: bool) -> str:
         cell(costs, plain, part, seconds[n] / seconds[0] if timed else 0.0) for n, part in enumerate(found, start=1)
     ]
     systems = CUTS[:1] if is_token_model(name) else CUTS  # the others attack images, or have basic layers for maps
-    cuts = [f"{finest(costs, strategy, settings) / costs.bytes(plain):7.2f}" for strategy in systems]
+    fitted = cost_model_for(settings.changed({"memory.fit": ",".join(WAYS["both"])}), blueprint)
+    cuts = [
+        " to ".join(f"{largest(each, strategy, settings) / costs.bytes(plain):.2f}" for each in (costs, fitted))
+        for strategy in systems
+    ]
     return (
         f"{name:<14}{costs.bytes(plain) / 1e6:>7.1f} MB  " + "".join(f"{each:<28}" for each in cells) + "  ".join(cuts)
     )
@@ -70,22 +76,27 @@ def cell(costs: CostModel, plain: Part, part: Part, factor: float) -> str:
     return " ".join(filter(None, (said, f"{factor:.2f}t" if factor else "", how)))
 
 
-def finest(costs: CostModel, strategy: str, settings: Settings) -> int:
+def largest(costs: CostModel, strategy: str, settings: Settings) -> int:
     """Return the bytes of the largest piece when a strategy cuts the model as finely as it can."""
-    policy = find_policy(strategy)(costs.reference, costs, settings.changed({"strategy": strategy}))
-    policy = policy.with_smallest(policy.min_budget())
+    policy = finest(costs, strategy, settings)
+    if isinstance(policy, ProFLPolicy):  # whose clients also run the frozen blocks, one atom at a time
+        return policy.largest()[1]
     return max(costs.bytes(part) for stage in policy.stages for part in stage.parts)
+
+
+def finest(costs: CostModel, strategy: str, settings: Settings) -> PartitionPolicy:
+    """Return the policy that cuts a model as finely as a strategy can, so that every atom is in a piece."""
+    policy = find_policy(strategy)(costs.reference, costs, settings.changed({"strategy": strategy}))
+    alone = [policy.needed(policy.item((atom,))) for atom in range(len(policy.blueprint.atoms))] if policy.alone else []
+    return policy.with_smallest(max(policy.min_budget(), *alone, 0))
 
 
 def step_seconds(costs: CostModel, part: Part) -> float:
     """Return the seconds of the fastest of some steps."""
     training_config = replace(costs.training_config, micro_batch=part.micro_batch, recompute=part.recompute)
-    pieces = [PieceModel(part.blueprint, part.atoms, part.head, part.blueprint.build_unit)]
-    loss, optimiser = start(pieces, training_config, single_loss)
-    z, y = (
-        fake_batch(part.blueprint, 0, training_config.batch_size),
-        torch.zeros(training_config.batch_size, dtype=torch.int64),
-    )
+    pieces = [part.piece_class(part.blueprint, part.atoms, part.head, part.blueprint.build_unit)]
+    loss, optimiser = start(pieces, training_config, part.make_loss)
+    z, y = fake_examples(pieces[0], training_config.batch_size, targets=part.targets)
     z = z.normal_() if z.is_floating_point() else z.zero_()
     taken = []
     for _ in range(REPEATS):

@@ -183,7 +183,8 @@ class ProFLPolicy(PartitionPolicy):
         found = []
         for t, block in enumerate(self.blocks, start=1):
             name = label(Part(self.blueprint, block)) + (" + output module" if t < len(self.blocks) else "")
-            found.append(Stage(f"step {t}", (Part(self.model, self.step(t), name=name),)))
+            part = self._fitted_part(self.item(self.step(t)), self.allowed)
+            found.append(Stage(f"step {t}", (replace(part, name=name),)))
         return found
 
     @property
@@ -207,7 +208,7 @@ class ProFLPolicy(PartitionPolicy):
         (part,), costs = self.stages[stage].parts, self.needed_in_step(stage + 1)
         needed, allowed = costs[self.item(part.atoms)], state.allowed_bytes
         if needed <= allowed:
-            return [self.cost_model.fitted(part, allowed)]
+            return [replace(self._fitted_part(self.item(part.atoms), allowed), name=part.name)]
         output_layer = self.item(OUTPUT_LAYER)
         if allowed in self.unasked(stage + 1) or costs[output_layer] > allowed:
             raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
