@@ -34,6 +34,14 @@ class WorkItem:
     recompute: tuple[tuple[int, int], ...] = ()
 
     @property
+    def step(self) -> str:
+        """How a step fits, in words; empty for the plain step."""
+        sliced = [f"micro-batches of {self.micro_batch}"] if self.micro_batch else []
+        count = sum(last - first for first, last in self.recompute)
+        again = [f"recomputes {count} atom{'s' if count > 1 else ''}"] if count else []
+        return ", ".join(sliced + again)
+
+    @property
     def plain(self) -> "WorkItem":
         """The item with the plain step."""
         return replace(self, micro_batch=0, recompute=())

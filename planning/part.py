@@ -8,6 +8,7 @@ from math import prod
 from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import input_of, layer_statistics, unit_signature
 from piecework.models.partition import Piece
+from piecework.models.work_item import WorkItem
 from piecework.training.loop import MakeLoss, PieceModel, single_loss
 from piecework.training.sgd import Segment
 
@@ -48,10 +49,7 @@ class Part:
     @property
     def step(self) -> str:
         """How a step fits, in words; empty for the plain step."""
-        sliced = [f"micro-batches of {self.micro_batch}"] if self.micro_batch else []
-        count = sum(last - first for first, last in self.recompute)
-        again = [f"recomputes {count} atom{'s' if count > 1 else ''}"] if count else []
-        return ", ".join(sliced + again)
+        return WorkItem(self.atoms, micro_batch=self.micro_batch, recompute=self.recompute).step
 
     @property
     def ways(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 
@@ -85,6 +86,12 @@ class Task:
     def needed(self, item: WorkItem) -> int | None:
         """Return the bytes that a work item needs at least, or None if the server does not list it."""
         return min((self.costs[each] for each in self._steps.get(item, ())), default=None)
+
+    def refused(self, item: WorkItem, allowed: int, doing: str) -> MemoryBudgetExceededError:
+        """Return the error for an item of which no listed step fits; it names the smallest. `doing` says what did not fit."""
+        smallest = min(self._steps.get(item, [item]), key=lambda each: self.costs.get(each, 0))
+        step = f" ({smallest.step})" if smallest.step else ""
+        return MemoryBudgetExceededError(self.costs.get(smallest, 0) or self.reference, allowed, doing + step)
 
     def fitted(self, item: WorkItem, allowed: int) -> WorkItem:
         """Return a work item with the first listed step that takes at most `allowed` bytes, or as it is if there is none."""

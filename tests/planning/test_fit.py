@@ -1,5 +1,6 @@
 """Ways to fit a step: optimal segments, the order of preference, and whole models on small devices."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +135,8 @@ def test_who_cannot_train_in_any_way_says_what_the_least_is(tmp_path: Path) -> N
     assert costs["rich"]["status"] == "ok"
     assert costs["poor"]["status"] == "memory"
     assert costs["poor"]["allowed"] < costs["poor"]["needed"] < costs["rich"]["measured_peak"]
+    said = r"training the whole model \(micro-batches of 3, recomputes \d atoms?\) needs [\d,]+ bytes"
+    assert re.match(said, costs["poor"]["reason"])
 
 
 def test_unknown_ways_are_refused() -> None:

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from piecework.client_app.client import Client, Update
-from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Blueprint
 from piecework.models.depth_exits import exits_of, mean_logits
 from piecework.models.partition import Piece, fits
@@ -178,7 +177,7 @@ def deepest(task: Task, client: Client) -> WorkItem:
         item = item_of_depth(client.blueprint, task.variant, depth)
         if fits(task.needed(item), client.allowed):
             return task.fitted(item, client.allowed)
-    raise MemoryBudgetExceededError(task.needed(item) or 0, client.allowed, "training the first block")
+    raise task.refused(item, client.allowed, "training the first block")
 
 
 def corrections(client: Client, piece: PieceModel, alpha: float) -> list[Tensor]:

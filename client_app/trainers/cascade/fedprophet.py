@@ -25,7 +25,6 @@ from torch import Tensor
 from piecework.client_app.client import Client, Update
 from piecework.client_app.features import prefix_features
 from piecework.client_app.validation import held_bytes, piece_bytes, validate
-from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece, fits, runs
 from piecework.models.work_item import WorkItem
@@ -123,9 +122,9 @@ def assigned(task_config: FedProphetTaskConfig, task: Task, client: Client) -> P
         if fits(task.needed(module_item(client.blueprint, task_config.atoms(last))), client.allowed):
             return task_config.atoms(last)
     atoms = task_config.atoms(task_config.stage)
-    needed = task.needed(module_item(client.blueprint, atoms))
-    if not task_config.swaps and not fits(needed, client.allowed):
-        raise MemoryBudgetExceededError(needed or 0, client.allowed, f"training module {task_config.stage + 1}")
+    item = module_item(client.blueprint, atoms)
+    if not task_config.swaps and not fits(task.needed(item), client.allowed):
+        raise task.refused(item, client.allowed, f"training module {task_config.stage + 1}")
     return atoms
 
 

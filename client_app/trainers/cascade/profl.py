@@ -27,7 +27,6 @@ from torch import Tensor
 from piecework.client_app.client import Client, Update
 from piecework.client_app.features import measure_statistics, prefix_features, teacher_logits
 from piecework.client_app.validation import behind, evaluate_cascade
-from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.basic_layers import cascade_at, step_atoms, student_atoms
 from piecework.models.partition import Piece, fits, runs
 from piecework.models.work_item import WorkItem
@@ -154,9 +153,8 @@ def item_of(task: Task, atoms: Piece) -> WorkItem:
 
 def require(task: Task, client: Client, item: WorkItem, doing: str) -> None:
     """Raise MemoryBudgetExceededError if a work item does not fit; `doing` names it in the message."""
-    needed = task.needed(item)
-    if not fits(needed, client.allowed):
-        raise MemoryBudgetExceededError(needed or 0, client.allowed, doing)
+    if not fits(task.needed(item), client.allowed):
+        raise task.refused(item, client.allowed, doing)
 
 
 def evaluate(task: Task, client: Client) -> Metrics:

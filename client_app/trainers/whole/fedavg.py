@@ -8,7 +8,6 @@ after `attack.warmup` clean rounds.
 from collections.abc import Callable
 
 from piecework.client_app.client import Client, Update
-from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.partition import fits
 from piecework.models.work_item import WorkItem
 from piecework.training.loop import Carried, LocalTrainer, MakeLoss, PieceModel, single_loss
@@ -27,9 +26,8 @@ def whole_network(task: Task, client: Client, doing: str, *, clean: bool = False
     in the message what did not fit.
     """
     item = WorkItem(tuple(range(len(client.blueprint.atoms))), variant=task.variant, clean=clean)
-    needed = task.needed(item)
-    if not swaps and not fits(needed, client.allowed):
-        raise MemoryBudgetExceededError(needed or task.reference, client.allowed, doing)
+    if not swaps and not fits(task.needed(item), client.allowed):
+        raise task.refused(item, client.allowed, doing)
     return task.fitted(item, client.allowed)
 
 
