@@ -78,7 +78,9 @@ def columns(*names: str, left: int = 1) -> Table:
     """Return a table without lines; the first `left` columns hold words, the others figures."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, name in enumerate(names):
-        table.add_column(name, justify="left" if number < left else "right", no_wrap=number != left - 1)
+        table.add_column(
+            name, justify="left" if number < left else "right", no_wrap=number != left - 1, overflow="fold"
+        )
     return table
 
 
