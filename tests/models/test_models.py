@@ -255,8 +255,8 @@ def test_bad_requests_say_what_is_allowed():
 
     assert message("resnet19") == f"model = 'resnet19' is not known: use one of {', '.join(MODELS)}"
     assert (
-        message(batch_norm="group")
-        == "architecture.batch-norm = 'group' is not known: use one of running, batch, local"
+        message(batch_norm="layer")
+        == "architecture.batch-norm = 'layer' is not known: use one of running, batch, local, group, frozen"
     )
     assert message(classifier="prism") == "resnet18 has no option 'classifier': it has stem"
     assert message("convnet", stem="cifar") == "convnet has no option 'stem': it has none"
