@@ -151,6 +151,11 @@ def allowance(budget: int, tolerance: float) -> int:
     return sys.maxsize if tolerance == math.inf else int(budget * (1 + tolerance))
 
 
+def budget_of(allowed: int, tolerance: float) -> int:
+    """Return the budget (bytes) that `allowance` raised to `allowed`, to a byte; `allowed` itself if nothing is checked."""
+    return allowed if tolerance in (0, math.inf) else math.ceil(allowed / (1 + tolerance))
+
+
 @dataclass(frozen=True)
 class MeasuredDevice:
     """The figures that a device measured itself (`device = "auto"`): bytes, FLOPs/s, bytes/s."""

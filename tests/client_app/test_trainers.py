@@ -19,6 +19,7 @@ from piecework.client_app.trainers.cascade.fedepth import choose_items, train_bl
 from piecework.client_app.trainers.cascade.fedepth_mutual import mutual_item, soft_targets, taught, taught_loss
 from piecework.client_app.trainers.whole import fedavg
 from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.device_profiles.profile import allowance
 from piecework.models.cascade import Cascade
 from piecework.models.partition import Piece
 from piecework.models.work_item import WorkItem
@@ -255,15 +256,17 @@ def test_the_second_model_of_a_pair_is_kept(tmp_path: Path) -> None:
     assert not same(*ends)
 
 
-def test_a_second_model_leaves_out_what_it_cannot_train(tmp_path: Path) -> None:
-    client = poor_client(tmp_path, 650)
-    update = fedepth.train(a_task(extra={(1,): 300, (0, 2): 150}), client)
-    assert update.done == a_pair((0, 2), (3,), (4,))
-    assert update.units == client.blueprint.units()
+def test_a_second_model_needs_all_blocks() -> None:
+    def cost(item: WorkItem) -> int:
+        return 150 if item.atoms == (1,) else 100 * item.copies * len(item.atoms)
+
+    whole = [WorkItem((0, 1, 2, 3, 4))]
+    assert choose_items(list("abcde"), cost, 649, 2) == whole
+    assert choose_items(list("abcde"), cost, 650, 2) == a_pair((0,), (1,), (2,), (3,), (4,))
 
 
 @pytest.mark.parametrize(
-    ("allowed", "mutual_models", "items"),
+    ("budget", "mutual_models", "items"),
     [
         (599, 3, [WorkItem((0, 1, 2, 3, 4))]),
         (600, 3, a_pair((0,), (1,), (2,), (3,), (4,))),
@@ -277,11 +280,29 @@ def test_a_second_model_leaves_out_what_it_cannot_train(tmp_path: Path) -> None:
         (9999, 1, [WorkItem((0, 1, 2, 3, 4))]),
     ],
 )
-def test_choice_of_work_items(allowed: int, mutual_models: int, items: list[WorkItem]) -> None:
+def test_choice_of_work_items(budget: int, mutual_models: int, items: list[WorkItem]) -> None:
     def cost(item: WorkItem) -> int:
         return 100 * item.copies * len(item.atoms)
 
-    assert choose_items(list("abcde"), cost, allowed, mutual_models) == items
+    assert choose_items(list("abcde"), cost, budget, mutual_models) == items
+
+
+@pytest.mark.parametrize(
+    ("budget", "items"),
+    [
+        (454, [WorkItem((0, 1, 2, 3)), WorkItem((4,))]),
+        (455, [WorkItem((0, 1, 2, 3, 4))]),  # 500 are excused as 455 and a tenth
+        (590, [WorkItem((0, 1, 2, 3, 4))]),  # 649 are allowed, but 90 and a tenth are left for the second model
+        (591, a_pair((0,), (1,), (2,), (3,), (4,))),
+        (999, a_pair((0, 1, 2, 3, 4))),
+        (1000, [mutual_item(5, 2)]),
+    ],
+)
+def test_tolerance_is_no_surplus(budget: int, items: list[WorkItem]) -> None:
+    def cost(item: WorkItem) -> int:
+        return 100 * item.copies * len(item.atoms)
+
+    assert choose_items(list("abcde"), cost, allowance(budget, 0.1), 2, tolerance=0.1) == items
 
 
 def test_refusals(tmp_path: Path) -> None:

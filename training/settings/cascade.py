@@ -37,7 +37,7 @@ class FeDepthSettings(Table):
     mutual_models: AtLeastOne = setting(
         2,
         "maximum number of models that teach each other on a client with surplus memory; if not even two fit at once, the "
-        "second is trained block after block; 1 = off",
+        "second is trained block after block, if all its blocks fit the surplus; 1 = off",
     )
     mutual_loss: Literal["paper", "authors"] = setting("paper", "the loss of mutual distillation")
 

@@ -34,6 +34,7 @@ from piecework.client_app.trainers.cascade.fedepth_mutual import (
     without_examples,
 )
 from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.device_profiles.profile import allowance, budget_of
 from piecework.models.cascade import Blueprint, can_fit
 from piecework.models.partition import (
     AtomTooLargeError,
@@ -71,30 +72,42 @@ ItemCost = Callable[[WorkItem], int | None]  # bytes of a work item; None = unkn
 
 
 def choose_items(
-    names: list[str], cost: ItemCost, allowed: int, mutual_models: int, item: Callable[[Piece], WorkItem] = WorkItem
+    names: list[str],
+    cost: ItemCost,
+    allowed: int,
+    mutual_models: int,
+    item: Callable[[Piece], WorkItem] = WorkItem,
+    tolerance: float = 0.0,
 ) -> list[WorkItem]:
     """Return the work items of a device: its blocks, or what a surplus of memory allows if `mutual_models` > 1 (section 4.3).
 
     These are up to `mutual_models` whole models. If not even two fit, they are a pair: the blocks of a second model, cut for
-    the bytes that the whole model leaves, and the whole model. Raises AtomTooLargeError if even the last atom does not fit.
+    the bytes that the whole model leaves, and the whole model. `allowed` includes the fraction `tolerance` of the budget, which
+    is no surplus. Raises AtomTooLargeError if even the last atom does not fit.
     """
     pieces = decompose(len(names), lambda atoms: cost(item(atoms)), allowed, names)
-    whole = tuple(range(len(names)))
+    whole, budget = tuple(range(len(names))), budget_of(allowed, tolerance)
     if pieces != [whole] or mutual_models == 1:
         return [item(piece) for piece in pieces]
     for copies in range(mutual_models, 1, -1):
-        if fits(cost(mutual := mutual_item(len(names), copies)), allowed):
+        if fits(cost(mutual := mutual_item(len(names), copies)), budget):
             return [mutual]
-    return pair_items(names, cost, allowed, item) or [item(whole)]
+    return pair_items(names, cost, budget, item, tolerance) or [item(whole)]
 
 
-def pair_items(names: list[str], cost: ItemCost, allowed: int, item: Callable[[Piece], WorkItem]) -> list[WorkItem]:
-    """Return the items of a depth-wise and a whole model that teach each other, or none if they do not fit together."""
+def pair_items(
+    names: list[str], cost: ItemCost, budget: int, item: Callable[[Piece], WorkItem], tolerance: float = 0.0
+) -> list[WorkItem]:
+    """Return the items of a depth-wise and a whole model that teach each other, or none if they do not fit together.
+
+    The second model has all blocks. Each fits what the whole model leaves of the budget, with the same `tolerance`.
+    """
     whole = replace(item(tuple(range(len(names)))), taught=True)
-    if whole.learns or (needed := cost(whole)) is None or needed >= allowed:
+    if whole.learns or (needed := cost(whole)) is None or needed >= budget:
         return []
     with suppress(AtomTooLargeError):
-        blocks = decompose(len(names), lambda atoms: cost(replace(item(atoms), taught=True)), allowed - needed, names)
+        surplus = allowance(budget - needed, tolerance)
+        blocks = greedy_partition(whole.atoms, lambda atoms: cost(replace(item(atoms), taught=True)), surplus, names)
         return [*(replace(item(block), taught=True) for block in blocks), whole]
     return []
 
@@ -115,16 +128,12 @@ def items_of(
     Raises AtomTooLargeError for an atom that does not fit and cannot be excluded.
     """
     names, item = atom_names(blueprint), partial(sub_problem, blueprint, settings, own_heads=own_heads)
-    items = choose_items(names, cost, allowed, settings.fedepth.mutual_models, item)
-    if settings.fedepth.sub_problem == "network" or items[0].copies > 1:
+    items = choose_items(names, cost, allowed, settings.fedepth.mutual_models, item, settings.memory.excess)
+    if settings.fedepth.sub_problem == "network" or len(items[-1].atoms) == len(names):
         return items
-    pair = items[-1].taught
-    blocks = items[:-1] if pair else items
-    needed = indispensable(blueprint, [atom for each in blocks for atom in each.atoms])
+    needed = indispensable(blueprint, [atom for each in items for atom in each.atoms])
     if needed is None:
         return items
-    if pair:  # the second model cannot be trained without that atom
-        return [replace(items[-1], taught=False)]
     raise AtomTooLargeError(names[needed], cost(item((needed,))), allowed)
 
 
@@ -229,9 +238,7 @@ def train_pair(client: Client, items: list[WorkItem], *, own_heads: bool) -> Upd
     targets = soft_targets(teacher_logits(client, [whole.atoms], examples, whole.micro_batch), examples.labels, kind)
     learnt = train_blocks(replace(second, local_data=lambda _: taught(examples, targets)), blocks, make_loss)
 
-    atoms = tuple(atom for block in blocks for atom in block.atoms)
-    entering = examples.entering(client.blueprint.shape_before(atoms[0]))
-    answers = soft_targets(teacher_logits(second, [atoms], entering, whole.micro_batch), examples.labels, kind)
+    answers = soft_targets(teacher_logits(second, [whole.atoms], examples, whole.micro_batch), examples.labels, kind)
     update = train_blocks(replace(client, local_data=lambda _: taught(examples, answers)), [whole], make_loss)
     return replace(update, done=items, seen=[*learnt.seen, *update.seen])
 
