@@ -39,6 +39,11 @@ def parse_bytes(text: str | int) -> int:
     return round(float(match[1]) * UNITS[match[2]])
 
 
+def usable_cpus() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def is_unlimited(amount: int) -> bool:
     """Return whether a budget of this many bytes sets no limit."""
     return amount >= ENDLESS

@@ -1,5 +1,6 @@
 """Central evaluation of the global model, or of its first atoms, on the data set's test split: clean and attacked."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ import torch
 from flwr.app import Array, ArrayRecord
 from torch import Tensor, nn
 
+from piecework.device_profiles.profile import usable_cpus
 from piecework.federated_data.datasets import ArrayDataset
 from piecework.federation.autoattack import AutoAttackResult, OnPixels, autoattack
 from piecework.models.cascade import Blueprint
@@ -157,12 +159,14 @@ def _still(unit: str, module: nn.Module) -> None:
 
 @contextmanager
 def at_full_speed(threads: int = 0) -> Iterator[None]:
-    """In the body, use `threads` cores (0 = all) and keep freed memory for reuse.
+    """In the body, use `threads` cores (0 = all that this process may use) and keep freed memory for reuse.
 
-    Clients that run in this process may have left one thread and a tight heap.
+    Clients that run in this process may have left one thread and a tight heap. Where the user set OMP_NUM_THREADS, that is
+    all: threads that share a core wait for each other, and three of four seconds are lost.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or max(before, torch.multiprocessing.cpu_count()))
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is for nested regions
+    torch.set_num_threads(threads or (int(wanted) if wanted.isdigit() else 0) or max(before, usable_cpus()))
     keep_heap_loose()
     try:
         yield

@@ -23,6 +23,7 @@ from piecework.device_profiles.profile import (
     format_bytes,
     format_compared,
     measure_disk,
+    usable_cpus,
 )
 
 DISK_BYTES, DISK_ACCESSES = 64_000_000, 64
@@ -108,11 +109,6 @@ def steady_speed(speeds: list[tuple[float, float]], seconds: float) -> tuple[flo
     first = [speed for began, speed in speeds if began < min(1.0, seconds / 2)]
     last = [speed for began, speed in speeds if began >= seconds / 2] or [speeds[-1][1]]
     return statistics.median(first), statistics.median(last)
-
-
-def usable_cpus() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def toml_text(profile: Profile) -> str:

@@ -6,7 +6,6 @@ with the server. Replies return in the order of the messages, so results do not 
 
 import logging
 import multiprocessing
-import os
 import pickle
 import signal
 import time
@@ -24,6 +23,8 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+
+from piecework.device_profiles.profile import usable_cpus
 
 SERVER = 1
 FIRST_NODE = 2  # client i is node FIRST_NODE + i
@@ -219,5 +220,4 @@ class LocalGrid(Grid):
 
 def default_workers(workers: int) -> int:
     """Return the number of workers; 0 = one for each core that this process may use."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return workers or usable or 1
+    return workers or usable_cpus()

@@ -50,11 +50,8 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.tensor(ROWS).view(-1, 1, 1, 4) / 255, torch.tensor(LABELS)
 
 
-def test_linear_model_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_model_by_hand() -> None:
     pytest.importorskip("torchattacks")
-    monkeypatch.setattr(
-        torch.multiprocessing, "cpu_count", lambda: 1
-    )  # 5,000 queries of a few numbers: threads would wait
     rows = np.array(ROWS, dtype=np.uint8)[:, None, :, None]
     data = ArrayDataset("rows", rows, np.array(LABELS), 4, (0.5,), (0.25,), rows, np.array(LABELS))
 

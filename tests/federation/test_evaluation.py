@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from piecework.federated_data.datasets import ArrayDataset
-from piecework.federation.evaluation import Evaluation, Evaluator
+from piecework.federation import evaluation
+from piecework.federation.evaluation import Evaluation, Evaluator, at_full_speed
 from piecework.models.cascade import Atom, Blueprint, Cascade, initial_state, isolated_rng
 from piecework.training.attacks import Attack, by_backward, pgd
 from piecework.training.examples import normalised
@@ -225,6 +226,20 @@ def test_pgd_is_that_of_torchattacks() -> None:
         theirs = torchattacks.PGD(model, eps=0.1, alpha=0.02, steps=10)(x, y)
     assert torch.allclose(ours, theirs, atol=1e-12)
     assert (ours - x).abs().max() > 0.0999
+
+
+def test_evaluation_uses_all_cores_or_as_many_as_the_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(wanted: int = 0) -> int:
+        with at_full_speed(wanted):
+            return torch.get_num_threads()
+
+    monkeypatch.setattr(evaluation, "usable_cpus", lambda: 3)
+    before = torch.get_num_threads()
+    for said, expected in (("1", 1), ("2,4", 2), ("", 3), ("some", 3)):
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        assert (threads(), threads(5)) == (expected, 5)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert (threads(), torch.get_num_threads()) == (3, before)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the heap is tuned on glibc only")
