@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -29,9 +30,16 @@ if "PIECEWORK_DATA" not in os.environ and (ROOT.parent / "shared" / "data").is_d
 
 def pytest_configure() -> None:
     """Keep the tests' files in memory where there is room: runs wait for the disk at every checkpoint."""
+    heed_interrupts()
     memory = Path("/dev/shm")
     if memory.is_dir() and shutil.disk_usage(memory).free > ROOM:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
+
+
+def heed_interrupts() -> None:
+    """Let this process, and what it starts, heed Ctrl-C: a shell starts background jobs with SIGINT ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

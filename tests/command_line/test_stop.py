@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from conftest import heed_interrupts
 from flwr.app import Message
 from helpers import TRIO, RecordingGrid, run_local, tiny_settings
 from typer.testing import CliRunner
@@ -86,6 +87,20 @@ def test_the_command_says_how_to_go_on(tmp_path: Path, sent: signal.Signals, cod
         assert done.exit_code == 0, done.stderr
         summary = json.loads(done.stdout)
         assert (summary["status"], summary["rounds"], run.settings()["training.lr"]) == ("completed", last + 1, 0.07)
+
+
+def test_what_the_tests_start_heeds_ctrl_c_in_a_background_job_too() -> None:
+    """There a shell lets SIGINT be ignored, and children inherit that."""
+    heeded = [sys.executable, "-SEc", "import signal; print(signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)"]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ignored = subprocess.run(heeded, capture_output=True, text=True, check=True).stdout
+        heed_interrupts()
+        restored = subprocess.run(heeded, capture_output=True, text=True, check=True).stdout
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (ignored, restored) == ("False\n", "True\n")
+    assert before is not signal.SIG_IGN
 
 
 def test_workers_never_see_ctrl_c() -> None:
