@@ -62,8 +62,8 @@ def _paths(client: Client, modules: Sequence[Piece]) -> list[Path]:
     folder.mkdir(exist_ok=True)
     digest, paths = hashlib.sha256(), []
     for module in modules:
-        for atom in module:
-            digest.update(file_hash(client.store.model / f"atoms.{atom}.safetensors").encode())
+        for path in client.store.files(f"atoms.{atom}" for atom in module):
+            digest.update(file_hash(path).encode())
         paths.append(folder / f"{digest.hexdigest()[:32]}.npy")
     return paths
 

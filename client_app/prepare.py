@@ -18,7 +18,7 @@ from piecework.device_profiles.fleet import device_state, load_fleet
 from piecework.device_profiles.profile import allowance, available_memory
 from piecework.federated_data.datasets import ArrayDataset
 from piecework.federated_data.partition import split
-from piecework.models.cascade import unit_of
+from piecework.models.cascade import is_bare, unit_of
 from piecework.models.variant import vary
 from piecework.training.accelerator import find_device, free_memory
 from piecework.training.examples import Augmentation, Examples, examples_of_test, training_examples
@@ -68,6 +68,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     keep_heap_tight(budget, available_memory())
     full = blueprint_for(settings, data)
     blueprint = vary(full, task.variant)
+    store.is_bare = partial(is_bare, blueprint)
     if settings.norms == "local" and old_state is not None:
         local_norms.lay(store, old_state, find_places(task.strategy)(task, settings.seed, full, blueprint))
     attack = image_attack(settings, data, settings.attack.steps) if task.adversarial else None

@@ -3,13 +3,14 @@
 `<state-dir>/<experiment-id>/<client>/` holds a folder for the running task (model units, features, the state that is being
 written), `state/<round>/...` (the last two are kept), `frozen/` (units by content hash) and `features/` (features of the
 examples behind frozen atoms). A state has a manifest of checksums and is discarded if a file does not match it. All files are
-safetensors, .npy and JSON, which cannot execute code when they are read.
+safetensors, .npy and JSON, which cannot execute code when they are read. A unit without arrays, such as an atom that only
+flattens, has no file.
 """
 
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,11 @@ KEPT_STATES = 2
 class Store:
     """The folder of one client of one experiment; `task` names the folder of the running task.
 
-    `notes` are remarks for the user on damaged files and on leftovers of tasks whose process died. Raises ValueError for an
-    experiment id that is no plain name.
+    `notes` are remarks for the user on damaged files and on leftovers of tasks whose process died. `is_bare` says whether a
+    unit of the task's model has no arrays. Raises ValueError for an experiment id that is no plain name.
     """
+
+    is_bare: Callable[[str], bool]
 
     def __init__(self, state_dir: Path, experiment_id: str, client: int, task: str) -> None:
         if not re.fullmatch(r"[\w-]+", experiment_id):
@@ -42,6 +45,7 @@ class Store:
         self.model = self.task / "model"
         self.model.mkdir()
         left = remove_leftovers(self.root, self.task, {"state", "frozen", "features"}) + [self.task.name] * reused
+        self.is_bare = lambda unit: False
         self.notes = [f"removed {name}, left by a task whose process died" for name in left]
 
     def write_units(self, arrays: Mapping[str, np.ndarray], folder: Path | None = None) -> None:
@@ -68,24 +72,36 @@ class Store:
         """Copy a unit's arrays into its module, in place, one array at a time.
 
         Batch-norm statistics missing in the file keep their initial values: training may use none although the served model
-        has them. Raises FileNotFoundError if the unit has no file.
+        has them. Raises FileNotFoundError if a unit with arrays has no file.
         """
+        if not (state := module.state_dict()):
+            return
         with (
             safe_open(_existing((folder or self.model) / f"{unit}.safetensors"), framework="np") as file,
             torch.no_grad(),
         ):
             held = set(file.keys())
-            for name, target in module.state_dict().items():
+            for name, target in state.items():
                 if f"{unit}.{name}" in held or not is_statistic(name):
                     target.copy_(torch.from_numpy(file.get_tensor(f"{unit}.{name}")))
 
     def read(self, units: Iterable[str], folder: Path | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the global names and arrays of units, from the task's model folder or from `folder`.
 
-        Raises FileNotFoundError if a unit has no file.
+        Raises FileNotFoundError if a unit with arrays has no file.
+        """
+        for path in self.files(units, folder):
+            yield from _arrays(path)
+
+    def files(self, units: Iterable[str], folder: Path | None = None) -> Iterator[Path]:
+        """Yield the files of those units that have arrays, in the task's model folder or in `folder`.
+
+        Raises FileNotFoundError if such a unit has no file.
         """
         for unit in units:
-            yield from _arrays(_existing((folder or self.model) / f"{unit}.safetensors"))
+            path = (folder or self.model) / f"{unit}.safetensors"
+            if path.is_file() or not self.is_bare(unit):
+                yield _existing(path)
 
     def close(self) -> None:
         """Remove the folder of the task, which has ended, and release its lock."""

@@ -133,7 +133,7 @@ def piece_bytes(client: Client, piece: Piece, cost: int, micro_batch: int = 0) -
 
 def weight_bytes(client: Client, piece: Piece) -> int:
     """Return the bytes of the files of a piece's atoms in the store."""
-    return sum((client.store.model / f"atoms.{atom}.safetensors").stat().st_size for atom in piece)
+    return sum(path.stat().st_size for path in client.store.files(f"atoms.{atom}" for atom in piece))
 
 
 def batch_size(client: Client, micro_batch: int = 0) -> int:

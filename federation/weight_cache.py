@@ -38,14 +38,12 @@ def without_units(arrays: ArrayRecord, units: Iterable[str]) -> ArrayRecord:
 
 
 def units_of(arrays: ArrayRecord, units: Iterable[str]) -> dict[str, dict[str, Array]]:
-    """Return the arrays of some units by unit and global name, not copied. Raises ValueError for an unknown unit."""
+    """Return the arrays of some units by unit and global name, not copied; without units that have none."""
     found: dict[str, dict[str, Array]] = {unit: {} for unit in units}
     for name, array in arrays.items():
         if (unit := unit_of(name)) in found:
             found[unit][name] = array
-    if empty := [unit for unit, held in found.items() if not held]:
-        raise ValueError(f"unit {empty[0]!r} is to be frozen, but the model has no such unit")
-    return found
+    return {unit: held for unit, held in found.items() if held}
 
 
 @dataclass

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from piecework.models.cascade import Atom, Blueprint, norm_layer
+from piecework.models.cascade import Atom, Blueprint, is_bare, norm_layer
 from piecework.models.layers import map_size
 from piecework.models.partition import Piece
 
@@ -28,7 +28,8 @@ PARTS = 3  # blocks of a model whose channels never change: the paper cuts ViT's
 def blocks_of(blueprint: Blueprint) -> list[Piece]:
     """Return the blocks theta_1 .. theta_T.
 
-    A block is a run of atoms with equal channels, in VGG a given number of convolutions, in ViT a third of the encoders.
+    A block is a run of atoms with equal channels, in VGG a given number of convolutions, in ViT a third of the encoders. One
+    without arrays, which could not learn, is part of its neighbour.
     """
     count = len(blueprint.atoms)
     if blueprint.name in BLOCKS:
@@ -39,7 +40,22 @@ def blocks_of(blueprint: Blueprint) -> list[Piece]:
         changes = [i for i in range(1, count) if channels[i] != channels[i - 1]]
         parts = min(PARTS, count - 1)  # the embedding belongs to the first block
         cuts = [0, *changes, count] if changes else [0, *(1 + (count - 1) * t // parts for t in range(1, parts + 1))]
-    return [tuple(range(start, stop)) for start, stop in pairwise(cuts)]
+    return without_bare_blocks(blueprint, [tuple(range(start, stop)) for start, stop in pairwise(cuts)])
+
+
+def without_bare_blocks(blueprint: Blueprint, blocks: Sequence[Piece]) -> list[Piece]:
+    """Join each block that has no arrays with the block before it; at the start of a model, with the one after it."""
+    found: list[Piece] = []
+    leading: Piece = ()
+    for block in blocks:
+        if not all(is_bare(blueprint, f"atoms.{atom}") for atom in block):
+            found.append(leading + block)
+            leading = ()
+        elif found:
+            found[-1] += block
+        else:
+            leading += block
+    return found
 
 
 def with_basic_layers(blueprint: Blueprint, blocks: Sequence[Piece], *, norm: bool = False) -> Blueprint:

@@ -322,6 +322,14 @@ def parameter_names(blueprint: Blueprint, unit: str) -> list[str]:
         return [f"{unit}.{name}" for name, _ in blueprint.build_unit(unit).named_parameters()]
 
 
+def is_bare(blueprint: Blueprint, unit: str) -> bool:
+    """Return whether a unit of the model has neither parameters nor buffers, as an atom that only pools or flattens."""
+    if unit not in blueprint.units():
+        return False
+    with torch.device("meta"):
+        return not blueprint.build_unit(unit).state_dict()
+
+
 def has_statistics(blueprint: Blueprint, unit: str) -> bool:
     """Return whether a unit has batch norms with running statistics."""
     with torch.device("meta"):

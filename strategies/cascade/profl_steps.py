@@ -14,7 +14,14 @@ from typing import Self
 from piecework.client_app.trainers.cascade.profl import OUTPUT_LAYER, distillation, learners
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState, allowance
-from piecework.models.basic_layers import basic_atoms, blocks_of, cascade_at, step_atoms, student_atoms
+from piecework.models.basic_layers import (
+    basic_atoms,
+    blocks_of,
+    cascade_at,
+    step_atoms,
+    student_atoms,
+    without_bare_blocks,
+)
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import AtomTooLargeError, Piece
 from piecework.models.variant import Variant
@@ -93,7 +100,7 @@ class ProFLPolicy(PartitionPolicy):
             while start and self._with_block(start - 1, end, later) <= budget:
                 start -= 1
             later.insert(0, tuple(range(start, end)))
-        return later
+        return without_bare_blocks(self.blueprint, later)
 
     def _with_block(self, start: int, end: int, later: list[Piece]) -> int:
         """Return the bytes of the step of the atoms `start` to `end` - 1, with the blocks `later` after them."""
@@ -103,7 +110,7 @@ class ProFLPolicy(PartitionPolicy):
 
     def by_layer(self) -> list[Piece]:
         """Return blocks of one atom each, for "layer-wise training" (section 3.1)."""
-        return [(atom,) for atom in range(len(self.blueprint.atoms))]
+        return without_bare_blocks(self.blueprint, [(atom,) for atom in range(len(self.blueprint.atoms))])
 
     def step(self, t: int) -> Piece:
         """Return the atoms of theta_t and the basic layers of its output module, with t from 1."""

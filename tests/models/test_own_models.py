@@ -2,16 +2,17 @@
 
 from collections.abc import Iterator
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import TRIO, run_local, tiny_settings
+from helpers import TRIO, fleet_json, model_of, run_local, tiny_settings
 from model_helpers import mlp
 from torch import nn
 
-from piecework.models.cascade import Atom, Blueprint
+from piecework.models.cascade import Atom, Blueprint, unit_of
 from piecework.models.zoo import MODELS
 from piecework.plan import make_plan
 from piecework.question import ask
@@ -88,7 +89,21 @@ def flattened(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm
     return Blueprint("mine", input_shape, num_classes, atoms, partial(nn.Linear, hidden, num_classes), batch_norm)
 
 
+def bare(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
+    """Atoms without arrays at the beginning, in the middle and at the end."""
+    pixels, hidden = prod(input_shape), max(1, int(64 * width))
+    atoms = (
+        Atom("flatten", nn.Flatten, (pixels,)),
+        Atom("fc1", partial(nn.Linear, pixels, hidden), (hidden,)),
+        Atom("relu", nn.ReLU, (hidden,)),
+        Atom("fc2", partial(nn.Linear, hidden, hidden), (hidden,)),
+        Atom("tanh", nn.Tanh, (hidden,)),
+    )
+    return Blueprint("bare", input_shape, num_classes, atoms, partial(nn.Linear, hidden, num_classes), batch_norm)
+
+
 OWN = {
+    "bare": bare,
     "mlp": mlp,
     "convs": maps(convs),
     "deaf": maps(deaf),
@@ -154,3 +169,29 @@ def test_a_run_says_what_the_plan_says(model: str, strategy: str, tmp_path: Path
     with pytest.raises(ValueError) as caught:
         run_local(tmp_path, **TRIO | {"model": model, "strategy": strategy})
     assert str(caught.value) == refusal(model, strategy)
+
+
+STEPS = {"profl__stage_rounds": 1, "profl__distil_rounds": 1, "num_rounds": 9, "profl__blocks": "budget"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes", "trained"),
+    [
+        ("fedavg", {}, 1),
+        ("heterofl", {"architecture__batch_norm": "local"}, 1),
+        ("fjord", {"faults__update_norm_limit": 0.0}, 1),
+        ("m-fedepth", {"fleet": fleet_json(tight=0.9)}, 1),
+        ("depthfl", {}, 1),
+        ("fedpm", {}, 1),
+        ("profl", STEPS | {"fleet": fleet_json(tight=0.7)}, 4),  # a step back, a map, two steps: the last behind a frozen block
+    ],
+)  # fmt: skip
+def test_atoms_without_arrays_are_neither_sent_nor_stored(
+    strategy: str, changes: dict[str, Any], trained: int, tmp_path: Path
+) -> None:
+    asked = TRIO | {"model": "bare", "fleet": "unlimited", "training__local_iterations": 1} | changes
+    run = run_local(tmp_path, strategy=strategy, **asked)
+    rounds = run.rounds()
+    assert [client["status"] for record in rounds for client in record["clients"]] == ["ok"] * 3 * trained
+    sent = {unit_of(name) for name in model_of(run)}
+    assert not sent & {"atoms.0", "atoms.2", "atoms.4"}
