@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from piecework.device_profiles.names import did_you_mean
 from piecework.device_profiles.profile import DeviceProfile, parse_bytes, parse_memory
 
 SHIPPED = Path(__file__).parent / "fleets"
@@ -146,7 +147,8 @@ def read_fleet(source: str) -> tuple[FleetTable, list[DeviceTable]]:
         path = SHIPPED / f"{source}.toml"
         if source not in shipped_fleets():
             known = ", ".join(shipped_fleets())
-            raise FleetError(f"unknown fleet {source!r}; there are {known}, or the path of a .toml file")
+            near = did_you_mean(source, shipped_fleets())
+            raise FleetError(f"unknown fleet {source!r}; there are {known}, or the path of a .toml file{near}")
     return _checked(_table(FleetTable, lambda: _toml(path), str(path)), str(path), path.parent)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from piecework.device_profiles.names import did_you_mean
 from piecework.federated_data import caltech, own_sources, sources, texts
 from piecework.federated_data.partition import client_class_counts
 from piecework.federated_data.sources import DatasetError, Source
@@ -125,7 +126,7 @@ def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False
     kind, colon, where = name.partition(":")
     if kind not in DATASETS or (kind in _OWN) != bool(where) or (colon and not where):
         known = [f"{key}:<{'file' if key == 'npz' else 'dir'}>" if key in _OWN else key for key in DATASETS]
-        raise DatasetError(f"unknown data set {name!r}; known: {', '.join(known)}")
+        raise DatasetError(f"unknown data set {name!r}; known: {', '.join(known)}{did_you_mean(name, known)}")
     if data_dir and (ready := _ready(name, Path(data_dir).expanduser().resolve())):
         return ready
     root = Path(data_dir).expanduser() if data_dir else cache_dir / "downloads"

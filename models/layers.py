@@ -12,6 +12,7 @@ from math import ceil
 
 from torch import Tensor, nn
 
+from piecework.device_profiles.names import did_you_mean
 from piecework.models.cascade import Shape, group_norm
 from piecework.models.dual_norm import DualBatchNorm1d
 from piecework.models.frozen_norm import FrozenBatchNorm1d
@@ -95,7 +96,8 @@ def require_size(model: str, input_shape: Shape, minimum: int) -> None:
 def require_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
     """Raise ValueError if an option has an unknown value."""
     if value not in allowed:
-        raise ValueError(f"{option} = {value!r} is not known: use one of {', '.join(allowed)}")
+        near = did_you_mean(value, allowed)
+        raise ValueError(f"{option} = {value!r} is not known: use one of {', '.join(allowed)}{near}")
 
 
 def require_at_least_one(option: str, value: int) -> None:

@@ -18,15 +18,19 @@ from piecework.cli_base import (
     NO_RUN,
     TERMINATED,
     Json,
+    Named,
     Preset,
     Set,
     err,
     listen,
     out,
+    show_version,
     user_errors,
+    with_shorthands,
 )
 from piecework.cli_deploy import commands
-from piecework.options import Scalars, connection_to, seed_list, settings_from
+from piecework.cli_lists import lists
+from piecework.options import Scalars, connection_to, seeds_from, settings_from
 from piecework.processes import Connection, EngineError
 from piecework.training.settings import Settings, SettingsError
 
@@ -37,17 +41,28 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train one model across devices none of which can hold it.",
 )
+app.add_typer(lists)
 app.add_typer(commands)
 
 
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="the version")
+    ] = False,
+) -> None:
+    """Train one model across devices none of which can hold it."""
+
+
 @app.command()
+@with_shorthands
 def run(
     preset: Preset = "",
+    named: Named = {},  # noqa: B006 (typer reads it, nothing changes it)
     engine: Annotated[str, typer.Option(help="local, ray or deployment")] = "",
     nodes: Annotated[int, typer.Option(help="number of clients; deployment without it starts 4")] = 0,
-    assignments: Set = [],  # noqa: B006 (typer reads it, nothing changes it)
+    assignments: Set = [],  # noqa: B006
     seeds: Annotated[str, typer.Option(help="several runs, e.g. 1,2,3")] = "",
     output_dir: Annotated[str, typer.Option(help="where runs are written")] = "",
     restarts: Annotated[int, typer.Option(help="maximum number of times to resume a crashed run")] = 0,
@@ -63,16 +78,16 @@ def run(
     """Train. Without options: FeDepth on handwritten digits over 20 emulated boards."""
     with user_errors(as_json):
         connection = connection_to(superlink, root_certificates, insecure)
-        require_real_processes(engine, superlink)
         settings = settings_from(
             preset,
             assignments,
-            engine="deployment" if connection else engine,
+            engine=engine,
             nodes=nodes,
             output_dir=output_dir,
+            named=named,
             there=bool(connection),
         )
-        numbers = seed_list(seeds) if seeds else [settings.seed]
+        numbers = seeds_from(seeds, assignments, named, settings)
         summaries = []
         for number, seed in enumerate(numbers, start=1):
             if len(numbers) > 1:
@@ -91,12 +106,6 @@ def run(
             err.print(f"--fail-on-excluded-class: {'; '.join(dict.fromkeys(excluded))}", markup=False, soft_wrap=True)
         if (fail_on_excluded_class and excluded) or any(s["status"] != "completed" for s in summaries):
             raise typer.Exit(FAILED)
-
-
-def require_real_processes(engine: str, superlink: str) -> None:
-    """Raise SettingsError where an engine other than deployment is asked to train on the nodes of a SuperLink."""
-    if superlink and engine not in ("", "deployment"):
-        raise SettingsError(f"--engine {engine} --superlink {superlink}: the nodes of a SuperLink are real processes")
 
 
 def run_one(
@@ -188,17 +197,15 @@ def over_seeds(summaries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @app.command()
+@with_shorthands
 def plan(
     preset: Preset = "",
-    model: Annotated[str, typer.Option(help="a model of the zoo")] = "",
-    dataset: Annotated[str, typer.Option(help="a data set, for its shape, classes and number of examples")] = "",
+    named: Named = {},  # noqa: B006
     input_shape: Annotated[str, typer.Option(help="instead of a data set: 3x224x224, or 500 tokens")] = "",
     classes: Annotated[int | None, typer.Option(min=1, help="number of classes, with --input-shape")] = None,
     examples: Annotated[
         int | None, typer.Option(min=1, help="training examples per client; default: an equal part, or 500")
     ] = None,
-    strategy: Annotated[str, typer.Option(help="a system; those that cannot be trained yet are planned too")] = "",
-    fleet: Annotated[str, typer.Option(help="a shipped fleet or a .toml file")] = "",
     batch_size: Annotated[int | None, typer.Option(min=2, help="examples per step")] = None,
     budget: Annotated[
         str, typer.Option(help="cut for 60MB, 57MiB or 0.2x of the full model; default: the fleet's minimum")
@@ -221,13 +228,13 @@ def plan(
     from piecework.suggest_view import advice_tables
 
     with user_errors(as_json, {}):
-        named: Scalars = {"model": model, "dataset": dataset, "strategy": strategy, "fleet": fleet}
-        named |= {"memory.model": memory_model, "training.batch-size": batch_size or 0}
-        given = {key: value for key, value in named.items() if value}
+        own: Scalars = {"memory.model": memory_model, "training.batch-size": batch_size or 0}
+        given = named | {key: value for key, value in own.items() if value}
         settings = settings_from(preset, assignments, nodes=nodes, named=given)
-        usual = bool(model) and not (dataset or preset)  # a model without a data set: what it usually reads
-        if input_shape and dataset:
-            raise SettingsError(f"--input-shape {input_shape} and --dataset {dataset}: give one of them")
+        # a model without a data set: what it usually reads
+        usual = "model" in named and "dataset" not in named and not preset
+        if input_shape and "dataset" in named:
+            raise SettingsError(f"--input-shape {input_shape} and --dataset {named['dataset']}: give one of them")
         if suggest and picture:
             raise SettingsError(f"--picture {picture}: a picture shows one plan, --suggest makes several")
         precise = precision or settings.training.precision
@@ -259,73 +266,6 @@ def show(lines: Iterable[Any]) -> None:
     """Print sentences and tables."""
     for line in lines:
         out.print(line, soft_wrap=isinstance(line, str), highlight=False)
-
-
-@app.command()
-def devices(
-    fleet: Annotated[
-        str, typer.Argument(help="a shipped fleet or pool, or a fleet's .toml file; empty lists all")
-    ] = "",
-    measure: Annotated[bool, typer.Option(help="measure this machine, as device = auto does")] = False,
-    as_json: Json = False,
-) -> None:
-    """Show the shipped fleets and pools, the devices of one of them, or the figures of this machine."""
-    from piecework.devices import fleet_rows, fleet_tables, measured_here
-
-    with user_errors(as_json):
-        rows = measured_here() if measure else fleet_rows(fleet)
-        if as_json:
-            print(json.dumps(rows))
-        else:
-            out.print(fleet_tables(rows))
-
-
-@app.command()
-def presets(
-    word: Annotated[str, typer.Argument(help="only presets that mention this: a strategy, a data set, any word")] = "",
-    as_json: Json = False,
-) -> None:
-    """List the shipped presets, which run published settings and our own comparisons, and the purpose of each."""
-    from piecework.presets import preset_rows, preset_table
-
-    with user_errors(as_json):
-        rows = preset_rows(word)
-        if as_json:
-            print(json.dumps(rows))
-        else:
-            out.print(preset_table(rows))
-            out.print("run one: piecework run --preset NAME", soft_wrap=True)
-
-
-@app.command()
-def settings(
-    word: Annotated[str, typer.Argument(help="a strategy's own settings, or those about a word; empty lists all")] = "",
-    as_json: Json = False,
-) -> None:
-    """List the settings of a run: the meaning, default, allowed values and strategies of each."""
-    from piecework.settings_list import setting_rows, setting_table
-
-    with user_errors(as_json):
-        rows = setting_rows(word)
-        if as_json:
-            print(json.dumps(rows))
-        else:
-            out.print(setting_table(rows))
-            out.print("change one: piecework run --set KEY=VALUE", soft_wrap=True)
-
-
-@app.command()
-def strategies(as_json: Json = False) -> None:
-    """List the systems that can train: the method, paper and requirements of each."""
-    from piecework.strategies_list import strategy_rows, strategy_table
-
-    with user_errors(as_json):
-        rows = strategy_rows()
-        if as_json:
-            print(json.dumps(rows))
-        else:
-            out.print(strategy_table(rows))
-            out.print("run one: piecework run --set strategy=NAME", soft_wrap=True)
 
 
 @app.command()

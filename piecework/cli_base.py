@@ -2,15 +2,19 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import Parameter, signature
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from piecework import __version__
 from piecework.device_profiles.fleet_file import FleetError
+from piecework.options import OPTIONS, Scalars
 from piecework.training.settings import SettingsError
 
 out, err = Console(), Console(stderr=True)
@@ -37,6 +41,52 @@ NO_RUN: dict[str, Any] = {
 Preset = Annotated[str, typer.Option("--preset", help="a .toml file, or the name of a shipped one (piecework presets)")]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="a setting; may be repeated")]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+
+Named = Scalars  # a command's parameter that `with_shorthands` replaces by options
+# Options that stand for a setting, by its key: their types and their help.
+SHORTHANDS: dict[str, tuple[type, str]] = {
+    "strategy": (str, "a system (piecework strategies)"),
+    "model": (str, "a model of the zoo, such as resnet18"),
+    "dataset": (str, "a data set, or npz:FILE, folder:DIR, text:DIR"),
+    "fleet": (str, "a shipped fleet (piecework devices), or a .toml file"),
+    "num-rounds": (int, "rounds of the run"),
+    "seed": (int, "seed of all random choices"),
+}
+
+
+def with_shorthands(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `named` of a command by the options of SHORTHANDS; it gets those that were given, by setting."""
+    names = {key: f"{key.replace('-', '_')}_" for key in SHORTHANDS}
+    shorthands = [
+        Parameter(
+            names[key],
+            Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind | None, typer.Option(OPTIONS[key], help=text)],
+        )
+        for key, (kind, text) in SHORTHANDS.items()
+    ]
+
+    @wraps(command)
+    def with_named(**arguments: Any) -> None:
+        given = {key: arguments.pop(name) for key, name in names.items()}
+        command(named={key: value for key, value in given.items() if value not in (None, "")}, **arguments)
+
+    declared = signature(command, eval_str=True)
+    parameters = [
+        each
+        for own in declared.parameters.values()
+        for each in (shorthands if own.name == "named" else [own.replace(kind=Parameter.KEYWORD_ONLY)])
+    ]
+    with_named.__signature__ = declared.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return with_named
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version and exit, if that is `wanted`."""
+    if wanted:
+        print(f"piecework {__version__}")
+        raise typer.Exit
 
 
 class Said(logging.Handler):

@@ -6,16 +6,18 @@ from typing import Annotated
 
 import typer
 
-from piecework.cli_base import Json, Preset, Set, err, out, user_errors
-from piecework.options import settings_from
+from piecework.cli_base import Json, Named, Preset, Set, err, out, user_errors, with_shorthands
+from piecework.options import OPTIONS, settings_from
 
 commands = typer.Typer()
 
 
 @commands.command()
+@with_shorthands
 def export_data(
     folder: Annotated[Path, typer.Option("--out", help="the folder to write: node-0, node-1, ... and server")],
     preset: Preset = "",
+    named: Named = {},  # noqa: B006
     nodes: Annotated[int, typer.Option(min=0, help="number of clients; default: the preset's")] = 0,
     force: Annotated[bool, typer.Option("--force", help="replace an earlier export")] = False,
     assignments: Set = [],  # noqa: B006
@@ -26,7 +28,7 @@ def export_data(
     from piecework.export_data import export_table
 
     with user_errors(as_json, {}):
-        rows = export(settings_from(preset, assignments, nodes=nodes), folder, force)
+        rows = export(settings_from(preset, assignments, nodes=nodes, named=named), folder, force)
         if as_json:
             print(json.dumps({"out": str(folder.absolute()), "folders": rows}))
             return
@@ -135,9 +137,10 @@ def register(
 
 
 @commands.command()
+@with_shorthands
 def compose(
     preset: Preset = "",
-    fleet: Annotated[str, typer.Option(help="a shipped fleet or a .toml file; default: the preset's")] = "",
+    named: Named = {},  # noqa: B006
     nodes: Annotated[int, typer.Option(min=0, help="number of clients; default: the preset's")] = 0,
     floor: Annotated[str, typer.Option(help="memory that a client takes in addition to training")] = "360MB",
     data: Annotated[str, typer.Option(help="what `export-data` wrote, as seen from the compose file")] = "./data",
@@ -151,8 +154,9 @@ def compose(
     from piecework.compose import command_line, compose_file, floor_bytes, places, tls_overlay
 
     with user_errors(False):
-        settings = settings_from(preset, assignments, nodes=nodes, named={"fleet": fleet} if fleet else {})
-        given = {"--preset": preset, "--fleet": fleet, "--nodes": nodes, "--floor": floor, "--data": data}
+        settings = settings_from(preset, assignments, nodes=nodes, named=named)
+        shorthands = {OPTIONS[key]: value for key, value in named.items()}
+        given = {"--preset": preset} | shorthands | {"--nodes": nodes, "--floor": floor, "--data": data}
         command = command_line(given | ({"--certs": certs} if tls else {}), assignments, tls)
         above = floor_bytes(floor)
         clients = places(settings, above)

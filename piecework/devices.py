@@ -11,6 +11,7 @@ from rich.text import Text
 
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.fleet_file import FleetError, pool_devices, shipped_fleets, shipped_pools
+from piecework.device_profiles.names import did_you_mean
 from piecework.device_profiles.profile import format_bytes, measure_device
 
 # The prefix of a pool's name where a fleet's name could be.
@@ -32,7 +33,7 @@ def fleet_rows(name: str) -> list[dict[str, Any]]:
         return _of_pool(name.removeprefix(POOL))
     raise FleetError(
         f"unknown fleet or pool {name!r}; there are the fleets {', '.join(fleets)}, the pools {', '.join(pools)}, "
-        "or the path of a .toml file of a fleet"
+        f"or the path of a .toml file of a fleet{did_you_mean(name, [*fleets, *pools])}"
     )
 
 

@@ -3,18 +3,33 @@
 import logging
 import os
 import tomllib
-from difflib import get_close_matches
 from pathlib import Path
 
 from piecework.app_folder import PRESETS
 from piecework.device_profiles.fleet import load_fleet
+from piecework.device_profiles.names import did_you_mean
 from piecework.processes import Connection
 from piecework.server_app.used_settings import require_used, without_unused
+from piecework.strategies import require_strategy
 from piecework.training.settings import Scalar, Settings, SettingsError
 from piecework.training.settings.run import fields, flat
 
 Scalars = dict[str, Scalar]
 LOG = logging.getLogger("piecework")
+# The command line's shorthands of --set.
+OPTIONS = {
+    "strategy": "--strategy",
+    "model": "--model",
+    "dataset": "--dataset",
+    "fleet": "--fleet",
+    "num-rounds": "--rounds",
+    "seed": "--seed",
+    "engine": "--engine",
+    "clients": "--nodes",
+    "output-dir": "--output-dir",
+    "memory.model": "--memory-model",
+    "training.batch-size": "--batch-size",
+}
 
 
 def settings_from(
@@ -27,23 +42,25 @@ def settings_from(
     named: Scalars | None = None,
     there: bool = False,
 ) -> Settings:
-    """Apply defaults, then the preset, then --set, then the other options. Paths become absolute, as engines run elsewhere.
+    """Apply defaults, then the preset, then --set and the options. Paths become absolute, as engines run elsewhere.
+
+    `named` are the options that stand for settings, by setting; one that contradicts --set raises SettingsError.
 
     With `resume-from`, that run's settings replace the defaults. Otherwise the number of clients defaults to that of the fleet,
     or 20; to 4 if real processes are started; and to the number of nodes if they are `there` already.
     """
     from piecework.server_app.local_grid import default_workers
 
-    asked_for = dict(map(assignment, assignments)) | (named or {})
+    options: Scalars = {"engine": engine, "clients": nodes, "output-dir": output_dir}
+    asked_for = agreed(assignments, {key: value for key, value in options.items() if value} | (named or {}))
+    require_strategy(str(asked_for.get("strategy", fields()["strategy"].default)))
+    if there and asked_for.get("engine", "deployment") != "deployment":
+        raise SettingsError(f"engine = {asked_for['engine']} with --superlink: a SuperLink's nodes are real processes")
     values, dropped = without_unused(asked_for, read_preset(preset)) if preset else (dict(asked_for), [])
     if dropped:
         LOG.warning("--preset %s: these have no effect with what was given: %s", preset, ", ".join(dropped))
-    if engine:
-        values["engine"] = engine
-    if nodes:
-        values["clients"] = nodes
-    if output_dir:
-        values["output-dir"] = output_dir
+    if there:
+        values["engine"] = "deployment"
     given, resumed = set(values), str(values.get("resume-from", ""))
     if resumed not in ("", "auto"):
         values = settings_of_run(resumed) | values
@@ -54,10 +71,7 @@ def settings_from(
                 "--superlink HOST:PORT to go on with them"
             )
     elif not values.get("clients"):
-        fleet = load_fleet(str(values.get("fleet", fields()["fleet"].default)))
-        values["clients"] = fleet.prescribed_clients or (
-            0 if there else 4 if values.get("engine") == "deployment" else 20
-        )
+        values["clients"] = default_clients(values, there)
     if os.environ.get("PIECEWORK_DATA"):
         values.setdefault("data-dir", os.environ["PIECEWORK_DATA"])
     settings = Settings.from_run_config(values)
@@ -66,6 +80,22 @@ def settings_from(
     resolved = readable_anywhere(settings) | {"workers": default_workers(settings.workers)}
     of_run = resolved.keys() - given if resumed not in ("", "auto") else set()  # as the run has them
     return settings.changed({key: value for key, value in resolved.items() if key not in of_run})
+
+
+def default_clients(values: Scalars, there: bool) -> int:
+    """Return the number of clients of a run that names none, as `settings_from` says. Raises FleetError."""
+    fleet = load_fleet(str(values.get("fleet", fields()["fleet"].default)))
+    return fleet.prescribed_clients or (0 if there else 4 if values.get("engine") == "deployment" else 20)
+
+
+def agreed(assignments: list[str], options: Scalars) -> Scalars:
+    """Return the settings of --set and of other options. Raises SettingsError if an option and --set differ in one."""
+    assigned = dict(map(assignment, assignments))
+    for key, value in options.items():
+        if assigned.get(key, value) != value:
+            option = OPTIONS[key]
+            raise SettingsError(f"{option} {value} contradicts --set {key}={assigned[key]}: give one of them")
+    return assigned | options
 
 
 def readable_anywhere(settings: Settings) -> Scalars:
@@ -118,9 +148,8 @@ def preset_path(preset: str) -> Path:
     path, shipped = Path(preset), PRESETS / f"{preset}.toml"
     if path.is_file() or shipped.is_file():
         return path if path.is_file() else shipped
-    near = get_close_matches(preset, [found.stem for found in PRESETS.glob("*.toml")], n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise SettingsError(f"preset {preset}: no such file, and no shipped preset; {hint}`piecework presets` lists them")
+    near = did_you_mean(preset, sorted(found.stem for found in PRESETS.glob("*.toml")))
+    raise SettingsError(f"preset {preset}: no such file, and no shipped preset; `piecework presets` lists them{near}")
 
 
 def read_tables(path: Path) -> Scalars:
@@ -162,6 +191,17 @@ def connection_to(superlink: str, root_certificates: Path | None, insecure: bool
     if root_certificates is not None and not root_certificates.is_file():
         raise SettingsError(f"--root-certificates {root_certificates}: no such file")
     return Connection(superlink, root_certificates)
+
+
+def seeds_from(seeds: str, assignments: list[str], named: Scalars, settings: Settings) -> list[int]:
+    """Return the seeds of the runs: those of `--seeds`, else that of the settings. Raises SettingsError for both."""
+    if not seeds:
+        return [settings.seed]
+    asked_for = agreed(assignments, named)
+    if "seed" in asked_for:
+        option = f"--seed {named['seed']}" if "seed" in named else f"--set seed={asked_for['seed']}"
+        raise SettingsError(f"--seeds {seeds} contradicts {option}: give one of them")
+    return seed_list(seeds)
 
 
 def seed_list(seeds: str) -> list[int]:

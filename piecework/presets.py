@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.app_folder import PRESETS
+from piecework.device_profiles.names import did_you_mean
 from piecework.options import read_preset
 from piecework.training.settings import Settings, SettingsError
 
@@ -25,7 +26,8 @@ def preset_rows(word: str = "") -> list[dict[str, Any]]:
         rows.append({"preset": path.stem, "strategy": settings.strategy, "dataset": settings.dataset, "about": about})
     found = [row for row in rows if word.lower() in " ".join(row.values()).lower()]
     if not found:
-        raise SettingsError(f"no preset is about {word!r}: piecework presets lists all {len(rows)}")
+        near = did_you_mean(word, [row["preset"] for row in rows])
+        raise SettingsError(f"no preset is about {word!r}: piecework presets lists all {len(rows)}{near}")
     return found
 
 

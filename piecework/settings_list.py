@@ -5,6 +5,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from piecework.device_profiles.names import did_you_mean
 from piecework.server_app.used_settings import written
 from piecework.strategies import STRATEGIES
 from piecework.training.settings import SettingsError
@@ -39,7 +40,8 @@ def setting_rows(word: str = "") -> list[dict[str, Any]]:
         if wanted:
             rows.append(row)
     if not rows:
-        raise SettingsError(f"no setting is about {word!r}: piecework settings lists all {len(fields())}")
+        near = did_you_mean(word, [*fields(), *STRATEGIES])
+        raise SettingsError(f"no setting is about {word!r}: piecework settings lists all {len(fields())}{near}")
     return rows
 
 

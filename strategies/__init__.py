@@ -6,6 +6,8 @@ This package may import federation, planning, client_app and the packages that t
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from piecework.device_profiles.names import did_you_mean
+
 if TYPE_CHECKING:
     from piecework.planning.partition_policy import PartitionPolicy
     from piecework.strategies.base import PieceStrategy
@@ -39,10 +41,16 @@ STRATEGIES = {
 
 def find_strategy(name: str) -> "type[PieceStrategy]":
     """Return the strategy of this name, importing its module. Raises ValueError, which lists the known names."""
-    if name not in STRATEGIES:
-        raise ValueError(f"unknown strategy {name!r}: known are {', '.join(STRATEGIES)}")
+    require_strategy(name)
     found: type[PieceStrategy] = _load(STRATEGIES[name])
     return found
+
+
+def require_strategy(name: str) -> None:
+    """Raise ValueError, which lists the known names, if there is no strategy of this name."""
+    if name not in STRATEGIES:
+        known = ", ".join(STRATEGIES)
+        raise ValueError(f"unknown strategy {name!r}: known are {known}{did_you_mean(name, STRATEGIES)}")
 
 
 def find_policy(name: str) -> "type[PartitionPolicy]":

@@ -253,7 +253,10 @@ def test_bad_requests_say_what_is_allowed():
             blueprint_of(name, shape, **settings)
         return str(error.value)
 
-    assert message("resnet19") == f"model = 'resnet19' is not known: use one of {', '.join(MODELS)}"
+    assert (
+        message("resnet19")
+        == f"model = 'resnet19' is not known: use one of {', '.join(MODELS)}; did you mean 'resnet18'?"
+    )
     assert (
         message(batch_norm="layer")
         == "architecture.batch-norm = 'layer' is not known: use one of running, batch, local, group, frozen"
