@@ -1,4 +1,4 @@
 """Data sets, their conversion and their partition among clients.
 
-This package imports none of the other folders.
+This package imports only `did_you_mean` of device_profiles.
 """
