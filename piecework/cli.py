@@ -88,19 +88,7 @@ def run(
             there=bool(connection),
         )
         numbers = seeds_from(seeds, assignments, named, settings)
-        summaries = []
-        for number, seed in enumerate(numbers, start=1):
-            if len(numbers) > 1:
-                (err if as_json else out).print(
-                    f"seed {seed} ({number} of {len(numbers)})", style="bold", highlight=False
-                )
-            summaries.append(run_one(settings, seed, len(numbers) > 1, restarts, as_json, connection))
-        if len(numbers) > 1:
-            from piecework.seeds import conclusion
-
-            (err if as_json else out).print(conclusion(numbers, summaries), soft_wrap=True, highlight=False)
-            if as_json:
-                print(json.dumps(over_seeds(summaries)))
+        summaries = run_seeds(settings, numbers, restarts, as_json, connection)
         excluded = [text for summary in summaries for text in summary.get("excluded_classes", {}).values()]
         if fail_on_excluded_class and excluded:
             err.print(f"--fail-on-excluded-class: {'; '.join(dict.fromkeys(excluded))}", markup=False, soft_wrap=True)
@@ -108,16 +96,43 @@ def run(
             raise typer.Exit(FAILED)
 
 
+def run_seeds(
+    settings: Settings, seeds: list[int], restarts: int, as_json: bool, connection: Connection | None
+) -> list[dict[str, Any]]:
+    """Run each seed and return the summaries. Exits where a signal ended a run, unless it was the last one and complete."""
+    summaries: list[dict[str, Any]] = []
+    told = err if as_json else out
+    for number, seed in enumerate(seeds, start=1):
+        if len(seeds) > 1:
+            told.print(f"seed {seed} ({number} of {len(seeds)})", style="bold", highlight=False)
+        summary, ended_by = run_one(settings, seed, len(seeds) > 1, restarts, as_json, connection)
+        summaries.append(summary)
+        if ended_by and (rest := seeds[number:]):
+            err.print(f"interrupted: not run: seed {', '.join(map(str, rest))}", highlight=False)
+        if ended_by and (rest or summary["status"] != "completed"):
+            raise typer.Exit(ended_by)
+    if len(seeds) > 1:
+        from piecework.seeds import conclusion
+
+        told.print(conclusion(seeds, summaries), soft_wrap=True, highlight=False)
+        if as_json:
+            print(json.dumps(over_seeds(summaries)))
+    return summaries
+
+
 def run_one(
     settings: Settings, seed: int, several: bool, restarts: int, as_json: bool, connection: Connection | None
-) -> dict[str, Any]:
-    """Run one seed, with progress on stderr and the summary on stdout."""
+) -> tuple[dict[str, Any], int]:
+    """Run one seed, with progress on stderr and the summary on stdout.
+
+    Returns the summary, and the exit code of the signal that ended the run, or 0.
+    """
     from piecework.federation.errors import RunAbortedError, TooFewNodesError
     from piecework.launch import SuperLinkLostError, launch
     from piecework.progress import RoundProgress
     from piecework.server_app.preflight import preflight
     from piecework.server_app.run_folder import resolve_run_dir
-    from piecework.server_app.summary import STOPPED, stop_reason, summarise
+    from piecework.server_app.summary import STOPPED, summarise
 
     listen()
     name = f"{settings.run_name}-seed{seed}" if several and settings.run_name else settings.run_name
@@ -127,26 +142,26 @@ def run_one(
     if not settings.resume_from:
         settings = settings.changed({"run-name": run_dir.path.name})
     reason, ended_by, before = "", 0, run_dir.summary_version()
+    summary: dict[str, Any] | None = None
     try:
         with RoundProgress(settings.num_rounds) as progress:
-            launch(settings, run_dir, progress.update, restarts, connection)
+            summary = launch(settings, run_dir, progress.update, restarts, connection)
     except (RunAbortedError, TooFewNodesError, EngineError, SuperLinkLostError) as error:
         reason = str(error)
     except KeyboardInterrupt:
         ended_by = INTERRUPTED
     except SystemExit as error:
         ended_by = error.code if isinstance(error.code, int) else TERMINATED
-    summary = run_dir.summary() if run_dir.summary_version() != before else None
+    if run_dir.summary_version() != before:
+        summary = run_dir.summary()
     if summary is None:
-        status, why = (STOPPED, stop_reason(run_dir)) if ended_by else ("failed", reason)
-        begun = run_dir.has_begun()
-        summary = summarise(run_dir, status, why, 0.0) if begun else NO_RUN | {"status": status, "reason": why}
+        begun, status, why = run_dir.has_begun(), STOPPED if ended_by else "failed", reason or "stopped by a signal"
+        nothing = NO_RUN | {"status": status, "reason": why}
+        summary = summarise(run_dir, status, why, run_dir.seconds()) if begun else nothing
     show_run(run_dir, summary, reason, as_json)
     if summary["status"] == STOPPED:
         err.print(how_to_go_on(run_dir, connection), highlight=False, soft_wrap=True, markup=False)
-    if ended_by:
-        raise typer.Exit(ended_by)
-    return summary
+    return summary, ended_by
 
 
 def show_run(run_dir: "RunDir", summary: dict[str, Any], reason: str, as_json: bool) -> None:

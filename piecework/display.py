@@ -303,7 +303,7 @@ def how_it_ended(run_dir: RunDir, rounds: Sequence[Record]) -> tuple[str, str, f
     seconds = float(sum(record["seconds"] for record in rounds))
     if summary is None or summary["rounds"] != len(rounds):
         return "unfinished", "", seconds
-    # The summary also counts the start, but for a resumed run only the last part.
+    # The summary also counts the start, but that of an older version only the last process of a resumed run.
     return summary["status"], summary["reason"], max(summary["seconds"], seconds)
 
 

@@ -33,10 +33,12 @@ from piecework.processes import (
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.preflight import preflight
 from piecework.server_app.records import RunDir
+from piecework.server_app.recovery import find_recovery
 from piecework.server_app.rounds import run_experiment
+from piecework.server_app.run_folder import nothing_left
 from piecework.server_app.run_lock import RunLockedError, killed_writer, require_free, run_lock
 from piecework.server_app.start import say
-from piecework.server_app.summary import STOPPED, stop_reason, summarise
+from piecework.server_app.summary import how_stopped, summarise
 from piecework.training.accelerator import find_device
 from piecework.training.settings import Settings
 from piecework.training.settings.run import nested
@@ -69,11 +71,13 @@ def launch(
         find_device(settings.training.accelerator)  # the clients will run on this machine
     engines: dict[str, Engine] = {"local": run_local, "ray": run_ray, "deployment": run_deployment}
     engine = partial(run_there, connection=connection) if connection else engines[settings.engine]
-    started = time.monotonic()
+    if settings.resume_from and nothing_left(run_dir, settings, find_recovery(run_dir)):
+        return run_dir.summary() or {}
+    started, earlier = time.monotonic(), run_dir.seconds() if settings.resume_from else 0.0
     try:
         attempts(engine, settings, run_dir, on_round, restarts)
     except (KeyboardInterrupt, SystemExit):
-        note_stop(run_dir, time.monotonic() - started)
+        note_stop(run_dir, earlier + time.monotonic() - started)
         raise
     summary = run_dir.summary()
     if summary is None:
@@ -103,13 +107,15 @@ def resumed(settings: Settings, run_dir: RunDir) -> Settings:
 
 
 def note_stop(run_dir: RunDir, seconds: float) -> None:
-    """Write the summary of a run that was stopped after `seconds`, if its writer had no time to: Ray's ServerApp dies at once.
+    """Write the summary of a run that a signal ended, if its writer had no time to: Ray's ServerApp dies at once.
+
+    `seconds` is the duration of all its processes.
 
     A ServerApp that still holds the lock will write its own summary.
     """
     if (run_dir.path / "settings.toml").is_file() and run_dir.summary_version() is None:
         with suppress(RunLockedError), run_lock(run_dir.path):
-            run_dir.write_summary(summarise(run_dir, STOPPED, stop_reason(run_dir), seconds))
+            run_dir.write_summary(summarise(run_dir, *how_stopped(run_dir), seconds))
 
 
 def run_local(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:

@@ -177,6 +177,12 @@ class RunDir:
         """Return how the run ended, or None if it has not ended. Raises CheckpointError."""
         return _read_object(self.path / "summary.json")
 
+    def seconds(self) -> float:
+        """Return the seconds that all processes of the run have taken: of one that was killed, those to its last checkpoint."""
+        noted = [self.path / "summary.json", *(path / "state.json" for path in self.checkpoint_paths()[-1:])]
+        in_rounds = float(sum(record.get("seconds", 0.0) for record in self.readable_rounds()[0]))
+        return max(in_rounds, *map(_seconds_in, noted))
+
     def summary_version(self) -> tuple[int, int] | None:
         """Return a value that changes whenever a summary is written (inode, time), or None if there is no summary."""
         try:
@@ -199,6 +205,14 @@ def _round_record(line: bytes, before: int) -> dict[str, Any]:
     if record["round"] <= before:
         raise ValueError(f"round {record['round']} follows round {before}")
     return record
+
+
+def _seconds_in(path: Path) -> float:
+    """Return the `seconds` of a JSON file; 0 if it has none, is damaged, or does not exist."""
+    try:
+        return float(json.loads(path.read_text(encoding="utf-8"))["seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
@@ -273,16 +287,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def newest_run(output_dir: Path, settings_hash: str) -> Path | None:
-    """Return the run in `output_dir` with these settings that was started or resumed last, or None."""
-    found = []
-    for path in output_dir.glob("*/settings.toml"):
-        try:
-            old = Settings.from_run_config(RunDir(path.parent).settings())
-        except ValueError:
-            continue  # a run of another version cannot be resumed
-        if old.hash() == settings_hash:
-            found.append((path.stat().st_mtime, path.parent))
-    return max(found)[1] if found else None

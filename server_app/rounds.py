@@ -24,11 +24,12 @@ from piecework.server_app.rates import require_rates
 from piecework.server_app.records import RunDir
 from piecework.server_app.recovery import Recovery, find_recovery, put_aside
 from piecework.server_app.round_record import ModelEvaluation, Opening, RoundRecord, TrainingPhase, record_of
+from piecework.server_app.run_folder import COMPLETED, nothing_left
 from piecework.server_app.run_lock import run_lock
 from piecework.server_app.run_values import ends_early, first_values, note_round, resumed_values
 from piecework.server_app.served_model import ServedModel
 from piecework.server_app.start import check_coverage
-from piecework.server_app.summary import STOPPED, about_stages, stop_reason, summarise, why_empty
+from piecework.server_app.summary import about_stages, how_stopped, summarise, why_empty
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.staged import StagedStrategy
 from piecework.strategies.state import Experiment
@@ -43,6 +44,8 @@ class Run:
     """One run, new or resumed. Creating it checks the settings and writes no file."""
 
     def __init__(self, grid: Grid, settings: Settings, run_dir: RunDir) -> None:
+        self.started = time.perf_counter()
+        self.earlier = run_dir.seconds() if settings.resume_from else 0.0  # of earlier processes
         self.grid, self.settings, self.run_dir = grid, settings, run_dir
         fleet, strategy_class, self.data, blueprint = preflight(settings)
         self.recovery = find_recovery(run_dir) if settings.resume_from else Recovery(None)
@@ -70,6 +73,10 @@ class Run:
         if self.strategy.policy.attacks(settings):
             attack = image_attack(settings, self.data, settings.evaluation.attack_steps)
         self.evaluate = Evaluator(blueprint, self.data, settings.evaluation.batch_size, attack, attacked, settings.seed)
+
+    def seconds(self) -> float:
+        """Return the seconds that all processes of the run have taken so far."""
+        return self.earlier + time.perf_counter() - self.started
 
     def take_over(self) -> None:
         """Prepare the run's folder: delete the files of an earlier run, or of rounds to be repeated, and write the settings.
@@ -105,7 +112,7 @@ class Run:
         for warning in about_stages(strategy, settings, self.values["round"]):
             LOG.warning("%s", warning)
         self._leave()
-        return "completed"
+        return COMPLETED
 
     def gather(self) -> None:
         """Wait for the clients, then set up the model, which may depend on them. Raises TooFewNodesError or ValueError."""
@@ -279,6 +286,7 @@ class Run:
             "round": server_round,
             "settings": self.settings.to_run_config(),
             "strategy-state": self.strategy.state.to_values(),
+            "seconds": self.seconds(),
         }
         kept = ArrayRecord({**self.strategy.kept, **self.served.kept(self.arrays)})
         self.run_dir.save_checkpoint(self.arrays, self.values, kept)
@@ -292,24 +300,26 @@ def default_in_flight(settings: Settings) -> int:
 def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: OnRound = lambda _: None) -> None:
     """Run all rounds, and write `summary.json` however the run ends.
 
-    Raises the error that ended the run, or RunLockedError if another process is writing this run.
+    A resumed run of which nothing is left stays as it is. Raises the error that ended the run, or RunLockedError if another
+    process is writing this run.
     """
-    started = time.perf_counter()
     with ExitStack() as held:
         if settings.resume_from:
             held.enter_context(run_lock(run_dir.path))  # no other process may change the files that are read now
         run = Run(grid, settings, run_dir)  # rejects settings before any file is written
         if not settings.resume_from:
             held.enter_context(run_lock(run_dir.path))
+        if settings.resume_from and nothing_left(run_dir, settings, run.recovery):
+            return
         run.take_over()
         status, reason = "failed", ""
         try:
             status = run.run(on_round)
         except (KeyboardInterrupt, SystemExit):
-            status, reason = STOPPED, stop_reason(run_dir)
+            status, reason = how_stopped(run_dir)
             raise
         except BaseException as error:
             reason = str(error) or type(error).__name__
             raise
         finally:
-            run_dir.write_summary(summarise(run_dir, status, reason, time.perf_counter() - started))
+            run_dir.write_summary(summarise(run_dir, status, reason, run.seconds()))

@@ -1,21 +1,24 @@
-"""The folder that a run writes to: a new one with a unique name, or that of the run to resume."""
+"""The folder that a run writes to: a new one with a unique name, or that of the run to resume; whether a run is finished."""
 
+import logging
 import time
 import uuid
 from pathlib import Path
 
-from piecework.server_app.records import RunDir, newest_run
-from piecework.training.settings import Settings
+from piecework.server_app.records import CheckpointError, RunDir
+from piecework.server_app.recovery import Recovery
+from piecework.strategies import find_policy
+from piecework.training.settings import Settings, check_resume
+
+LOG = logging.getLogger("piecework")
+COMPLETED = "completed"  # status of a run whose model, and evaluation if one is due, are written
 
 
 def resolve_run_dir(settings: Settings) -> RunDir:
     """Return the folder of this run. Raises ValueError if there is no run to resume, or a new run's name is taken."""
     output_dir = Path(settings.output_dir)
     if settings.resume_from == "auto":
-        found = newest_run(output_dir, settings.hash())
-        if found is None:
-            raise ValueError(f"resume-from = 'auto': no run with these settings in {output_dir.resolve()}")
-        return RunDir(found)
+        return newest_run(output_dir, settings)
     if settings.resume_from:
         if not (Path(settings.resume_from) / "settings.toml").is_file():
             raise ValueError(f"resume-from = {settings.resume_from!r}: not the folder of a run")
@@ -36,3 +39,65 @@ def short_name(dataset: str) -> str:
     _, colon, source = dataset.partition(":")
     name = Path(source).name.removesuffix(".npz") if colon else dataset
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
+
+
+def newest_run(output_dir: Path, settings: Settings) -> RunDir:
+    """Return the run in `output_dir` with these settings that was started or resumed last, an unfinished one if there is any.
+
+    A completed run that had fewer rounds than these settings ask for is unfinished. Raises ValueError if there is no run.
+    """
+    found = []
+    for path in output_dir.glob("*/settings.toml"):
+        run_dir = RunDir(path.parent)
+        try:
+            old = Settings.from_run_config(run_dir.settings())
+        except ValueError:
+            continue  # a run of another version cannot be resumed
+        if old.hash() == settings.hash():
+            unfinished = not has_completed(run_dir) or settings.num_rounds > old.num_rounds
+            found.append((unfinished, path.stat().st_mtime, run_dir.path))
+    if not found:
+        raise ValueError(f"resume-from = 'auto': no run with these settings in {output_dir.resolve()}")
+    unfinished, _, chosen = max(found)
+    if not unfinished:
+        LOG.warning("resume-from = 'auto': every run with these settings in %s has completed", output_dir.resolve())
+    return RunDir(chosen)
+
+
+def has_completed(run_dir: RunDir) -> bool:
+    """Return whether a run's summary says that it has completed; a damaged one says nothing."""
+    try:
+        return (run_dir.summary() or {}).get("status") == COMPLETED
+    except CheckpointError:
+        return False
+
+
+def nothing_left(run_dir: RunDir, settings: Settings, recovery: Recovery) -> bool:
+    """Return whether a run has completed and is intact, and these settings ask for no more of it; then the log says so.
+
+    Raises SettingsError if a resumed run may not have these settings.
+    """
+    damaged = recovery.records_damage or recovery.damaged or recovery.unrecorded
+    model = run_dir.path / "model.safetensors"
+    if recovery.checkpoint is None or damaged or not has_completed(run_dir) or not model.is_file():
+        return False
+    check_resume(recovery.checkpoint.values["settings"], settings)
+    old = Settings.from_run_config(run_dir.settings())
+    attacked = settings.evaluation.autoattack_examples in (0, old.evaluation.autoattack_examples)
+    if settings.num_rounds > old.num_rounds or not attacked:
+        return False
+    last = run_dir.last_complete_round()
+    LOG.info(
+        "nothing was left to do in %s: it has completed, after round %s (more rounds: --rounds)", run_dir.path, last
+    )
+    return True
+
+
+def all_written(run_dir: RunDir) -> bool:
+    """Return whether a run that has begun wrote its model and the evaluation under attack if one is due, which come last.
+
+    Both are withdrawn when a run starts or resumes.
+    """
+    settings = Settings.from_run_config(run_dir.settings())
+    attacked = find_policy(settings.strategy).attacks(settings) or settings.evaluation.autoattack_examples
+    return (run_dir.path / "model.safetensors").is_file() and (not attacked or run_dir.final() is not None)

@@ -8,6 +8,7 @@ from piecework.device_profiles.profile import is_limit
 from piecework.federation.reports import ClientReport
 from piecework.server_app.failures import excluded_classes, failures
 from piecework.server_app.records import RunDir
+from piecework.server_app.run_folder import COMPLETED, all_written
 from piecework.strategies.base import PieceStrategy
 from piecework.training.settings import Settings
 
@@ -57,10 +58,12 @@ def why_empty(record: dict[str, Any], settings: Settings) -> str:
     return "\n".join(lines)
 
 
-def stop_reason(run_dir: RunDir) -> str:
-    """Return the reason of a run that was stopped by a signal, with its last complete round."""
+def how_stopped(run_dir: RunDir) -> tuple[str, str]:
+    """Return status and reason of a run that a signal ended: completed if that came after all was written."""
+    if all_written(run_dir):
+        return COMPLETED, ""
     last = run_dir.last_complete_round()
-    return f"stopped by a signal, {f'after round {last}' if last else 'before its first round was complete'}"
+    return STOPPED, f"stopped by a signal, {f'after round {last}' if last else 'before its first round was complete'}"
 
 
 def about_stages(strategy: PieceStrategy, settings: Settings, last_round: int) -> list[str]:
@@ -111,7 +114,7 @@ def best_round(rounds: Iterable[dict[str, Any]], final: dict[str, Any] | None = 
 
 
 def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict[str, Any]:
-    """Return the content of `summary.json` from the round records; `seconds` is the duration of this start of the run."""
+    """Return the content of `summary.json` from the round records; `seconds` is the duration of all processes of the run."""
     rounds = run_dir.rounds()
     clients = [client for record in rounds for client in record["clients"]]
     enforced = all(record["enforced"] for record in rounds)

@@ -14,12 +14,10 @@ from piecework.server_app import records
 from piecework.server_app.records import (
     CheckpointError,
     RunDir,
-    newest_run,
     read_arrays,
     read_checkpoint,
     write_atomically,
 )
-from piecework.training.settings import SettingsError
 
 
 def arrays(value: float = 0.5) -> ArrayRecord:
@@ -239,23 +237,3 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert path.read_bytes() == b"old"
     write_atomically(path, b"new")
     assert path.read_bytes() == b"new"
-
-
-def test_the_newest_run_with_these_settings(tmp_path: Path) -> None:
-    import os
-
-    wanted, others = tiny_settings(seed=1), tiny_settings(seed=2)
-    for age, (name, settings) in enumerate([("c", wanted), ("a", wanted), ("b", others)]):
-        run = RunDir(tmp_path / name)
-        run.create(settings)
-        os.utime(run.path / "settings.toml", (1000 + age, 1000 + age))
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "settings.toml").write_text("lr = [")
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "settings.toml").write_text("no-longer-known = 1\n")
-    assert newest_run(tmp_path, wanted.hash()) == tmp_path / "a"
-    assert newest_run(tmp_path, others.hash()) == tmp_path / "b"
-    assert newest_run(tmp_path, tiny_settings(seed=3).hash()) is None
-    assert newest_run(tmp_path / "nowhere", wanted.hash()) is None
-    with pytest.raises(SettingsError):
-        tiny_settings(no_longer_known=1)

@@ -15,11 +15,9 @@ from helpers import (
     model_of,
     run_local,
     same,
-    tiny_settings,
 )
 
 from piecework.server_app.records import RunDir
-from piecework.server_app.run_folder import resolve_run_dir
 from piecework.training.settings import SettingsError
 
 HERE = Path(__file__).resolve().parent
@@ -87,15 +85,6 @@ def test_what_clients_remember_matters(tmp_path: Path, what: str) -> None:
     assert not same(model_of(unbroken), model_of(resumed))
 
 
-def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
-    run = run_local(tmp_path, num_rounds=2, strategy="fedavg", **TRIO)
-    before, records = model_of(run), run.rounds_file.read_bytes()
-    run_local(tmp_path, num_rounds=2, resume_from=str(run.path), strategy="fedavg", **TRIO)
-    assert same(before, model_of(run))
-    assert run.rounds_file.read_bytes() == records
-    assert run.summary()["status"] == "completed"
-
-
 def test_a_resumption_with_other_settings_is_refused_and_leaves_the_run_alone(tmp_path: Path) -> None:
     run = run_local(tmp_path)
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
@@ -115,17 +104,6 @@ def test_a_new_run_of_an_old_name_does_not_take_the_old_ones_place_back(tmp_path
     assert [path.name for path in sorted(new.checkpoints.iterdir())] == ["round-00001"]
     resumed = run_local(tmp_path, num_rounds=2, seed=3, resume_from=str(new.path), **settings)
     assert same(model_of(resumed), model_of(run_local(tmp_path / "other", num_rounds=2, seed=3, **settings)))
-
-
-def test_resume_from_auto_takes_the_run_with_these_settings(tmp_path: Path) -> None:
-    run_local(tmp_path, run_name="one", seed=1, strategy="fedavg")
-    run_local(tmp_path, run_name="two", seed=2, strategy="fedavg")
-    settings = tiny_settings(seed=1, strategy="fedavg", num_rounds=3, resume_from="auto", output_dir=str(tmp_path))
-    assert resolve_run_dir(settings).path == tmp_path.resolve() / "one"
-    with pytest.raises(ValueError, match="no run with these settings"):
-        resolve_run_dir(tiny_settings(seed=3, resume_from="auto", output_dir=str(tmp_path)))
-    with pytest.raises(ValueError, match="not the folder of a run"):
-        resolve_run_dir(tiny_settings(resume_from=str(tmp_path), output_dir=str(tmp_path)))
 
 
 KILLED = MUTUAL | {"architecture__batch_norm": "local", "num_rounds": 3}

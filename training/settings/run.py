@@ -101,7 +101,9 @@ class Settings(Table):
     output_dir: str = setting("runs", "folder in which each run gets a folder of its own")
     run_name: str = setting("", "name of that folder; empty = strategy, data set, seed and time")
     state_dir: str = setting("", "folder of the clients' stores; empty = RUN/clients")
-    resume_from: str = setting("", "a run's folder, or auto = the newest run in output-dir with these settings")
+    resume_from: str = setting(
+        "", "a run's folder, or auto = the newest unfinished run in output-dir with these settings"
+    )
 
     data: DataSettings = DataSettings()
     architecture: ArchitectureSettings = ArchitectureSettings()
