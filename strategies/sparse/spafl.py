@@ -16,7 +16,8 @@ Clients evaluate their own models, so evaluation is personal.
 Ours: thresholds are sent with their last change, because a client that missed the last round cannot know it. The constant that
 the batch norm of a pruned filter would still output is masked with the filter (not in the authors' code, which
 `spafl.silent-norms = false` restores). Pixels are normalised, which the paper does not mention (the authors' range from 0 to
-255: `data.pixel-scale = raw`). With `spafl.target-density`, alpha adapts to the density (the paper cannot control sparsity).
+255: `data.pixel-scale = raw`). Thresholds stay in [0, 1], as the paper says (not in the authors' code, nor with
+`spafl.clamp-thresholds = false`). With `spafl.target-density`, alpha adapts to the density (the paper cannot control sparsity).
 """
 
 import math
@@ -210,6 +211,7 @@ class SpaFL(PieceStrategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Aggregate the replies, and keep the previous thresholds, from which the next change is computed."""
         self.masks, self.restarted, self.lost, self.density = {}, [], [], None
+        self.state.norms = {}  # of earlier rounds, in which alpha was another
         arrays, metrics = super().aggregate_train(server_round, replies)
         self.kept = ArrayRecord({THRESHOLDS: self.dispatcher.arrays[THRESHOLDS]})
         self.tau = (arrays or self.dispatcher.arrays)[THRESHOLDS].numpy()
@@ -220,10 +222,13 @@ class SpaFL(PieceStrategy):
     def check(
         self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, maximum: Callable[[], float]
     ) -> CheckedUpdate:
-        """Check that thresholds are from 0 to 1. This bounds their movement, so norms need no limits.
+        """Check the thresholds: clamped ones are from 0 to 1, which bounds their movement, so norms need no limits.
 
-        Raises UpdateRejectedError.
+        Thresholds that are not clamped may leave [0, 1]. How far they move is compared with the other updates of the round.
+        `maximum`, which is relative to the first thresholds, does not apply, because these are 0. Raises UpdateRejectedError.
         """
+        if not self.settings.spafl.clamp_thresholds:
+            return super().check(arrays, metrics, task, limits, lambda: math.inf)
         update = super().check(arrays, metrics, task, {}, lambda: math.inf)
         found = update.arrays[THRESHOLDS]
         if found.min() < 0 or found.max() > 1:
