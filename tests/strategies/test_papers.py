@@ -7,10 +7,29 @@ from pathlib import Path
 
 import pytest
 
+from piecework.settings_list import setting_rows
 from piecework.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPERS = ("fedepth", "fedprophet", "prism", "profl", "spafl")
+EQUATIONS = re.compile(r"Eqs?\. (\d+(?:(?:, | and | to )\d+)*)")
+# Read in the papers: (9) the loss with strong convexity, (11) epsilon from the measured movement, (12) alpha's steps, (14) memory,
+# (15) FLOPs; SpaFL's (13) moves the weights of a filter whose threshold changed.
+OF_SETTINGS = {
+    "fedprophet.convexity": "9",
+    "fedprophet.aux-pool": "9",
+    "fedprophet.apa": "11 and 12",
+    "fedprophet.apa-bound": "12",
+    "fedprophet.dma": "14 and 15",
+    "spafl.importance-update": "13",
+}
+OF_ALGORITHMS = {
+    "fedepth": {"ClientUpdate": "1"},
+    "fedprophet": {"adjusts epsilon": "11, 12", "assigns M_k": "14, 15", "train {m .. M_k}": "9, 13", "aggregates": "16, 17"},
+    "prism": {"I_c": "2", "LocalTrain": "6", "aggregate": "5"},
+    "profl": {"Eq. 1": "1"},
+    "spafl": {"move the weights": "13", "lines 8 to 10": "3 to 6, 9, 11, 12", "new thresholds": "7"},
+}
 PLACE = re.compile(r"([\w/]+\.py): ([\w., ]+)")
 
 
@@ -35,6 +54,19 @@ def test_where_a_papers_algorithm_is(name: str) -> None:
     for file, names in places:
         (path,) = [*(ROOT / "strategies").glob(f"**/{file}")] or [ROOT / file]
         assert set(names.split(", ")) <= defined(path), f"{name}: {file}"
+
+
+def test_settings_name_the_papers_equations() -> None:
+    named = {row["key"]: EQUATIONS.findall(row["meaning"]) for row in setting_rows()}
+    assert {key: found for key, found in named.items() if found} == {key: [n] for key, n in OF_SETTINGS.items()}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_algorithms_name_the_papers_equations(name: str) -> None:
+    table = docstring_of(name).split("\n\n")[2]
+    assert EQUATIONS.findall(table) == [*OF_ALGORITHMS[name].values()]
+    places = [table.index(words) for words in OF_ALGORITHMS[name]]
+    assert places == sorted(places)
 
 
 @pytest.mark.parametrize("name", [*STRATEGIES])

@@ -52,7 +52,7 @@ class FedProphetSettings(Table):
         "R_min, memory that modules are cut for: 60MB, or 0.2x of the whole model's attacked step; empty = the fleet's minimum",
         FEDPROPHET,
     )
-    convexity: NonNegative = setting(1e-5, "mu, weight of strong convexity (Eq. 8)")
+    convexity: NonNegative = setting(1e-5, "mu, weight of strong convexity (Eq. 9)")
     feature_norm: Literal["l2", "linf"] = setting("l2", "the norm of the ball around features", FEDPROPHET)
     stage_rounds: Count = setting(0, "maximum rounds of a stage; 0 = num-rounds of the first start / stages")
     stage_patience: Count = setting(50, "a stage ends after this many rounds without a better score; 0 = off")
@@ -70,7 +70,7 @@ class FedProphetSettings(Table):
     validation_clients: Literal["all", "round"] = setting(
         "all", "who validates the new model: all clients, or those of the round"
     )
-    apa: bool = setting(True, "Adaptive Perturbation Adjustment (Eqs. 12 and 13)", FEDPROPHET)
+    apa: bool = setting(True, "Adaptive Perturbation Adjustment (Eqs. 11 and 12)", FEDPROPHET)
     apa_start: NonNegative = setting(0.3, "alpha at the beginning of a stage", FEDPROPHET)
     apa_step: NonNegative = setting(0.1, "Delta alpha, the step by which alpha changes", ADJUSTED)
     apa_margin: Fraction = setting(0.05, "gamma, margin of the ratio of accuracies", ADJUSTED)
@@ -80,7 +80,7 @@ class FedProphetSettings(Table):
     apa_bound: Literal["start", "none"] = setting(
         "start", "lower bound of alpha: apa-start, or none (Eq. 12 as written, by which alpha may fall to 0)", ADJUSTED
     )
-    dma: bool = setting(True, "Differentiated Module Assignment (Eq. 15)", FEDPROPHET)
+    dma: bool = setting(True, "Differentiated Module Assignment (Eqs. 14 and 15)", FEDPROPHET)
 
 
 class ProFLSettings(Table):
