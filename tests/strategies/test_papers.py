@@ -13,8 +13,8 @@ from piecework.strategies import STRATEGIES
 ROOT = Path(__file__).resolve().parents[2]
 PAPERS = ("fedepth", "fedprophet", "prism", "profl", "spafl")
 EQUATIONS = re.compile(r"Eqs?\. (\d+(?:(?:, | and | to )\d+)*)")
-# Read in the papers: (9) the loss with strong convexity, (11) epsilon from the measured movement, (12) alpha's steps, (14) memory,
-# (15) FLOPs; SpaFL's (13) moves the weights of a filter whose threshold changed.
+# Read in the papers: (9) is the loss with strong convexity, (11) epsilon from the measured movement, (12) alpha's steps, (14)
+# memory, (15) FLOPs; SpaFL's (13) moves the weights of a filter whose threshold changed.
 OF_SETTINGS = {
     "fedprophet.convexity": "9",
     "fedprophet.aux-pool": "9",
@@ -25,7 +25,12 @@ OF_SETTINGS = {
 }
 OF_ALGORITHMS = {
     "fedepth": {"ClientUpdate": "1"},
-    "fedprophet": {"adjusts epsilon": "11, 12", "assigns M_k": "14, 15", "train {m .. M_k}": "9, 13", "aggregates": "16, 17"},
+    "fedprophet": {
+        "adjusts epsilon": "11, 12",
+        "assigns M_k": "14, 15",
+        "train {m .. M_k}": "9, 13",
+        "aggregates": "16, 17",
+    },
     "prism": {"I_c": "2", "LocalTrain": "6", "aggregate": "5"},
     "profl": {"Eq. 1": "1"},
     "spafl": {"move the weights": "13", "lines 8 to 10": "3 to 6, 9, 11, 12", "new thresholds": "7"},
