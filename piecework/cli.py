@@ -4,7 +4,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -334,11 +334,11 @@ def clean(
         )
 
 
-def main() -> None:
-    """Run the console script."""
-    run_app: Callable[[], Any] = app
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line, by default with the arguments of this process: the console script, or a script of one's own."""
+    run_app: Callable[[Sequence[str] | None], Any] = app
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that started processes are stopped
-    run_app()
+    run_app(arguments)
 
 
 if __name__ == "__main__":

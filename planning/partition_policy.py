@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, final
 
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState, allowance
@@ -56,6 +56,14 @@ class PartitionPolicy(ABC):
     moving: ClassVar[bool] = False  # whether sub-models change their channels or nets from round to round
     when_excluded: ClassVar[str] = "excluded"
     untrained: ClassVar[Literal["random", "cut off", "distilled"]] = "random"
+
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError for a class that overrides `part`, whose costs would forget micro-batches and recomputation."""
+        super().__init_subclass__()
+        if "part" in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} overrides `part`, which adds the step of `memory.fit`: override `plain_part`"
+            )
 
     def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, smallest: int = 0) -> None:
         self.blueprint, self.cost_model, self.settings, self.smallest = blueprint, cost_model, settings, smallest
@@ -161,12 +169,16 @@ class PartitionPolicy(ABC):
         """
         return self.with_smallest(minimum)
 
+    @final
     def part(self, item: WorkItem) -> Part:
-        """Return the part that a work item trains."""
-        return replace(self._part(item.plain), micro_batch=item.micro_batch, recompute=item.recompute)
+        """Return the part that a work item trains, with the step that it names: that of `plain_part`, in this step."""
+        return replace(self.plain_part(item.plain), micro_batch=item.micro_batch, recompute=item.recompute)
 
-    def _part(self, item: WorkItem) -> Part:
-        """Return the part that an item with a plain step trains; by default its atoms of the server's model with their head."""
+    def plain_part(self, item: WorkItem) -> Part:
+        """Return the part that an item with a plain step trains; by default its atoms of the server's model with their head.
+
+        Strategies whose loss, model or head is another one override this method.
+        """
         return Part(self.model, item.atoms, item.head)
 
     @cached_property

@@ -25,9 +25,16 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from piecework.device_profiles.profile import usable_cpus
+from piecework.federation.errors import RunAbortedError
 
 SERVER = 1
 FIRST_NODE = 2  # client i is node FIRST_NODE + i
+READY = b"ready"  # what a worker sends when it has started
+NEVER_READY = (
+    "a worker process ended with exit code {} before it could train; what it printed stands above. Each worker imports the "
+    'script that starts the run, which must therefore start it under `if __name__ == "__main__":`. With workers = 1 the run '
+    "trains in its own process"
+)
 LOG = logging.getLogger("piecework")
 
 
@@ -78,6 +85,7 @@ def work(connection: Connection, run_config: Mapping[str, Any], clients: int, no
     """Run a worker process: answer messages until the other end of the connection is closed."""
     identify(SERVER)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends its workers
+    connection.send_bytes(READY)
     while True:
         try:
             message = [connection.recv_bytes()]
@@ -107,6 +115,7 @@ class LocalGrid(Grid):
         self._done: dict[str, Message] = {}
         self._busy: dict[Connection, tuple[str, bytes]] = {}
         self._workers: dict[Connection, BaseProcess] = {}
+        self._starting: set[Connection] = set()
         for _ in range(workers if workers > 1 else 0):
             self._start_worker()
 
@@ -118,6 +127,7 @@ class LocalGrid(Grid):
             process.start()
         theirs.close()
         self._workers[ours] = process
+        self._starting.add(ours)
 
     def close(self) -> None:
         """Terminate the workers."""
@@ -126,6 +136,7 @@ class LocalGrid(Grid):
             process.terminate()
             process.join()
         self._workers.clear()
+        self._starting.clear()
 
     def __enter__(self) -> "LocalGrid":
         return self
@@ -164,7 +175,10 @@ class LocalGrid(Grid):
         return identifiers
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Block until the oldest of these messages is answered, and return its reply."""
+        """Block until the oldest of these messages is answered, and return its reply.
+
+        Raises RunAbortedError if a worker cannot start. One that dies later is replaced, and its client's reply is an error.
+        """
         wanted = set(message_ids)
         oldest = next((identifier for identifier in self._order if identifier in wanted), None)
         if oldest is None:
@@ -190,7 +204,7 @@ class LocalGrid(Grid):
         self._done[identifier] = pickle.loads(answer([data], *self._arguments))  # noqa: S301
 
     def _feed(self) -> None:
-        for connection in [c for c in self._workers if c not in self._busy]:
+        for connection in [c for c in self._workers if c not in self._busy and c not in self._starting]:
             if self._waiting:
                 identifier, data = self._waiting.popleft()
                 try:
@@ -200,14 +214,27 @@ class LocalGrid(Grid):
                     self._done[identifier] = self._replace(connection, data)
 
     def _collect(self) -> None:
-        for ready in wait(list(self._busy)):
+        for ready in wait([*self._busy, *self._starting]):
             assert isinstance(ready, Connection)
+            if ready in self._starting:
+                self._greet(ready)
+                continue
             identifier, data = self._busy.pop(ready)
             try:
                 self._done[identifier] = pickle.loads(ready.recv_bytes())  # noqa: S301
             except (EOFError, ConnectionResetError):
                 self._done[identifier] = self._replace(ready, data)
         self._feed()
+
+    def _greet(self, connection: Connection) -> None:
+        """Take in a worker that has started. Raises RunAbortedError if it died instead: the next one would die like it."""
+        try:
+            connection.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            process = self._workers[connection]
+            process.join()
+            raise RunAbortedError(NEVER_READY.format(process.exitcode)) from None
+        self._starting.discard(connection)
 
     def _replace(self, connection: Connection, data: bytes) -> Message:
         """Replace a worker that died, and return an error as the reply of its client."""

@@ -69,7 +69,7 @@ class DepthFLPolicy(PartitionPolicy):
         """Return the work item that trains the first `depth` blocks with their exits."""
         return item_of_depth(self.model, self.variant, depth)
 
-    def _part(self, item: WorkItem) -> Part:
+    def plain_part(self, item: WorkItem) -> Part:
         """Return the blocks and exits that a work item trains, with DepthFL's loss."""
         depth = next(d for d in range(1, len(self.blocks) + 1) if self.depth(d) == item)
         name = "the whole model" if depth == len(self.blocks) else "block 1" if depth == 1 else f"blocks 1 to {depth}"

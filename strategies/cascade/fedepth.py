@@ -57,7 +57,7 @@ class FeDepthPolicy(PartitionPolicy):
         """Return the sub-problem of a block, that is the work item that trains it."""
         return sub_problem(self.blueprint, self.settings, atoms, own_heads=self.exits)
 
-    def _part(self, item: WorkItem) -> Part:
+    def plain_part(self, item: WorkItem) -> Part:
         """Return a sub-problem's part: a block with its head, a block in the whole network, or models that learn mutually."""
         kind = self.settings.fedepth.mutual_loss
         if item.copies > 1:

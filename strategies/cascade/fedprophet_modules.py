@@ -42,7 +42,7 @@ class FedProphetPolicy(PartitionPolicy):
         """Return the work item that trains these atoms with their auxiliary head, or at the end with the model's own head."""
         return module_item(self.model, atoms)
 
-    def _part(self, item: WorkItem) -> Part:
+    def plain_part(self, item: WorkItem) -> Part:
         """Return the modules that a work item trains, with the strongly convex loss (Eq. 9)."""
         return Part(self.model, item.atoms, item.head, make_loss=module_loss(self.settings.fedprophet.convexity))
 

@@ -167,7 +167,7 @@ class ProFLPolicy(PartitionPolicy):
         """Return the basic layers of block t (from 2) and of all later blocks."""
         return student_atoms(self.model, t)
 
-    def _part(self, item: WorkItem) -> Part:
+    def plain_part(self, item: WorkItem) -> Part:
         """Return the atoms with theta_L; if the first atom is a basic layer, they are a student in a map."""
         piece = item.atoms
         if piece == OUTPUT_LAYER:

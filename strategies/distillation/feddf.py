@@ -116,7 +116,7 @@ class FamilyPolicy(PartitionPolicy):
         """Return the work item that trains all of a model of the family."""
         return WorkItem(tuple(range(len(self.models[level].atoms))), variant=self.variant_of(level))
 
-    def _part(self, item: WorkItem) -> Part:
+    def plain_part(self, item: WorkItem) -> Part:
         """Return all of a model of the family."""
         model = self.models[self.names.index(item.variant.architecture or self.names[0])]
         return Part(model, item.atoms, name=model.name)

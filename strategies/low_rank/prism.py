@@ -96,7 +96,7 @@ class PriSMPolicy(HeteroFLPolicy):
         """Return the numbers of values in the sub-model's arrays, sent down and up."""
         return PartitionPolicy.values(self, parts)
 
-    def _part(self, item: WorkItem) -> Part:
+    def plain_part(self, item: WorkItem) -> Part:
         """Return all of a sub-model, with the regulariser of Eq. 6 in its loss."""
         return Part(
             self.models[self.levels[item.variant]],

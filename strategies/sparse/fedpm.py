@@ -50,7 +50,7 @@ class FedPMPolicy(FedAvgPolicy):
         """The run's model with a score for each weight."""
         return Variant(scores=self.settings.fedpm.straight_through, seed=self.settings.seed)
 
-    def _part(self, item: WorkItem) -> Part:
+    def plain_part(self, item: WorkItem) -> Part:
         """Return the part that trains all scores of the model."""
         return Part(self.model, item.atoms, name="the scores of the whole model", piece_class=ScoredModel)
 

@@ -60,7 +60,7 @@ class SpaFLPolicy(PartitionPolicy):
         own = self.settings.spafl
         return Variant(thresholds=own.straight_through, silent=own.silent_norms, clamped=own.clamp_thresholds)
 
-    def _part(self, item: WorkItem) -> Part:
+    def plain_part(self, item: WorkItem) -> Part:
         """Return the masked model. Raises ValueError if no layer can be masked."""
         name = "the whole model, masked"
         return Part(self.model, item.atoms, make_loss=sparse_loss(1.0), name=name, piece_class=SparseModel)

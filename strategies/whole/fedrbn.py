@@ -54,7 +54,7 @@ class FedRBNPolicy(Swapping):
 
     adversarial = "always"
 
-    def _part(self, item: WorkItem) -> Part:
+    def plain_part(self, item: WorkItem) -> Part:
         """Return the whole model, which a `clean` item trains on clean examples and others on adversarial ones."""
         weight = self.settings.fedrbn.clean_weight
         if item.clean:

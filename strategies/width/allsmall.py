@@ -65,9 +65,9 @@ class AllSmallPolicy(FedAvgPolicy):
             )
         return policy
 
-    def _part(self, item: WorkItem) -> Part:
+    def plain_part(self, item: WorkItem) -> Part:
         """Return all atoms of the narrow model."""
-        return replace(super()._part(item), name=f"{self.width:.4g} of the channels")
+        return replace(super().plain_part(item), name=f"{self.width:.4g} of the channels")
 
     @property
     def variant(self) -> Variant:

@@ -76,7 +76,7 @@ class FjORDPolicy(HeteroFLPolicy):
         """Return how many narrower nets a client trains beside the net of ratio number `level`."""
         return len(self.ratios) - level - 1 if self.settings.fjord.sampling == "batch" else 0
 
-    def _part(self, item: WorkItem) -> Part:
+    def plain_part(self, item: WorkItem) -> Part:
         """Return a sub-model for a step that trains all of it."""
         return self.step(self.levels[item.variant], 0)
 
@@ -84,7 +84,7 @@ class FjORDPolicy(HeteroFLPolicy):
         """Return a sub-model for a step that trains its net number `drawn`: 0 is all of it, the others are narrower."""
         widths = tuple(self.models[level + 1 :][: self.nested(level)])
         loss = nested_loss(widths, self.distils, drawn)
-        return replace(super()._part(self.sub_model(level)), make_loss=loss)
+        return replace(super().plain_part(self.sub_model(level)), make_loss=loss)
 
     def bytes(self, item: WorkItem) -> int:
         """Return the bytes of the most expensive step. A narrow net takes less itself, but may copy parts of the arrays."""

@@ -118,7 +118,7 @@ class HeteroFLPolicy(PartitionPolicy):
         """Whether sub-models divide the outputs of layers by their width (HeteroFL's Scaler)."""
         return self.scales and self.settings.heterofl.scaler
 
-    def _part(self, item: WorkItem) -> Part:
+    def plain_part(self, item: WorkItem) -> Part:
         """Return all of a sub-model, with the Scaler and the class mask in its loss."""
         level = self.levels[item.variant]
         ratio, model = self.ratios[level], self.models[level]

@@ -67,7 +67,7 @@ class SplitMixPolicy(PartitionPolicy):
         variant = self.variant_of(nets)
         return WorkItem(tuple(range(len(self.mixes[len(variant.nets) - 1].atoms))), variant=variant)
 
-    def _part(self, item: WorkItem) -> Part:
+    def plain_part(self, item: WorkItem) -> Part:
         """Return the base nets of a work item."""
         count = len(item.variant.nets)
         name = f"{count} base nets" if count > 1 else "a base net"

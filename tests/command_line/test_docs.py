@@ -7,10 +7,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-from helpers import TRIO, clients_of, run_local
+from helpers import TRIO, clients_of, fleet_json, run_local
 from typer.testing import CliRunner
 
 import piecework
@@ -47,57 +48,71 @@ def test_the_fleet_in_the_documents_loads(tmp_path: Path) -> None:
     assert [device.name for device in load_fleet(str(tmp_path / "mine.toml")).devices] == ["pi"]
 
 
-OWN = ("my_fedprox", "my_fedprox_server")
+SCRIPTS = ("run_fedprox", "run_half", "run_all")
+MODULES = ("my_fedprox", "my_fedprox_server", "my_half", "my_model", "my_data")
 
 
 def python_blocks(name: str) -> list[tuple[str, str]]:
     """The code blocks of docs/extend.md that begin with a comment like this name, by the part of it in brackets."""
     text = (ROOT / "docs" / "extend.md").read_text("utf-8")
-    return re.findall(rf"```python\n# {name}\n(.*?)```", text, re.DOTALL)
+    return re.findall(rf"```(?:python|toml)\n# {name}\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, object]]:
-    """The code of docs/extend.md, run block by block in a folder of its own; the names that it leaves."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    blocks = python_blocks(r"(\w+)\.py")
-    assert [name for name, _ in blocks] == [
-        *OWN,
-        "run_fedprox",
-        "my_half",
-        "run_half",
-        "my_model",
-        "my_data",
-        "run_all",
-    ]
-    scope: dict[str, object] = {}
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the files of docs/extend.md, of which the modules can be imported and the strategies are registered."""
+    folder = tmp_path / "page"
+    folder.mkdir()
+    for name, code in python_blocks(r"(\w+\.(?:py|toml))"):
+        (folder / name).write_text(code, encoding="utf-8")
+    names = {path.stem for path in folder.glob("*.py")}
+    assert names == {*SCRIPTS, *MODULES}
+    monkeypatch.syspath_prepend(str(folder))
     try:
-        for name, code in blocks:
-            Path(f"{name}.py").write_text(code, encoding="utf-8")
-            exec(compile(code, f"{name}.py", "exec"), scope)
-        yield scope
+        for script in SCRIPTS:
+            import_module(script)
+        yield folder
     finally:
         for added in ("fedprox", "half", "mlp"):
             for registry in (TRAINERS, STRATEGIES, MODELS):
                 registry.pop(added, None)
-        for name in (*OWN, "my_half"):
+        for name in names:
             sys.modules.pop(name, None)
 
 
-def test_add_your_own(tmp_path: Path, page: dict[str, object]) -> None:
-    settings = page["settings"]
-    assert isinstance(settings, dict)
-    changes = {key.replace("-", "_"): value for key, value in settings.items()}
-    run_dir = run_local(
-        tmp_path, num_rounds=3, clients_per_round=4, training__local_epochs=3, training__batch_size=8, **changes
-    )
-    last = run_dir.rounds()[-1]
-    assert last["accuracy"] > 0.9
-    assert all(client["measured_peak"] <= client["predicted_peak"] for client in last["clients"])
+@pytest.mark.processes
+def test_a_user_does_what_the_page_says(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes outside the repository, with workers, which get the strategy from the script."""
+    monkeypatch.delenv("PIECEWORK_DATA", raising=False)
+    few = [f"--set={text}" for text in ("num-rounds=1", "workers=2", "training.lr=0.5", "run-name=run")]
+    subprocess.run([sys.executable, "my_data.py"], cwd=page, check=True)
+    call = [sys.executable, "run_all.py", *few]
+    done = subprocess.run(call, cwd=page, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^round 1/1 +accuracy \d+", done.stderr, re.MULTILINE)
+    assert re.search(r"^status +completed", done.stdout, re.MULTILINE)
+    run = RunDir(page / "runs" / "run")
+    (record,) = run.rounds()
+    assert record["accuracy"] > 0.5  # of three classes
+    for client in record["clients"]:
+        assert client["status"] == "ok"
+        assert client["measured_peak"] <= client["predicted_peak"]
 
 
-def test_a_model_reshaped_by_a_policy_is_the_narrower_model(tmp_path: Path, page: dict[str, object]) -> None:
+def test_a_strategy_of_ones_own_fits_its_step(tmp_path: Path, page: Path) -> None:
+    """The task lists the steps of `memory.fit` with the strategy's own loss: a client that has memory for one trains."""
+    asked = TRIO | {"strategy": "fedprox", "training__local_iterations": 1, "memory__fit": "recompute"}
+    for client in clients_of(run_local(tmp_path, fleet=fleet_json(board=1_100_000), **asked)):
+        assert (client["status"], client["step"]) == ("ok", "recomputes 4 atoms")
+        assert client["measured_peak"] <= client["predicted_peak"] <= 1_100_000
+
+
+def test_a_policy_that_overrides_part_is_told_its_hook() -> None:
+    with pytest.raises(TypeError, match=r"Mine overrides `part`.*: override `plain_part`"):
+        type("Mine", (FedAvgPolicy,), {"part": FedAvgPolicy.plain_part})
+
+
+def test_a_model_reshaped_by_a_policy_is_the_narrower_model(tmp_path: Path, page: Path) -> None:
     """What half of the channels are and cost is FedAvg's at width 0.5."""
     asked = TRIO | {"fleet": "unlimited", "num_rounds": 1, "training__local_iterations": 3}
     half = run_local(tmp_path / "half", strategy="half", **asked)
@@ -174,7 +189,7 @@ def test_add_a_strategy_and_its_setting_to_the_repository(tmp_path: Path) -> Non
 
 
 def test_a_strategy_of_ones_own_does_what_the_settings_ask(
-    tmp_path: Path, page: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its proximal term FedProx is FedAvg: also on adversarial examples, and in so many batches."""
     monkeypatch.setattr("my_fedprox.MU", 0.0)

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -390,3 +392,24 @@ def test_clients_0_takes_who_is_there(tmp_path: Path) -> None:
     with LocalGrid(4, settings.to_run_config()) as grid:
         run_experiment(grid, settings, run_dir)
     assert [c["client"] for c in clients_of(run_dir)] == [0, 1, 2, 3]
+
+
+class DeadAtOnce:
+    """A context of multiprocessing whose processes end as soon as they start, as those of a script without a guard do."""
+
+    Pipe = staticmethod(Pipe)
+    exitcode = 1
+
+    def Process(self, **_: Any) -> "DeadAtOnce":
+        return self
+
+    def start(self) -> None: ...
+    def join(self) -> None: ...
+    def terminate(self) -> None: ...
+
+
+def test_workers_that_cannot_start_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for clients, and says which line may be missing."""
+    monkeypatch.setattr("piecework.server_app.local_grid.multiprocessing.get_context", lambda _: DeadAtOnce())
+    with pytest.raises(RunAbortedError, match=r'exit code 1 before it could train.*under `if __name__ == "__main__":`'):
+        run_local(tmp_path, strategy="fedavg", workers=2, **TRIO)
