@@ -130,10 +130,12 @@ def judged(
         meaning = {"distilled": "the server trains the whole model by distillation", "cut off": "the model ends there"}
         return Finding("note" if policy.untrained == "distilled" else "warning", f"{said}: {meaning[policy.untrained]}")
     if (widest := max(row["channels"] for row in rows)) < 1:
-        return Finding(
-            "warning",
-            f"no client can train more than {widest:.4g} of the channels; the other channels keep their random initial weights",
+        rest = (
+            "the others are 0 in the model that is evaluated and saved, which is a narrow network"
+            if policy.zeroed
+            else "the other channels keep their random initial weights"
         )
+        return Finding("warning", f"no client can train more than {widest:.4g} of the channels; {rest}")
     return of_micro_batches(policy, trainers)
 
 

@@ -45,6 +45,7 @@ class PartitionPolicy(ABC):
     `caveat` is a remark that advice adds to the strategy's figures.
     `untrained`: how a part of the model that no client trains ends up. It keeps its initial weights ("random"), or the trained
     model ends before it ("cut off"), or the server trains it by distillation ("distilled").
+    `zeroed`: channels that no client trains are 0 in the model that is evaluated and saved; otherwise they stay random.
     """
 
     cuts: ClassVar[bool] = False
@@ -53,6 +54,7 @@ class PartitionPolicy(ABC):
     exits: ClassVar[bool] = False
     adversarial: ClassVar[Literal["never", "optional", "always"]] = "never"
     caveat: ClassVar[str] = ""
+    zeroed: ClassVar[bool] = False
     moving: ClassVar[bool] = False  # whether sub-models change their channels or nets from round to round
     when_excluded: ClassVar[str] = "excluded"
     untrained: ClassVar[Literal["random", "cut off", "distilled"]] = "random"

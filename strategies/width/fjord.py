@@ -6,7 +6,8 @@ p_max is the largest of `heterofl.width-ratios` whose step fits the client, or t
 client receives the first p_max C of the C channels of every layer. Its trainer also trains the nets of all smaller ratios,
 which lie within these channels. Batch norms have a scale and a shift for each ratio (`fjord.norms = shared`: the narrower nets
 use the first entries of the widest one's). Each entry is averaged over the clients that had it, weighted by examples, as in
-FjORD's nested aggregation.
+FjORD's nested aggregation. The paper's fleets have clients of full width. In one without, the server's model would have
+channels of random weights that nobody trains: here they are 0 in the model that is evaluated and saved (`served`).
 
 `fjord.sampling = round` is the version that SpaFL compares with: one ratio is drawn for each client and round, and only that
 net is sent and trained. There is no Scaler. `fjord.distillation` switches self-distillation on.
@@ -27,7 +28,7 @@ from piecework.models.cascade import Blueprint
 from piecework.models.nested_norms import own_name
 from piecework.models.static_norms import has_batch_norms
 from piecework.models.variant import Variant, vary
-from piecework.models.width import Select, ordered, require_parts, shapes, sub_indices
+from piecework.models.width import Select, only, ordered, require_parts, shapes, sub_indices
 from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import require_no_statistics
@@ -41,6 +42,7 @@ class FjORDPolicy(HeteroFLPolicy):
 
     masks = False
     scales = False
+    zeroed = True
 
     def require_model(self) -> None:
         """Raise ValueError also for batch norms with running statistics, which differ between the nets."""
@@ -119,17 +121,17 @@ class FjORD(HeteroFL):
         return FjORDTaskConfig(level, nested, self.policy.distils)
 
     def served(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the full model as it is evaluated: if no client can train it, its norms switch off untrained channels.
+        """Return the full model as it is evaluated: if no client can train it, untrained channels are 0.
 
-        It then computes what the widest trained net computes, wherever norms follow the layers.
+        It then computes what the widest trained net computes, except where a layer norm takes the mean over channels.
         """
         level = min(self.fitting_levels())
         ratio = self.policy.ratios[level]
-        if ratio == 1 or not self.policy.separate:
+        if ratio == 1:
             return arrays
         indices = sub_indices(self.axes, self.full, shapes(self.policy.plain(level)), ordered)
-        found = dict(arrays.items())
-        for kind in ("weight", "bias"):
+        found = dict(arrays.items()) | {name: Array(only(arrays[name].numpy(), at)) for name, at in indices.items()}
+        for kind in ("weight", "bias") if self.policy.separate else ():
             own = own_name(kind, ratio)
             for name in (name for name in arrays if name.endswith(f".{own}")):
                 norm = name.removesuffix(own) + kind

@@ -8,10 +8,9 @@ the first layer is cut too.
 
 from functools import cached_property
 
-import numpy as np
 from flwr.app import Array, ArrayRecord
 
-from piecework.models.width import ordered, sub_indices
+from piecework.models.width import only, ordered, sub_indices
 from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
 
 
@@ -19,6 +18,7 @@ class OrigDropPolicy(HeteroFLPolicy):
     """HeteroFL's policy with PriSM's keep ratios as width ratios."""
 
     caveat = "other channels are zero"
+    zeroed = True
     masks = False
     scales = False
 
@@ -39,11 +39,3 @@ class OrigDrop(HeteroFL):
         largest = self.policy.shapes[min(self.fitting_levels())]
         kept = sub_indices(self.axes, self.full, largest, ordered)
         return ArrayRecord({name: Array(only(array.numpy(), kept[name])) for name, array in super().finish().items()})
-
-
-def only(array: np.ndarray, indices: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Return a copy of the array that is 0 outside of these indices of each dimension."""
-    found = np.zeros_like(array)
-    place = np.ix_(*indices)
-    found[place] = array[place]
-    return found

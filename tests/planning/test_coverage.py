@@ -5,22 +5,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import FEW, clients_of, few_digits, fleet_json, run_local, tiny_settings
+from helpers import FEW, a_training_config, clients_of, few_digits, fleet_json, run_local, tiny_settings
 from rich.console import Console
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from piecework.cli import app
 from piecework.device_profiles.fleet import load_fleet
+from piecework.device_profiles.profile import DeviceState
 from piecework.display import summary_table
 from piecework.models.cascade import initial_state
 from piecework.models.zoo import build_blueprint
 from piecework.options import settings_from
 from piecework.plan import policy_for, trainers
-from piecework.planning.coverage import Trainer, consecutive, coverage, coverage_sentence, trained_rows
+from piecework.planning.costs import CostModel
+from piecework.planning.coverage import Trainer, consecutive, coverage, coverage_sentence, judged, trained_rows
 from piecework.question import ask
 from piecework.report import write_report
 from piecework.server_app.start import covered
+from piecework.strategies import find_policy
 from piecework.training.settings import SettingsError, check_resume
 
 # One step of conv2 alone takes 869,120 bytes with batches of 32, the dearest of all; conv5 takes 802,688.
@@ -140,6 +143,18 @@ def test_widths() -> None:
     for strategy in ("fedrolex", "splitmix", "allsmall"):  # all channels in turn, or there are no more
         found = found_for(fleet, strategy=strategy)
         assert (found["level"], {row["channels"] for row in found["parts"]}) == ("", {1.0})
+
+
+@pytest.mark.parametrize("strategy", ["fjord", "origdrop"])
+def test_channels_that_are_zero_make_a_narrow_network(strategy: str) -> None:
+    model = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8))
+    policy = find_policy(strategy)(model, CostModel(a_training_config(32), None, model), tiny_settings())
+    rows = [{"part": "conv1", "devices": ["small"], "clients": 4, "fraction": 1.0, "channels": 0.5}]
+    state = DeviceState("small", 1, 1.0, 1.0, 1.0)
+    assert judged(policy, rows, {0: Trainer(state, 10)}).says == (
+        "no client can train more than 0.5 of the channels; the others are 0 in the model that is evaluated and saved, "
+        "which is a narrow network"
+    )
 
 
 def test_a_model_that_ends_where_training_does() -> None:

@@ -7,16 +7,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import TRIO, arrays_of, average, digits, fleet_json, model_of, run_local, tiny_settings, training
+from flwr.app import Array, ArrayRecord
+from helpers import (
+    TRIO,
+    arrays_of,
+    average,
+    digits,
+    few_digits,
+    fleet_json,
+    model_of,
+    numpy_of,
+    run_local,
+    tiny_settings,
+    training,
+)
 from torch.nn import functional as F
 
 from piecework import load
 from piecework.client_app.trainers.width.fjord import NestedLoss
-from piecework.models.cascade import isolated_rng
+from piecework.models.cascade import Blueprint, initial_state, isolated_rng
 from piecework.models.channels import channel_axes
 from piecework.models.variant import Variant, vary
 from piecework.models.width import ordered, shapes, sub_indices, take
 from piecework.models.zoo import build_blueprint
+from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.records import RunDir
+from piecework.server_app.rounds import Run
 from piecework.training.loop import PieceModel
 from piecework.training.setup import blueprint_for
 
@@ -148,6 +164,36 @@ def test_the_widest_trained_net_is_served(tmp_path: Path) -> None:
     x = torch.randn(6, *model.input_shape, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         torch.testing.assert_close(served(x), narrow.logits(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"model": "lenet5", "dataset": "digits32"}, {"fjord__norms": "shared"}])
+def test_channels_that_nobody_trains_are_off_without_norms_of_their_own_too(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """LeNet has no norms at all; shared norms are those of the widest net."""
+    own = {"dataset": f"npz:{few_digits()}", "heterofl__width_ratios": "1,0.5", "fleet": fleet_json({"b": 0.5}, b=1.5)}
+    settings = tiny_settings(**FJORD | own | {"output_dir": str(tmp_path)} | changes)
+    with LocalGrid(3, settings.to_run_config(), 1) as grid:
+        strategy = Run(grid, settings, RunDir(tmp_path / "none")).strategy
+    model = strategy.blueprint
+    half = vary(model, Variant(width=0.5, rounding="up"))
+    trained = {name: np.asarray(value) for name, value in initial_state(model, 1)}
+    served = numpy_of(strategy.served(ArrayRecord({name: Array(array) for name, array in trained.items()})))
+    indices = sub_indices(channel_axes(model), shapes(model), shapes(half), ordered)
+    narrow = {name: take(trained[name], indices[name]) for name in shapes(half)}
+
+    def logits(blueprint: Blueprint, arrays: dict[str, np.ndarray]) -> torch.Tensor:
+        def load_unit(unit: str) -> torch.nn.Module:
+            module = blueprint.build_unit(unit)
+            module.load_state_dict({key: torch.tensor(arrays[f"{unit}.{key}"]) for key in module.state_dict()})
+            return module
+
+        x = torch.randn(6, *model.input_shape, generator=torch.Generator().manual_seed(3))
+        with torch.no_grad():
+            return PieceModel(blueprint, range(len(blueprint.atoms)), "head", load_unit).logits(x)
+
+    torch.testing.assert_close(logits(model, served), logits(half, narrow), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits(model, trained), logits(half, narrow), rtol=1e-2, atol=1e-2)
 
 
 def test_shared_norms_are_an_option(tmp_path: Path) -> None:
