@@ -13,6 +13,7 @@ from zoo_helpers import ONE_A_FAMILY, SMALL, blueprint_of, examples_for
 
 from piecework.device_profiles.memory import StepCost
 from piecework.models.cascade import Blueprint, isolated_rng
+from piecework.models.zoo import MODELS
 from piecework.planning.step_cost import fake_load, piece_cost
 from piecework.training.attacks import Attack, Loss, micro_batches
 from piecework.training.loop import LocalTrainer, PieceModel, adversary, single_loss, start, train_step
@@ -21,6 +22,10 @@ from piecework.training.sgd import SGD, TrainingConfig
 
 GROUPED = ("cnn3", "conv4", "convnet", "cnn-femnist", "preresnet20", "resnet18", "resnet18-preact", "vgg11")
 BATCH = 5  # in micro-batches of two: 2, 2 and 1
+# What is shown depends neither on the number of encoders nor, but for bytes, on that of channels.
+SHALLOW = {name: SMALL.get(name, {}) for name in MODELS}
+SHALLOW |= {name: SHALLOW[name] | {"depth": 3} for name in ("deit-tiny", "vit")}
+NARROW = {name: changes | {"width": 0.25} for name, changes in SHALLOW.items()}
 
 
 class Gradients(SGD):
@@ -89,7 +94,7 @@ def same(one: list[Any], other: list[Any], rel: float) -> bool:
 @pytest.mark.parametrize("name", ONE_A_FAMILY)
 def test_gradients_are_those_of_the_plain_step(name: str) -> None:
     """Of micro-batches, of recomputed segments, and of both; dropout draws the same numbers in both forward passes."""
-    blueprint = blueprint_of(name, **SMALL.get(name, {}) | {"batch_norm": "running"})
+    blueprint = blueprint_of(name, **NARROW[name] | {"batch_norm": "running"})
     plain = a_training_config(BATCH)
     loss, gradients, buffers = step_of(blueprint, plain)
     assert any(g is not None and float(g.double().norm()) > 0 for g in gradients)
@@ -106,7 +111,7 @@ def test_gradients_are_those_of_the_plain_step(name: str) -> None:
 @pytest.mark.parametrize("name", GROUPED)
 def test_group_norms_do_not_mind_micro_batches(name: str) -> None:
     """In training mode, but without dropout; the bytes are the traced ones, too."""
-    blueprint = blueprint_of(name, **SMALL.get(name, {}) | {"batch_norm": "group"})
+    blueprint = blueprint_of(name, **NARROW[name] | {"batch_norm": "group"})
     plain = a_training_config(BATCH)
     loss, gradients, _ = step_of(blueprint, plain, frozen=True, double=True)
     fitted = replace(plain, micro_batch=2, recompute=segments(blueprint))
@@ -121,7 +126,7 @@ def test_group_norms_do_not_mind_micro_batches(name: str) -> None:
 @pytest.mark.parametrize("name", ["convnet", "lenet5", "resnet18"])
 def test_gradients_under_attack(name: str, norm: Any) -> None:
     """The attack starts where it does for the whole batch; convolutions that keep no statistics."""
-    blueprint = blueprint_of(name, input_shape=(1, 16, 16), batch_norm="running")
+    blueprint = blueprint_of(name, input_shape=(1, 16, 16), batch_norm="running", width=0.25)
     plain = a_training_config(BATCH, attack=Attack(norm, 0.1, 0.05, 2))
     loss, gradients, buffers = step_of(blueprint, plain)
     again = step_of(blueprint, replace(plain, recompute=segments(blueprint)))
@@ -135,7 +140,7 @@ def test_gradients_under_attack(name: str, norm: Any) -> None:
 @pytest.mark.parametrize("name", ["preresnet20", "lstm-imdb", "vit"])
 def test_gradients_in_bfloat16(name: str) -> None:
     """The second forward pass is in bfloat16 too."""
-    blueprint = blueprint_of(name, **SMALL.get(name, {}) | {"batch_norm": "running"})
+    blueprint = blueprint_of(name, **NARROW[name] | {"batch_norm": "running"})
     plain = a_training_config(BATCH, precision="bfloat16")
     loss, gradients, _ = step_of(blueprint, plain)
     again = step_of(blueprint, replace(plain, recompute=segments(blueprint)))
@@ -147,7 +152,7 @@ def test_gradients_in_bfloat16(name: str) -> None:
 def test_a_traced_step_is_the_real_one(name: str, attack: Attack | None) -> None:
     if attack is not None and name == "lstm-imdb":
         pytest.skip("tokens cannot be attacked")
-    blueprint = blueprint_of(name, **SMALL.get(name, {}) | {"batch_norm": "running"})
+    blueprint = blueprint_of(name, **SHALLOW[name] | {"batch_norm": "running"})
     atoms = tuple(range(len(blueprint.atoms)))
     plain = a_training_config(6, attack=attack)
     costs = [piece_cost(blueprint, atoms, "head", plain)]
