@@ -125,6 +125,19 @@ def traced_once(session_folder: Path) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def untrimmed() -> Iterator[None]:
+    """Do not trim the heap, which is large and full of holes here: that took a tenth of the suite's time.
+
+    What a client or the server gives back is measured in processes of their own.
+    """
+    from piecework.training import memory_cap
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_cap, "trim_heap", lambda: None)
+        yield
+
+
 @pytest.fixture
 def grids() -> Callable[..., type[Any]]:
     """Makes a recording grid with other attributes."""

@@ -89,10 +89,14 @@ def return_free_memory() -> None:
     On a GPU, also return the memory that torch's allocator caches.
     """
     release_cache()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Return the free pages of glibc's heap to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def keep_heap_tight(budget: int, available: int) -> None:

@@ -9,7 +9,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from flwr.common.config import flatten_dict, fuse_dicts, parse_config_args
-from helpers import FEW, fleet_json, model_of, run_local
+from helpers import FEW, TRIO, fleet_json, model_of, run_local
 from typer.testing import CliRunner
 
 import piecework
@@ -29,7 +29,7 @@ from piecework.cli import app
 from piecework.client_app import prepare
 from piecework.launch import launch
 from piecework.options import read_preset, settings_from
-from piecework.processes import free_ports, stop
+from piecework.processes import free_ports
 from piecework.runs import stores
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import resolve_run_dir
@@ -48,46 +48,27 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-@contextmanager
-def foreign_cluster(folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """Another Ray cluster, which is there and which every plain `ray.init()` would join."""
-    call = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=1", "--port=0"]
-    call += ["--include-dashboard=false", "--disable-usage-stats"]
-    with subprocess.Popen(call, stdout=subprocess.DEVNULL) as cluster:
-        try:
-            while not (folder / "ray" / "ray_current_cluster").is_file():
-                assert not ended(cluster), "the other cluster did not start"
-            yield cluster
-        finally:
-            stop(cluster)
-
-
 @pytest.mark.processes
 def test_ray_agrees_and_is_ours_and_a_killed_simulation_is_started_again_until_ctrl_c(
     tmp_path: Path, ray_folder: Path, wheel: Path
 ) -> None:
     """`--restarts`: the process of the ServerApp gets SIGKILL after a round; the run goes on where it was, until Ctrl-C.
 
-    All from the wheel, first beside another Ray cluster, then where that one has ended and left its address behind.
+    All from the wheel, where another Ray cluster, which has ended, left the address that every plain `ray.init()` would join.
     """
-    values = {"clients-per-round": 2, "training.local-epochs": 1, "run-name": "run", "training.lr-rounds": 400}
+    values = {"clients-per-round": 2, "training.local-iterations": 5, "run-name": "run", "training.lr-rounds": 400}
+    (ray_folder / "ray").mkdir()
+    (ray_folder / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")
     sets = [f"--set={key}={value}" for key, value in (values | {"num-rounds": 400}).items()]
     call = [str(wheel), "run", "--engine=ray", "--nodes=2", "--restarts=1", *sets]
     environment, family = without_checkout(), list[psutil.Process]()
-    with ExitStack() as stack:
-        cluster = stack.enter_context(foreign_cluster(ray_folder))
-        launcher = stack.enter_context(
-            subprocess.Popen(
-                call, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-            )
-        )
+    with subprocess.Popen(
+        call, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as launcher:
         run_dir, killed = RunDir(tmp_path / "runs" / "run"), False
         while not ended(launcher):
             if not killed and run_dir.last_complete_round() >= 1 and kill_simulation(launcher.pid):
                 killed, before = True, len(run_dir.rounds())
-                assert not ended(cluster), "the other cluster goes on"
-                stop(cluster)
-                (ray_folder / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")
             elif killed and not family and run_dir.last_complete_round() > before:
                 family = psutil.Process(launcher.pid).children(recursive=True)
                 os.killpg(launcher.pid, signal.SIGINT)
@@ -139,7 +120,7 @@ def test_a_node_is_killed_and_started_again(tmp_path: Path, wheel: Path) -> None
     values = {
         "num-rounds": 2,
         "clients-per-round": 0,
-        "training.local-epochs": 1,
+        "training.local-iterations": 2,
         "architecture.batch-norm": "running",  # a measurement would start a process more for each client and round
         "messages.round-timeout": 45.0,  # a client starts two processes, on cores that other tests use too
         "run-name": "run",
@@ -218,6 +199,7 @@ def train_with_little_memory(folder: Path) -> None:
         "clients": 1,
         "data__partition": "iid",
         "clients_per_round": 1,
+        "training__local_iterations": 1,
         "evaluation__every": 0,
         "data__validation_fraction": 0.9,
         "fleet": fleet_json(board=200_000_000),
@@ -227,35 +209,58 @@ def train_with_little_memory(folder: Path) -> None:
         run_local(folder, strategy="fedavg", run_name="fedavg", **common)
 
 
-def command(script: Path, *arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    call = [str(script), *arguments]
-    return subprocess.run(call, capture_output=True, text=True, check=False, cwd=cwd, env=without_checkout())
+IN_THE_WHEEL = """
+import json, sys
+import piecework, piecework.app_folder, piecework.server_app
+from typer.testing import CliRunner
+from piecework.cli import app
+places = [piecework.__file__, piecework.server_app.__file__, str(piecework.app_folder.PRESETS)]
+found = [CliRunner().invoke(app, command) for command in json.loads(sys.argv[1])]
+print(json.dumps([places, [[done.exit_code, done.stdout, done.stderr] for done in found]]))
+"""
+TINY_FLEET = """
+name = "tiny"
+assignment = "round-robin"
+[[device]]
+name = "a"
+memory = "20kB"
+flops = 1e9
+bandwidth = 1e6
+disk-bandwidth = 1e7
+"""
 
 
-def test_the_wheel_has_the_packages_and_the_presets(tmp_path: Path, wheel: Path) -> None:
-    """From an empty folder; nothing of the checkout can be imported."""
-    found = (
-        "import piecework, piecework.server_app as server, piecework.app_folder as folder\n"
-        "print(piecework.__file__, server.__file__, folder.PRESETS)"
+def test_the_wheel_from_an_empty_folder(tmp_path: Path, wheel: Path) -> None:
+    """It has the packages and the presets, plans, trains, and says why it cannot; nothing of the checkout can be imported."""
+    fleet, runs = tmp_path / "tiny.toml", tmp_path / "there" / "runs"
+    fleet.write_text(TINY_FLEET, encoding="utf-8")
+    (tmp_path / "empty").mkdir()
+    few = ["num-rounds=1", "clients-per-round=2", "training.local-epochs=1", "workers=1"]
+    run = ["run", "--json", "--output-dir", str(runs), *(f"--set={text}" for text in few)]
+    commands = [
+        ["plan", "--json", "--preset", "spafl-digits"],
+        [*run, "--seeds", "1,2"],
+        [*run, "--set", f"fleet={fleet}"],
+    ]
+    call = [str(wheel.with_name("python")), "-c", IN_THE_WHEEL, json.dumps(commands)]
+    done = subprocess.run(
+        call, capture_output=True, text=True, check=False, cwd=tmp_path / "empty", env=without_checkout()
     )
-    said = command(wheel.with_name("python"), "-c", found, cwd=tmp_path).stdout.split()
-    assert len(said) == 3
-    assert all(Path(path).is_relative_to(wheel.parents[1]) for path in said)
-    shipped = {path.name: path.read_bytes() for path in Path(said[2]).iterdir()}
-    assert shipped == {path.name: path.read_bytes() for path in (ROOT / "conf").iterdir()}
-    done = command(wheel, "plan", "--json", "--preset", "spafl-digits", cwd=tmp_path)
-    assert json.loads(done.stdout)["strategy"] == "spafl", done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_json_of_a_run_and_what_can_be_done_with_it(tmp_path: Path, wheel: Path) -> None:
-    """With the wheel, from an empty folder."""
-    sets = [f"--set={text}" for text in ("num-rounds=1", "clients-per-round=2", "training.local-epochs=1", "workers=1")]
-    done = command(wheel, "run", "--json", "--seeds", "1,2", *sets, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    last = json.loads(done.stdout.splitlines()[-1])
+    places, (plan, trained, refused) = json.loads(done.stdout.splitlines()[-1])
+    assert all(Path(path).is_relative_to(wheel.parents[1]) for path in places)
+    shipped = {path.name: path.read_bytes() for path in Path(places[2]).iterdir()}
+    assert shipped == {path.name: path.read_bytes() for path in (ROOT / "conf").iterdir()}
+    assert json.loads(plan[1])["strategy"] == "spafl", plan
+    assert refused[0] == 1
+    assert "conv5" in " ".join(refused[2].split())
+    assert "20,000" in refused[2]
+    assert list((tmp_path / "empty").iterdir()) == []
+
+    assert trained[0] == 0, trained
+    last = json.loads(trained[1].splitlines()[-1])
     assert last["status"] == "completed"
-    assert "seed 2 (2 of 2)" in done.stderr  # stdout is for objects
+    assert "seed 2 (2 of 2)" in trained[2]  # stdout is for objects
     assert {
         "run_dir",
         "status",
@@ -269,16 +274,21 @@ def test_json_of_a_run_and_what_can_be_done_with_it(tmp_path: Path, wheel: Path)
         "max_peak_over_budget",
         "seconds",
     } <= last.keys()
-    first = Path(last["run_dir"][0])
-    compared = json.loads(command(wheel, "compare", "--json", *last["run_dir"], cwd=tmp_path).stdout)
-    assert compared["groups"][0]["seeds"] == [1, 2]
-    page = json.loads(command(wheel, "report", "--json", str(first), cwd=tmp_path).stdout)["report"]
-    assert Path(page).is_file()
-    logits = piecework.load(first)(torch.zeros(2, 1, 8, 8))
-    assert logits.shape == (2, 10)
-    cleaned = json.loads(command(wheel, "clean", "--json", cwd=tmp_path).stdout)
-    assert len(cleaned["removed"]) == 2
-    assert list((first / "clients").iterdir()) == []
+
+
+def test_json_of_what_can_be_done_with_a_run(tmp_path: Path) -> None:
+    folders = [run_local(tmp_path, run_name=f"run-{seed}", seed=seed, **TRIO).path for seed in (1, 2)]
+
+    def said(*arguments: object) -> Any:
+        done = CliRunner().invoke(app, [str(each) for each in arguments])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    assert said("compare", "--json", *folders)["groups"][0]["seeds"] == [1, 2]
+    assert Path(said("report", "--json", folders[0])["report"]).is_file()
+    assert piecework.load(folders[0])(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert len(said("clean", "--json", "--output-dir", tmp_path)["removed"]) == 2
+    assert list((folders[0] / "clients").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -326,18 +336,6 @@ def test_broken_fleet_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert done.exit_code == 2
     assert "mine.toml" in done.stderr
     assert "-3" in done.stderr
-
-
-def test_a_budget_too_small_for_any_atom(tmp_path: Path, wheel: Path) -> None:
-    (tmp_path / "tiny.toml").write_text(
-        'name = "tiny"\nassignment = "round-robin"\n'
-        '[[device]]\nname = "a"\nmemory = "20kB"\nflops = 1e9\nbandwidth = 1e6\ndisk-bandwidth = 1e7\n',
-        encoding="utf-8",
-    )
-    done = command(wheel, "run", "--set", "fleet=tiny.toml", "--set", "workers=1", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "conv5" in " ".join(done.stderr.split())
-    assert "20,000" in done.stderr
 
 
 def test_clean_takes_only_what_clients_of_ended_runs_left(tmp_path: Path) -> None:

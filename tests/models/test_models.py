@@ -1,8 +1,5 @@
 """Every model against counts from papers, torchvision or a recomputation; the rules of a cascade on small tensors."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from helpers import num_parameters
@@ -394,17 +391,3 @@ def test_batch_norm_names():
     assert batch_norm_names("atoms.0", blueprint.build_unit("atoms.0")) == {f"atoms.0.bn.{entry}" for entry in norm}
     assert batch_norm_names("atoms.0", nn.BatchNorm2d(2)) == {f"atoms.0.{entry}" for entry in norm}
     assert batch_norm_names("head", blueprint.build_unit("head")) == set()
-
-
-def test_models_import_neither_torchvision_nor_the_compiler():
-    code = """
-import sys
-from piecework.models.cascade import initial_state
-from piecework.models.zoo import build_blueprint
-import piecework.models.torchvision_names
-blueprint = build_blueprint("resnet18", num_classes=10, input_shape=(3, 32, 32), width=0.1)
-list(initial_state(blueprint, 0))
-sys.exit(", ".join({"torchvision", "torch._dynamo", "sympy"} & sys.modules.keys()) or 0)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stderr) == (0, "")

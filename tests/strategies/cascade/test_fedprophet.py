@@ -181,12 +181,6 @@ def test_resumed_within_a_stage_and_at_its_end(tmp_path: Path, whole_run: RunDir
     assert resumed.final() == whole_run.final()
 
 
-def test_workers_do_not_matter(tmp_path: Path, whole_run: RunDir, two_stages: RunDir) -> None:
-    path = shutil.copytree(two_stages.path, tmp_path / "run")
-    in_workers = run_local(tmp_path, **SMALL | {"workers": 2}, resume_from=str(path))
-    assert same(model_of(in_workers), model_of(whole_run))
-
-
 class Forgetful(RecordingGrid):
     """Before the training of a round, `lose` has its way with the folder of the clients' stores, once."""
 
