@@ -26,8 +26,18 @@ def test_a_word_chooses() -> None:
     assert found == ["prism-imdb"]
     assert {row["strategy"] for row in preset_rows("spafl")} == {"spafl"}
     shown = CliRunner().invoke(app, ["presets", "m-fedepth"], env={"COLUMNS": "80"}).stdout
-    assert shown.splitlines()[0].startswith("m-fedepth-fmnist-fair  m-FeDepth (own heads)")
-    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.splitlines()[0].startswith("m-fedepth-fmnist-fair  ")
+    assert [line.strip() for line in shown.splitlines()[1:3]] == [
+        "m-FeDepth (own heads) beside fedepth-fmnist-fair",
+        "our own comparison, after FeDepth's Table 2 (docs/results.md)",
+    ]
+
+
+def test_the_list_has_three_lines_for_each_at_80_columns() -> None:
+    shown = CliRunner().invoke(app, ["presets"], env={"COLUMNS": "80"}).stdout.splitlines()
+    assert len(shown) == 3 * len(SHIPPED) + 1  # and how to run one
+    assert max(map(len, shown)) <= 80
+    assert [line.split()[0] for line in shown[:-1:3]] == SHIPPED
 
 
 def test_a_word_that_no_preset_has() -> None:
