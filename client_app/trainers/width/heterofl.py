@@ -80,6 +80,7 @@ def layers_of(modules: Iterable[nn.Module]) -> list[nn.Conv2d | nn.Linear]:
     return [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
 
 
+@cache
 def input_ratios(small: Blueprint, full: Blueprint) -> tuple[float, ...]:
     """Return the fraction of its inputs that each layer of a sub-model keeps; 1 for the last layer, which has no Scaler."""
     with torch.device("meta"):
