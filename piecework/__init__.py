@@ -8,10 +8,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# In a checkout, and in the bundle that Flower makes of it, the packages lie beside this folder; a wheel has them inside. Either
-# way they are imported as piecework.NAME, so that a user's own `models.py` hides none of ours. The links in this folder are for
-# type checkers and editors, which do not run the line below; Flower omits links from its bundle.
-__path__.append(str(Path(__file__).resolve().parent.parent))
+# The packages are imported as piecework.NAME, so that a user's own `models.py` hides none of ours. A wheel has them in this
+# folder, and a checkout links to them. The bundle that Flower makes of a checkout has no links, and neither has a checkout on a
+# system without them: there the packages are found beside this folder.
+if not (Path(__file__).parent / "models").is_dir():
+    __path__.append(str(Path(__file__).resolve().parent.parent))
 
 
 def load(path: str | Path, *, normalise: bool = True) -> "TrainedModel":

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
+from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import Blueprint
+from piecework.models.partition import AtomTooLargeError
 from piecework.models.static_norms import mixes_examples
 from piecework.models.work_item import WorkItem
+from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy
 
 Row = dict[str, Any]
@@ -65,10 +68,18 @@ def abilities(policy: PartitionPolicy, state: DeviceState, slowest: float) -> di
     """
     found: dict[str, float] = {}
     for stage in range(policy.stage_count):
-        for part in policy.trainable(stage, state, slowest):
+        for part in trainable(policy, stage, state, slowest):
             for unit in policy.covered(part):
                 found[unit] = max(found.get(unit, 0.0), policy.channels(part))
     return found
+
+
+def trainable(policy: PartitionPolicy, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+    """Return the parts that a device can train in a stage: those of the policy's `work`, or none if that raises."""
+    try:
+        return policy.work(stage, state, slowest)
+    except (MemoryBudgetExceededError, AtomTooLargeError):
+        return []
 
 
 def learned_names(policy: PartitionPolicy, items: Sequence[WorkItem], seen: Sequence[int]) -> list[str]:
@@ -144,7 +155,7 @@ def of_micro_batches(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -
     if not policy.settings.memory.ways or not mixes_examples(policy.blueprint):
         return Finding()
     states = {each.state for each in trainers.values()}
-    if not any(part.micro_batch for state in states for part in policy.trainable(0, state, 1.0)):
+    if not any(part.micro_batch for state in states for part in trainable(policy, 0, state, 1.0)):
         return Finding()
     return Finding(
         "note",
@@ -157,7 +168,7 @@ def any_can_train(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> b
     """Return whether any client can train anything, even if that is no part of the run's own model."""
     states = {each.state for each in trainers.values()}
     slowest = min((state.flops_per_second for state in states), default=1.0)
-    return any(policy.trainable(stage, state, slowest) for state in states for stage in range(policy.stage_count))
+    return any(trainable(policy, stage, state, slowest) for state in states for stage in range(policy.stage_count))
 
 
 def left_random(policy: PartitionPolicy, said: str, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> Finding:

@@ -14,7 +14,7 @@ from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState, allowance
 from piecework.models.cascade import Blueprint, has_statistics
 from piecework.models.layer_statistics import layer_statistics
-from piecework.models.partition import AtomTooLargeError, Piece
+from piecework.models.partition import Piece
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
 from piecework.planning.costs import CostModel
@@ -58,14 +58,6 @@ class PartitionPolicy(ABC):
     moving: ClassVar[bool] = False  # whether sub-models change their channels or nets from round to round
     when_excluded: ClassVar[str] = "excluded"
     untrained: ClassVar[Literal["random", "cut off", "distilled"]] = "random"
-
-    def __init_subclass__(cls) -> None:
-        """Raise TypeError for a class that overrides `part`, whose costs would forget micro-batches and recomputation."""
-        super().__init_subclass__()
-        if "part" in vars(cls):
-            raise TypeError(
-                f"{cls.__name__} overrides `part`, which adds the step of `memory.fit`: override `plain_part`"
-            )
 
     def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, smallest: int = 0) -> None:
         self.blueprint, self.cost_model, self.settings, self.smallest = blueprint, cost_model, settings, smallest
@@ -205,13 +197,6 @@ class PartitionPolicy(ABC):
         `slowest` is the smallest FLOP/s among the round's devices. Raises MemoryBudgetExceededError or AtomTooLargeError if the
         device can train nothing.
         """
-
-    def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the parts that a device can train in a stage, for coverage: those of `work`, or none if that raises."""
-        try:
-            return self.work(stage, state, slowest)
-        except (MemoryBudgetExceededError, AtomTooLargeError):
-            return []
 
     def covered(self, part: Part) -> list[str]:
         """Return the units of the run's own model (its atoms and its head) that training a part changes."""

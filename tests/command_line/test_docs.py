@@ -107,11 +107,6 @@ def test_a_strategy_of_ones_own_fits_its_step(tmp_path: Path, page: Path) -> Non
         assert client["measured_peak"] <= client["predicted_peak"] <= 1_100_000
 
 
-def test_a_policy_that_overrides_part_is_told_its_hook() -> None:
-    with pytest.raises(TypeError, match=r"Mine overrides `part`.*: override `plain_part`"):
-        type("Mine", (FedAvgPolicy,), {"part": FedAvgPolicy.plain_part})
-
-
 def test_a_model_reshaped_by_a_policy_is_the_narrower_model(tmp_path: Path, page: Path) -> None:
     """What half of the channels are and cost is FedAvg's at width 0.5."""
     asked = TRIO | {"fleet": "unlimited", "num_rounds": 1, "training__local_iterations": 3}

@@ -1,14 +1,18 @@
 """The folders of the repository: what each may import, and that a checkout's packages hide behind one name."""
 
 import ast
+import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from graphlib import TopologicalSorter
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from statistics import median
 
 import pytest
+
+import piecework
 
 ROOT = Path(__file__).resolve().parents[2]
 # From the ground up: a folder imports what stands before it, and nothing that stands behind it.
@@ -128,3 +132,20 @@ def test_functions_and_classes_can_be_seen_at_once(folder: str) -> None:
             elif isinstance(node, ast.ClassDef):
                 methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"]
                 assert len(methods) <= 25, f"{path}: {node.name}"
+
+
+def test_a_checkout_has_no_other_folder_in_piecework() -> None:
+    others = ("tests", "conf", "benchmarks", "docs", "deploy", "piecework")
+    assert [name for name in others if find_spec(f"piecework.{name}") is not None] == []
+
+
+def test_without_links_the_packages_are_found_beside_the_folder(tmp_path: Path) -> None:
+    """As in the bundle that Flower makes of a checkout, which has none."""
+    copy = tmp_path / "bundle" / "piecework" / "__init__.py"
+    copy.parent.mkdir(parents=True)
+    shutil.copy(piecework.__file__, copy)
+    spec = spec_from_file_location("bundled", copy, submodule_search_locations=[str(copy.parent)])
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert list(module.__path__) == [str(copy.parent), str(tmp_path / "bundle")]

@@ -210,13 +210,14 @@ def train_with_little_memory(folder: Path) -> None:
 
 
 IN_THE_WHEEL = """
-import json, sys
+import importlib.util, json, sys
 import piecework, piecework.app_folder, piecework.server_app
 from typer.testing import CliRunner
 from piecework.cli import app
 places = [piecework.__file__, piecework.server_app.__file__, str(piecework.app_folder.PRESETS)]
+others = [name for name in ("numpy", "flwr", "tests") if importlib.util.find_spec("piecework." + name)]
 found = [CliRunner().invoke(app, command) for command in json.loads(sys.argv[1])]
-print(json.dumps([places, [[done.exit_code, done.stdout, done.stderr] for done in found]]))
+print(json.dumps([places, others, [[done.exit_code, done.stdout, done.stderr] for done in found]]))
 """
 TINY_FLEET = """
 name = "tiny"
@@ -247,7 +248,8 @@ def test_the_wheel_from_an_empty_folder(tmp_path: Path, wheel: Path) -> None:
         call, capture_output=True, text=True, check=False, cwd=tmp_path / "empty", env=without_checkout()
     )
     assert done.returncode == 0, done.stderr
-    places, (plan, trained, refused) = json.loads(done.stdout.splitlines()[-1])
+    places, others, (plan, trained, refused) = json.loads(done.stdout.splitlines()[-1])
+    assert others == []
     assert all(Path(path).is_relative_to(wheel.parents[1]) for path in places)
     shipped = {path.name: path.read_bytes() for path in Path(places[2]).iterdir()}
     assert shipped == {path.name: path.read_bytes() for path in (ROOT / "conf").iterdir()}
