@@ -144,7 +144,7 @@ def run_one(
     reason, ended_by, before = "", 0, run_dir.summary_version()
     summary: dict[str, Any] | None = None
     try:
-        with RoundProgress(settings.num_rounds) as progress:
+        with RoundProgress(settings.num_rounds, err) as progress:
             summary = launch(settings, run_dir, progress.update, restarts, connection)
     except (RunAbortedError, TooFewNodesError, EngineError, SuperLinkLostError) as error:
         reason = str(error)
@@ -238,6 +238,7 @@ def plan(
 ) -> None:
     """Show which pieces a model falls into, which device can train which, and how long a round takes; nothing is trained."""
     from piecework.plan import make_plan
+    from piecework.progress import waiting
     from piecework.question import ask
     from piecework.suggest import advise
     from piecework.suggest_view import advice_tables
@@ -258,7 +259,9 @@ def plan(
             advice = advise(settings, question)
             print(json.dumps({"suggest": advice})) if as_json else show(advice_tables(advice))
             return
-        show_plan(make_plan(settings, question), picture, preset, as_json)
+        with waiting(err, "planning"):
+            found = make_plan(settings, question)
+        show_plan(found, picture, preset, as_json)
 
 
 def show_plan(found: dict[str, Any], picture: str, preset: str, as_json: bool) -> None:
@@ -300,9 +303,9 @@ def compare(
     curves: Annotated[str, typer.Option(help="also write accuracy curves to this .html file")] = "",
     as_json: Json = False,
 ) -> None:
-    """Show runs side by side; runs that differ only in the seed are one column with mean and spread."""
+    """Show runs below each other; those that differ only in the seed have a mean and its spread too."""
     from piecework.compare import compare_json, group_runs, runs_at
-    from piecework.compare_view import compare_table, write_curves
+    from piecework.compare_view import compare_tables, write_curves
 
     with user_errors(as_json):
         groups = group_runs(run for path in run_dirs for run in runs_at(path))
@@ -311,7 +314,7 @@ def compare(
         if as_json:
             print(json.dumps(compare_json(groups)))
         else:
-            out.print(compare_table(groups))
+            show(compare_tables(groups))
 
 
 @app.command()

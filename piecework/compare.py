@@ -1,10 +1,12 @@
-"""Runs side by side. Runs that differ only in the seed are one group: mean, sample standard deviation, extremes.
+"""Runs side by side. Runs that differ only in the seed are one group, with mean, sample standard deviation, extremes.
 
 Settings that a resumed run may change (`CHANGEABLE`) do not separate groups, except for the number of rounds: a longer run is
 not a repetition of a shorter one.
 """
 
 import hashlib
+import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -62,6 +64,16 @@ class Group:
         """The seeds in the order of the runs."""
         return [int(run.settings["seed"]) for run in self.runs]
 
+    @property
+    def repeated(self) -> dict[int, int]:
+        """How many runs have a seed that several have, by seed: such runs are repetitions, and no sample of seeds."""
+        return {seed: count for seed, count in Counter(self.seeds).items() if count > 1}
+
+    @property
+    def alone(self) -> list["Group"]:
+        """Each run as a group of its own."""
+        return [Group(self.label, self.differs, [run]) for run in self.runs]
+
 
 def runs_at(path: Path) -> list[RunDir]:
     """Return the run at a path, or all runs in that folder by name. Raises CheckpointError if there is none."""
@@ -115,20 +127,41 @@ def group_runs(run_dirs: Iterable[RunDir]) -> list[Group]:
         together.setdefault(repr(sorted(kept.items())), []).append(run)
     firsts = [runs[0].settings for runs in together.values()]
     keys = [k for k in next(iter(firsts), {}) if k not in IGNORED and len({repr(s[k]) for s in firsts}) > 1]
+    fleets = fleet_names(str(settings["fleet"]) for settings in firsts)
     groups = []
     for runs in together.values():
         runs.sort(key=lambda run: int(run.settings["seed"]))
         differs = {key: runs[0].settings[key] for key in keys or ["strategy"]}
+        if "fleet" in differs:
+            differs["fleet"] = fleets[str(differs["fleet"])]
         groups.append(Group(" ".join(f"{key}={short(value)}" for key, value in differs.items()), differs, runs))
     return groups
 
 
+def fleet_names(fleets: Iterable[str]) -> dict[str, str]:
+    """Return the names of fleets, each a name or the JSON of a fleet; with a digest where two of a name differ."""
+    names = {fleet: fleet_name(fleet) for fleet in fleets}
+    shared = Counter(names.values())
+    return {fleet: name if shared[name] == 1 else f"{name}#{digest(fleet)}" for fleet, name in names.items()}
+
+
+def fleet_name(fleet: str) -> str:
+    """Return the name of a fleet, which a run's settings have as JSON; what is no such JSON is returned as it is."""
+    try:
+        return str(json.loads(fleet)["name"])
+    except (ValueError, KeyError, TypeError):
+        return fleet
+
+
 def short(value: Scalar) -> str:
-    """Shorten a value for a label: a fleet may be a whole JSON document, which a digest identifies."""
+    """Shorten a value for a label; a digest tells apart what begins alike."""
     text = str(value)
-    if len(text) <= LONGEST:
-        return text
-    return f"{text[: LONGEST - 9]}…#{hashlib.sha256(text.encode()).hexdigest()[:7]}"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 9]}…#{digest(text)}"
+
+
+def digest(text: str) -> str:
+    """Return seven characters that identify a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:7]
 
 
 def figures(group: Group) -> dict[str, Any]:
@@ -184,9 +217,11 @@ def compare_json(groups: Sequence[Group]) -> dict[str, Any]:
             {
                 "label": group.label,
                 "differs": group.differs,
+                "repeated_seeds": list(group.repeated),
                 **figures(group),
                 "runs": [
                     {
+                        "run": run.path.name,
                         "path": str(run.path),
                         "seed": seed,
                         "status": run.status,

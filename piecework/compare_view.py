@@ -1,32 +1,82 @@
-"""Present runs side by side: a table, and a page with curves."""
+"""Present runs side by side: tables with a row for each run, and a page with curves."""
 
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
+from string import ascii_uppercase
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from piecework import display
-from piecework.compare import ACCURACIES, UNDER_ATTACK, Group, figures, short
+from piecework.compare import ACCURACIES, UNDER_ATTACK, Group, figures
 from piecework.device_profiles.profile import format_bytes
 from piecework.display import percent
 from piecework.server_app.records import write_atomically
 
+# The tables of a terminal of 80 columns, and their columns; a page has one table with all of them.
+TABLES = {
+    "accuracy": ("seed", "rounds", "at the end", "best (round)"),
+    "under attack": (),  # whatever attacks there are
+    "memory and clients": ("peak / budget", "largest peak", "in evaluation", "clients failed"),
+    "messages and time": ("bytes down", "bytes up", "time", "simulated time"),
+}
+NAME = 24  # columns of a terminal that a run's name has at least
+MEAN = "mean"
+MEANS = "mean ± sample standard deviation of accuracies; the largest peak; mean bytes and times"
 
-def compare_table(groups: Sequence[Group]) -> Table:
-    """Return a table with a column per group, because few groups with many figures fit a terminal best that way."""
-    table = Table(show_header=False, caption="accuracy: mean ± sample standard deviation; bytes, time: mean per run")
-    heads = [{key: short(value) for key, value in group.differs.items()} for group in groups]
-    found = [figures(group) for group in groups]
-    attacks, evaluated = attack_names(groups), any(each["largest_evaluation_peak"] for each in found)
-    for rows in (heads, [lines(each, attacks, evaluated) for each in found]):
-        for name in rows[0] if rows else ():
-            table.add_row(name, *(Text(column[name], justify="right") for column in rows))
-        table.add_section()
-    return table
+
+def compare_tables(groups: Sequence[Group]) -> list[Table | Text]:
+    """Return what distinguishes the groups, and tables with a row for each run and one for the mean of several."""
+    rows = compare_rows(groups)
+    shown: list[Table | Text] = [Text(sentence) for sentence in legend(groups)]
+    for title, columns in TABLES.items():
+        known = [name for table in TABLES.values() for name in table]
+        chosen = [name for name in columns or [n for n in rows[0] if n not in (*known, "", "run")] if name in rows[0]]
+        if not chosen:
+            continue
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table.add_column("")
+        table.add_column("run", overflow="fold", min_width=NAME)
+        for name in chosen:
+            table.add_column(name, justify="right")
+        for row in rows:
+            style = "bold" if row["run"].startswith(MEAN) else ""
+            table.add_row(*(Text(row[name], style=style) for name in ("", "run", *chosen)))
+        shown += [Text(), table]
+    return shown
+
+
+def legend(groups: Sequence[Group]) -> list[str]:
+    """Return a sentence for each group: its mark, its settings, and whether runs of it repeat a seed."""
+    found = []
+    for name, group in zip(marks(groups), groups, strict=True):
+        twice = " and ".join(f"{count} runs have seed {seed}" for seed, count in group.repeated.items())
+        says = f" ({twice}, so they are repetitions)" if twice else ""
+        found.append(f"{name}: {group.label}{says}")
+    return found
+
+
+def marks(groups: Sequence[Group]) -> list[str]:
+    """Return a mark for each group: A, B, .., Z, AA, BB, .."""
+    return [ascii_uppercase[i % 26] * (1 + i // 26) for i in range(len(groups))]
+
+
+def compare_rows(groups: Sequence[Group]) -> list[dict[str, str]]:
+    """Return the runs with their figures as text, by column, and below the runs of a group their mean."""
+    attacks = attack_names(groups)
+    runs = [figures(alone) for group in groups for alone in group.alone]
+    evaluated = any(found["largest_evaluation_peak"] for found in runs)
+    rows = []
+    for mark, group in zip(marks(groups), groups, strict=True):
+        several = [(f"{MEAN} of {len(group.runs)} runs", group)] if len(group.runs) > 1 else []
+        own = [(run.path.name, alone) for run, alone in zip(group.runs, group.alone, strict=True)]
+        for name, of in (*own, *several):
+            row = {"": mark, "run": name} | lines(figures(of), attacks, evaluated)
+            rows.append(row)
+    return rows
 
 
 def attack_names(groups: Sequence[Group]) -> dict[str, str]:
@@ -41,22 +91,24 @@ def attack_names(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def lines(found: dict[str, Any], attacks: dict[str, str], evaluated: bool) -> dict[str, str]:
-    """Return the figures of a group as text; figures of attacks and of memory in evaluation only if any group has them."""
-    rounds, ended = sorted({min(found["rounds"]), max(found["rounds"])}), found["status"]
+    """Return the figures of a group as text, by column; of memory in evaluation only if any group has them."""
+    alone, rounds = len(found["seeds"]) == 1, sorted({min(found["rounds"]), max(found["rounds"])})
+    best = with_spread(found["best_accuracy_mean"], found["best_accuracy_std"])
+    if alone and found["best_rounds"]:
+        best += f" ({'end' if found['best_rounds'][0] is None else found['best_rounds'][0]})"
+    ended = [status for status in found["status"] if alone and status != "completed"]
     return {
-        "seeds": ", ".join(map(str, found["seeds"])),
-        "ended": ", ".join(status if set(ended) == {"completed"} else f"{n} {status}" for status, n in ended.items()),
-        "rounds": " to ".join(map(str, rounds)) if rounds[-1] else "-",
-        "accuracy at the end": with_spread(found["accuracy_mean"], found["accuracy_std"]),
-        "in the best round": with_spread(found["best_accuracy_mean"], found["best_accuracy_std"]),
-        "best round": ", ".join("end" if number is None else str(number) for number in found["best_rounds"]) or "-",
+        "seed": str(found["seeds"][0]) if alone else "",
+        "rounds": ", ".join([" to ".join(map(str, rounds)), *ended]),
+        "at the end": with_spread(found["accuracy_mean"], found["accuracy_std"]),
+        "best (round)": best,
         **{name: with_spread(found[f"{key}_mean"], found[f"{key}_std"]) for key, name in attacks.items()},
-        "bytes down": size(found["bytes_down_mean"]),
-        "bytes up": size(found["bytes_up_mean"]),
         "peak / budget": percent(found["max_peak_over_budget"], 1) if found["enforced"] else "not enforced",
         "largest peak": size(found["largest_measured_peak"]),
         **({"in evaluation": size(found["largest_evaluation_peak"])} if evaluated else {}),
         "clients failed": f"{found['clients_failed']} of {found['clients_asked']}" if rounds[-1] else "-",
+        "bytes down": size(found["bytes_down_mean"]),
+        "bytes up": size(found["bytes_up_mean"]),
         "time": duration(found["seconds_mean"]),
         "simulated time": duration(found["simulated_seconds_mean"]),
     }
@@ -79,12 +131,14 @@ def size(amount: float | None) -> str:
 
 def write_curves(groups: Sequence[Group], path: Path) -> Path:
     """Write one page with accuracy over rounds and over bytes. Raises ReportError without plotly."""
-    from piecework.page import Section, page, sections_html
+    from piecework.page import Section, page, sections_html, table
 
     caption = (
         "Line: mean of the runs of a group that were evaluated in the round; band: from the lowest to the highest."
     )
     of_bytes = "The same, over the mean bytes of training messages (down and up, all clients) until the round."
+    rows = compare_rows(groups)
+    settings = "".join(f"<p>{escape(sentence)}</p>" for sentence in legend(groups))
     shown = []
     for key, name in ACCURACIES.items():
         if any(run.curves[key] for group in groups for run in group.runs):
@@ -93,7 +147,11 @@ def write_curves(groups: Sequence[Group], path: Path) -> Path:
                 Section(f"{name} over bytes", of_bytes, curves_figure(groups, key, over_bytes=True)),
             ]
     shown = shown or [Section("Accuracy", "No round of these runs was evaluated.")]
-    write_atomically(path, page("Piecework: runs compared", f"<h1>Runs compared</h1>{sections_html(shown)}").encode())
+    listed = table(([row[name] for name in rows[0]] for row in rows), list(rows[0]))
+    shown.append(Section("Runs", f"{MEANS[0].upper()}{MEANS[1:]}.", below=listed))
+    write_atomically(
+        path, page("Piecework: runs compared", f"<h1>Runs compared</h1>{settings}{sections_html(shown)}").encode()
+    )
     return path
 
 
@@ -102,8 +160,8 @@ def curves_figure(groups: Sequence[Group], key: str, *, over_bytes: bool) -> Any
     from piecework.page import COLOURS, graph_objects, line
 
     figure = graph_objects().Figure()
-    for i, group in enumerate(groups):
-        points, name = mean_curve(group, key, over_bytes), escape(group.label).replace(" ", "<br>")
+    for i, (mark, group) in enumerate(zip(marks(groups), groups, strict=True)):
+        points, name = mean_curve(group, key, over_bytes), curve_name(mark, group)
         if len(group.runs) > 1 and points:
             x = [p[0] for p in points]
             edge = {"x": x, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
@@ -112,11 +170,17 @@ def curves_figure(groups: Sequence[Group], key: str, *, over_bytes: bool) -> Any
             figure.add_scatter(y=[p[2] for p in points], legendgroup=str(i), **edge)
             figure.add_scatter(y=[p[3] for p in points], legendgroup=str(i), **edge, **band)
         if points:
-            figure.add_trace(line([p[:2] for p in points], group.label, i).update(legendgroup=str(i), name=name))
+            figure.add_trace(line([p[:2] for p in points], name, i).update(legendgroup=str(i)))
     figure.update_xaxes(title="bytes, down and up" if over_bytes else "round", rangemode="tozero")
     if over_bytes:
         figure.update_xaxes(tickformat="~s", ticksuffix="B")
     return figure.update_yaxes(title=ACCURACIES[key].lower(), tickformat="~%", rangemode="nonnegative")
+
+
+def curve_name(mark: str, group: Group) -> str:
+    """Return the name of a group's curve: its mark, its settings, and its run or how many it has."""
+    runs = group.runs[0].path.name if len(group.runs) == 1 else f"{len(group.runs)} runs"
+    return f"{mark}: {group.label} ({runs})"
 
 
 def mean_curve(group: Group, key: str, over_bytes: bool) -> list[tuple[float, float, float, float]]:

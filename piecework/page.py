@@ -26,15 +26,25 @@ h1 small { font-size: .9rem; font-weight: normal; padding: .15rem .6rem; border:
 .completed { color: #00614a; } .failed { color: #a33d00; } .unfinished, .stopped { color: #57606a; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .7rem 1rem; border-left: 4px solid #d55e00;
   background: #fdf3ec; }
+.scroll { overflow-x: auto; } .scroll thead ~ tbody td { overflow-wrap: normal; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
 th, td { text-align: left; vertical-align: top; padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid #e3e6ea; }
 th, td:first-child, .memory td, .stages td:not(:last-child) { white-space: nowrap; } td { overflow-wrap: anywhere; }
 tbody th { font-weight: normal; color: #57606a; }
-p { color: #57606a; margin: .2rem 0 .6rem; } section { break-inside: avoid; } summary { cursor: pointer; }
+p { color: #57606a; margin: .2rem 0 .6rem; overflow-wrap: anywhere; }
+section { break-inside: avoid; } summary { cursor: pointer; }
 @media print { body { margin: 0; zoom: .74; } details::details-content { content-visibility: visible; } }
 """
-LAYOUT = {"template": "plotly_white", "height": 340, "margin": {"t": 25, "r": 10, "b": 50, "l": 70}}
-LAYOUT |= {"font": {"family": "system-ui, sans-serif", "size": 13}, "showlegend": True}
+LAYOUT = {"template": "plotly_white", "margin": {"t": 25, "r": 10, "b": 50, "l": 70}, "showlegend": True}
+LAYOUT |= {"font": {"family": "system-ui, sans-serif", "size": 13}}
+# Below the panels: beside them, it would leave none of a telephone's width to the curves.
+LAYOUT |= {"legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"}}
+PANEL, LEGEND_LINE, LETTER = (
+    270,
+    20,
+    7,
+)  # pixels: the height of a panel and of a line of the legend, the width of a letter
+NARROW = 300  # pixels of a telephone's width that the legend has
 # Only the page itself is a source: a mistake would show as an empty figure, not as a request.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
@@ -63,11 +73,23 @@ def graph_objects() -> Any:
 
 
 def panels(count: int, **layout: Any) -> Any:
-    """Return a figure with panels side by side. Raises ReportError."""
+    """Return a figure with panels below each other, so that they have the whole width. Raises ReportError."""
     graph_objects()
     from plotly.subplots import make_subplots
 
-    return make_subplots(cols=count, **layout)
+    return make_subplots(rows=count, vertical_spacing=0.3 / count, **layout)
+
+
+def height(figure: Any) -> int:
+    """Return the pixels that a figure needs: its panels, and a legend that a telephone folds."""
+    names = [str(trace.name) for trace in figure.data if trace.name and trace.showlegend is not False]
+    legend = sum(LEGEND_LINE * (1 + len(name) * LETTER // NARROW) for name in names) if len(figure.data) > 1 else 0
+    return PANEL * max(1, len(list(figure.select_yaxes()))) + 70 + legend
+
+
+def label(text: str) -> str:
+    """Escape a text for plotly, which reads it as HTML but does not know the entities of quotation marks."""
+    return escape(text, quote=False)
 
 
 def line(points: Sequence[tuple[float, float | None]], name: str, number: int) -> Any:
@@ -76,14 +98,14 @@ def line(points: Sequence[tuple[float, float | None]], name: str, number: int) -
     x, y = zip(*points, strict=True)
     mode = "lines+markers" if len(x) <= 40 else "lines"
     symbol = {"symbol": SYMBOLS[number % len(SYMBOLS)], "size": 6}
-    return graph_objects().Scatter(x=x, y=y, name=escape(name), mode=mode, line=style, marker=symbol)
+    return graph_objects().Scatter(x=x, y=y, name=label(name), mode=mode, line=style, marker=symbol)
 
 
 def bars(rounds: Sequence[Record], stacks: dict[str, list[Any]], title: str) -> Any:
     """Return stacked bars over rounds."""
     figure = graph_objects().Figure()
     for i, (name, values) in enumerate(stacks.items()):
-        figure.add_bar(x=[r["round"] for r in rounds], y=values, name=escape(name), marker_color=COLOURS[i])
+        figure.add_bar(x=[r["round"] for r in rounds], y=values, name=label(name), marker_color=COLOURS[i])
     figure.update_yaxes(title=title, rangemode="tozero")
     figure.update_traces(marker_line_width=0)  # thin bars would show only their white edges
     return over_rounds(figure, rounds).update_layout(barmode="stack", bargap=0.3 if len(rounds) <= 60 else 0)
@@ -118,7 +140,7 @@ def sections_html(sections: Iterable[Section]) -> str:
     for number, section in enumerate(sections):
         parts.append(f"<section><h2>{escape(section.heading)}</h2><p>{escape(section.caption)}</p>")
         if section.figure is not None:
-            section.figure.update_layout(LAYOUT)
+            section.figure.update_layout(LAYOUT, height=section.figure.layout.height or height(section.figure))
             options = {"full_html": False, "include_plotlyjs": script, "div_id": f"figure-{number}"}
             parts.append(section.figure.to_html(**options, config={"displayModeBar": False, "responsive": True}))
             script = False
@@ -127,11 +149,11 @@ def sections_html(sections: Iterable[Section]) -> str:
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Return a table with a head row, or with the first cell of each row as its head."""
+    """Return a table with a head row, or with the first cell of each row as its head; a wide one scrolls by itself."""
     top = f"<thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr></thead>" if head else ""
     tag = "td" if head else "th"
     body = (f"<tr><{tag}>{escape(a)}</{tag}>{''.join(f'<td>{escape(c)}</td>' for c in rest)}</tr>" for a, *rest in rows)
-    return f"<table>{top}<tbody>{''.join(body)}</tbody></table>"
+    return f'<div class="scroll"><table>{top}<tbody>{"".join(body)}</tbody></table></div>'
 
 
 def page(title: str, body: str) -> str:

@@ -27,17 +27,17 @@ def kernel_section(rounds: Sequence[Record]) -> Section:
 
 
 def kernel_figure(rounds: Sequence[Record]) -> Any:
-    """Draw ranks on the left and draws on the right, with a line per layer."""
-    figure = panels(2, horizontal_spacing=0.12)
+    """Draw ranks above draws, with a line per layer."""
+    figure = panels(2)
     for i, name in enumerate(rounds[-1]["layers"]):
         ranks = [(r["round"], r["layers"][name]["rank"] / r["layers"][name]["kernels"]) for r in rounds]
-        figure.add_trace(line(ranks, short(name), i), col=1, row=1)
+        figure.add_trace(line(ranks, short(name), i), row=1, col=1)
         drawn = line(list(enumerate(draws(rounds, name), start=1)), short(name), i)
-        figure.add_trace(drawn.update(showlegend=False), col=2, row=1)
-    figure.update_yaxes(title="fraction of kernels needed", range=[0, 1.02], col=1)
-    figure.update_yaxes(title="clients per kernel", rangemode="tozero", col=2)
+        figure.add_trace(drawn.update(showlegend=False), row=2, col=1)
+    figure.update_yaxes(title="fraction of kernels needed", range=[0, 1.02], row=1)
+    figure.update_yaxes(title="clients per kernel", rangemode="tozero", row=2)
     over_rounds(figure, rounds)
-    return figure.update_xaxes(title="tenth of the kernels", range=[0.5, 10.5], tick0=1, dtick=1, col=2)
+    return figure.update_xaxes(title="tenth of the kernels", range=[0.5, 10.5], tick0=1, dtick=1, row=2)
 
 
 def draws(rounds: Sequence[Record], name: str) -> list[float]:

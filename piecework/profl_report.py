@@ -43,22 +43,22 @@ def movement_section(rounds: Sequence[Record], settings: Record) -> Section:
 
 
 def movement_figure(rounds: Sequence[Record]) -> Any:
-    """Draw movements on the left, and the size of slopes with their threshold on the right."""
-    figure = panels(2, horizontal_spacing=0.12)
+    """Draw movements, and below them the size of slopes with their threshold."""
+    figure = panels(2)
     lines = (
         ("effective_movement", "effective movement", 1),
         ("slope", "slope, its size", 2),
         ("slope_threshold", "threshold", 2),
     )
-    for i, (key, name, column) in enumerate(lines):
+    for i, (key, name, panel) in enumerate(lines):
         points: list[tuple[float, float | None]] = []
         for _, records in by_stage(rounds):
             found = [(r["round"], abs(r[key])) for r in records if r.get(key) is not None]
             points += [*found, (records[-1]["round"] + 0.5, None)]  # a line ends where its part of the run does
         if any(value is not None for _, value in points):
-            figure.add_trace(line(points, name, i), col=column, row=1)
-    figure.update_yaxes(title="effective movement", range=[0, 1.02], col=1)
-    figure.update_yaxes(title="slope a round", rangemode="tozero", col=2)
+            figure.add_trace(line(points, name, i), row=panel, col=1)
+    figure.update_yaxes(title="effective movement", range=[0, 1.02], row=1)
+    figure.update_yaxes(title="slope a round", rangemode="tozero", row=2)
     return mark_stages(over_rounds(figure, rounds), rounds)
 
 

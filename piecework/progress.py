@@ -1,20 +1,28 @@
 """Show a run in the terminal while it runs, with a line per round."""
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Column
 
 from piecework.display import Record, accuracy_name, format_seconds, peak_over_budget, percent
+from piecework.planning.now import NOW
 
+BAR = 16  # columns
+BEFORE_TEXT = (
+    1 + 1 + BAR + 1 + len("0:00:00") + 1
+)  # columns on the bar's line: spinner, bar and time, each with a blank
 RECENT = 5  # rounds whose median is the expected duration of the next; the first round also traces and starts up
 
 
-def round_line(record: Record, total_rounds: int, seconds: float) -> str:
-    """Return the line of a finished round; `seconds` is the present duration of a round."""
+def round_line(record: Record, total_rounds: int) -> str:
+    """Return what a finished round came to."""
     parts = [f"round {record['round']}/{total_rounds}"]
     if (stages := record.get("modules") or record.get("blocks") or 1) > 1:
         parts.append(f"{record['stage']} of {stages}")
@@ -25,11 +33,13 @@ def round_line(record: Record, total_rounds: int, seconds: float) -> str:
     peak = peak_over_budget([record])
     if peak is not None:
         parts.append(f"peak {percent(peak, 1)} of budget")
-    parts.append(f"{seconds:.1f} s/round")
-    left = total_rounds - record["round"]
-    if left > 0:
-        parts.append(f"{format_seconds(seconds * left)} left")
     return "  ".join(parts)
+
+
+def times_now(record: Record, total_rounds: int, seconds: float) -> str:
+    """Return the present duration of a round, `seconds`, and how long the rounds to come will take."""
+    left = total_rounds - record["round"]
+    return f"{seconds:.1f} s/round" + (f"  {format_seconds(seconds * left)} left" if left > 0 else "")
 
 
 def accuracy_now(record: Record) -> str:
@@ -45,7 +55,7 @@ def accuracy_now(record: Record) -> str:
 
 
 class RoundProgress:
-    """A live line on stderr, or one plain line per round if stderr is no terminal."""
+    """A line for each finished round on stderr. On a terminal the last line is a bar, with what the run is doing now."""
 
     def __init__(self, total_rounds: int, console: Console | None = None) -> None:
         self.total_rounds = total_rounds
@@ -53,30 +63,86 @@ class RoundProgress:
         self.recent: list[float] = []
         self.progress: Progress | None = None
         self.task = TaskID(0)
+        self.done, self.left = 0, ""
+        self.now = Now(self.console, self.show)
 
     def __enter__(self) -> Self:
-        if self.console.is_terminal and not self.console.is_dumb_terminal:
-            one_line = Column(no_wrap=True, overflow="ellipsis")
-            text = TextColumn("{task.description}", markup=False, table_column=one_line)
+        if self.now.live:
             self.progress = Progress(
-                SpinnerColumn(finished_text=" "), BarColumn(16), TimeElapsedColumn(), text, console=self.console
+                SpinnerColumn(finished_text=" "),
+                BarColumn(BAR),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}", markup=False),
+                console=self.console,
             )
-            first = "waiting for the clients, then round 1"
-            self.task = self.progress.add_task(first, total=self.total_rounds)
+            self.task = self.progress.add_task("starting", total=self.total_rounds)
             self.progress.start()
+        NOW.addHandler(self.now)
         return self
+
+    def show(self, text: str) -> None:
+        """Show on the bar's line what the run is doing."""
+        if self.progress is not None:
+            line, room = "  ".join(filter(None, [text, self.left])), self.console.width - BEFORE_TEXT
+            # rich would take the bar's place for a longer text
+            self.progress.update(self.task, description=line if len(line) <= room else f"{line[: room - 1]}…")
 
     def update(self, record: Record) -> None:
         """Show a finished round."""
         self.recent = [*self.recent, float(record["seconds"])][-RECENT:]
-        line = round_line(record, self.total_rounds, median(self.recent))
+        line, times = round_line(record, self.total_rounds), times_now(record, self.total_rounds, median(self.recent))
         if self.progress is None:
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self.progress.update(self.task, completed=record["round"], description=line)
+            self.console.print(f"{line}  {times}", markup=False, highlight=False, soft_wrap=True)
+            return
+        self.done, self.left = record["round"], times
+        self.progress.update(self.task, completed=record["round"])
+        self.show(f"round {record['round']} of {self.total_rounds}")
+        self.progress.console.print(line, markup=False, highlight=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        NOW.removeHandler(self.now)
         if self.progress is not None:
+            self.progress.update(self.task, description=f"{self.done} of {self.total_rounds} rounds")
             self.progress.stop()
+
+
+class Now(logging.Handler):
+    """Hears what the process is doing (planning/now.py), and shows it.
+
+    On a terminal `show` gets each text, with a count if it is repeated. Elsewhere only tracing is said, once.
+    """
+
+    def __init__(self, console: Console, show: Callable[[str], None]) -> None:
+        self.live = console.is_terminal and not console.is_dumb_terminal
+        super().__init__(logging.DEBUG if self.live else logging.INFO)
+        self.console, self.show_text = console, show
+        self.last, self.times = "", 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a text."""
+        text = record.getMessage()
+        if not self.live:
+            if not self.last:
+                self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.last = text
+            return
+        self.times = self.times + 1 if text == self.last else 1
+        self.last = text
+        self.show_text(f"{text} ({self.times})" if self.times > 1 else text)
+
+
+@contextmanager
+def waiting(console: Console, text: str) -> Iterator[None]:
+    """Show on a terminal that the body works, and what it is doing; elsewhere nothing."""
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield
+        return
+    with console.status(text) as status:
+        now = Now(console, lambda text: status.update(escape(text)))
+        NOW.addHandler(now)
+        try:
+            yield
+        finally:
+            NOW.removeHandler(now)

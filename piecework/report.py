@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from piecework import display
+from piecework.compare import fleet_name
 from piecework.device_profiles.profile import format_bytes, is_limit
 from piecework.display import Record, percent
 from piecework.page import (
@@ -14,6 +15,7 @@ from piecework.page import (
     Section,
     bars,
     graph_objects,
+    label,
     line,
     mark_stages,
     over_rounds,
@@ -39,6 +41,7 @@ def write_report(run_dir: RunDir) -> Path:
     parts = [
         f'<h1>{escape(run_dir.path.name)} <small class="{escape(status)}">{escape(status)}</small></h1>',
         f"<pre>{escape(reason)}</pre>" if reason else "",
+        *(f"<p><strong>{escape(text)}</strong></p>" for text in excluded_classes(rounds).values()),
         table(overview(settings, rounds, run_dir.final(), seconds)),
         sections_html(sections(run_dir, settings, rounds) or [Section("Rounds", "No round was finished.")]),
         "<h2>Settings</h2><details><summary>all settings of the run</summary>",
@@ -60,6 +63,7 @@ def overview(settings: Record, rounds: Sequence[Record], final: Record | None, s
         ("Strategy", setting["strategy"]),
         ("Model", f"{setting['model']}, width {settings.get('architecture.width', 1.0)}"),
         ("Data set", setting["dataset"]),
+        ("Fleet", fleet_name(str(settings.get("fleet", "-")))),
         ("Clients", f"{clients}, {a_round} a round"),
         ("Rounds", f"{len(rounds)} of {setting['num-rounds']}"),
         (
@@ -149,9 +153,8 @@ def query_bytes(rounds: Sequence[Record]) -> int:
 
 def failure_section(rounds: Sequence[Record]) -> Section:
     """Return the section of clients that did not answer, with reasons."""
-    excluded = "".join(f"<p><strong>{escape(text)}</strong></p>" for text in excluded_classes(rounds).values())
     if not any(c["status"] != "ok" for r in rounds for c in r["clients"]):
-        return Section("Failures", "No client failed.", below=excluded)
+        return Section("Failures", "No client failed.")
     caption = "Clients that were asked and whose answer did not enter the model."
     by_device = table(
         (
@@ -162,7 +165,7 @@ def failure_section(rounds: Sequence[Record]) -> Section:
         ("device", "failed", "reason"),
     )
     below = by_device + table(display.reasons(rounds), ("status", "count", "reason (the first of its kind)"))
-    return Section("Failures", caption, failure_figure(rounds), excluded + below)
+    return Section("Failures", caption, failure_figure(rounds), below)
 
 
 def rate_section(rounds: Sequence[Record]) -> list[Section]:
@@ -214,20 +217,20 @@ def time_section(rounds: Sequence[Record]) -> Section:
 
 
 def curves(rounds: Sequence[Record]) -> Any:
-    """Draw accuracy and loss side by side; rounds without evaluation have no point."""
-    figure = panels(2, horizontal_spacing=0.12)
+    """Draw accuracy above loss; rounds without evaluation have no point."""
+    figure = panels(2)
     lines = (
         ("accuracy", "mean accuracy on own test data" if rounds[-1].get("personal") else "test accuracy", 1),
         ("client_accuracy", "accuracy on the clients", 1),
         ("loss", "test loss", 2),
         ("train_loss", "training loss", 2),
     )
-    for i, (key, name, column) in enumerate(lines):
+    for i, (key, name, panel) in enumerate(lines):
         points = [(r["round"], r[key]) for r in rounds if r[key] is not None]
         if points:
-            figure.add_trace(line(points, name, i), col=column, row=1)
-    figure.update_yaxes(title="accuracy", tickformat="~%", rangemode="nonnegative", col=1)
-    figure.update_yaxes(title="loss", rangemode="tozero", col=2)
+            figure.add_trace(line(points, name, i), row=panel, col=1)
+    figure.update_yaxes(title="accuracy", tickformat="~%", rangemode="nonnegative", row=1)
+    figure.update_yaxes(title="loss", rangemode="tozero", row=2)
     return mark_stages(over_rounds(figure, rounds), rounds)
 
 
@@ -251,7 +254,7 @@ def memory_figure(rounds: Sequence[Record]) -> Any:
     figure, width = graph_objects().Figure(), max(4, min(30, 330 // len(rows)))
     for i, device in enumerate(devices(rounds)):
         own = {str(row["client"]): row["measured_peak"] for row in rows if row["device"] == device}
-        figure.add_bar(x=[*own], y=[*own.values()], name=escape(device), marker_color=COLOURS[i % len(COLOURS)])
+        figure.add_bar(x=[*own], y=[*own.values()], name=label(device), marker_color=COLOURS[i % len(COLOURS)])
     marks = (
         ("budget", "line-ew-open", width, {row["client"]: row["budget"] for row in rows if is_limit(row["budget"])}),
         ("predicted peak", "diamond-open", min(8, width + 1), {row["client"]: row["predicted_peak"] for row in rows}),

@@ -13,7 +13,7 @@ from typing import Any
 
 from piecework.display import Record, percent
 from piecework.models.trained_model import description
-from piecework.page import COLOURS, Section, graph_objects, line, mark_stages, over_rounds, panels, table
+from piecework.page import COLOURS, Section, graph_objects, label, line, mark_stages, over_rounds, panels, table
 
 ATTACKS = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square"}
 NORMS = {"l2": "L2", "linf": "L-infinity"}
@@ -77,19 +77,19 @@ def which_model(path: Path) -> str:
 
 
 def robust_curves(rounds: Sequence[Record], settings: Record) -> list[Section]:
-    """Return the sections of clean and adversarial accuracy side by side, and of the losses."""
+    """Return the sections of clean and adversarial accuracy below each other, and of the losses."""
     validators = "all clients" if settings.get("fedprophet.validation-clients") == "all" else "the clients of a round"
     steps, images = settings["evaluation.attack-steps"], settings["evaluation.attack-examples"]
     shown = [p for p in CLEAN_AND_ATTACKED if any(r.get(key) is not None for r in rounds for key in p[1:])]
     titles = [title for title, _, _ in shown]
-    figure = panels(len(shown), shared_yaxes=True, horizontal_spacing=0.06, subplot_titles=titles)
-    for column, (_, *keys) in enumerate(shown, start=1):
+    figure = panels(len(shown), subplot_titles=titles)
+    for panel, (_, *keys) in enumerate(shown, start=1):
         for i, (key, name) in enumerate(zip(keys, ("clean", f"under PGD-{steps}"), strict=True)):
             if points := [(r["round"], r[key]) for r in rounds if r.get(key) is not None]:
                 first = not any(trace.name == name for trace in figure.data)
                 trace = line(points, name, (2, 4)[i]).update(legendgroup=name, showlegend=first)
-                figure.add_trace(trace, col=column, row=1)
-    figure.update_yaxes(tickformat="~%", rangemode="tozero").update_yaxes(title="accuracy", col=1)
+                figure.add_trace(trace, row=panel, col=1)
+    figure.update_yaxes(title="accuracy", tickformat="~%", rangemode="tozero")
     losses = graph_objects().Figure()
     for i, (key, name) in enumerate((("loss", "test loss"), ("train_loss", "training loss"))):
         if points := [(r["round"], r[key]) for r in rounds if r[key] is not None]:
@@ -139,25 +139,25 @@ def cascade_sections(rounds: Sequence[Record], settings: Record) -> list[Section
 
 
 def perturbation_figure(rounds: Sequence[Record], norm: str) -> Any:
-    """Draw epsilon and alpha side by side; the ball around images has another norm and its own line."""
-    figure = panels(2, horizontal_spacing=0.12)
+    """Draw epsilon and alpha below each other; the ball around images has another norm and its own line."""
+    figure = panels(2)
     lines = (
         ("epsilon", f"epsilon, features ({norm})", 1, False),
         ("epsilon", "epsilon, images (L-infinity)", 1, True),
         ("alpha", "alpha", 2, False),
     )
-    for i, (key, name, column, images) in enumerate(lines):
+    for i, (key, name, panel, images) in enumerate(lines):
         points: list[tuple[float, float | None]] = []
         for _, records in by_stage(rounds):
             attacked = [r for r in records if not r["clean_round"] and (r["distance"] is None) == images]
             # None ends the line where the stage ends
             points += [*((r["round"], r[key]) for r in attacked), (records[-1]["round"] + 0.5, None)]
         if any(value is not None for _, value in points):
-            figure.add_trace(line(points, name, i), col=column, row=1)
+            figure.add_trace(line(points, name, i), row=panel, col=1)
     if len(rounds) > 40:  # a stage may have been attacked in a single round, which needs a mark instead of a line
         figure.update_traces(mode="lines+markers", marker_size=3)
-    figure.update_yaxes(title="epsilon", rangemode="tozero", col=1).update_yaxes(
-        title="alpha", rangemode="tozero", col=2
+    figure.update_yaxes(title="epsilon", rangemode="tozero", row=1).update_yaxes(
+        title="alpha", rangemode="tozero", row=2
     )
     return mark_stages(over_rounds(figure, rounds), rounds)
 
@@ -196,7 +196,7 @@ def depth_figure(rounds: Sequence[Record]) -> Any:
     last = max((atom for counts in by_stages for atom in counts), default=0)
     figure = graph_objects().Figure()
     figure.add_heatmap(
-        x=[escape(name) for name in names],
+        x=[label(name) for name in names],
         y=list(range(last + 1)),
         z=[[counts.get(atom) for counts in by_stages] for atom in range(last + 1)],
         zmin=0,

@@ -19,13 +19,13 @@ def has_thresholds(rounds: Sequence[Record]) -> bool:
 
 def density_section(rounds: Sequence[Record]) -> Section:
     """Return the section of densities and thresholds over the rounds."""
-    figure = panels(2, horizontal_spacing=0.12)
+    figure = panels(2)
     for i, name in enumerate(rounds[-1]["filters"]):
-        for column, key in ((1, "density"), (2, "threshold")):
+        for panel, key in ((1, "density"), (2, "threshold")):
             trace = line([(r["round"], r["filters"][name][key]) for r in rounds], short(name), i)
-            figure.add_trace(trace.update(showlegend=column == 1), col=column, row=1)
-    figure.update_yaxes(title="fraction of filters", range=[0, 1.02], col=1)
-    figure.update_yaxes(title="mean threshold", rangemode="tozero", col=2)
+            figure.add_trace(trace.update(showlegend=panel == 1), row=panel, col=1)
+    figure.update_yaxes(title="fraction of filters", range=[0, 1.02], row=1)
+    figure.update_yaxes(title="mean threshold", rangemode="tozero", row=2)
     densities = [r["density"] for r in rounds if r["density"] is not None]
     caption = (
         "Left: filters that the clients of the round keep after training, the mean. Right: the server's thresholds."

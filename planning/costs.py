@@ -13,6 +13,7 @@ from piecework.device_profiles.profile import parse_bytes
 from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import unit_signature
 from piecework.planning.fit import cheapest, smallest
+from piecework.planning.now import tracing
 from piecework.planning.paper_memory import MEMORY_MODELS, MemoryModel
 from piecework.planning.part import Part, whole_model
 from piecework.planning.step_cost import piece_cost, stream_cost
@@ -61,6 +62,7 @@ class CostModel:
         """Return peak bytes and FLOPs of one training step of a part, from fake tensors."""
         key = part.signature(), part.at_input
         if key not in self._traced:
+            tracing(part.blueprint.name)
             self._traced[key] = piece_cost(
                 part.blueprint,
                 part.atoms,
@@ -83,6 +85,7 @@ class CostModel:
         training = self.frozen_training and head is None and not measured  # a teacher is always evaluated
         key = unit_signature(blueprint, f"atoms.{atom}"), head and unit_signature(blueprint, head), training, measured
         if key not in self._streamed:
+            tracing(blueprint.name)
             self._streamed[key] = stream_cost(
                 blueprint, atom, self.training_config, training=training, measured=measured, head=head
             )

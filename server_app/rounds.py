@@ -18,6 +18,7 @@ from piecework.federation.registry import ClientRegistry
 from piecework.federation.transport import Transport
 from piecework.models.init_weights import account, pretrained
 from piecework.models.partition import Piece
+from piecework.planning.now import doing
 from piecework.server_app.model_description import described
 from piecework.server_app.preflight import preflight
 from piecework.server_app.rates import require_rates
@@ -94,6 +95,7 @@ class Run:
     def run(self, on_round: OnRound) -> str:
         """Run all remaining rounds and write the model. Returns "completed". Raises RunAbortedError or TooFewNodesError."""
         settings, strategy = self.settings, self.strategy
+        doing("waiting for the clients")
         self.gather()
         self.run_dir.write_coverage(check_coverage(strategy))
         for server_round in range(self.values["round"] + 1, settings.num_rounds + 1):
@@ -144,6 +146,7 @@ class Run:
     def _leave(self) -> None:
         """Write the trained model, evaluate it if it is to be attacked, and delete the cached features of emulated clients."""
         settings, strategy = self.settings, self.strategy
+        doing("writing the trained model")
         arrays, (atoms, head) = self.arrays, strategy.trained_model()
         if isinstance(strategy, StagedStrategy):
             arrays, (atoms, head) = strategy.final(arrays), strategy.final_model()
@@ -183,9 +186,11 @@ class Run:
     def one_round(self, server_round: int) -> RoundRecord:
         """Query clients, train, aggregate, evaluate and record; then let the strategy conclude the round, e.g. end a stage."""
         started = time.perf_counter()
+        doing("round %s: training", server_round)
         opening = self._open(server_round)
         aggregated, metrics = self._train(server_round)
         training = TrainingPhase(aggregated, metrics, time.perf_counter() - started)
+        doing("round %s: evaluating", server_round)
         evaluation = self._evaluate(server_round)
         record = record_of(
             self.strategy,

@@ -16,7 +16,7 @@ from safetensors import safe_open
 import piecework
 from piecework.cli import over_seeds
 from piecework.compare import compare_json, group_runs
-from piecework.compare_view import compare_table, write_curves
+from piecework.compare_view import compare_tables, write_curves
 from piecework.display import memory_rows, peak_over_budget, summary_table
 from piecework.models.trained_model import ModelFileError
 from piecework.page import ReportError
@@ -204,8 +204,8 @@ def test_other_runs_have_no_empty_sections(tmp_path: Path) -> None:
         for heading in (*HEADINGS, "Under PGD", "AutoAttack", "Bytes before stages"):
             assert heading not in text[text.index("<body>") : text.index("<h2>Settings</h2>")]
     groups = group_runs([RunDir(tmp_path / "old"), RunDir(tmp_path / "new")])
-    assert "under PGD" not in text_of(compare_table(groups))
-    assert "in evaluation" not in text_of(compare_table(groups))
+    assert "under PGD" not in text_of(*compare_tables(groups))
+    assert "in evaluation" not in text_of(*compare_tables(groups))
 
 
 def test_a_long_cascade_on_one_page(tmp_path: Path) -> None:
@@ -274,11 +274,12 @@ def test_compare_under_attack(tmp_path: Path) -> None:
     assert several["autoattack_accuracy_mean"] == pytest.approx(0.2)
     assert [run["autoattack_accuracy"] for run in several["runs"]] == [0.3, 0.1]
     assert single["adversarial_accuracy_mean"] is None
-    rows = text_of(compare_table(groups), width=120).splitlines()
-    (pgd,) = (row for row in rows if "under PGD-20, 100 images" in row)
-    assert "30.00% ± 14.14%" in pgd
-    assert pgd.rstrip(" │").endswith("-")
-    assert any("under AutoAttack, 40 images" in row and "20.00% ± 14.14%" in row for row in rows)
+    rows = text_of(*compare_tables(groups), width=120).splitlines()
+    heads = [i for i, row in enumerate(rows) if "under PGD-20, 100 images  under AutoAttack, 40 images" in row]
+    assert len(heads) == 1
+    *_, mean, single = (rows[heads[0] + i].split() for i in (1, 2, 3, 4))
+    assert " ".join(mean) == "A mean of 2 runs 30.00% ± 14.14% 20.00% ± 14.14%"
+    assert single == ["B", "b", "-", "-"]
     page = write_curves(groups, tmp_path / "curves.html").read_text(encoding="utf-8")
     assert_self_contained(page)
     assert "<h2>Accuracy under attack over rounds</h2>" in page
@@ -291,9 +292,12 @@ def test_compare_attacks_of_several_strengths(tmp_path: Path) -> None:
         robust_run(tmp_path / "a", FINAL),
         robust_run(tmp_path / "b", FINAL | {"attack_steps": 5}, evaluation__attack_steps=5),
     ]
-    rows = text_of(compare_table(group_runs(runs)), width=120).splitlines()
-    assert any("evaluation.attack-steps" in row and "20" in row and "5" in row for row in rows)
-    assert sum("under PGD " in row for row in rows) == 1
+    rows = text_of(*compare_tables(group_runs(runs)), width=120).splitlines()
+    assert [row.split() for row in rows[:2]] == [
+        ["A:", "evaluation.attack-steps=20"],
+        ["B:", "evaluation.attack-steps=5"],
+    ]
+    assert sum(row.rstrip().endswith("under PGD") for row in rows) == 1
 
 
 def test_json_over_seeds() -> None:

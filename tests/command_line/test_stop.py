@@ -69,6 +69,7 @@ def test_the_command_says_how_to_go_on(tmp_path: Path, sent: signal.Signals, cod
         call, stdout=-1, stderr=-1, text=True, cwd=tmp_path, env=environment, start_new_session=True
     ) as command:
         assert command.stderr is not None
+        assert command.stderr.readline() == "tracing the parts of convnet\n"
         assert "can be trained by all clients" in command.stderr.readline()
         assert [command.stderr.readline().split()[1] for _ in range(2)] == ["1/500", "2/500"]  # so round 1 is complete
         (os.killpg if sent is signal.SIGINT else os.kill)(command.pid, sent)

@@ -1,0 +1,129 @@
+"""Runs below each other with their names, fleets by name, repeated seeds, and pages that a telephone can show."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from report_helpers import make_run, refused, round_record, text_of, two_rounds
+
+from piecework.compare import compare_json, fleet_names, group_runs
+from piecework.compare_view import compare_tables, marks, write_curves
+from piecework.device_profiles.fleet import load_fleet
+from piecework.page import LAYOUT, Section, height, label, line, panels, sections_html, table
+from piecework.report import write_report
+
+DEMO, BOARDS = (load_fleet(name).to_json() for name in ("demo", "boards"))
+LONG = "fedepth-fashion-mnist-seed1-20261124-210828-ab12"
+
+
+def shown(*runs: object, width: int = 80) -> list[str]:
+    return [row.rstrip() for row in text_of(*compare_tables(group_runs(runs)), width=width).splitlines()]  # type: ignore[arg-type]
+
+
+def test_each_run_is_a_row_with_its_name_and_a_group_has_a_mean(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / LONG, two_rounds(0.5, 0.6), seed=1),
+        make_run(tmp_path / "two", two_rounds(0.9, 0.8), seed=2),
+        make_run(tmp_path / "other", two_rounds(0.4), "stopped", strategy="fedavg", seed=2),
+    ]
+    rows = shown(*runs)
+    assert rows[:2] == ["A: strategy=fedepth", "B: strategy=fedavg"]
+    assert max(map(len, rows)) <= 80
+    words = [row.split() for row in rows]
+    assert ["A", "two", "2", "2", "80.00%", "90.00%", "(1)"] in words
+    assert ["B", "other", "2", "1,", "stopped", "40.00%", "40.00%", "(1)"] in words
+    mean = next(row for row in rows if "mean of 2 runs" in row)
+    assert mean.split()[5:] == ["2", "70.00%", "±", "14.14%", "75.00%", "±", "21.21%"]
+    first = next(i for i, row in enumerate(rows) if "60.00%" in row)
+    assert rows[first].split()[1] + rows[first + 1].strip() == LONG  # folded, not cut
+    assert [len([row for row in words if row[1:2] == ["two"]]), len([row for row in words if "mean" in row])] == [3, 3]
+
+
+def test_fleets_have_their_names(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, two_rounds(0.5), fleet=fleet) for name, fleet in (("a", DEMO), ("b", BOARDS))]
+    assert [row for row in shown(*runs) if "fleet" in row] == ["A: fleet=demo", "B: fleet=boards"]
+    assert [group["differs"] for group in compare_json(group_runs(runs))["groups"]] == [
+        {"fleet": "demo"},
+        {"fleet": "boards"},
+    ]
+    page = write_curves(group_runs(runs), tmp_path / "curves.html").read_text("utf-8")
+    assert "fleet=boards" in page
+    assert "assignment" not in page[page.rindex("Plotly.newPlot(") :]
+    assert "<th>Fleet</th><td>boards</td>" in write_report(runs[1]).read_text("utf-8")
+
+
+def test_two_fleets_of_one_name_are_told_apart() -> None:
+    other = json.dumps(json.loads(DEMO) | {"description": "another"})
+    names = fleet_names([DEMO, BOARDS, other, "demo.toml"])
+    assert names[BOARDS] == "boards"
+    assert names["demo.toml"] == "demo.toml"
+    assert re.fullmatch("demo#[0-9a-f]{7}", names[DEMO])
+    assert names[DEMO] != names[other]
+
+
+def test_runs_of_the_same_seed_are_said_to_be(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, two_rounds(a), seed=seed) for name, a, seed in (("a", 0.4, 1), ("b", 0.6, 1))]
+    rows = shown(*runs)
+    assert rows[0] == "A: strategy=fedepth (2 runs have seed 1, so they are repetitions)"
+    assert [row.split()[:3] for row in rows if re.match("A  [ab] ", row)][:2] == [["A", "a", "1"], ["A", "b", "1"]]
+    assert compare_json(group_runs(runs))["groups"][0]["repeated_seeds"] == [1]
+    (group,) = group_runs([*runs, make_run(tmp_path / "c", two_rounds(0.5), seed=2)])
+    assert group.repeated == {1: 2}
+
+
+def test_marks_of_many_groups_differ(tmp_path: Path) -> None:
+    group = group_runs([make_run(tmp_path / "a", two_rounds(0.5))])
+    found = marks(group * 60)
+    assert (found[0], found[25], found[26], found[59]) == ("A", "Z", "AA", "HHH")
+    assert len(set(found)) == 60
+
+
+def test_names_in_figures_are_escaped_once() -> None:
+    assert label("a \"b\" <i> & 'c'") == "a \"b\" &lt;i&gt; &amp; 'c'"
+    assert line([(1, 0.5)], 'a "b"', 0).name == 'a "b"'
+
+
+@pytest.mark.parametrize("kind", ["report", "compare"])
+def test_pages_fit_a_telephone(tmp_path: Path, kind: str) -> None:
+    """In Chromium at 390 pixels nothing of such pages overflows: wide tables scroll, and legends are below the panels."""
+    rounds = [round_record(1, 0.5, [refused(0, "x" * 200)]), *two_rounds(0.5, 0.6)[1:]]
+    run = make_run(tmp_path / LONG, rounds, fleet=BOARDS)
+    path = write_report(run) if kind == "report" else write_curves(group_runs([run]), tmp_path / "curves.html")
+    page = path.read_text("utf-8")
+    assert page.count("<table>") == page.count('<div class="scroll"><table>') > 0
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert ".scroll { overflow-x: auto; }" in style
+    assert all(f"{tag} {{" in style for tag in ("h1", "p", "pre", "td"))
+    assert style.count("overflow-wrap: anywhere") == 4
+    body = page[page.index("<body>") :]
+    assert body.count('"responsive": true') == body.count('class="plotly-graph-div"') > 0
+    plots = re.findall(r'Plotly\.newPlot\(.*?"showlegend":true', body, re.DOTALL)
+    assert not any(re.search(r'"width":\d{3}', plot.split('"layout"')[-1]) for plot in plots)
+    assert LAYOUT["legend"]["orientation"] == "h"
+
+
+def test_panels_have_the_whole_width_and_the_legend_room_below() -> None:
+    pytest.importorskip("plotly")
+    figure = panels(2)
+    assert [axis.domain for axis in figure.select_xaxes()] == [(0.0, 1.0)] * 2
+    alone = height(figure)
+    for number, name in enumerate(("short", "x" * 100)):
+        figure.add_trace(line([(1, 0.5)], name, number), row=1, col=1)
+    assert height(figure) == alone + 20 + 3 * 20  # 700 pixels of letters take three lines of a telephone
+    html = sections_html([Section("a", "b", figure)])
+    assert f'"height":{height(figure)}' in html
+
+
+def test_excluded_classes_stand_at_the_top(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", [round_record(1, None, [refused(0), refused(1)])])
+    page = write_report(run).read_text("utf-8")
+    says = "<strong>no client of small ever trained: all 2 requests failed</strong>"
+    assert page.count(says) == 1
+    assert page.index("</h1>") < page.index(says) < page.index("<table>")
+
+
+def test_a_table_scrolls_by_itself() -> None:
+    assert table([("a", "b")]) == (
+        '<div class="scroll"><table><tbody><tr><th>a</th><td>b</td></tr></tbody></table></div>'
+    )
