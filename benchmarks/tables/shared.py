@@ -40,7 +40,7 @@ def asked(flags: str) -> tuple[Settings, PlanQuestion]:
     """Return the settings and the question of `piecework plan FLAGS`, for a model's usual input or --input-shape."""
     given = PLAN.commands["plan"].make_context("plan", shlex.split(flags)).params
     keys = {"memory_model": "memory.model", "batch_size": "training.batch-size"}
-    keys |= {name: name for name in ("model", "strategy", "fleet")}
+    keys |= {f"{name}_": name for name in ("model", "strategy", "fleet")}  # `with_shorthands` appends the underscore
     chosen = {key: given[name] for name, key in keys.items() if given[name]}
     settings = settings_from("", list(given["assignments"]), named=chosen)
     return settings, ask(settings, True, given["input_shape"], given["classes"], budget=given["budget"])

@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 from helpers import TRIO, run_local, tiny_settings
 
-from piecework.launch import launch
+from piecework.launch import attempts, launch, watch
+from piecework.processes import EngineError, FlowerHome
 from piecework.server_app import run_lock as locking
+from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
+from piecework.server_app.rounds import run_experiment
 from piecework.server_app.run_lock import RunLockedError, killed_writer, require_free, run_lock, writer
+from piecework.training.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
@@ -72,6 +76,14 @@ def test_two_commands_cannot_resume_one_run(tmp_path: Path) -> None:
     assert f"is being written by process {other.pid} on" in done.stderr
 
 
+def watched(folder: Path) -> str:
+    """What the launcher of a run with processes says of it."""
+    home = FlowerHome(folder)
+    home.processes["superlink"] = ([], subprocess.Popen([sys.executable, "-SEc", ""]))
+    home.processes["superlink"][1].wait()
+    return watch(home, "1", RunDir(folder), 0, None, lambda _: None)
+
+
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     assert killed_writer(tmp_path) is None
     with held_elsewhere(tmp_path) as other:
@@ -83,6 +95,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
         assert (killed_writer(tmp_path) or "").startswith(f"process {other.pid} since 2")
         other.wait()
         assert (killed_writer(tmp_path) or "").startswith(f"process {other.pid} since 2")
+        assert watched(tmp_path).startswith(f"its ServerApp, process {other.pid} since 2")
         with run_lock(tmp_path):
             assert str(os.getpid()) in (writer(tmp_path) or "")
             assert killed_writer(tmp_path) is None
@@ -90,6 +103,25 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     holder = {"pid": other.pid, "host": "another host", "since": "2026"}
     (tmp_path / "lock").write_text(json.dumps(holder))
     assert killed_writer(tmp_path) is None
+
+
+def test_a_restart_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    """The first attempt loses its ServerApp after a round, the second goes on."""
+    settings = tiny_settings(
+        **TRIO | {"strategy": "fedavg", "dataset": "digits", "num_rounds": 2, "output_dir": str(tmp_path)}
+    )
+    run, begun = RunDir(tmp_path / "run"), list[str]()
+
+    def engine(asked: Settings, run_dir: RunDir, _: object) -> None:
+        begun.append(asked.resume_from)
+        with LocalGrid(asked.clients, asked.to_run_config(), 1) as nodes:
+            run_experiment(nodes, asked.changed({"num-rounds": len(begun)}), run_dir)
+        if len(begun) == 1:
+            raise EngineError("Flower ended the run (its ServerApp, process 7 since 2026, was killed)")
+
+    attempts(engine, settings, run, lambda _: None, restarts=1)
+    assert begun == ["", str(run.path)]
+    assert [record["round"] for record in run.rounds()] == [1, 2]
 
 
 def test_one_process_cannot_write_a_run_twice_either(tmp_path: Path) -> None:
