@@ -139,8 +139,9 @@ def run_one(
     settings = settings.changed({"seed": seed, "run-name": name})
     preflight(settings)
     run_dir = resolve_run_dir(settings)
-    if not settings.resume_from:
-        settings = settings.changed({"run-name": run_dir.path.name})
+    # a ServerApp elsewhere must find this very run, and not choose again
+    chosen = {"resume-from": str(run_dir.path)} if settings.resume_from else {"run-name": run_dir.path.name}
+    settings = settings.changed(chosen)
     reason, ended_by, before = "", 0, run_dir.summary_version()
     summary: dict[str, Any] | None = None
     try:

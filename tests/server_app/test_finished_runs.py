@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import piecework.launch as launching
 from piecework.cli import app
+from piecework.options import settings_from
 from piecework.server_app import rounds
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import has_completed, newest_run, resolve_run_dir
@@ -81,6 +82,19 @@ def test_the_command_says_so_and_starts_no_engine(finished: RunDir, monkeypatch:
     assert json.loads(done.stdout)["rounds"] == 2
     assert "nothing was left to do" in done.stderr
     assert content(finished) == before
+
+
+def test_auto_is_chosen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another process, the ServerApp's, writes the run."""
+    words = ["--strategy=fedavg", "--rounds=2", "--set=workers=1", "--output-dir", str(tmp_path)]
+    run_dir = RunDir(tmp_path / "one")
+    run_dir.create(
+        settings_from("", ["workers=1"], output_dir=str(tmp_path), named={"strategy": "fedavg", "num-rounds": 2})
+    )
+    asked = []
+    monkeypatch.setattr(launching, "launch", lambda settings, run, *_: asked.append((settings.resume_from, run.path)))
+    CliRunner().invoke(app, ["run", "--set=resume-from=auto", *words])
+    assert asked == [(str(run_dir.path), run_dir.path)]
 
 
 def test_seconds_are_those_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
