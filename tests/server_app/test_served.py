@@ -234,6 +234,7 @@ def test_what_was_measured_survives_a_resume(tmp_path: Path) -> None:
     assert [r["accuracy"] for r in halved.rounds()] == [r["accuracy"] for r in whole.rounds()]
     file = halved.path / "model.safetensors"
     finished = file.read_bytes()
+    file.unlink()  # else nothing would be left to do
     run_local(
         tmp_path / "halved", **settings | {"resume_from": str(halved.path)}
     )  # nothing is left to do but to write it
