@@ -21,6 +21,8 @@ from piecework.strategies.low_rank.prism import PriSM, PriSMPolicy
 class OrthDropPolicy(PriSMPolicy):
     """PriSM's policy for sub-models with all output channels."""
 
+    caveat = ""
+
     @property
     def channels_computed(self) -> Literal["all"]:
         """Always `all`, because OrthDrop keeps all output channels."""

@@ -37,6 +37,11 @@ factor by factor.
                         client has kernel i (models/kernels.py: inclusion). Like sampling itself, it depends on all rows of W.
 
 The trained model is kept apart: it has all rows of W, because rows of zeros could never be sampled.
+
+So with the first channels, the paper's choice and the default, the served network is *narrow*: of each factorised layer it has
+the channels of the largest sub-model, 40 % of them where all clients keep 0.4. The other rows of W never learn. Remark 3.2
+says that PriSM obtains a global model of full capacity. This holds for its kernels, but for its channels only if some client
+keeps them all, or with `prism.output-channels = random` or `all`.
 """
 
 from collections import Counter
@@ -67,8 +72,10 @@ from piecework.training.randomness import generator
 class PriSMPolicy(HeteroFLPolicy):
     """One stage: each device trains the largest sub-model that fits. A `level` is the index of a keep ratio in `ratios`."""
 
+    caveat = "with prism.output-channels = first, the served network is as narrow as the largest sub-model"
     masks = False
     moving = True
+    zeroed = True
 
     @cached_property
     def ratios(self) -> list[float]:
@@ -91,6 +98,12 @@ class PriSMPolicy(HeteroFLPolicy):
     def channels_computed(self) -> Literal["first", "random", "all"]:
         """The output channels that a sub-model computes."""
         return self.settings.prism.output_channels
+
+    def channels(self, part: Part) -> float:
+        """Return the keep ratio if sub-models compute the first channels, the same in all rounds; others reach all in time."""
+        if self.channels_computed != "first":
+            return 1.0
+        return next(keep for keep, model in zip(self.ratios, self.models, strict=True) if model is part.blueprint)
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
         """Return the numbers of values in the sub-model's arrays, sent down and up."""

@@ -24,6 +24,7 @@ from piecework.question import ask
 from piecework.report import write_report
 from piecework.server_app.start import covered
 from piecework.strategies import find_policy
+from piecework.strategies.width.heterofl import HeteroFLPolicy
 from piecework.training.settings import SettingsError, check_resume
 
 # One step of conv2 alone takes 869,120 bytes with batches of 32, the dearest of all; conv5 takes 802,688.
@@ -145,16 +146,30 @@ def test_widths() -> None:
         assert (found["level"], {row["channels"] for row in found["parts"]}) == ("", {1.0})
 
 
-@pytest.mark.parametrize("strategy", ["fjord", "origdrop"])
-def test_channels_that_are_zero_make_a_narrow_network(strategy: str) -> None:
-    model = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8))
-    policy = find_policy(strategy)(model, CostModel(a_training_config(32), None, model), tiny_settings())
-    rows = [{"part": "conv1", "devices": ["small"], "clients": 4, "fraction": 1.0, "channels": 0.5}]
-    state = DeviceState("small", 1, 1.0, 1.0, 1.0)
-    assert judged(policy, rows, {0: Trainer(state, 10)}).says == (
-        "no client can train more than 0.5 of the channels; the others are 0 in the model that is evaluated and saved, "
-        "which is a narrow network"
-    )
+@pytest.mark.parametrize(
+    ("strategy", "changes", "channels"),
+    [
+        ("fjord", {"heterofl__width_ratios": "1,0.4"}, 0.4),
+        ("origdrop", {}, 0.4),
+        ("prism", {}, 0.4),  # against Remark 3.2 of its paper
+        ("prism", {"prism__output_channels": "random"}, 1.0),
+        ("prism", {"prism__output_channels": "all"}, 1.0),
+        ("orthdrop", {}, 1.0),
+    ],
+)
+def test_who_trains_the_first_channels_makes_a_narrow_network(
+    strategy: str, changes: dict[str, Any], channels: float
+) -> None:
+    model = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="batch")
+    settings = tiny_settings(strategy=strategy, prism__keep_ratios="1,0.4", **changes)
+    policy = find_policy(strategy)(model, CostModel(a_training_config(32), None, model), settings)
+    assert isinstance(policy, HeteroFLPolicy)
+    found = policy.channels(policy.part(policy.sub_model(1)))
+    assert found == pytest.approx(channels)
+    rows = [{"part": "conv1", "devices": ["small"], "clients": 4, "fraction": 1.0, "channels": found}]
+    says = judged(policy, rows, {0: Trainer(DeviceState("small", 1, 1.0, 1.0, 1.0), 10)}).says
+    narrow = "the others are 0 in the model that is evaluated and saved, which is a narrow network"
+    assert says == (f"no client can train more than 0.4 of the channels; {narrow}" if channels < 1 else "")
 
 
 def test_a_model_that_ends_where_training_does() -> None:

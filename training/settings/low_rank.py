@@ -23,7 +23,8 @@ class PriSMSettings(Table):
     )
     output_channels: Literal["first", "random", "all"] = setting(
         "first",
-        "which output channels sub-models compute: the first ones, others in every round and client, or all",
+        "which output channels sub-models compute: the first ones (the served network is then as narrow as the largest "
+        "sub-model), others in every round and client, or all",
         PRISM,
     )
     server_momentum: bool = setting(
