@@ -75,7 +75,7 @@ class RoundProgress:
                 TextColumn("{task.description}", markup=False),
                 console=self.console,
             )
-            self.task = self.progress.add_task("starting", total=self.total_rounds)
+            self.task = self.progress.add_task("starting: clients connect, parts are traced", total=self.total_rounds)
             self.progress.start()
         NOW.addHandler(self.now)
         return self

@@ -62,7 +62,7 @@ def test_a_round_is_a_line_and_the_bar_is_the_last() -> None:
         first, second, bar = screen(console, progress)
     assert first == "round 1/3  accuracy 25.0%  loss 0.750  1/2 clients ok  peak 90.0% of budget"
     assert second == "round 2/3  accuracy 50.0%  loss 0.500  1/1 clients ok  peak 90.0% of budget"
-    assert re.fullmatch(r". ━{10}[╸╺]?━+ 0:00:0\d round 3: training  3.0 s/round  3.0 s left", bar)
+    assert re.fullmatch(r". ━{10}[╸╺]?━+ \d:\d\d:\d\d round 3: training  3.0 s/round  3.0 s left", bar)
     assert max(map(len, (first, second, bar))) <= 80
     assert screen(console)[-1].endswith("2 of 3 rounds")
 
@@ -74,7 +74,7 @@ def test_no_text_takes_the_place_of_bar_and_time(width: int) -> None:
         progress.update(round_record(12, 0.5, [client(n) for n in range(10)], seconds=5000.0, **ATTACKED))
         doing("a text that is much longer than what is left of the line of a terminal %s", "x" * 80)
         bar = screen(console, progress)[-1]
-    assert re.match(r". ━{16} 0:00:0\d a text", bar)
+    assert re.match(r". ━{16} \d:\d\d:\d\d a text", bar)
     assert len(bar) <= width
     assert "1/500" not in bar
 
