@@ -80,6 +80,8 @@ def image_files(root: Path) -> list[Path]:
 
 
 def _as_inputs(array: NDArray[Any], what: str) -> NDArray[Any]:
+    if array.ndim and not len(array):
+        raise DatasetError(f"{what} has no examples: its shape is {array.shape}")
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         return _as_images(array, what)
     if array.size == 0 or array.min() < 0 or array.max() > np.iinfo(np.uint16).max:

@@ -58,6 +58,11 @@ def scaled(channels: int, width: float) -> int:
     return ceil(whole * ratio - TINY)
 
 
+def narrowing() -> float:
+    """Return the ratio of the enclosing `narrowed`, 1 outside."""
+    return _RATIO.get()
+
+
 @contextmanager
 def narrowed(ratio: float) -> Iterator[None]:
     """Build models as sub-models of a fraction `ratio` of the channels, rounded up: HeteroFL, FedRolex and FjORD define it so.

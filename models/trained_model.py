@@ -104,10 +104,12 @@ class TrainedModel(nn.Module):
         return x.sub_(self.mean).div_(self.std)
 
     @torch.no_grad()
-    def predict(self, images: Tensor | np.ndarray) -> Prediction:
+    def predict(self, images: Tensor | np.ndarray | Sequence[Any]) -> Prediction:
         """Return classes and probabilities of a batch, or of one image.
 
-        A numpy array is [B, H, W, C] or [B, H, W], as image files are read. A tensor is [B, C, H, W].
+        A numpy array is [B, H, W, C] or [B, H, W], as image files are read. A tensor is [B, C, H, W], and in one channel also
+        [B, H, W]. One image has no dimension B. A list holds images (tensors, or arrays) of one shape, or the numbers of an
+        array. Raises ValueError for images of another shape.
         """
         x = self._batch(images)
         logits = self(x.to(self.mean.device)).float()
@@ -119,18 +121,37 @@ class TrainedModel(nn.Module):
         classes = probabilities.argmax(1)
         return Prediction(classes, probabilities, [self.class_names[n] for n in classes.tolist()])
 
-    def _batch(self, images: Tensor | np.ndarray) -> Tensor:
+    def _batch(self, images: Tensor | np.ndarray | Sequence[Any]) -> Tensor:
         """Return images as [B, C, H, W]."""
-        if isinstance(images, np.ndarray):
-            x = torch.tensor(images)
-            if len(self.input_shape) == 3:
-                channels, height, width = self.input_shape
-                if tuple(x.shape[-2:]) == (height, width) and channels == 1:
-                    x = x.unsqueeze(-1)
+        if not isinstance(images, Tensor | np.ndarray):
+            images = self._listed(images)
+        x = images if isinstance(images, Tensor) else torch.tensor(images)
+        if len(self.input_shape) == 3:
+            grey = self.input_shape[0] == 1 and x.shape[-2:] == self.input_shape[1:]  # perhaps without a channel
+            if isinstance(images, np.ndarray):
+                x = x.unsqueeze(-1) if grey else x
                 x = x.movedim(-1, -3) if x.dim() >= 3 else x
-        else:
-            x = images
+            elif grey and x.shape[-3:] != self.input_shape:
+                x = x.unsqueeze(-3)
         return x.unsqueeze(0) if x.dim() == len(self.input_shape) else x
+
+    def _listed(self, images: Sequence[Any]) -> Tensor | np.ndarray:
+        """Return a list of images as one tensor if they are tensors, else as one array, of uint8 if they are whole pixels."""
+        try:
+            if images and all(isinstance(image, Tensor) for image in images):
+                return torch.stack(list(images))
+            array = np.asarray(images)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"the images of a list must have one shape: {error}") from None
+        if (
+            self.pixels == "uint8"
+            and array.dtype.kind in "iu"
+            and array.size
+            and array.min() >= 0
+            and array.max() <= 255
+        ):
+            return array.astype(np.uint8)
+        return array
 
 
 def network_of(description: Mapping[str, Any]) -> Blueprint:

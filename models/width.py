@@ -70,6 +70,7 @@ def require_parts(full: Blueprint, narrow: Mapping[float, Blueprint]) -> None:
 
     `narrow` has the models by their width ratios.
     """
+    require_narrower(full, narrow)
     axes, whole = channel_axes(full), shapes(full)
     for width, model in narrow.items():
         own = shapes(model)
@@ -84,6 +85,16 @@ def require_parts(full: Blueprint, narrow: Mapping[float, Blueprint]) -> None:
             sub_indices(axes, whole, own, ordered)
         except ValueError as error:
             raise ValueError(f"{what}, {error}") from None
+
+
+def require_narrower(full: Blueprint, narrow: Mapping[float, Blueprint]) -> None:
+    """Raise ValueError if no model in `narrow`, by width ratio, has fewer channels: its function ignores the width."""
+    ratios = [width for width in narrow if width < 1]
+    if ratios and all(shapes(narrow[width]) == shapes(full) for width in ratios):
+        raise ValueError(
+            f"{full.name} is not narrower with {min(ratios):.4g} of its channels: its function has to multiply its channels by "
+            "its argument `width`, and to round them to at least 1"
+        )
 
 
 def shapes(blueprint: Blueprint) -> dict[str, Shape]:

@@ -3,11 +3,12 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.cnn import cnn3, cnn4, cnn_femnist, conv4
 from piecework.models.convnet import convnet
-from piecework.models.layers import require_one_of
+from piecework.models.layers import narrowing, require_one_of
 from piecework.models.lenet import lenet5
 from piecework.models.lstm import lstm_imdb
 from piecework.models.preact_resnet import resnet18_preact
@@ -71,8 +72,8 @@ def build_blueprint(
     _require_shape(name, shape)
     if num_classes < 1 or width <= 0:
         raise ValueError(f"{name} needs at least one class and a width above 0, got {num_classes} and {width}")
-    own = _typed_options(name, options)
-    built = MODELS[name](num_classes, shape, width=width, batch_norm=batch_norm, **own)
+    own = tuple(_typed_options(name, options).items())
+    built = _built(MODELS[name], narrowing(), num_classes, shape, width, batch_norm, own)
     if not isinstance(built, Blueprint):
         raise ValueError(
             f"model {name!r} is a {type(built).__name__}, not a cascade: its function has to return a Blueprint with atoms in "
@@ -86,6 +87,20 @@ def build_blueprint(
         options=tuple(options.items()),
         initialisation=initialisation,
     )
+
+
+@lru_cache(maxsize=256)
+def _built(
+    function: Callable[..., Blueprint],
+    ratio: float,  # on which the function depends through `scaled`
+    num_classes: int,
+    shape: Shape,
+    width: float,
+    batch_norm: str,
+    options: tuple[tuple[str, str | int], ...],
+) -> Blueprint:
+    """Call a model's function once for each choice of arguments: a run asks for its models again and again."""
+    return function(num_classes, shape, width=width, batch_norm=batch_norm, **dict(options))
 
 
 def model_options(name: str) -> tuple[str, ...]:

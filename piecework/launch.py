@@ -18,6 +18,7 @@ import tomli_w
 import torch
 
 from piecework.app_folder import app_folder
+from piecework.federated_data.labels import label_remarks
 from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.processes import (
     Connection,
@@ -65,7 +66,9 @@ def launch(
     With a `connection` the run is submitted to that SuperLink. Returns the summary. Raises errors that a restart cannot fix,
     and RunLockedError if another process writes this run.
     """
-    preflight(settings)
+    *_, data, _ = preflight(settings)
+    for remark in label_remarks(data):
+        LOG.warning("%s", remark)
     require_free(run_dir.path)  # checked before anything is started; the writing process takes the lock itself
     if not connection and not (settings.engine == "ray" and ray_address()):
         find_device(settings.training.accelerator)  # the clients will run on this machine

@@ -1,9 +1,11 @@
 """The input of a plan: an example's shape, classes, a client's examples, a budget, and the kind of step."""
 
+import logging
 from dataclasses import dataclass
 from typing import cast, get_args
 
 from piecework.federated_data.datasets import PUBLISHED, default_cache, prepare
+from piecework.federated_data.labels import label_remarks
 from piecework.models.cascade import Shape
 from piecework.models.zoo import usual_input
 from piecework.planning.costs import fraction_or_bytes
@@ -11,6 +13,7 @@ from piecework.training.settings import Settings, SettingsError
 from piecework.training.setup import dataset_of
 from piecework.training.sgd import Precision
 
+LOG = logging.getLogger("piecework")
 EXAMPLES = 500  # examples per client if no data set defines them
 
 
@@ -80,6 +83,8 @@ def data_shape(settings: Settings) -> tuple[Shape, int, int]:
         return PUBLISHED[settings.dataset]
     prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.data.download)
     data = dataset_of(settings)
+    for remark in label_remarks(data):
+        LOG.warning("%s", remark)
     return data.input_shape, data.num_classes, data.examples
 
 

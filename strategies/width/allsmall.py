@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from piecework.models.cascade import Blueprint
 from piecework.models.variant import Variant, vary
+from piecework.models.width import require_narrower
 from piecework.models.work_item import WorkItem
 from piecework.planning.costs import CostModel
 from piecework.planning.part import Part, whole_model
@@ -31,6 +32,10 @@ class AllSmallPolicy(FedAvgPolicy):
     ) -> None:
         super().__init__(blueprint, cost_model, settings, smallest)
         self.width = width
+
+    def require_model(self) -> None:
+        """Raise ValueError if the model does not become narrower."""
+        require_narrower(self.blueprint, {1 / STEPS: vary(self.blueprint, Variant(width=1 / STEPS))})
 
     def with_smallest(self, budget: int) -> Self:
         """Return this policy, of the same width, for a smallest budget of that many bytes."""

@@ -24,6 +24,7 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import Blueprint
 from piecework.models.mix import net_of
 from piecework.models.variant import Variant, vary
+from piecework.models.width import require_narrower
 from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
@@ -46,6 +47,11 @@ class SplitMixPolicy(PartitionPolicy):
     def count(self) -> int:
         """The number of base nets."""
         return max(1, round(1 / self.settings.splitmix.width_ratio))
+
+    def require_model(self) -> None:
+        """Raise ValueError if base nets would be as wide as the full model."""
+        ratio = self.settings.splitmix.width_ratio
+        require_narrower(self.blueprint, {ratio: vary(self.blueprint, Variant(width=ratio))})
 
     @property
     def variant(self) -> Variant:

@@ -3,8 +3,10 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,8 @@ import pytest
 from PIL import Image
 
 from piecework.federated_data import datasets, sources
-from piecework.federated_data.datasets import DatasetError, load, prepare
+from piecework.federated_data.datasets import ArrayDataset, DatasetError, load, prepare
+from piecework.federated_data.labels import label_remarks
 
 REAL_DATA = Path(os.environ.get("PIECEWORK_DATA", "/nonexistent"))
 IDX = sources._FASHION_MNIST
@@ -234,6 +237,11 @@ X, Y = np.zeros((5, 8, 8), dtype=np.uint8), np.zeros(5, dtype=np.int64)
         ({"x_train": np.zeros((5, 8, 8, 7), np.uint8), "y_train": Y}, "has shape (5, 8, 8, 7); allowed are (N, H, W)"),
         ({"x_train": np.full((5, 8, 8), np.nan, np.float32), "y_train": Y}, "not finite"),
         ({"x_train": X, "y_train": Y[:4]}, "is int64 of shape (4,); labels are integers of shape (5,)"),
+        ({"x_train": X[:0], "y_train": Y[:0]}, "has no examples: its shape is (0, 8, 8)"),
+        (
+            {"x_train": X, "y_train": Y, "x_test": X[:0], "y_test": Y[:0]},
+            "own.npz has no examples: its shape is (0, 8, 8)",
+        ),
         ({"x_train": X, "y_train": Y - 1}, "has a label -1; labels count from 0"),
         ({"x_train": X, "y_train": np.array([{}] * 5)}, "is damaged or not an .npz file of plain arrays"),
         ({"x_train": X[:2], "y_train": Y[:2]}, "2 examples are too few to hold out a test set"),
@@ -404,3 +412,31 @@ def test_default_cache(monkeypatch):
     assert datasets.default_cache() == Path("/xdg/piecework")
     monkeypatch.setenv("PIECEWORK_CACHE", "~/own")
     assert datasets.default_cache() == Path("/home/u/own")
+
+
+def labelled(train, test, classes, names=()):
+    """A data set with these labels."""
+    images = np.zeros((0, 2, 2, 1), np.uint8)
+    arrays = images, np.array(train), classes, (0.0,), (1.0,), images, np.array(test)
+    return ArrayDataset("mine", *arrays, class_names=names)
+
+
+def test_labels_that_are_never_seen_or_never_used_are_said():
+    assert label_remarks(labelled([0, 1, 2], [2, 2], 3)) == []
+    unseen, skipped = label_remarks(labelled([0, 1, 1], [0, 5, 5, 1], 6))
+    assert unseen == "no training example of mine has the test labels 5: 50.0% of the test examples will be wrong"
+    assert skipped.startswith(
+        "no example of mine has the labels 2, 3, 4, although labels go up to 5: the model has an output"
+    )
+    (many,) = label_remarks(labelled([0, 20], [0], 21))
+    assert "has the labels 1, 2, 3, 4, 5 and 14 more, although" in many
+    (named,) = label_remarks(labelled([0, 1], [2], 3, ("ape", "bat", "cat")))
+    assert "the test labels 2 (cat): 100.0% of" in named
+    assert label_remarks(replace(labelled([0], [1], 2), export={})) == []  # a part of an export
+
+
+@pytest.mark.parametrize(("names", "label"), [((), "1"), (("ape", "bat"), "1 (bat)")])
+def test_one_class_is_nothing_to_learn(names, label):
+    said = f"all 2 training examples of mine have the label {label}: there is nothing to learn"
+    with pytest.raises(DatasetError, match=re.escape(said)):
+        label_remarks(labelled([1, 1], [0], 2, names))

@@ -102,7 +102,13 @@ def bare(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm: str
     return Blueprint("bare", input_shape, num_classes, atoms, partial(nn.Linear, hidden, num_classes), batch_norm)
 
 
+def unheeding(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
+    """As wide at every width."""
+    return maps(convs)(num_classes, input_shape, 1.0, batch_norm)
+
+
 OWN = {
+    "unheeding": unheeding,
     "bare": bare,
     "mlp": mlp,
     "convs": maps(convs),
@@ -144,6 +150,7 @@ REFUSED = {
     ("flattened", "fedepth"): "mine cannot be trained block by block: atom 'stem' makes features of shape (4, 8, 8), which",
     ("projected", "fjord"): "mine cannot be cut by width: with 0.0625 of its channels it misses 'bias' of 'atoms.1.skip'",
     ("projected", "heterofl"): "mine cannot be cut by width: with 0.0625 of its channels it misses 'bias' of 'atoms.1.skip'",
+    **{("unheeding", name): "mine is not narrower with" for name in ("heterofl", "fjord", "splitmix", "allsmall")},
     ("grouped", "feddrop"): "mine cannot be cut by width: in atom 'four', channels cannot be followed through a convolution",
 }  # fmt: skip
 
@@ -195,3 +202,17 @@ def test_atoms_without_arrays_are_neither_sent_nor_stored(
     assert [client["status"] for record in rounds for client in record["clients"]] == ["ok"] * 3 * trained
     sent = {unit_of(name) for name in model_of(run)}
     assert not sent & {"atoms.0", "atoms.2", "atoms.4"}
+
+
+def test_a_models_function_is_called_once_for_each_choice_of_arguments(tmp_path: Path) -> None:
+    """It may be slow, and a plan, a server and each task of a client ask for the same models."""
+    calls: list[Any] = []
+
+    def slow(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
+        calls.append((width, batch_norm))
+        return mlp(num_classes, input_shape, width, batch_norm)
+
+    MODELS["mlp"] = slow
+    assert refusal("mlp", "heterofl") == ""
+    run_local(tmp_path, **TRIO | {"model": "mlp", "strategy": "fedavg", "fleet": "unlimited"})
+    assert len(calls) == len(set(calls)) > 1

@@ -92,6 +92,21 @@ def test_predictions_of_arrays_tensors_and_one_image(model: TrainedModel, pixels
         torch.testing.assert_close(one.probabilities, found.probabilities[3:4])
 
 
+def test_predictions_of_lists_and_of_images_without_a_channel(model: TrainedModel, pixels: torch.Tensor) -> None:
+    arrays = digits().test_inputs[:3]
+    found = model.predict(arrays).probabilities
+    lists = [[*arrays], [image[..., 0] for image in arrays], [*pixels[:3]], [*pixels[:3, 0]], arrays[..., 0].tolist()]
+    for same in (*lists, pixels[:3, 0]):
+        torch.testing.assert_close(model.predict(same).probabilities, found)
+    for one in (arrays[0, ..., 0].tolist(), pixels[0, 0]):
+        torch.testing.assert_close(model.predict(one).probabilities, found[:1])
+    for ragged in ([arrays[0], arrays[1, 1:]], [pixels[0], pixels[1, :, 1:]]):
+        with pytest.raises(ValueError, match="the images of a list must have one shape: "):
+            model.predict(ragged)
+    with pytest.raises(ValueError, match=r"images have shape|there are no images"):
+        model.predict([])
+
+
 def test_a_model_moves_as_modules_do(model: TrainedModel) -> None:
     assert {buffer.dtype for name, buffer in model.double().named_buffers() if name in ("mean", "std")} == {
         torch.float64
