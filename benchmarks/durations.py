@@ -40,12 +40,13 @@ from piecework.presets import preset_rows
 from piecework.question import PlanQuestion, ask
 from piecework.training.settings import Settings
 
-SPEED = 4e10  # FLOP/s of two cores, which decides only how a preset is measured
+SPEED = 1e11  # FLOP/s of two cores, which decides only how a preset is measured
 ROUND = 10.0  # seconds of a round that is still run as it is
 BATCHES = 6.0  # seconds of a client's batches on random data
 ABSENT = {"npz:femnist.npz": ((1, 28, 28), 62, 70_000)}  # shape, classes and about as many training examples
 TEST = {"fashion-mnist": 10_000, "cifar10": 10_000, "cifar100": 10_000, "caltech256": 6_400, "imdb": 25_000}
-QUICK = ("evaluation.autoattack-examples=0", "evaluation.every=2", "num-rounds=2", "attack.warmup=0")
+QUICK = ("evaluation.autoattack-examples=0", "evaluation.every=2", "attack.warmup=0")
+SHORT = {"profl": ("profl.shrinking=false", "num-rounds=4")}  # others have two rounds; ProFL's are of its first step
 
 
 class Work(NamedTuple):
@@ -83,12 +84,11 @@ def duration(name: str, given: list[str], whole: float) -> tuple[float, str]:
         total = asked * sum(n * flops for n, flops in zip(work.rounds, work.client, strict=True)) + work.other
         return total / speed(*random_run(settings, work)), "estimated, random data"
     started = time.perf_counter()
-    first, second = run(name, [*given, *QUICK])[-2:]
-    start = time.perf_counter() - started - first["seconds"] - second["seconds"]
+    first, second = run(name, [*given, *QUICK, *SHORT.get(settings.strategy, ("num-rounds=2",))])[-2:]
+    start = max(0.0, time.perf_counter() - started - 2 * second["seconds"])
     validation = first["seconds"] - first["train_seconds"]
     evaluation = max(0.0, second["seconds"] - second["train_seconds"] - validation)
-    trained = work.client[-1 if settings.strategy == "profl" and settings.profl.shrinking else 0]
-    rounds = sum(n * flops / trained for n, flops in zip(work.rounds, work.client, strict=True))
+    rounds = sum(n * flops / work.client[0] for n, flops in zip(work.rounds, work.client, strict=True))
     evaluations = -(-settings.num_rounds // settings.evaluation.every)
     seconds = start + second["train_seconds"] * rounds + validation * settings.num_rounds + evaluation * evaluations
     if seconds > whole:
@@ -124,7 +124,6 @@ def random_run(settings: Settings, work: Work) -> tuple[tuple[str, ...], tuple[i
         "fleet": "unlimited",
         "clients": 2,
         "clients-per-round": 2,
-        "num-rounds": 2,
         "data.partition": "iid",
         "evaluation.batch-size": 10,
     }
@@ -136,6 +135,7 @@ def random_run(settings: Settings, work: Work) -> tuple[tuple[str, ...], tuple[i
     if settings.strategy == "prism":
         values |= {"prism.keep-ratios": settings.prism.keep_ratios}
     found = tuple(f"{key}={value}" for key, value in values.items() if value != "")
+    found += SHORT.get(settings.strategy, ("num-rounds=2",))
     return found, shape, classes, is_token_model(settings.model)
 
 
@@ -155,7 +155,7 @@ def speed(assignments: tuple[str, ...], shape: tuple[int, ...], classes: int, to
         preset = Path(folder) / "random.toml"
         preset.write_text("", encoding="utf-8")
         record = run(str(preset), [*assignments, f"dataset=npz:{file}"])[-1]
-    return float(record["flops"] / record["train_seconds"])
+    return sum(float(client["flops"]) for client in record["clients"]) / float(record["train_seconds"])
 
 
 def work_of(settings: Settings) -> Work:
