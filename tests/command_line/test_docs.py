@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -207,3 +208,14 @@ def test_a_strategy_of_ones_own_does_what_the_settings_ask(
     assert [record["train_loss"] for record in always.rounds()] == losses["fedavg", True]
     assert [client["flops"] for client in clients_of(always)] == flops["fedavg", True]
     assert flops["fedprox", True] > flops["fedprox", False]
+
+
+def test_the_documents_name_the_versions_of_flower_that_are_allowed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    allowed = [next(each for each in project["dependencies"] if each.startswith("flwr"))]
+    allowed += project["optional-dependencies"]["simulation"]
+    (named,) = re.findall(
+        r"\| Flower ([\d.]+) or ([\d.]+), the same minor", (ROOT / "docs" / "boards.md").read_text("utf-8")
+    )
+    first, last = ([int(number) for number in version.split(".")] for version in named)
+    assert allowed == [f"{package}>=1.{first[1]},<1.{last[1] + 1}" for package in ("flwr", "flwr[simulation]")]
