@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -167,7 +168,7 @@ def wheel(session_folder: Path) -> Path:
 
 def install_wheel(folder: Path, environment: Path) -> None:
     """Build the wheel in `folder` and install it into a new `environment`."""
-    uv, python = [sys.executable, "-m", "uv"], environment / "bin" / "python"
+    uv, python = [sys.executable, "-m", "uv", "--cache-dir", str(uv_cache(folder))], environment / "bin" / "python"
     subprocess.run([*uv, "build", "--quiet", "--wheel", "--out-dir", str(folder), str(ROOT)], check=True)
     subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, str(environment)], check=True)
     packages = [str(next(folder.glob("*.whl"))), f"flwr=={version('flwr')}"]
@@ -177,3 +178,15 @@ def install_wheel(folder: Path, environment: Path) -> None:
     )
     (site,) = environment.glob("lib/python3*/site-packages")
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+
+
+def uv_cache(folder: Path) -> Path:
+    """uv's usual cache, or one in `folder` where the user's home cannot be written."""
+    said = subprocess.run([sys.executable, "-m", "uv", "cache", "dir"], capture_output=True, text=True, check=True)
+    usual = Path(said.stdout.strip())
+    try:
+        usual.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=usual):
+            return usual
+    except OSError:
+        return folder / "uv"
