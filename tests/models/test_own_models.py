@@ -12,6 +12,7 @@ from helpers import TRIO, fleet_json, model_of, run_local, tiny_settings
 from model_helpers import mlp
 from torch import nn
 
+from piecework.models.basic_layers import without_bare_blocks
 from piecework.models.cascade import Atom, Blueprint, unit_of
 from piecework.models.zoo import MODELS
 from piecework.plan import make_plan
@@ -216,3 +217,9 @@ def test_a_models_function_is_called_once_for_each_choice_of_arguments(tmp_path:
     assert refusal("mlp", "heterofl") == ""
     run_local(tmp_path, **TRIO | {"model": "mlp", "strategy": "fedavg", "fleet": "unlimited"})
     assert len(calls) == len(set(calls)) > 1
+
+
+def test_profl_joins_blocks_without_arrays_with_their_neighbours() -> None:
+    blueprint = bare(10, (1, 8, 8))
+    assert without_bare_blocks(blueprint, [(0,), (1,), (2,), (3,), (4,)]) == [(0, 1, 2), (3, 4)]
+    assert without_bare_blocks(blueprint, [(0, 1), (2, 3, 4)]) == [(0, 1), (2, 3, 4)]
