@@ -306,16 +306,6 @@ def test_fedet_exchanges_only_the_last_layer(tmp_path: Path) -> None:
             np.testing.assert_allclose(kept[f"resnet10/{name}"], alike, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("strategy", ["feddf", "fedet"])
-def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, strategy: str) -> None:
-    changes = SMALL | {"strategy": strategy, "architecture__batch_norm": "running", "num_rounds": 2}
-    through = run_local(tmp_path / "a", **changes)
-    halved = run_local(tmp_path / "b", **changes | {"num_rounds": 1, "training__lr_rounds": 2})
-    halved = run_local(tmp_path / "b", **changes | {"training__lr_rounds": 2, "resume_from": str(halved.path)})
-    assert same(model_of(through), model_of(halved))
-    assert same(prototypes(through), prototypes(halved))
-
-
 def test_clients_evaluate_the_prototype_of_their_architecture(tmp_path: Path) -> None:
     changes = {
         "evaluation__on_clients_every": 1,

@@ -134,13 +134,6 @@ def test_it_learns_and_the_model_can_be_loaded(tmp_path: Path) -> None:
         assert client["measured_peak"] <= client["predicted_peak"]
 
 
-def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    whole = run_local(tmp_path / "a", **FEDPM | {"num_rounds": 3})
-    part = run_local(tmp_path / "b", **FEDPM | {"num_rounds": 2})
-    resumed = run_local(tmp_path / "b", **FEDPM | {"num_rounds": 3, "resume_from": str(part.path)})
-    assert same(model_of(whole), model_of(resumed))
-
-
 def test_bits_behind_the_end_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = FedPM.check
 

@@ -20,7 +20,6 @@ from helpers import (
     model_of,
     numpy_of,
     run_local,
-    same,
     tiny_settings,
     training,
 )
@@ -278,14 +277,6 @@ def test_a_client_keeps_its_clean_batch_norms_only(two_rounds: tuple[Any, Record
                 assert np.array_equal(array, sent[client][name])
             elif ".bn." in name:
                 assert np.array_equal(array, first[client][name])
-
-
-def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, two_rounds: tuple[RunDir, Any, Any]) -> None:
-    changes = SMALL | {"architecture__batch_norm": "local", "num_rounds": 2}
-    through, _, _ = two_rounds
-    halved = run_local(tmp_path / "b", **changes | {"num_rounds": 1, "training__lr_rounds": 2})
-    halved = run_local(tmp_path / "b", **changes | {"training__lr_rounds": 2, "resume_from": str(halved.path)})
-    assert same(model_of(through), model_of(halved))
 
 
 def test_the_first_adversarial_round_is_measured_from_the_clean_set(tmp_path: Path) -> None:

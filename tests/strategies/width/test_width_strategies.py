@@ -140,17 +140,6 @@ def test_clients_count_alike_or_by_their_examples(tmp_path: Path, strategy: str,
     assert np.array_equal(model_of(run_dir)[name], alike if weights == "equal" else average(answers, name))
 
 
-def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    for strategy in ("feddrop", "allsmall"):
-        changes = SMALL | {"strategy": strategy}
-        through = run_local(tmp_path / strategy / "a", **changes)
-        halved = run_local(tmp_path / strategy / "b", **changes | {"num_rounds": 1, "training__lr_rounds": 2})
-        halved = run_local(
-            tmp_path / strategy / "b", **changes | {"training__lr_rounds": 2, "resume_from": str(halved.path)}
-        )
-        assert same(model_of(through), model_of(halved))
-
-
 def test_clients_evaluate_the_models_they_train(tmp_path: Path) -> None:
     run_dir = run_local(tmp_path, **SMALL | {"evaluation__on_clients_every": 2})
     first, second = run_dir.rounds()
