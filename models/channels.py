@@ -7,6 +7,7 @@ every array follow.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -82,7 +83,7 @@ class _Follower(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function and record the axes of its result."""
-        out = func(*args, **(kwargs or {}))
+        out = STAND_INS.get(func.__name__, func)(*args, **(kwargs or {}))
         handler = HANDLERS.get(func.__name__)
         if handler is not None:
             handler(self, out, *args, **(kwargs or {}))
@@ -252,7 +253,17 @@ HANDLERS: Mapping[str, Callable[..., None]] = {
 }
 
 
-def channel_axes(blueprint: Blueprint, units: Sequence[str] = ()) -> dict[str, Axes]:
+def _lstm_output(x: Tensor, states: Sequence[Tensor], *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, cell = states
+    return x.new_empty(*x.shape[:-1], hidden.shape[-1]), hidden, cell
+
+
+# Functions that torch runs in many steps on tensors without values, by what only has the shapes of their results.
+STAND_INS: Mapping[str, Callable[..., Any]] = {"lstm": _lstm_output}
+
+
+@lru_cache(maxsize=64)
+def channel_axes(blueprint: Blueprint, units: tuple[str, ...] = ()) -> Mapping[str, Axes]:
     """Return the axes of every array, parameters and buffers, by global name. `units` adds heads after atoms.
 
     Raises ValueError, which names the atom, for an unsupported layer.

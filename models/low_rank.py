@@ -144,7 +144,8 @@ def low_rank(blueprint: Blueprint, keep: float, *, narrow: bool = True, scattere
     cut, live, atoms = Cut(keep, narrow, scattered), None, [first]
     for number, atom in enumerate(others, start=1):
         last = number == len(others)
-        build = partial(thin, atom.build, cut, live, last)
+        own = cut if len(atom.shape) == 3 else Cut(keep)  # only maps have channels that may be left out
+        build = partial(thin, atom.build, own, live, last)
         with torch.device("meta"):
             module = atom.build()
         if chained := isinstance(module, nn.Sequential):

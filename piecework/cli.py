@@ -25,16 +25,18 @@ from piecework.cli_base import (
     listen,
     out,
     show_version,
+    telling,
     user_errors,
     with_shorthands,
 )
 from piecework.cli_deploy import commands
 from piecework.cli_lists import lists
-from piecework.options import Scalars, connection_to, seeds_from, settings_from
+from piecework.options import Scalars, connection_to, run_command, seeds_from, settings_from
 from piecework.processes import Connection, EngineError
 from piecework.training.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
+    from piecework.question import PlanQuestion
     from piecework.server_app.records import RunDir
 
 app = typer.Typer(
@@ -241,8 +243,6 @@ def plan(
     from piecework.plan import make_plan
     from piecework.progress import waiting
     from piecework.question import ask
-    from piecework.suggest import advise
-    from piecework.suggest_view import advice_tables
 
     with user_errors(as_json, {}):
         own: Scalars = {"memory.model": memory_model, "training.batch-size": batch_size or 0}
@@ -257,12 +257,26 @@ def plan(
         precise = precision or settings.training.precision
         question = ask(settings, usual, input_shape, classes, examples, budget, precise, attack_steps)
         if suggest:
-            advice = advise(settings, question)
-            print(json.dumps({"suggest": advice})) if as_json else show(advice_tables(advice))
+            data: Scalars = {"dataset": "DATASET"} if usual or input_shape else {}
+            show_advice(
+                settings, question, lambda own: run_command(preset, assignments, given | data | own, nodes), as_json
+            )
             return
         with waiting(err, "planning"):
             found = make_plan(settings, question)
         show_plan(found, picture, preset, as_json)
+
+
+def show_advice(settings: Settings, question: "PlanQuestion", command: Callable[[Scalars], str], as_json: bool) -> None:
+    """Print advice; `command` makes the command line of a run with the recommended settings."""
+    from piecework.suggest import advise
+    from piecework.suggest_view import advice_tables
+
+    with telling("planning", silent=as_json) as tell:
+        advice = advise(settings, question, tell)
+    if (found := advice["recommended"]) is not None:
+        found["command"] = command(found["settings"])
+    print(json.dumps({"suggest": advice})) if as_json else show(advice_tables(advice))
 
 
 def show_plan(found: dict[str, Any], picture: str, preset: str, as_json: bool) -> None:

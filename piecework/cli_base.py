@@ -125,6 +125,16 @@ def user_errors(as_json: bool, answer: dict[str, Any] = NO_RUN) -> Iterator[None
         raise typer.Exit(INTERRUPTED) from None
 
 
+@contextmanager
+def telling(doing: str, *, silent: bool) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal's stderr what is being done, from a function that is told each step; `silent` shows nothing."""
+    if silent or not err.is_terminal:
+        yield lambda _: None
+        return
+    with err.status(f"{doing} ..") as status:
+        yield lambda step: status.update(f"{doing} {escape(step)} ..")
+
+
 def give_up(message: str, as_json: bool, answer: dict[str, Any]) -> NoReturn:
     """Print what was wrong, and exit."""
     if as_json:

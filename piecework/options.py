@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -96,6 +97,15 @@ def agreed(assignments: list[str], options: Scalars) -> Scalars:
             option = OPTIONS[key]
             raise SettingsError(f"{option} {value} contradicts --set {key}={assigned[key]}: give one of them")
     return assigned | options
+
+
+def run_command(preset: str, assignments: list[str], options: Scalars, nodes: int = 0) -> str:
+    """Return the command line of a run with a preset, settings of --set, and options, which replace them."""
+    words = ["piecework", "run", *(["--preset", preset] if preset else [])]
+    for key, value in (dict(map(assignment, assignments)) | options).items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        words += [OPTIONS[key], text] if key in OPTIONS and "." not in key else ["--set", f"{key}={text}"]
+    return shlex.join([*words, *(["--nodes", str(nodes)] if nodes else [])])
 
 
 def readable_anywhere(settings: Settings) -> Scalars:

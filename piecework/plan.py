@@ -233,6 +233,7 @@ def fleet_row(
                 "trains": trained_parts(policy, everyone),
                 "excluded_clients": sorted({task.client for task in out}),
                 "missing_bytes": max((task.needed - task.state.budget_bytes for task in out), default=0),
+                "closest": closest(out),
                 "round_seconds": fmean(round_seconds(task.seconds for task in of_round) for of_round in tasked),
                 "bytes_down": fmean(sum(task.wire[0] for task in of_round) for of_round in tasked),
                 "bytes_up": fmean(sum(task.wire[1] for task in of_round) for of_round in tasked),
@@ -249,6 +250,12 @@ def fleet_row(
         "excluded": policy.when_excluded,
         "stages": stages,
     }
+
+
+def closest(out: Sequence[PlannedTask]) -> list[int] | None:
+    """Return the bytes that the excluded task which is closest to fitting needs, and those that its device has."""
+    pairs = [[task.needed, task.state.budget_bytes] for task in out]
+    return min(pairs, key=lambda pair: pair[0] - pair[1], default=None)
 
 
 def quantiles(budgets: list[int]) -> list[int]:

@@ -1,12 +1,10 @@
-"""Advice on which systems suit a fleet and a model. Simple baselines come first; our measurements come with their setting.
+"""Advice on which systems suit a fleet and a model: one recommendation, what one would try first, then the rest.
 
-Nothing here ranks by memory peaks, as what fits needs no ranking. Accuracies of different settings are never compared.
+Nothing here ranks by memory peaks, as what fits needs no ranking, nor by accuracies that were measured in other settings.
 """
 
-import tomllib
-from functools import cache
+from collections.abc import Callable
 from itertools import chain
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -16,6 +14,7 @@ from piecework.models.cascade import Blueprint
 from piecework.models.static_norms import mixes_examples
 from piecework.plan import fleet_states, make_plan, policy_for
 from piecework.planning.costs import CostModel, cost_model_for
+from piecework.planning.less_memory import FIT, in_less_memory
 from piecework.planning.part import whole_model
 from piecework.question import PlanQuestion
 from piecework.strategies import STRATEGIES, find_policy
@@ -24,47 +23,40 @@ from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 from piecework.training.sgd import TrainingConfig
 
-MEASURED = Path(__file__).parent / "measured.toml"
-FIT = "recompute,micro-batch"  # the advice prefers the way that changes nothing
-SIMPLE = ("allsmall", "exclusivefl")  # beside FedAvg, what one would try first
-ORDER = (
-    "Order: the fraction of clients that can take part, then the part of the model that the fleet trains together, then the "
-    "accuracy that was measured in setting [1]; systems without one come after."
-)
+PIECES = ("fedepth", "fedprophet")  # what trains the whole model in pieces, on clean and on adversarial examples
+FIRST = ("fedavg", *PIECES, "allsmall", "exclusivefl")  # what one would try first, in this order
+Row = dict[str, Any]
 
 
-def advise(settings: Settings, question: PlanQuestion) -> dict[str, Any]:
-    """Return the whole advice as JSON values.
+def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Return the whole advice as JSON values; `tell` hears what is being planned.
 
-    `simple` is FedAvg's verdict; if all devices fit a step of the whole model, that is the advice, and no other system is
-    planned. Otherwise `rivals` are AllSmall and ExclusiveFL, `rows` the other systems in order, and `refused` those that cannot
-    train the model, with the reason. The advice is on adversarial training if the settings ask for it, by `training.adversarial
-    = true` or a system that always does it.
+    `simple` is FedAvg's verdict; if all devices fit a step of the whole model, no other system is planned. Otherwise `first`
+    are FedAvg, FedAvg with `memory.fit`, what trains the whole model in pieces, AllSmall and ExclusiveFL; `others` are the
+    other systems by name; `refused` cannot train the model, with the reason. `recommended` is one of `first`, or None. The
+    advice is on adversarial training if the settings ask for it, by `training.adversarial = true` or a system that always does
+    it.
     """
     attacked = settings.training.adversarial or find_policy(settings.strategy).adversarial == "always"
     settings = settings.changed({"training.adversarial": attacked})
-    simple = fedavg_verdict(settings, question)
-    advice: dict[str, Any] = {"adversarial": attacked, "simple": simple, "rivals": [], "rows": [], "refused": []}
+    tell("fedavg")
+    simple, first = fedavg_verdict(settings, question)
+    found: list[Row] = []
     if not simple["fits"]:
-        measured = nearest(blueprint_of(settings, question), attacked)
-        found = []
-        costs: dict[str, CostModel] = {}  # by how batch norms are run, which a strategy may decide
-        for name in STRATEGIES:
+        for name in sorted(STRATEGIES):
             if name != "fedavg" and suits(name, attacked):
-                own = settings.changed({"strategy": name})
-                if own.norms_in_training not in costs:
-                    costs[own.norms_in_training] = cost_model_of(own, question, simple["attack_steps"])
-                found.append(
-                    planned(own, question, costs[own.norms_in_training]) | {"measured": accuracies(name, measured)}
-                )
-        able = [row for row in found if not row["reason"]]
-        advice["rivals"] = [row for row in able if row["strategy"] in SIMPLE]
-        advice["rows"] = sorted((row for row in able if row["strategy"] not in SIMPLE), key=order)
-        advice["refused"] = [row for row in found if row["reason"]]
-        used = {number for row in able for number in row["measured"]}
-        advice["settings"] = {n: entry for n, entry in enumerate(measured, start=1) if n in used}
-        advice["order"] = ORDER
-    return advice
+                tell(name)
+                found.append(planned(settings.changed({"strategy": name}), question, simple["attack_steps"]))
+    able = [row for row in found if not row["reason"]]
+    first += [row for name in FIRST for row in able if row["strategy"] == name]
+    return {
+        "adversarial": attacked,
+        "simple": simple,
+        "recommended": recommended(simple, first, attacked),
+        "first": first,
+        "others": [row for row in able if row["strategy"] not in FIRST],
+        "refused": [row for row in found if row["reason"]],
+    }
 
 
 def suits(name: str, attacked: bool) -> bool:
@@ -77,18 +69,78 @@ def blueprint_of(settings: Settings, question: PlanQuestion) -> Blueprint:
     return blueprint_of_shape(settings, question.input_shape, question.num_classes)
 
 
+# ---- the recommendation
+
+
+def recommended(simple: Row, rows: list[Row], attacked: bool) -> Row | None:
+    """Return the row to try first, as `strategy`, `settings` to give and `text`, which says why; None if nothing can train.
+
+    The whole model comes first, if every device can train it: in a plain step, then in one that takes less memory, then in
+    pieces. Else it is the narrow model that every device can train, and last what most clients can do.
+    """
+    whole = [row for row in rows if row["participation"] - row["swapping"] == 1 and row["covered"] == 1]
+    everyone = [row for row in rows if row["participation"] - row["swapping"] == 1]
+    best = max(rows, key=lambda row: row["participation"] - row["swapping"])
+    chosen: Row = next(iter(whole + everyone), best)
+    if not chosen["participation"]:
+        return None
+    changes: dict[str, Any] = {"strategy": chosen["strategy"]}
+    changes |= {"memory.fit": FIT} if chosen["fit"] else {}
+    if attacked and find_policy(chosen["strategy"]).adversarial != "always":
+        changes["training.adversarial"] = True
+    return {"strategy": chosen["strategy"], "settings": changes, "text": reason_text(simple, chosen)}
+
+
+def reason_text(simple: Row, chosen: Row) -> str:
+    """Return why a row is recommended, and what it costs."""
+    if not chosen["fit"] and chosen["strategy"] == "fedavg":
+        return (
+            "Every device can hold a step of the whole model, so nothing has to be cut."
+            if simple["fits"]
+            else "No system reaches more clients."
+        )
+    if chosen["fit"]:
+        who = (
+            "Every device can" if chosen["participation"] == 1 else f"{chosen['participation']:.0%} of the clients can"
+        )
+        return f"{who} train the whole model in a step that takes less memory. {cost_text(simple['fitted'])}"
+    share = f"{simple['fitted']['participation']:.0%}" if simple["fitted"] else f"{simple['participation']:.0%}"
+    aside = f"Federated averaging of the whole model reaches {share} of the clients, and leaves out the others' data."
+    if chosen["strategy"] in PIECES:
+        left_out = "" if chosen["min_fraction"] == 1 else f", the poorest {chosen['min_fraction']:.0%} of it"
+        return f"Every device trains the whole model in pieces that fit it{left_out}. {aside}"
+    if chosen["strategy"] == "allsmall":
+        return f"Every device can train a narrower model, {chosen['covered']:.0%} of the parameters. {aside}"
+    return "No system reaches more clients."
+
+
+def cost_text(fitted: Row) -> str:
+    """Return what a step with `memory.fit` costs the poorest device that can do it."""
+    norms = " Batch norms take the statistics of a micro-batch." if fitted["batch_norms"] else ""
+    factor = f"{fitted['flops']:.2f} times the FLOPs, and so that much more time to compute"
+    more = "hardly more FLOPs" if fitted["flops"] > 1 else "no more FLOPs"
+    cost = factor if round(fitted["flops"], 2) > 1 else more
+    return (
+        f"The poorest of them {fitted['step'] or 'takes the plain step'}: {format_bytes(fitted['step_bytes'])} instead of "
+        f"{format_bytes(fitted['plain_bytes'])}, for {cost}.{norms}"
+    )
+
+
 # ---- FedAvg
 
 
-def fedavg_verdict(settings: Settings, question: PlanQuestion) -> dict[str, Any]:
-    """Return whether every device can hold a step of the whole model; if not, how far `memory.fit` and smaller batches help."""
-    settings = settings.changed({"strategy": "fedavg"})
+def fedavg_verdict(settings: Settings, question: PlanQuestion) -> tuple[Row, list[Row]]:
+    """Return whether every device can hold a step of the whole model, and the rows of FedAvg without and with `memory.fit`.
+
+    If not every device can, `fitted` says how far `memory.fit` helps, and `smaller_batch` which batch every device could hold.
+    """
+    settings = settings.changed({"strategy": "fedavg", "memory.fit": ""})
     plan = make_plan(settings, question)
     fleet = load_fleet(settings.fleet)
-    everyone = chain(*fleet_states(fleet, settings, plan["reference_bytes"]))
-    poorest = min(everyone, key=lambda state: state.budget_bytes)
+    states = list(chain(*fleet_states(fleet, settings, plan["reference_bytes"])))
+    poorest = min(states, key=lambda state: state.budget_bytes)
     participation = plan["fleet"]["participation"]
-    verdict: dict[str, Any] = {
+    verdict: Row = {
         "fits": participation == 1,
         "participation": participation,
         "batch_size": settings.training.batch_size,
@@ -99,36 +151,36 @@ def fedavg_verdict(settings: Settings, question: PlanQuestion) -> dict[str, Any]
         "smaller_batch": None,
         "ratios": any(device.memory_ratio is not None for device in fleet.devices),
     }
+    rows = [row_of(settings, plan)]
     if not verdict["fits"]:
         if settings.memory.model == "traced":
-            verdict["fitted"] = fitted_verdict(settings, question, poorest)
-        for size in smaller_batches(settings.training.batch_size):
-            cost_model = cost_model_of(settings.changed({"training.batch-size": size}), question, plan["attack_steps"])
-            needed = cost_model.bytes(whole_model(blueprint_of(settings, question)))
-            if needed <= poorest.allowed_bytes:
-                verdict["smaller_batch"] = {"batch_size": size, "step_bytes": needed}
-                break
-    return verdict | {"text": verdict_text(verdict)}
+            fitted = settings.changed({"memory.fit": FIT})
+            plan = make_plan(fitted, question)
+            verdict["fitted"] = fitted_verdict(fitted, question, states, plan["fleet"]["participation"])
+            rows.append(row_of(fitted, plan))
+        verdict["smaller_batch"] = smaller_batch(settings, question, poorest, verdict["attack_steps"])
+    return verdict | {"text": verdict_text(verdict)}, rows
 
 
-def fitted_verdict(settings: Settings, question: PlanQuestion, poorest: DeviceState) -> dict[str, Any]:
-    """Return who can train the whole model with `memory.fit`, and the step of the poorest device.
+def fitted_verdict(settings: Settings, question: PlanQuestion, states: list[DeviceState], participation: float) -> Row:
+    """Return who can train the whole model with `memory.fit`, and the step of the poorest of them, or the smallest step.
 
     `flops` is a multiple of the plain step's. `held_bytes` are those of parameters, gradients and momentum, which no way
     spares.
     """
-    settings = settings.changed({"memory.fit": FIT})
     policy, _ = policy_for(load_fleet(settings.fleet), settings, question)
     assert isinstance(policy, FedAvgPolicy)
-    plain, costs = policy.part(policy.whole), policy.cost_model
-    part = costs.fitted(plain, poorest.allowed_bytes)
+    found = in_less_memory(policy.cost_model, policy.part(policy.whole), [state.allowed_bytes for state in states])
+    assert found is not None
     return {
-        "participation": make_plan(settings, question)["fleet"]["participation"],
-        "step": part.step,
-        "step_bytes": costs.bytes(part),
-        "flops": costs.traced(part).flops / costs.traced(plain).flops,
-        "held_bytes": held_bytes(costs.training_config) * part.parameters,
-        "batch_norms": bool(part.micro_batch) and mixes_examples(part.blueprint),
+        "participation": participation,
+        "step": found.part.step,
+        "step_bytes": found.bytes,
+        "least_bytes": found.least,
+        "plain_bytes": found.plain,
+        "flops": found.flops,
+        "held_bytes": held_bytes(policy.cost_model.training_config) * found.part.parameters,
+        "batch_norms": bool(found.part.micro_batch) and mixes_examples(found.part.blueprint),
     }
 
 
@@ -136,6 +188,16 @@ def held_bytes(training_config: TrainingConfig) -> int:
     """Return the bytes of a parameter, its gradient and its momentum."""
     momentum = 2 if training_config.optimiser_state == "bfloat16" else 4
     return 8 + (momentum if training_config.momentum else 0)
+
+
+def smaller_batch(settings: Settings, question: PlanQuestion, poorest: DeviceState, attack_steps: int) -> Row | None:
+    """Return the largest power of two below the batch size at which every device can hold a step, or None."""
+    for size in smaller_batches(settings.training.batch_size):
+        cost_model = cost_model_of(settings.changed({"training.batch-size": size}), question, attack_steps)
+        needed = cost_model.bytes(whole_model(blueprint_of(settings, question)))
+        if needed <= poorest.allowed_bytes:
+            return {"batch_size": size, "step_bytes": needed}
+    return None
 
 
 def smaller_batches(batch_size: int) -> list[int]:
@@ -149,22 +211,21 @@ def cost_model_of(settings: Settings, question: PlanQuestion, attack_steps: int)
     return cost_model_for(settings, reference, attack_steps, question.precision)
 
 
-def verdict_text(verdict: dict[str, Any]) -> str:
+def verdict_text(verdict: Row) -> str:
     """Return FedAvg's verdict as text."""
     step, poorest = format_compared(verdict["step_bytes"], verdict["poorest_bytes"])
-    figures = f"A step at batch {verdict['batch_size']} takes {step} ({verdict['step_bytes']:,} bytes)"
+    figures = f"A step at batch {verdict['batch_size']} takes {step}, the poorest device has {poorest}."
     if verdict["fits"]:
-        return f"Every device fits a step of the whole model: use FedAvg. {figures}, the poorest device has {poorest}."
-    fit = f"FedAvg: {verdict['participation']:.0%} of the clients fit a step of the whole model."
-    said = f"{fit} {figures}, the poorest device has {poorest}."
-    if verdict["fitted"] is not None:
-        said += fitted_text(verdict["fitted"], verdict["poorest_bytes"])
+        return f"Every device fits a step of the whole model. {figures}"
+    said = f"{verdict['participation']:.0%} of the clients fit a step of the whole model. {figures}"
+    if verdict["fitted"] is not None and verdict["fitted"]["participation"] < 1:
+        said += f" {fitted_text(verdict['fitted'])}"
     smaller = verdict["smaller_batch"]
     if smaller is None:
         return f"{said} No smaller batch fits every device, down to 2."
     said += (
-        f" At batch {smaller['batch_size']} it takes {format_bytes(smaller['step_bytes'])} and fits every device. "
-        "A smaller batch changes the optimisation and the statistics of batch norms, so choose the rate again."
+        f" At batch {smaller['batch_size']} it takes {format_bytes(smaller['step_bytes'])} and fits every device, but a "
+        "smaller batch changes the optimisation and the statistics of batch norms, so choose the rate again."
     )
     if verdict["ratios"]:
         said += (
@@ -174,40 +235,42 @@ def verdict_text(verdict: dict[str, Any]) -> str:
     return said
 
 
-def fitted_text(fitted: dict[str, Any], poorest_bytes: int) -> str:
-    """Return what `memory.fit` makes possible, or what stands in its way, as text."""
-    how = f"train the whole model in a step that takes less memory (--set strategy=fedavg --set memory.fit={FIT})"
-    step, held, poorest = format_compared(fitted["step_bytes"], fitted["held_bytes"], poorest_bytes)
-    if fitted["participation"] == 1:
-        statistics = " Batch norms take the statistics of a micro-batch." if fitted["batch_norms"] else ""
-        return (
-            f" But every device can {how}: try that first. The poorest {fitted['step']}, in {step} and "
-            f"{fitted['flops']:.2f} times the FLOPs.{statistics}"
-        )
-    who = f"{fitted['participation']:.0%} of the clients can" if fitted["participation"] else "No client can"
+def fitted_text(fitted: Row) -> str:
+    """Return what stands in the way of `memory.fit`, as text."""
+    who = f"{fitted['participation']:.0%} of the clients" if fitted["participation"] else "no client"
+    least, held = format_compared(fitted["least_bytes"], fitted["held_bytes"])
     return (
-        f" {who} {how}. The poorest device has {poorest} and would need at least {step}: parameters, gradients and momentum "
-        f"alone are {held}."
+        f"With memory.fit {who} can train it: the smallest step takes {least}, of which parameters, gradients and momentum "
+        f"are {held}."
     )
 
 
 # ---- the others
 
 
-def planned(settings: Settings, question: PlanQuestion, cost_model: CostModel) -> dict[str, Any]:
+def planned(settings: Settings, question: PlanQuestion, attack_steps: int) -> Row:
     """Plan one system; `reason` says why it cannot train the model, or why no device can take part."""
-    row: dict[str, Any] = {"strategy": settings.strategy, "reason": "", "participation": 0.0}
+    refused = {"strategy": settings.strategy, "fit": False, "participation": 0.0}
     try:
-        plan = make_plan(settings, question, cost_model)
+        plan = make_plan(settings, question, cost_model_of(settings, question, attack_steps))
     except ValueError as error:
-        return row | {"reason": str(error)}
+        return refused | {"reason": str(error)}
     if not plan["fleet"]["participation"]:
-        return row | {"reason": no_device_reason(plan)}
+        return refused | {"reason": no_device_reason(plan)}
+    if plan["coverage"]["level"] == "error":
+        return refused | {"reason": plan["coverage"]["says"]}
+    return row_of(settings, plan)
+
+
+def row_of(settings: Settings, plan: Row) -> Row:
+    """Return the row of a plan."""
     stages, trained, cover = plan["fleet"]["stages"], plan["trained"], plan["coverage"]
-    if cover["level"] == "error":
-        return row | {"reason": cover["says"]}
-    caveats = [find_policy(settings.strategy).caveat, cover["says"] if cover["level"] == "warning" else ""]
-    return row | {
+    able = plan["fleet"]["participation"] > 0
+    caveats = [find_policy(settings.strategy).caveat, cover["says"] if able and cover["level"] == "warning" else ""]
+    return {
+        "strategy": settings.strategy,
+        "fit": bool(settings.memory.ways),
+        "reason": "",
         "participation": plan["fleet"]["participation"],
         "swapping": plan["swapping"]["fraction"] if plan["swapping"] else 0.0,
         "trains": trained["devices"],
@@ -216,56 +279,12 @@ def planned(settings: Settings, question: PlanQuestion, cost_model: CostModel) -
         "bytes_per_round": fmean(stage["bytes_down"] + stage["bytes_up"] for stage in stages),
         "round_seconds": fmean(stage["round_seconds"] for stage in stages),
         "stages": len(stages),
-        "caveat": "; ".join(filter(None, caveats)),
+        "caveat": "; ".join(filter(None, caveats)) if able else no_device_reason(plan),
     }
 
 
-def no_device_reason(plan: dict[str, Any]) -> str:
-    """Return why no device can train anything."""
-    richest = max(device["budget_bytes"][1] for device in plan["devices"])
-    needed = min(module["memory_bytes"] for module in plan["modules"])
-    minimum, maximum = format_compared(needed, richest)
-    return f"no device can: at least {minimum} are needed, the richest has {maximum}"
-
-
-def order(row: dict[str, Any]) -> tuple[float, ...]:
-    """Return the sort key that ORDER describes; whole percents, against rounding errors. Pretended swapping does not count."""
-    first = row["measured"].get(1)
-    accuracy = float(first[0]["accuracy"].split()[0]) if first else -1.0
-    return -round(row["participation"] - row["swapping"], 2), -round(row["covered"], 2), -accuracy
-
-
-# ---- what was measured
-
-
-@cache
-def measurements() -> tuple[dict[str, Any], ...]:
-    """Return the settings in which our own runs compared systems, with their results."""
-    return tuple(tomllib.loads(MEASURED.read_text(encoding="utf-8"))["setting"])
-
-
-def kind_of(blueprint: Blueprint) -> str:
-    """Return the kind of a model: text, transformer (atoms make tokens), convolutional (atoms make maps), or other."""
-    if blueprint.vocabulary:
-        return "text"
-    dimensions = {len(atom.shape) for atom in blueprint.atoms}
-    return "convolutional" if 3 in dimensions else "transformer" if 2 in dimensions else "other"
-
-
-def accuracies(name: str, measured: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """Return a system's results by setting, counted from 1."""
-    numbered = enumerate(measured, start=1)
-    found = {number: [row for row in setting["rows"] if row["system"] == name] for number, setting in numbered}
-    return {number: rows for number, rows in found.items() if rows}
-
-
-def nearest(blueprint: Blueprint, attacked: bool) -> list[dict[str, Any]]:
-    """Return the settings with such a model and such training.
-
-    The first one orders the rows, because it compares most systems; settings with a model per client come last.
-    """
-    kind = kind_of(blueprint)
-    alike = [entry for entry in measurements() if (entry["kind"], entry["adversarial"]) == (kind, attacked)]
-    return sorted(
-        alike, key=lambda entry: (entry.get("personal", False), -len({row["system"] for row in entry["rows"]}))
-    )
+def no_device_reason(plan: Row) -> str:
+    """Return why no device can train anything: what the device that is closest to fitting needs, and what it has."""
+    closest = min((stage["closest"] for stage in plan["fleet"]["stages"]), key=lambda pair: pair[0] - pair[1])
+    needed, budget = format_compared(*closest)
+    return f"no device can: the one that is closest needs {needed} and has {budget}"

@@ -1,59 +1,61 @@
-"""Present advice: FedAvg's verdict, the simple baselines, the systems, and where accuracies were measured."""
+"""Present advice: the recommendation with its command, what one would try first, the other systems, and who cannot."""
 
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes
 from piecework.plan_view import columns, duration
 
-
-def advice_tables(advice: dict[str, Any]) -> list[str | Table]:
-    """Return what to print, in order."""
-    adversarial, simple = advice["adversarial"], advice["simple"]
-    training = "adversarial" if adversarial else "clean"
-    ask = (
-        "Adversarial training. For clean training leave `training.adversarial` and the strategy as they are by default."
-        if adversarial
-        else "Clean training. For adversarial training ask with --set training.adversarial=true."
-    )
-    if simple["fits"]:
-        return [simple["text"], ask]
-    lines: list[str | Table] = [simple["text"], f"The simple baselines, {training} training:", table(advice["rivals"])]
-    lines += [f"Systems, {training} training:", table(advice["rows"]), f"{LEGEND}.", advice["order"]]
-    if not advice["settings"]:
-        lines.append("No accuracy of ours was measured on a model of this kind.")
-    for number, setting in advice["settings"].items():
-        lines.append(
-            f"[{number}] measured on {setting['what']}, not on your model and fleet ({setting['source']}: {setting['command']})"
-        )
-    lines += [f"{row['strategy']} cannot: {row['reason']}" for row in advice["refused"]]
-    return [*lines, ask]
-
-
-COLUMNS = ("strategy", "take part", "each", "together", "bytes", "time", "measured")
+COLUMNS = ("strategy", "take part", "each", "together", "bytes", "time", "notes")
 LEGEND = (
     "take part: of the clients; each, together: the part of the model that a client trains, and all of them; bytes and time "
-    "are those of a round"
+    "are those of a round. With memory.fit: a step of the whole model that takes less memory (docs/memory.md)."
 )
+NO_ORDER = "The other systems, {training} training, by name: the order claims nothing."
+
+
+def advice_tables(advice: dict[str, Any]) -> list[str | Text | Table]:
+    """Return what to print, in order: prose that wraps at words, commands in one line, tables."""
+    training = "adversarial" if advice["adversarial"] else "clean"
+    ask = (
+        "Adversarial training. For clean training leave training.adversarial and the strategy as they are by default."
+        if advice["adversarial"]
+        else "Clean training. For adversarial training ask with --set training.adversarial=true."
+    )
+    lines: list[str | Text | Table] = [*recommendation(advice["recommended"]), Text(advice["simple"]["text"])]
+    if advice["simple"]["fits"]:
+        return [*lines, Text(ask)]
+    lines += [Text(f"\nWhat to try first, {training} training:"), table(advice["first"]), Text(LEGEND)]
+    if advice["others"]:
+        lines += [Text(f"\n{NO_ORDER.format(training=training)}"), table(advice["others"])]
+    if advice["refused"]:
+        lines.append(Text("\nThese cannot:"))
+        lines += [Text(f"{row['strategy']}: {row['reason']}") for row in advice["refused"]]
+    return [*lines, Text(f"\n{ask}")]
+
+
+def recommendation(found: dict[str, Any] | None) -> list[str | Text]:
+    """Return the recommendation and its command."""
+    if found is None:
+        return [Text("No system trains this model on these devices: lower the batch size or the width.", "bold")]
+    fit = " with memory.fit" if "memory.fit" in found["settings"] else ""
+    command = [f"    {found['command']}"] if "command" in found else []
+    return [Text.assemble((f"Use {found['strategy']}{fit}.", "bold"), f" {found['text']}"), *command]
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Return a table with a row per system; at 80 columns only measured results wrap."""
+    """Return a table with a row per system; at 80 columns only notes wrap."""
     found = columns(*COLUMNS)
     found.columns[0].no_wrap = True
     found.columns[-1].no_wrap, found.columns[-1].justify = False, "left"
     for row in rows:
-        measured = [accuracies(number, entries) for number, entries in row["measured"].items()]
-        found.add_row(
-            row["strategy"],
-            f"{row['participation'] - row['swapping']:.0%}",
-            fraction_range([*row["trains"].values()]),
-            f"{row['covered']:.0%}",
-            format_bytes(int(row["bytes_per_round"])),
-            duration(row["round_seconds"]),
-            "\n".join(filter(None, [*measured, notes(row)])) or "-",
-        )
+        figures = [fraction_range([*row["trains"].values()]), f"{row['covered']:.0%}"]
+        figures += [format_bytes(int(row["bytes_per_round"])), duration(row["round_seconds"])]
+        name = f"{row['strategy']} +fit" if row["fit"] else row["strategy"]
+        part = row["participation"] - row["swapping"]
+        found.add_row(name, f"{part:.0%}", *(figures if row["participation"] else "----"), notes(row))
     return found
 
 
@@ -63,17 +65,9 @@ def fraction_range(found: list[float]) -> str:
     return low if low == high else f"{low} - {high}"
 
 
-def accuracies(number: int, entries: list[dict[str, Any]]) -> str:
-    """Return a system's accuracies in one setting."""
-    said = []
-    for entry in entries:
-        clean = f" (clean {entry['clean']})" if "clean" in entry else ""
-        said.append(f"{entry['accuracy']}{clean}" + (f", {entry['variant']}" if "variant" in entry else ""))
-    return f"[{number}] {'; '.join(said)}"
-
-
 def notes(row: dict[str, Any]) -> str:
     """Return remarks on a row."""
     pretends = f"{row['swapping']:.0%} pretend to have the memory" if row["swapping"] else ""
+    fit = "memory.fit" if row["fit"] else ""
     stages = f"{row['stages']} stages" if row["stages"] > 1 else ""
-    return "; ".join(filter(None, [pretends or row["caveat"], stages]))
+    return "; ".join(filter(None, [fit, pretends or row["caveat"], stages]))

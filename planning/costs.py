@@ -1,6 +1,7 @@
 """The costs of training parts of a model on a device: traced, or by a paper's own memory model.
 
-Strategies list these costs in their tasks, and plans report them. Each cost is computed once.
+Strategies list these costs in their tasks, and plans report them. Each cost is computed once in a process: systems share the
+traces of parts that they train alike.
 """
 
 from collections.abc import Hashable, Sequence
@@ -21,6 +22,9 @@ from piecework.training.attacks import Attack, Norm
 from piecework.training.settings import Settings
 from piecework.training.setup import training_config_for
 from piecework.training.sgd import Precision, Segment, TrainingConfig
+
+_TRACED: dict[Hashable, StepCost] = {}
+_STREAMED: dict[Hashable, int] = {}
 
 
 def fraction_or_bytes(text: str, full: int) -> int:
@@ -54,26 +58,25 @@ class CostModel:
         self.training_config, self.memory_model, self.reference = training_config, memory_model, reference
         self.feature_norm, self.frozen_training, self.ways = feature_norm, frozen_training, tuple(ways)
         self._steps: dict[Hashable, tuple[int, tuple[Segment, ...]]] = {}
-        self._traced: dict[Hashable, StepCost] = {}
         self._by_paper: dict[Hashable, int] = {}
-        self._streamed: dict[Hashable, int] = {}
 
     def traced(self, part: Part) -> StepCost:
         """Return peak bytes and FLOPs of one training step of a part, from fake tensors."""
-        key = part.signature(), part.at_input
-        if key not in self._traced:
+        training_config = self._config_of(part)
+        key = training_config, part.signature()
+        if key not in _TRACED:
             tracing(part.blueprint.name)
-            self._traced[key] = piece_cost(
+            _TRACED[key] = piece_cost(
                 part.blueprint,
                 part.atoms,
                 part.head,
-                self._config_of(part),
+                training_config,
                 part.copies,
                 part.make_loss,
                 targets=part.targets,
                 piece_class=part.piece_class,
             )
-        return self._traced[key]
+        return _TRACED[key]
 
     def streamed(self, blueprint: Blueprint, atom: int, head: str | None = None, *, measured: bool = False) -> int:
         """Return the peak bytes of a frozen atom that computes a batch's features, or logits if `head` is given.
@@ -83,13 +86,14 @@ class CostModel:
         if self.memory_model is not None:
             return 0
         training = self.frozen_training and head is None and not measured  # a teacher is always evaluated
-        key = unit_signature(blueprint, f"atoms.{atom}"), head and unit_signature(blueprint, head), training, measured
-        if key not in self._streamed:
+        units = unit_signature(blueprint, f"atoms.{atom}"), head and unit_signature(blueprint, head)
+        key = self.training_config, units, training, measured
+        if key not in _STREAMED:
             tracing(blueprint.name)
-            self._streamed[key] = stream_cost(
+            _STREAMED[key] = stream_cost(
                 blueprint, atom, self.training_config, training=training, measured=measured, head=head
             )
-        return self._streamed[key]
+        return _STREAMED[key]
 
     def _config_of(self, part: Part) -> TrainingConfig:
         own = replace(self.training_config, micro_batch=part.micro_batch, recompute=part.recompute)
@@ -123,14 +127,15 @@ class CostModel:
         """The cost model of the same training config without an attack."""
         if self.training_config.attack is None:
             return self
-        return CostModel(
-            replace(self.training_config, attack=None),
-            self.memory_model,
-            self.reference,
-            self.feature_norm,
-            frozen_training=self.frozen_training,
-            ways=self.ways,
-        )
+        return self._with(replace(self.training_config, attack=None), self.ways)
+
+    def with_ways(self, ways: Sequence[str]) -> "CostModel":
+        """Return the cost model of the same training config with other ways of `memory.fit`."""
+        return self._with(self.training_config, ways)
+
+    def _with(self, training_config: TrainingConfig, ways: Sequence[str]) -> "CostModel":
+        frozen, norm = self.frozen_training, self.feature_norm
+        return CostModel(training_config, self.memory_model, self.reference, norm, frozen_training=frozen, ways=ways)
 
     def batch(self, part: Part, size: float) -> Batch:
         """Return a training step of a part on `size` examples, for the emulated clock of devices that swap."""

@@ -4,7 +4,7 @@ Micro-batches cost no FLOPs. Recomputation costs the forward pass of its segment
 fewest FLOPs that fits, and `smallest` the one with the fewest bytes. Both verify with traced costs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from piecework.planning.step_cost import ActivationProfile, activation_profile
 from piecework.training.settings.shared import WAYS
 from piecework.training.sgd import Segment, TrainingConfig
 
+_PROFILES: dict[Hashable, ActivationProfile] = {}
 ATTEMPTS = 8  # traces of one search; the profile has been off by a few buffers at most
 
 
@@ -111,7 +112,10 @@ def _profile(costs: Costs, part: Part) -> tuple[ActivationProfile, list[int]]:
     size = part.micro_batch or costs.training_config.batch_size
     training_config = replace(costs.training_config, batch_size=size, attack=None)
     flops = [layer_statistics(part.blueprint, f"atoms.{atom}").flops for atom in part.atoms]
-    return activation_profile(part, training_config), flops
+    key = training_config, part.signature()
+    if key not in _PROFILES:
+        _PROFILES[key] = activation_profile(part, training_config)
+    return _PROFILES[key], flops
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ class PartitionPolicy(ABC):
         self.blueprint, self.cost_model, self.settings, self.smallest = blueprint, cost_model, settings, smallest
         self.allowed = allowance(smallest, settings.memory.excess)
         self._bytes: dict[WorkItem, int] = {}
+        self._made: dict[WorkItem, Part] = {}
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute once, because `stages` and costs are computed from it and cached. Raises AttributeError later."""
@@ -165,8 +166,11 @@ class PartitionPolicy(ABC):
 
     @final
     def part(self, item: WorkItem) -> Part:
-        """Return the part that a work item trains, with the step that it names: that of `plain_part`, in this step."""
-        return replace(self.plain_part(item.plain), micro_batch=item.micro_batch, recompute=item.recompute)
+        """Return the part that a work item trains, with the step that it names: that of `plain_part`, made once."""
+        if item not in self._made:
+            own = self.plain_part(item.plain)
+            self._made[item] = replace(own, micro_batch=item.micro_batch, recompute=item.recompute)
+        return self._made[item]
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return the part that an item with a plain step trains; by default its atoms of the server's model with their head.

@@ -107,7 +107,7 @@ class Run:
             self.run_dir.append_round(values)
             on_round(values)
             if self.values["empty-rounds"] >= settings.faults.max_empty_rounds:
-                raise RunAbortedError(why_empty(values, settings))  # without a checkpoint, so that resuming repeats it
+                raise RunAbortedError(why_empty(values, strategy))  # without a checkpoint, so that resuming repeats it
             self._checkpoint(server_round)
             if ends_early(self.values, record, settings):
                 break

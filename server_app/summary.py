@@ -8,6 +8,7 @@ from piecework.device_profiles.profile import is_limit
 from piecework.federation.reports import ClientReport
 from piecework.server_app.failures import excluded_classes, failures
 from piecework.server_app.records import RunDir
+from piecework.server_app.remedies import remedies
 from piecework.server_app.run_folder import COMPLETED, all_written
 from piecework.strategies.base import PieceStrategy
 from piecework.training.settings import Settings
@@ -28,9 +29,9 @@ def accuracy_by_device(reports: list[ClientReport]) -> dict[str, float]:
     return {device: correct / count for device, (correct, count) in sorted(by_device.items())}
 
 
-def why_empty(record: dict[str, Any], settings: Settings) -> str:
+def why_empty(record: dict[str, Any], strategy: PieceStrategy) -> str:
     """Return the error message for a round without a new model, which says why, and what to change."""
-    clients, trained = record["clients"], record["answered"]
+    settings, clients, trained = strategy.settings, record["clients"], record["answered"]
     refused = [c for c in clients if c["status"] == "memory"]
     who = (
         f"only {trained} clients trained (faults.min-clients = {settings.faults.min_clients})"
@@ -47,12 +48,8 @@ def why_empty(record: dict[str, Any], settings: Settings) -> str:
     # `needed` is 0 if a device ran out of memory, because the missing amount is then unknown.
     if counted := [c for c in refused if c["needed"]]:
         nearest = min(counted, key=lambda c: c["needed"] - c["budget"])
-        cut = settings.strategy in ("fedepth", "m-fedepth")  # these strategies already use the finest pieces
-        pieces = "" if cut else "a strategy that trains in pieces (strategy = fedepth), "
-        lines.append(
-            f"closest to fitting: client {nearest['client']} ({nearest['device']}): {nearest['reason']}. Choose {pieces}a "
-            "smaller training.batch-size or architecture.width, or a fleet with more memory"
-        )
+        lines.append(f"closest to fitting: client {nearest['client']} ({nearest['device']}): {nearest['reason']}")
+        lines += remedies(strategy, counted)
     others = [c for c in clients if c["status"] not in ("ok", "memory")]
     lines += sorted({f"client {c['client']}: {c['reason']}" for c in others})[:3]
     return "\n".join(lines)

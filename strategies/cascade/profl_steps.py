@@ -65,7 +65,7 @@ class ProFLPolicy(PartitionPolicy):
         allowed = allowance(maximum, self.settings.memory.excess)
         step, needed = self.largest()
         if needed > allowed:
-            LOG.warning(
+            LOG.info(
                 "step %s needs %s bytes, more than any client has (%s): every atom is a block (layer-wise training)",
                 *(step, f"{needed:,}", f"{allowed:,}"),
             )

@@ -17,7 +17,7 @@ over sub-models of different widths do not fit the full model: they give 9.7 % a
 94.2 %. With `local`, each client keeps the norms of its channels, and the server's average of them is only evaluated.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -201,7 +201,7 @@ class HeteroFL(PieceStrategy):
         self._classes: dict[int, list[int]] = {}
 
     @cached_property
-    def axes(self) -> dict[str, Axes]:
+    def axes(self) -> Mapping[str, Axes]:
         """The channel axes of the full model's arrays, by name."""
         return channel_axes(self.blueprint)
 

@@ -1,6 +1,7 @@
 """Whole runs on the in-process grid: what reaches the model, what is recorded, when a run ends."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from multiprocessing import Pipe
 from pathlib import Path
@@ -307,11 +308,22 @@ def test_fedavg_on_small_devices_aborts_and_says_why(tmp_path: Path) -> None:
     with pytest.raises(RunAbortedError) as caught:
         run_local(tmp_path, strategy="fedavg", fleet="demo", clients_per_round=0)
     # the largest board has 0.95 of a step of 1,030,568 bytes
-    first, second = str(caught.value).splitlines()
+    first, second, fit, pieces, smaller = str(caught.value).splitlines()
     assert first == "no client trained in round 1: 20 asked, 20 refused for memory"
     assert "client 3 (board-d): training the whole model needs 1,030,568 bytes" in second
     assert "the budget allows 979,039" in second
-    assert "strategy = fedepth" in second
+    # The gentlest remedy comes first: whom it reaches, its bytes and its FLOPs on the poorest of them.
+    least = next(int(figure.replace(",", "")) for figure in re.findall(r"smallest step takes ([\d,]+)", fit))
+    assert (
+        0.63 * 1_030_568 < least <= 0.77 * 1_030_568
+    )  # as the plan of FedAvg with memory.fit says: half of the boards
+    assert fit.startswith(
+        "try: memory.fit = recompute,micro-batch (board-c, board-d can then train the whole model, in "
+    )
+    assert re.search(r"in 7\d\d,\d{3} bytes instead of 1,030,568 .* for 1\.\d\d times the FLOPs: .*recompute", fit)
+    assert fit.endswith("too much for board-a, board-b)")
+    assert pieces == "or: strategy = fedepth trains the whole model in pieces"
+    assert smaller.startswith("or: training.batch-size")
     run = RunDir(tmp_path / "run")
     summary = run.summary()
     assert (summary["status"], summary["reason"]) == ("failed", str(caught.value))

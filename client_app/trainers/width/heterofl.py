@@ -12,7 +12,7 @@ runs, also when it is attacked or evaluated (HeteroFL's is active only in traini
 LSTMs have no Scaler.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Literal
@@ -67,7 +67,7 @@ def places(task: Task, seed: int, full: Blueprint, model: Blueprint) -> dict[str
 @lru_cache(maxsize=8)  # following the channels takes a second for a large model
 def zoo_axes(
     name: str, num_classes: int, input_shape: Shape, width: float, batch_norm: str, options: tuple[Any, ...]
-) -> dict[str, Axes]:
+) -> Mapping[str, Axes]:
     """Return the channel axes of a model of the zoo."""
     model = build_blueprint(
         name, num_classes=num_classes, input_shape=input_shape, width=width, batch_norm=batch_norm, **dict(options)

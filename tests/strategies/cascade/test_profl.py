@@ -350,6 +350,7 @@ def test_rounds_by_parameters(tmp_path: Path) -> None:
 def test_where_no_client_can_train_a_step_every_atom_is_a_block(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "piecework")
     run_dir = run_local(tmp_path, **SMALL | {"fleet": boards(all=0.77), "profl__shrinking": False, "num_rounds": 10})
     assert "every atom is a block (layer-wise training)" in caplog.text
     rounds = run_dir.rounds()

@@ -1,0 +1,37 @@
+"""What `memory.fit` would make of a step that devices cannot hold: who could take it, and at what cost.
+
+Plans that give advice and refusals that name remedies use the same answer.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from piecework.planning.costs import CostModel
+from piecework.planning.part import Part
+
+FIT = "recompute,micro-batch"  # the way that changes nothing is preferred
+
+
+@dataclass(frozen=True)
+class LessMemory:
+    """The smallest step of a part (`least`, bytes), and the step of the poorest device that can hold one, or the smallest.
+
+    `plain` and `bytes` are those of the plain step and of this one, and `flops` is a multiple of the plain step's.
+    """
+
+    part: Part
+    least: int
+    plain: int
+    bytes: int
+    flops: float
+
+
+def in_less_memory(cost_model: CostModel, part: Part, allowed: Iterable[int]) -> LessMemory | None:
+    """Return how far `memory.fit` helps devices that may use `allowed` bytes each; None if the part has no other step."""
+    costs = cost_model.with_ways(FIT.split(","))
+    if costs.memory_model is not None or not part.ways:
+        return None
+    least = costs.bytes(costs.fitted(part, 0))
+    fitted = costs.fitted(part, min((amount for amount in allowed if amount >= least), default=0))
+    flops = costs.traced(fitted).flops / costs.traced(part).flops
+    return LessMemory(fitted, least, costs.bytes(part), costs.bytes(fitted), flops)

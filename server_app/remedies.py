@@ -1,0 +1,35 @@
+"""What to change after every client refused for memory, with what it would cost, the gentlest remedy first."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from piecework.device_profiles.profile import format_bytes
+from piecework.planning.less_memory import FIT, in_less_memory
+from piecework.strategies.base import PieceStrategy
+
+
+def remedies(strategy: PieceStrategy, refused: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the remedies, a line each; `refused` are the clients' entries of the round's record."""
+    policy = strategy.policy
+    whole = policy.stage_count == 1 and not (policy.cuts or policy.adapts or policy.cost_model.ways)
+    found = whole_in_less(strategy, refused) if whole else []
+    if not policy.cuts:
+        found.append("strategy = fedepth trains the whole model in pieces")
+    found.append("training.batch-size or architecture.width may be smaller, or the fleet may have more memory")
+    return [f"{'try' if number == 0 else 'or'}: {remedy}" for number, remedy in enumerate(found)]
+
+
+def whole_in_less(strategy: PieceStrategy, refused: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what `memory.fit` would do, in a list of at most one remedy; none if it helps no refusing client."""
+    allowed = [client.get("allowed") or client["budget"] for client in refused]
+    found = in_less_memory(strategy.policy.cost_model, strategy.policy.part(strategy.policy.whole), allowed)
+    able = {c["device"] for c, amount in zip(refused, allowed, strict=True) if found and amount >= found.least}
+    if found is None or not able:
+        return []
+    unable = sorted({client["device"] for client in refused} - able)
+    beyond = f"; the smallest step takes {found.least:,}, too much for {', '.join(unable)}" if unable else ""
+    return [
+        f"memory.fit = {FIT} ({', '.join(sorted(able))} can then train the whole model, in {found.bytes:,} bytes instead of "
+        f"{found.plain:,} ({format_bytes(found.plain - found.bytes)} less) for {found.flops:.2f} times the FLOPs: "
+        f"{found.part.step}{beyond})"
+    ]
