@@ -27,7 +27,9 @@ from piecework.strategies.whole.fedavg import FedAvgPolicy
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_plans_in_the_documents_run(tmp_path: Path) -> None:
+def test_the_plans_in_the_documents_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = ("allsmall", "fedavg", "fedepth")  # advice plans every system; these decide what it recommends
+    monkeypatch.setattr("piecework.suggest.STRATEGIES", {name: STRATEGIES[name] for name in few})
     text = "".join((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/plan.md", "docs/memory.md"))
     commands = re.findall(r"^    piecework plan(.*)$", text.replace("\\\n", " "), re.MULTILINE)
     assert len(commands) == 7
@@ -35,6 +37,10 @@ def test_the_plans_in_the_documents_run(tmp_path: Path) -> None:
         options = shlex.split(command.split("#")[0].replace("docs/plan.svg", str(tmp_path / "plan.svg")))
         done = CliRunner().invoke(app, ["plan", *options])
         assert done.exit_code == 0, (command, done.stderr)
+        if "--suggest" in options:
+            said = [line.strip() for line in done.stdout.splitlines()[:4]]
+            assert all(line in (ROOT / "docs/plan.md").read_text("utf-8") for line in said), said
+            assert said[0].startswith("Use fedepth.")
     assert (tmp_path / "plan.svg").stat().st_size > 10_000
 
 
