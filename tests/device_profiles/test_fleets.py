@@ -336,7 +336,10 @@ NOT_BYTES = "not an amount of memory; write a number and one of B, kB, MB, GB, K
         ({"device": None}, "give exactly one of pool and [[device]] tables"),
         ({"pool": "boards"}, "give exactly one of pool and [[device]] tables"),
         ({"skew": -1}, 'skew = -1.0 belongs to a pool with assignment = "random"'),
-        ({"pool": "x", "device": None}, "pool = 'x': there are boards, fedprophet-caltech, fedprophet-cifar10, or the"),
+        (
+            {"pool": "x", "device": None},
+            "pool = 'x': there are boards, fedprophet-caltech, fedprophet-cifar10, tight, or the",
+        ),
         (one(disk_latency=-1), "device 1 disk-latency = -1: input should be greater than or equal to 0"),
         (one(bandwidth=0), "device 1 bandwidth = 0: input should be greater than 0"),
         ({"degradation": {"flops": [-1, 0]}}, "degradation flops 1 = -1: input should be greater than or equal to 0"),
