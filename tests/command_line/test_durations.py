@@ -29,7 +29,9 @@ def test_durations_in_words(seconds: float, words: str) -> None:
 )
 def test_rounds_of_each_stage(name: str, rounds: list[int]) -> None:
     policy = SimpleNamespace(stages=rounds)
-    assert stage_rounds(settings_from(name, []), policy) == rounds  # type: ignore[arg-type]
+    settings = settings_from(name, [])
+    assert stage_rounds(settings, policy) == rounds  # type: ignore[arg-type]
+    assert sum(rounds) <= settings.num_rounds  # so that the last stage may take all of its own
 
 
 def test_a_line_is_written_into_the_header(tmp_path: Path) -> None:

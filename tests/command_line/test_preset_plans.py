@@ -91,6 +91,7 @@ def rates(settings: Settings, stage: int, rounds: int) -> tuple[float, float]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_header_says_what_it_runs_and_how_long_that_takes(name: str) -> None:
     top = header(PRESETS / f"{name}.toml")
+    assert f" piecework run --preset {name} " in f"{top.text} "
     assert re.fullmatch(
         r"(FedProphet|FeDepth|ProFL|PriSM|SpaFL)'s (Tables? \d+( and \d+)?, row .+|Figure \d+, .+)"
         r"|our own (comparison|example)(, after .+)? \(docs/[\w-]+\.md\)",

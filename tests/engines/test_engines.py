@@ -28,7 +28,7 @@ from piecework import processes
 from piecework.cli import app
 from piecework.client_app import prepare
 from piecework.launch import launch
-from piecework.options import read_preset, settings_from
+from piecework.options import settings_from
 from piecework.processes import free_ports
 from piecework.runs import stores
 from piecework.server_app.records import RunDir
@@ -149,12 +149,6 @@ def test_plain_flwr_run_has_every_setting() -> None:
     given = parse_config_args(["fedprophet.apa-step=0.2 num-rounds=3"])
     values = Settings.from_run_config(fuse_dicts(defaults, given, check_keys=True))
     assert (values.fedprophet.apa_step, values.num_rounds) == (0.2, 3)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "conf").glob("*.toml")), ids=lambda path: path.stem)
-def test_presets_are_valid(path: Path) -> None:
-    Settings.from_run_config(read_preset(path.stem))
-    assert f"piecework run --preset {path.stem}" in path.read_text(encoding="utf-8").splitlines()[1]
 
 
 def test_resident_set_stays_within_the_budget(tmp_path: Path) -> None:

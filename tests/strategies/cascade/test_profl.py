@@ -27,18 +27,13 @@ from helpers import (
 from safetensors.torch import save_file
 
 from piecework import load
-from piecework.federated_data.datasets import PUBLISHED
 from piecework.models.cascade import unit_of
-from piecework.options import read_preset
 from piecework.plan import make_plan
-from piecework.planning.costs import cost_model_for
 from piecework.question import ask
 from piecework.server_app.records import RunDir
 from piecework.strategies.cascade.profl_phases import Phase, phases_of
-from piecework.strategies.cascade.profl_steps import ProFLPolicy
 from piecework.training.examples import normalised
-from piecework.training.settings import Settings
-from piecework.training.setup import blueprint_of_shape, open_dataset
+from piecework.training.setup import open_dataset
 
 ROOT = Path(__file__).parents[3]
 
@@ -266,22 +261,6 @@ def test_statistics_that_init_weights_bring_are_not_measured(
     save_file({f"{u}.{n}": value for u, unit in units.items() for n, value in unit.state_dict().items()}, file)
     run = run_local(tmp_path, **SMALL | {"training__init_weights": str(file), "num_rounds": 1})
     assert run.rounds()[0]["stage"] == begins
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf").glob("profl-*.toml")))
-def test_presets_have_rounds_for_all_parts(name: str) -> None:
-    """So many that growing's last step may take all of its own."""
-    settings = Settings.from_run_config(read_preset(name))
-    shape, classes, _ = PUBLISHED[settings.dataset]
-    policy = ProFLPolicy(
-        blueprint_of_shape(settings, shape, classes), cost_model_for(settings, a_blueprint()), settings
-    )
-    count, shrinking = len(policy.blocks), settings.profl.shrinking
-    parts = phases_of(
-        count, shrinking=shrinking, maps=range(2, count + 1), statistics=settings.architecture.batch_norm == "running"
-    )
-    rounds = {"map": settings.profl.distil_rounds, "statistics": 1}
-    assert sum(rounds.get(phase.kind, settings.profl.stage_rounds) for phase in parts) <= settings.num_rounds
 
 
 def test_movements_survive_a_stop(tmp_path: Path) -> None:
