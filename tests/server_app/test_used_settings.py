@@ -1,7 +1,6 @@
 """Settings that mean nothing beside the others: refused with the name of what they belong to, or excluded of a preset."""
 
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from settings_helpers import ALL, CHOICES, key_of, other, settings_with
 from typer.testing import CliRunner
 
 from piecework.cli import app
-from piecework.options import PRESETS, read_preset, settings_from
+from piecework.options import read_preset, settings_from
 from piecework.presets import preset_rows
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.used_settings import require_used, unused
@@ -118,19 +117,6 @@ def test_a_rival_in_a_presets_place_takes_none_of_its_systems_settings(caplog: p
     )
     assert settings.num_rounds == read_preset("profl-fmnist")["num-rounds"]
     assert settings_from("prism-fmnist", ["data.partition=iid"]).data.partition_alpha == default.data.partition_alpha
-
-
-def test_no_command_in_the_documents_is_refused() -> None:
-    """But those at an older commit, which had other presets."""
-    text = "".join(path.read_text("utf-8") for path in [*ROOT.glob("docs/*.md"), *PRESETS.glob("*.toml")])
-    commands = re.findall(
-        r"^(?:    |# )piecework run --preset ([\w-]+)([^#\n]*)", text.replace("\\\n", " "), re.MULTILINE
-    )
-    found = [(preset, re.findall(r"--set ([\w-]+=[^\s(]+)", options)) for preset, options in commands]
-    assert len(found) > 50
-    for preset, assignments in found:
-        if (PRESETS / f"{preset}.toml").exists():  # not robust-fmnist-NAME
-            settings_from(preset, [text for text in assignments if not text.startswith("resume-from=")])
 
 
 def test_a_given_setting_of_another_method_is_refused(tmp_path: Path) -> None:
