@@ -29,11 +29,14 @@ import numpy as np
 
 from piecework.app_folder import PRESETS
 from piecework.device_profiles.fleet import load_fleet
+from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.device_profiles.profile import DeviceState
 from piecework.federated_data.datasets import PUBLISHED
+from piecework.models.partition import AtomTooLargeError
 from piecework.models.zoo import is_token_model
 from piecework.options import settings_from
 from piecework.plan import policy_for
-from piecework.planning.part import whole_model
+from piecework.planning.part import Part, whole_model
 from piecework.planning.partition_policy import PartitionPolicy
 from piecework.planning.timing import local_work, work_flops
 from piecework.presets import preset_rows
@@ -43,7 +46,7 @@ from piecework.training.settings import Settings
 SPEED = 1e11  # FLOP/s of two cores, which decides only how a preset is measured
 ROUND = 10.0  # seconds of a round that is still run as it is
 BATCHES = 6.0  # seconds of a client's batches on random data
-ABSENT = {"npz:femnist.npz": ((1, 28, 28), 62, 70_000)}  # shape, classes and about as many training examples
+FEMNIST = ((1, 28, 28), 62, 70_000)  # shape, classes and about as many training examples of prism-femnist's own file
 TEST = {"fashion-mnist": 10_000, "cifar10": 10_000, "cifar100": 10_000, "caltech256": 6_400, "imdb": 25_000}
 QUICK = ("evaluation.autoattack-examples=0", "evaluation.every=2", "attack.warmup=0")
 SHORT = {"profl": ("profl.shrinking=false", "num-rounds=4")}  # others have two rounds; ProFL's are of its first step
@@ -68,7 +71,11 @@ def main() -> None:
     asked = parser.parse_args()
     given = [f"data-dir={asked.data_dir}"] if asked.data_dir else []
     for name in asked.presets or [row["preset"] for row in preset_rows()]:
-        seconds, way = duration(name, given, asked.whole)
+        try:
+            seconds, way = duration(name, given, asked.whole)
+        except subprocess.CalledProcessError as error:
+            print(f"{name:40s} failed: {error.cmd}", flush=True)
+            continue
         line = f"# Takes: {in_words(seconds)} on 2 cores ({way})"
         print(f"{name:40s} {line}", flush=True)
         if asked.write:
@@ -80,7 +87,7 @@ def duration(name: str, given: list[str], whole: float) -> tuple[float, str]:
     settings = settings_from(name, given)
     work = work_of(settings)
     asked = settings.clients_per_round or settings.clients
-    if asked * max(work.client) / SPEED > ROUND or settings.dataset in (*ABSENT, "cifar100", "caltech256"):
+    if asked * max(work.client) / SPEED > ROUND or settings.dataset.startswith(("npz:", "cifar100", "caltech256")):
         total = asked * sum(n * flops for n, flops in zip(work.rounds, work.client, strict=True)) + work.other
         return total / speed(*random_run(settings, work)), "estimated, random data"
     started = time.perf_counter()
@@ -161,15 +168,16 @@ def speed(assignments: tuple[str, ...], shape: tuple[int, ...], classes: int, to
 def work_of(settings: Settings) -> Work:
     """Return the FLOPs of a run, by its plan."""
     shape, classes = shape_of(settings)
-    known = settings.dataset in ABSENT
-    question = PlanQuestion(shape, classes, ABSENT[settings.dataset][2] // settings.clients) if known else ask(settings)
+    own = settings.dataset.startswith("npz:")
+    question = PlanQuestion(shape, classes, FEMNIST[2] // settings.clients) if own else ask(settings)
     policy, states = policy_for(load_fleet(settings.fleet), settings, question)
     seen = local_work(settings, question.examples)[1]
     rounds = stage_rounds(settings, policy)
     clean = settings.attack.warmup / max(1, rounds[0]) if policy.cost_model.training_config.attack else 0.0
-    client, own = [], states[0][: 20 if settings.clients > 20 and load_fleet(settings.fleet).memories == () else None]
+    client, asked = [], states[0] if load_fleet(settings.fleet).memories else states[0][:20]
+    slowest = min(state.flops_per_second for state in asked)
     for stage in range(len(policy.stages)):
-        parts = [policy.trainable(stage, state, min(s.flops_per_second for s in own)) for state in own]
+        parts = [parts_of(policy, stage, state, slowest) for state in asked]
         flops = [
             clean * work_flops(policy.cost_model.unattacked, some, [seen] * len(some))
             + (1 - clean) * work_flops(policy.cost_model, some, [seen] * len(some))
@@ -179,6 +187,14 @@ def work_of(settings: Settings) -> Work:
         client.append(fmean(flops))
     step = policy.cost_model.traced(policy.stages[0].parts[0]).flops
     return Work(client, rounds, other_flops(settings, policy, question.examples), step)
+
+
+def parts_of(policy: PartitionPolicy, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+    """Return what a device trains in a stage; nothing if it has no memory for it."""
+    try:
+        return policy.work(stage, state, slowest)
+    except (MemoryBudgetExceededError, AtomTooLargeError):
+        return []
 
 
 def stage_rounds(settings: Settings, policy: PartitionPolicy) -> list[int]:
@@ -217,8 +233,8 @@ def other_flops(settings: Settings, policy: PartitionPolicy, examples: int) -> f
 
 def shape_of(settings: Settings) -> tuple[tuple[int, ...], int]:
     """Return the shape of an example and the number of classes."""
-    if settings.dataset in ABSENT:
-        return ABSENT[settings.dataset][:2]
+    if settings.dataset.startswith("npz:"):
+        return FEMNIST[:2]
     if settings.dataset in PUBLISHED:
         return PUBLISHED[settings.dataset][:2]
     question = ask(settings)
