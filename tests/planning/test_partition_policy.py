@@ -100,6 +100,22 @@ def test_a_layer_by_hand() -> None:
     assert layer_statistics(blueprint, "head").flops == 2 * (512 * 512 * 2 + 5120)
 
 
+def test_sub_models_of_low_rank_that_differ_in_name_alone_share_their_costs() -> None:
+    """PriSM's are narrow and OrthDrop's are not, but only maps have channels."""
+    for name, alike in (("lstm-imdb", True), ("vit", True), ("resnet18", False)):
+        narrow, wide = (low_rank(blueprint_of(name), 0.4, narrow=narrow) for narrow in (True, False))
+        units = narrow.units()
+        assert alike == all(unit_signature(narrow, unit) == unit_signature(wide, unit) for unit in units)
+
+
+def test_a_part_is_made_once() -> None:
+    """HeteroFL's loss builds both models, which took most of a plan of many clients."""
+    settings = settings_with(clients=2, strategy="heterofl")
+    blueprint = blueprint_of("convnet")
+    policy = HeteroFLPolicy(blueprint, cost_model_for(settings, blueprint), settings)
+    assert policy.part(policy.sub_model(1)) is policy.part(policy.sub_model(1))
+
+
 def test_units_that_are_built_alike_are_known() -> None:
     blueprint = blueprint_of("resnet18")
     same, other = (unit_signature(blueprint, f"atoms.{i}") for i in (1, 2))
