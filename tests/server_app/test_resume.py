@@ -1,7 +1,6 @@
 """A run that was broken off, or killed anywhere, resumes to the very weights of the unbroken one."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -117,32 +116,19 @@ POINTS = {  # where it was killed, and how many rounds the newest checkpoint hol
 }
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs, each of which was killed with SIGKILL at its point."""
-    folder = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, str(HERE / "kill_driver.py"), str(folder), json.dumps(KILLED), *POINTS]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+def test_a_killed_run_resumes_to_the_unbroken_one(tmp_path: Path) -> None:
+    """One process runs as often as there are points, and each run is killed with SIGKILL at its point."""
+    command = [sys.executable, str(HERE / "kill_driver.py"), str(tmp_path), json.dumps(KILLED), *POINTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-len(POINTS) :] == [f"{point} 9" for point in POINTS]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def never_killed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    return run_local(tmp_path_factory.mktemp("never-killed"), **KILLED)
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_a_killed_run_resumes_to_the_unbroken_one(killed: Path, never_killed: RunDir, point: str) -> None:
-    run_dir = RunDir(killed / point / "run")
-    checkpoint = run_dir.load_checkpoint()
-    assert (checkpoint.values["round"] if checkpoint else 0) == POINTS[point]
-    assert not (run_dir.path / "model.safetensors").exists()
-    resumed = run_local(killed / point, resume_from=str(run_dir.path), **KILLED)
-    assert same(model_of(resumed), model_of(never_killed))
-    assert results(resumed) == results(never_killed)
-    assert (resumed.path / "model.safetensors").read_bytes()[-1000:] == (
-        never_killed.path / "model.safetensors"
-    ).read_bytes()[-1000:]
+    never_killed = run_local(tmp_path / "never-killed", **KILLED)
+    model = (never_killed.path / "model.safetensors").read_bytes()[-1000:]
+    for point, rounds in POINTS.items():
+        run_dir = RunDir(tmp_path / point / "run")
+        checkpoint = run_dir.load_checkpoint()
+        assert (point, checkpoint.values["round"] if checkpoint else 0) == (point, rounds)
+        assert not (run_dir.path / "model.safetensors").exists(), point
+        resumed = run_local(tmp_path / point, resume_from=str(run_dir.path), **KILLED)
+        assert same(model_of(resumed), model_of(never_killed)), point
+        assert (point, results(resumed)) == (point, results(never_killed))
+        assert (resumed.path / "model.safetensors").read_bytes()[-1000:] == model, point
