@@ -171,7 +171,7 @@ def run_deployment(settings: Settings, run_dir: RunDir, on_round: OnRound) -> No
             arguments += ["--host", "127.0.0.1", "--port", str(port), "--node-config", node_config]
             stack.enter_context(process(home, f"supernode-{client}", "flower-supernode", *arguments))
         for client, port in enumerate(ports):
-            wait_until_healthy(port, home.path / f"supernode-{client}.log")
+            wait_until_healthy(home, f"supernode-{client}", port)
             stack.enter_context(process(home, f"clientapp-{client}", "flower-superexec", *executor(port)))
         follow(home, settings, run_dir, on_round)
 

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import tomli_w
 
-START_SECONDS = 60.0
+START_SECONDS = 180.0  # the first start after an installation compiles all of Flower, on a loaded machine in minutes
 LOG = logging.getLogger("piecework")
 
 
@@ -104,7 +104,7 @@ def superlink(home: FlowerHome, *arguments: str) -> Iterator[None]:
     """Run a healthy SuperLink on the home's port in the body."""
     address = ["--insecure", "--host", "127.0.0.1", "--port", str(home.port)]
     with process(home, "superlink", "flower-superlink", *address, *arguments):
-        wait_until_healthy(home.port, home.path / "superlink.log")
+        wait_until_healthy(home, "superlink", home.port)
         yield
 
 
@@ -141,14 +141,17 @@ def _quietly(action: Callable[[], None]) -> None:
         return  # it ended by itself in between
 
 
-def wait_until_healthy(port: int, log: Path) -> None:
-    """Wait for /health. Raises EngineError with the end of the log."""
+def wait_until_healthy(home: FlowerHome, name: str, port: int) -> None:
+    """Wait for /health of a process. Raises EngineError with the end of its log if it ends, or says nothing for too long."""
+    log, child = home.path / f"{name}.log", home.processes[name][1]
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
                 return
         except (urllib.error.URLError, OSError):
+            if child.poll() is not None:
+                raise EngineError(f"{name} ended with exit code {child.returncode}:\n{tail(log)}") from None
             time.sleep(0.1)
     raise EngineError(f"nothing answered on port {port} within {START_SECONDS:g} s:\n{tail(log)}")
 

@@ -84,6 +84,7 @@ def test_tracing_says_that_it_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     blueprint = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8))
     terminal_now, plain = terminal(), Console(file=io.StringIO(), width=80)
     for console in (terminal_now, plain):
+        monkeypatch.setattr(costs, "_TRACED", {})  # what other tests of this process traced
         with RoundProgress(3, console) as progress:
             costs.cost_model_for(Settings(), blueprint).traced(whole_model(blueprint))
             tracing("convnet")

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from piecework.cli import app, how_to_go_on
 from piecework.launch import halt, note_stop
-from piecework.processes import Connection, FlowerHome, process
+from piecework.processes import Connection, EngineError, FlowerHome, free_ports, process, wait_until_healthy
 from piecework.server_app.local_grid import without_interrupts
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_lock import run_lock, writer
@@ -124,6 +124,13 @@ def test_the_server_app_is_ended_before_its_clients(tmp_path: Path) -> None:
         halt(home, "1")
         assert {name for name, child in started.items() if child.poll() is not None} == {"superexec"}
     assert all(child.poll() is not None for child in started.values())
+
+
+def test_a_process_that_ends_is_not_waited_for(tmp_path: Path) -> None:
+    home = FlowerHome(tmp_path)
+    home.start("superlink", [sys.executable, "-SEc", "raise SystemExit('no such database')"])
+    with pytest.raises(EngineError, match=r"superlink ended with exit code 1:\nno such database"):
+        wait_until_healthy(home, "superlink", free_ports(1)[0])
 
 
 def test_the_launcher_writes_the_summary_of_a_server_app_that_could_not(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_shipped_pool_in_json() -> None:
 
 
 def test_shipped_pools() -> None:
-    assert shipped_pools() == ["boards", "fedprophet-caltech", "fedprophet-cifar10"]
+    assert shipped_pools() == ["boards", "fedprophet-caltech", "fedprophet-cifar10", "tight"]
     boards = load_fleet("boards")
     assert all(device.bandwidth for device in boards.devices)
     assert [device.name for device in boards.devices[:2]] == ["raspberry-pi-4", "raspberry-pi-5"]
@@ -244,4 +244,4 @@ def test_devices_of_an_unknown_name(name: str) -> None:
         fleet_rows(name)
     message = str(error.value)
     assert message.startswith(f"unknown fleet or pool '{name}'; there are the fleets boards, containers, demo, ")
-    assert "the pools boards, fedprophet-caltech, fedprophet-cifar10, or the path of a .toml file" in message
+    assert "the pools boards, fedprophet-caltech, fedprophet-cifar10, tight, or the path of a .toml file" in message
