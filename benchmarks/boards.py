@@ -7,8 +7,8 @@ Each line is a federation with one client: a SuperLink here, and a container wit
 systemd unit, in which `flower-supernode --isolation subprocess` runs with device = "auto". `piecework run --superlink` trains
 one round of FeDepth on two batches of random images of 3x32x32, 10 classes. The anonymous memory of a process is the largest
 sample of its private pages, from /proc; for the task it excludes the training bytes that the task counted itself. `budget` is
-what the device measured while it held model and message, less `memory.reserve` and three messages. Requires Docker on this
-machine, an image made from the Dockerfile, and root, because the processes belong to another user.
+what the device measured before it trained, less `memory.reserve`. Requires Docker on this machine, an image made from the
+Dockerfile, and root, because the processes belong to another user.
 """
 
 import argparse

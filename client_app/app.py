@@ -103,8 +103,6 @@ def train(message: Message, context: Context) -> Message:
             "seconds": time.perf_counter() - started,
             "seen": update.seen,
         }
-        if context.node_config.get("device") == "auto":
-            measured["memory-available"] = memory_for_training(client.device)
         return Outcome("ok", done=tuple(update.done)), measured, arrays
 
     return answer(message, context, work)
@@ -174,4 +172,6 @@ def answer(message: Message, context: Context, work: Callable[[Client, Task], An
         if client is not None:
             metrics |= {"budget": client.budget, "measured-peak": client.cap.peak_bytes}
             metrics |= {"gpu-peak": client.cap.gpu_peak_bytes}
+            if client.available is not None:
+                metrics["memory-available"] = client.available
         return reply(message, replace(outcome, note="; ".join(store.notes)), metrics, arrays)

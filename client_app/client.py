@@ -32,7 +32,7 @@ class Client:
     `blueprint` is the network of the task, a variant of the run's own model `full`. `local_data(fill)` returns the training
     examples, augmented again for each fill; the fill STAGES gives the same examples in all rounds. `old_state` is the folder
     with the client's state of an earlier round, if there is one. `folder` holds the model that is trained, if that is not the
-    task's: another one of the client's own.
+    task's: another one of the client's own. `available` is the memory (bytes) that a device found free, if it measures itself.
     """
 
     number: int
@@ -51,6 +51,7 @@ class Client:
     old_state: Path | None
     kept_round: int = 0
     device: torch.device = CPU
+    available: int | None = None
     folder: Path | None = None
     _new_state: Path | None = field(default=None, repr=False)
 

@@ -15,7 +15,7 @@ from piecework.client_app.client import STAGES, Client
 from piecework.client_app.store import Store
 from piecework.client_app.trainers import find_places
 from piecework.device_profiles.fleet import device_state, load_fleet
-from piecework.device_profiles.profile import allowance, available_memory
+from piecework.device_profiles.profile import allowance, available_memory, measured_budget
 from piecework.federated_data.datasets import ArrayDataset
 from piecework.federated_data.partition import split
 from piecework.models.cascade import is_bare, unit_of
@@ -63,7 +63,8 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         validation = examples_of_test(data, own_test_rows(data, settings, context, number, clients))
     else:
         validation = training_examples(data, validation_rows)
-    budget = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes, device))
+    available = memory_for_training(device) if context.node_config.get("device") == "auto" else None
+    budget = min(task.budget, own_budget(settings, task, context, number, clients, message_bytes, available))
     allowed = allowance(budget, settings.memory.excess)
     keep_heap_tight(budget, available_memory())
     full = blueprint_for(settings, data)
@@ -89,6 +90,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
         old_state=old_state,
         kept_round=task.kept_round,
         device=device,
+        available=available,
     )
 
 
@@ -150,15 +152,12 @@ def own_budget(
     number: int,
     clients: int,
     message_bytes: int,
-    device: torch.device,
+    available: int | None,
 ) -> int:
-    """Return this client's own budget in bytes: measured with `device = auto`, else given by fleet, seed, round and client.
-
-    A measured budget excludes `memory.reserve` and three times the message's bytes.
-    """
+    """Return this client's own budget in bytes: of the memory it measured, or given by fleet, seed, round and client."""
+    if available is not None:
+        return measured_budget(available, settings.memory.reserve, message_bytes)
     name = str(context.node_config.get("device", ""))
-    if name == "auto":
-        return memory_for_training(device) - settings.memory.reserve - 3 * message_bytes
     fleet = load_fleet(settings.fleet)
     state = device_state(fleet, number, clients, settings.seed, task.round, task.reference, name or None)
     return state.budget_bytes

@@ -23,6 +23,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 # much as ENDLESS, and a fraction of an unlimited budget, as given to a client that crashed, is still larger.
 UNLIMITED, ENDLESS = 2**60, 2**56
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+MESSAGE_COPIES = 3  # at most, in the memory of a device that receives or sends a message
 PROBE_FILE_BYTES = 8_000_000
 PROBE_BLOCK_BYTES = 1_000_000
 PROBE_SECONDS = 0.1
@@ -159,6 +160,16 @@ def allowance(budget: int, tolerance: float) -> int:
 def budget_of(allowed: int, tolerance: float) -> int:
     """Return the budget (bytes) that `allowance` raised to `allowed`, to a byte; `allowed` itself if nothing is checked."""
     return allowed if tolerance in (0, math.inf) else math.ceil(allowed / (1 + tolerance))
+
+
+def measured_budget(available: int, reserve: int, message_bytes: int) -> int:
+    """Return the training budget of a device that has `available` bytes and keeps `reserve` of them free, in bytes.
+
+    Flower's copies of a message exist before and after training, not during it. So a device needs memory for whichever takes
+    more, not for both. If it has too little for the copies, the budget is 0.
+    """
+    budget = max(0, available - reserve)
+    return budget if MESSAGE_COPIES * message_bytes <= budget else 0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from piecework.device_profiles.fleet import Fleet, device_of, device_state
-from piecework.device_profiles.profile import DeviceState
+from piecework.device_profiles.profile import DeviceState, measured_budget
 from piecework.federation.errors import TooFewNodesError
 from piecework.training.messages import NodeInfo, content_bytes
 from piecework.training.randomness import generator
@@ -189,19 +189,19 @@ class ClientRegistry:
         """Return a client's resources in a round: emulated, or as last measured by the device itself.
 
         `reference` is the bytes of one reference step, of which ratio budgets are fractions. `message_bytes` is the size of a
-        message; three times as much is subtracted from memory that a device measured.
+        message, whose copies must fit a device that measures itself.
         """
         member = self.members.get(client)
         if member is not None and member.device == "auto":
-            budget = int(member.measured["memory-available"]) - self.memory.reserve - 3 * message_bytes
+            budget = measured_budget(int(member.measured["memory-available"]), self.memory.reserve, message_bytes)
             flops, disk = member.measured["flops-per-second"], member.measured["disk-bandwidth"]
-            return DeviceState("auto", max(0, budget), flops, float("inf"), disk, tolerance=self.memory.excess)
+            return DeviceState("auto", budget, flops, float("inf"), disk, tolerance=self.memory.excess)
         name = member.device if member is not None and member.device else None
         state = device_state(self.fleet, client, self.clients, self.seed, server_round, reference, name)
         return replace(state, tolerance=self.memory.excess)
 
     def note_free_memory(self, client: int, available: float) -> None:
-        """Store the free memory (bytes) that a self-measuring device sends with every reply."""
+        """Store the free memory (bytes) that a self-measuring device had before its last task."""
         self.members[client].measured["memory-available"] = available
 
     def take_query_bytes(self) -> int:

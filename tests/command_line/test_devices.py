@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import (
     UNLIMITED,
     available_memory,
@@ -14,8 +15,11 @@ from piecework.device_profiles.profile import (
     format_bytes,
     format_compared,
     measure_device,
+    measured_budget,
     parse_bytes,
 )
+from piecework.federation.registry import ClientRegistry, Member
+from piecework.training.settings.shared import MemorySettings
 
 # ---- bytes
 
@@ -137,3 +141,24 @@ def test_measure_device(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OSError):
         measure_device(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("available", "message", "budget"),
+    [
+        (1000, 0, 900),
+        (1000, 300, 900),  # three copies take the 900 exactly, before and after training
+        (1000, 301, 0),  # 903 are needed and 900 are there
+        (100, 0, 0),  # the reserve takes all
+        (60, 20, 0),
+    ],
+)
+def test_a_device_that_measures_itself_holds_copies_or_trains(available: int, message: int, budget: int) -> None:
+    assert measured_budget(available, 100, message) == budget
+    # the server assumes the same, from what the device reported last
+    registry = ClientRegistry(load_fleet("demo"), 0, 1, MemorySettings(reserve=100))
+    measured = {"memory-available": 1e9, "flops-per-second": 1e9, "disk-bandwidth": 1e7}
+    registry.members[0] = Member(1, 0, "auto", "", measured=measured)
+    assert registry.state(0, 1, 1, message).budget_bytes == 10**9 - 100
+    registry.note_free_memory(0, available)
+    assert registry.state(0, 1, 1, message).budget_bytes == budget

@@ -26,6 +26,7 @@ from helpers import (
     training,
 )
 
+from piecework.client_app import prepare
 from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.federation.transport import Transport
 from piecework.server_app.local_grid import FIRST_NODE, LocalGrid, identify
@@ -182,20 +183,41 @@ def test_the_demo_keeps_to_its_budgets_and_predictions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "m-fedepth"])
-def test_devices_that_measure_themselves(tmp_path: Path, strategy: str) -> None:
-    """`device = "auto"`: the budget is free memory, less the reserve and three times the message."""
-    settings = tiny_settings(strategy=strategy, output_dir=str(tmp_path), num_rounds=2, clients=2, fleet="demo")
+def test_devices_that_measure_themselves(tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`device = "auto"`: the budget is free memory less the reserve, and every reply has the free memory before its task."""
+    monkeypatch.setattr(prepare, "available_memory", lambda: 10**9)
+    given = {"strategy": strategy, "num_rounds": 2, "clients": 2, "fleet": "demo", "memory__reserve": 64_000_000}
+    settings = tiny_settings(output_dir=str(tmp_path), evaluation__on_clients_every=2, **given)
     node_config = {"device": "auto", "state-dir": str(tmp_path / "device")}
     run = RunDir(tmp_path / "run")
-    with LocalGrid(2, settings.to_run_config(), 1, node_config) as grid:
+    with RecordingGrid(2, settings.to_run_config(), 1, node_config) as grid:
         run_experiment(grid, settings, run)
     for record in run.rounds():
         assert [(c["device"], c["status"]) for c in record["clients"]] == [("auto", "ok")] * 2
         assert all(c["measured_peak"] <= c["predicted_peak"] < c["budget"] for c in record["clients"])
+        assert [c["budget"] for c in record["clients"]] == [936_000_000] * 2
         assert all(c["simulated_seconds"] > 0 for c in record["clients"])
     assert list((tmp_path / "device").iterdir()) == [
         tmp_path / "device" / json.loads(checkpoint_state(run))["experiment-id"]
     ]
+    reported = {
+        (m.metadata.message_type, m.content.metric_records["metrics"].get("memory-available")) for m in grid.received
+    }
+    kinds = ["query.device", "train", "evaluate"] + ["query.statistics"] * (strategy == "m-fedepth")
+    assert reported == {(kind, 10**9) for kind in kinds}
+
+
+def test_a_device_that_is_refused_reports_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client 1 had too little in round 1 only: the server's budget of round 2 follows from that answer, and 3's from 2's."""
+    had = iter([10**9, 2**26 + 1000, *[10**9] * 4])
+    monkeypatch.setattr(prepare, "memory_for_training", lambda device: next(had))
+    settings = tiny_settings(strategy="fedavg", num_rounds=3, clients=2, fleet="demo", output_dir=str(tmp_path))
+    run = RunDir(tmp_path / "run")
+    with LocalGrid(2, settings.to_run_config(), 1, {"device": "auto", "state-dir": str(tmp_path / "device")}) as grid:
+        run_experiment(grid, settings, run)
+    found = [[(c["status"], c["budget"]) for c in record["clients"]] for record in run.rounds()]
+    rich = "ok", 10**9 - 2**26
+    assert found == [[rich, ("memory", 0)], [rich, ("memory", 0)], [rich, rich]]
 
 
 def checkpoint_state(run: RunDir) -> str:
