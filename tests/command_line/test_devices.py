@@ -19,6 +19,7 @@ from piecework.device_profiles.profile import (
     parse_bytes,
 )
 from piecework.federation.registry import ClientRegistry, Member
+from piecework.training.memory_cap import heap_limit
 from piecework.training.settings.shared import MemorySettings
 
 # ---- bytes
@@ -162,3 +163,24 @@ def test_a_device_that_measures_itself_holds_copies_or_trains(available: int, me
     assert registry.state(0, 1, 1, message).budget_bytes == 10**9 - 100
     registry.note_free_memory(0, available)
     assert registry.state(0, 1, 1, message).budget_bytes == budget
+
+
+MiB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("budget", "beside", "limit"),
+    [
+        (320 * MiB, 320 * MiB + 2**30, 10 * MiB),  # plenty: a 32nd of the budget, from 8 to 32 MiB
+        (64 * MiB, 64 * MiB + 2**30, 8 * MiB),
+        (2048 * MiB, 4096 * MiB, 32 * MiB),
+        (UNLIMITED, 0, 32 * MiB),
+        (320 * MiB, 320 * MiB + 2**30 - 1, 2 * MiB),
+        (320 * MiB, 32 * MiB, 2 * MiB),
+        (320 * MiB, 32 * MiB - 1, MiB // 2),  # scant
+        (320 * MiB, -100 * MiB, MiB // 2),
+    ],
+)
+def test_less_stays_in_the_heap_where_memory_is_short(budget: int, beside: int, limit: int) -> None:
+    """`beside` is the memory that the device has besides the budget."""
+    assert heap_limit(budget, budget + beside) == limit
