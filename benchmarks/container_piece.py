@@ -1,7 +1,8 @@
 """The program of `benchmarks.containers` in each container: a waiting executor, and beside it a client that trains one piece.
 
     python -m benchmarks.container_piece \\
-        '{"model": "resnet18", "batch_size": 128, "atoms": [0, 1], "steps": 2, "budget": 200000000}'
+        '{"settings": {"model": "resnet18"}, "atoms": [0, 1], "steps": 2, "budget": 200000000,
+          "micro_batch": 8, "recompute": [[0, 1]]}'
 
 It writes JSON lines: `anonymous` and `kernel` (bytes of the container's control group, each new maximum), `floor` (once the
 client has imported what Flower's `flwr-clientapp` and our ClientApp import), and `done` (what the accounting counted) with the
@@ -11,9 +12,11 @@ CPU `seconds`. Weights and random examples are read from files, as on a device. 
 import argparse
 import json
 import subprocess
+import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +52,9 @@ def group_memory() -> dict[str, int]:
 
 
 def say(**figures: float) -> None:
-    """Print a JSON line without buffering, because the kernel may end this process."""
-    print(json.dumps(figures), flush=True)
+    """Print a JSON line without buffering, because the kernel may end this process, and at once, because two threads print."""
+    sys.stdout.write(json.dumps(figures) + "\n")
+    sys.stdout.flush()
 
 
 def watch() -> None:
@@ -105,12 +109,12 @@ def train(task: dict[str, Any], folder: Path) -> None:
     from piecework.training.settings import Settings
     from piecework.training.setup import blueprint_of_shape, training_config_for
 
-    settings = Settings.from_run_config({"model": task["model"], "training.batch-size": task["batch_size"]})
+    settings = Settings.from_run_config(task["settings"])
     torch.set_num_threads(settings.training.torch_threads)
     blueprint = blueprint_of_shape(settings, SHAPE, CLASSES)
     atoms, rng = tuple(task["atoms"]), np.random.default_rng(0)
     store = filled_store(folder, blueprint, atoms)
-    count, shape = task["steps"] * task["batch_size"], blueprint.shape_before(atoms[0])
+    count, shape = task["steps"] * settings.training.batch_size, blueprint.shape_before(atoms[0])
     labels = rng.integers(0, CLASSES, count)
 
     def images() -> Examples:
@@ -130,11 +134,11 @@ def train(task: dict[str, Any], folder: Path) -> None:
     examples = features() if atoms[0] else images()
     return_free_memory()
     keep_heap_tight(task["budget"], available_memory())
-    cap = MemoryCap(task["budget"], enforced=False)
-    load = load_for_device(blueprint, store.load)
-    trainer = LocalTrainer(
-        lambda: [PieceModel(blueprint, atoms, "head", load)], training_config_for(settings, settings.training.lr)
-    )
+    cap, load = MemoryCap(task["budget"], enforced=False), load_for_device(blueprint, store.load)
+    config = training_config_for(settings, settings.training.lr)
+    segments = tuple((first, last) for first, last in task["recompute"])
+    config = replace(config, micro_batch=task["micro_batch"], recompute=segments)
+    trainer = LocalTrainer(lambda: [PieceModel(blueprint, atoms, "head", load)], config)
     started = time.process_time()
     trainer.epoch(examples, rng, cap, "train")
     seconds = time.process_time() - started

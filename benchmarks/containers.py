@@ -1,15 +1,17 @@
 """Compare which pieces train within a container's memory limit, by the planner and by a trial in one container per piece.
 
     python -m benchmarks.containers [--image piecework] [--limits 512MB,768MB,1GB,2GB] [--models resnet18,vgg16]
-                                    [--batch-size 128] [--slack 24MB] [--steps 2] [--json]
+                                    [--batch-size 128] [--fit recompute,micro-batch] [--optimiser-state float32]
+                                    [--slack 24MB] [--steps 2] [--json]
 
 The floor is the anonymous memory of a container in which an executor waits and a client has imported what it needs, before it
 trains; it is measured first. Budget = limit - floor - slack. FeDepth's pieces for that budget (images of 3x32x32, 10 classes,
 the shared head) must train. Each of them with one more atom, and what the planner excludes, must not train. The whole model is
-always tried. A container is `docker run --memory LIMIT --memory-swap LIMIT` with this checkout's sources (`container_piece`);
-either it trains or the kernel kills it. A piece that exceeds the budget by less than the slack may train; it is marked, and is
-no error, because a trial holds no messages. Requires Docker and an image made from the Dockerfile. The exit code is 1 if
-planner and trial disagree.
+always tried: with the plain step and, if that is too large, with the step that `memory.fit` (--fit) finds for the budget.
+A container is `docker run --memory LIMIT --memory-swap LIMIT` with this checkout's sources (`container_piece`); either it
+trains or the kernel kills it. A piece that exceeds the budget by less than the slack may train; it is marked, and is no error,
+because a trial holds no messages. Requires Docker and an image made from the Dockerfile. The exit code is 1 if planner and
+trial disagree.
 """
 
 import argparse
@@ -21,9 +23,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from piecework.device_profiles.profile import format_bytes, parse_bytes
 from piecework.models.partition import AtomTooLargeError, Piece
+
+if TYPE_CHECKING:
+    from piecework.models.cascade import Blueprint
+    from piecework.planning.costs import CostModel
+    from piecework.planning.part import Part
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE, CLASSES = (3, 32, 32), 10
@@ -93,6 +101,26 @@ def piece_name(piece: Piece, names: Sequence[str]) -> str:
     return " and ".join(names[a] if a == b else f"{names[a]} to {names[b]}" for a, b in spans)
 
 
+def parts_to_try(cost_model: "CostModel", blueprint: "Blueprint", budget: int) -> "dict[Part, bool]":
+    """Return the parts of `pieces_to_try`, and the whole model with the step that `memory.fit` finds; True = it fits."""
+    from piecework.models.partition import atom_names
+    from piecework.planning.part import Part
+
+    def cost(piece: Piece) -> int:
+        return cost_model.bytes(Part(blueprint, piece))
+
+    names = atom_names(blueprint)
+    pieces = pieces_to_try(len(names), cost, budget, names)
+    found = {Part(blueprint, piece): fits for piece, fits in pieces.items()}
+    fitted = cost_model.fitted(Part(blueprint, tuple(range(len(names)))), budget)
+    return found | {fitted: cost_model.bytes(fitted) <= budget}
+
+
+def part_name(part: "Part", names: Sequence[str]) -> str:
+    """Return the piece's name and its step, as in "the whole model, micro-batches of 8"."""
+    return ", ".join(filter(None, (piece_name(part.atoms, names), part.step)))
+
+
 def maxima(lines: Iterable[str]) -> dict[str, float]:
     """Return the maximum of each figure in the JSON lines of a container; an incomplete last line is skipped."""
     found: dict[str, float] = {}
@@ -133,27 +161,25 @@ def trials(options: argparse.Namespace, model: str, floor: int) -> Iterable[Tria
     """Yield all trials of a model, the smallest limit first."""
     from piecework.models.partition import atom_names
     from piecework.planning.costs import cost_model_for
-    from piecework.planning.part import Part
     from piecework.training.settings import Settings
     from piecework.training.setup import blueprint_of_shape
 
-    settings = Settings.from_run_config({"model": model, "training.batch-size": options.batch_size})
+    config = {"model": model, "training.batch-size": options.batch_size}
+    config |= {"training.optimiser-state": options.optimiser_state}
+    settings = Settings.from_run_config(config | {"memory.fit": options.fit})
     blueprint = blueprint_of_shape(settings, SHAPE, CLASSES)
     cost_model, names = cost_model_for(settings, blueprint), atom_names(blueprint)
-
-    def cost(piece: Piece) -> int:
-        return cost_model.bytes(Part(blueprint, piece))
-
     for limit in options.limits:
         budget = limit - floor - options.slack
-        for piece, fits in pieces_to_try(len(names), cost, budget, names).items():
-            task = {"model": model, "batch_size": options.batch_size, "atoms": piece, "steps": options.steps}
-            outcome, found = run_container(options.image, limit, task | {"budget": max(budget, 0)})
+        for part, fits in parts_to_try(cost_model, blueprint, budget).items():
+            task = {"settings": config, "atoms": part.atoms, "steps": options.steps, "budget": max(budget, 0)}
+            task |= {"micro_batch": part.micro_batch, "recompute": part.recompute}
+            outcome, found = run_container(options.image, limit, task)
             yield Trial(
                 limit=limit,
                 model=model,
-                piece=piece_name(piece, names),
-                predicted=cost(piece),
+                piece=part_name(part, names),
+                predicted=cost_model.bytes(part),
                 budget=budget,
                 fits=fits,
                 outcome=outcome,
@@ -209,12 +235,13 @@ def main() -> None:
     parser.add_argument("--limits", type=amounts, default="512MB,768MB,1GB,2GB")
     parser.add_argument("--models", default="resnet18,vgg16")
     parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--fit", default="recompute,micro-batch", help="memory.fit for the whole model")
+    parser.add_argument("--optimiser-state", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--slack", type=parse_bytes, default="24MB", help="for the kernel, the allocator, messages")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    task = {"model": "resnet18", "batch_size": 1, "atoms": [], "steps": 0, "budget": 0}
-    _, found = run_container(options.image, 0, task)
+    _, found = run_container(options.image, 0, {"atoms": []})
     floor, done = int(found["floor"]), []
     if not options.json:
         print(f"floor {format_bytes(floor)}, slack {format_bytes(options.slack)}, batch size {options.batch_size}\n")

@@ -142,7 +142,8 @@ def compose(
     preset: Preset = "",
     named: Named = {},  # noqa: B006
     nodes: Annotated[int, typer.Option(min=0, help="number of clients; default: the preset's")] = 0,
-    floor: Annotated[str, typer.Option(help="memory that a client takes in addition to training")] = "360MB",
+    floor: Annotated[str, typer.Option(help="memory that a client takes besides training; default: 360MB")] = "",
+    limit: Annotated[str, typer.Option(help="memory of each client, which measures what it leaves to train with")] = "",
     data: Annotated[str, typer.Option(help="what `export-data` wrote, as seen from the compose file")] = "./data",
     tls: Annotated[bool, typer.Option("--tls", help="print the overlay for certificates and keys instead")] = False,
     certs: Annotated[
@@ -151,14 +152,14 @@ def compose(
     assignments: Set = [],  # noqa: B006
 ) -> None:
     """Print a compose file in which each client is a container whose memory limit is its device's memory."""
-    from piecework.compose import command_line, compose_file, floor_bytes, places, tls_overlay
+    from piecework.compose import FLOOR, clients_in_containers, command_line, compose_file, tls_overlay
 
     with user_errors(False):
         settings = settings_from(preset, assignments, nodes=nodes, named=named)
         shorthands = {OPTIONS[key]: value for key, value in named.items()}
-        given = {"--preset": preset} | shorthands | {"--nodes": nodes, "--floor": floor, "--data": data}
+        memory = {key: value for key, value in (("--floor", floor), ("--limit", limit)) if value} or {"--floor": FLOOR}
+        given = {"--preset": preset} | shorthands | {"--nodes": nodes} | memory | {"--data": data}
         command = command_line(given | ({"--certs": certs} if tls else {}), assignments, tls)
-        above = floor_bytes(floor)
-        clients = places(settings, above)
-        text = tls_overlay(clients, certs, command) if tls else compose_file(clients, above, data, command)
+        clients = clients_in_containers(settings, memory)
+        text = tls_overlay(clients, certs, command) if tls else compose_file(clients, data, command)
         print(text, end="")

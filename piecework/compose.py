@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from piecework.device_profiles.fleet import device_of, load_fleet, named_device
-from piecework.device_profiles.profile import DeviceProfile, format_bytes, is_unlimited, parse_bytes
+from piecework.device_profiles.profile import format_bytes, is_unlimited, parse_bytes
 from piecework.planning.costs import cost_model_for
 from piecework.question import data_shape
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.setup import blueprint_of_shape
 
 CPUS = 1.0  # if the profile has no figure
+FLOOR = "360MB"  # of a client, before it trains: docs/containers.md has the measurement
 NAME = re.compile(r"[\w .()+-]+")  # of a device, as it can stand in a node-config inside YAML
 
 HEAD = """\
@@ -93,7 +94,7 @@ CLIENT = """
     <<: *piecework
     depends_on: {{node-{i}: {{condition: service_healthy}}}}
     command: flower-superexec --insecure --runtime-api-address node-{i}:9094
-    # {device}: {memory} to train with, {floor} for the process
+    # {about}
     mem_limit: {limit}
     memswap_limit: {limit}
     cpus: {cpus:g}
@@ -158,12 +159,12 @@ HEALTH = """\
 
 @dataclass(frozen=True)
 class Place:
-    """One client in the files: its number, its device, and the bytes that the kernel allows it."""
+    """One client in the files: its number, the bytes and processors that the kernel allows it, and a comment on them."""
 
     number: int
-    device: DeviceProfile
-    training_bytes: int
     limit_bytes: int
+    cpus: float
+    about: str
     node_config: str
 
 
@@ -174,12 +175,52 @@ def command_line(options: Mapping[str, object], assignments: list[str], tls: boo
     return shlex.join(["piecework", "compose", *words, *(["--tls"] if tls else [])])
 
 
-def floor_bytes(text: str) -> int:
-    """Parse the bytes of --floor. Raises SettingsError."""
+def option_bytes(option: str, text: str) -> int:
+    """Parse the bytes of an option, such as --floor. Raises SettingsError, which names it."""
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise SettingsError(f"--floor {text}: {error}") from None
+        raise SettingsError(f"{option} {text}: {error}") from None
+
+
+def clients_in_containers(settings: Settings, memory: Mapping[str, str]) -> list[Place]:
+    """Return the clients of a run as containers, by --floor or by --limit. Raises SettingsError, FleetError."""
+    if len(memory) > 1:
+        words = " ".join(word for option in memory.items() for word in option)
+        raise SettingsError(
+            f"{words}: give one of them; with --limit a client measures what its container leaves to train with, so nothing "
+            "is added to it"
+        )
+    if "--limit" in memory:
+        return self_measuring_places(settings, option_bytes("--limit", memory["--limit"]))
+    return places(settings, option_bytes("--floor", memory["--floor"]))
+
+
+def self_measuring_places(settings: Settings, limit: int) -> list[Place]:
+    """Return the clients of a run as containers of `limit` bytes in which devices measure themselves. Raises SettingsError."""
+    require_traced(settings)
+    if limit <= parse_bytes(FLOOR):
+        raise SettingsError(
+            f"--limit {format_bytes(limit)}: a client takes up to {FLOOR} before it trains: name more than that"
+        )
+    about = "it measures what this leaves to train with"
+    clients = settings.clients
+    return [Place(i, limit, CPUS, about, node_config(i, clients, "auto")) for i in range(clients)]
+
+
+def require_traced(settings: Settings) -> None:
+    """Raise SettingsError if clients would train with a paper's memory model."""
+    if settings.memory.model != "traced":
+        raise SettingsError(
+            f"memory.model = {settings.memory.model!r} counts less than training takes, and the kernel would end every "
+            "client: containers need memory.model = 'traced'"
+        )
+
+
+def node_config(client: int, clients: int, device: str) -> str:
+    """Return the node-config of a client's container; without `device` the run's fleet assigns one."""
+    named = f' device="{device}"' if device else ""
+    return f'partition-id={client} num-partitions={clients}{named} data-dir="/data" state-dir="/store"'
 
 
 def places(settings: Settings, floor: int) -> list[Place]:
@@ -187,11 +228,7 @@ def places(settings: Settings, floor: int) -> list[Place]:
 
     Raises SettingsError, FleetError.
     """
-    if settings.memory.model != "traced":
-        raise SettingsError(
-            f"memory.model = {settings.memory.model!r} counts less than training takes, and the kernel would end every "
-            "client: containers need memory.model = 'traced'"
-        )
+    require_traced(settings)
     fleet, clients = load_fleet(settings.fleet), settings.clients
     devices = [device_of(fleet, client, clients, settings.seed) for client in range(clients)]
     ratios = any(device.memory_ratio is not None for device in devices)
@@ -204,15 +241,15 @@ def places(settings: Settings, floor: int) -> list[Place]:
                 "spaces and . ( ) + -"
             )
         # If the fleet gives each client its own figure, the client's number identifies it, not the device's name.
-        named = f' device="{device.name}"' if named_device(fleet, device.name) == device else ""
-        config = f'partition-id={client} num-partitions={clients}{named} data-dir="/data" state-dir="/store"'
+        config = node_config(client, clients, device.name if named_device(fleet, device.name) == device else "")
         memory = device.budget(reference)
         if is_unlimited(memory):
             raise SettingsError(
                 f"fleet {fleet.name!r}: the memory of device {device.name!r} is unlimited, and a container is held to its "
                 "device's memory: choose a fleet whose devices have a limit"
             )
-        found.append(Place(client, device, memory, memory + floor, config))
+        about = f"{device.name}: {format_bytes(memory)} to train with, {format_bytes(floor)} for the process"
+        found.append(Place(client, memory + floor, device.cpus or CPUS, about, config))
     return found
 
 
@@ -223,7 +260,7 @@ def reference_bytes(settings: Settings) -> int:
     return cost_model_for(settings, blueprint_of_shape(full, shape, classes)).reference_bytes
 
 
-def compose_file(clients: list[Place], floor: int, data: str, command: str) -> str:
+def compose_file(clients: list[Place], data: str, command: str) -> str:
     """Return the file of a federation without TLS, for a trusted host. `data` is the folder written by `export-data`."""
     what = "A federation in containers, each client with its device's memory as the kernel's limit."
     folder = source("PIECEWORK_EXPORT", data)
@@ -234,11 +271,9 @@ def compose_file(clients: list[Place], floor: int, data: str, command: str) -> s
             i=client.number,
             node_config=shlex.quote(client.node_config),
             node_health=health("http://127.0.0.1:9094"),
-            device=client.device.name,
-            memory=format_bytes(client.training_bytes),
-            floor=format_bytes(floor),
+            about=client.about,
             limit=client.limit_bytes,
-            cpus=client.device.cpus or CPUS,
+            cpus=client.cpus,
             node_data=json.dumps(f"{folder}/node-{client.number}"),
         )
     volumes = ["state", "runs", *(f"store-{client.number}" for client in clients)]

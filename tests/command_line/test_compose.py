@@ -58,6 +58,16 @@ def test_a_client_has_its_device_and_nothing_more() -> None:
             assert isinstance(volume, str) or volume["read_only"]
 
 
+def test_a_client_measures_what_its_container_leaves() -> None:
+    found = services("--preset", "fedepth-containers", "--nodes", "2", "--limit", "512MB")
+    for i in range(2):
+        client = found[f"client-{i}"]
+        assert client["mem_limit"] == client["memswap_limit"] == 512 * MB
+        assert client["cpus"] == 1
+        config = 'num-partitions=2 device="auto" data-dir="/data" state-dir="/store"'
+        assert shlex.split(found[f"node-{i}"]["command"])[-1] == f"partition-id={i} {config}"
+
+
 def test_every_container_is_locked_down() -> None:
     for name, service in services("--preset", "fedepth-containers", "--nodes", "6").items():
         assert service["read_only"] is True
@@ -119,6 +129,10 @@ def test_the_overlay_changes_only_what_security_needs() -> None:
     [
         (["--set", "memory.model=fedepth"], "memory.model = 'fedepth'"),
         (["--floor", "much"], "--floor much"),
+        (["--limit", "much"], "--limit much"),
+        (["--limit", "360MB"], "--limit 360 MB"),
+        (["--limit", "1GB", "--floor", "1MB"], "--floor 1MB --limit 1GB: give one of them"),
+        (["--limit", "1GB", "--set", "memory.model=fedepth"], "memory.model = 'fedepth'"),
         (["--fleet", "nowhere"], "nowhere"),
         (["--fleet", fleet_json(**{"a'b": 64 * MB})], "a'b"),
     ],

@@ -3,10 +3,15 @@
 from dataclasses import replace
 
 import pytest
+from helpers import a_training_config
 
 from benchmarks.boards import anonymous_bytes, role_of
 from benchmarks.container_piece import figure
-from benchmarks.containers import Trial, maxima, piece_name, pieces_to_try, row, summary
+from benchmarks.containers import Trial, maxima, part_name, parts_to_try, piece_name, pieces_to_try, row, summary
+from piecework.models.partition import atom_names
+from piecework.models.zoo import build_blueprint
+from piecework.planning.costs import CostModel
+from piecework.planning.part import Part
 
 NAMES = ["stem", "block1", "block2", "block3"]
 FITTED = Trial(
@@ -37,6 +42,24 @@ def test_what_is_tried() -> None:
     }
     assert pieces_to_try(4, cost, 180, NAMES) == {(0, 1, 2, 3): True}
     assert not any(pieces_to_try(4, cost, 10, NAMES).values())
+
+
+def test_the_whole_model_is_also_tried_with_the_step_that_fits() -> None:
+    blueprint = build_blueprint("convnet", num_classes=10, input_shape=(1, 16, 16))
+    costs = CostModel(a_training_config(16), None, blueprint, ways=("recompute", "micro-batch"))
+    whole, names = Part(blueprint, tuple(range(len(blueprint.atoms)))), atom_names(blueprint)
+    full = costs.bytes(whole)
+    found = parts_to_try(costs, blueprint, full - 1)
+    assert found[whole] is False
+    (fitted,) = [part for part in found if part.step]
+    assert (fitted.atoms, found[fitted]) == (whole.atoms, True)
+    assert costs.bytes(fitted) < full
+    assert part_name(fitted, names) == f"the whole model, {fitted.step}"
+    assert parts_to_try(costs, blueprint, full) == {whole: True}
+    assert [fits for part, fits in parts_to_try(costs, blueprint, 1).items() if part.step] == [False]
+    # without memory.fit, the plain step is the only one
+    plain = parts_to_try(CostModel(a_training_config(16), None, blueprint), blueprint, full - 1)
+    assert [part for part in plain if part.atoms == whole.atoms] == [whole]
 
 
 def test_a_piece_has_a_name() -> None:
