@@ -257,9 +257,11 @@ def plan(
         precise = precision or settings.training.precision
         question = ask(settings, usual, input_shape, classes, examples, budget, precise, attack_steps)
         if suggest:
-            data: Scalars = {"dataset": "DATASET"} if usual or input_shape else {}
+            of_run: Scalars = {"dataset": "DATASET"} if usual or input_shape else {}
+            of_run |= {"training.precision": precision} if precision else {}
+            of_run |= {"attack.steps": attack_steps} if attack_steps else {}
             show_advice(
-                settings, question, lambda own: run_command(preset, assignments, given | data | own, nodes), as_json
+                settings, question, lambda own: run_command(preset, assignments, given | of_run | own, nodes), as_json
             )
             return
         with waiting(err, "planning"):

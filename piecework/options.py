@@ -10,7 +10,7 @@ from piecework.app_folder import PRESETS
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.names import did_you_mean
 from piecework.processes import Connection
-from piecework.server_app.used_settings import require_used, without_unused
+from piecework.server_app.used_settings import require_used, unused, without_unused
 from piecework.strategies import require_strategy
 from piecework.training.settings import Scalar, Settings, SettingsError
 from piecework.training.settings.run import fields, flat
@@ -100,9 +100,17 @@ def agreed(assignments: list[str], options: Scalars) -> Scalars:
 
 
 def run_command(preset: str, assignments: list[str], options: Scalars, nodes: int = 0) -> str:
-    """Return the command line of a run with a preset, settings of --set, and options, which replace them."""
+    """Return the command line of a run with a preset, settings of --set, and options, which replace them.
+
+    Settings that have no effect with the options, as those of another strategy, are left out.
+    """
     words = ["piecework", "run", *(["--preset", preset] if preset else [])]
-    for key, value in (dict(map(assignment, assignments)) | options).items():
+    asked = dict(map(assignment, assignments)) | options
+    known = {key: value for key, value in asked.items() if key != "dataset"}  # which may be a placeholder
+    without_effect = unused(Settings.from_run_config((read_preset(preset) if preset else {}) | known))
+    for key, value in asked.items():
+        if key in without_effect:
+            continue
         text = str(value).lower() if isinstance(value, bool) else str(value)
         words += [OPTIONS[key], text] if key in OPTIONS and "." not in key else ["--set", f"{key}={text}"]
     return shlex.join([*words, *(["--nodes", str(nodes)] if nodes else [])])

@@ -28,7 +28,7 @@ def density_section(rounds: Sequence[Record]) -> Section:
     figure.update_yaxes(title="mean threshold", rangemode="tozero", row=2)
     densities = [r["density"] for r in rounds if r["density"] is not None]
     caption = (
-        "Left: filters that the clients of the round keep after training, the mean. Right: the server's thresholds."
+        "Above: filters that the clients of the round keep after training, the mean. Below: the server's thresholds."
     )
     if densities:
         caption += (

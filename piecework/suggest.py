@@ -25,6 +25,7 @@ from piecework.training.sgd import TrainingConfig
 
 PIECES = ("fedepth", "fedprophet")  # what trains the whole model in pieces, on clean and on adversarial examples
 FIRST = ("fedavg", *PIECES, "allsmall", "exclusivefl")  # what one would try first, in this order
+USEFUL = 0.05  # of a model's parameters; less is no model that one would use
 Row = dict[str, Any]
 
 
@@ -78,11 +79,13 @@ def recommended(simple: Row, rows: list[Row], attacked: bool) -> Row | None:
     The whole model comes first, if every device can train it: in a plain step, then in one that takes less memory, then in
     pieces. Else it is the narrow model that every device can train, and last what most clients can do.
     """
-    whole = [row for row in rows if row["participation"] - row["swapping"] == 1 and row["covered"] == 1]
-    everyone = [row for row in rows if row["participation"] - row["swapping"] == 1]
-    best = max(rows, key=lambda row: row["participation"] - row["swapping"])
-    chosen: Row = next(iter(whole + everyone), best)
-    if not chosen["participation"]:
+    useful = [row for row in rows if row["participation"] and row["covered"] >= USEFUL]
+    everyone = [row for row in useful if row["participation"] - row["swapping"] == 1]
+    whole = [row for row in everyone if row["covered"] == 1]
+    chosen: Row | None = next(iter(whole + everyone), None) or max(
+        useful, key=lambda row: row["participation"] - row["swapping"], default=None
+    )
+    if chosen is None:
         return None
     changes: dict[str, Any] = {"strategy": chosen["strategy"]}
     changes |= {"memory.fit": FIT} if chosen["fit"] else {}
@@ -105,10 +108,18 @@ def reason_text(simple: Row, chosen: Row) -> str:
         )
         return f"{who} train the whole model in a step that takes less memory. {cost_text(simple['fitted'])}"
     share = f"{simple['fitted']['participation']:.0%}" if simple["fitted"] else f"{simple['participation']:.0%}"
-    aside = f"Federated averaging of the whole model reaches {share} of the clients, and leaves out the others' data."
+    aside = (
+        f"Federated averaging of the whole model reaches {share} of the clients, and leaves out the others' data. Where it "
+        "reaches many, try both: on the demo's boards it was ahead with half of them (README)."
+    )
     if chosen["strategy"] in PIECES:
+        who = (
+            "Every device trains"
+            if chosen["participation"] == 1
+            else f"{chosen['participation']:.0%} of the clients train"
+        )
         left_out = "" if chosen["min_fraction"] == 1 else f", the poorest {chosen['min_fraction']:.0%} of it"
-        return f"Every device trains the whole model in pieces that fit it{left_out}. {aside}"
+        return f"{who} the whole model in pieces that fit it{left_out}. {aside}"
     if chosen["strategy"] == "allsmall":
         return f"Every device can train a narrower model, {chosen['covered']:.0%} of the parameters. {aside}"
     return "No system reaches more clients."

@@ -74,8 +74,19 @@ SIMPLE = {"fits": False, "participation": 0.0, "fitted": FITTED}
             {"strategy": "fedavg", "memory.fit": "recompute,micro-batch"},
             "50% of the clients can train the whole model",
         ),
+        (
+            [row("fedavg", 0.0), row("fedepth", 0.5), row("allsmall", 1.0, 0.004)],
+            {"strategy": "fedepth"},
+            "50% of the clients train the whole model in pieces that fit it.",
+        ),
     ],
-    ids=["whole, in less memory", "in pieces", "narrower", "as many as can, without pretending"],
+    ids=[
+        "whole, in less memory",
+        "in pieces",
+        "narrower",
+        "as many as can, without pretending",
+        "not a model of a channel",
+    ],
 )
 def test_the_whole_model_comes_first_by_what_every_device_can(rows: Any, settings: Any, says: str) -> None:
     found = recommended(SIMPLE, rows, attacked=False)
@@ -86,6 +97,7 @@ def test_the_whole_model_comes_first_by_what_every_device_can(rows: Any, setting
 
 def test_nothing_is_recommended_where_nothing_can_train_and_attacks_are_asked_for() -> None:
     assert recommended(SIMPLE, [row("fedavg", 0.0)], attacked=False) is None
+    assert recommended(SIMPLE, [row("allsmall", 1.0, 0.004)], attacked=False) is None
     attacked = recommended(SIMPLE, [row("allsmall", 1.0, 0.3)], attacked=True)
     always = recommended(SIMPLE, [row("fedprophet", 1.0)], attacked=True)
     assert attacked is not None
@@ -94,12 +106,23 @@ def test_nothing_is_recommended_where_nothing_can_train_and_attacks_are_asked_fo
     assert always["settings"] == {"strategy": "fedprophet"}
 
 
-def test_the_command_of_a_recommendation() -> None:
+def test_the_command_of_a_recommendation_has_what_has_an_effect() -> None:
     options = {"model": "convnet", "training.batch-size": 8, "strategy": "fedavg", "training.adversarial": True}
-    command = run_command("demo", ["strategy=prism", "data-dir=my data"], options, nodes=4)
+    assigned = ["strategy=prism", "data-dir=my data", "prism.kappa=4"]
+    command = run_command("spafl-digits", assigned, options | {"dataset": "DATASET"}, nodes=4)
     assert shlex.split(command) == [
-        *("piecework", "run", "--preset", "demo", "--strategy", "fedavg", "--set", "data-dir=my data"),
-        *("--model", "convnet", "--set", "training.batch-size=8", "--set", "training.adversarial=true", "--nodes", "4"),
+        *("piecework", "run", "--preset", "spafl-digits", "--strategy", "fedavg", "--set", "data-dir=my data"),
+        *(
+            "--model",
+            "convnet",
+            "--set",
+            "training.batch-size=8",
+            "--set",
+            "training.adversarial=true",
+            "--dataset",
+            "DATASET",
+        ),
+        *("--nodes", "4"),
     ]
 
 
