@@ -257,12 +257,10 @@ def plan(
         precise = precision or settings.training.precision
         question = ask(settings, usual, input_shape, classes, examples, budget, precise, attack_steps)
         if suggest:
-            of_run: Scalars = {"dataset": "DATASET"} if usual or input_shape else {}
-            of_run |= {"training.precision": precision} if precision else {}
-            of_run |= {"attack.steps": attack_steps} if attack_steps else {}
-            show_advice(
-                settings, question, lambda own: run_command(preset, assignments, given | of_run | own, nodes), as_json
-            )
+            data = "DATASET" if usual or input_shape else ""
+            asked: Scalars = {"dataset": data, "training.precision": precision, "attack.steps": attack_steps or ""}
+            given |= {key: value for key, value in asked.items() if value}
+            show_advice(settings, question, lambda own: run_command(preset, assignments, given | own, nodes), as_json)
             return
         with waiting(err, "planning"):
             found = make_plan(settings, question)

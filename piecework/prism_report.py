@@ -20,7 +20,7 @@ def kernel_section(rounds: Sequence[Record]) -> Section:
     return Section(
         "Principal kernels",
         "Above: the fraction of a layer's kernels that it needs, 2 to the entropy of sigma_i / sum. Below: how many clients "
-        "per round had a kernel, by tenths of the kernels, those with the largest singular values first; means over all rounds.",
+        "per round had a kernel, by tenths of the kernels, the largest singular values first; means over all rounds.",
         kernel_figure(rounds),
         f'<div class="stages">{table(layer_rows(rounds), COLUMNS)}</div>',
     )
