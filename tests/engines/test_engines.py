@@ -97,46 +97,41 @@ def ended(launcher: "subprocess.Popen[Any]") -> bool:
 
 @pytest.mark.processes
 def test_a_node_is_killed_and_started_again(tmp_path: Path, wheel: Path) -> None:
-    """SIGKILL to a SuperNode and its executor in the first round: the others go on, it comes back under another node id.
+    """SIGKILL to a SuperNode and its executor, before or while they register: both come back, and the client takes part.
 
-    All from the wheel.
+    All from the wheel. What a round does without a client that is gone is tested on the in-process grid.
     """
     values = {
-        "num-rounds": 2,
+        "num-rounds": 1,
         "clients-per-round": 0,
         "training.local-iterations": 2,
         "architecture.batch-norm": "running",  # a measurement would start a process more for each client and round
-        "messages.round-timeout": 45.0,  # a client starts two processes, on cores that other tests use too
         "run-name": "run",
     }
     sets = [f"--set={key}={value}" for key, value in values.items()]
     call = [str(wheel), "run", "--engine=deployment", "--nodes=2", *sets]
     with subprocess.Popen(call, cwd=tmp_path, env=without_checkout(), stderr=subprocess.PIPE, text=True) as launcher:
-        run_dir, killed = RunDir(tmp_path / "runs" / "run"), 0
+        killed = 0
         while not ended(launcher):
-            if not killed and run_dir.coverage():  # all clients have been heard of
-                killed = kill_node(launcher.pid, 1)
+            killed = killed or kill_node(launcher.pid, 1)
         said = launcher.stderr.read() if launcher.stderr else ""
     assert (killed, launcher.returncode) == (2, 0), said
     assert "supernode-1 ended with exit code -9: started again" in said
-    records = run_dir.rounds()
-    assert [(record["round"], record["aggregated"]) for record in records] == [(1, True), (2, True)]
-    first, second = ({c["client"]: c["status"] for c in record["clients"]} for record in records)
-    assert second == {0: "ok", 1: "ok"}
-    assert first[0] == "ok"
-    # Killed at once, client 1 was asked under its old node id, or was not there yet.
-    assert first.get(1, "not asked") in ("timeout", "gone", "not asked")
+    (record,) = RunDir(tmp_path / "runs" / "run").rounds()
+    assert {c["client"]: c["status"] for c in record["clients"]} == {0: "ok", 1: "ok"}
 
 
 def kill_node(launcher: int, client: int) -> int:
-    """Kill the SuperNode of a client and the executor beside it; how many processes that were."""
-    family = psutil.Process(launcher).children()
-    node = next(p for p in family if f"partition-id={client} " in " ".join(p.cmdline()))
-    port = node.cmdline()[node.cmdline().index("--port") + 1]
-    executor = next(p for p in family if f"127.0.0.1:{port}" in p.cmdline())
-    for process in (node, executor):
-        process.kill()
-    return 2
+    """Kill the SuperNode of a client and the executor beside it, if both run; how many processes that were."""
+    family = [(p, p.cmdline()) for p in psutil.Process(launcher).children() if p.status() != psutil.STATUS_ZOMBIE]
+    for node, words in family:
+        if f"partition-id={client} " in " ".join(words):
+            address = f"127.0.0.1:{words[words.index('--port') + 1]}"
+            executors = [process for process, others in family if address in others]
+            for process in (node, *executors) if executors else ():
+                process.kill()
+            return 2 if executors else 0
+    return 0
 
 
 def test_plain_flwr_run_has_every_setting() -> None:
@@ -161,13 +156,10 @@ def test_resident_set_stays_within_the_budget(tmp_path: Path) -> None:
     assert client["status"] == "ok"
     assert client["measured_peak"] <= client["budget"] < 2 * weights
     assert client["rss_growth"] <= 200_000_000 + 64 * 2**20
-    ((client,),) = [record["clients"] for record in RunDir(tmp_path / "fedavg").rounds()]
-    assert client["status"] == "memory"
-    assert client["needed"] > 3 * weights
 
 
 def train_with_little_memory(folder: Path) -> None:
-    """FeDepth, and FedAvg, which is refused, where no more than 1 GB is available."""
+    """FeDepth, where no more than 1 GB is available."""
     prepare.available_memory = lambda: 10**9
     common = {
         "model": "resnet18",
@@ -183,8 +175,6 @@ def train_with_little_memory(folder: Path) -> None:
         "fleet": fleet_json(board=200_000_000),
     }
     run_local(folder, strategy="fedepth", run_name="fedepth", **common)
-    with pytest.raises(RuntimeError, match="1 refused for memory"):
-        run_local(folder, strategy="fedavg", run_name="fedavg", **common)
 
 
 IN_THE_WHEEL = """

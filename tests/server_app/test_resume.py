@@ -105,7 +105,7 @@ def test_a_new_run_of_an_old_name_does_not_take_the_old_ones_place_back(tmp_path
     assert same(model_of(resumed), model_of(run_local(tmp_path / "other", num_rounds=2, seed=3, **settings)))
 
 
-KILLED = MUTUAL | {"architecture__batch_norm": "local", "num_rounds": 3}
+KILLED = MUTUAL | {"architecture__batch_norm": "local", "num_rounds": 3, "training__local_iterations": 2}
 POINTS = {  # where it was killed, and how many rounds the newest checkpoint holds
     "first-round": 0,
     "evaluation": 2,
