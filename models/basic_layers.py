@@ -44,7 +44,10 @@ def blocks_of(blueprint: Blueprint) -> list[Piece]:
 
 
 def without_bare_blocks(blueprint: Blueprint, blocks: Sequence[Piece]) -> list[Piece]:
-    """Join each block that has no arrays with the block before it; at the start of a model, with the one after it."""
+    """Join each block that has no arrays with the block before it; at the start of a model, with the one after it.
+
+    Raises ValueError if no block has any.
+    """
     found: list[Piece] = []
     leading: Piece = ()
     for block in blocks:
@@ -55,6 +58,8 @@ def without_bare_blocks(blueprint: Blueprint, blocks: Sequence[Piece]) -> list[P
             found[-1] += block
         else:
             leading += block
+    if not found:
+        raise ValueError(f"model {blueprint.name!r}: no atom has parameters, so there are no blocks to train")
     return found
 
 

@@ -43,7 +43,7 @@ def compare_tables(groups: Sequence[Group]) -> list[Table | Text]:
         for name in chosen:
             table.add_column(name, justify="right")
         for row in rows:
-            style = "bold" if row["run"].startswith(MEAN) else ""
+            style = "" if row["seed"] else "bold"  # a mean has none
             table.add_row(*(Text(row[name], style=style) for name in ("", "run", *chosen)))
         shown += [Text(), table]
     return shown

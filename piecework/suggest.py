@@ -131,9 +131,10 @@ def cost_text(fitted: Row) -> str:
     factor = f"{fitted['flops']:.2f} times the FLOPs, and so that much more time to compute"
     more = "hardly more FLOPs" if fitted["flops"] > 1 else "no more FLOPs"
     cost = factor if round(fitted["flops"], 2) > 1 else more
+    way = f" ({fitted['step']})" if fitted["step"] else ""
     return (
-        f"The poorest of them {fitted['step'] or 'takes the plain step'}: {format_bytes(fitted['step_bytes'])} instead of "
-        f"{format_bytes(fitted['plain_bytes'])}, for {cost}.{norms}"
+        f"The poorest of them needs {format_bytes(fitted['step_bytes'])} instead of {format_bytes(fitted['plain_bytes'])} for "
+        f"a step{way}, and {cost}.{norms}"
     )
 
 

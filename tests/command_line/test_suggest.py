@@ -57,7 +57,7 @@ SIMPLE = {"fits": False, "participation": 0.0, "fitted": FITTED}
         (
             [row("fedavg", 0.2), row("fedavg", 1.0, fit=True), row("fedepth", 1.0)],
             {"strategy": "fedavg", "memory.fit": "recompute,micro-batch"},
-            "60 MB instead of 90 MB, for 1.25 times the FLOPs",
+            "60 MB instead of 90 MB for a step (recomputes 3 atoms), and 1.25 times the FLOPs",
         ),
         (
             [row("fedavg", 0.2), row("fedavg", 0.5, fit=True), row("fedepth", 1.0), row("allsmall", 1.0, 0.3)],
@@ -166,7 +166,7 @@ def test_where_every_device_can_with_less_memory_that_is_recommended(monkeypatch
     assert fitted["step_bytes"] < full
     assert 1 < fitted["flops"] < 1.2
     assert found["recommended"]["settings"] == {"strategy": "fedavg", "memory.fit": "recompute,micro-batch"}
-    assert "instead of 1 MB, for hardly more FLOPs" in found["recommended"]["text"]
+    assert "and hardly more FLOPs" in found["recommended"]["text"]
     assert [(each["strategy"], each["fit"], each["participation"]) for each in found["first"]] == [
         ("fedavg", False, 0),
         ("fedavg", True, 1),

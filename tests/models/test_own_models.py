@@ -223,3 +223,5 @@ def test_profl_joins_blocks_without_arrays_with_their_neighbours() -> None:
     blueprint = bare(10, (1, 8, 8))
     assert without_bare_blocks(blueprint, [(0,), (1,), (2,), (3,), (4,)]) == [(0, 1, 2), (3, 4)]
     assert without_bare_blocks(blueprint, [(0, 1), (2, 3, 4)]) == [(0, 1), (2, 3, 4)]
+    with pytest.raises(ValueError, match="no atom has parameters, so there are no blocks to train"):
+        without_bare_blocks(blueprint, [(0,), (2,)])
