@@ -255,8 +255,8 @@ def test_clocks(federation: Federation, monkeypatch: pytest.MonkeyPatch, ahead: 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("serves", "options"),
-    [("superlink", []), ("node-0", ["executor.secret"])],
-    ids=["without-secret", "the-servers-at-a-node"],
+    [("superlink", []), ("superlink", ["nodes/node-0.secret"]), ("node-0", ["executor.secret"])],
+    ids=["without-secret", "a-nodes-at-the-superlink", "the-servers-at-a-node"],
 )
 def test_an_executor_without_the_secret_gets_no_task(federation: Federation, serves: str, options: list[str]) -> None:
     name = f"executor-{serves}-{len(options)}"
