@@ -7,6 +7,8 @@ from piecework.federated_data.datasets import ArrayDataset, default_cache, load,
 from piecework.federation.autoattack import require_autoattack
 from piecework.models.cascade import Blueprint
 from piecework.models.init_weights import pretrained
+from piecework.models.layers import require_one_of
+from piecework.models.zoo import MODELS
 from piecework.strategies import find_strategy
 from piecework.strategies.base import PieceStrategy
 from piecework.training.settings import Settings
@@ -16,6 +18,9 @@ from piecework.training.setup import blueprint_for, check_augmentation, check_pa
 def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayDataset, Blueprint]:
     """Return the fleet, strategy, data set and model that settings name. Raises ValueError, which names the bad setting."""
     fleet, strategy = load_fleet(settings.fleet), find_strategy(settings.strategy)
+    require_one_of(
+        "model", settings.model, tuple(MODELS)
+    )  # before data are looked for, which may have to be downloaded
     folder = prepare(
         settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.data.download
     )

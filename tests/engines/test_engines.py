@@ -273,6 +273,7 @@ def test_json_of_what_can_be_done_with_a_run(tmp_path: Path) -> None:
             ],
         ),
         (["--set", "model=alexnet"], ["model", "'alexnet'", "preresnet20"]),
+        (["--model", "resnet19", "--dataset", "cifar10"], ["'resnet19'", "did you mean 'resnet18'"]),
         (["--set", "dataset=mnist3"], ["mnist3", "fashion-mnist"]),
         (["--set", "fleet=nowhere"], ["nowhere", "fedepth-fair"]),
         (["--set", "training.lr=fast"], ["training.lr", "'fast'", "number"]),
