@@ -242,8 +242,8 @@ def shape_of(settings: Settings) -> tuple[tuple[int, ...], int]:
 
 
 def in_words(seconds: float) -> str:
-    """Return a duration with one or two digits: `45 s`, `8 min`, `3.5 h`, `12 d`."""
-    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+    """Return a duration with one or two digits: `45 s`, `8 min`, `3.5 h`, `12 d`, `9.6 years`."""
+    for size, unit in ((365 * 86_400, "years"), (86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 1.5 * size or (unit == "min" and seconds >= 60):
             amount = seconds / size
             return f"{amount:.1f} {unit}" if amount < 10 and unit != "min" else f"{amount:.0f} {unit}"

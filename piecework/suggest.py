@@ -25,6 +25,7 @@ from piecework.training.sgd import TrainingConfig
 
 PIECES = ("fedepth", "fedprophet")  # what trains the whole model in pieces, on clean and on adversarial examples
 FIRST = ("fedavg", *PIECES, "allsmall", "exclusivefl")  # what one would try first, in this order
+HALF = 0.5  # of the clients
 USEFUL = 0.05  # of a model's parameters; less is no model that one would use
 Row = dict[str, Any]
 
@@ -107,11 +108,12 @@ def reason_text(simple: Row, chosen: Row) -> str:
             "Every device can" if chosen["participation"] == 1 else f"{chosen['participation']:.0%} of the clients can"
         )
         return f"{who} train the whole model in a step that takes less memory. {cost_text(simple['fitted'])}"
-    share = f"{simple['fitted']['participation']:.0%}" if simple["fitted"] else f"{simple['participation']:.0%}"
+    reached = simple["fitted"]["participation"] if simple["fitted"] else simple["participation"]
     aside = (
-        f"Federated averaging of the whole model reaches {share} of the clients, and leaves out the others' data. Where it "
-        "reaches many, try both: on the demo's boards it was ahead with half of them (README)."
+        f"Federated averaging of the whole model reaches {reached:.0%} of the clients, and leaves out the others' data."
     )
+    if reached >= HALF:
+        aside += " On the demo's boards, of which it reaches half, it was ahead of pieces (README): try both."
     if chosen["strategy"] in PIECES:
         who = (
             "Every device trains"

@@ -12,7 +12,15 @@ from piecework.presets import header
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(44.6, "45 s"), (60, "1 min"), (480, "8 min"), (5_300, "88 min"), (12_600, "3.5 h"), (1e6, "12 d")],
+    [
+        (44.6, "45 s"),
+        (60, "1 min"),
+        (480, "8 min"),
+        (5_300, "88 min"),
+        (12_600, "3.5 h"),
+        (1e6, "12 d"),
+        (3e8, "9.5 years"),
+    ],
 )
 def test_durations_in_words(seconds: float, words: str) -> None:
     assert in_words(seconds) == words
