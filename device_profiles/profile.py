@@ -158,8 +158,10 @@ def allowance(budget: int, tolerance: float) -> int:
 
 
 def budget_of(allowed: int, tolerance: float) -> int:
-    """Return the budget (bytes) that `allowance` raised to `allowed`, to a byte; `allowed` itself if nothing is checked."""
-    return allowed if tolerance in (0, math.inf) else math.ceil(allowed / (1 + tolerance))
+    """Return the budget (bytes) that `allowance` raised to `allowed`, to a byte; 0, no surplus, if nothing is checked."""
+    if tolerance == math.inf:
+        return 0
+    return math.ceil(allowed / (1 + tolerance)) if tolerance else allowed
 
 
 def measured_budget(available: int, reserve: int, message_bytes: int) -> int:

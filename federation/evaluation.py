@@ -161,8 +161,8 @@ def _still(unit: str, module: nn.Module) -> None:
 def at_full_speed(threads: int = 0) -> Iterator[None]:
     """In the body, use `threads` cores (0 = all that this process may use) and keep freed memory for reuse.
 
-    Clients that run in this process may have left one thread and a tight heap. Where the user set OMP_NUM_THREADS, that is
-    all: threads that share a core wait for each other, and three of four seconds are lost.
+    Clients that run in this process may have left one thread and a tight heap. Where the user set OMP_NUM_THREADS, that many
+    are all, because threads that share a core with other work wait for each other.
     """
     before = torch.get_num_threads()
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is for nested regions

@@ -76,9 +76,8 @@ def inclusion(sigma: np.ndarray, kept: int, kappa: float, sampling: Sampling = "
     if kept >= len(sigma):
         return np.ones(len(sigma))
     logarithms = _log_weights(sigma, kappa, sampling).astype(np.float64)
-    logarithms = np.maximum(
-        logarithms - logarithms.max(), -60
-    )  # the weights of a rank-deficient layer's last kernels are noise
+    # Below e^-60 the weights of a rank-deficient layer's last kernels are noise.
+    logarithms = np.maximum(logarithms - logarithms.max(), -60)
     step = 0.7 / math.sqrt(kept)
     log_t = np.arange(-14, math.log(25) - np.sort(logarithms)[-1 - kept], step)
     arrivals = np.exp(log_t[:, None] + logarithms)  # t p_i

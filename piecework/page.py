@@ -39,11 +39,8 @@ LAYOUT = {"template": "plotly_white", "margin": {"t": 25, "r": 10, "b": 50, "l":
 LAYOUT |= {"font": {"family": "system-ui, sans-serif", "size": 13}}
 # Below the panels: beside them, it would leave none of a telephone's width to the curves.
 LAYOUT |= {"legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"}}
-PANEL, LEGEND_LINE, LETTER = (
-    270,
-    20,
-    7,
-)  # pixels: the height of a panel and of a line of the legend, the width of a letter
+# Pixels: the height of a panel and of a line of the legend, the width of a letter.
+PANEL, LEGEND_LINE, LETTER = 270, 20, 7
 NARROW = 300  # pixels of a telephone's width that the legend has
 # Only the page itself is a source: a mistake would show as an empty figure, not as a request.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"

@@ -15,9 +15,7 @@ from piecework.display import Record, accuracy_name, format_seconds, peak_over_b
 from piecework.planning.now import NOW
 
 BAR = 16  # columns
-BEFORE_TEXT = (
-    1 + 1 + BAR + 1 + len("0:00:00") + 1
-)  # columns on the bar's line: spinner, bar and time, each with a blank
+BEFORE_TEXT = 1 + 1 + BAR + 1 + len("0:00:00") + 1  # columns: spinner, bar and time, each with a blank
 RECENT = 5  # rounds whose median is the expected duration of the next; the first round also traces and starts up
 
 

@@ -101,7 +101,7 @@ def reason_text(simple: Row, chosen: Row) -> str:
         return (
             "Every device can hold a step of the whole model, so nothing has to be cut."
             if simple["fits"]
-            else "No system reaches more clients."
+            else "Of what one would try first, nothing reaches more clients."
         )
     if chosen["fit"]:
         who = (
@@ -124,7 +124,7 @@ def reason_text(simple: Row, chosen: Row) -> str:
         return f"{who} the whole model in pieces that fit it{left_out}. {aside}"
     if chosen["strategy"] == "allsmall":
         return f"Every device can train a narrower model, {chosen['covered']:.0%} of the parameters. {aside}"
-    return "No system reaches more clients."
+    return "Of what one would try first, nothing reaches more clients."
 
 
 def cost_text(fitted: Row) -> str:

@@ -88,7 +88,10 @@ def nothing_left(run_dir: RunDir, settings: Settings, recovery: Recovery) -> boo
         return False
     last = run_dir.last_complete_round()
     LOG.info(
-        "nothing was left to do in %s: it has completed, after round %s (more rounds: --rounds)", run_dir.path, last
+        "nothing was left to do in %s: it has completed, after round %s (more rounds: --rounds, and with a schedule of rates "
+        "--set training.lr-rounds)",
+        run_dir.path,
+        last,
     )
     return True
 

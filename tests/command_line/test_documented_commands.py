@@ -66,6 +66,14 @@ def require_valid(name: str, *words: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_test_that_a_page_names_is_there(page: Path) -> None:
+    sources = {path.name: path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    everything = "".join(sources.values())
+    named = set(re.findall(r"(?<![.\w])test_\w+(?:\.py)?", page.read_text("utf-8")))
+    assert [name for name in named if name not in sources and f"def {name}(" not in everything] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_benchmark_is_there_and_knows_its_options(page: Path) -> None:
     for command in found(page, r"python -m benchmarks\.(?=\w)"):
         name, *words = shlex.split(command)

@@ -122,7 +122,11 @@ def test_tolerance_is_for_papers_memory_models() -> None:
     assert read().memory.excess == 0
     assert read(memory__enforce=False).memory.excess == math.inf
     assert [allowance(1001, excess) for excess in (0, 0.05, math.inf)] == [1001, 1051, sys.maxsize]
-    assert [budget_of(bytes, excess) for bytes, excess in ((1001, 0), (1051, 0.05))] == [1001, 1001]
+    assert [budget_of(bytes, excess) for bytes, excess in ((1001, 0), (1051, 0.05), (2**63, math.inf))] == [
+        1001,
+        1001,
+        0,
+    ]
 
 
 # ---- resumption
