@@ -67,7 +67,8 @@ def preset_rows(word: str = "") -> list[dict[str, Any]]:
         rows.append(row | {"runs": top.runs, "takes": top.takes})
     found = [row for row in rows if word.lower() in " ".join(row.values()).lower()]
     if not found:
-        near = did_you_mean(word, [row["preset"] for row in rows])
+        names = [row["preset"] for row in rows]
+        near = did_you_mean(word, [*names, *sorted({part for name in names for part in name.split("-")})])
         raise SettingsError(f"no preset is about {word!r}: piecework presets lists all {len(rows)}{near}")
     return found
 

@@ -44,6 +44,7 @@ def test_a_word_that_no_preset_has() -> None:
     done = CliRunner().invoke(app, ["presets", "imagenet"])
     assert done.exit_code == 2
     assert f"no preset is about 'imagenet': piecework presets lists all {len(SHIPPED)}" in done.stderr
+    assert "did you mean 'fedepth'?" in CliRunner().invoke(app, ["presets", "fedephth"]).stderr
 
 
 # ---- presets that extend another
