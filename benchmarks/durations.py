@@ -7,7 +7,7 @@ Without names all presets are measured, which takes about 20 minutes on two idle
     measured                  the whole run, if it is estimated to take at most `--whole` seconds
     estimated                 two rounds of the run; training is multiplied by the rounds of each stage and by the FLOPs of a
                               client in it, evaluation by its number, and clients' validation by the rounds
-    estimated, random data    where two rounds would take long or data are absent: the FLOPs of the whole run, divided by the
+    random data               where two rounds would take long or data are absent: the FLOPs of the whole run, divided by the
                               FLOP/s of two clients that train for a few batches on random examples of the same shape
 
 All stages are counted at their maximum of rounds, and AutoAttack is left out. FLOPs of clean rounds before adversarial ones are
@@ -89,7 +89,7 @@ def duration(name: str, given: list[str], whole: float) -> tuple[float, str]:
     asked = settings.clients_per_round or settings.clients
     if asked * max(work.client) / SPEED > ROUND or settings.dataset.startswith(("npz:", "cifar100", "caltech256")):
         total = asked * sum(n * flops for n, flops in zip(work.rounds, work.client, strict=True)) + work.other
-        return total / speed(*random_run(settings, work)), "estimated, random data"
+        return total / speed(*random_run(settings, work)), "random data"
     started = time.perf_counter()
     first, second = run(name, [*given, *QUICK, *SHORT.get(settings.strategy, ("num-rounds=2",))])[-2:]
     start = max(0.0, time.perf_counter() - started - 2 * second["seconds"])

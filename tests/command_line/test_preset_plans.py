@@ -97,9 +97,7 @@ def test_a_header_says_what_it_runs_and_how_long_that_takes(name: str) -> None:
         r"|our own (comparison|example)(, after .+)? \(docs/[\w-]+\.md\)",
         top.runs,
     )
-    assert re.fullmatch(
-        r"[\d.]+ (s|min|h|d|years) on 2 cores \((measured|estimated|estimated, random data)\)", top.takes
-    )
+    assert re.fullmatch(r"[\d.]+ (s|min|h|d|years) on 2 cores \((measured|estimated|random data)\)", top.takes)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import heed_interrupts
@@ -16,7 +17,8 @@ from flwr.app import Message
 from helpers import TRIO, RecordingGrid, run_local, tiny_settings
 from typer.testing import CliRunner
 
-from piecework.cli import app, how_to_go_on
+from piecework.cli import app, how_to_go_on, main
+from piecework.cli_base import TERMINATED
 from piecework.launch import halt, note_stop
 from piecework.processes import Connection, EngineError, FlowerHome, free_ports, process, wait_until_healthy
 from piecework.server_app.local_grid import without_interrupts
@@ -27,18 +29,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Interrupted(RecordingGrid):
-    """Ctrl-C comes while the clients of round 2 train."""
+    """Ctrl-C comes while the clients of round 2 train, or `signalled` is what another signal raises."""
+
+    signalled: BaseException = KeyboardInterrupt()
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         if any(m.metadata.message_type == "train" and m.metadata.group_id == "2" for m in self.sent):
-            raise KeyboardInterrupt
+            raise self.signalled
         return super().pull_messages(message_ids)
 
 
-def test_a_stopped_run_says_so_and_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signalled", [KeyboardInterrupt(), SystemExit(TERMINATED)], ids=["ctrl-c", "sigterm"])
+def test_a_stopped_run_says_so_and_goes_on(tmp_path: Path, grids: Any, signalled: BaseException) -> None:
     settings = TRIO | {"strategy": "fedavg", "num_rounds": 3}
-    with pytest.raises(KeyboardInterrupt):
-        run_local(tmp_path, Interrupted, **settings)
+    with pytest.raises(type(signalled)):
+        run_local(tmp_path, grids(Interrupted, signalled=signalled), **settings)
     run = RunDir(tmp_path / "run")
     summary = run.summary() or {}
     assert (summary["status"], summary["rounds"], summary["last_complete_round"]) == ("stopped", 1, 1)
@@ -48,13 +53,21 @@ def test_a_stopped_run_says_so_and_goes_on(tmp_path: Path) -> None:
     assert ((run.summary() or {})["status"], len(run.rounds())) == ("completed", 3)
 
 
-@pytest.mark.parametrize(
-    ("sent", "code", "workers"),
-    [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)],
-    ids=["ctrl-c-with-workers", "sigterm"],
-)
-def test_the_command_says_how_to_go_on(tmp_path: Path, sent: signal.Signals, code: int, workers: int) -> None:
-    """Ctrl-C goes to all processes of the terminal; SIGTERM to the one that is named."""
+def test_sigterm_is_an_exit_that_stops_what_was_started() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as done:
+            main(["--version"])
+        assert done.value.code == 0
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(signal.SIGTERM)
+        assert ended.value.code == TERMINATED == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_command_says_how_to_go_on(tmp_path: Path) -> None:
+    """Ctrl-C goes to all processes of the terminal, two workers among them."""
     sets = [
         "num-rounds=500",
         "clients=4",
@@ -63,7 +76,7 @@ def test_the_command_says_how_to_go_on(tmp_path: Path, sent: signal.Signals, cod
         "run-name=a run",
         "training.lr=0.07",
     ]
-    call = [sys.executable, "-m", "piecework.cli", "run", *(f"--set={text}" for text in (*sets, f"workers={workers}"))]
+    call = [sys.executable, "-m", "piecework.cli", "run", *(f"--set={text}" for text in (*sets, "workers=2"))]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         call, stdout=-1, stderr=-1, text=True, cwd=tmp_path, env=environment, start_new_session=True
@@ -72,9 +85,9 @@ def test_the_command_says_how_to_go_on(tmp_path: Path, sent: signal.Signals, cod
         assert command.stderr.readline() == "tracing the parts of convnet\n"
         assert "can be trained by all clients" in command.stderr.readline()
         assert [command.stderr.readline().split()[1] for _ in range(2)] == ["1/500", "2/500"]  # so round 1 is complete
-        (os.killpg if sent is signal.SIGINT else os.kill)(command.pid, sent)
+        os.killpg(command.pid, signal.SIGINT)
         shown, said = command.communicate()
-    assert command.returncode == code
+    assert command.returncode == 130
     assert "Traceback" not in said
     run = RunDir(tmp_path / "runs" / "a run")
     last = run.last_complete_round()
@@ -82,12 +95,11 @@ def test_the_command_says_how_to_go_on(tmp_path: Path, sent: signal.Signals, cod
     assert said.splitlines()[-1] == f"resume it: piecework run --set 'resume-from={run.path}'"
     assert "status          stopped" in shown
 
-    if sent is signal.SIGINT:
-        again = shlex.split(said.splitlines()[-1].removeprefix("resume it: piecework "))
-        done = CliRunner().invoke(app, [*again, "--json", "--set=workers=1", f"--set=num-rounds={last + 1}"])
-        assert done.exit_code == 0, done.stderr
-        summary = json.loads(done.stdout)
-        assert (summary["status"], summary["rounds"], run.settings()["training.lr"]) == ("completed", last + 1, 0.07)
+    again = shlex.split(said.splitlines()[-1].removeprefix("resume it: piecework "))
+    done = CliRunner().invoke(app, [*again, "--json", "--set=workers=1", f"--set=num-rounds={last + 1}"])
+    assert done.exit_code == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["status"], summary["rounds"], run.settings()["training.lr"]) == ("completed", last + 1, 0.07)
 
 
 def test_what_the_tests_start_heeds_ctrl_c_in_a_background_job_too() -> None:

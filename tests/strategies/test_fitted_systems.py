@@ -37,13 +37,11 @@ CASES: dict[str, tuple[float, str, Any, Any]] = {
     "allsmall": (0.6, "recompute", 0.671875, 0.859375),
     "heterofl": (0.95, "recompute", 0.5, 1.0),
     "fedrolex": (0.95, "micro-batch", 0.5, 1.0),
-    "feddrop": (0.95, "recompute", 0.5, 1.0),
     "origdrop": (0.6, "micro-batch", 0.6, 0.8),
     "prism": (0.6, "recompute", 0.2, 0.6),
     "orthdrop": (0.9, BOTH, 0.2, 0.8),
     "depthfl": (0.95, "micro-batch", 1, 2),
     "fedepth": (0.6, BOTH, [[0, 1], [2, 3], [4]], [[0, 1, 2, 3], [4]]),
-    "m-fedepth": (0.6, "recompute", [[0, 1, 2], [3], [4]], [[0, 1, 2, 3], [4]]),
 }
 
 
