@@ -137,7 +137,7 @@ def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
     if not ray_address():
         federation += (
             f" init-args-num-cpus={settings.workers} init-args-num-gpus={gpus}"
-            " init-args-logging-level='ERROR' init-args-log-to-driver=false init-args-include-dashboard=false"
+            " init-args-logging-level='ERROR' init-args-log-to-driver=false"
         )
     with flower_home() as home:
         # Without an address Ray would join any cluster whose address file it finds, even one that has ended.
