@@ -256,7 +256,7 @@ peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 one = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8))
 piece_cost(one, (0,), "exits.0", TrainingConfig(0.1, 0.9, 0.0, 2, 1))
 before = peak()
-for strategy in ("fedepth", "prism"):
+for strategy in ("fedepth",):
     settings = Settings.from_run_config({"model": "resnet18", "strategy": strategy, "training.batch-size": 32, "clients": 20})
     plan = make_plan(settings, ask(settings, input_shape="3x224x224", classes=256))
 print(plan["parameters"], peak() - before, "sklearn" in sys.modules, "torchvision" in sys.modules)
