@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from piecework.models.cascade import Blueprint
 
@@ -271,7 +272,8 @@ def channel_axes(blueprint: Blueprint, units: tuple[str, ...] = ()) -> Mapping[s
     found: dict[str, Axes] = {}
     tokens = torch.int64 if blueprint.vocabulary else torch.float32
     follow, modules = _Follower(), dict[str, torch.nn.Module]()
-    with torch.no_grad(), torch.device("meta"):
+    # Without the caller's modes: where a step is traced, the cost must not depend on whether the axes were known before.
+    with _disable_current_modes(), torch.no_grad(), torch.device("meta"):
         features = [torch.zeros(2, *blueprint.input_shape, dtype=tokens)]
         for unit in [*blueprint.units(), *units]:
             modules[unit] = blueprint.build_unit(unit).eval()

@@ -10,6 +10,7 @@ import torch
 from flwr.app import Array, ArrayRecord
 from helpers import (
     TRIO,
+    a_blueprint,
     arrays_of,
     average,
     digits,
@@ -30,9 +31,12 @@ from piecework.models.channels import channel_axes
 from piecework.models.variant import Variant, vary
 from piecework.models.width import ordered, shapes, sub_indices, take
 from piecework.models.zoo import build_blueprint
+from piecework.planning import costs
+from piecework.planning.part import whole_model
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import Run
+from piecework.strategies.width.fjord import FjORDPolicy
 from piecework.training.loop import PieceModel
 from piecework.training.setup import blueprint_for
 
@@ -249,3 +253,17 @@ def test_running_statistics_are_refused(tmp_path: Path) -> None:
         ValueError, match=r"architecture\.batch-norm = 'running': fjord's nets have different statistics, use measured"
     ):
         run_local(tmp_path, **FJORD | {"architecture__batch_norm": "running"})
+
+
+def test_following_the_channels_is_no_part_of_a_steps_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The widest net's step is that of its model alone, whether or not the channels were followed before."""
+    monkeypatch.setattr(costs, "_TRACED", {})
+    settings = tiny_settings(strategy="fjord", heterofl__width_ratios="1,0.5")
+    blueprint = a_blueprint()
+    policy = FjORDPolicy(blueprint, costs.cost_model_for(settings, blueprint), settings)
+    channel_axes.cache_clear()
+    nested, alone = (policy.cost_model.traced(part).flops for part in (policy.step(0, 0), whole_model(blueprint)))
+    again = policy.cost_model.traced(policy.step(0, 1)).flops
+    channel_axes.cache_clear()
+    costs._TRACED.clear()
+    assert (nested, policy.cost_model.traced(policy.step(0, 1)).flops) == (alone, again)
