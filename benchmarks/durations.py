@@ -2,7 +2,7 @@
 
     python -m benchmarks.durations [PRESET ...] [--write] [--whole 60] [--data-dir FOLDER]
 
-Without names all presets are measured, which takes about 20 minutes on two idle cores. Three ways, by what a round takes:
+Without names all presets are measured, which takes about 20 minutes on two cores. Three ways, by what a round takes:
 
     measured                  the whole run, if it is estimated to take at most `--whole` seconds
     estimated                 two rounds of the run; training is multiplied by the rounds of each stage and by the FLOPs of a
