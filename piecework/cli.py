@@ -33,6 +33,7 @@ from piecework.cli_deploy import commands
 from piecework.cli_lists import lists
 from piecework.options import Scalars, connection_to, run_command, seeds_from, settings_from
 from piecework.processes import Connection, EngineError
+from piecework.server_app.signals import end_on_hangup
 from piecework.training.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -356,6 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, by default with the arguments of this process: the console script, or a script of one's own."""
     run_app: Callable[[Sequence[str] | None], Any] = app
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that started processes are stopped
+    end_on_hangup()
     run_app(arguments)
 
 

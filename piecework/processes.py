@@ -1,4 +1,7 @@
-"""Flower's processes, with a private home, ports and environment: start, watch, and stop them with all their children."""
+"""Flower's processes, with a private home, ports and environment: start, watch, and stop them with all their children.
+
+If this process is killed, its guardian stops them.
+"""
 
 import json
 import logging
@@ -18,6 +21,8 @@ from typing import Any
 
 import psutil
 import tomli_w
+
+from piecework.server_app.signals import HANGUP, blocked
 
 START_SECONDS = 180.0  # the first start after an installation compiles all of Flower, on a loaded machine in minutes
 LOG = logging.getLogger("piecework")
@@ -62,7 +67,10 @@ class FlowerHome:
 
     def start(self, name: str, command: list[str]) -> None:
         """Start a process whose output goes to `<home>/<name>.log`."""
-        with (self.path / f"{name}.log").open("ab") as log:
+        with (
+            (self.path / f"{name}.log").open("ab") as log,
+            blocked(HANGUP),
+        ):  # a closed terminal ends the launcher alone
             child = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, cwd=self.path)
         self.processes[name] = command, child
 
@@ -94,9 +102,17 @@ class FlowerHome:
 
 @contextmanager
 def flower_home(connection: Connection | None = None) -> Iterator[FlowerHome]:
-    """Yield a FLWR_HOME that is removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="piecework-", ignore_cleanup_errors=True) as folder:
+    """Yield a FLWR_HOME that is removed afterwards, by another process if this one is killed."""
+    with tempfile.TemporaryDirectory(prefix="piecework-", ignore_cleanup_errors=True) as folder, guarded(folder):
         yield FlowerHome(Path(folder), connection)
+
+
+@contextmanager
+def guarded(folder: str) -> Iterator[None]:
+    """Have the guardian wait for the end of the body, or of this process, to end what still uses a FLWR_HOME."""
+    call = [sys.executable, "-P", str(Path(__file__).with_name("guardian.py")), folder]
+    with subprocess.Popen(call, stdin=subprocess.PIPE, start_new_session=True):  # else Ctrl-C would end it too
+        yield
 
 
 @contextmanager

@@ -11,9 +11,11 @@ def main(grid: Grid, context: Context) -> None:
     """Run the rounds. Flower calls this function; all engines use the same loop behind it."""
     from piecework.server_app.rounds import run_experiment
     from piecework.server_app.run_folder import resolve_run_dir
+    from piecework.server_app.signals import end_on_hangup
     from piecework.server_app.used_settings import require_used
     from piecework.training.settings import Settings
 
+    end_on_hangup()
     settings = Settings.from_run_config(context.run_config)
     if not settings.resume_from:  # settings of the original run must not prevent resuming it
         require_used(settings)

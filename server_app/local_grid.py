@@ -12,9 +12,7 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -26,6 +24,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from piecework.device_profiles.profile import usable_cpus
 from piecework.federation.errors import RunAbortedError
+from piecework.server_app.signals import end_with_parent, without_interrupts
 
 SERVER = 1
 FIRST_NODE = 2  # client i is node FIRST_NODE + i
@@ -67,24 +66,11 @@ def answer(data: list[bytes], run_config: Mapping[str, Any], clients: int, node_
     return pickle.dumps(reply, protocol=5)
 
 
-@contextmanager
-def without_interrupts() -> Iterator[None]:
-    """Processes that are started in the body ignore Ctrl-C, which a terminal sends to all, even while they import torch."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    resource_tracker.ensure_running()  # if multiprocessing started it later, that would unblock the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def work(connection: Connection, run_config: Mapping[str, Any], clients: int, node_config: NodeConfig) -> None:
     """Run a worker process: answer messages until the other end of the connection is closed."""
     identify(SERVER)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends its workers
+    end_with_parent()
     connection.send_bytes(READY)
     while True:
         try:

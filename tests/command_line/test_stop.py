@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a run says that it was stopped and how to resume it, and what it started ends with it."""
+"""A run that a signal ends says so and how to resume it, and what it started ends with it, also after SIGKILL."""
 
 import json
 import os
@@ -6,11 +6,13 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import heed_interrupts
 from flwr.app import Message
@@ -19,11 +21,12 @@ from typer.testing import CliRunner
 
 from piecework.cli import app, how_to_go_on, main
 from piecework.cli_base import TERMINATED
+from piecework.guardian import lives
 from piecework.launch import halt, note_stop
 from piecework.processes import Connection, EngineError, FlowerHome, free_ports, process, wait_until_healthy
-from piecework.server_app.local_grid import without_interrupts
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_lock import run_lock, writer
+from piecework.server_app.signals import end_on_hangup, without_interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,17 +56,28 @@ def test_a_stopped_run_says_so_and_goes_on(tmp_path: Path, grids: Any, signalled
     assert ((run.summary() or {})["status"], len(run.rounds())) == ("completed", 3)
 
 
-def test_sigterm_is_an_exit_that_stops_what_was_started() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as done:
-            main(["--version"])
-        assert done.value.code == 0
+@pytest.fixture
+def own_handlers() -> Iterator[None]:
+    """Restores what SIGTERM and SIGHUP do."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.usefixtures("own_handlers")
+def test_sigterm_is_an_exit_that_stops_what_was_started_and_so_is_a_closed_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    for ending in (signal.SIGTERM, signal.SIGHUP):
         with pytest.raises(SystemExit) as ended:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(ending)
         assert ended.value.code == TERMINATED == 143
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    end_on_hangup()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_the_command_says_how_to_go_on(tmp_path: Path) -> None:
@@ -116,9 +130,50 @@ def test_what_the_tests_start_heeds_ctrl_c_in_a_background_job_too() -> None:
     assert before is not signal.SIG_IGN
 
 
-def test_workers_never_see_ctrl_c() -> None:
+LAUNCHER = """
+import multiprocessing, sys, time
+from piecework.processes import flower_home, process
+multiprocessing.get_context("spawn").Process(target=exec, args=(sys.argv[1], {})).start()
+with flower_home() as home, process(home, "superlink", sys.executable, "-SEc", sys.argv[2]):
+    print(home.path, flush=True)
+    time.sleep(600)
+"""
+BUSY_WORKER = """
+from piecework.server_app.signals import end_with_parent
+end_with_parent()
+print("busy", flush=True)
+while True:
+    pass
+"""
+DETACHING = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-SEc", "import time; time.sleep(600)"], start_new_session=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """A worker in the middle of a step, a process of Flower, another that this detached from its session; nor their folder."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    call = [sys.executable, "-c", LAUNCHER, BUSY_WORKER, DETACHING]
+    with subprocess.Popen(call, stdout=-1, text=True, env=environment) as launcher:
+        assert launcher.stdout is not None
+        said = {launcher.stdout.readline().strip() for _ in range(2)}
+        assert said == {"busy", *map(str, tmp_path.iterdir())}
+        until, family = time.monotonic() + 30, list[psutil.Process]()
+        while len(family) < 5 and time.monotonic() < until:  # the guardian and multiprocessing's tracker are among them
+            family = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.kill()
+    while any(map(lives, family)) and time.monotonic() < until:
+        pass
+    left = [process.cmdline() for process in family if lives(process)]
+    psutil.wait_procs([process for process in family if lives(process) and process.kill() is None], timeout=1)
+    assert (len(family), left, list(tmp_path.iterdir())) == (5, [], [])
+
+
+def test_workers_never_see_ctrl_c_or_a_closed_terminal() -> None:
     """Also not before they could ignore it, while they import torch."""
-    blocked = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    blocked = "import signal; print({signal.SIGINT, signal.SIGHUP} <= signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
     call = [sys.executable, "-c", blocked]
     with without_interrupts():
         inside = subprocess.run(call, capture_output=True, text=True, check=True).stdout

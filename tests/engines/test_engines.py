@@ -27,6 +27,7 @@ from benchmarks.defaults import with_defaults
 from piecework import processes
 from piecework.cli import app
 from piecework.client_app import prepare
+from piecework.guardian import lives
 from piecework.launch import launch
 from piecework.options import settings_from
 from piecework.processes import free_ports
@@ -96,10 +97,11 @@ def ended(launcher: "subprocess.Popen[Any]") -> bool:
 
 
 @pytest.mark.processes
-def test_a_node_is_killed_and_started_again(tmp_path: Path, wheel: Path) -> None:
+def test_a_node_is_killed_and_started_again_then_the_launcher_is_killed(tmp_path: Path, wheel: Path) -> None:
     """SIGKILL to a SuperNode and its executor, before or while they register: both come back, and the client takes part.
 
-    All from the wheel. What a round does without a client that is gone is tested on the in-process grid.
+    The launcher, which is held from then on so that it cannot see the end of the run, gets SIGKILL after it: its processes and
+    their folder go too. All from the wheel. What a round does without a client that is gone is tested on the in-process grid.
     """
     values = {
         "num-rounds": 1,
@@ -110,28 +112,39 @@ def test_a_node_is_killed_and_started_again(tmp_path: Path, wheel: Path) -> None
     }
     sets = [f"--set={key}={value}" for key, value in values.items()]
     call = [str(wheel), "run", "--engine=deployment", "--nodes=2", *sets]
+    run_dir, killed, again = RunDir(tmp_path / "runs" / "run"), list[psutil.Process](), list[psutil.Process]()
     with subprocess.Popen(call, cwd=tmp_path, env=without_checkout(), stderr=subprocess.PIPE, text=True) as launcher:
-        killed = 0
-        while not ended(launcher):
-            killed = killed or kill_node(launcher.pid, 1)
-        said = launcher.stderr.read() if launcher.stderr else ""
-    assert (killed, launcher.returncode) == (2, 0), said
+        while not ended(launcher) and not again:
+            found = node_and_executor(launcher.pid, 1)
+            if killed:
+                again = found
+            for process in found if not killed else ():
+                process.kill()
+                killed.append(process)
+        assert again
+        launcher.send_signal(signal.SIGSTOP)
+        family, home = psutil.Process(launcher.pid).children(recursive=True), again[0].environ()["FLWR_HOME"]
+        while run_dir.summary() is None and all(map(lives, again)):
+            ended(launcher)
+        launcher.kill()
+        said = launcher.stderr.read() if launcher.stderr else ""  # until the guardian ends
     assert "supernode-1 ended with exit code -9: started again" in said
-    (record,) = RunDir(tmp_path / "runs" / "run").rounds()
+    assert (run_dir.summary() or {})["status"] == "completed", said
+    (record,) = run_dir.rounds()
     assert {c["client"]: c["status"] for c in record["clients"]} == {0: "ok", 1: "ok"}
+    assert [process for process in family if lives(process)] == []
+    assert not Path(home).exists()
 
 
-def kill_node(launcher: int, client: int) -> int:
-    """Kill the SuperNode of a client and the executor beside it, if both run; how many processes that were."""
+def node_and_executor(launcher: int, client: int) -> list[psutil.Process]:
+    """The SuperNode of a client and the executor beside it, if both run."""
     family = [(p, p.cmdline()) for p in psutil.Process(launcher).children() if p.status() != psutil.STATUS_ZOMBIE]
     for node, words in family:
         if f"partition-id={client} " in " ".join(words):
             address = f"127.0.0.1:{words[words.index('--port') + 1]}"
             executors = [process for process, others in family if address in others]
-            for process in (node, *executors) if executors else ():
-                process.kill()
-            return 2 if executors else 0
-    return 0
+            return [node, *executors] if executors else []
+    return []
 
 
 def test_plain_flwr_run_has_every_setting() -> None:

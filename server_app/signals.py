@@ -1,0 +1,54 @@
+"""Signals that end a run or must not reach what it started, and processes that end with the one that started them."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+
+HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # Windows has none
+
+
+def end_on_hangup() -> None:
+    """Let SIGHUP, which a terminal sends when it is closed, do what SIGTERM does; under nohup it stays ignored."""
+    in_main = threading.current_thread() is threading.main_thread()  # Python sets handlers in no other thread
+    if HANGUP is not None and in_main and signal.getsignal(HANGUP) is signal.SIG_DFL:
+        signal.signal(HANGUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+
+
+@contextmanager
+def blocked(*signals: signal.Signals | None) -> Iterator[None]:
+    """Block signals in the body: processes that are started there never receive them."""
+    known = {each for each in signals if each is not None}
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, known)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes started in the body never see Ctrl-C or SIGHUP, which a terminal sends to all, even while they import torch."""
+    with blocked(HANGUP):
+        if hasattr(signal, "pthread_sigmask"):
+            resource_tracker.ensure_running()  # if multiprocessing started it later, that would unblock Ctrl-C
+        with blocked(signal.SIGINT):
+            yield
+
+
+def end_with_parent() -> None:
+    """Have this process, one of multiprocessing's, exit at once when its parent is gone, even in the middle of a step."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
