@@ -101,6 +101,23 @@ def piecework(*arguments: str) -> dict[str, Any]:
     return answer
 
 
+def settings_of(model: str, dataset: Path, batch_size: int) -> list[str]:
+    """Return the options of a run that trains each of a model's pieces once, on all examples of a file."""
+    settings = {
+        "model": model,
+        "dataset": f"npz:{dataset}",
+        "strategy": "fedepth",
+        "fleet": "reference-step",
+        "training.batch-size": batch_size,
+        "num-rounds": 1,
+        "clients-per-round": 0,
+        "training.local-epochs": 1,
+        "data.validation-fraction": 0.0,
+        "fedepth.mutual-models": 1,
+    }
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+
+
 def measure(options: argparse.Namespace, size: int, model: str) -> dict[str, Any]:
     """Measure one board and model."""
     limit = int(size * options.fraction)
@@ -110,19 +127,7 @@ def measure(options: argparse.Namespace, size: int, model: str) -> dict[str, Any
         rng, count = np.random.default_rng(0), BATCHES * options.batch_size
         images, labels = rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8), np.arange(count) % CLASSES
         np.savez(folder / "random.npz", x_train=images, y_train=labels, x_test=images[:50], y_test=labels[:50])
-        settings = {
-            "model": model,
-            "dataset": f"npz:{folder / 'random.npz'}",
-            "strategy": "fedepth",
-            "fleet": "reference-step",
-            "training.batch-size": options.batch_size,
-            "num-rounds": 1,
-            "clients-per-round": 0,
-            "training.local-epochs": 1,
-            "data.validation-fraction": 0.0,
-            "fedepth.mutual-models": 1,
-        }
-        sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        sets = settings_of(model, folder / "random.npz", options.batch_size)
         piecework("export-data", "--nodes", "1", "--out", str(folder / "data"), *sets)
         address = f"127.0.0.1:{home.port}"
         with board(options.image, limit, address, folder / "data" / "node-0") as container:

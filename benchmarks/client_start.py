@@ -1,6 +1,6 @@
 """Measure what a client's process costs before it trains: seconds of import and the resident floor, in fresh processes.
 
-    python -m benchmarks.client_start [--repeats 5] [--limit-mb MB] [--json]
+    python -m benchmarks.client_start [--repeats 5] [--limit-mb 340] [--json]
 
 A process imports what Flower's `flwr-clientapp` does, torch and our ClientApp, then answers one tiny train task (FedAvg, the
 demo's convnet on 70 random images). The exit code is 1 if the floor, the largest resident set up to the answer, is above
@@ -80,7 +80,7 @@ def write_task(folder: Path) -> Path:
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (70, 8, 8), dtype=np.uint8), np.arange(70) % 10
     np.savez(folder / "data.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
-    dataset = {"dataset": f"npz:{folder / 'data.npz'}", "clients": 1, "partition": "iid"}
+    dataset = {"dataset": f"npz:{folder / 'data.npz'}", "clients": 1, "data.partition": "iid"}
     settings = Settings.from_run_config({**dataset, "strategy": "fedavg", "fleet": "unlimited"})
     blueprint = blueprint_for(settings, dataset_of(settings))
     task = Task(

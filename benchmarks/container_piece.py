@@ -70,9 +70,10 @@ def watch() -> None:
 
 def start_executor(log: Path) -> subprocess.Popen[bytes]:
     """Start a SuperExec that imports all it needs and tries to reach a SuperNode that does not exist."""
+    program = str(Path(sys.executable).with_name("flower-superexec"))  # beside this Python, which need not be in PATH
     with log.open("wb") as file:
         process = subprocess.Popen(
-            ["flower-superexec", "--insecure", "--runtime-api-address", "127.0.0.1:9094"], stdout=file, stderr=file
+            [program, "--insecure", "--runtime-api-address", "127.0.0.1:9094"], stdout=file, stderr=file
         )
     deadline = time.monotonic() + START_SECONDS
     while b"retrying" not in log.read_bytes():

@@ -45,6 +45,7 @@ from piecework.training.settings import Settings
 
 SPEED = 1e11  # FLOP/s of two cores, which decides only how a preset is measured
 ROUND = 10.0  # seconds of a round that is still run as it is
+WORKERS = 2  # of a run
 BATCHES = 6.0  # seconds of a client's batches on random data
 FEMNIST = ((1, 28, 28), 62, 70_000)  # shape, classes and about as many training examples of prism-femnist's own file
 TEST = {"fashion-mnist": 10_000, "cifar10": 10_000, "cifar100": 10_000, "caltech256": 6_400, "imdb": 25_000}
@@ -108,7 +109,9 @@ def duration(name: str, given: list[str], whole: float) -> tuple[float, str]:
 def run(preset: str, assignments: list[str]) -> list[dict[str, Any]]:
     """Run a preset, and return the records of its rounds."""
     with tempfile.TemporaryDirectory() as folder:
-        sets = [part for text in (*assignments, f"output-dir={folder}", "workers=2") for part in ("--set", text)]
+        sets = [
+            part for text in (*assignments, f"output-dir={folder}", f"workers={WORKERS}") for part in ("--set", text)
+        ]
         command = [sys.executable, "-m", "piecework.cli", "run", "--preset", preset, *sets]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
         (records,) = Path(folder).glob("*/rounds.jsonl")

@@ -105,7 +105,8 @@ def short_table(seeds: Sequence[int], rounds: int) -> str:
         drawn, work = draw(fleet, seeds, rounds), batches(setting, whole, How())
         slowest = [max(states, key=lambda state: sum(client_seconds(state, work))) for states in drawn]
         budgets = [[state.budget_bytes for state in states] for states in (chain(*drawn), slowest)]
-        limits = policy_for(setting.flags).bytes(whole) - 1, fleet.memory_floor
+        policy = policy_for(setting.flags)
+        limits = policy.bytes(policy.item(whole)) - 1, fleet.memory_floor
         rows.append([setting.name, *(f"{fmean(b <= limit for b in some):.0%}" for some in budgets for limit in limits)])
     return table(["setting", "short", "on the floor", "slowest is short", "slowest is on the floor"], rows)
 

@@ -1,6 +1,6 @@
 """Measure seconds and memory of `piecework plan`, each in its own process, for every model and system, the slowest first.
 
-    python -m benchmarks.plans [--models resnet34,vit] [--top 10] [-- OPTIONS OF piecework plan]
+    python -m benchmarks.plans [--models resnet34,vit] [--strategies fedavg,fedepth] [--top 10] [-- OPTIONS OF piecework plan]
 
 The fleet is the demo's unless the options name another. The first line is a plan of the smallest model: the cost of starting.
 """
@@ -19,11 +19,13 @@ def main() -> None:
     """Print a line per plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--top", type=int, default=10, help="how many lines")
     parser.add_argument("options", nargs="*", help="passed on to piecework plan")
     asked = parser.parse_args()
+    models, strategies = asked.models.split(","), asked.strategies.split(",")
     print(f"{seconds('lenet5', 'fedavg', asked.options):6.1f} s  lenet5, fedavg: importing and one trace")
-    found = [(seconds(m, s, asked.options), m, s) for m in asked.models.split(",") for s in STRATEGIES]
+    found = [(seconds(m, s, asked.options), m, s) for m in models for s in strategies]
     for took, model, strategy in sorted(found, reverse=True)[: asked.top]:
         print(f"{took:6.1f} s  {model}, {strategy}")
     print(

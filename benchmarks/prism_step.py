@@ -1,6 +1,6 @@
 """Measure the time that PriSM's sub-models save, and the cost of decomposing: ResNet-18, 3x32x32, batch 32, one thread.
 
-    python -m benchmarks.prism_step [--steps 3] [--json]
+    python -m benchmarks.prism_step [--steps 3] [--width 1.0] [--json]
 
 A step is forward, backward and update as a client does it, for the whole model and each keep ratio; its time is the minimum of
 `--steps`. `refresh` is the decomposition of all factorised layers on all threads, as the server does it in every round. It is
@@ -54,9 +54,12 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--width", type=float, default=1.0, help="fraction of ResNet-18's channels")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    blueprint = build_blueprint("resnet18", num_classes=10, input_shape=(3, 32, 32), batch_norm="batch")
+    blueprint = build_blueprint(
+        "resnet18", num_classes=10, input_shape=(3, 32, 32), batch_norm="batch", width=given.width
+    )
     refresh = refresh_seconds(blueprint)
     torch.set_num_threads(1)
     full = step_seconds(blueprint, given.steps, thin=False)

@@ -6,13 +6,12 @@ RUN is the folder of a finished run of PriSM. Kernels and output channels are dr
 of the trained one (strategies/low_rank/prism.py). Trained models use statistics of the batch.
 """
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -70,16 +69,18 @@ def accuracy(model: nn.Module, data: ArrayDataset, images: int, batch: int) -> f
     return float(np.concatenate(right).mean())
 
 
-def main(
-    run: Annotated[Path, typer.Argument(help="folder of a run")],
-    images: Annotated[int, typer.Option(help="test images")] = 2000,
-    draws: Annotated[int, typer.Option(help="sub-models of each ratio")] = 4,
-) -> None:
+def main() -> None:
     """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument("--images", type=int, default=2000, help="test images")
+    parser.add_argument("--draws", type=int, default=4, help="sub-models of each ratio")
+    given = parser.parse_args()
     torch.set_num_threads(1)
+    run, images = given.run, given.images
     settings, checkpoint = Settings.from_run_config(RunDir(run).settings()), RunDir(run).load_checkpoint()
     if checkpoint is None:
-        raise typer.BadParameter(f"{run} has no checkpoint: give the folder of a run with a finished round")
+        parser.error(f"{run} has no checkpoint: give the folder of a run with a finished round")
     data = dataset_of(settings)
     blueprint, arrays = blueprint_for(settings, data), {n: a.numpy() for n, a in checkpoint.arrays.items()}
     trained = Cascade(blueprint)
@@ -89,11 +90,11 @@ def main(
     for name, model in whole.items():
         table.add_row(name, f"{accuracy(model, data, images, settings.evaluation.batch_size):.1%}", "", "")
     for keep in KEEPS:
-        models = (sub_model(blueprint, arrays, keep, settings, np.random.default_rng(n)) for n in range(draws))
+        models = (sub_model(blueprint, arrays, keep, settings, np.random.default_rng(n)) for n in range(given.draws))
         found = [accuracy(model, data, images, settings.evaluation.batch_size) for model in models]
         table.add_row(f"{keep:g}", f"{np.mean(found):.1%}", f"{min(found):.1%}", f"{max(found):.1%}")
     Console().print(table)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

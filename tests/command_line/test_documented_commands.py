@@ -1,7 +1,11 @@
 """Every command in README and docs/ is one that the command line takes, with settings that the chosen system uses."""
 
+import ast
+import importlib
 import re
 import shlex
+import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -73,12 +77,47 @@ def test_a_test_that_a_page_names_is_there(page: Path) -> None:
     assert [name for name in named if name not in sources and f"def {name}(" not in everything] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_benchmark_is_there_and_knows_its_options(page: Path) -> None:
-    for command in found(page, r"python -m benchmarks\.(?=\w)"):
-        name, *words = shlex.split(command)
-        file = ROOT / "benchmarks" / name
-        source = (file / "__main__.py" if file.is_dir() else file.with_suffix(".py")).read_text("utf-8")
-        for option in (word.split("=")[0] for word in words if word.startswith("--")):
-            declared = rf'"{option}"|\b{option[2:].replace("-", "_")}: Annotated'  # argparse's, typer's
-            assert re.search(declared, source), (command, option)
+class Parsed(Exception):
+    """The words of a command were understood."""
+
+
+def parse_and_stop(parser: ArgumentParser) -> None:
+    """Parse as `parse_args` does, and go no further."""
+    if unknown := parser.parse_known_args()[1]:
+        parser.error(f"unrecognized arguments: {unknown}")
+    raise Parsed
+
+
+def benchmark_commands(text: str) -> list[tuple[str, str]]:
+    """The modules that a text runs, and their words."""
+    found = re.findall(r"python (?:-m |)(benchmarks[./]\w+(?:\.py)?)\b([^`#\n]*)", text.replace("\\\n", " "))
+    return [(name.removesuffix(".py").replace("/", "."), words) for name, words in found]
+
+
+def usage(source: str) -> str:
+    """A module's docstring with each command in one line and with all that is in brackets because it may be left out."""
+    text = re.sub(r"\s+\n? {9,}", " ", ast.get_docstring(ast.parse(source)) or "")
+    return re.sub(r"\[(?=-|PRESET)([^]]*)\]", r"\1", text)
+
+
+BENCHMARKS = {
+    f"benchmarks.{path.parent.name if path.stem == '__main__' else path.stem}": path
+    for path in (ROOT / "benchmarks").rglob("*.py")
+    if 'if __name__ == "__main__":' in path.read_text("utf-8")
+}
+
+
+@pytest.mark.parametrize("source", [*PAGES, *BENCHMARKS.values()], ids=lambda path: path.stem)
+def test_a_benchmark_takes_the_words(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ArgumentParser, "parse_args", parse_and_stop)
+    own, text = source.suffix == ".py", source.read_text("utf-8")
+    commands = benchmark_commands(usage(text) if own else text)
+    assert not own or {BENCHMARKS[name] for name, _ in commands} == {source}, "a benchmark shows how it is run"
+    for name, words in commands:
+        if "ArgumentParser" not in BENCHMARKS[name].read_text("utf-8"):
+            assert words.strip() == "", name
+            continue
+        monkeypatch.setattr(sys, "argv", [name, *shlex.split(words)])
+        module = importlib.import_module(f"{name}.__main__" if BENCHMARKS[name].stem == "__main__" else name)
+        with pytest.raises(Parsed):
+            module.main()

@@ -1,10 +1,12 @@
 """What benchmarks/fedprophet_time.py counts: a client's round by the clock, its memory by the paper, and by hand."""
 
 import math
+import sys
 from itertools import chain
 
 import pytest
 
+from benchmarks import fedprophet_time
 from benchmarks.fedprophet_rounds import (
     ITERATIONS,
     SETTINGS,
@@ -94,3 +96,12 @@ def test_the_length_of_stages() -> None:
     assert stage_length(100 * 2 + 200 * 7, adversarial=7, clean=2, warm_up=100) == 300
     assert stage_length(50 * 2, adversarial=7, clean=2, warm_up=100) == 50
     assert stage_length(700, adversarial=7, clean=2, warm_up=0) == 100
+
+
+def test_all_tables_of_one_round(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(fedprophet_time, "SETTINGS", (CIFAR10,))
+    monkeypatch.setattr(sys, "argv", ["fedprophet_time.py", "--rounds", "1", "--seeds", "1"])
+    fedprophet_time.main()
+    printed = capsys.readouterr().out
+    assert printed.count("\n\n| ") == 7
+    assert "| nan" not in printed
