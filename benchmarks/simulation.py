@@ -163,7 +163,7 @@ def server_memory(work: Load, output: str, strategy: str) -> dict[str, int]:
 def main() -> None:
     """Measure, and print JSON objects, one a line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default="", help="with the files of --dataset")
+    parser.add_argument("--data-dir", type=lambda text: str(Path(text).resolve()), default="", help="of --dataset")
     parser.add_argument("--dataset", default="fashion-mnist")
     parser.add_argument("--engines", default="local,ray")
     parser.add_argument("--epochs", default="1,5")
