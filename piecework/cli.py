@@ -134,8 +134,8 @@ def run_one(
     from piecework.launch import SuperLinkLostError, launch
     from piecework.progress import RoundProgress
     from piecework.server_app.preflight import preflight
-    from piecework.server_app.run_folder import resolve_run_dir
-    from piecework.server_app.summary import STOPPED, summarise
+    from piecework.server_app.run_folder import STOPPED, resolve_run_dir
+    from piecework.server_app.summary import summarise
 
     listen()
     name = f"{settings.run_name}-seed{seed}" if several and settings.run_name else settings.run_name

@@ -6,7 +6,6 @@ that answers, freeze its environment, reinstall dependencies, and return 0 for a
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -31,6 +30,7 @@ from piecework.processes import (
     superlink,
     wait_until_healthy,
 )
+from piecework.ray_cluster import OWN_RAY, ray_address, require_cluster
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.preflight import preflight
 from piecework.server_app.records import RunDir
@@ -50,7 +50,6 @@ STATUS_SECONDS = 15.0
 PATIENCE_SECONDS = 180.0
 PAUSE_SECONDS = 5.0
 ENDING_SECONDS = 60.0
-OWN_RAY = "local"  # the address with which Ray starts a cluster
 LOG = logging.getLogger("piecework")
 
 
@@ -70,7 +69,9 @@ def launch(
     for remark in label_remarks(data):
         LOG.warning("%s", remark)
     require_free(run_dir.path)  # checked before anything is started; the writing process takes the lock itself
-    if not connection and not (settings.engine == "ray" and ray_address()):
+    if not connection and settings.engine == "ray" and ray_address():
+        require_cluster(ray_address())
+    elif not connection:
         find_device(settings.training.accelerator)  # the clients will run on this machine
     engines: dict[str, Engine] = {"local": run_local, "ray": run_ray, "deployment": run_deployment}
     engine = partial(run_there, connection=connection) if connection else engines[settings.engine]
@@ -144,12 +145,6 @@ def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
         home.environment["RAY_ADDRESS"] = ray_address() or OWN_RAY
         with superlink(home, "--simulation", "--isolation", "subprocess"):
             follow(home, settings, run_dir, on_round, "--federation-config", federation)
-
-
-def ray_address() -> str:
-    """Return the Ray cluster of the user's RAY_ADDRESS; empty if Ray is to be started."""
-    address = os.environ.get("RAY_ADDRESS", "")
-    return "" if address == OWN_RAY else address
 
 
 def gpu_fraction(workers: int, gpus: int) -> float:

@@ -95,9 +95,10 @@ class RunDir:
         return records, ""
 
     def forget(self) -> None:
-        """Delete the records and checkpoints of an earlier run of this name."""
+        """Delete the records, checkpoints and stores of a run that left no checkpoint to go on from."""
         self.rounds_file.unlink(missing_ok=True)
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        for folder in (self.checkpoints, self.path / "clients"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def forget_after(self, server_round: int) -> None:
         """Delete the records of rounds that a resumed run will repeat, and all records from the first damaged line on."""

@@ -25,7 +25,7 @@ from piecework.server_app.rates import require_rates
 from piecework.server_app.records import RunDir
 from piecework.server_app.recovery import Recovery, find_recovery, put_aside
 from piecework.server_app.round_record import ModelEvaluation, Opening, RoundRecord, TrainingPhase, record_of
-from piecework.server_app.run_folder import COMPLETED, nothing_left
+from piecework.server_app.run_folder import COMPLETED, nothing_left, require_new
 from piecework.server_app.run_lock import run_lock
 from piecework.server_app.run_values import ends_early, first_values, note_round, resumed_values
 from piecework.server_app.served_model import ServedModel
@@ -86,6 +86,8 @@ class Run:
         """
         put_aside(self.run_dir, self.recovery)
         if self.recovery.checkpoint is None:
+            if self.run_dir.has_begun():
+                LOG.warning("%s: its run ended before its first checkpoint, and begins again", self.run_dir.path)
             self.run_dir.forget()
         else:
             self.run_dir.forget_after(self.values["round"])
@@ -306,7 +308,7 @@ def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: On
     """Run all rounds, and write `summary.json` however the run ends.
 
     A resumed run of which nothing is left stays as it is. Raises the error that ended the run, or RunLockedError if another
-    process is writing this run.
+    process is writing this run, and ValueError if a new run's name is taken.
     """
     with ExitStack() as held:
         if settings.resume_from:
@@ -314,6 +316,7 @@ def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: On
         run = Run(grid, settings, run_dir)  # rejects settings before any file is written
         if not settings.resume_from:
             held.enter_context(run_lock(run_dir.path))
+            require_new(run_dir)  # only now: a run of this name may have completed since the first look
         if settings.resume_from and nothing_left(run_dir, settings, run.recovery):
             return
         run.take_over()

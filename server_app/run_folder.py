@@ -12,6 +12,7 @@ from piecework.training.settings import Settings, check_resume
 
 LOG = logging.getLogger("piecework")
 COMPLETED = "completed"  # status of a run whose model, and evaluation if one is due, are written
+STOPPED = "stopped"  # status of a run that a signal ended
 
 
 def resolve_run_dir(settings: Settings) -> RunDir:
@@ -24,14 +25,28 @@ def resolve_run_dir(settings: Settings) -> RunDir:
             raise ValueError(f"resume-from = {settings.resume_from!r}: not the folder of a run")
         return RunDir(Path(settings.resume_from))
     if settings.run_name:
-        if (output_dir / settings.run_name / "settings.toml").exists():
-            raise ValueError(
-                f"run-name = {settings.run_name!r}: {output_dir.resolve()} has this run already; choose a new name or continue "
-                "it with resume-from"
-            )
-        return RunDir(output_dir / settings.run_name)
+        run_dir = RunDir(output_dir / settings.run_name)
+        require_new(run_dir)
+        return run_dir
     now = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     return RunDir(output_dir / f"{settings.strategy}-{short_name(settings.dataset)}-seed{settings.seed}-{now}")
+
+
+def require_new(run_dir: RunDir) -> None:
+    """Raise ValueError if a folder holds a run already, unless that ended before its first checkpoint."""
+    if run_dir.has_begun() and not left_nothing(run_dir):
+        raise ValueError(
+            f"run-name = {run_dir.path.name!r}: {run_dir.path.parent} has this run already; choose a new name or continue it "
+            "with resume-from"
+        )
+
+
+def left_nothing(run_dir: RunDir) -> bool:
+    """Return whether a folder's run was killed or stopped before its first checkpoint, or failed before its first record."""
+    status, records = summary_status(run_dir) or STOPPED, run_dir.rounds_file
+    failed_at_once = status == "failed" and not (records.is_file() and records.stat().st_size)
+    any_checkpoint = any(path.suffix != ".tmp" for path in run_dir.checkpoints.glob("*"))
+    return not any_checkpoint and (status == STOPPED or failed_at_once)
 
 
 def short_name(dataset: str) -> str:
@@ -66,10 +81,15 @@ def newest_run(output_dir: Path, settings: Settings) -> RunDir:
 
 def has_completed(run_dir: RunDir) -> bool:
     """Return whether a run's summary says that it has completed; a damaged one says nothing."""
+    return summary_status(run_dir) == COMPLETED
+
+
+def summary_status(run_dir: RunDir) -> object:
+    """Return the status in a run's summary; None if it has no summary, and `damaged` if that cannot be read."""
     try:
-        return (run_dir.summary() or {}).get("status") == COMPLETED
+        return (run_dir.summary() or {}).get("status")
     except CheckpointError:
-        return False
+        return "damaged"
 
 
 def nothing_left(run_dir: RunDir, settings: Settings, recovery: Recovery) -> bool:

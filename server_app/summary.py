@@ -9,11 +9,9 @@ from piecework.federation.reports import ClientReport
 from piecework.server_app.failures import excluded_classes, failures
 from piecework.server_app.records import RunDir
 from piecework.server_app.remedies import remedies
-from piecework.server_app.run_folder import COMPLETED, all_written
+from piecework.server_app.run_folder import COMPLETED, STOPPED, all_written
 from piecework.strategies.base import PieceStrategy
 from piecework.training.settings import Settings
-
-STOPPED = "stopped"  # status of a run that was ended by Ctrl-C or SIGTERM
 
 
 def accuracy_by_device(reports: list[ClientReport]) -> dict[str, float]:

@@ -300,6 +300,10 @@ def test_json_of_what_can_be_done_with_a_run(tmp_path: Path) -> None:
             ["data.partition-classes", "11", "1 to 10"],
         ),
         (["--seeds", "1,a"], ["1,a", "whole numbers"]),
+        *(
+            (["--set", f"run-name={name}"], [f"run-name = {name!r} must be the name of one folder"])
+            for name in ("../x", "..", ".", "/x", "a/b", "a\\b", "C:x", "x/", "a\x1b[2J")
+        ),
         (["--preset", "fedepth-fmnist"], ["no shipped preset", "did you mean 'fedepth-vit-fmnist'?"]),
     ],
 )
@@ -334,6 +338,24 @@ def test_clean_takes_only_what_clients_of_ended_runs_left(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("address", "code", "why"),
+    [
+        ("nonsense", 2, "RAY_ADDRESS = 'nonsense' is not HOST:PORT, ray://HOST:PORT or auto"),
+        ("127.0.0.1:99999", 2, "RAY_ADDRESS = '127.0.0.1:99999' is not"),
+        ("ray://127.0.0.1:FREE", 1, "RAY_ADDRESS = 'ray://127.0.0.1:FREE': no Ray cluster answers there"),
+    ],
+)
+def test_a_ray_cluster_that_is_not_there_is_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, code: int, why: str
+) -> None:
+    port = str(free_ports(1)[0])
+    monkeypatch.setenv("RAY_ADDRESS", address.replace("FREE", port))
+    done = CliRunner().invoke(app, ["run", "--engine=ray", "--nodes=2", "--output-dir", str(tmp_path / "runs")])
+    assert (done.exit_code, not (tmp_path / "runs").exists()) == (code, True)
+    assert why.replace("FREE", port) in done.stderr
+
+
+@pytest.mark.parametrize(
     "options", [["--engine=ray"], ["--engine=deployment"], ["--superlink=127.0.0.1:9", "--insecure"]]
 )
 def test_an_engine_that_does_not_start_leaves_no_run(
@@ -361,10 +383,23 @@ def test_the_ray_engine_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_name_is_not_taken_twice(tmp_path: Path) -> None:
+    """Unless its run ended before its first checkpoint: a kill leaves no summary, and a half-written one is no checkpoint."""
     settings = Settings.from_run_config({"output-dir": str(tmp_path), "run-name": "once"})
-    resolve_run_dir(settings).create(settings)
-    with pytest.raises(ValueError, match="run-name = 'once'"):
-        resolve_run_dir(settings)
+    run_dir = resolve_run_dir(settings)
+    run_dir.create(settings)
+    (run_dir.checkpoints / "round-00001.tmp").mkdir(parents=True)
+    assert resolve_run_dir(settings).path == run_dir.path
+    for status in ("stopped", "failed"):
+        run_dir.write_summary({"status": status})
+        assert resolve_run_dir(settings).path == run_dir.path
+    run_dir.append_round({"round": 1})
+    run_dir.write_summary({"status": "stopped"})
+    assert resolve_run_dir(settings).path == run_dir.path
+    for status, checkpoint in (("failed", ""), ("completed", ""), ("stopped", "damaged-round-00001")):
+        run_dir.write_summary({"status": status})
+        (run_dir.checkpoints / checkpoint).mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match="run-name = 'once'"):
+            resolve_run_dir(settings)
     unnamed = Settings.from_run_config({"output-dir": str(tmp_path)})
     assert resolve_run_dir(unnamed).path != resolve_run_dir(unnamed).path
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,19 @@ def test_seconds_are_those_of_all_processes(tmp_path: Path, monkeypatch: pytest.
     assert first < run.seconds() == at_checkpoint < second
 
 
-def test_a_new_run_of_the_same_name_starts_at_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_gives_up_its_name_only_if_it_left_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A new one of its name, whose name was free when that looked, is refused; one after a stop at the start begins at zero."""
     run = run_local(tmp_path, **FEDAVG | {"num_rounds": 1})
-    run.write_summary((run.summary() or {}) | {"seconds": 1e6})
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=f"run-name = 'run': {tmp_path} has this run already"):
+        run_local(tmp_path, **FEDAVG | {"num_rounds": 1})
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+    shutil.rmtree(run.checkpoints)
+    run.write_summary((run.summary() or {}) | {"status": "stopped", "seconds": 1e6})
     run_local(tmp_path, **FEDAVG | {"num_rounds": 1})
+    assert f"{run.path}: its run ended before its first checkpoint, and begins again" in caplog.text
     assert (run.summary() or {})["seconds"] < 1e6
+    assert [record["round"] for record in run.rounds()] == [1]
 
 
 def interrupted(_: object) -> None:

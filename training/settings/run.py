@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache, lru_cache
+from pathlib import PureWindowsPath
 from typing import Any, Literal, Self
 
 from pydantic import ValidationError, model_validator
@@ -174,6 +175,16 @@ class Settings(Table):
             raise ValueError(
                 f"evaluation.on-clients-every = {own.on_clients_every}: with evaluation.mode = 'personal' clients evaluate on "
                 "their parts of the test split, by evaluation.every; set it to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_run_stays_in_output_dir(self) -> Self:
+        name = self.run_name
+        if PureWindowsPath(name).name != name or name == ".." or not name.isprintable():  # it knows / and \\ and drives
+            raise ValueError(
+                f"run-name = {name!r} must be the name of one folder, which lies in output-dir: neither a path nor .., and "
+                "without control characters"
             )
         return self
 
