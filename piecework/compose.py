@@ -24,7 +24,7 @@ NAME = re.compile(r"[\w .()+-]+")  # of a device, as it can stand in a node-conf
 
 HEAD = """\
 # {what} Made by
-#   {command}
+{command}
 # docs/containers.md says how to use it.
 """
 
@@ -264,7 +264,7 @@ def compose_file(clients: list[Place], data: str, command: str) -> str:
     """Return the file of a federation without TLS, for a trusted host. `data` is the folder written by `export-data`."""
     what = "A federation in containers, each client with its device's memory as the kernel's limit."
     folder = source("PIECEWORK_EXPORT", data)
-    text = HEAD.format(what=what, command=command) + "\n"
+    text = HEAD.format(what=what, command=commented(command)) + "\n"
     text += BASE.format(server_data=json.dumps(f"{folder}/server"), superlink_health=health("http://127.0.0.1:8000"))
     for client in clients:
         text += CLIENT.format(
@@ -285,7 +285,7 @@ def tls_overlay(clients: list[Place], certs: str, command: str) -> str:
     what = "Over the compose file of the same fleet: TLS, nodes known by their keys, executors by secrets."
     nodes = [client.number for client in clients]
     public = [f"nodes/node-{i}.pub" for i in nodes]
-    text = HEAD.format(what=what, command=command) + "\n"
+    text = HEAD.format(what=what, command=commented(command)) + "\n"
     text += TLS.format(
         superlink_files=files(certs, "ca.crt", "server.crt", "server.key", "executor.secret"),
         superlink_health=health("https://localhost:8000"),
@@ -303,6 +303,12 @@ def tls_overlay(clients: list[Place], certs: str, command: str) -> str:
             client_files=files(certs, "ca.crt", f"nodes/node-{i}.secret"),
         )
     return text
+
+
+def commented(text: str) -> str:
+    """Return text as comments of YAML, each of its lines in one; what no YAML file may contain is shown as Python writes it."""
+    lines = text.splitlines() or [""]
+    return "\n".join(f"#   {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}" for line in lines)
 
 
 def source(variable: str, folder: str) -> str:

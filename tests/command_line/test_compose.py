@@ -41,6 +41,20 @@ def test_the_committed_files_are_generated(name: str) -> None:
     assert text == generated(*shlex.split(command)[2:])
 
 
+def test_a_command_of_several_lines_stays_in_its_comment() -> None:
+    """A line feed, and the other line ends of YAML; a control character, which no YAML file may contain."""
+    fleet = fleet_json(small=200_000_000).replace(", ", ",\n")
+    hostile = "--data", "x\nservices: {evil: {image: evil}}\x85networks: {}\u2028secrets: {}\x1b"
+    for tls in ([], ["--tls"]):
+        text = generated("--fleet", fleet, "--nodes", "2", *hostile, *tls)
+        assert {"services"} <= yaml.safe_load(text).keys() <= {"services", "volumes", "x-piecework"}
+        assert set(yaml.safe_load(text)["services"]) >= {"client-1", "server"}
+        head = text[: text.index("\n\n")].splitlines()
+        assert all(line.startswith("#") for line in head)
+        assert "#   services: {evil: {image: evil}}" in head
+        assert any(line.startswith(r"#   secrets: {}\x1b'") for line in head)
+
+
 def test_a_client_has_its_device_and_nothing_more() -> None:
     found = services("--preset", "fedepth-containers", "--nodes", "6", "--floor", "300MB", "--data", "/exported")
     fleet = {device.name: device for device in load_fleet("containers").devices}
