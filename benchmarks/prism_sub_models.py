@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from piecework import load
+from piecework.console import PlainConsole
 from piecework.federated_data.datasets import ArrayDataset
 from piecework.models.cascade import Blueprint, Cascade
 from piecework.models.kernels import decompose, sample
@@ -93,7 +93,7 @@ def main() -> None:
         models = (sub_model(blueprint, arrays, keep, settings, np.random.default_rng(n)) for n in range(given.draws))
         found = [accuracy(model, data, images, settings.evaluation.batch_size) for model in models]
         table.add_row(f"{keep:g}", f"{np.mean(found):.1%}", f"{min(found):.1%}", f"{max(found):.1%}")
-    Console().print(table)
+    PlainConsole().print(table)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from piecework.cli_base import (
     COUNTED,
@@ -94,7 +94,7 @@ def run(
         summaries = run_seeds(settings, numbers, restarts, as_json, connection)
         excluded = [text for summary in summaries for text in summary.get("excluded_classes", {}).values()]
         if fail_on_excluded_class and excluded:
-            err.print(f"--fail-on-excluded-class: {'; '.join(dict.fromkeys(excluded))}", markup=False, soft_wrap=True)
+            err.print(f"--fail-on-excluded-class: {'; '.join(dict.fromkeys(excluded))}", soft_wrap=True)
         if (fail_on_excluded_class and excluded) or any(s["status"] != "completed" for s in summaries):
             raise typer.Exit(FAILED)
 
@@ -164,7 +164,7 @@ def run_one(
         summary = summarise(run_dir, status, why, run_dir.seconds()) if begun else nothing
     show_run(run_dir, summary, reason, as_json)
     if summary["status"] == STOPPED:
-        err.print(how_to_go_on(run_dir, connection), highlight=False, soft_wrap=True, markup=False)
+        err.print(how_to_go_on(run_dir, connection), highlight=False, soft_wrap=True)
     return summary, ended_by
 
 
@@ -183,8 +183,8 @@ def show_run(run_dir: "RunDir", summary: dict[str, Any], reason: str, as_json: b
             out.print(step_table(rounds))
         out.print(f"run folder: {run_dir.path}", soft_wrap=True)
     if summary["status"] != "completed":
-        why = escape(reason or summary["reason"])
-        err.print(f"[red]{escape(summary['status'])}:[/red] {why}", highlight=False, soft_wrap=True)
+        why = reason or summary["reason"]
+        err.print(Text.assemble((f"{summary['status']}:", "red"), f" {why}"), soft_wrap=True)
 
 
 def how_to_go_on(run_dir: "RunDir", connection: Connection | None) -> str:
@@ -297,9 +297,10 @@ def show_plan(found: dict[str, Any], picture: str, preset: str, as_json: bool) -
 
 
 def show(lines: Iterable[Any]) -> None:
-    """Print sentences and tables."""
+    """Print sentences and tables; strings, and texts that do not wrap, in one line each, however narrow the terminal is."""
     for line in lines:
-        out.print(line, soft_wrap=isinstance(line, str), highlight=False)
+        one_line = isinstance(line, str) or (isinstance(line, Text) and bool(line.no_wrap))
+        out.print(line, soft_wrap=one_line, highlight=False)
 
 
 @app.command()
@@ -310,7 +311,10 @@ def report(run_dir: Path, as_json: Json = False) -> None:
 
     with user_errors(as_json):
         path = write_report(RunDir(run_dir))
-        print(json.dumps({"report": str(path)}) if as_json else path)
+        if as_json:
+            print(json.dumps({"report": str(path)}))
+        else:
+            out.print(str(path), soft_wrap=True, highlight=False)
 
 
 @app.command()

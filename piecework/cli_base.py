@@ -9,15 +9,15 @@ from inspect import Parameter, signature
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from piecework import __version__
+from piecework.console import PlainConsole
 from piecework.device_profiles.fleet_file import FleetError
 from piecework.options import OPTIONS, Scalars
 from piecework.training.settings import SettingsError
 
-out, err = Console(), Console(stderr=True)
+out, err = PlainConsole(), PlainConsole(stderr=True)
 BAD_INPUT, FAILED = 2, 1
 INTERRUPTED, TERMINATED = 130, 143  # by Ctrl-C, by SIGTERM: 128 and the signal's number
 COUNTED = (
@@ -94,10 +94,8 @@ class Said(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a line."""
-        text = escape(record.getMessage())
-        err.print(
-            f"[bold]{text}[/bold]" if record.levelno >= logging.WARNING else text, highlight=False, soft_wrap=True
-        )
+        style = "bold" if record.levelno >= logging.WARNING else None
+        err.print(record.getMessage(), style=style, highlight=False, soft_wrap=True)
 
 
 def listen() -> None:
@@ -132,12 +130,12 @@ def telling(doing: str, *, silent: bool) -> Iterator[Callable[[str], None]]:
         yield lambda _: None
         return
     with err.status(f"{doing} ..") as status:
-        yield lambda step: status.update(f"{doing} {escape(step)} ..")
+        yield lambda step: status.update(Text(f"{doing} {step} .."))
 
 
 def give_up(message: str, as_json: bool, answer: dict[str, Any]) -> NoReturn:
     """Print what was wrong, and exit."""
     if as_json:
         print(json.dumps(answer | {"reason": message}))
-    err.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
+    err.print(Text.assemble(("error:", "red"), f" {message}"), soft_wrap=True)
     raise typer.Exit(BAD_INPUT)

@@ -68,9 +68,7 @@ def profile(
         if measured.slows_down:
             err.print("it slows down under load: cool it better, or plan with the sustained figure", highlight=False)
         if file is not None:
-            err.print(
-                f"wrote {file}: name it as pool in a fleet file, or copy its [[device]]", soft_wrap=True, markup=False
-            )
+            err.print(f"wrote {file}: name it as pool in a fleet file, or copy its [[device]]", soft_wrap=True)
 
 
 @commands.command()

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes, format_compared
 from piecework.planning.coverage import coverage_lines, coverage_sentence
@@ -13,7 +13,7 @@ from piecework.strategies.cascade.profl_steps import OUTPUT_LAYER_NAME
 SHOWN = 3  # ways of training that are listed for one device
 
 
-def plan_tables(plan: dict[str, Any]) -> list[str | Table]:
+def plan_tables(plan: dict[str, Any]) -> list[str | Text | Table]:
     """Return the tables of pieces and devices, each after a sentence."""
     shape, fleet = "x".join(map(str, plan["input_shape"])), plan["fleet"]
     full, budget = format_compared(plan["full_memory_bytes"], plan["budget_bytes"])
@@ -47,31 +47,30 @@ def swapping_warning(plan: dict[str, Any]) -> list[str]:
     ]
 
 
-def rates_warning(plan: dict[str, Any]) -> list[str | Table]:
+def rates_warning(plan: dict[str, Any]) -> list[Text]:
     """Return a bold warning if the schedule leaves stages next to no learning rate."""
     says = plan["learning_rates"]["says"]
-    return [f"[bold]{escape(f'warning: {says}')}[/bold]"] if says else []
+    return [Text(f"warning: {says}", "bold", no_wrap=True)] if says else []
 
 
-def coverage_text(found: dict[str, Any]) -> list[str | Table]:
+def coverage_text(found: dict[str, Any]) -> list[str | Text | Table]:
     """Return which clients can train which part, with problems in bold."""
     lines = coverage_lines(found["parts"], found["clients"])
     if len(lines) == 1:
-        shown: list[str | Table] = [coverage_sentence(found["parts"], found["clients"])]
+        shown: list[str | Text | Table] = [coverage_sentence(found["parts"], found["clients"])]
     else:
         table = columns("part of the model", "can be trained by", left=2)
         for parts, by in lines:
             table.add_row(parts, by)
         shown = [table]
-    return shown + emphasised(found)
+    return [*shown, *emphasised(found)]
 
 
-def emphasised(found: dict[str, Any]) -> list[str | Table]:
+def emphasised(found: dict[str, Any]) -> list[Text]:
     """Return what a coverage means for the trained model: a bold warning, a plain note, or nothing."""
     if not found["says"]:
         return []
-    text = escape(f"{found['level']}: {found['says']}")
-    return [text if found["level"] == "note" else f"[bold]{text}[/bold]"]
+    return [Text(f"{found['level']}: {found['says']}", "" if found["level"] == "note" else "bold", no_wrap=True)]
 
 
 def columns(*names: str, left: int = 1) -> Table:

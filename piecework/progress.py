@@ -7,10 +7,10 @@ from statistics import median
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
+from piecework.console import PlainConsole
 from piecework.display import Record, accuracy_name, format_seconds, peak_over_budget, percent
 from piecework.planning.now import NOW
 
@@ -55,9 +55,9 @@ def accuracy_now(record: Record) -> str:
 class RoundProgress:
     """A line for each finished round on stderr. On a terminal the last line is a bar, with what the run is doing now."""
 
-    def __init__(self, total_rounds: int, console: Console | None = None) -> None:
+    def __init__(self, total_rounds: int, console: PlainConsole | None = None) -> None:
         self.total_rounds = total_rounds
-        self.console = console or Console(stderr=True)
+        self.console = console or PlainConsole(stderr=True)
         self.recent: list[float] = []
         self.progress: Progress | None = None
         self.task = TaskID(0)
@@ -90,12 +90,12 @@ class RoundProgress:
         self.recent = [*self.recent, float(record["seconds"])][-RECENT:]
         line, times = round_line(record, self.total_rounds), times_now(record, self.total_rounds, median(self.recent))
         if self.progress is None:
-            self.console.print(f"{line}  {times}", markup=False, highlight=False, soft_wrap=True)
+            self.console.print(f"{line}  {times}", highlight=False, soft_wrap=True)
             return
         self.done, self.left = record["round"], times
         self.progress.update(self.task, completed=record["round"])
         self.show(f"round {record['round']} of {self.total_rounds}")
-        self.progress.console.print(line, markup=False, highlight=False)
+        self.progress.console.print(line, highlight=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -112,7 +112,7 @@ class Now(logging.Handler):
     On a terminal `show` gets each text, with a count if it is repeated. Elsewhere only tracing is said, once.
     """
 
-    def __init__(self, console: Console, show: Callable[[str], None]) -> None:
+    def __init__(self, console: PlainConsole, show: Callable[[str], None]) -> None:
         self.live = console.is_terminal and not console.is_dumb_terminal
         super().__init__(logging.DEBUG if self.live else logging.INFO)
         self.console, self.show_text = console, show
@@ -123,7 +123,7 @@ class Now(logging.Handler):
         text = record.getMessage()
         if not self.live:
             if not self.last:
-                self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+                self.console.print(text, highlight=False, soft_wrap=True)
             self.last = text
             return
         self.times = self.times + 1 if text == self.last else 1
@@ -132,13 +132,13 @@ class Now(logging.Handler):
 
 
 @contextmanager
-def waiting(console: Console, text: str) -> Iterator[None]:
+def waiting(console: PlainConsole, text: str) -> Iterator[None]:
     """Show on a terminal that the body works, and what it is doing; elsewhere nothing."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield
         return
     with console.status(text) as status:
-        now = Now(console, lambda text: status.update(escape(text)))
+        now = Now(console, lambda text: status.update(Text(text)))
         NOW.addHandler(now)
         try:
             yield

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from settings_helpers import key_of
 
+from piecework.console import PlainConsole
 from piecework.server_app.records import RunDir
 from piecework.training.settings import Settings
 
@@ -99,7 +99,7 @@ class Attributes(HTMLParser):
 
 
 def text_of(*renderables: Any, width: int = 80) -> str:
-    console = Console(file=io.StringIO(), width=width)
+    console = PlainConsole(file=io.StringIO(), width=width)
     for renderable in renderables:
         console.print(renderable)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]

@@ -5,8 +5,8 @@ import re
 
 import pytest
 from report_helpers import client, refused, round_record
-from rich.console import Console
 
+from piecework.console import PlainConsole
 from piecework.models.zoo import build_blueprint
 from piecework.planning import costs
 from piecework.planning.now import NOW, doing, tracing
@@ -17,11 +17,11 @@ from piecework.training.settings import Settings
 ATTACKED = {"adversarial_accuracy": 0.375, "stage": "module 1", "modules": 7}
 
 
-def terminal(width: int = 80) -> Console:
-    return Console(file=io.StringIO(), width=width, force_terminal=True, _environ={"TERM": "xterm"})
+def terminal(width: int = 80) -> PlainConsole:
+    return PlainConsole(file=io.StringIO(), width=width, force_terminal=True, _environ={"TERM": "xterm"})
 
 
-def screen(console: Console, shown: RoundProgress | None = None) -> list[str]:
+def screen(console: PlainConsole, shown: RoundProgress | None = None) -> list[str]:
     """What a terminal shows after all that was written to it, and is drawn now of what is still `shown`."""
     if shown is not None and shown.progress is not None:
         shown.progress.refresh()
@@ -40,7 +40,7 @@ def screen(console: Console, shown: RoundProgress | None = None) -> list[str]:
 
 
 def test_progress_without_a_terminal() -> None:
-    console = Console(file=io.StringIO(), width=40)
+    console = PlainConsole(file=io.StringIO(), width=40)
     with RoundProgress(3, console) as progress:
         progress.update(round_record(1, 0.25, [client(0), refused(1)]))
         progress.update(round_record(2, None, [client(0, device="[red]")], seconds=4.0, enforced=False))
@@ -82,7 +82,7 @@ def test_no_text_takes_the_place_of_bar_and_time(width: int) -> None:
 def test_tracing_says_that_it_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "piece_cost", lambda *_, **__: None)
     blueprint = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8))
-    terminal_now, plain = terminal(), Console(file=io.StringIO(), width=80)
+    terminal_now, plain = terminal(), PlainConsole(file=io.StringIO(), width=80)
     for console in (terminal_now, plain):
         monkeypatch.setattr(costs, "_TRACED", {})  # what other tests of this process traced
         with RoundProgress(3, console) as progress:
@@ -95,7 +95,7 @@ def test_tracing_says_that_it_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_says_so_on_a_terminal_only() -> None:
-    console, plain = terminal(), Console(file=io.StringIO(), width=80)
+    console, plain = terminal(), PlainConsole(file=io.StringIO(), width=80)
     for each in (console, plain):
         with waiting(each, "planning"):
             tracing("[convnet]")

@@ -10,13 +10,13 @@ import pytest
 import torch
 from helpers import TRIO, fleet_json, run_local
 from report_helpers import assert_self_contained, client, make_run, round_record, text_of, two_rounds
-from rich.console import Console
 from safetensors import safe_open
 
 import piecework
 from piecework.cli import over_seeds
 from piecework.compare import compare_json, group_runs
 from piecework.compare_view import compare_tables, write_curves
+from piecework.console import PlainConsole
 from piecework.display import memory_rows, peak_over_budget, summary_table
 from piecework.models.trained_model import ModelFileError
 from piecework.page import ReportError
@@ -226,7 +226,7 @@ def test_plotly_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_progress_line_under_attack() -> None:
-    console = Console(file=io.StringIO(), width=40)
+    console = PlainConsole(file=io.StringIO(), width=40)
     with RoundProgress(9, console) as progress:
         for record in cascade_rounds()[:2]:
             progress.update(record)

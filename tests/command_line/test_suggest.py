@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from helpers import fleet_json, num_parameters
 from model_helpers import mlp
-from rich.console import Console
 from settings_helpers import settings_with
 from typer.testing import CliRunner
 
 from piecework import cli_base
 from piecework.cli import app
+from piecework.console import PlainConsole
 from piecework.models.zoo import MODELS, build_blueprint
 from piecework.options import run_command
 from piecework.plan import make_plan
@@ -241,7 +241,7 @@ def test_the_advice_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for terminal, silent in ((True, False), (True, True), (False, False)):
-        console = Console(file=io.StringIO(), force_terminal=terminal)
+        console = PlainConsole(file=io.StringIO(), force_terminal=terminal)
         monkeypatch.setattr(cli_base, "err", console)
         with cli_base.telling("planning", silent=silent) as tell:
             tell("fedepth")

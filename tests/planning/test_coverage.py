@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from helpers import FEW, a_training_config, clients_of, few_digits, fleet_json, run_local, tiny_settings
-from rich.console import Console
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from piecework.cli import app
+from piecework.console import PlainConsole
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import DeviceState
 from piecework.display import summary_table
@@ -302,7 +302,7 @@ def test_what_was_never_trained_is_in_the_table_and_the_page(tmp_path: Path, cap
     assert f"{NOBODY} (faults.allow-untrained = true)" in caplog.text
     summary = run.summary()
     assert summary is not None
-    console = Console(width=100, record=True)
+    console = PlainConsole(width=100, record=True)
     console.print(summary_table(summary, run.rounds()))
     assert "never trained: conv2" in console.export_text()
     page = write_report(run).read_text(encoding="utf-8")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from helpers import few_digits, fleet_json
 from report_helpers import client, make_run, round_record, text_of
-from rich.console import Console
 from typer.testing import CliRunner
 
 from piecework.cli import app
+from piecework.console import PlainConsole
 from piecework.display import summary_table
 from piecework.report import write_report
 from piecework.server_app.failures import excluded_classes, failure_text, failures
@@ -75,7 +75,7 @@ def test_the_table_and_the_page_say_it_in_bold(tmp_path: Path) -> None:
     shown = text_of(table, width=120)
     assert "asked 6, answered 2, failed 4" in shown
     assert "pi-zero 4 of 4 (memory: needed 9,014,480, allowed 9,000,000)" in shown
-    segments = Console(width=120).render(table)
+    segments = PlainConsole(width=120).render(table)
     bold = [segment.text for segment in segments if segment.style and segment.style.bold]
     assert "no client of pi-zero ever trained: all 4 requests failed" in "".join(bold)
     pytest.importorskip("plotly")
