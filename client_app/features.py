@@ -2,7 +2,7 @@
 
 `<store>/features/<prefix hash>.npy` has one row per example, in the data's order. The hash covers the content of the frozen
 units. A client that missed a stage, or lost the file, therefore finds no file of this name and computes the features again.
-They do not depend on the round.
+They do not depend on the round. A file ends with the checksum of its content, which is checked each time before it is used.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ import numpy as np
 
 from piecework.client_app.client import STAGES, Client, feature_kind
 from piecework.client_app.frozen import file_hash
+from piecework.client_app.seal import is_sealed, seal_file
 from piecework.client_app.store import FeatureWriter
 from piecework.models.cascade import isolated_rng
 from piecework.models.partition import Piece, runs
@@ -39,14 +40,17 @@ def prefix_features(
     if not modules:
         return client.local_data(STAGES)
     paths = _paths(client, modules)
-    found = len(modules) - 1 if client.settings.memory.feature_cache else -1
+    stored = client.settings.memory.feature_cache
+    found = len(modules) - 1 if stored else -1
     features = None
     while found >= 0 and (features := _opened(client, paths[found], modules[found])) is None:
         found -= 1
     labels = client.local_data(STAGES).labels
     for n in range(found + 1, len(modules)):
         source = client.local_data(STAGES) if features is None else feature_examples(features, labels).on(client.device)
-        features = _stream(client, modules[n], source, paths[n], sizes[n] if sizes else 0, training=training)
+        features = _stream(
+            client, modules[n], source, paths[n], sizes[n] if sizes else 0, training=training, stored=stored
+        )
     for path in paths[0].parent.glob("*.npy"):
         if path != paths[-1]:
             path.unlink(missing_ok=True)
@@ -76,6 +80,8 @@ def _shape_behind(client: Client, module: Piece) -> tuple[int, ...]:
 
 def _opened(client: Client, path: Path, module: Piece) -> np.ndarray | None:
     try:
+        if not is_sealed(path):
+            raise ValueError("they do not match their checksum")
         features: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         return None
@@ -124,10 +130,12 @@ def _stream(
     head: str | None = None,
     training: bool = False,
     measured: bool = False,
+    stored: bool = False,
 ) -> np.ndarray:
     """Run a module over all examples in mixed batches, and return its output in the examples' order, memory-mapped.
 
-    With `measured`, its batch norms get the mean statistics of these batches, and the module is saved.
+    With `measured`, its batch norms get the mean statistics of these batches, and the module is saved. With `stored`, later
+    tasks read the file, which gets a checksum.
     """
     limit, rounded = client.settings.memory.feature_cache_bytes, head is None and not measured
     kind = feature_kind(client.settings) if rounded else np.float32
@@ -148,6 +156,8 @@ def _stream(
     features = client.write_features(
         runs(module), forward, examples, reads, open_file, around, rounded=kind is np.uint16
     )
+    if stored:
+        seal_file(draft)
     draft.replace(path)  # its memory map stays readable even if another task removes the file
     if measured:
         client.save(piece)

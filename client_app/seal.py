@@ -1,4 +1,7 @@
-"""Checksums of folders on a client's disk: a folder is sealed after it was written, and checked before it is used."""
+"""Checksums of folders and files on disk: they are sealed after they were written, and checked before they are used.
+
+Clients seal their states and features, the server its checkpoints.
+"""
 
 import hashlib
 import json
@@ -32,6 +35,23 @@ def damage(folder: Path) -> str:
         if path.suffix == ".safetensors" and not is_safetensors(path):
             return f"{name} is not a safetensors file"
     return ""
+
+
+def seal_file(path: Path) -> None:
+    """Append the sha256 of a file to it, 32 bytes, which readers of .npy files pass over."""
+    with path.open("r+b") as file:
+        file.write(hashlib.file_digest(file, "sha256").digest())  # it has read to the end
+
+
+def is_sealed(path: Path) -> bool:
+    """Return whether a file ends with the sha256 of what stands before. Raises FileNotFoundError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        left = path.stat().st_size - digest.digest_size
+        while left > 0 and (block := file.read(min(left, 2**18))):
+            digest.update(block)
+            left -= len(block)
+        return left == 0 and file.read() == digest.digest()
 
 
 def is_safetensors(path: Path) -> bool:

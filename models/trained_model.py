@@ -202,7 +202,7 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
         with safe_open(file, framework="pt") as arrays, torch.no_grad():
             for unit, module in units.items():
                 for name, target in module.state_dict().items():
-                    target.copy_(arrays.get_tensor(f"{unit}.{name}"))
+                    fill(target, arrays.get_tensor(f"{unit}.{name}"), f"{unit}.{name}")
         model = TrainedModel(network, described, normalise=normalise)
     except (SafetensorError, KeyError, TypeError, IndexError, ValueError, RuntimeError) as error:
         raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
@@ -218,6 +218,13 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
             stacklevel=3,
         )
     return model.eval()
+
+
+def fill(target: Tensor, found: Tensor, name: str) -> None:
+    """Copy an array of a file into the model's. Raises ValueError if its shape differs: some others would be broadcast."""
+    if found.shape != target.shape:
+        raise ValueError(f"array {name} has shape {tuple(found.shape)}, but the model's has {tuple(target.shape)}")
+    target.copy_(found)
 
 
 def model_file(path: Path) -> Path:

@@ -2,10 +2,9 @@
 
 `rounds.jsonl` is the source of truth for everything that is reported. A checkpoint is written under a temporary name, synced
 and renamed, so a process that is killed at any moment leaves the previous checkpoint intact. Checkpoints have a schema version
-and checksums. No file is a pickle.
+and a manifest with the checksum of each of their files. No file is a pickle.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,10 +19,11 @@ from flwr.app import Array, ArrayRecord
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from piecework.client_app.seal import MANIFEST, damage, seal
 from piecework.training.settings import Scalar, Settings
 from piecework.training.settings.run import flat, nested
 
-SCHEMA = 2  # version of the checkpoint format; 2 has norms of updates by unit
+SCHEMA = 3  # version of the checkpoint format; 2 has norms of updates by unit, 3 a manifest
 KEPT = 2  # number of newest checkpoints that are kept, in addition to the first
 
 
@@ -114,12 +114,10 @@ class RunDir:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         files = {"arrays": arrays} | ({"kept": kept} if kept else {})
-        digests = {}
         for name, record in files.items():
             save_file(dict(numpy_arrays(record)), temporary / f"{name}.safetensors")
-            digests[f"{name}-sha256"] = sha256(temporary / f"{name}.safetensors")
-        document = {"schema": SCHEMA, **digests, **values}
-        (temporary / "state.json").write_text(json.dumps(document), encoding="utf-8")
+        (temporary / "state.json").write_text(json.dumps({"schema": SCHEMA, **values}), encoding="utf-8")
+        seal(temporary)
         for path in temporary.iterdir():
             sync(path)
         shutil.rmtree(final, ignore_errors=True)
@@ -231,29 +229,31 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and verify one checkpoint folder. Raises CheckpointError, which names the file."""
-    file = path / "state.json"
+    fault, schema = damage(path), _schema_of(path)
+    if schema not in (None, SCHEMA) and not (fault and (path / MANIFEST).exists()):
+        raise CheckpointError(
+            f"{path} was written by another version of Piecework (schema {schema}, this is {SCHEMA}): resume the run with that "
+            "version, or start a new one"
+        )
+    if fault:
+        raise CheckpointError(f"{path} is damaged: {fault}")
+    file, kept = path / "state.json", path / "kept.safetensors"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        if values.pop("schema") != SCHEMA:
-            raise CheckpointError(f"{path} was written by another version of Piecework (schema is not {SCHEMA})")
-        digests = {name: values.pop(f"{name}-sha256") for name in ("arrays", "kept") if f"{name}-sha256" in values}
-        found = {"arrays": ArrayRecord(), "kept": ArrayRecord()}
-        if "arrays" not in digests:
-            raise KeyError("arrays-sha256")
-        for name, digest in digests.items():
-            file = path / f"{name}.safetensors"
-            found[name] = _verified(file, digest)
-    except CheckpointError:
-        raise
-    except (OSError, KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:
+        del values["schema"]
+        file = path / "arrays.safetensors"
+        arrays = read_arrays(file)
+        return Checkpoint(arrays, values, read_arrays(kept) if kept.exists() else ArrayRecord())
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error})") from error
-    return Checkpoint(found["arrays"], values, found["kept"])
 
 
-def _verified(path: Path, digest: str) -> ArrayRecord:
-    if sha256(path) != digest:
-        raise CheckpointError(f"{path} is damaged: it does not match its checksum")
-    return read_arrays(path)
+def _schema_of(path: Path) -> object:
+    """Return the schema that a checkpoint states; None if it states none that can be read."""
+    try:
+        return json.loads((path / "state.json").read_text(encoding="utf-8"))["schema"]
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
 
 
 def read_arrays(path: Path) -> ArrayRecord:
@@ -265,12 +265,6 @@ def read_arrays(path: Path) -> ArrayRecord:
 def numpy_arrays(arrays: ArrayRecord) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the arrays of a record with their names."""
     return ((name, array.numpy()) for name, array in arrays.items())
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 digest of a file in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomically(path: Path, content: bytes) -> None:

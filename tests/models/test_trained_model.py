@@ -190,6 +190,19 @@ def test_files_that_cannot_be_read_are_named(
         piecework.load(changed(run, tmp_path, **changes))
 
 
+def test_an_array_of_another_shape_is_named(run: RunDir, tmp_path: Path) -> None:
+    """Some shapes would be broadcast without a word: one row of weights for all ten classes, one number for a layer."""
+    source, file = run.path / "model.safetensors", tmp_path / "model.safetensors"
+    arrays = load_file(source)
+    (name,) = (n for n in arrays if n.startswith("head.") and arrays[n].ndim == 2)
+    whole = tuple(arrays[name].shape)
+    for found, array in (((1, whole[1]), arrays[name][:1]), ((1,), arrays[name][0, :1])):
+        save_file(arrays | {name: array.clone()}, file, metadata={"piecework": json.dumps(description(source))})
+        with pytest.raises(ModelFileError) as caught:
+            piecework.load(file)
+        assert f"array {name} has shape {found}, but the model's has {whole}" in str(caught.value)
+
+
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=f"{tmp_path} holds no model.safetensors: has the run completed?"):
         piecework.load(tmp_path)

@@ -10,6 +10,7 @@ from flwr.app import Array, ArrayRecord
 from helpers import numpy_of, same, tiny_settings
 from safetensors import safe_open
 
+from piecework.client_app.seal import seal
 from piecework.server_app import records
 from piecework.server_app.records import (
     CheckpointError,
@@ -64,6 +65,7 @@ def test_a_checkpoint_round_trips(run: RunDir) -> None:
     assert numpy_of(checkpoint.arrays)["atoms.0.n"].shape == ()
     assert sorted(path.name for path in (run.checkpoints / "round-00003").iterdir()) == [
         "arrays.safetensors",
+        "manifest.json",
         "state.json",
     ]
 
@@ -109,53 +111,76 @@ def spoil_bit(path: Path) -> None:
     path.write_bytes(bytes(content))
 
 
-def set_schema(path: Path) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 1}))
+def another_round(path: Path) -> None:
+    """One bit, with which the file is as good as before."""
+    path.write_text(path.read_text().replace('"round": 2', '"round": 3'))
 
 
-def drop(key: str) -> Any:
-    def change(path: Path) -> None:
-        document = json.loads(path.read_text())
-        del document[key]
-        path.write_text(json.dumps(document))
+def from_schema_2(path: Path) -> None:
+    """What the version before wrote: no manifest."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 2}))
+    (path.parent / "manifest.json").unlink()
 
-    return change
+
+def of_schema_4(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 4}))
+    seal(path.parent)
 
 
 @pytest.mark.parametrize(
     ("file", "change", "reason"),
     [
-        ("arrays.safetensors", spoil_bit, r"arrays\.safetensors is damaged: it does not match its checksum"),
-        ("arrays.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-5]), "it does not match its checksum"),
-        ("arrays.safetensors", Path.unlink, r"is damaged \(FileNotFoundError: .*arrays\.safetensors"),
-        ("state.json", lambda p: p.write_text(p.read_text()[:20]), r"is damaged \(JSONDecodeError"),
-        ("state.json", lambda p: p.write_text("[1]"), "is damaged"),
-        ("state.json", lambda p: p.write_bytes(b"\xff\xfe"), "is damaged"),
-        ("state.json", Path.unlink, r"is damaged \(FileNotFoundError: .*state\.json"),
-        ("state.json", set_schema, r"was written by another version of Piecework \(schema is not 2\)"),
-        ("state.json", drop("schema"), r"is damaged \(KeyError: 'schema'"),
-        ("state.json", drop("arrays-sha256"), r"is damaged \(KeyError: 'arrays-sha256'"),
+        ("arrays.safetensors", spoil_bit, "is damaged: arrays.safetensors does not match its checksum"),
+        ("arrays.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-5]), "arrays.safetensors does not match its"),
+        ("arrays.safetensors", Path.unlink, "is damaged: arrays.safetensors is missing"),
+        ("kept.safetensors", Path.unlink, "is damaged: kept.safetensors is missing"),
+        ("state.json", another_round, "is damaged: state.json does not match its checksum"),
+        ("state.json", lambda p: p.write_bytes(b"\xff\xfe"), "is damaged: state.json does not match its checksum"),
+        ("state.json", Path.unlink, "is damaged: state.json is missing"),
+        ("manifest.json", Path.unlink, "is damaged: manifest.json cannot be read (FileNotFoundError)"),
+        ("manifest.json", lambda p: p.write_text(p.read_text()[:40]), "manifest.json cannot be read (JSONDecodeError)"),
+        (
+            "state.json",
+            from_schema_2,
+            "was written by another version of Piecework (schema 2, this is 3): resume the run",
+        ),
+        (
+            "state.json",
+            of_schema_4,
+            "was written by another version of Piecework (schema 4, this is 3): resume the run",
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_named(run: RunDir, file: str, change: Any, reason: str) -> None:
-    save(run, 1, 2)
+    for server_round in (1, 2):
+        run.save_checkpoint(arrays(server_round), {"round": server_round}, arrays(0.1))
     path = run.checkpoints / "round-00002"
     change(path / file)
-    with pytest.raises(CheckpointError, match=reason) as caught:
+    with pytest.raises(CheckpointError) as caught:
         run.load_checkpoint()
-    assert str(path if change is set_schema else path / file) in str(caught.value)
+    assert str(caught.value).startswith(f"{path} ")
+    assert reason in str(caught.value)
     assert read_checkpoint(run.checkpoints / "round-00001").values == {"round": 1}
 
 
-def test_arrays_that_are_no_safetensors_though_the_checksum_fits(run: RunDir) -> None:
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("arrays.safetensors", "no safetensors", "is damaged: arrays.safetensors is not a safetensors file"),
+        ("state.json", "[1]", "state.json is damaged (TypeError"),
+        ("state.json", "{}", "state.json is damaged (KeyError: 'schema')"),
+    ],
+)
+def test_files_that_are_not_what_they_should_be_though_the_checksum_fits(
+    run: RunDir, file: str, content: str, reason: str
+) -> None:
     save(run, 1)
     path = run.checkpoints / "round-00001"
-    (path / "arrays.safetensors").write_bytes(b"no safetensors")
-    document = json.loads((path / "state.json").read_text())
-    document["arrays-sha256"] = records.sha256(path / "arrays.safetensors")
-    (path / "state.json").write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match=r"is damaged \(SafetensorError"):
+    (path / file).write_text(content)
+    seal(path)
+    with pytest.raises(CheckpointError) as caught:
         run.load_checkpoint()
+    assert reason in str(caught.value)
 
 
 # ---- round records

@@ -38,7 +38,7 @@ def spoil(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-@pytest.mark.parametrize("file", ["arrays.safetensors", "state.json"])
+@pytest.mark.parametrize("file", ["arrays.safetensors", "state.json", "manifest.json"])
 def test_a_damaged_checkpoint_is_passed_over(
     run: RunDir, finished: RunDir, file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -61,7 +61,7 @@ def test_without_a_checkpoint_that_can_be_used_nothing_is_touched(run: RunDir) -
     with pytest.raises(CheckpointError) as caught:
         resume(run)
     for name in ("round-00001", "round-00003", "round-00004"):
-        assert f"{run.checkpoints / name / 'arrays.safetensors'} is damaged" in str(caught.value)
+        assert f"{run.checkpoints / name} is damaged: arrays.safetensors does not match" in str(caught.value)
     after = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != "lock"}
     assert after == before
 

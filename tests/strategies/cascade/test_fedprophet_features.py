@@ -13,6 +13,7 @@ from helpers import a_client, tiny_settings
 
 from piecework.client_app.client import STAGES, Client
 from piecework.client_app.features import make_room, prefix_features
+from piecework.client_app.seal import seal_file
 from piecework.client_app.store import Store
 from piecework.models.partition import Piece
 from piecework.training.loop import PieceModel
@@ -73,6 +74,8 @@ def test_features_that_are_there_are_not_computed_again(tmp_path: Path) -> None:
     features = np.load(path, mmap_mode="r+")
     features[3] = 42.0  # which no atom made
     features.flush()
+    path.write_bytes(path.read_bytes()[:-32])
+    seal_file(path)
     os.utime(path, (1000, 1000))
     assert (prefix_features(client, MODULES[:2]).read(np.array([3])) == 42).all()
     assert path.stat().st_mtime > 10**6  # not the oldest
@@ -104,7 +107,20 @@ def cut_in_its_header(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:20])
 
 
-@pytest.mark.parametrize("damage", [cut_short, emptied, other_content, cut_in_its_header])
+def one_value(path: Path) -> None:
+    """The smallest damage, which leaves an array of the right shape and finite values."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def without_its_checksum(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-32])
+
+
+@pytest.mark.parametrize(
+    "damage", [cut_short, emptied, other_content, cut_in_its_header, one_value, without_its_checksum]
+)
 def test_damaged_features_are_computed_again(tmp_path: Path, damage: Any) -> None:
     client = seasoned(tmp_path)
     prefix_features(client, MODULES[:2])
@@ -115,7 +131,9 @@ def test_damaged_features_are_computed_again(tmp_path: Path, damage: Any) -> Non
     assert path.read_bytes() == sound
     assert again.read(np.arange(40)).isfinite().all()
     (note,) = client.store.notes
-    assert note.startswith("the stored features behind atom 3 are damaged and are computed again: ")
+    assert note.startswith(
+        "the stored features behind atom 3 are damaged and are computed again: they do not match their"
+    )
 
 
 def test_features_of_another_number_of_examples_are_not_used(tmp_path: Path) -> None:
