@@ -133,6 +133,7 @@ def run_one(
     from piecework.federation.errors import RunAbortedError, TooFewNodesError
     from piecework.launch import SuperLinkLostError, launch
     from piecework.progress import RoundProgress
+    from piecework.server_app.disk import StorageError
     from piecework.server_app.preflight import preflight
     from piecework.server_app.run_folder import STOPPED, resolve_run_dir
     from piecework.server_app.summary import summarise
@@ -150,7 +151,7 @@ def run_one(
     try:
         with RoundProgress(settings.num_rounds, err) as progress:
             summary = launch(settings, run_dir, progress.update, restarts, connection)
-    except (RunAbortedError, TooFewNodesError, EngineError, SuperLinkLostError) as error:
+    except (RunAbortedError, TooFewNodesError, EngineError, SuperLinkLostError, StorageError) as error:
         reason = str(error)
     except KeyboardInterrupt:
         ended_by = INTERRUPTED

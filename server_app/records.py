@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from piecework.client_app.seal import MANIFEST, damage, seal
+from piecework.server_app.disk import StorageError, writing
 from piecework.training.settings import Scalar, Settings
 from piecework.training.settings.run import flat, nested
 
@@ -44,17 +45,21 @@ class Checkpoint:
 
 
 class RunDir:
-    """The folder `<output-dir>/<run>/` and its files."""
+    """The folder `<output-dir>/<run>/` and its files. What writes them raises StorageError, which says how to go on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
         self.rounds_file = self.path / "rounds.jsonl"
         self.checkpoints = self.path / "checkpoint"
+        self._then = f"The run can then be resumed: piecework run --set resume-from={self.path}"
 
     def create(self, settings: Settings) -> None:
         """Create the folder and write the settings."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "settings.toml", tomli_w.dumps(nested(settings.to_run_config())).encode())
+
+    def _write(self, name: str, text: str) -> None:
+        write_atomically(self.path / name, text.encode(), self._then)
 
     def has_begun(self) -> bool:
         """Return whether a run was started here: its settings are the first file that is written."""
@@ -71,7 +76,7 @@ class RunDir:
 
     def append_round(self, record: Mapping[str, object]) -> None:
         """Append a round's record and sync it, so that it is on disk before the round's checkpoint."""
-        with self.rounds_file.open("ab") as file:
+        with writing(self.rounds_file, self._then), self.rounds_file.open("ab") as file:
             file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -103,23 +108,29 @@ class RunDir:
     def forget_after(self, server_round: int) -> None:
         """Delete the records of rounds that a resumed run will repeat, and all records from the first damaged line on."""
         kept = [r for r in self.readable_rounds()[0] if r["round"] <= server_round]
-        write_atomically(
-            self.rounds_file, b"".join(json.dumps(r, separators=(",", ":")).encode() + b"\n" for r in kept)
-        )
+        self._write(self.rounds_file.name, "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept))
 
     def save_checkpoint(self, arrays: ArrayRecord, values: Mapping[str, Any], kept: ArrayRecord | None = None) -> None:
-        """Write `checkpoint/round-NNNNN/`, and delete all checkpoints but the first and the newest two."""
+        """Write `checkpoint/round-NNNNN/`, and delete all checkpoints but the first and the newest two.
+
+        If it cannot be written, what was begun is deleted, and the others stay.
+        """
         final = self.checkpoints / f"round-{values['round']:05d}"
         temporary = final.with_suffix(".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
         files = {"arrays": arrays} | ({"kept": kept} if kept else {})
-        for name, record in files.items():
-            save_file(dict(numpy_arrays(record)), temporary / f"{name}.safetensors")
-        (temporary / "state.json").write_text(json.dumps({"schema": SCHEMA, **values}), encoding="utf-8")
-        seal(temporary)
-        for path in temporary.iterdir():
-            sync(path)
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            with writing(final, self._then):
+                temporary.mkdir(parents=True)
+                for name, record in files.items():
+                    save_file(dict(numpy_arrays(record)), temporary / f"{name}.safetensors")
+                (temporary / "state.json").write_text(json.dumps({"schema": SCHEMA, **values}), encoding="utf-8")
+                seal(temporary)
+                for path in temporary.iterdir():
+                    sync(path)
+        except StorageError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         shutil.rmtree(final, ignore_errors=True)
         temporary.replace(final)
         sync(self.checkpoints)
@@ -142,14 +153,15 @@ class RunDir:
 
     def save_model(self, arrays: ArrayRecord, description: Mapping[str, object]) -> None:
         """Write `model.safetensors`. Its metadata is `description`, from which the model can be built again."""
-        temporary = self.path / "model.tmp"
-        save_file(dict(numpy_arrays(arrays)), temporary, metadata={"piecework": json.dumps(description)})
-        sync(temporary)
-        temporary.replace(self.path / "model.safetensors")
+        temporary, final = self.path / "model.tmp", self.path / "model.safetensors"
+        with writing(final, self._then):
+            save_file(dict(numpy_arrays(arrays)), temporary, metadata={"piecework": json.dumps(description)})
+            sync(temporary)
+            temporary.replace(final)
 
     def write_coverage(self, coverage: Mapping[str, object]) -> None:
         """Write `coverage.json`: which clients can train which part of the model, as known at the start."""
-        write_atomically(self.path / "coverage.json", json.dumps(coverage, indent=2).encode())
+        self._write("coverage.json", json.dumps(coverage, indent=2))
 
     def coverage(self) -> dict[str, Any] | None:
         """Return the content of `coverage.json`, or None if it is not written yet. Raises CheckpointError."""
@@ -162,7 +174,7 @@ class RunDir:
 
     def write_final(self, evaluation: Mapping[str, object]) -> None:
         """Write `final.json`: the evaluation of the trained model."""
-        write_atomically(self.path / "final.json", json.dumps(evaluation, indent=2).encode())
+        self._write("final.json", json.dumps(evaluation, indent=2))
 
     def final(self) -> dict[str, Any] | None:
         """Return the evaluation of the trained model, or None if there is none. Raises CheckpointError."""
@@ -170,7 +182,7 @@ class RunDir:
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write `summary.json`: how the run ended."""
-        write_atomically(self.path / "summary.json", json.dumps(summary, indent=2).encode())
+        self._write("summary.json", json.dumps(summary, indent=2))
 
     def summary(self) -> dict[str, Any] | None:
         """Return how the run ended, or None if it has not ended. Raises CheckpointError."""
@@ -267,12 +279,16 @@ def numpy_arrays(arrays: ArrayRecord) -> Iterator[tuple[str, np.ndarray]]:
     return ((name, array.numpy()) for name, array in arrays.items())
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file's content entirely or, if the process is interrupted, not at all."""
+def write_atomically(path: Path, content: bytes, then: str = "") -> None:
+    """Replace a file's content entirely or, if the process is interrupted, not at all. Raises StorageError.
+
+    `then` is what to do when it can be written again.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    sync(temporary)
-    temporary.replace(path)
+    with writing(path, then):
+        temporary.write_bytes(content)
+        sync(temporary)
+        temporary.replace(path)
 
 
 def sync(path: Path) -> None:

@@ -19,6 +19,7 @@ from piecework.federation.transport import Transport
 from piecework.models.init_weights import account, pretrained
 from piecework.models.partition import Piece
 from piecework.planning.now import doing
+from piecework.server_app.disk import StorageError
 from piecework.server_app.model_description import described
 from piecework.server_app.preflight import preflight
 from piecework.server_app.rates import require_rates
@@ -330,4 +331,9 @@ def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: On
             reason = str(error) or type(error).__name__
             raise
         finally:
-            run_dir.write_summary(summarise(run_dir, status, reason, run.seconds()))
+            try:
+                run_dir.write_summary(summarise(run_dir, status, reason, run.seconds()))
+            except StorageError as unwritten:
+                if status == COMPLETED:
+                    raise
+                LOG.warning("%s", unwritten)  # what ended the run is told instead

@@ -1,16 +1,23 @@
 """A run whose files were damaged goes on from the checkpoint before; nothing is thrown away, and errors name file and line."""
 
 import json
+import resource
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from helpers import TRIO, model_of, run_local, same
+from flwr.app import Array, ArrayRecord
+from helpers import TRIO, few_digits, model_of, run_local, same, tiny_settings
 from typer.testing import CliRunner
 
 from piecework.cli import app
+from piecework.server_app.disk import StorageError
 from piecework.server_app.records import CheckpointError, RunDir
+from piecework.training.settings import Settings
 
 SETTINGS = TRIO | {"strategy": "fedavg", "num_rounds": 4}
 
@@ -143,6 +150,66 @@ def test_readers_name_a_damaged_document(run: RunDir, name: str) -> None:
     done = CliRunner().invoke(app, ["report", str(run.path)])
     assert done.exit_code == 2
     assert f"{run.path / name} is damaged" in done.stderr
+
+
+# ---- a full disk
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """The kernel refuses to let a file grow beyond this: as on a full disk, with another number for the error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_run_that_met_a_full_disk_says_where_and_goes_on(
+    finished: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the checkpoint of round 2. What ended it is told, although no summary can be written either."""
+    run, save = RunDir(tmp_path / "run"), RunDir.save_checkpoint
+    with ExitStack() as until_freed, monkeypatch.context() as patch:
+
+        def save_checkpoint(self: RunDir, arrays: Any, values: Any, kept: Any) -> None:
+            if values["round"] == 2:
+                until_freed.enter_context(files_of_at_most(100))
+            save(self, arrays, values, kept)
+
+        patch.setattr(RunDir, "save_checkpoint", save_checkpoint)
+        own = SETTINGS | {"dataset": f"npz:{few_digits()}", "output_dir": str(tmp_path)}
+        asked = dict(tiny_settings(**own).to_run_config().items() - Settings().to_run_config().items())
+        done = CliRunner().invoke(app, ["run", *(f"--set={key}={value}" for key, value in asked.items())])
+    assert done.exit_code == 1
+    said = done.stderr
+    assert f"{run.checkpoints / 'round-00002'} cannot be written: Error while serializing: I/O error: File too" in said
+    assert "bytes are free there. Free some: old runs can be deleted, and `piecework clean` removes" in said
+    assert f"The run can then be resumed: piecework run --set resume-from={run.path}" in said
+    assert f"{run.path / 'summary.json'} cannot be written: [Errno 27] File too large" in caplog.text
+    assert [path.name for path in run.checkpoints.iterdir()] == ["round-00001"]
+    assert invoke("--set", f"resume-from={run.path}").exit_code == 0
+    assert [record["round"] for record in run.rounds()] == [1, 2, 3, 4]
+    assert same(model_of(run), model_of(finished))
+
+
+def test_every_file_of_a_run_is_named_where_it_cannot_be_written(run: RunDir) -> None:
+    """And what was there before stays."""
+    arrays = ArrayRecord({"w": Array(np.zeros(1000, dtype=np.float32))})
+    writes: dict[str, Callable[[], None]] = {
+        "rounds.jsonl": lambda: run.append_round({"round": 5}),
+        "model.safetensors": lambda: run.save_model(arrays, {}),
+        "final.json": lambda: run.write_final({"accuracy": 0.5}),
+        "coverage.json": lambda: run.write_coverage({"parts": 4}),
+    }
+    before = run.rounds(), (run.path / "model.safetensors").read_bytes(), run.coverage(), run.final()
+    for name, write in writes.items():
+        with files_of_at_most(0), pytest.raises(StorageError) as caught:
+            write()
+        assert str(caught.value).startswith(f"{run.path / name} cannot be written: "), name
+        assert "bytes are free there" in str(caught.value)
+    assert (run.rounds(), (run.path / "model.safetensors").read_bytes(), run.coverage(), run.final()) == before
 
 
 # ---- a run's own settings
