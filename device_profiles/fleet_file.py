@@ -5,8 +5,6 @@ in bytes/s, disk-latency in seconds per access, cpus in cores of the device's co
 that scaling methods assign to the device; by default the largest that fits. A pool is a list of devices for several fleets.
 """
 
-import json
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -14,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from piecework.device_profiles.documents import read_json, read_toml, shown
 from piecework.device_profiles.names import did_you_mean
 from piecework.device_profiles.profile import DeviceProfile, parse_bytes, parse_memory
 
@@ -141,7 +140,7 @@ def shipped_pools() -> list[str]:
 def read_fleet(source: str) -> tuple[FleetTable, list[DeviceTable]]:
     """Read and check a shipped name, a .toml file or the JSON of a fleet; return it with its devices. Raises FleetError."""
     if source.lstrip().startswith("{"):
-        return _checked(_table(FleetTable, lambda: json.loads(source), "fleet JSON"), "fleet JSON", Path())
+        return _checked(_table(FleetTable, lambda: read_json(source), "fleet JSON"), "fleet JSON", Path())
     path = Path(source)
     if path.suffix != ".toml":
         path = SHIPPED / f"{source}.toml"
@@ -174,7 +173,7 @@ def pool_devices(name: str) -> list[DeviceProfile]:
 
 
 def _toml(path: Path) -> Any:
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    return read_toml(path.read_text(encoding="utf-8"))
 
 
 def _table(kind: type[AnyTable], read: Callable[[], Any], where: str) -> AnyTable:
@@ -209,9 +208,9 @@ def _explain(problem: ErrorDetails, kind: type[_Table]) -> str:
     if problem["type"] in EXPECTED:
         devices = loc == ("device",)
         expected = "a table for each device, headed [[device]]" if devices else EXPECTED[problem["type"]]
-        return f"{place} = {problem['input']!r}: expected {expected}"
+        return f"{place} = {shown(problem['input'])}: expected {expected}"
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{place} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{place} = {shown(problem['input'])}: {message[0].lower()}{message[1:]}"
 
 
 def _checked(table: FleetTable, where: str, folder: Path) -> tuple[FleetTable, list[DeviceTable]]:

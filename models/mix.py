@@ -22,6 +22,7 @@ from piecework.models.depth_exits import mean_logits
 from piecework.models.layers import divide_output
 
 Build = Callable[[], nn.Module]
+MOST_NETS = 100  # every net is built, and every number of them traced
 
 
 class MixedAtom(nn.ModuleDict):

@@ -6,9 +6,9 @@ build the same network from it with `vary`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from piecework.models.basic_layers import with_basic_layers
 from piecework.models.cascade import Blueprint
@@ -16,12 +16,15 @@ from piecework.models.depth_exits import with_exits
 from piecework.models.layers import narrowed, require_one_of
 from piecework.models.low_rank import low_rank
 from piecework.models.masked import masked
-from piecework.models.mix import mixed
+from piecework.models.mix import MOST_NETS, mixed
 from piecework.models.nested_norms import with_nested_norms
 from piecework.models.partition import Piece
 from piecework.models.static_norms import with_statistics
 from piecework.models.supermask import supermask
 from piecework.models.zoo import MODELS, build_blueprint, model_options
+
+MOST_RATIOS = 100  # nets within a net, each of which is built
+NetNumber = Annotated[int, Field(ge=0, lt=MOST_NETS)]
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,9 @@ class Variant:
     architecture: str = ""
     width: float = 1.0
     rounding: Literal["down", "up"] = "down"
-    nested_norms: tuple[float, ...] = ()
+    nested_norms: Annotated[tuple[float, ...], Field(max_length=MOST_RATIOS)] = ()
     dual_norms: bool = False
-    nets: tuple[int, ...] = ()
+    nets: Annotated[tuple[NetNumber, ...], Field(max_length=MOST_NETS)] = ()
     scaler: bool = False
     keep: float = 0.0
     channels: Literal["first", "random", "all"] = "first"

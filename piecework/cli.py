@@ -222,9 +222,9 @@ def plan(
     preset: Preset = "",
     named: Named = {},  # noqa: B006
     input_shape: Annotated[str, typer.Option(help="instead of a data set: 3x224x224, or 500 tokens")] = "",
-    classes: Annotated[int | None, typer.Option(min=1, help="number of classes, with --input-shape")] = None,
+    classes: Annotated[int | None, typer.Option(min=1, max=10**6, help="number of classes, with --input-shape")] = None,
     examples: Annotated[
-        int | None, typer.Option(min=1, help="training examples per client; default: an equal part, or 500")
+        int | None, typer.Option(min=1, max=10**7, help="training examples per client; default: an equal part, or 500")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=2, help="examples per step")] = None,
     budget: Annotated[
@@ -233,7 +233,7 @@ def plan(
     memory_model: Annotated[str, typer.Option(help="traced, or a paper's: fedepth, fedprophet, prism, profl")] = "",
     precision: Annotated[str, typer.Option(help="float32 or bfloat16 (traced); default: that of the settings")] = "",
     attack_steps: Annotated[
-        int | None, typer.Option(min=0, help="PGD steps of a training step; default: the system's own")
+        int | None, typer.Option(min=0, max=1000, help="PGD steps of a training step; default: the system's own")
     ] = None,
     nodes: Annotated[int, typer.Option(help="number of clients")] = 0,
     picture: Annotated[str, typer.Option(metavar="FILE", help="draw memory against budgets: .svg, .png or .pdf")] = "",

@@ -5,7 +5,6 @@ not a repetition of a shorter one.
 """
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from piecework import display
+from piecework.device_profiles.documents import read_json
 from piecework.display import UnderAttack
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.summary import best_round
@@ -148,7 +148,7 @@ def fleet_names(fleets: Iterable[str]) -> dict[str, str]:
 def fleet_name(fleet: str) -> str:
     """Return the name of a fleet, which a run's settings have as JSON; what is no such JSON is returned as it is."""
     try:
-        return str(json.loads(fleet)["name"])
+        return str(read_json(fleet)["name"])
     except (ValueError, KeyError, TypeError):
         return fleet
 

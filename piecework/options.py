@@ -3,10 +3,10 @@
 import logging
 import os
 import shlex
-import tomllib
 from pathlib import Path
 
 from piecework.app_folder import PRESETS
+from piecework.device_profiles.documents import read_toml, shown
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.names import did_you_mean
 from piecework.processes import Connection
@@ -173,8 +173,8 @@ def preset_path(preset: str) -> Path:
 def read_tables(path: Path) -> Scalars:
     """Return the settings in a TOML file by their keys. Raises SettingsError."""
     try:
-        return flat(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, OSError) as error:
+        return flat(read_toml(path.read_text(encoding="utf-8")))
+    except (ValueError, OSError) as error:  # ValueError: no TOML, or no UTF-8
         raise SettingsError(f"preset {path}: {error}") from None
 
 
@@ -182,11 +182,11 @@ def assignment(text: str) -> tuple[str, Scalar]:
     """Parse `key=value`, with the value as TOML reads it, or plain text. Raises SettingsError."""
     key, equals, raw = text.partition("=")
     if not equals:
-        raise SettingsError(f"--set {text}: expected KEY=VALUE")
+        raise SettingsError(f"--set {shown(text)}: expected KEY=VALUE")
     field = fields().get(key.strip())
     try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = read_toml(f"value = {raw}")["value"]
+    except ValueError:
         value = raw
     if field is not None and isinstance(field.default, str) and not isinstance(value, str):
         value = raw

@@ -2,8 +2,10 @@
 
 import logging
 from dataclasses import dataclass
+from math import prod
 from typing import cast, get_args
 
+from piecework.device_profiles.documents import shown
 from piecework.federated_data.datasets import PUBLISHED, default_cache, prepare
 from piecework.federated_data.labels import label_remarks
 from piecework.models.cascade import Shape
@@ -14,6 +16,7 @@ from piecework.training.setup import dataset_of
 from piecework.training.sgd import Precision
 
 LOG = logging.getLogger("piecework")
+DIGITS, LARGEST_EXAMPLE = 7, 10**8  # of a plan, whose sizes in bytes must be numbers of 64 bits
 EXAMPLES = 500  # examples per client if no data set defines them
 
 
@@ -72,9 +75,15 @@ def ask(
 def parse_shape(text: str) -> Shape:
     """Parse `3x224x224` for images or `500` for tokens. Raises SettingsError."""
     edges = text.lower().split("x")
-    if len(edges) not in (1, 3) or not all(edge.isdecimal() and int(edge) for edge in edges):
-        raise SettingsError(f"--input-shape {text}: expected channels, height and width as 3x224x224, or tokens as 500")
-    return tuple(map(int, edges))
+    if len(edges) not in (1, 3) or not all(edge.isdecimal() and len(edge) < DIGITS and int(edge) for edge in edges):
+        raise SettingsError(
+            f"--input-shape {shown(text)}: expected channels, height and width as 3x224x224, or tokens as 500, each of less "
+            f"than {DIGITS} digits"
+        )
+    shape = tuple(map(int, edges))
+    if prod(shape) > LARGEST_EXAMPLE:
+        raise SettingsError(f"--input-shape {text}: an example has {prod(shape):,} values, at most {LARGEST_EXAMPLE:,}")
+    return shape
 
 
 def data_shape(settings: Settings) -> tuple[Shape, int, int]:

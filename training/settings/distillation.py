@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from piecework.training.settings.table import AtLeastOne, AtLeastTwo, NonNegative, Positive, Table, setting
+from piecework.training.settings.table import AtLeastOne, BatchSize, NonNegative, Positive, Table, setting
 
 
 class FedDFSettings(Table):
@@ -16,7 +16,7 @@ class FedDFSettings(Table):
         "resnet34",
     )
     server_iterations: AtLeastOne = setting(128, "batches of public examples per round and model")
-    server_batch_size: AtLeastTwo = setting(64, "examples in such a batch")
+    server_batch_size: BatchSize = setting(64, "examples in such a batch")
     server_lr: Positive = setting(0.005, "learning rate of the server")
     server_optimiser: Literal["sgd", "adam"] = setting(
         "sgd", "sgd: with momentum 0.9, as FedProphet's authors; adam: FedDF's own"

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from pathlib import PureWindowsPath
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from piecework.device_profiles.documents import shown
 from piecework.training.settings.cascade import DepthFLSettings, FeDepthSettings, FedProphetSettings, ProFLSettings
 from piecework.training.settings.distillation import FedDFSettings, FedETSettings
 from piecework.training.settings.low_rank import PriSMSettings
@@ -29,7 +30,7 @@ from piecework.training.settings.shared import (
     TrainingSettings,
 )
 from piecework.training.settings.sparse import FedPMSettings, SpaFLSettings
-from piecework.training.settings.table import AtLeastOne, Case, Count, Scalar, Table, case, setting
+from piecework.training.settings.table import AtLeastOne, Case, Count, Scalar, Seed, Table, case, setting
 from piecework.training.settings.whole import FedRBNSettings
 from piecework.training.settings.width import FjORDSettings, HeteroFLSettings, SplitMixSettings
 
@@ -52,6 +53,8 @@ CHANGEABLE = frozenset(
 )
 # Settings that a resumed run may set: they affect the rates of the rounds to come.
 EXTENDABLE = frozenset({"training.lr-rounds"})
+
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}  # of a setting, by its default
 
 # What `architecture.batch-norm = auto` means: `running` unless listed. Where clients train sub-models, or blocks after others
 # that are random or have just been trained, the statistics kept in training are not those of the evaluated model. With FedDF
@@ -85,14 +88,14 @@ class Settings(Table):
     model: str = setting("convnet", "name of the model, such as resnet18: models/zoo.py lists them in MODELS")
     dataset: str = setting("digits", "name of the data set, or npz:FILE, folder:DIR, text:DIR")
     fleet: str = setting("demo", "the clients' devices: a shipped fleet, a .toml file, or a fleet as JSON")
-    clients: Count = setting(
+    clients: Annotated[int, Field(ge=0, le=10**6)] = setting(
         0, "number of clients; 0 = as many as the federation has, for `piecework run` the fleet's number or 20"
     )
     clients_per_round: Count = setting(
         10, "clients asked per round; 0 = all; at most as many as there are, though the default then means all"
     )
     num_rounds: AtLeastOne = setting(20, "rounds of the run")
-    seed: Count = setting(1, "seed of all random choices")
+    seed: Seed = setting(1, "seed of all random choices")
     engine: Literal["local", "ray", "deployment"] = setting(
         "local",
         "where clients run: processes of ours, Flower's simulation on Ray, or Flower's SuperLink and SuperNodes",
@@ -232,6 +235,11 @@ class Settings(Table):
     @classmethod
     def from_run_config(cls, config: Mapping[str, Scalar]) -> Self:
         """Validate a flat run configuration. Raises SettingsError."""
+        for key, value in config.items():
+            if key not in fields():
+                raise SettingsError(_unknown_key(key))
+            if not isinstance(value, Scalar):
+                raise SettingsError(f"setting {key} = {shown(value)}: should be {KINDS[type(fields()[key].default)]}")
         # with their types, because a cache treats True, 1 and 1.0 as equal
         items = tuple((key, type(config[key]), config[key]) for key in sorted(config))
         return _validated(cls, items)  # type: ignore[return-value]
@@ -316,9 +324,8 @@ def cases() -> dict[str, tuple[Case, ...]]:
 def _validated(cls: type[Settings], items: tuple[tuple[str, type, Scalar], ...]) -> Settings:
     values = {key: value for key, _, value in items}
     for key, value in values.items():
-        if key not in fields():
-            raise SettingsError(_unknown_key(key))
-        if isinstance(value, int) and not isinstance(value, bool) and isinstance(fields()[key].default, float):
+        default = fields()[key].default
+        if isinstance(value, int) and not isinstance(value, bool) and isinstance(default, float) and abs(value) < 2**63:
             values[key] = float(value)
     try:
         return cls.model_validate(nested(values), by_alias=True, by_name=False)
@@ -345,7 +352,7 @@ def _explain(error: Mapping[str, Any]) -> str:
         return str(error["msg"]).removeprefix("Value error, ")
     key = ".".join(map(str, error["loc"]))
     message = str(error["msg"]).removeprefix("Input ")
-    return f"setting {key} = {error['input']!r}: {message}"
+    return f"setting {key} = {shown(error['input'])}: {message}"
 
 
 def check_resume(old: Mapping[str, Scalar], new: Settings) -> None:

@@ -7,11 +7,13 @@ from pydantic import Field, model_validator
 
 from piecework.training.settings.table import (
     AtLeastOne,
-    AtLeastTwo,
+    BatchSize,
+    Bytes,
     Count,
     Fraction,
     NonNegative,
     Positive,
+    PositiveBytes,
     Table,
     case,
     setting,
@@ -145,7 +147,7 @@ class TrainingSettings(Table):
     )
     local_epochs: AtLeastOne = setting(2, "passes over the client data in a round, for every sub-problem")
     local_iterations: Count = setting(0, "batches instead of local-epochs, for every sub-problem; 0 = epochs")
-    batch_size: AtLeastTwo = setting(16, "examples in a batch")
+    batch_size: BatchSize = setting(16, "examples in a batch")
     lr: Positive = setting(0.1, "learning rate of the first round")
     lr_schedule: Literal["constant", "cosine", "exponential"] = setting("cosine", "how the rate falls over the rounds")
     lr_rounds: Count = setting(
@@ -198,7 +200,7 @@ class EvaluationSettings(Table):
     on_clients_every: Count = setting(
         0, "rounds between evaluations of the new model on the validation examples of the round's clients; 0 = never"
     )
-    batch_size: AtLeastTwo = setting(256, "examples in a batch of evaluation")
+    batch_size: BatchSize = setting(256, "examples in a batch of evaluation")
     attack_steps: AtLeastOne = setting(20, "PGD steps of evaluation", ATTACKED)
     attack_examples: Count = setting(1000, "test images attacked at an evaluation of adversarial training; 0 = none")
     autoattack_examples: Count = setting(
@@ -218,9 +220,9 @@ class MemorySettings(Table):
         0.0, "allowed excess over the budget, as a fraction of it; for papers' memory models only"
     )
     enforce: bool = setting(True, "false: clients neither refuse nor stop at their budget; for tests")
-    reserve: Count = setting(64 * 2**20, "bytes that a device with device = 'auto' keeps free")
+    reserve: Bytes = setting(64 * 2**20, "bytes that a device with device = 'auto' keeps free")
     feature_cache: bool = setting(True, "false: features of frozen atoms are computed again every epoch")
-    feature_cache_bytes: AtLeastOne = setting(
+    feature_cache_bytes: PositiveBytes = setting(
         4 * 10**9, "maximum bytes on disk of stored features, of all clients together"
     )
 
@@ -259,7 +261,7 @@ class MemorySettings(Table):
 class MessagesSettings(Table):
     """How the server and its clients exchange messages."""
 
-    max_bytes: AtLeastOne = setting(2**25, "maximum bytes of frozen atoms in a message")
+    max_bytes: PositiveBytes = setting(2**25, "maximum bytes of frozen atoms in a message")
     max_in_flight: Count = setting(
         0, "messages that are out at once; 0 = twice the workers, at least 4; all of them in a deployment"
     )

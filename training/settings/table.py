@@ -8,9 +8,16 @@ from pydantic import BaseModel, ConfigDict, Field
 Scalar = bool | int | float | str
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
-AtLeastOne = Annotated[int, Field(ge=1)]
-AtLeastTwo = Annotated[int, Field(ge=2)]
+# Whole numbers are bounded so that a product of some, with the sizes of a model, is still a number of 64 bits.
+LARGEST = 2**31 - 1
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+AtLeastOne = Annotated[int, Field(ge=1, le=LARGEST)]
+AtLeastTwo = Annotated[int, Field(ge=2, le=LARGEST)]
+BatchSize = Annotated[int, Field(ge=2, le=2**20)]
+Bytes = Annotated[int, Field(ge=0, le=2**56)]
+PositiveBytes = Annotated[int, Field(ge=1, le=2**56)]
+MOST_RATIOS = 100  # sub-models of a run: each is built and traced
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 # A run uses a setting in a case if each key in it, with its table's name, has one of the values.
@@ -48,6 +55,8 @@ def ratios(key: str, text: str) -> list[float]:
         found = sorted({float(ratio) for ratio in text.split(",")}, reverse=True)
     except ValueError:
         found = []
+    if len(found) > MOST_RATIOS:
+        raise ValueError(f"{key} has {len(found):,} fractions: give at most {MOST_RATIOS}")
     if not found or not 0 < found[-1] <= found[0] <= 1:
         raise ValueError(f"{key} = {text!r}: give fractions above 0 and up to 1, as in 1,0.5,0.25")
     return found
