@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 
 from flwr.app import Error
 
-STATUS = {0: "crashed", 3: "gone", 4: "gone", 5: "gone", 8: "crashed"}
+UNAVAILABLE = 3  # Flower's code of a reply that is lost
+REFUSED = 400  # our own code of a reply that is not taken (federation/reply_guard.py); Flower's are below 10
+STATUS = {0: "crashed", UNAVAILABLE: "gone", 4: "gone", 5: "gone", 8: "crashed", REFUSED: "rejected"}
 SILENT = ("crashed", "gone", "timeout")  # clients with these statuses get no evaluation task in the same round
 SHRINK, GROW = 0.75, 0.02  # after a crash the fraction of the budget is multiplied by SHRINK; a good answer adds GROW
 
 
 def status_of(error: Error) -> str:
-    """Return `crashed` (the client's process died), `gone` (its node left, or the message was lost) or `failed` (otherwise)."""
+    """Return `crashed` (the client's process died), `gone` (its node left, or the message was lost), `rejected` or `failed`."""
     return STATUS.get(error.code, "failed")
 
 

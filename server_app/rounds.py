@@ -15,6 +15,7 @@ from piecework.federation.errors import RunAbortedError
 from piecework.federation.evaluation import Evaluator, final_evaluation
 from piecework.federation.faults import status_of
 from piecework.federation.registry import ClientRegistry
+from piecework.federation.reply_guard import ReplyGuard, reply_limit
 from piecework.federation.transport import Transport
 from piecework.models.init_weights import account, pretrained
 from piecework.models.partition import Piece
@@ -48,14 +49,15 @@ class Run:
     def __init__(self, grid: Grid, settings: Settings, run_dir: RunDir) -> None:
         self.started = time.perf_counter()
         self.earlier = run_dir.seconds() if settings.resume_from else 0.0  # of earlier processes
-        self.grid, self.settings, self.run_dir = grid, settings, run_dir
+        self.settings, self.run_dir = settings, run_dir
+        self.grid = ReplyGuard(grid, reply_limit(settings.messages.max_bytes, 0), settings.messages.round_timeout)
         fleet, strategy_class, self.data, blueprint = preflight(settings)
         self.recovery = find_recovery(run_dir) if settings.resume_from else Recovery(None)
         checkpoint = self.recovery.checkpoint
         self.values = first_values(settings) if checkpoint is None else resumed_values(checkpoint, settings)
         self.registry = ClientRegistry(fleet, settings.seed, settings.clients, settings.memory)
         self.transport = Transport(
-            grid, settings.messages.max_in_flight or default_in_flight(settings), settings.messages.round_timeout
+            self.grid, settings.messages.max_in_flight or default_in_flight(settings), settings.messages.round_timeout
         )
         state_dir = settings.state_dir or str(run_dir.path / "clients")  # for the stores of emulated clients
         reference = blueprint_for(settings.changed({"architecture.width": 1.0}), self.data)
@@ -190,6 +192,8 @@ class Run:
         """Query clients, train, aggregate, evaluate and record; then let the strategy conclude the round, e.g. end a stage."""
         started = time.perf_counter()
         doing("round %s: training", server_round)
+        model_bytes = sum(len(array.data) for array in self.arrays.values())
+        self.grid.limit = reply_limit(self.settings.messages.max_bytes, model_bytes)
         opening = self._open(server_round)
         aggregated, metrics = self._train(server_round)
         training = TrainingPhase(aggregated, metrics, time.perf_counter() - started)

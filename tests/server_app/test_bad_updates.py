@@ -339,14 +339,40 @@ def test_an_error_reply_is_counted_with_its_reason(tmp_path: Path) -> None:
     np.testing.assert_array_equal(model_of(run)[W], average([first, third], W))
 
 
-def test_an_unknown_node_is_ignored(tmp_path: Path, grids: Any) -> None:
-    def stranger(reply: Message) -> Message:
-        reply.metadata.__dict__["_src_node_id"] = 999
+@pytest.mark.parametrize("other", [FIRST_NODE, 999])
+def test_nobody_answers_for_another(tmp_path: Path, grids: Any, other: int) -> None:
+    """Client 1's reply names the node of client 0, which answers too, or one that nobody knows."""
+
+    def in_anothers_name(reply: Message) -> Message:
+        reply.metadata.__dict__["_src_node_id"] = other
         return reply
 
-    run = run_local(tmp_path, grids(TamperingGrid, tamper=staticmethod(stranger)), strategy="fedavg", **TRIO)
-    assert [c["status"] for c in clients_of(run)] == ["ok", "timeout", "ok"]
-    assert clients_of(run)[1]["reason"] == "no answer within messages.round-timeout"
+    run = run_local(tmp_path, grids(TamperingGrid, tamper=staticmethod(in_anothers_name)), strategy="fedavg", **TRIO)
+    assert [c["status"] for c in clients_of(run)] == ["ok", "rejected", "ok"]
+    assert clients_of(run)[1]["reason"] == f"error 400: its reply is made out in the name of another node, {other}"
+    first, _, third = training(RecordingGrid.last.received)
+    np.testing.assert_array_equal(model_of(run)[W], average([first, third], W))
+
+
+def test_what_brings_too_much_is_rejected_whatever_it_answers(tmp_path: Path) -> None:
+    """Client 1 sends 5 MB that nobody asked for, of a model of 100 kB; the run goes on."""
+
+    class Talks(RecordingGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            replies = list(super().pull_messages(message_ids))
+            for reply in replies:
+                if reply.metadata.src_node_id == FIRST_NODE + 1 and reply.metadata.message_type != "query.device":
+                    reply.content["more"] = ArrayRecord({"more": Array(np.zeros(5_000_000, np.uint8))})
+            return replies
+
+    run = run_local(tmp_path, Talks, strategy="fedavg", evaluation__on_clients_every=1, messages__max_bytes=1, **TRIO)
+    (record,) = run.rounds()
+    assert [c["status"] for c in record["clients"]] == ["ok", "rejected", "ok"]
+    reason = (
+        "error 400: its reply brings 5,155,920 bytes, of the 4,505,888 that it may bring"  # twice 155,792 and 2**22
+    )
+    assert record["clients"][1]["reason"] == reason
+    assert [(c["client"], c["status"]) for c in record["evaluation"]["others"]] == [(1, "rejected")]
 
 
 class Clock:
