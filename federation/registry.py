@@ -57,6 +57,9 @@ class ClientRegistry:
     """The members by client number. `clients` is the number of clients in the run (0 = as many as Flower's federation has).
 
     `busy` are the nodes that have not answered an earlier message. `query_bytes` are those of answers not yet recorded.
+
+    `bound` are the clients that belong to one node for the whole run, with its name. It is the name under which the node's key
+    was registered (`piecework register`), so only a node with node authentication has one.
     """
 
     fleet: Fleet
@@ -68,6 +71,9 @@ class ClientRegistry:
     last_error: str = ""
     query_bytes: int = 0
     busy: set[int] = field(default_factory=set)
+    bound: dict[int, str] = field(default_factory=dict)
+    _online: set[int] = field(default_factory=set)
+    _names: dict[int, str] = field(default_factory=dict)
     _clients: dict[int, int] = field(default_factory=dict)
     _asked: dict[str, tuple[int, float]] = field(default_factory=dict)
     _failed: dict[int, tuple[str, float]] = field(default_factory=dict)
@@ -100,14 +106,17 @@ class ClientRegistry:
     def update(self, grid: Grid) -> None:
         """Query new nodes, and register those whose answers have arrived, without waiting for the others.
 
-        A client that returns under a new node id replaces its old entry.
+        A client that returns under a new node id replaces its old entry, but not while the old node is online.
         """
         online, now = set(grid.get_node_ids()), time.monotonic()
+        self._online = online
         self._asked = {message: sent for message, sent in self._asked.items() if sent[0] in online}
         self._failed = {node: failed for node, failed in self._failed.items() if node in online}
         waiting = {node for node, _ in self._asked.values()}
         waiting |= {node for node, (_, since) in self._failed.items() if now - since < AGAIN_SECONDS}
-        for node in sorted(online - self._clients.keys() - waiting):
+        if new := online - self._clients.keys() - waiting:
+            self._names = {info.node_id: info.name for info in grid.get_nodes()}
+        for node in sorted(new):
             query = Message(RecordDict(), dst_node_id=node, message_type=QUERY, ttl=QUERY_SECONDS)
             self._asked |= {message: (node, now) for message in grid.push_messages([query]) if message}
         while self._asked and (replies := list(grid.pull_messages(set(self._asked)))):
@@ -146,6 +155,7 @@ class ClientRegistry:
         measured = {key: float(value) for key, value in metrics.items()}  # type: ignore[arg-type]
         member = Member(node, client, info.device, info.software, examples, validation, test, measured)
         self._check_device(member)
+        self._check_node(member)
         self.members[client] = member
         return client
 
@@ -159,6 +169,21 @@ class ClientRegistry:
             device_state(
                 self.fleet, member.client, self.clients or self.federation, self.seed, 1, 1, member.device or None
             )
+
+    def _check_node(self, member: Member) -> None:
+        """Bind a client to the name of its node, if that has one. Raises ValueError if the client is another node's."""
+        client, node = member.client, member.node_id
+        holder, name = self.members.get(client), self._names.get(node, "")
+        if holder is not None and holder.node_id != node and holder.node_id in self._online:
+            raise ValueError(
+                f"partition-id {client} is that of node {holder.node_id}, which is online: node {node} needs its own"
+            )
+        if (owner := self.bound.get(client, name)) != name:
+            raise ValueError(f"partition-id {client} belongs to {owner!r}: node {node} is registered as {name!r}")
+        if others := [each for each, owner in self.bound.items() if owner == name and each != client]:
+            raise ValueError(f"node {node}, {name!r}, claims partition-id {client}: its own is {others[0]}")
+        if name:
+            self.bound[client] = name
 
     def unusable(self) -> list[dict[str, int | str]]:
         """Return the nodes whose answer to the query was an error or unusable, each with the reason."""

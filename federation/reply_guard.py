@@ -4,12 +4,15 @@ Flower does not ensure either. A node's requests are signed, but Flower takes th
 answers, from the reply itself, so a node could answer in another's name.
 """
 
+import math
 import secrets
+import time
 from collections.abc import Iterable
 from typing import Any, cast
 
 from flwr.app import ConfigRecord, Error, Message, Metadata, RecordDict
 from flwr.app.message.message import make_message
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
@@ -85,6 +88,10 @@ class ReplyGuard(Grid):
         """Return the ids of the connected nodes."""
         return self.grid.get_node_ids()
 
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """Return what Flower knows of the connected nodes."""
+        return self.grid.get_nodes()
+
     def set_run(self, run: Run) -> None:
         """Set the run."""
         self.grid.set_run(run)
@@ -101,8 +108,15 @@ class ReplyGuard(Grid):
         return self.grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Refuse to: Flower's loop would go around the checks. Raises NotImplementedError."""
-        raise NotImplementedError("send messages by federation/transport.py")
+        """Send messages and return the replies that arrive within `timeout` seconds."""
+        pending, found = {each for each in self.push_messages(messages) if each}, list[Message]()
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        while pending and time.monotonic() < deadline:
+            replies = list(self.pull_messages(pending))
+            pending -= {reply.metadata.reply_to_message_id for reply in replies}
+            found += replies
+            time.sleep(0.0 if replies else 0.1)
+        return found
 
 
 def error_of(node: int, asked: str, error: Error) -> Message:

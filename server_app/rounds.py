@@ -56,6 +56,7 @@ class Run:
         checkpoint = self.recovery.checkpoint
         self.values = first_values(settings) if checkpoint is None else resumed_values(checkpoint, settings)
         self.registry = ClientRegistry(fleet, settings.seed, settings.clients, settings.memory)
+        self.registry.bound = {int(client): name for client, name in self.values.get("node-names", {}).items()}
         self.transport = Transport(
             self.grid, settings.messages.max_in_flight or default_in_flight(settings), settings.messages.round_timeout
         )
@@ -297,6 +298,7 @@ class Run:
         self.values |= {
             "round": server_round,
             "settings": self.settings.to_run_config(),
+            "node-names": {str(client): name for client, name in self.registry.bound.items()},
             "strategy-state": self.strategy.state.to_values(),
             "seconds": self.seconds(),
         }

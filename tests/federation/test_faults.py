@@ -260,6 +260,7 @@ def is_train(message: Message) -> bool:
     [
         ({"device": "pi9"}, "pi9"),
         ({"partition-id": 7}, "partition-id 7 is out of range in a run with 3 clients"),
+        ({"partition-id": 0}, "partition-id 0 is that of node 2, which is online: node 3 needs its own"),
     ],
 )
 def test_a_node_that_fits_nowhere_is_named_and_excluded(

@@ -1,0 +1,112 @@
+"""Whose client number it is: a node that returns, a second one with the same number, and one whose key is registered."""
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flwr.app import Message
+from flwr.proto.node_pb2 import NodeInfo
+from helpers import TRIO, fleet_json, run_local
+
+from piecework.device_profiles.fleet import load_fleet
+from piecework.federation import registry
+from piecework.federation.errors import TooFewNodesError
+from piecework.federation.registry import ClientRegistry
+from piecework.server_app.local_grid import FIRST_NODE, SERVER, LocalGrid, identify
+from piecework.training import messages
+from piecework.training.messages import Outcome, reply
+from piecework.training.settings.shared import MemorySettings
+
+
+class Nodes(LocalGrid):
+    """Nodes that come and go: `claims` are those online, by id, with the client number and the name of the key of each."""
+
+    def __init__(self, claims: dict[int, tuple[int, str]]) -> None:
+        super().__init__(0, {})
+        self.claims, self.asked = claims, dict[str, Message]()
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.claims)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return [NodeInfo(node_id=node, name=name or None) for node, (_, name) in self.claims.items()]
+
+    def push_messages(self, sent: Iterable[Message]) -> list[str]:
+        (message,) = sent
+        message.metadata.__dict__["_message_id"] = str(message.metadata.dst_node_id)
+        self.asked[message.metadata.message_id] = message
+        return [message.metadata.message_id]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        return [self.answer(self.asked.pop(each)) for each in sorted(message_ids) if each in self.asked]
+
+    def answer(self, message: Message) -> Message:
+        client, _ = self.claims[message.metadata.dst_node_id]
+        counts = {"num-examples": 10, "num-validation": 0, "num-test": 0}
+        found = reply(message, Outcome("ok"), {"partition-id": client, "num-partitions": 2, **counts})
+        found.content["node"] = messages.NodeInfo("", "").to_record()
+        return found
+
+
+class Gathering:
+    """A registry with a clock that stands still between updates."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        identify(SERVER)
+        self.now = time.monotonic()
+        monkeypatch.setattr(registry, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.registry = ClientRegistry(load_fleet(fleet_json(all=1.0)), 0, 2, MemorySettings())
+
+    def see(self, *claims: tuple[int, int, str]) -> dict[int, int]:
+        """Update with these nodes online (id, client, name); the node of each client afterwards."""
+        self.now += registry.AGAIN_SECONDS
+        self.registry.update(Nodes({node: (client, name) for node, client, name in claims}))
+        return {client: member.node_id for client, member in self.registry.members.items()}
+
+
+def test_a_client_is_replaced_only_when_its_node_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Gathering(monkeypatch)
+    assert it.see((5, 0, "")) == {0: 5}
+    assert it.see((5, 0, ""), (6, 0, ""), (7, 1, "")) == {0: 5, 1: 7}
+    (refused,) = it.registry.unusable()
+    assert refused["node"] == 6
+    assert "partition-id 0 is that of node 5, which is online: node 6 needs its own" in str(refused["reason"])
+    assert it.see((6, 0, "")) == {0: 6, 1: 7}
+    assert it.registry.unusable() == []
+
+
+def test_a_registered_node_keeps_its_client_for_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it is away: neither another registered node nor one without a key can take it, nor it another's."""
+    it = Gathering(monkeypatch)
+    assert it.see((5, 0, "node-0")) == {0: 5}
+    assert it.see((6, 0, "node-1"), (7, 0, "")) == {0: 5}
+    assert [str(each["reason"]) for each in it.registry.unusable()] == [
+        "ValueError: partition-id 0 belongs to 'node-0': node 6 is registered as 'node-1'",
+        "ValueError: partition-id 0 belongs to 'node-0': node 7 is registered as ''",
+    ]
+    assert it.see((8, 1, "node-0")) == {0: 5}
+    (refused,) = it.registry.unusable()
+    assert "node 8, 'node-0', claims partition-id 1: its own is 0" in str(refused["reason"])
+    assert it.see((9, 0, "node-0"), (6, 1, "node-1")) == {0: 9, 1: 6}  # a new key, registered for the same device
+    assert it.registry.bound == {0: "node-0", 1: "node-1"}
+
+
+def test_a_resumed_run_knows_whose_client_it_is(tmp_path: Path, grids: Any) -> None:
+    """The names are in its checkpoint. Here the nodes of all clients have changed places."""
+
+    class Named(LocalGrid):
+        names: Sequence[str]
+
+        def get_nodes(self) -> Iterable[NodeInfo]:
+            return [NodeInfo(node_id=node, name=self.names[node - FIRST_NODE]) for node in self.get_node_ids()]
+
+    values = TRIO | {"strategy": "fedavg", "messages__node_timeout": 0.01}
+    run = run_local(tmp_path, grids(Named, names="abc"), **values)
+    again = {"resume_from": str(run.path), "num_rounds": 2}
+    with pytest.raises(TooFewNodesError, match="partition-id 2 belongs to 'c': node 4 is registered as 'b'"):
+        run_local(tmp_path, grids(Named, names="acb"), **values | again)
+    run_local(tmp_path, grids(Named, names="abc"), **values | again)
+    assert run.last_complete_round() == 2
