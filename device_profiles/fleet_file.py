@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from piecework.device_profiles.documents import read_json, read_toml, shown
 from piecework.device_profiles.names import did_you_mean
-from piecework.device_profiles.profile import DeviceProfile, parse_bytes, parse_memory
+from piecework.device_profiles.profile import UNLIMITED, DeviceProfile, parse_bytes, parse_memory
 
 SHIPPED = Path(__file__).parent / "fleets"
 POOLS = Path(__file__).parent / "pools"
@@ -34,17 +34,25 @@ def _ordered(pair: Any) -> Any:
     return pair
 
 
+def _measurable(figure: float) -> float:
+    """Bound a figure, so that the times that are computed from it are finite."""
+    if figure and not 1e-6 <= figure <= 1e24:
+        raise ValueError("a figure must be from 1e-06 to 1e+24")
+    return figure
+
+
 def _leaves_something(pair: Any) -> Any:
     if pair[0] == 1:
         raise ValueError("the first must be below 1, or nothing would ever be left")
     return pair
 
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, Field(gt=0), BeforeValidator(parse_bytes)]
-Memory = Annotated[int, Field(gt=0), BeforeValidator(parse_memory)]
-Floor = Annotated[int, Field(ge=0), BeforeValidator(parse_bytes)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_measurable)]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_measurable)]
+Bytes = Annotated[int, Field(gt=0, le=UNLIMITED), BeforeValidator(parse_bytes)]
+Memory = Annotated[int, Field(gt=0, le=UNLIMITED), BeforeValidator(parse_memory)]
+Floor = Annotated[int, Field(ge=0, le=UNLIMITED), BeforeValidator(parse_bytes)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Left = Annotated[float, Field(gt=0, le=1)]
 # Beyond this the rarest device is drawn less than once in 10^10 clients; powers stay finite.
@@ -76,7 +84,7 @@ class DeviceTable(_Table):
     disk_latency: NotNegative = 0.0
     cpus: Positive | None = None
     keep: Left | None = None
-    weight: Positive = 1.0
+    weight: Weight = 1.0
     source: str = ""
 
 

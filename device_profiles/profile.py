@@ -37,7 +37,10 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text) if isinstance(text, str) else None
     if match is None or match[2] not in UNITS:
         raise ValueError(f'not an amount of memory; write a number and one of {", ".join(UNITS)}, as in "64MB"')
-    return round(float(match[1]) * UNITS[match[2]])
+    amount = float(match[1]) * UNITS[match[2]]
+    if not math.isfinite(amount):
+        raise ValueError(f"more bytes than a number of 64 bits can be, at most {UNLIMITED}")
+    return round(amount)
 
 
 def usable_cpus() -> int:
@@ -125,7 +128,7 @@ class DeviceProfile:
                 f"device {self.name!r} has {self.memory_ratio:g} of a reference step's memory, "
                 f"but the reference step is {reference_bytes} bytes, which must be positive"
             )
-        return int(self.memory_ratio * reference_bytes * (1 - loss))
+        return min(UNLIMITED, int(self.memory_ratio * reference_bytes * (1 - loss)))
 
 
 @dataclass(frozen=True)

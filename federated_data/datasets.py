@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from piecework.device_profiles.documents import read_json, shown
 from piecework.device_profiles.names import did_you_mean
 from piecework.federated_data import caltech, own_sources, sources, texts
 from piecework.federated_data.partition import client_class_counts
@@ -55,6 +56,9 @@ _OWN = ("npz", "folder", "text")
 _EMBEDDED = ("digits", "digits32")  # they come with scikit-learn, not from data-dir
 _FILES = ("train-images.npy", "train-labels.npy", "test-images.npy", "test-labels.npy")
 _GROUPS = "train-groups.npy"
+_META = {"schema": int, "name": str, "num_classes": int, "mean": list, "std": list, "md5": dict}  # of meta.json
+_OPTIONAL = {"vocabulary": int, "class_names": list}
+_SCALES = ("mean", "std")
 _EXPORT_KEYS = {"client", "clients", "examples", "settings"}
 
 
@@ -277,7 +281,7 @@ def _is_prepared(directory: Path) -> bool:
 def _read_meta(directory: Path) -> dict[str, Any]:
     path = directory / "meta.json"
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DatasetError(
             f"no {path}: there is no prepared data set; delete the folder if it exists and rerun"
@@ -286,14 +290,22 @@ def _read_meta(directory: Path) -> dict[str, Any]:
         raise DatasetError(f"{path} cannot be read: {error}; give it to the user who runs this") from None
     except (OSError, ValueError) as error:
         raise DatasetError(_damaged(path, error)) from None
-    keys = {"schema", "name", "num_classes", "mean", "std", "md5"}
-    if not isinstance(meta, dict) or meta.get("schema") != _SCHEMA or not keys <= meta.keys():
+    if not isinstance(meta, dict) or meta.get("schema") != _SCHEMA or not _META.keys() <= meta.keys():
         raise DatasetError(_damaged(path, f"it is not of schema {_SCHEMA}"))
+    for key, kind in (_META | _OPTIONAL).items():
+        if key in meta and not (
+            isinstance(meta[key], kind) and all(map(_is_finite, meta[key] if key in _SCALES else ()))
+        ):
+            raise DatasetError(_damaged(path, f"its {key} = {shown(meta[key])}"))
     if "export" in meta and not (isinstance(meta["export"], dict) and meta["export"].keys() >= _EXPORT_KEYS):
         raise DatasetError(
             _damaged(path, f"its export = {meta['export']!r} does not have all of {sorted(_EXPORT_KEYS)}")
         )
     return meta
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e300
 
 
 def _damaged(path: Path, why: object) -> str:

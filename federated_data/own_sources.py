@@ -1,5 +1,7 @@
 """Read a user's own data: one .npz file of arrays, or a folder of pictures per class."""
 
+import math
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -9,10 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from piecework.device_profiles.profile import available_memory
 from piecework.federated_data.sources import DatasetError, Source, extra, held_out
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
 _GROUPS = "group_train"
+MOST_DEFLATED = 1032  # bytes that a byte of a compressed member can stand for at most
+# What zipfile, its decompressors, numpy's header and numpy itself raise for members that are not what they should be.
+UNREADABLE = (
+    *(OSError, ValueError, EOFError, AttributeError, TypeError, KeyError, RuntimeError, SyntaxError, MemoryError),
+    *(RecursionError, OverflowError, zipfile.BadZipFile, zlib.error, struct.error),
+)
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
@@ -22,17 +31,7 @@ def npz(source: Path, download: bool) -> Source:
     Images are uint8 or float32 of shape (N, H, W), (N, H, W, C) or (N, C, H, W), with C up to 4. Tokens are integers below
     65,536 of shape (N, length). Labels and groups are integers from 0; group_train (N,) is for partition `natural`.
     """
-    arrays: dict[str, NDArray[Any]] = {}
-    try:
-        with np.load(source, allow_pickle=False) as archive:
-            for name in (*_NAMES, _GROUPS):
-                if name in archive:
-                    arrays[name] = archive[name]
-            held = sorted(archive.files)
-    except FileNotFoundError:
-        raise DatasetError(f"no file {source}; write npz:<file>, absolute or relative to data-dir") from None
-    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        raise DatasetError(f"{source} is damaged or not an .npz file of plain arrays: {error}") from None
+    arrays, held = _read_arrays(source)
     wanted = _NAMES if {"x_test", "y_test"} & set(arrays) else _NAMES[:2]
     if lost := [name for name in wanted if name not in arrays]:
         raise DatasetError(f"{source} has no {', '.join(lost)}; it holds {', '.join(held) or 'nothing'}")
@@ -52,6 +51,42 @@ def npz(source: Path, download: bool) -> Source:
         )
     classes = int(max(labels.max(), test_labels.max())) + 1
     return Source(inputs, labels, test_inputs, test_labels, classes, groups=groups)
+
+
+def _read_arrays(source: Path) -> tuple[dict[str, NDArray[Any]], list[str]]:
+    """Return the arrays that we know, and the names of all members. Raises DatasetError."""
+    try:
+        with zipfile.ZipFile(source) as archive:
+            held = sorted(name.removesuffix(".npy") for name in archive.namelist())
+            known = [name for name in (*_NAMES, _GROUPS) if name in held]
+            return {name: _read_array(archive, name) for name in known}, held
+    except FileNotFoundError:
+        raise DatasetError(f"no file {source}; write npz:<file>, absolute or relative to data-dir") from None
+    except UNREADABLE as error:
+        raise DatasetError(f"{source} is damaged or not an .npz file of plain arrays: {error}") from None
+
+
+def _read_array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
+    """Return a member. Raises ValueError if it is no array, or if its header declares more than it has, or than fits here.
+
+    numpy makes room for all that a header declares before it reads the first byte, so the header is read on its own first.
+    """
+    file = f"{name}.npy"
+    if file not in archive.namelist():
+        raise ValueError(f"{name} is no array: numpy.savez calls such a member {file}")
+    member = archive.getinfo(file)
+    with archive.open(member) as stream:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(stream)
+    declared, there = math.prod(shape) * dtype.itemsize, min(member.file_size, MOST_DEFLATED * member.compress_size)
+    if declared > there:
+        raise ValueError(f"{name} declares {dtype} of shape {shape}, {declared:,} bytes, and has at most {there:,}")
+    if declared > (room := available_memory()):
+        raise ValueError(f"{name} is {dtype} of shape {shape}, {declared:,} bytes, and {room:,} are available")
+    with archive.open(member) as stream:
+        array: NDArray[Any] = np.lib.format.read_array(stream, allow_pickle=False)
+        return array
 
 
 def folder(source: Path, download: bool) -> Source:

@@ -1,5 +1,6 @@
 """What a user gets wrong is told in one sentence with what was given, whatever it is; exit code 2, no traceback."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,26 @@ def test_a_file_that_is_no_preset_and_no_fleet(tmp_path: Path, content: bytes) -
         settings_from(str(file), [])
     with pytest.raises(FleetError, match=str(file)):
         load_fleet(str(file))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("memory", "9" * 400 + "GB"),
+        ("memory", 2**63),
+        ("flops", 1e308),
+        ("flops", 5e-324),
+        ("bandwidth", 1e-300),
+        ("disk-latency", 1e300),
+        ("memory-ratio", 1e300),
+        ("cpus", 1e-9),
+    ],
+)
+def test_a_device_beyond_all_measure(key: str, value: Any) -> None:
+    device = {"name": "a", "memory": 10**6, "flops": 1e9, "disk-bandwidth": 1e7} | {key: value}
+    fleet = json.dumps({"name": "t", "assignment": "round-robin", "device": [device]})
+    with pytest.raises(FleetError, match=f"device 1 {key} = "):
+        load_fleet(fleet)
 
 
 def test_the_number_of_nets_and_of_fractions_is_bounded() -> None:

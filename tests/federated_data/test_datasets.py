@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -255,6 +256,51 @@ def test_npz_errors_name_the_array(tmp_path, arrays, message):
     assert message in str(caught.value)
 
 
+def npy(shape: tuple[int, ...] | str, descr: str = "|u1", content: bytes = b"") -> bytes:
+    """A .npy file with this header, whatever follows it."""
+    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + content
+
+
+@pytest.mark.parametrize(
+    ("member", "content", "message"),
+    [
+        ("x_train", b"no array", "x_train is no array"),
+        ("x_train.npy", b"", "is damaged"),
+        ("x_train.npy", b"no array", "is damaged"),
+        (
+            "x_train.npy",
+            npy((10**15, 8, 8)),
+            r"declares uint8 of shape \(10+, 8, 8\), 64,000,000,000,000,000 bytes, and has",
+        ),
+        ("x_train.npy", npy((2**32, 2**32), "<i8"), "147,573,952,589,676,412,928 bytes, and has at most"),
+        ("x_train.npy", npy((-1, 8, 8)), "is damaged"),
+        ("x_train.npy", npy("(" * 4000 + ")" * 4000), "is damaged"),
+        ("x_train.npy", npy((5, 8, 8), "|O", b"x" * 5000), "is damaged"),
+        ("x_train.npy", npy((10**15,), "|S0"), "x_train"),
+    ],
+)
+def test_a_member_that_is_no_array_or_declares_too_much(
+    tmp_path: Path, member: str, content: bytes, message: str
+) -> None:
+    file = tmp_path / "own.npz"
+    for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        with zipfile.ZipFile(file, "w", compression) as archive:
+            archive.writestr(member, content)
+            archive.writestr("y_train.npy", npy((5,), "<i8", bytes(40)))
+        with pytest.raises(DatasetError, match=message):
+            prepare(f"npz:{file}", data_dir="", cache_dir=tmp_path / "cache")
+
+
+def test_an_array_larger_than_memory_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("piecework.federated_data.own_sources.available_memory", lambda: 300)
+    file = save_npz(tmp_path / "own.npz", x_train=X, y_train=Y)
+    with pytest.raises(DatasetError, match=r"x_train is uint8 of shape \(5, 8, 8\), 320 bytes, and 300 are available"):
+        prepare(f"npz:{file}", data_dir="", cache_dir=tmp_path / "cache")
+
+
 def test_npz_missing_or_truncated(tmp_path):
     with pytest.raises(DatasetError, match=r"no file .*own\.npz"):
         prepare("npz:own.npz", data_dir=str(tmp_path), cache_dir=tmp_path / "cache")
@@ -357,7 +403,7 @@ def test_a_missing_or_foreign_array_is_an_error(converted):
         load(converted)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"schema": 1}', '{"schema": 0}'])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"schema": 1}', '{"schema": 0}', "[" * 100_000])
 def test_an_unreadable_meta_is_an_error_for_load_and_replaced_by_prepare(converted, fashion, text):
     (converted / "meta.json").write_text(text)
     with pytest.raises(DatasetError, match=r"meta\.json is damaged .* delete the folder"):
@@ -365,6 +411,16 @@ def test_an_unreadable_meta_is_an_error_for_load_and_replaced_by_prepare(convert
     assert prepare("fashion-mnist", data_dir=str(fashion), cache_dir=converted.parent) == converted
     assert load(converted, verify=True).num_classes == 10
     assert list(converted.parent.iterdir()) == [converted]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_classes", "10"), ("mean", [[0.5]]), ("std", 1), ("md5", []), ("name", 1)]
+)
+def test_a_meta_with_other_types_is_an_error_that_names_the_key(converted, key, value):
+    meta = json.loads((converted / "meta.json").read_text())
+    (converted / "meta.json").write_text(json.dumps(meta | {key: value}))
+    with pytest.raises(DatasetError, match=re.escape(f"meta.json is damaged (its {key} = {value!r})")):
+        load(converted)
 
 
 def test_load_of_nothing_says_so(tmp_path):
