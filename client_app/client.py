@@ -15,7 +15,15 @@ from piecework.models.cascade import Blueprint, fit_features
 from piecework.models.work_item import WorkItem
 from piecework.training.accelerator import CPU
 from piecework.training.examples import Examples, batches, feature_examples
-from piecework.training.loop import Load, PieceModel, evaluate_examples, in_precision, load_for_device
+from piecework.training.loop import (
+    Load,
+    PieceModel,
+    as_rows,
+    evaluate_examples,
+    in_precision,
+    load_for_device,
+    parts_of,
+)
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.messages import Metrics
 from piecework.training.randomness import generator
@@ -82,19 +90,19 @@ class Client:
         """Return the training config with the step of a work item."""
         return replace(self.training_config, micro_batch=item.micro_batch, recompute=item.recompute)
 
-    def evaluate(
-        self, logits: Callable[[torch.Tensor], torch.Tensor], examples: Examples, micro_batch: int = 0
-    ) -> Metrics:
+    def evaluate(self, logits: Callable[[torch.Tensor], torch.Tensor], examples: Examples, at_once: int = 0) -> Metrics:
         """Return loss, accuracy and number of examples for a function that computes logits; no metrics without examples.
 
-        Batches have `micro_batch` examples, by default those of training. A batch of one example is not evaluated.
+        Batches are those of training, of which `at_once` examples are computed at once, by default all. A batch of one example
+        is not evaluated.
         """
         loss, correct, seen = evaluate_examples(
             in_precision(logits, self.training_config),
             examples,
-            max(micro_batch, 2) if micro_batch else self.training_config.batch_size,
+            self.training_config.batch_size,
             self.rng("validate"),
             self.cap,
+            at_once,
         )
         if not seen:
             return {}
@@ -105,15 +113,16 @@ class Client:
     ) -> Examples:
         """Compute a piece's features of examples, as input for atom `to` or the head (None), and return them from a file.
 
-        The examples are in a new random order, so that batch statistics come from mixed batches of `micro_batch` examples, by
-        default those of training. If batch norms use batch statistics, a last batch of one example is dropped. `part` names
-        the file.
+        The examples are in a new random order, so that batch statistics come from mixed batches. These are as large as those of
+        training, of which `micro_batch` examples are computed at once, by default all. If batch norms use batch statistics, a
+        last batch of one example is dropped. `part` names the file.
         """
-        size, rng = micro_batch or self.training_config.batch_size, self.rng(f"stream {part}")
+        size, rng = self.training_config.batch_size, self.rng(f"stream {part}")
         single = self.settings.batch_statistics and len(examples) % size == 1
         features = in_precision(piece.features, self.training_config)
         shape = self.blueprint.feature_shape if to is None else self.blueprint.shape_before(to)
-        order = list(batches(len(examples), size, rng, drop_single=single))
+        mixed = batches(len(examples), size, rng, drop_single=single)
+        order = [positions for batch in mixed for positions in parts_of(batch, micro_batch)]
         if not order:
             return Examples(examples.read, examples.labels[:0], self.device)
         ends = np.cumsum([len(positions) for positions in order])
@@ -150,12 +159,10 @@ class Client:
         writer = None
         for positions, rows in reads:
             with self.cap.first(f"stream {part}", len(positions)), around(positions):
-                z = forward(examples.read(positions))
-                z = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous()
-                block = (z.bfloat16().view(torch.uint16) if rounded else z).cpu().numpy()
+                block = as_rows(forward(examples.read(positions)), rounded=rounded).cpu().numpy()
             writer = writer or open_file(block.shape[1:])
             writer.put(rows, block[: len(rows)])
-            del z, block
+            del block
         assert writer is not None
         return writer.close()
 

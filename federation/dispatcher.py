@@ -86,6 +86,8 @@ class Dispatcher:
                 outcome = Outcome.from_record(message.content.config_records["outcome"])
                 metrics = dict(message.content.metric_records["metrics"])
                 report.evaluation_peak = count(metrics, "measured-peak")
+                report.evaluation_predicted = count(metrics, "predicted-peak")
+                report.client_budget = count(metrics, "budget", self.tasks[client].budget)
                 if outcome.status == "ok":
                     report.status, report.reason = "ok", ""
                     yield client, metrics, message.content.array_records["arrays"]
@@ -98,15 +100,19 @@ class Dispatcher:
         self.log[client].status, self.log[client].reason = "rejected", reason
 
     def account(self) -> dict[str, Any]:
-        """Return as JSON values who answered, who did not and why, and the largest ratio of a client's peak to its budget."""
+        """Return as JSON values who answered, who did not and why, and what the clients used of their budgets."""
         rest = [report for report in self.log.values() if report.status != "ok"]
-        peaks = [
-            r.evaluation_peak / self.tasks[c].budget for c, r in self.log.items() if is_limit(self.tasks[c].budget)
-        ]
+        budgets = {c: min(self.tasks[c].budget, r.client_budget or self.tasks[c].budget) for c, r in self.log.items()}
+        peaks = [r.evaluation_peak / budgets[c] for c, r in self.log.items() if is_limit(budgets[c])]
         return {
             "asked": len(self.log),
             "answered": len(self.log) - len(rest),
             "peak_over_budget": max(peaks, default=None),
+            "peaks": [
+                {"client": c, "predicted": r.evaluation_predicted, "measured": r.evaluation_peak}
+                for c, r in self.log.items()
+                if r.evaluation_peak
+            ],
             "others": [{"client": r.client, "status": r.status, "reason": r.reason} for r in rest],
         }
 

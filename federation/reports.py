@@ -25,8 +25,9 @@ class ClientReport:
     crashed (its process died); gone (its node left); timeout (no answer within messages.round-timeout); rejected (its update
     may not enter the model). `note` holds further remarks, also for status ok. `trained` names the parts of the model that the
     client trained, and `pieces` lists the atoms of each of its work items. `step` says how its steps fit (`memory.fit`), which
-    takes `step_flops` times the FLOPs of plain steps. Peaks are of training memory; `gpu_peak` is that of torch's allocator on
-    a GPU. `counted_bits` and `counted_flops` are counted as in SpaFL's Table 2 (planning/counts.py).
+    takes `step_flops` times the FLOPs of plain steps. Peaks are of training memory, and `evaluation_predicted` and
+    `evaluation_peak` of that in the round's evaluation on clients; `gpu_peak` is that of torch's allocator on a GPU.
+    `counted_bits` and `counted_flops` are counted as in SpaFL's Table 2 (planning/counts.py).
     """
 
     client: int
@@ -43,6 +44,7 @@ class ClientReport:
     allowed: int = 0
     predicted_peak: int = 0
     measured_peak: int = 0
+    evaluation_predicted: int = 0
     evaluation_peak: int = 0
     gpu_peak: int = 0
     rss_peak: int = 0

@@ -17,7 +17,7 @@ from piecework import display
 from piecework.device_profiles.documents import read_json
 from piecework.display import UnderAttack
 from piecework.server_app.records import CheckpointError, RunDir
-from piecework.server_app.summary import best_round
+from piecework.server_app.summary import best_round, peak_over_budget
 from piecework.training.settings import CHANGEABLE, Scalar, Settings, SettingsError
 
 IGNORED = CHANGEABLE - {"num-rounds"} | {"seed"}
@@ -106,7 +106,7 @@ def read_run(run_dir: RunDir) -> RunResult:
         under_attack=display.under_attack(final),
         totals=display.totals(rounds),
         enforced=display.is_enforced(rounds),
-        max_peak_over_budget=display.peak_over_budget(rounds),
+        max_peak_over_budget=peak_over_budget(rounds),
         largest_measured_peak=max((c["measured_peak"] for c in clients), default=0),
         largest_evaluation_peak=max((c.get("evaluation_peak", 0) for c in clients), default=0),
         seconds=seconds,

@@ -148,10 +148,10 @@ def device_classes(rounds: Iterable[Record]) -> list[DeviceClass]:
             row.predicted_peak = max(row.predicted_peak, client["predicted_peak"])
             row.measured_peak = max(row.measured_peak, largest_peak(client))
             row.asked += 1
-            if client["status"] == "ok":
-                row.answered += 1
-                if is_limit(client["budget"]):
-                    row.peak_over_budget = max(row.peak_over_budget or 0.0, largest_peak(client) / client["budget"])
+            row.answered += client["status"] == "ok"
+            peak = largest_peak(client) if client["status"] == "ok" else client.get("evaluation_peak", 0)
+            if is_limit(client["budget"]) and (peak or client["status"] == "ok"):
+                row.peak_over_budget = max(row.peak_over_budget or 0.0, peak / client["budget"])
     return [classes[name] for name in sorted(classes)]
 
 
@@ -284,17 +284,6 @@ def simulated_time(rounds: Iterable[Record]) -> str:
 def is_enforced(rounds: Iterable[Record]) -> bool:
     """Return whether budgets were enforced in every round."""
     return all(record["enforced"] for record in rounds)
-
-
-def peak_over_budget(rounds: Sequence[Record]) -> float | None:
-    """Return the largest measured peak, in training or evaluation, as a fraction of its budget.
-
-    It is None if no client trained, nothing was enforced, or all budgets are unlimited.
-    """
-    if not is_enforced(rounds):
-        return None
-    trained = (c for record in rounds for c in record["clients"] if c["status"] == "ok" and is_limit(c["budget"]))
-    return max((largest_peak(c) / c["budget"] for c in trained), default=None)
 
 
 def how_it_ended(run_dir: RunDir, rounds: Sequence[Record]) -> tuple[str, str, float]:

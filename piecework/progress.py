@@ -11,8 +11,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from piecework.console import PlainConsole
-from piecework.display import Record, accuracy_name, format_seconds, peak_over_budget, percent
+from piecework.display import Record, accuracy_name, format_seconds, percent
 from piecework.planning.now import NOW
+from piecework.server_app.summary import peak_over_budget
 
 BAR = 16  # columns
 BEFORE_TEXT = 1 + 1 + BAR + 1 + len("0:00:00") + 1  # columns: spinner, bar and time, each with a blank

@@ -30,7 +30,7 @@ from piecework.profl_report import is_progressive, movement_section
 from piecework.robust_report import cascade_sections, final_section, is_adversarial, is_cascade, robust_curves
 from piecework.server_app.failures import excluded_classes, failures
 from piecework.server_app.records import RunDir, write_atomically
-from piecework.server_app.summary import trained_parts
+from piecework.server_app.summary import peak_over_budget, trained_parts
 from piecework.spafl_report import density_section, has_thresholds, pattern_section
 
 
@@ -56,7 +56,7 @@ def write_report(run_dir: RunDir) -> Path:
 def overview(settings: Record, rounds: Sequence[Record], final: Record | None, seconds: float) -> list[tuple[str, str]]:
     """Return the run in a few rows."""
     evaluated, total = display.accuracies(rounds, final), display.totals(rounds)
-    peak = percent(display.peak_over_budget(rounds)) if display.is_enforced(rounds) else "not enforced"
+    peak = percent(peak_over_budget(rounds)) if display.is_enforced(rounds) else "not enforced"
     setting = {key: str(settings.get(key, "-")) for key in ("strategy", "model", "dataset", "num-rounds")}
     clients, a_round = settings.get("clients") or "all", settings.get("clients-per-round") or "all"
     return [

@@ -4,7 +4,7 @@ Strategies list these costs in their tasks, and plans report them. Each cost is 
 traces of parts that they train alike.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from piecework.device_profiles.memory import StepCost
 from piecework.device_profiles.profile import parse_bytes
 from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import unit_signature
+from piecework.models.partition import Piece
 from piecework.planning.fit import cheapest, smallest
 from piecework.planning.now import tracing
 from piecework.planning.paper_memory import MEMORY_MODELS, MemoryModel
@@ -24,7 +25,15 @@ from piecework.training.setup import training_config_for
 from piecework.training.sgd import Precision, Segment, TrainingConfig
 
 _TRACED: dict[Hashable, StepCost] = {}
-_STREAMED: dict[Hashable, int] = {}
+_EVALUATED: dict[Hashable, int] = {}
+
+
+def once(key: Hashable, blueprint: Blueprint, traced: Callable[[], int]) -> int:
+    """Return the peak bytes of running parts of a model without training them, traced once in a process for each key."""
+    if key not in _EVALUATED:
+        tracing(blueprint.name)
+        _EVALUATED[key] = traced()
+    return _EVALUATED[key]
 
 
 def fraction_or_bytes(text: str, full: int) -> int:
@@ -42,7 +51,8 @@ class CostModel:
     """Computes costs of parts for one training config. `memory_model` is None for traced bytes.
 
     `reference` is the model at width 1. `feature_norm` is the norm of attacks on features behind the first atom.
-    `frozen_training`: frozen atoms run in training mode when they make features. `ways` are those of `memory.fit`.
+    `frozen_training`: frozen atoms run in training mode when they make features. `rounded`: files have features in bfloat16.
+    `ways` are those of `memory.fit`.
     """
 
     def __init__(
@@ -53,10 +63,12 @@ class CostModel:
         feature_norm: Norm = "l2",
         *,
         frozen_training: bool = False,
+        rounded: bool = False,
         ways: Sequence[str] = (),
     ) -> None:
         self.training_config, self.memory_model, self.reference = training_config, memory_model, reference
         self.feature_norm, self.frozen_training, self.ways = feature_norm, frozen_training, tuple(ways)
+        self.rounded = rounded
         self._steps: dict[Hashable, tuple[int, tuple[Segment, ...]]] = {}
         self._by_paper: dict[Hashable, int] = {}
 
@@ -78,22 +90,34 @@ class CostModel:
             )
         return _TRACED[key]
 
-    def streamed(self, blueprint: Blueprint, atom: int, head: str | None = None, *, measured: bool = False) -> int:
-        """Return the peak bytes of a frozen atom that computes a batch's features, or logits if `head` is given.
+    def streamed(
+        self,
+        blueprint: Blueprint,
+        atoms: int | Piece,
+        head: str | None = None,
+        *,
+        measured: bool = False,
+        evaluated: bool = False,
+        size: int = 0,
+    ) -> int:
+        """Return the peak bytes of a frozen atom, or several, that compute features of a batch, or logits if `head` is given.
 
-        `measured`: its batch norms measure statistics meanwhile. Papers' memory models do not count this, so they give 0.
+        `measured`: batch norms measure statistics meanwhile. `evaluated`: this is for an evaluation. `size` examples are
+        computed at once, by default a batch. Papers' memory models do not count this, so they give 0.
         """
         if self.memory_model is not None:
             return 0
-        training = self.frozen_training and head is None and not measured  # a teacher is always evaluated
-        units = unit_signature(blueprint, f"atoms.{atom}"), head and unit_signature(blueprint, head)
-        key = self.training_config, units, training, measured
-        if key not in _STREAMED:
-            tracing(blueprint.name)
-            _STREAMED[key] = stream_cost(
-                blueprint, atom, self.training_config, training=training, measured=measured, head=head
-            )
-        return _STREAMED[key]
+        # a teacher is always evaluated
+        training = self.frozen_training and head is None and not (measured or evaluated)
+        piece = (atoms,) if isinstance(atoms, int) else atoms
+        units = tuple(
+            unit_signature(blueprint, unit) for unit in [*(f"atoms.{a}" for a in piece), *filter(None, [head])]
+        )
+        config = replace(self.training_config, attack=None, batch_size=size or self.training_config.batch_size)
+        rounded = self.rounded and not measured and head is None
+        options = {"training": training, "measured": measured, "rounded": rounded}
+        key = config, units, head is None, *options.values()
+        return once(key, blueprint, lambda: stream_cost(blueprint, piece, config, head=head, **options))
 
     def _config_of(self, part: Part) -> TrainingConfig:
         own = replace(self.training_config, micro_batch=part.micro_batch, recompute=part.recompute)
@@ -134,8 +158,8 @@ class CostModel:
         return self._with(self.training_config, ways)
 
     def _with(self, training_config: TrainingConfig, ways: Sequence[str]) -> "CostModel":
-        frozen, norm = self.frozen_training, self.feature_norm
-        return CostModel(training_config, self.memory_model, self.reference, norm, frozen_training=frozen, ways=ways)
+        options = {"frozen_training": self.frozen_training, "rounded": self.rounded}
+        return CostModel(training_config, self.memory_model, self.reference, self.feature_norm, **options, ways=ways)
 
     def batch(self, part: Part, size: float) -> Batch:
         """Return a training step of a part on `size` examples, for the emulated clock of devices that swap."""
@@ -155,6 +179,12 @@ class CostModel:
         return self.unattacked.bytes(whole_model(self.reference))
 
 
+def on_images(blueprint: Blueprint, steps: int) -> Attack:
+    """Return an attack on a model's images, for tracing: its radius does not matter."""
+    channels = (0.5,) * blueprint.input_shape[0]
+    return Attack("linf", 8 / 255, 2 / 255, steps, 0.0, 1.0, mean=channels, std=channels)
+
+
 def cost_model_for(
     settings: Settings, reference: Blueprint, attack_steps: int = 0, precision: Precision | None = None
 ) -> CostModel:
@@ -163,9 +193,7 @@ def cost_model_for(
     `attack_steps` > 0 adds an attack, of which only the norm and the number of steps affect costs. `precision` replaces
     `training.precision`.
     """
-    attack, channels = None, (0.5,) * reference.input_shape[0]
-    if attack_steps:
-        attack = Attack("linf", 8 / 255, 2 / 255, attack_steps, 0.0, 1.0, mean=channels, std=channels)
+    attack = on_images(reference, attack_steps) if attack_steps else None
     training_config = replace(
         training_config_for(settings, 1.0), attack=attack, precision=precision or settings.training.precision
     )
@@ -175,5 +203,6 @@ def cost_model_for(
         reference,
         settings.fedprophet.feature_norm,
         frozen_training=settings.profl.frozen_mode == "training",
+        rounded=settings.memory.features == "bfloat16",
         ways=settings.memory.ways,
     )

@@ -1,4 +1,4 @@
-"""The bytes and FLOPs of a training step, and the bytes of a frozen atom's forward pass, traced on fake tensors."""
+"""The bytes and FLOPs of a training step, and the bytes of a forward pass of frozen atoms, traced on fake tensors."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from piecework.device_profiles.memory import FlopCount, PeakMemory, StepCost, trace
 from piecework.models.cascade import Blueprint, outputs
+from piecework.models.partition import Piece
 from piecework.models.static_norms import measure_norms
 from piecework.planning.part import Part
 from piecework.training.attacks import Gradient, Loss, by_backward, micro_batches
@@ -18,8 +19,10 @@ from piecework.training.loop import (
     MakeLoss,
     PieceModel,
     adversary,
+    as_rows,
     channels_last,
     in_precision,
+    score,
     single_loss,
     start,
     train_step,
@@ -120,28 +123,41 @@ def activation_profile(part: Part, training_config: TrainingConfig) -> Activatio
 
 def stream_cost(
     blueprint: Blueprint,
-    atom: int,
+    atoms: Piece,
     training_config: TrainingConfig,
     *,
     training: bool = False,
     measured: bool = False,
+    rounded: bool = False,
     head: str | None = None,
 ) -> int:
-    """Return the peak bytes of a frozen atom that computes a batch's features, or logits if `head` is given.
+    """Return the peak bytes of frozen atoms that compute features of a batch, or logits and their loss if `head` is given.
 
-    `training`: the atom runs in training mode. `measured`: its batch norms measure statistics meanwhile.
+    `training`: they run in training mode. `measured`: their batch norms measure statistics meanwhile. `rounded`: features are
+    read and written in bfloat16.
     """
 
     @torch.no_grad()
     def work() -> None:
-        piece = PieceModel(blueprint, [atom], head, fake_load(blueprint))
+        piece = PieceModel(blueprint, atoms, head, fake_load(blueprint))
         piece.train(training)
         if measured:
             measure_norms(piece.units().values())
-        forward = piece.features if head is None else piece.logits
-        in_precision(forward, training_config)(fake_batch(blueprint, atom, training_config.batch_size))
+        size, forward = training_config.batch_size, piece.features if head is None else piece.logits
+        z = in_precision(forward, training_config)(read_batch(blueprint, atoms[0], size, rounded=rounded))
+        if head is None:
+            as_rows(z, rounded=rounded)
+        else:
+            score(z, torch.zeros(size, dtype=torch.int64))
 
     return trace(work).peak_bytes
+
+
+def read_batch(blueprint: Blueprint, atom: int, batch_size: int, *, rounded: bool) -> Tensor:
+    """Return `fake_batch` as it is read: images from bytes, and `rounded` features from bfloat16, which both take memory."""
+    if (atom == 0 and blueprint.vocabulary) or (atom and not rounded):
+        return fake_batch(blueprint, atom, batch_size)
+    return fake_batch(blueprint, atom, batch_size, torch.bfloat16 if atom else torch.uint8).float()
 
 
 def counted(loss: Loss, flops: FlopCount) -> Gradient:
@@ -162,13 +178,13 @@ def fake_examples(piece: PieceModel, batch_size: int, *, targets: bool) -> tuple
     return z, torch.zeros(shape, dtype=torch.float32 if targets else torch.int64)
 
 
-def fake_batch(blueprint: Blueprint, atom: int | None, batch_size: int) -> Tensor:
-    """Return an input batch of an atom, or of the head if `atom` is None, in the format of `Examples`.
+def fake_batch(blueprint: Blueprint, atom: int | None, batch_size: int, kind: torch.dtype = torch.float32) -> Tensor:
+    """Return an input batch of an atom, or of the head if `atom` is None, in the format of `Examples`, with values of a `kind`.
 
     Images and feature maps are [B, H, W, C] in memory, viewed as [B, C, H, W]. Other inputs are [B, ...]: features, or tokens.
     """
     shape = blueprint.feature_shape if atom is None else blueprint.shape_before(atom)
     if len(shape) == 3:
-        return torch.empty(batch_size, *shape[1:], shape[0]).permute(0, 3, 1, 2)
+        return torch.empty(batch_size, *shape[1:], shape[0], dtype=kind).permute(0, 3, 1, 2)
     tokens = atom == 0 and blueprint.vocabulary > 0
-    return torch.empty(batch_size, *shape, dtype=torch.int64 if tokens else torch.float32)
+    return torch.empty(batch_size, *shape, dtype=torch.int64 if tokens else kind)

@@ -1,6 +1,6 @@
 """Summaries of a round and of a run from its records, in figures and in words."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -108,12 +108,26 @@ def best_round(rounds: Iterable[dict[str, Any]], final: dict[str, Any] | None = 
     return max(evaluated, key=itemgetter("accuracy"), default=None)
 
 
+def peak_over_budget(rounds: Sequence[dict[str, Any]]) -> float | None:
+    """Return the largest measured peak as a fraction of its budget: of a client that trained, or of any that evaluated.
+
+    Evaluation includes queries between rounds and measuring batch norms. The result is None if there was no peak, nothing was
+    enforced, or all budgets are unlimited.
+    """
+    if not all(record["enforced"] for record in rounds):
+        return None
+    limited = [c for record in rounds for c in record["clients"] if is_limit(c["budget"])]
+    found = [c["measured_peak"] / c["budget"] for c in limited if c["status"] == "ok"]
+    found += [peak / c["budget"] for c in limited if (peak := c.get("evaluation_peak", 0))]
+    for record in rounds:  # records of older versions have no such keys
+        answers = (record.get(kind) or {} for kind in ("evaluation", "query", "statistics"))
+        found += [each["peak_over_budget"] for each in answers if each.get("peak_over_budget")]
+    return max(found, default=None)
+
+
 def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict[str, Any]:
     """Return the content of `summary.json` from the round records; `seconds` is the duration of all processes of the run."""
     rounds = run_dir.rounds()
-    clients = [client for record in rounds for client in record["clients"]]
-    enforced = all(record["enforced"] for record in rounds)
-    trained = [c for c in clients if c["status"] == "ok" and is_limit(c["budget"])]
     evaluated = [record["accuracy"] for record in rounds if record["accuracy"] is not None]
     final = run_dir.final() or {}
     best = best_round(rounds, final) or {}
@@ -143,11 +157,7 @@ def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict
         "bytes_down": sum(record["bytes_down"] for record in rounds),
         "bytes_up": sum(record["bytes_up"] for record in rounds),
         "trained": trained_parts(rounds),
-        "max_peak_over_budget": (
-            max((max(c["measured_peak"], c.get("evaluation_peak", 0)) / c["budget"] for c in trained), default=None)
-            if enforced
-            else None
-        ),
+        "max_peak_over_budget": peak_over_budget(rounds),
         "seconds": seconds,
         # Records of older versions have no time.
         "simulated_seconds": sum(record.get("simulated_seconds", 0.0) for record in rounds),

@@ -63,6 +63,7 @@ class PieceStrategy(Strategy):
     name: ClassVar[str]
     policy_class: ClassVar[type[PartitionPolicy]]
     state_class: ClassVar[type[StrategyState]] = StrategyState
+    evaluation_class: ClassVar[type[ClientEvaluation]] = ClientEvaluation
     piece_class: type[PieceModel] = PieceModel
     measures: ClassVar[bool] = True
     evaluation_keys: ClassVar[tuple[str, ...]] = ("val-loss", "val-accuracy")
@@ -91,7 +92,7 @@ class PieceStrategy(Strategy):
             self.registry, self.weight_cache, self.settings.messages.round_timeout, self.travelling
         )
         self.resources, self.cohort = ClientResources(self), Cohort(self)
-        self.gate, self.evaluation = UpdateGate(self, self._note), ClientEvaluation(self)
+        self.gate, self.evaluation = UpdateGate(self, self._note), self.evaluation_class(self)
 
     def initial(self) -> dict[str, np.ndarray]:
         """Return the arrays of the global model before the first round."""

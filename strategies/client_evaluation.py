@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
+from piecework.device_profiles.profile import allowance
 from piecework.federation.faults import SILENT
 from piecework.federation.registry import sampled
 from piecework.federation.reports import LONGEST, verdict
+from piecework.models.cascade import Blueprint
+from piecework.models.partition import Piece
+from piecework.models.variant import vary
+from piecework.planning.evaluation_cost import evaluation_steps
+from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.messages import Task
 
 if TYPE_CHECKING:
@@ -44,10 +50,31 @@ class ClientEvaluation:
         every = settings.evaluation.on_clients_every
         if strategy.personal:
             due = settings.evaluation_due(server_round)
-            return self._personal_tasks(server_round, arrays, grid, asked) if due else {}
-        if not every or server_round % every or not strategy.progress.measurable:
+            tasks = self._personal_tasks(server_round, arrays, grid, asked) if due else {}
+        elif not every or server_round % every or not strategy.progress.measurable:
             return {}
-        return {client: after_training(task) for client, task in asked.items() if self.reachable(client)}
+        else:
+            tasks = {client: after_training(task) for client, task in asked.items() if self.reachable(client)}
+        return {client: replace(task, evaluation=self.steps(client, task)) for client, task in tasks.items()}
+
+    def steps(self, client: int, task: Task) -> list[EvaluationStep]:
+        """Return the ways to evaluate that a client may choose from: one atom after another, with what that takes."""
+        strategy, member = self.strategy, self.strategy.registry.members[client]
+        blueprint = vary(strategy.policy.blueprint, task.variant)
+        allowed = allowance(task.budget, strategy.settings.memory.excess)
+        examples = member.test if task.personal else member.validation
+        atoms = self.atoms(blueprint, task)
+        # A client that measures its memory may have less when it evaluates: the smallest step is listed too.
+        limits = [allowed, *([0] if client in strategy.registry.auto else [])]
+        return [
+            step
+            for limit in limits
+            for step in evaluation_steps(strategy.policy, blueprint, atoms, "head", limit, examples)
+        ]
+
+    def atoms(self, blueprint: Blueprint, task: Task) -> Piece:
+        """Return the atoms that clients evaluate with the head, by default all."""
+        return tuple(range(len(blueprint.atoms)))
 
     def _personal_tasks(
         self, server_round: int, arrays: ArrayRecord, grid: Grid, asked: Mapping[int, Task]
@@ -68,8 +95,6 @@ class ClientEvaluation:
         for client, metrics in dispatcher.answers(
             replies, lambda c, status: strategy.gate.note_error(c, server_round, status)
         ):
-            if client in strategy.reports:
-                strategy.reports[client].evaluation_peak = dispatcher.log[client].evaluation_peak
             try:
                 member = strategy.registry.members[client]
                 maximum = member.test if strategy.personal else member.validation
@@ -83,4 +108,15 @@ class ClientEvaluation:
                 sums[key] += value * weight
             total += weight
             self.evaluated += examples > 0
+        for client, report in strategy.reports.items():
+            if (found := dispatcher.log.get(client)) is not None:  # also of clients that refused
+                report.evaluation_peak, report.evaluation_predicted = found.evaluation_peak, found.evaluation_predicted
         return MetricRecord({key: sums[key] / total for key in sums}) if total else None
+
+
+class EvaluationAsTrained(ClientEvaluation):
+    """Has clients evaluate what they can train, and hold it so: their limits are those of the task's work items."""
+
+    def steps(self, client: int, task: Task) -> list[EvaluationStep]:
+        """Return no steps."""
+        return []

@@ -79,6 +79,7 @@ def traced_once(session_folder: Path) -> Iterator[None]:
     """
     from piecework.models import layer_statistics
     from piecework.planning import costs
+    from piecework.strategies.cascade import fedprophet_evaluation
 
     known: dict[bytes, Any] = {}
     classes: dict[int, type] = {}  # kept, so that no other class gets their id
@@ -122,6 +123,8 @@ def traced_once(session_folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "piece_cost", once(costs.piece_cost))
         patch.setattr(costs, "stream_cost", once(costs.stream_cost))
+        for name in ("validation_cost", "query_cost"):
+            patch.setattr(fedprophet_evaluation, name, once(getattr(fedprophet_evaluation, name)))
         patch.setattr(layer_statistics, "_examine", once(layer_statistics._examine))
         yield
 

@@ -15,6 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
+from piecework.training.evaluation_step import EvaluationStep
 
 Status = Literal["ok", "memory", "failed"]
 Metrics = dict[str, float | int | list[int]]
@@ -33,6 +34,8 @@ class Task:
 
     A server may go back to an earlier model. Client states of the rounds in `void`, pairs of a first and a last round, are
     then invalid. The state of `kept_round`, or the newest before it, is kept because the server may go back to it.
+
+    `evaluation` are the ways to evaluate the model, or to answer the query, that the client may choose from, preferred first.
 
     `adversarial`: the client trains on adversarial examples; its training config has the attack. `personal`: evaluation is on
     the client's own part of the test split, not on its validation data. `atoms` and `head` are the served model, if its batch
@@ -58,6 +61,7 @@ class Task:
     head: str = ""
     variant: Variant = field(default_factory=Variant)
     own: dict[str, Any] = field(default_factory=dict)
+    evaluation: list[EvaluationStep] = field(default_factory=list)
 
     def to_record(self) -> ConfigRecord:
         """Return the task as a Flower record; values that it cannot hold become JSON strings."""
@@ -65,6 +69,9 @@ class Task:
         fields["variant"] = self.variant.to_values()
         fields["costs"] = [[item.to_values(), cost] for item, cost in self.costs.items()]
         mappings = {key: json.dumps(fields[key], separators=(",", ":")) for key in AS_JSON}
+        del fields["evaluation"]
+        if self.evaluation:  # tasks of training have none
+            mappings["evaluation"] = json.dumps([step.to_values() for step in self.evaluation], separators=(",", ":"))
         return ConfigRecord({**fields, **mappings})
 
     @classmethod
@@ -73,7 +80,9 @@ class Task:
         fields = {key.replace("-", "_"): value for key, value in record.items()}
         mappings = {key: json.loads(str(record[key])) for key in AS_JSON}
         costs = {WorkItem.from_values(item): int(cost) for item, cost in mappings["costs"]}
-        return cls(**{**fields, **mappings, "variant": Variant.from_values(mappings["variant"]), "costs": costs})
+        mappings |= {"variant": Variant.from_values(mappings["variant"]), "costs": costs}
+        mappings["evaluation"] = [EvaluationStep(*step) for step in json.loads(str(record.get("evaluation", "[]")))]
+        return cls(**{**fields, **mappings})
 
     @cached_property
     def _steps(self) -> dict[WorkItem, list[WorkItem]]:
@@ -96,6 +105,20 @@ class Task:
     def fitted(self, item: WorkItem, allowed: int) -> WorkItem:
         """Return a work item with the first listed step that takes at most `allowed` bytes, or as it is if there is none."""
         return next((each for each in self._steps.get(item, ()) if self.costs[each] <= allowed), item)
+
+    def evaluated(self, allowed: int, doing: str) -> EvaluationStep:
+        """Return the first listed step of an evaluation that takes at most `allowed` bytes; if nothing is enforced, the first.
+
+        Raises MemoryBudgetExceededError if none does; `doing` says what did not fit.
+        """
+        if not self.enforced:
+            return self.evaluation[0] if self.evaluation else EvaluationStep(0)
+        for step in self.evaluation:
+            if step.bytes <= allowed:
+                return step
+        raise MemoryBudgetExceededError(
+            min((step.bytes for step in self.evaluation), default=self.reference), allowed, doing
+        )
 
 
 class TaskConfig:

@@ -41,6 +41,7 @@ from piecework.planning.costs import CostModel
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
+from piecework.strategies.client_evaluation import EvaluationAsTrained
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.training.messages import Task
 from piecework.training.settings import Settings
@@ -111,6 +112,7 @@ class DepthFL(PieceStrategy):
 
     name = "depthfl"
     policy_class = DepthFLPolicy
+    evaluation_class = EvaluationAsTrained
     policy: DepthFLPolicy
     measures = False
     state_class = DepthFLState

@@ -58,6 +58,7 @@ from piecework.strategies.cascade.fedprophet_adjustment import (
     adjusted_alpha,
     measurement,
 )
+from piecework.strategies.cascade.fedprophet_evaluation import query_steps, validation_steps
 from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 from piecework.strategies.client_evaluation import after_training
 from piecework.strategies.staged import StagedStrategy
@@ -202,10 +203,8 @@ class FedProphet(StagedStrategy):
         self.policy = self.policy.with_smallest(state.r_min)
         left = (len(self.modules) - state.stage) * maximum - state.stage_round
         for n, server_round in enumerate(range(first, min(last, first + left - 1) + 1)):
-            yield (
-                server_round,
-                (state.stage_round + n) % maximum + 1 if self.settings.restarts_rates else server_round,
-            )
+            restarted = (state.stage_round + n) % maximum + 1
+            yield server_round, restarted if self.settings.restarts_rates else server_round
 
     def _ordered(self, task: Task, state: DeviceState, own: FedProphetTaskConfig, pieces: list[Piece]) -> Task:
         if self.settings.memory.ways:  # the steps of all modules that the client runs
@@ -245,7 +244,10 @@ class FedProphet(StagedStrategy):
         tasks = {}
         for client, (task, device_state) in self.ask(self.registry.present(grid), server_round, arrays).items():
             asked = self._ordered(task, device_state, before, [])
-            tasks[client] = self.weight_cache.named(asked, arrays, self.frozen_units(asked))
+            steps = query_steps(
+                self.policy, asked, before, device_state.allowed_bytes, self.registry.members[client].examples
+            )
+            tasks[client] = replace(self.weight_cache.named(asked, arrays, self.frozen_units(asked)), evaluation=steps)
         return self.dispatcher.configure("query.query", tasks, arrays)
 
     def aggregate_query(self, server_round: int, replies: Iterable[Message]) -> bool:
@@ -285,12 +287,12 @@ class FedProphet(StagedStrategy):
             others = [client for client in self.registry.present(grid) if client not in self._asked]
             asked |= self.ask(others, server_round, arrays)
         task_config = self.task_config(self.state.stage)
-        modules = self.modules[: task_config.stage + 1]
-        pieces = [*modules, tuple(atom for module in modules for atom in module)]
-        tasks = {
-            client: after_training(self._ordered(task, state, task_config, pieces))
-            for client, (task, state) in sorted(asked.items())
-        }
+        modules, tasks = self.modules[: task_config.stage + 1], {}
+        for client, (task, state) in sorted(asked.items()):
+            steps = validation_steps(
+                self.policy, modules, state.allowed_bytes, self.registry.members[client].validation
+            )
+            tasks[client] = replace(after_training(task), own=task_config.to_values(), evaluation=steps)
         return self.dispatcher.configure("evaluate", tasks, arrays)
 
     def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
@@ -309,9 +311,8 @@ class FedProphet(StagedStrategy):
 
     def _score(self, server_round: int, arrays: ArrayRecord, clean: float, adversarial: float) -> None:
         state, settings = self.state, self.settings
-        kept = (
-            state.recent if state.stage_round > settings.attack.warmup + 1 else []
-        )  # alpha has no effect in clean rounds
+        # alpha has no effect in clean rounds
+        kept = state.recent if state.stage_round > settings.attack.warmup + 1 else []
         state.recent = [*kept, [clean, adversarial]][-settings.fedprophet.apa_window :]
         if state.stage_round <= settings.attack.warmup + settings.fedprophet.apa_after:
             return

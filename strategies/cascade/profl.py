@@ -48,11 +48,11 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from piecework.client_app.trainers.cascade.profl import ProFLTaskConfig, frozen_atoms
+from piecework.client_app.trainers.cascade.profl import ProFLTaskConfig, evaluated_atoms, frozen_atoms
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate
 from piecework.models.basic_layers import basic_atoms, cascade_at
-from piecework.models.cascade import has_statistics, parameter_names, unit_of
+from piecework.models.cascade import Blueprint, has_statistics, parameter_names, unit_of
 from piecework.models.init_weights import pretrained
 from piecework.models.partition import Piece
 from piecework.models.work_item import WorkItem
@@ -67,6 +67,7 @@ from piecework.strategies.cascade.profl_freezing import (
 )
 from piecework.strategies.cascade.profl_phases import Phase, phases_of
 from piecework.strategies.cascade.profl_steps import ProFLPolicy
+from piecework.strategies.client_evaluation import ClientEvaluation
 from piecework.strategies.staged import StagedStrategy
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.training.messages import Task
@@ -93,11 +94,20 @@ class ProFLState(StrategyState):
     frozen: list[dict[str, Any]] = field(default_factory=list)
 
 
+class EvaluationOfStep(ClientEvaluation):
+    """Has clients evaluate the step's model."""
+
+    def atoms(self, blueprint: Blueprint, task: Task) -> Piece:
+        """Return the blocks up to that of the step, and the basic layers behind it."""
+        return evaluated_atoms(blueprint, task)
+
+
 class ProFL(StagedStrategy):
     """Trains the model step by step, first shrinking and then growing."""
 
     name = "profl"
     policy_class = ProFLPolicy
+    evaluation_class = EvaluationOfStep
     policy: ProFLPolicy
     state_class = ProFLState
     state: ProFLState

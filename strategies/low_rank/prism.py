@@ -63,6 +63,7 @@ from piecework.models.width import Indices, shapes, take
 from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy
+from piecework.strategies.client_evaluation import ClientEvaluation
 from piecework.strategies.state import Experiment
 from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
 from piecework.training.messages import Task, TaskConfig
@@ -125,6 +126,7 @@ class PriSM(HeteroFL):
 
     name = "prism"
     policy_class = PriSMPolicy
+    evaluation_class = ClientEvaluation
     policy: PriSMPolicy
     keeps_norms = False
     sampling: ClassVar[Sampling | None] = None  # None = `prism.kernel-sampling`

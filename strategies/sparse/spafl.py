@@ -43,6 +43,7 @@ from piecework.planning.counts import sparse_flops
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
+from piecework.strategies.client_evaluation import EvaluationAsTrained
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.training.messages import Outcome, Task
 
@@ -102,6 +103,7 @@ class SpaFL(PieceStrategy):
 
     name = "spafl"
     policy_class = SpaFLPolicy
+    evaluation_class = EvaluationAsTrained
     policy: SpaFLPolicy
     measures = False
     state_class = SpaFLState

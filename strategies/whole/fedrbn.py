@@ -39,6 +39,7 @@ from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import Stage, Swapping
 from piecework.strategies.base import PieceStrategy
+from piecework.strategies.client_evaluation import EvaluationAsTrained
 from piecework.strategies.state import Experiment
 from piecework.strategies.whole.fedrbn_detector import branch_of, fit_detector
 from piecework.training.examples import Examples
@@ -101,6 +102,7 @@ class FedRBN(PieceStrategy):
 
     name = "fedrbn"
     policy_class = FedRBNPolicy
+    evaluation_class = EvaluationAsTrained
     policy: FedRBNPolicy
     measures = False
     evaluation_keys = ("val-loss", "val-accuracy", "val-adversarial-accuracy")

@@ -53,6 +53,7 @@ from piecework.planning.counts import entries
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
+from piecework.strategies.client_evaluation import ClientEvaluation, EvaluationAsTrained
 from piecework.strategies.state import Experiment
 from piecework.training.messages import Outcome, Task, TaskConfig
 
@@ -185,6 +186,7 @@ class HeteroFL(PieceStrategy):
 
     name = "heterofl"
     policy_class = HeteroFLPolicy
+    evaluation_class: ClassVar[type[ClientEvaluation]] = EvaluationAsTrained
     policy: HeteroFLPolicy
     orders_class: ClassVar[Any] = HeteroFLTaskConfig
     channels: ClassVar[Channels] = "first"

@@ -17,13 +17,14 @@ from piecework.cli import over_seeds
 from piecework.compare import compare_json, group_runs
 from piecework.compare_view import compare_tables, write_curves
 from piecework.console import PlainConsole
-from piecework.display import memory_rows, peak_over_budget, summary_table
+from piecework.display import memory_rows, summary_table
 from piecework.models.trained_model import ModelFileError
 from piecework.page import ReportError
 from piecework.progress import RoundProgress
 from piecework.report import write_report
 from piecework.robust_report import cascade_sections, depth_rows, robust_curves, stage_rows
 from piecework.server_app.records import RunDir
+from piecework.server_app.summary import peak_over_budget
 from piecework.training.examples import normalised
 from piecework.training.setup import open_dataset
 

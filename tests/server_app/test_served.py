@@ -201,9 +201,10 @@ def test_training_is_that_of_batch_to_the_bit(tmp_path: Path) -> None:
     assert set(other) == set(one)
     (record,) = measured.rounds()
     assert record["batch_norm"] == "measured"
-    assert record["statistics"] == {"asked": 3, "answered": 3, "others": []} | {
-        "peak_over_budget": pytest.approx(record["statistics"]["peak_over_budget"])
-    }
+    found = record["statistics"]
+    assert (found["asked"], found["answered"], found["others"]) == (3, 3, [])
+    for each in found["peaks"]:
+        assert 0.98 * each["predicted"] < each["measured"] <= each["predicted"]
     assert 0 < record["statistics"]["peak_over_budget"] < 1
     assert record["bytes_evaluation"] > 0
     assert (batch.rounds()[0]["statistics"], batch.rounds()[0]["bytes_evaluation"]) == (None, 0)

@@ -15,7 +15,7 @@ auxiliary one, has no regulariser.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -24,14 +24,23 @@ from torch import Tensor
 
 from piecework.client_app.client import Client, Update
 from piecework.client_app.features import prefix_features
-from piecework.client_app.validation import held_bytes, piece_bytes, validate
+from piecework.client_app.validation import cascade_of, validate
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece, fits, runs
 from piecework.models.work_item import WorkItem
 from piecework.training.attacks import Attack, Loss, pgd
 from piecework.training.examples import Examples, batches
-from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, classification_loss, in_precision
+from piecework.training.loop import (
+    Load,
+    LocalTrainer,
+    MakeLoss,
+    PieceModel,
+    classification_loss,
+    in_precision,
+    parts_of,
+)
 from piecework.training.messages import Metrics, Task, TaskConfig
+from piecework.training.settings import Settings
 from piecework.training.setup import image_attack
 
 
@@ -128,12 +137,16 @@ def assigned(task_config: FedProphetTaskConfig, task: Task, client: Client) -> P
     return atoms
 
 
-def stage_examples(client: Client, task: Task, task_config: FedProphetTaskConfig) -> Examples:
-    """Return z_{m-1} of the training data: images, or features behind the fixed modules."""
+def stage_examples(client: Client, task: Task, task_config: FedProphetTaskConfig, at_once: int = 0) -> Examples:
+    """Return z_{m-1} of the training data: images, or features behind the fixed modules.
+
+    The modules compute `at_once` examples at once, by default as many as in their training.
+    """
     if not task_config.stage:
         return client.local_data(0)
     before = task_config.before()
-    sizes = [task.fitted(module_item(client.blueprint, module), client.allowed).micro_batch for module in before]
+    trained = [task.fitted(module_item(client.blueprint, module), client.allowed).micro_batch for module in before]
+    sizes = [at_once or micro_batch for micro_batch in trained]
     return prefix_features(client, before, sizes)
 
 
@@ -153,63 +166,81 @@ def stage_attack(client: Client, task_config: FedProphetTaskConfig) -> Attack:
 
 
 def evaluate(task: Task, client: Client) -> Metrics:
-    """Return C_m and A_m: clean and adversarial accuracy of w_1 .. w_m with theta_m on the validation data, with the loss."""
+    """Return C_m and A_m: clean and adversarial accuracy of w_1 .. w_m with theta_m on the validation data, with the loss.
+
+    Raises MemoryBudgetExceededError if no step that the task lists fits.
+    """
+    if not len(client.validation):
+        return {}
     task_config = FedProphetTaskConfig.of(task)
-    pieces = [*task_config.before(), task_config.atoms(task_config.stage)]
-    whole = tuple(atom for piece in pieces for atom in piece)
-    items = [task.fitted(module_item(client.blueprint, piece), client.allowed) for piece in (*pieces, whole)]
-    if not task.enforced or fits(validation_cost(task, client, items[-1]), client.allowed):
-        pieces, items = [whole], items[-1:]
-    else:
-        items = items[:-1]
-    micro_batch = min((item.micro_batch for item in items if item.micro_batch), default=0)
-    largest = max(validation_cost(task, client, item) or client.allowed for item in items)
-    held = len(pieces) == 1 or largest + held_bytes(client, pieces, micro_batch) <= client.allowed
-    return validate(
-        client,
-        pieces,
-        head_behind(client.blueprint, whole[-1]),
-        image_attack(client.settings, client.data, client.settings.evaluation.attack_steps),
-        held=held,
-        micro_batch=micro_batch,
-        recompute={item.atoms: item.recompute for item in items},
-    )
+    step = task.evaluated(client.allowed, "validating the modules")
+    pieces, held = pieces_held([*task_config.before(), task_config.atoms(task_config.stage)], step.held)
+    cascade = cascade_of(client, pieces, head_behind(client.blueprint, pieces[-1][-1]), held=held)
+    attack = image_attack(client.settings, client.data, client.settings.evaluation.attack_steps)
+    return validate(client, cascade, attack, step.examples) | {"predicted-peak": step.bytes}
 
 
-def validation_cost(task: Task, client: Client, item: WorkItem) -> int | None:
-    """Return an upper bound of the bytes for validating a work item's atoms, or None if the server does not list the item."""
-    cost = task.costs.get(item)
-    return None if cost is None else piece_bytes(client, item.atoms, cost, item.micro_batch)
+WHOLE, MODULES, MODULE, ATOM = "", "modules", "module", "atom"  # what is in memory at a time in validation
+
+
+def pieces_held(modules: Sequence[Piece], held: str) -> tuple[list[Piece], bool]:
+    """Return the pieces in which modules are validated, and whether all of them stay in memory."""
+    atoms = tuple(atom for module in modules for atom in module)
+    if held == WHOLE:
+        return [atoms], True
+    return ([(atom,) for atom in atoms] if held == ATOM else list(modules)), held == MODULES
 
 
 def query(task: Task, client: Client) -> Metrics:
-    """Return the mean largest ||Delta z_m||_2 of the fixed module m on the training data (Eq. 11), and its smallest feature."""
-    task_config = FedProphetTaskConfig.of(task)
-    examples, attack = stage_examples(client, task, task_config), stage_attack(client, task_config)
+    """Return the mean largest ||Delta z_m||_2 of the fixed module m on the training data (Eq. 11), and its smallest feature.
+
+    Raises MemoryBudgetExceededError if no step that the task lists fits.
+    """
+    task_config, settings = FedProphetTaskConfig.of(task), client.settings
+    step = task.evaluated(client.allowed, "measuring how far attacks move features")
+    examples, attack = stage_examples(client, task, task_config, step.examples), stage_attack(client, task_config)
     item = task.fitted(module_item(client.blueprint, task_config.atoms(task_config.stage)), client.allowed)
     piece: PieceModel | None = None
     total, seen, minimum, rng = 0.0, 0, math.inf, client.rng("perturbation")
-    alone = client.settings.batch_statistics  # a batch of one example has no batch statistics
-    # Half batches, because the clean features are held in addition to the memory of a training step.
-    size = max(1 + alone, (item.micro_batch or client.training_config.batch_size) // 2)
-    for positions in batches(len(examples), size, rng, drop_single=alone):
+    alone = settings.batch_statistics  # a batch of one example has no batch statistics
+    size = query_batch(settings, item)
+    for batch in batches(len(examples), size, rng, drop_single=alone):
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
-        with client.cap.first("perturbation", len(positions)):
-            if piece is None:
-                piece = PieceModel(client.blueprint, item.atoms, None, client.load())
-                piece.train(False)
-                piece.recompute = item.recompute
-                for parameter in piece.parameters():
-                    parameter.requires_grad_(False)
-            forward = in_precision(piece.features, client.training_config)
-            norms, low = largest_perturbation(forward, examples.read(positions), attack, generator)
-        total, seen, minimum = total + float(norms.sum()), seen + len(positions), min(minimum, low)
-    return {"perturbation": total / seen, "min-feature": minimum, "num-examples": seen} if seen else {}
+        for positions in parts_of(batch, step.examples):
+            with client.cap.first("perturbation", len(positions)):
+                piece = piece or unmoved(client.blueprint, item, client.load())
+                forward = in_precision(piece.features, client.training_config)
+                norms, low = largest_perturbation(forward, examples.read(positions), attack, generator)
+            total, minimum = total + float(norms.sum()), min(minimum, float(low))
+        seen += len(batch)
+    if not seen:
+        return {}
+    return {
+        "perturbation": total / seen,
+        "min-feature": minimum,
+        "num-examples": seen,
+        "predicted-peak": step.bytes,
+    }
+
+
+def query_batch(settings: Settings, item: WorkItem) -> int:
+    """Return the size of a query's batches: half, because clean features are held in addition to a training step's memory."""
+    return max(1 + settings.batch_statistics, (item.micro_batch or settings.training.batch_size) // 2)
+
+
+def unmoved(blueprint: Blueprint, item: WorkItem, load: Load) -> PieceModel:
+    """Return a work item's atoms in evaluation mode, without gradients of weights."""
+    piece = PieceModel(blueprint, item.atoms, None, load)
+    piece.train(False)
+    piece.recompute = item.recompute
+    for parameter in piece.parameters():
+        parameter.requires_grad_(False)
+    return piece
 
 
 def largest_perturbation(
     module: Callable[[Tensor], Tensor], z: Tensor, attack: Attack, generator: torch.Generator
-) -> tuple[Tensor, float]:
+) -> tuple[Tensor, Tensor]:
     """Return ||module(z + delta) - module(z)||_2 of each example, [B], for PGD's delta, and the smallest value of module(z)."""
     with torch.no_grad():
         clean = module(z)
@@ -223,4 +254,4 @@ def largest_perturbation(
 
     found = pgd(gradient, z, torch.empty(0), attack, generator)
     with torch.no_grad():
-        return module(found).sub_(clean).flatten(1).norm(dim=1), float(clean.min())
+        return module(found).sub_(clean).flatten(1).norm(dim=1), clean.min()

@@ -28,6 +28,7 @@ from piecework.client_app.client import Client, Update
 from piecework.client_app.features import measure_statistics, prefix_features, teacher_logits
 from piecework.client_app.validation import behind, evaluate_cascade
 from piecework.models.basic_layers import cascade_at, step_atoms, student_atoms
+from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece, fits, runs
 from piecework.models.work_item import WorkItem
 from piecework.training.attacks import Loss
@@ -157,9 +158,12 @@ def require(task: Task, client: Client, item: WorkItem, doing: str) -> None:
         raise task.refused(item, client.allowed, doing)
 
 
+def evaluated_atoms(blueprint: Blueprint, task: Task) -> Piece:
+    """Return the atoms of the step's model, which clients evaluate with the head."""
+    task_config, blocks = ProFLTaskConfig.of(task), task.variant.basic_layers
+    return tuple(cascade_at(blueprint, blocks, task_config.step - (task_config.doing == "map")))
+
+
 def evaluate(task: Task, client: Client) -> Metrics:
     """Return loss and accuracy of the step's model on the validation data, with one atom in memory at a time."""
-    task_config, blocks = ProFLTaskConfig.of(task), task.variant.basic_layers
-    return evaluate_cascade(
-        client, cascade_at(client.blueprint, blocks, task_config.step - (task_config.doing == "map"))
-    )
+    return evaluate_cascade(task, client, evaluated_atoms(client.blueprint, task))

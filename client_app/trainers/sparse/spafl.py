@@ -108,13 +108,16 @@ def evaluate(task: Task, client: Client) -> Metrics:
     layout = own_layout(client, task.variant)
     item = whole_network(task, client, "evaluating the whole model")
     source = own_model(client, task_config)
-    model = load(client, source)
-    density = float(np.mean([layer.mask().float().mean() for layer in model.layers()]))
-    if layout is not None:
-        model = model.compacted(layout)[0]
+    with client.cap.first("load the model"):
+        model = load(client, source)
+        density = float(np.mean([layer.mask().float().mean() for layer in model.layers()]))
+        if layout is not None:
+            model = model.compacted(layout)[0]
     model.train(False)
     metrics = client.evaluate(model.logits, client.validation, item.micro_batch)
-    return metrics | {"density": density, "fresh": int(source == client.store.model)} if metrics else metrics
+    if metrics:
+        metrics |= {"density": density, "fresh": int(source == client.store.model)}
+    return metrics | {"predicted-peak": task.costs[item]}
 
 
 def own_layout(client: Client, variant: Variant) -> Layout | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from piecework.client_app.client import Client, Update
 from piecework.client_app.trainers.whole.fedavg import train_whole
-from piecework.client_app.validation import validate
+from piecework.client_app.validation import cascade_of, validate
 from piecework.models.dual_norm import begin_adversarial, use
 from piecework.training.attacks import Loss
 from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, single_loss
@@ -143,6 +143,5 @@ def evaluate(task: Task, client: Client) -> Metrics:
     """Return loss and accuracy on the validation data, clean and under attack, with the set of `fedrbn.evaluation-branch`."""
     whole = tuple(range(len(client.blueprint.atoms)))
     attack = image_attack(client.settings, client.data, client.settings.evaluation.attack_steps)
-    return validate(
-        client, [whole], "head", attack, held=True, piece_class=BRANCHES[client.settings.fedrbn.evaluation_branch]
-    )
+    branch = BRANCHES[client.settings.fedrbn.evaluation_branch]
+    return validate(client, cascade_of(client, [whole], "head", held=True, piece_class=branch), attack)

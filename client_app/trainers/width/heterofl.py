@@ -151,7 +151,8 @@ def evaluate(task: Task, client: Client) -> Metrics:
     scale_up(piece, ratios)
     piece.train(False)
     present = classes_of(client) if task.personal and HeteroFLTaskConfig.of(task).masked else ()
-    return client.evaluate(masked(piece, present), client.validation, item.micro_batch)
+    found = client.evaluate(masked(piece, present), client.validation, item.micro_batch)
+    return found | {"predicted-peak": task.costs[item]}
 
 
 def scaler_of(task: Task, client: Client) -> tuple[float, ...]:

@@ -11,14 +11,16 @@ from helpers import a_blueprint
 from torch.nn import functional as F
 
 from piecework.client_app import validation
-from piecework.client_app.validation import StreamedCascade, held_bytes, piece_bytes, validate
+from piecework.client_app.trainers.cascade.fedprophet import ATOM, MODULE, MODULES, WHOLE, pieces_held
+from piecework.client_app.validation import cascade_of, validate
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
 from piecework.models.zoo import build_blueprint
-from piecework.planning.step_cost import piece_cost
+from piecework.strategies.cascade.fedprophet_evaluation import validation_cost
+from piecework.training.memory_cap import MemoryCap
 from piecework.training.setup import image_attack
 
-MODULES: list[Piece] = [(0, 1), (2, 3), (4,)]
+THREE: list[Piece] = [(0, 1), (2, 3), (4,)]
 
 
 def resnet(batch_norm: str) -> Blueprint:
@@ -28,13 +30,13 @@ def resnet(batch_norm: str) -> Blueprint:
 @pytest.mark.parametrize("batch_norm", ["running", "batch"])
 @pytest.mark.parametrize("model", ["convnet", "resnet"])
 @pytest.mark.parametrize("held", [True, False])
-@pytest.mark.parametrize("pieces", [MODULES, [(0, 1, 2, 3, 4)], [(0,), (1,), (2,), (3,), (4,)]])
+@pytest.mark.parametrize("pieces", [THREE, [(0, 1, 2, 3, 4)], [(0,), (1,), (2,), (3,), (4,)]])
 def test_pieces_have_the_gradient_of_the_whole(
     tmp_path: Path, batch_norm: str, model: str, held: bool, pieces: list[Piece]
 ) -> None:
     blueprint = a_blueprint(batch_norm=batch_norm) if model == "convnet" else resnet(batch_norm)
     client = seasoned(tmp_path, blueprint, architecture__batch_norm=batch_norm)
-    whole, streamed = cascade(client), StreamedCascade(client, pieces, "head", held=held)
+    whole, streamed = cascade(client), cascade_of(client, pieces, "head", held=held)
     for positions in (np.arange(12), np.arange(12, 19)):
         x, y = client.local_data(0).read(positions), client.local_data(0).targets(positions)
         before = x.clone()
@@ -53,8 +55,11 @@ def test_pieces_have_the_gradient_of_the_whole(
 def test_accuracies_are_those_of_the_whole(tmp_path: Path) -> None:
     client = seasoned(tmp_path)
     attack = image_attack(client.settings, client.data, 3)
-    by_pieces = [validate(client, MODULES, "head", attack, held=held) for held in (True, False)]
-    whole = validate(client, [(0, 1, 2, 3, 4)], "head", attack, held=True)
+    by_pieces = [validate(client, cascade_of(client, THREE, "head", held=held), attack) for held in (True, False)]
+    whole = validate(client, cascade_of(client, [(0, 1, 2, 3, 4)], "head", held=True), attack)
+    assert validate(client, cascade_of(client, THREE, "head", held=True), attack, 3) == pytest.approx(
+        by_pieces[0], rel=1e-5
+    )
     assert by_pieces[0] == by_pieces[1]
     assert by_pieces[0] == pytest.approx(whole, rel=1e-5, abs=0.051)  # one image of 20 may lie on a border
     x, y = client.validation.read(np.arange(20)), client.validation.targets(np.arange(20))
@@ -64,35 +69,31 @@ def test_accuracies_are_those_of_the_whole(tmp_path: Path) -> None:
     assert whole["val-accuracy"] == float((logits.argmax(1) == y).sum()) / 20
     assert whole["val-loss"] == pytest.approx(float(F.cross_entropy(logits, y)), rel=1e-5)
     nothing = replace(attack, epsilon=1e-9, step=1e-9)
-    assert validate(client, MODULES, "head", nothing, held=False)["val-adversarial-accuracy"] == whole["val-accuracy"]
+    streamed = cascade_of(client, THREE, "head", held=False)
+    assert validate(client, streamed, nothing)["val-adversarial-accuracy"] == whole["val-accuracy"]
     nobody = replace(client, validation=replace(client.validation, labels=client.validation.labels[:0]))
-    assert validate(nobody, MODULES, "head", attack, held=True) == {}
+    assert validate(nobody, cascade_of(nobody, THREE, "head", held=True), attack) == {}
 
 
-def test_what_holding_all_pieces_takes(tmp_path: Path) -> None:
-    """The files of their weights; for a batch of 16, images of 64 values, maps of 16 x 64 and of 32 x 16."""
-    client = seasoned(tmp_path)
-    files = sum((client.store.model / f"atoms.{atom}.safetensors").stat().st_size for atom in range(5))
-    assert held_bytes(client, MODULES) == files + 4 * 16 * (64 + 16 * 64 + 32 * 16)
-
-
+@pytest.mark.parametrize("batch_norm", ["running", "batch"])
 @pytest.mark.parametrize("model", ["convnet", "resnet"])
-@pytest.mark.parametrize("count", [1, 5, 20])
-def test_what_validating_a_piece_takes(tmp_path: Path, model: str, count: int) -> None:
-    """Twice the weights, and of the rest of a training step the share of a batch of 16; it does take no more."""
-    client = seasoned(tmp_path, a_blueprint(batch_norm="running") if model == "convnet" else resnet("running"))
-    client = replace(client, validation=replace(client.validation, labels=client.validation.labels[:count]))
-    whole = tuple(range(len(client.blueprint.atoms)))
-    files = sum((client.store.model / f"atoms.{atom}.safetensors").stat().st_size for atom in whole)
-    batch = {1: 1, 5: 5, 20: 16}[count]
-    assert piece_bytes(client, whole, files + 1600) == min(files + 1600, 2 * files + 100 * batch)
-    assert piece_bytes(client, whole, files + 16 * files) == min(17 * files, (2 + batch) * files)
-    assert held_bytes(client, [whole]) == files + 4 * batch * 64
-
-    attack = image_attack(client.settings, client.data, 2)
-    cost = piece_cost(client.blueprint, whole, "head", replace(client.training_config, attack=attack)).peak_bytes
-    validate(client, [whole], "head", attack, held=True)
-    assert 0 < client.cap.peak_bytes <= piece_bytes(client, whole, cost)
+def test_what_validation_takes(tmp_path: Path, model: str, batch_norm: str) -> None:
+    """As it is traced, in each way and for any number of examples; each way takes less than the one before."""
+    client = seasoned(tmp_path, a_blueprint(batch_norm=batch_norm) if model == "convnet" else resnet(batch_norm))
+    attack, peaks = image_attack(client.settings, client.data, 2), []
+    for way in (WHOLE, MODULES, MODULE, ATOM):
+        pieces, held = pieces_held(THREE, way)
+        for count in (16, 5, 2):
+            cap = MemoryCap(10**9, enforced=True)
+            few = replace(
+                client, validation=replace(client.validation, labels=client.validation.labels[:count]), cap=cap
+            )
+            config = replace(client.training_config, batch_size=count)
+            validate(few, cascade_of(few, pieces, "head", held=held), attack)
+            predicted = validation_cost(client.blueprint, pieces, config, attack, held=held)
+            assert 0.97 * predicted <= cap.peak_bytes <= predicted
+            peaks.append(cap.peak_bytes)
+    assert sorted(peaks[::3], reverse=True) == peaks[::3]
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -102,8 +103,8 @@ def test_one_attack_step_is_counted_for_all(tmp_path: Path, monkeypatch: pytest.
         client = seasoned(tmp_path / counted, resnet("running"))
         if counted == "always":
             monkeypatch.setattr(validation, "counted_once", lambda gradient: gradient)
-        pieces: list[Piece] = [(0, 1), (2, 3), (4,)]
-        found.append(validate(client, pieces, "head", image_attack(client.settings, client.data, 4), held=held))
+        attack = image_attack(client.settings, client.data, 4)
+        found.append(validate(client, cascade_of(client, THREE, "head", held=held), attack))
         peaks.append(client.cap.peak_bytes)
     assert peaks[0] == peaks[1] > 0
     assert found[0] == found[1]

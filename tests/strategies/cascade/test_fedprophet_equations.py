@@ -22,6 +22,7 @@ from piecework.models.work_item import WorkItem
 from piecework.planning.costs import cost_model_for
 from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 from piecework.training.attacks import Attack
+from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.loop import PieceModel
 from piecework.training.messages import Task
 
@@ -77,6 +78,7 @@ def a_task(task_config: FedProphetTaskConfig, costs: dict[tuple[int, ...], int] 
         state_dir="",
         costs={WorkItem(p, "head" if p[-1] == 4 else f"aux.{p[-1]}"): cost for p, cost in listed.items()},
         own=task_config.to_values(),
+        evaluation=[EvaluationStep(0)],
     )
 
 

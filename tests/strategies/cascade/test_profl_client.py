@@ -22,6 +22,7 @@ from piecework.models.basic_layers import blocks_of, cascade_at, step_atoms, wit
 from piecework.models.cascade import unit_of
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
+from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.loop import PieceModel, load_for_device
 from piecework.training.messages import Task
 
@@ -39,7 +40,10 @@ def a_profl_client(folder: Path, allowed: int = 10**9) -> tuple[Any, Any]:
 def a_task(t: int, doing: str = "growing") -> Task:
     variant = Variant(basic_layers=tuple(blocks_of(a_blueprint())))
     return Task(
-        "experiment", 1, 0, "profl", 10**9, 10**6, 0.05, "", variant=variant, own=ProFLTaskConfig(t, doing).to_values()
+        *("experiment", 1, 0, "profl", 10**9, 10**6, 0.05, ""),
+        variant=variant,
+        own=ProFLTaskConfig(t, doing).to_values(),
+        evaluation=[EvaluationStep(0)],
     )
 
 
