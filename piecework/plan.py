@@ -15,6 +15,7 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.federation.registry import sampled
 from piecework.models.partition import AtomTooLargeError
 from piecework.parts import simulated_swapping, trained_fractions
+from piecework.plan_evaluation import evaluation_row
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.coverage import Trainer, richest
 from piecework.planning.paper_memory import MACS
@@ -82,9 +83,19 @@ def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel 
         "devices": device_rows(policy, tasks, question.examples),
         "trained": trained_fractions(blueprint, tasks, moving=policy.moving),
         "swapping": simulated_swapping(full, tasks) if policy.swaps else None,
+        "evaluation": evaluation_row(policy, allowed_to_train(tasks), question.examples),
         "learning_rates": rates_row(policy),
         "coverage": covered(policy, trainers(states, settings)),
     }
+
+
+def allowed_to_train(tasks: list[list[list[PlannedTask]]]) -> dict[int, int]:
+    """Return for each client that trains something the smallest number of bytes that it may use. `tasks`: see fleet_row."""
+    everyone = [task for rounds in tasks for of_round in rounds for task in of_round if task.parts]
+    found: dict[int, int] = {}
+    for task in everyone:
+        found[task.client] = min(found.get(task.client, task.state.allowed_bytes), task.state.allowed_bytes)
+    return found
 
 
 def rates_row(policy: PartitionPolicy) -> dict[str, Any]:

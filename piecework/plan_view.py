@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes, format_compared
+from piecework.plan_evaluation import evaluation_warning
 from piecework.planning.coverage import coverage_lines, coverage_sentence
 from piecework.strategies.cascade.profl_steps import OUTPUT_LAYER_NAME
 
@@ -26,6 +27,7 @@ def plan_tables(plan: dict[str, Any]) -> list[str | Text | Table]:
         f"fleet {fleet['name']}: {fleet['clients']} clients, {fleet['clients_per_round']} a round, "
         f"{fleet['participation']:.0%} can take part",
         device_table(plan),
+        *evaluation_text(plan),
         *rates_warning(plan),
         *coverage_text(plan["coverage"]),
     ]
@@ -45,6 +47,12 @@ def swapping_warning(plan: dict[str, Any]) -> list[str]:
         f"would need up to {needed}; the poorest has {poorest}. The whole model takes {full} for {step}, which "
         f"{found['whole_fits']:.0%} of the clients have. The times below add swapping as FedProphet models it."
     ]
+
+
+def evaluation_text(plan: dict[str, Any]) -> list[Text]:
+    """Return a bold warning if clients train but have no memory to evaluate."""
+    says = evaluation_warning(plan["evaluation"])
+    return [Text(says, "bold", no_wrap=True)] if says else []
 
 
 def rates_warning(plan: dict[str, Any]) -> list[Text]:

@@ -28,6 +28,12 @@ _TRACED: dict[Hashable, StepCost] = {}
 _EVALUATED: dict[Hashable, int] = {}
 
 
+def forward_only(training_config: TrainingConfig, size: int = 0) -> TrainingConfig:
+    """Return a training config with what matters to a forward pass of `size` examples, by default a batch, and nothing else."""
+    size = size or training_config.batch_size
+    return TrainingConfig(1.0, 0.0, 0.0, batch_size=size, epochs=1, precision=training_config.precision)
+
+
 def once(key: Hashable, blueprint: Blueprint, traced: Callable[[], int]) -> int:
     """Return the peak bytes of running parts of a model without training them, traced once in a process for each key."""
     if key not in _EVALUATED:
@@ -113,7 +119,7 @@ class CostModel:
         units = tuple(
             unit_signature(blueprint, unit) for unit in [*(f"atoms.{a}" for a in piece), *filter(None, [head])]
         )
-        config = replace(self.training_config, attack=None, batch_size=size or self.training_config.batch_size)
+        config = forward_only(self.training_config, size)
         rounded = self.rounded and not measured and head is None
         options = {"training": training, "measured": measured, "rounded": rounded}
         key = config, units, head is None, *options.values()

@@ -5,7 +5,7 @@ changes no result, except where batch norms use the statistics of the examples t
 only if `memory.fit` allows micro-batches, and then into parts of at most three.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
@@ -14,8 +14,8 @@ from piecework.planning.partition_policy import PartitionPolicy
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.settings import Settings
 
-# `EvaluationStep.examples`, and the largest number that this can be -> bytes and `held` of each way, preferred first
-Ways = Callable[[int, int], Iterable[tuple[int, str]]]
+# `EvaluationStep.examples`, the largest number that this can be, and `EvaluationStep.held` -> bytes
+Needed = Callable[[int, int, str], int]
 
 
 def evaluation_steps(
@@ -26,33 +26,37 @@ def evaluation_steps(
     This is the first that takes at most `allowed` bytes, else the smallest.
     """
 
-    def ways(_: int, size: int) -> Iterator[tuple[int, str]]:
-        costs = (
-            policy.cost_model.streamed(blueprint, a, head if a == atoms[-1] else None, evaluated=True, size=size)
-            for a in atoms
-        )
-        yield max(costs), ""
+    def needed(_: int, size: int, __: str) -> int:
+        last, streamed = atoms[-1], policy.cost_model.streamed
+        return max(streamed(blueprint, a, head if a == last else None, evaluated=True, size=size) for a in atoms)
 
-    return chosen(policy, blueprint, ways, allowed, examples)
+    return chosen(policy, blueprint, needed, allowed, examples)
 
 
 def chosen(
-    policy: PartitionPolicy, blueprint: Blueprint, ways: Ways, allowed: int, examples: int, batch: int = 0
+    policy: PartitionPolicy,
+    blueprint: Blueprint,
+    needed: Needed,
+    allowed: int,
+    examples: int,
+    *,
+    batch: int = 0,
+    ways: Sequence[str] = ("",),
 ) -> list[EvaluationStep]:
     """Return the first step that takes at most `allowed` bytes, else the smallest. `batch` is by default that of training.
 
-    Where budgets are not enforced, or there are no examples, this is a whole batch, and nothing is traced.
+    `ways` are those to hold the model, preferred first and smallest last. Where budgets are not enforced, or there are no
+    examples, the step is a whole batch, and nothing is traced.
     """
     batch = batch or policy.cost_model.training_config.batch_size
     if policy.swaps or policy.cost_model.memory_model is not None or not examples:
         return [EvaluationStep(0)]
-    step = EvaluationStep(0)
-    for at_once, size in sizes(batch, examples, least_at_once(policy.settings, blueprint, batch)):
-        for needed, held in ways(at_once, size):
-            step = EvaluationStep(needed, at_once, held)
-            if needed <= allowed:
-                return [step]
-    return [step]
+    cuts = list(sizes(batch, examples, least_at_once(policy.settings, blueprint, batch)))
+    for at_once, size in cuts if allowed else []:
+        for held in ways:
+            if (found := needed(at_once, size, held)) <= allowed:
+                return [EvaluationStep(found, at_once, held)]
+    return [EvaluationStep(needed(*cuts[-1], ways[-1]), cuts[-1][0], ways[-1])]
 
 
 def sizes(batch: int, examples: int, least: int) -> Iterator[tuple[int, int]]:

@@ -241,12 +241,10 @@ class FedProphet(StagedStrategy):
             return None
         before = replace(self.task_config(state.stage - 2), stage=state.stage - 1)
         before = replace(before, epsilon=state.fixed.epsilon, nonnegative=state.fixed.nonnegative)
-        tasks = {}
+        members, tasks = self.registry.members, {}
         for client, (task, device_state) in self.ask(self.registry.present(grid), server_round, arrays).items():
             asked = self._ordered(task, device_state, before, [])
-            steps = query_steps(
-                self.policy, asked, before, device_state.allowed_bytes, self.registry.members[client].examples
-            )
+            steps = query_steps(self.policy, asked, before, device_state.allowed_bytes, members[client].examples)
             tasks[client] = replace(self.weight_cache.named(asked, arrays, self.frozen_units(asked)), evaluation=steps)
         return self.dispatcher.configure("query.query", tasks, arrays)
 

@@ -4,7 +4,7 @@ A client validates whole batches with all modules at once, if that fits. Otherwi
 weights in memory or with those of one module or atom, and last it computes fewer examples at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -28,7 +28,7 @@ from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import unit_signature
 from piecework.models.partition import Piece
 from piecework.models.work_item import WorkItem
-from piecework.planning.costs import on_images, once
+from piecework.planning.costs import forward_only, on_images, once
 from piecework.planning.evaluation_cost import chosen
 from piecework.planning.step_cost import fake_load, read_batch
 from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
@@ -89,23 +89,19 @@ def validation_steps(
     policy: FedProphetPolicy, modules: Sequence[Piece], allowed: int, examples: int
 ) -> list[EvaluationStep]:
     """Return the step in which a client with that many validation `examples` validates modules, for `Task.evaluation`."""
-    blueprint, config = policy.model, replace(policy.cost_model.training_config, attack=None)
+    blueprint = policy.model
     units = tuple(tuple(unit_signature(blueprint, f"atoms.{atom}") for atom in module) for module in modules)
     head, attack = unit_signature(blueprint, head_behind(blueprint, modules[-1][-1])), on_images(blueprint, 1)
 
-    def needed(held: str, size: int) -> int:
-        sized, (pieces, all_held) = replace(config, batch_size=size), pieces_held(modules, held)
+    def needed(_: int, size: int, held: str) -> int:
+        config, (pieces, all_held) = forward_only(policy.cost_model.training_config, size), pieces_held(modules, held)
         return once(
-            ("validation", sized, units, head, held),
+            ("validation", config, units, head, held),
             blueprint,
-            lambda: validation_cost(blueprint, pieces, sized, attack, held=all_held),
+            lambda: validation_cost(blueprint, pieces, config, attack, held=all_held),
         )
 
-    def ways(_: int, size: int) -> Iterator[tuple[int, str]]:
-        for held in (WHOLE, MODULES, MODULE, ATOM):
-            yield needed(held, size), held
-
-    return chosen(policy, blueprint, ways, allowed, examples)
+    return chosen(policy, blueprint, needed, allowed, examples, ways=(WHOLE, MODULES, MODULE, ATOM))
 
 
 def query_steps(
@@ -120,8 +116,8 @@ def query_steps(
     units = tuple(unit_signature(blueprint, f"atoms.{atom}") for atom in item.atoms)
     attack = Attack(costs.feature_norm, 1.0, 0.1, 1, 0.0) if task_config.stage else on_images(blueprint, 1)
 
-    def ways(at_once: int, size: int) -> Iterator[tuple[int, str]]:
-        config = replace(costs.training_config, attack=None, batch_size=size)
+    def needed(at_once: int, size: int, _: str) -> int:
+        config = forward_only(costs.training_config, size)
         own = once(
             ("query", config, units, item.recompute, attack, costs.rounded),
             blueprint,
@@ -133,6 +129,6 @@ def query_steps(
             )
             for module in task_config.before()
         ]
-        yield max([own, *streams]), ""
+        return max([own, *streams])
 
-    return chosen(policy, blueprint, ways, allowed, examples, query_batch(policy.settings, item))
+    return chosen(policy, blueprint, needed, allowed, examples, batch=query_batch(policy.settings, item))

@@ -204,7 +204,7 @@ def test_training_is_that_of_batch_to_the_bit(tmp_path: Path) -> None:
     found = record["statistics"]
     assert (found["asked"], found["answered"], found["others"]) == (3, 3, [])
     for each in found["peaks"]:
-        assert 0.98 * each["predicted"] < each["measured"] <= each["predicted"]
+        assert 0.9 * each["predicted"] < each["measured"] <= each["predicted"]
     assert 0 < record["statistics"]["peak_over_budget"] < 1
     assert record["bytes_evaluation"] > 0
     assert (batch.rounds()[0]["statistics"], batch.rounds()[0]["bytes_evaluation"]) == (None, 0)

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import TRIO, a_blueprint, fleet_json, run_local, tiny_settings
+from helpers import TRIO, a_blueprint, a_client, fleet_json, run_local, tiny_settings
 
+from piecework.client_app.validation import evaluate_whole
 from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.plan_evaluation import evaluation_row, evaluation_warning, needed_to_evaluate
 from piecework.planning.costs import cost_model_for
 from piecework.planning.evaluation_cost import chosen, evaluation_steps, sizes
+from piecework.planning.partition_policy import PartitionPolicy
 from piecework.server_app.records import RunDir
 from piecework.strategies import STRATEGIES, find_policy
 from piecework.training.evaluation_step import EvaluationStep
@@ -73,7 +76,7 @@ def peaks_of(run: RunDir) -> list[tuple[str, dict[str, int]]]:
 def test_evaluation_takes_what_was_predicted(tmp_path: Path, strategy: str) -> None:
     tight, further = CASES[strategy]
     short = {"tight": tight, "poor": FEW} if tight else {}
-    settings = TRIO | {"clients": 1 + len(short), "training__local_iterations": 1, "strategy": strategy}
+    settings = TRIO | {"clients": 1 + len(short), "strategy": strategy}
     settings |= {"faults__allow_untrained": True, "data__validation_fraction": 0.4}
     if strategy not in ("local", "spafl"):
         settings |= {"evaluation__on_clients_every": 1}
@@ -100,7 +103,7 @@ def test_every_system_is_looked_at() -> None:
 
 
 def test_one_byte_less_is_refused(tmp_path: Path) -> None:
-    """The smallest step computes one example at once; a client that may use just its bytes evaluates, with the same result."""
+    """The smallest step computes one example at once; a client that may use just its bytes evaluates."""
     settings = tiny_settings(strategy="fedavg", architecture__batch_norm="running")
     model = a_blueprint(batch_norm="running")
     policy = find_policy("fedavg")(model, cost_model_for(settings, model), settings)
@@ -118,6 +121,16 @@ def test_one_byte_less_is_refused(tmp_path: Path) -> None:
         f"evaluating the model, one atom at a time, needs {least.bytes:,} bytes of training memory, "
         f"the budget allows {least.bytes - 1:,}"
     )
+
+
+@pytest.mark.parametrize("at_once", [1, 7])
+def test_fewer_examples_at_once_give_the_same_result(tmp_path: Path, at_once: int) -> None:
+    client = a_client(tmp_path, tiny_settings(**RUNNING), blueprint=a_blueprint(batch_norm="running"))
+    task, found = Task("e", 1, 0, "fedavg", 10**9, 10**9, 0.1, ""), []
+    for examples in (0, at_once):
+        found.append(evaluate_whole(replace(task, evaluation=[EvaluationStep(123, examples)]), client))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert (found[0]["val-examples"], found[0]["predicted-peak"]) == (20, 123)
 
 
 def test_how_many_examples_are_computed_at_once() -> None:
@@ -138,10 +151,19 @@ def test_batches_are_cut_where_results_do_not_depend_on_it(norm: str, fit: str, 
     model = a_blueprint(batch_norm="batch" if norm == "measured" else norm)
     policy = find_policy("fedavg")(model, cost_model_for(settings, model), settings)
     costs = {16: 900, 11: 800, 5: 500, 3: 400, 2: 300, 1: 200}
-    ways = [chosen(policy, model, lambda _, size: [(costs[size], "")], allowed, 11) for allowed in (900, 899, 0)]
-    assert ways[:2] == [[EvaluationStep(900)], [EvaluationStep(800)]]
-    assert [step.examples for step in ways[2]] == [smallest]
-    assert chosen(policy, model, lambda _, size: [(costs[size], "")], 0, 0) == [EvaluationStep(0)]
+
+    def found(allowed: int, examples: int = 11) -> EvaluationStep:
+        needed = {"all": 0, "one": -50}
+        (step,) = chosen(
+            policy, model, lambda _, size, held: costs[size] + needed[held], allowed, examples, ways=[*needed]
+        )
+        return step
+
+    assert found(900) == EvaluationStep(900, 0, "all")
+    assert found(899) == EvaluationStep(850, 0, "one")
+    assert found(849) == EvaluationStep(800, 0, "all")
+    assert (found(0).examples, found(0).held) == (found(100).examples, found(100).held) == (smallest, "one")
+    assert found(0, examples=0) == EvaluationStep(0)
 
 
 def test_a_step_that_fits_is_chosen() -> None:
@@ -157,3 +179,21 @@ def test_a_step_that_fits_is_chosen() -> None:
     assert replace(task, enforced=False, evaluation=[]).evaluated(1, "it") == EvaluationStep(0)
     with pytest.raises(MemoryBudgetExceededError, match="it needs 1,000 bytes"):
         replace(task, evaluation=[]).evaluated(10**9, "it")
+
+
+@pytest.mark.parametrize("strategy", ["fedepth", "fedprophet"])
+def test_a_plan_says_who_trains_but_cannot_evaluate(strategy: str) -> None:
+    settings = tiny_settings(strategy=strategy, architecture__batch_norm="batch", evaluation__on_clients_every=1)
+    model = a_blueprint()
+    policy = find_policy(strategy)(model, cost_model_for(settings, model, 1), settings).with_smallest(600_000)
+    needed = needed_to_evaluate(policy, 20)
+    assert evaluation_row(policy, {0: needed, 1: 10**9}, 20) is None
+    found = evaluation_row(policy, {0: needed - 1, 1: needed - 2, 2: needed}, 20)
+    assert found == {"clients": 2, "of": 3, "needed": needed, "least": needed - 2}
+    assert "2 of 3 clients that train have no memory to evaluate the model" in evaluation_warning(found)
+    assert evaluation_row(policy, {}, 20) is evaluation_row(find_policy("fedavg")(*vars_of(policy)), {0: 1}, 20) is None
+
+
+def vars_of(policy: PartitionPolicy) -> tuple[Any, ...]:
+    """What another policy is made of."""
+    return policy.blueprint, policy.cost_model, policy.settings
