@@ -43,7 +43,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "orthdrop": (205_000, RUNNING),
     "prism": (150_000, RUNNING),
-    "splitmix": (19_500, {}),
+    "splitmix": (40_000, {"splitmix__width_ratio": 0.25}),
     "allsmall": (0, {}),
     "depthfl": (0, {}),
     "exclusivefl": (0, {}),
