@@ -1,7 +1,8 @@
 """Send messages as earlier ones are answered, yield replies as they arrive, and separate late replies from current ones."""
 
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from flwr.app import Message
@@ -22,17 +23,20 @@ class Sent:
 class Transport:
     """The unanswered messages to the nodes of a grid. An exchange waits at most `timeout` seconds for its replies.
 
-    A message still unanswered then is overdue: its node counts as busy until the reply arrives or the message expires.
+    A message still unanswered then is overdue: its node counts as busy until the reply arrives or the message expires. A grid
+    that itself waits for replies, and therefore has `answer_by`, is told until when.
     """
 
     def __init__(self, grid: Grid, in_flight: int, timeout: float) -> None:
         self.grid, self.in_flight, self.timeout = grid, in_flight, timeout
         self.overdue: dict[str, Sent] = {}
+        self._answer_by: Callable[[float], None] = getattr(grid, "answer_by", lambda deadline: None)
 
     def exchange(self, server_round: int, messages: Iterable[Message]) -> Iterator[Message]:
         """Send messages, with at most `in_flight` unanswered at once, and yield replies as they arrive."""
         waiting, pending = iter(messages), dict[str, Sent]()
         deadline, pause, exhausted = time.monotonic() + self.timeout, 0.01, False
+        self._answer_by(deadline)
         try:
             while time.monotonic() < deadline:
                 while not exhausted and len(pending) < self.in_flight:
@@ -50,6 +54,7 @@ class Transport:
                 if not replies:
                     time.sleep(pause)
         finally:
+            self._answer_by(math.inf)
             self.overdue |= pending
 
     def _send(self, server_round: int, message: Message) -> dict[str, Sent]:

@@ -1,10 +1,12 @@
 """A Flower `Grid` without Flower's processes: it runs the ClientApp in this process, or in spawned workers.
 
 It is meant for tests, small studies and machines without Ray. Messages are always pickled, so a client never shares memory
-with the server. Replies return in the order of the messages, so results do not depend on the number of workers.
+with the server. Replies return in the order of the messages, so results do not depend on the number of workers. Only when the
+time for answers is over do those return that wait behind one which does not come.
 """
 
 import logging
+import math
 import multiprocessing
 import pickle
 import signal
@@ -102,6 +104,7 @@ class LocalGrid(Grid):
         self._busy: dict[Connection, tuple[str, bytes]] = {}
         self._workers: dict[Connection, BaseProcess] = {}
         self._starting: set[Connection] = set()
+        self._deadline, self._deadlines = math.inf, dict[str, float]()
         for _ in range(workers if workers > 1 else 0):
             self._start_worker()
 
@@ -119,7 +122,7 @@ class LocalGrid(Grid):
         """Terminate the workers."""
         for connection, process in self._workers.items():
             connection.close()
-            process.terminate()
+            process.kill()  # a suspended one would not heed SIGTERM
             process.join()
         self._workers.clear()
         self._starting.clear()
@@ -148,6 +151,14 @@ class LocalGrid(Grid):
         """Return the ids of all nodes, which are always connected."""
         return range(FIRST_NODE, FIRST_NODE + self._clients)
 
+    def answer_by(self, deadline: float) -> None:
+        """Set the time of the monotonic clock by which workers are to answer the messages that are pushed from now on.
+
+        What is not answered then is given up: the worker that has it is killed and replaced, and the client's reply, an error,
+        returns late. A run in this process (`workers` = 1) cannot be interrupted, and answers when it is done.
+        """
+        self._deadline = deadline
+
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Queue messages, which idle workers receive at once. Returns their identifiers."""
         identifiers = []
@@ -155,24 +166,45 @@ class LocalGrid(Grid):
             identifier = uuid.uuid4().hex
             message.metadata.__dict__["_message_id"] = identifier
             self._order.append(identifier)
+            self._deadlines[identifier] = self._deadline
             self._waiting.append((identifier, pickle.dumps(message, protocol=5)))
             identifiers.append(identifier)
             self._feed()
         return identifiers
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Block until the oldest of these messages is answered, and return its reply.
+        """Block until the oldest of these messages is answered, and return its reply; at its deadline, those that are there.
 
         Raises RunAbortedError if a worker cannot start. One that dies later is replaced, and its client's reply is an error.
         """
-        wanted = set(message_ids)
-        oldest = next((identifier for identifier in self._order if identifier in wanted), None)
-        if oldest is None:
-            return []
-        self._order.remove(oldest)
-        while oldest not in self._done:
-            self._collect() if self._workers else self._run_here()
-        return [self._done.pop(oldest)]
+        asked = set(message_ids)
+        wanted = [identifier for identifier in self._order if identifier in asked]
+        while wanted and wanted[0] not in self._done:
+            if not self._workers:
+                self._run_here()
+            elif not self._collect(self._deadlines[wanted[0]]):
+                found = [identifier for identifier in wanted if identifier in self._done]
+                self._give_up({i for i in wanted if i not in self._done and self._deadlines[i] <= time.monotonic()})
+                return [self._take(identifier) for identifier in found]
+        return [self._take(identifier) for identifier in wanted[:1]]
+
+    def _take(self, identifier: str) -> Message:
+        self._order.remove(identifier)
+        del self._deadlines[identifier]
+        return self._done.pop(identifier)
+
+    def _give_up(self, identifiers: set[str]) -> None:
+        """Answer messages in the place of their clients, which would answer too late; their workers are replaced."""
+        reason = "no answer within messages.round-timeout"
+        for connection, (identifier, data) in [*self._busy.items()]:
+            if identifier in identifiers:
+                del self._busy[connection]
+                self._workers[connection].kill()
+                self._done[identifier] = self._replace(connection, data, Error(4, f"{reason}: its worker was killed"))
+        for entry in [entry for entry in self._waiting if entry[0] in identifiers]:
+            self._waiting.remove(entry)
+            self._done[entry[0]] = Message(Error(3, reason), reply_to=pickle.loads(entry[1]))  # noqa: S301
+        LOG.warning("%d clients did not answer within messages.round-timeout", len(identifiers))
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send messages and return the replies in their order; after `timeout` seconds, those that have arrived."""
@@ -199,8 +231,11 @@ class LocalGrid(Grid):
                 except OSError:  # the worker died while it was idle
                     self._done[identifier] = self._replace(connection, data)
 
-    def _collect(self) -> None:
-        for ready in wait([*self._busy, *self._starting]):
+    def _collect(self, deadline: float) -> bool:
+        """Take in what workers have sent, waiting for it until `deadline`. Returns whether there was anything."""
+        patience = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        found = wait([*self._busy, *self._starting], patience)
+        for ready in found:
             assert isinstance(ready, Connection)
             if ready in self._starting:
                 self._greet(ready)
@@ -211,6 +246,7 @@ class LocalGrid(Grid):
             except (EOFError, ConnectionResetError):
                 self._done[identifier] = self._replace(ready, data)
         self._feed()
+        return bool(found)
 
     def _greet(self, connection: Connection) -> None:
         """Take in a worker that has started. Raises RunAbortedError if it died instead: the next one would die like it."""
@@ -222,13 +258,14 @@ class LocalGrid(Grid):
             raise RunAbortedError(NEVER_READY.format(process.exitcode)) from None
         self._starting.discard(connection)
 
-    def _replace(self, connection: Connection, data: bytes) -> Message:
+    def _replace(self, connection: Connection, data: bytes, error: Error | None = None) -> Message:
         """Replace a worker that died, and return an error as the reply of its client."""
         process = self._workers.pop(connection)
+        connection.close()
         process.join()
         self._start_worker()
-        reason = f"the worker process ended with exit code {process.exitcode}"
-        return Message(Error(8, reason), reply_to=pickle.loads(data))  # noqa: S301
+        error = error or Error(8, f"the worker process ended with exit code {process.exitcode}")
+        return Message(error, reply_to=pickle.loads(data))  # noqa: S301
 
 
 def default_workers(workers: int) -> int:

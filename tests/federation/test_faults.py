@@ -1,6 +1,11 @@
 """Errors told apart, clients whose process died, replies that come late, rounds with too few clients."""
 
+import os
+import pickle
+import signal
 from collections.abc import Iterable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.federation.faults import CrashHistory, status_of
 from piecework.federation.transport import Transport
 from piecework.launch import launch
-from piecework.server_app.local_grid import FIRST_NODE, LocalGrid, identify
+from piecework.server_app.local_grid import FIRST_NODE, READY, LocalGrid, identify
 from piecework.server_app.records import RunDir
 from piecework.strategies.state import StrategyState
 from piecework.training.settings import Settings, SettingsError
@@ -359,6 +364,47 @@ def test_late_replies_and_busy_nodes() -> None:
     ((sent, reply),) = transport.late()
     assert (sent.node_id, sent.server_round, reply.metadata.src_node_id) == (3, 1, 3)
     assert transport.busy() == set()
+
+
+class Forked(LocalGrid):
+    """Its workers are copies of this process, which answer at once; client 0 is suspended in round 1."""
+
+    def _start_worker(self) -> None:
+        ours, theirs = get_context("fork").Pipe()
+        process = get_context("fork").Process(target=self.work, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers[ours] = process  # type: ignore[assignment]
+        self._starting.add(ours)
+
+    @staticmethod
+    def work(connection: Connection) -> None:
+        connection.send_bytes(READY)
+        while True:
+            message = pickle.loads(connection.recv_bytes())
+            if (message.metadata.dst_node_id, message.metadata.group_id) == (FIRST_NODE, "1"):
+                os.kill(os.getpid(), signal.SIGSTOP)
+            connection.send_bytes(pickle.dumps(Message(RecordDict(), reply_to=message)))
+
+
+def test_a_suspended_worker_is_replaced_after_the_timeout() -> None:
+    """The answers behind it still count in that round; the client's reply comes late, and then it is asked again."""
+    identify(1)
+    nodes = [FIRST_NODE + client for client in range(3)]
+    with Forked(3, {}, workers=2) as grid:
+        before = [process.pid for process in grid._workers.values()]
+        transport = Transport(grid, 10, timeout=1.0)
+        found = transport.exchange(1, [to(node, 1) for node in nodes])
+        assert [reply.metadata.src_node_id for reply in found] == nodes[1:]
+        assert transport.busy() == {FIRST_NODE}
+        after = [process.pid for process in grid._workers.values()]
+        assert (len(after), len({*before, *after})) == (2, 3)
+        ((sent, reply),) = transport.late()
+        assert (sent.node_id, status_of(reply.error)) == (FIRST_NODE, "gone")
+        assert reply.error.reason == "no answer within messages.round-timeout: its worker was killed"
+        assert transport.busy() == set()
+        found = transport.exchange(2, [to(node, 2) for node in nodes])
+        assert [reply.metadata.src_node_id for reply in found] == nodes
 
 
 def test_a_late_crash_counts_as_one(tmp_path: Path, grids: Any) -> None:

@@ -265,7 +265,9 @@ class MessagesSettings(Table):
     max_in_flight: Count = setting(
         0, "messages that are out at once; 0 = twice the workers, at least 4; all of them in a deployment"
     )
-    round_timeout: Positive = setting(3600.0, "seconds a round waits for replies")
+    round_timeout: Positive = setting(
+        3600.0, "seconds a round waits for replies; with workers = 1 a client in this process is not interrupted"
+    )
     node_timeout: Positive = setting(120.0, "seconds to wait for the clients to connect")
 
 
