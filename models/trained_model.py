@@ -4,30 +4,27 @@
 scaled. This module imports neither Flower nor the data sets.
 """
 
-import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from piecework.device_profiles.documents import shown
 from piecework.models.cascade import Blueprint, Cascade, isolated_rng
 from piecework.models.depth_exits import ExitCascade
 from piecework.models.dual_norm import begin_adversarial, use
+from piecework.models.model_file import ModelFileError, description, require_loadable
 from piecework.models.variant import Variant, vary
-from piecework.models.zoo import MODELS, build_blueprint
+from piecework.models.zoo import build_blueprint
 
-FORMAT = 3  # 1 did not describe the scaling of inputs; 2 had no variant
 OUTSIDE = 1e-3  # tolerance for rounding of pixels in [0, 1]
-
-
-class ModelFileError(ValueError):
-    """The file of a trained model is missing, damaged or of another version. The message names the file."""
 
 
 @dataclass(frozen=True)
@@ -172,40 +169,32 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
     """Load the model from a file or a run's folder. Raises ModelFileError."""
     file = model_file(path)
     described = description(file)
-    if described.get("format") != FORMAT:
-        raise ModelFileError(
-            f"{file} was written by another version of Piecework (format {described.get('format', 1)}, this is {FORMAT}): "
-            "load it with that version, or train again"
-        )
-    if "personal" in described:
-        raise ModelFileError(
-            f"{file} holds thresholds alone: every client has a model of its own, in its store (state-dir)"
-        )
-    if (name := described.get("model", {}).get("name")) not in MODELS:
-        raise ModelFileError(
-            f"{file} was trained with model {name!r}, which Piecework does not have: first import the module that adds it to "
-            "piecework.models.zoo.MODELS"
-        )
+    require_loadable(described, file)
     try:
         whole = network_of(described)
         atoms: Sequence[int] = described["atoms"]
         head, exits = described["head"], described["variant"].get("exits")
+        if max(atoms) >= len(whole.atoms):
+            raise ValueError(f"atoms = {shown(atoms)}: {whole.name} has {len(whole.atoms)}, counted from 0")
         part = replace(
             whole,
             atoms=tuple(whole.atoms[i] for i in atoms),
             build_head=lambda: whole.build_unit(head),
             spare=sum(i >= len(whole.atoms) - whole.spare for i in atoms) if exits else 0,
         )
-        with isolated_rng(0):
-            network = ExitCascade(part) if exits else Cascade(part)
-        units = {f"atoms.{i}": module for i, module in zip(atoms, network.atoms, strict=True)} | {head: network.head}
+        kind = ExitCascade if exits else Cascade
         with safe_open(file, framework="pt") as arrays, torch.no_grad():
-            for unit, module in units.items():
-                for name, target in module.state_dict().items():
-                    fill(target, arrays.get_tensor(f"{unit}.{name}"), f"{unit}.{name}")
+            # without memory for weights first: a description may ask for more than the file has, or any machine
+            with isolated_rng(0), torch.device("meta"):
+                for name, target in named_arrays(kind(part), atoms, head):
+                    require_shape(target, tuple(arrays.get_slice(name).get_shape()), name)
+            with isolated_rng(0):
+                network = kind(part)
+            for name, target in named_arrays(network, atoms, head):
+                target.copy_(arrays.get_tensor(name))
         model = TrainedModel(network, described, normalise=normalise)
-    except (SafetensorError, KeyError, TypeError, IndexError, ValueError, RuntimeError) as error:
-        raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    except (SafetensorError, KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+        raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {first_line(error)}") from error
     for parameter in network.parameters():
         if parameter.dim() == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
@@ -220,11 +209,26 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
     return model.eval()
 
 
-def fill(target: Tensor, found: Tensor, name: str) -> None:
-    """Copy an array of a file into the model's. Raises ValueError if its shape differs: some others would be broadcast."""
-    if found.shape != target.shape:
-        raise ValueError(f"array {name} has shape {tuple(found.shape)}, but the model's has {tuple(target.shape)}")
-    target.copy_(found)
+def named_arrays(network: Cascade, atoms: Sequence[int], head: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the arrays of a network by their names in its file."""
+    units = {f"atoms.{i}": module for i, module in zip(atoms, network.atoms, strict=True)} | {head: network.head}
+    for unit, module in units.items():
+        for name, target in module.state_dict().items():
+            yield f"{unit}.{name}", target
+
+
+def require_shape(target: Tensor, found: tuple[int, ...], name: str) -> None:
+    """Raise ValueError if an array of a file has another shape than the model's: some others would be broadcast."""
+    if found != tuple(target.shape):
+        raise ValueError(f"array {name} has shape {found}, but the model's has {tuple(target.shape)}")
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says, without what libraries append."""
+    if isinstance(error, ValidationError):  # of the variant, which has its own checks
+        first = error.errors()[0]
+        return f"variant.{'.'.join(map(str, first['loc']))} = {shown(first['input'])}: {first['msg']}"
+    return (str(error).splitlines() or [""])[0][:300]
 
 
 def model_file(path: Path) -> Path:
@@ -233,13 +237,3 @@ def model_file(path: Path) -> Path:
     if not file.is_file():
         raise ModelFileError(f"{path} holds no model.safetensors: has the run completed?")
     return file
-
-
-def description(file: Path) -> dict[str, Any]:
-    """Return the metadata of a trained model's file. Raises ModelFileError."""
-    try:
-        with safe_open(file, framework="np") as arrays:
-            described: dict[str, Any] = json.loads(arrays.metadata()["piecework"])
-    except (OSError, SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-    return described

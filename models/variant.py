@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import FailFast, Field, TypeAdapter
 
 from piecework.models.basic_layers import with_basic_layers
 from piecework.models.cascade import Blueprint
@@ -45,13 +45,13 @@ class Variant:
     """
 
     architecture: str = ""
-    width: float = 1.0
+    width: Annotated[float, Field(gt=0, le=4)] = 1.0
     rounding: Literal["down", "up"] = "down"
     nested_norms: Annotated[tuple[float, ...], Field(max_length=MOST_RATIOS)] = ()
     dual_norms: bool = False
-    nets: Annotated[tuple[NetNumber, ...], Field(max_length=MOST_NETS)] = ()
+    nets: Annotated[tuple[NetNumber, ...], Field(max_length=MOST_NETS), FailFast()] = ()
     scaler: bool = False
-    keep: float = 0.0
+    keep: Annotated[float, Field(ge=0, le=1)] = 0.0
     channels: Literal["first", "random", "all"] = "first"
     thresholds: Literal["", "paper", "flowing", "clipped"] = ""
     silent: bool = True

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from piecework.display import Record, percent
-from piecework.models.trained_model import description
+from piecework.models.model_file import description
 from piecework.page import COLOURS, Section, graph_objects, label, line, mark_stages, over_rounds, panels, table
 
 ATTACKS = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square"}

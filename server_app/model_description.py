@@ -3,7 +3,7 @@
 from typing import Any
 
 from piecework.federated_data.datasets import ArrayDataset, set_name
-from piecework.models.trained_model import FORMAT
+from piecework.models.model_file import FORMAT
 from piecework.training.settings import Settings
 
 

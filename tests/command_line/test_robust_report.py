@@ -18,7 +18,7 @@ from piecework.compare import compare_json, group_runs
 from piecework.compare_view import compare_tables, write_curves
 from piecework.console import PlainConsole
 from piecework.display import memory_rows, summary_table
-from piecework.models.trained_model import ModelFileError
+from piecework.models.model_file import ModelFileError
 from piecework.page import ReportError
 from piecework.progress import RoundProgress
 from piecework.report import write_report

@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import piecework
-from piecework.models.trained_model import ModelFileError, TrainedModel, description
+from piecework.models.model_file import ModelFileError, description
+from piecework.models.trained_model import TrainedModel
 from piecework.server_app.records import RunDir
 from piecework.training.attacks import pgd
 from piecework.training.examples import training_examples
@@ -174,8 +175,8 @@ def changed(run: RunDir, folder: Path, **changes: Any) -> Path:
     ("changes", "message"),
     [
         ({"format": 1}, "was written by another version of Piecework .format 1, this is 3.: load it with that version"),
-        ({"atoms": [0, 99]}, "cannot be read: IndexError"),
-        ({"model": {"name": "convnet"}}, "cannot be read: KeyError"),
+        ({"atoms": [0, 99]}, r"cannot be read: ValueError: atoms = \[0, 99\]: convnet has \d+, counted from 0"),
+        ({"model": {"name": "convnet"}}, "cannot be read: of its description, model.width is missing"),
         (
             {"model": {"name": "mine"}},
             "was trained with model 'mine', which Piecework does not have: first import the module",
@@ -188,6 +189,86 @@ def test_files_that_cannot_be_read_are_named(
 ) -> None:
     with pytest.raises(ModelFileError, match=f"{tmp_path}/model.safetensors {message}"):
         piecework.load(changed(run, tmp_path, **changes))
+
+
+WRONG: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    10**12,
+    10**400,
+    1e308,
+    float("nan"),
+    "x",
+    [],
+    [[]],
+    [10**9] * 3,
+    {},
+    {"a": {}},
+)
+
+
+def places(value: Any, way: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The ways to all fields of a description but the run's settings, which nothing is built from."""
+    inner = [place for key in value for place in places(value[key], (*way, key))] if isinstance(value, dict) else []
+    return [*([way] if way else []), *(place for place in inner if place[0] != "settings")]
+
+
+def test_whatever_a_description_says_is_one_error_that_names_file_and_field(run: RunDir, tmp_path: Path) -> None:
+    """180 files by hand: each field missing, and with values of other types and sizes; nothing large is allocated."""
+    source, file, told = run.path / "model.safetensors", tmp_path / "model.safetensors", 0
+    arrays, text = load_file(source), json.dumps(description(source))
+    for way in places(json.loads(text)):
+        for wrong in (*WRONG, KeyError):
+            described = json.loads(text)
+            table = described
+            for key in way[:-1]:
+                table = table[key]
+            table.pop(way[-1]) if wrong is KeyError else table.update({way[-1]: wrong})
+            save_file(arrays, file, metadata={"piecework": json.dumps(described)})
+            try:
+                assert isinstance(piecework.load(file), TrainedModel)
+            except ModelFileError as error:
+                told += 1
+                assert str(file) in str(error)
+                assert way[-1] in str(error) or "was written by another version" in str(error) or wrong in (10**12, "x")
+                assert len(str(error)) < 600
+    assert told > 150
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (None, "it has no description"),
+        ({"other": "{}"}, "it has no description"),
+        ({"piecework": "[" * 100_000}, "nested too deeply"),
+        ({"piecework": "[]"}, r"its description is \[\], not a table"),
+        ({"piecework": "{"}, "Expecting property name"),
+    ],
+)
+def test_a_description_that_is_none(tmp_path: Path, metadata: dict[str, str] | None, message: str) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(1)}, file, metadata=metadata)
+    with pytest.raises(ModelFileError, match=f"{file} cannot be read: .*{message}"):
+        piecework.load(file)
+
+
+@pytest.mark.parametrize(
+    ("variant", "says"),
+    [
+        ({"nets": list(range(10**5))}, "variant.nets.100 = 100: Input should be less than 100"),
+        ({"nets": [0, 10**9]}, "variant.nets.1 = 1000000000: Input should be less than 100"),
+        ({"keep": "x"}, "variant.keep = 'x'"),
+        ({"nonsense": 1}, "a variant has no nonsense"),
+        ({"width": 1e300}, "variant.width = 1e+300: Input should be less than or equal to 4"),
+        ({"keep": 0.5}, "does not contain tensor atoms.1.conv.v.weight"),
+    ],
+)
+def test_variants_that_cannot_be(run: RunDir, tmp_path: Path, variant: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelFileError) as caught:
+        piecework.load(changed(run, tmp_path, variant=variant))
+    assert says in str(caught.value)
 
 
 def test_an_array_of_another_shape_is_named(run: RunDir, tmp_path: Path) -> None:

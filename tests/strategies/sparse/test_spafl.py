@@ -30,7 +30,7 @@ from piecework.client_app.trainers.sparse.spafl import CHANGE, THRESHOLDS, from_
 from piecework.models.cascade import Blueprint, initial_state
 from piecework.models.compact import layout
 from piecework.models.masked import masked
-from piecework.models.trained_model import ModelFileError
+from piecework.models.model_file import ModelFileError
 from piecework.models.zoo import build_blueprint
 from piecework.planning.step_cost import piece_cost
 from piecework.server_app.local_grid import LocalGrid

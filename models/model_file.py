@@ -1,0 +1,106 @@
+"""The description in the file of a trained model: what it may hold, checked before anything is built from it."""
+
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from safetensors import SafetensorError, safe_open
+
+from piecework.device_profiles.documents import read_json, shown
+from piecework.models.zoo import MODELS
+
+FORMAT = 3  # 1 did not describe the scaling of inputs; 2 had no variant
+LARGEST_INPUT, MOST_CLASSES = 10**8, 10**6  # values of an example, classes
+
+Edge = Annotated[int, Field(ge=1, le=LARGEST_INPUT)]
+Finite = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30)]
+Divisor = Annotated[float, Field(gt=0, le=1e30)]
+
+
+class ModelFileError(ValueError):
+    """The file of a trained model is missing, damaged or of another version. The message names the file."""
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _Model(_Table):
+    name: str
+    width: Annotated[float, Field(gt=0, le=4)]
+    options: dict[str, str | int]
+    batch_norm: str
+    input_shape: Annotated[list[Edge], Field(min_length=1, max_length=3)]
+    num_classes: Annotated[int, Field(ge=1, le=MOST_CLASSES)]
+
+
+class _Inputs(_Table):
+    dtype: str
+    mean: list[Finite]
+    std: list[Divisor]
+    vocabulary: Annotated[int, Field(ge=0, le=2**31 - 1)]
+    class_names: list[str]
+
+
+class _Described(_Table):
+    model: _Model
+    inputs: _Inputs
+    variant: dict[str, Any]
+    atoms: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    head: str
+    evaluation_branch: str | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        shape, inputs, classes = self.model.input_shape, self.inputs, self.model.num_classes
+        if prod(shape) > LARGEST_INPUT:
+            raise ValueError(f"model.input_shape = {shape}: an example has at most {LARGEST_INPUT:,} values")
+        if inputs.class_names and len(inputs.class_names) != classes:
+            raise ValueError(f"inputs.class_names has {len(inputs.class_names)} names, and there are {classes} classes")
+        for key in ("mean", "std"):
+            if len(shape) == 3 and len(getattr(inputs, key)) not in (1, shape[0]):
+                raise ValueError(f"inputs.{key} has {len(getattr(inputs, key))} values, and images {shape[0]} channels")
+        return self
+
+
+def description(file: Path) -> dict[str, Any]:
+    """Return the metadata of a trained model's file, which are a table and no more than that. Raises ModelFileError."""
+    try:
+        with safe_open(file, framework="np") as arrays:
+            described = read_json((arrays.metadata() or {})["piecework"])
+    except KeyError:
+        raise ModelFileError(f"{file} cannot be read: it has no description, as Piecework's models have") from None
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(described, dict):
+        raise ModelFileError(f"{file} cannot be read: its description is {shown(described)}, not a table")
+    return described
+
+
+def require_loadable(described: dict[str, Any], file: Path) -> None:
+    """Raise ModelFileError, which names the field, unless a description is one of this version with all that it needs."""
+    if (found := described.get("format", 1)) != FORMAT or isinstance(found, bool):
+        raise ModelFileError(
+            f"{file} was written by another version of Piecework (format {shown(found)}, this is {FORMAT}): "
+            "load it with that version, or train again"
+        )
+    if "personal" in described:
+        raise ModelFileError(
+            f"{file} holds thresholds alone: every client has a model of its own, in its store (state-dir)"
+        )
+    model = described.get("model")
+    name = model.get("name") if isinstance(model, dict) else None
+    if isinstance(name, str) and name not in MODELS:
+        raise ModelFileError(
+            f"{file} was trained with model {shown(name)}, which Piecework does not have: first import the module that adds it "
+            "to piecework.models.zoo.MODELS"
+        )
+    try:
+        _Described.model_validate(described)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        given = f"{place} = {shown(first['input'])}: " if place and first["type"] != "missing" else ""
+        missing = f"{place} is missing" if first["type"] == "missing" else message
+        raise ModelFileError(f"{file} cannot be read: of its description, {given}{missing}") from None
