@@ -32,8 +32,9 @@ from piecework.device_profiles.profile import measure_device
 from piecework.federated_data.partition import split
 from piecework.models.static_norms import is_statistic
 from piecework.training.accelerator import NoAcceleratorError, find_device, without_denormals
+from piecework.training.answers import Metrics, NodeInfo, Outcome, reply
 from piecework.training.memory_cap import ResidentPeak, is_out_of_memory
-from piecework.training.messages import Metrics, NodeInfo, Outcome, Question, Task, content_bytes, reply
+from piecework.training.messages import Question, Task, content_bytes
 from piecework.training.settings import Settings
 
 app = ClientApp()

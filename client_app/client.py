@@ -14,6 +14,7 @@ from piecework.federated_data.datasets import ArrayDataset
 from piecework.models.cascade import Blueprint, fit_features
 from piecework.models.work_item import WorkItem
 from piecework.training.accelerator import CPU
+from piecework.training.answers import Metrics
 from piecework.training.examples import Examples, batches, feature_examples
 from piecework.training.loop import (
     Load,
@@ -25,7 +26,6 @@ from piecework.training.loop import (
     parts_of,
 )
 from piecework.training.memory_cap import MemoryCap
-from piecework.training.messages import Metrics
 from piecework.training.randomness import generator
 from piecework.training.settings import Settings
 from piecework.training.sgd import TrainingConfig

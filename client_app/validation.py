@@ -20,6 +20,7 @@ from piecework.client_app.client import Client
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
 from piecework.training.accelerator import to_device
+from piecework.training.answers import Metrics
 from piecework.training.attacks import Attack, Gradient, pgd
 from piecework.training.examples import Examples, batches
 from piecework.training.loop import (
@@ -33,7 +34,7 @@ from piecework.training.loop import (
     score,
 )
 from piecework.training.memory_cap import uncounted
-from piecework.training.messages import Metrics, Task
+from piecework.training.messages import Task
 from piecework.training.sgd import TrainingConfig
 
 

@@ -56,13 +56,16 @@ def batch_access_seconds(state: DeviceState, batch: Batch) -> float:
     return seconds
 
 
-def task_seconds(state: DeviceState, batches: Sequence[Batch], bytes_down: int = 0, bytes_up: int = 0) -> float:
+def task_seconds(
+    state: DeviceState, batches: Sequence[Batch], bytes_down: int = 0, bytes_up: int = 0, times: int = 1
+) -> float:
     """Return the seconds of a client's task: the network (bytes down and up), then data access and computing, batch by batch.
 
-    Parameters are read once, with the first batch, unless that batch is swapped. Raises ValueError for a negative amount.
+    Each batch comes `times` times. Parameters are read once, with the first batch, unless that batch is swapped. Raises
+    ValueError for a negative amount.
     """
-    seconds = simulated_seconds(state, sum(batch.flops for batch in batches), bytes_down, bytes_up)
-    seconds += sum(batch_access_seconds(state, batch) for batch in batches)
+    seconds = simulated_seconds(state, times * sum(batch.flops for batch in batches), bytes_down, bytes_up)
+    seconds += times * sum(batch_access_seconds(state, batch) for batch in batches)
     if batches and batches[0].training_bytes <= state.budget_bytes:
         seconds += _disk_seconds(state, FLOAT * batches[0].parameters, 0)
     return seconds

@@ -13,6 +13,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from piecework.models.cascade import unit_of
+from piecework.training.answers import AnswerError
 
 Spec = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # name -> shape and dtype
 Who = TypeVar("Who")
@@ -24,7 +25,7 @@ MAX_BATCHES = 2**31  # maximum number of batches of a client in a round
 HELD = 3  # updates that are held back until the norms of a unit without a history can be compared
 
 
-class UpdateRejectedError(ValueError):
+class UpdateRejectedError(AnswerError):
     """An update may not enter the model. The message is the reason for the records."""
 
 

@@ -1,21 +1,22 @@
 """Send a strategy's tasks to clients and read their answers, for training, evaluation and pre-round queries alike."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from piecework.device_profiles.profile import is_limit
-from piecework.federation.faults import status_of
 from piecework.federation.registry import ClientRegistry
-from piecework.federation.reports import LONGEST, ClientReport, count
+from piecework.federation.reports import ClientReport
 from piecework.federation.transport import LIFE
 from piecework.federation.weight_cache import WeightCache
-from piecework.training.messages import Outcome, Task, content_bytes
+from piecework.training.answers import Answer
+from piecework.training.messages import Task, content_bytes
 
 Travelling = Callable[[Task, ArrayRecord], ArrayRecord]
 OnError = Callable[[int, str], None]  # client, status
+Read = TypeVar("Read")
 
 
 class Dispatcher:
@@ -63,41 +64,42 @@ class Dispatcher:
         """Yield batches of messages with the frozen units that the tasks name."""
         return self.weight_cache.batches(self.tasks, self.arrays, self.log)
 
-    def answers(self, replies: Iterable[Message], on_error: OnError) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield (client, metrics) for each client that did its task. Malformed replies are skipped; errors go to `on_error`."""
-        return ((client, metrics) for client, metrics, _ in self.contents(replies, on_error))
+    def answers(
+        self, replies: Iterable[Message], on_error: OnError, read: Callable[[int, Answer], Read]
+    ) -> Iterator[tuple[int, Read]]:
+        """Yield (client, what `read` makes of its answer) for each client that did its task; the log tells of the others.
 
-    def contents(
-        self, replies: Iterable[Message], on_error: OnError
-    ) -> Iterator[tuple[int, dict[str, Any], ArrayRecord]]:
-        """Yield (client, metrics, arrays) for each client that did its task. Malformed replies and errors end in the log."""
+        `read` gets the client and its answer, of which each figure is in range. What it raises of UNUSABLE rejects the answer.
+        Errors also go to `on_error`.
+        """
         for message in replies:
             client = self.registry.client_of(message.metadata.src_node_id)
             if client is None or client not in self.log:
                 continue
             report = self.log[client]
             if message.has_error():
-                report.status = status_of(message.error)
-                report.reason = f"error {message.error.code}: {message.error.reason}"[:LONGEST]
+                report.fail(message.error)
                 on_error(client, report.status)
                 continue
-            with suppress(ValueError, TypeError, LookupError, ArithmeticError):
-                report.bytes_up += content_bytes(message.content)
-                outcome = Outcome.from_record(message.content.config_records["outcome"])
-                metrics = dict(message.content.metric_records["metrics"])
-                report.evaluation_peak = count(metrics, "measured-peak")
-                report.evaluation_predicted = count(metrics, "predicted-peak")
-                report.client_budget = count(metrics, "budget", self.tasks[client].budget)
-                if outcome.status == "ok":
-                    report.status, report.reason = "ok", ""
-                    yield client, metrics, message.content.array_records["arrays"]
-                else:
-                    report.status, report.reason = outcome.status, outcome.reason[:LONGEST]
-                    self.weight_cache.forget(client, outcome.missing)
+            if (found := report.take(message, partial(self._read, report, read))) is not None:
+                yield client, found[0]
+
+    def _read(self, report: ClientReport, read: Callable[[int, Answer], Read], answer: Answer) -> tuple[Read] | None:
+        metrics: dict[str, Any] = dict(answer.metrics)
+        report.evaluation_peak = metrics.get("measured-peak", 0)
+        report.evaluation_predicted = metrics.get("predicted-peak", 0)
+        report.client_budget = metrics.get("budget", self.tasks[report.client].budget)
+        if answer.outcome.status != "ok":
+            report.end(answer.outcome.status, answer.outcome.reason)
+            self.weight_cache.forget(report.client, answer.outcome.missing)
+            return None
+        found = read(report.client, answer)
+        report.end("ok")
+        return (found,)
 
     def reject(self, client: int, reason: str) -> None:
         """Record that a client's answer is invalid and does not count."""
-        self.log[client].status, self.log[client].reason = "rejected", reason
+        self.log[client].end("rejected", reason)
 
     def account(self) -> dict[str, Any]:
         """Return as JSON values who answered, who did not and why, and what the clients used of their budgets."""

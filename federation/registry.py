@@ -3,11 +3,11 @@
 A client is identified by the `partition-id` of its node-config, because Flower's node id changes when a device restarts.
 """
 
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from flwr.app import Message, RecordDict
@@ -16,7 +16,8 @@ from flwr.serverapp import Grid
 from piecework.device_profiles.fleet import Fleet, device_of, device_state
 from piecework.device_profiles.profile import DeviceState, measured_budget
 from piecework.federation.errors import TooFewNodesError
-from piecework.training.messages import NodeInfo, content_bytes
+from piecework.training.answers import UNUSABLE, AnswerError, printable, read_figures, read_node
+from piecework.training.messages import content_bytes
 from piecework.training.randomness import generator
 from piecework.training.settings.shared import MemorySettings
 
@@ -24,6 +25,7 @@ QUERY = "query.device"
 QUERY_SECONDS = 300.0  # after this time a query without an answer is repeated
 GRACE_SECONDS = 15.0  # how long a round waits for an answer: the node first starts a process and imports torch
 AGAIN_SECONDS = 30.0  # after this time a node whose answer could not be used is queried again
+MEASURED = "memory-available", "flops-per-second", "disk-bandwidth"  # by a device that measures itself
 MIN_EXAMPLES = 2  # batch norm has no statistics of one example
 
 
@@ -136,23 +138,28 @@ class ClientRegistry:
             self.query_bytes += content_bytes(reply.content)
             self._clients[node] = self._admit(node, reply)
             self._failed.pop(node, None)
-        except (LookupError, ValueError, TypeError, ArithmeticError) as error:
-            self.last_error = f"{type(error).__name__}: {error}"[:500]
+        except UNUSABLE as error:
+            self.last_error = printable(
+                str(error) if isinstance(error, AnswerError) else f"{type(error).__name__}: {error}"
+            )
             self._failed[node] = self.last_error, time.monotonic()
 
     def _admit(self, node: int, reply: Message) -> int:
-        metrics = dict(reply.content.metric_records["metrics"])
-        info = NodeInfo.from_record(reply.content.config_records["node"])
-        client = int(metrics.pop("partition-id"))  # type: ignore[arg-type]
-        self.federation = int(metrics.pop("num-partitions"))  # type: ignore[arg-type]
+        figures: dict[str, Any] = dict(read_figures(reply.content.metric_records["metrics"]))
+        info = read_node(reply.content.config_records["node"])
+        client, partitions = int(figures["partition-id"]), int(figures["num-partitions"])
+        if not self.clients and self.federation not in (0, partitions):
+            raise ValueError(
+                f"num-partitions is {partitions}: the first node that connected has {self.federation}; set `clients`, or give "
+                "all nodes the same number"
+            )
+        self.federation = partitions
         if not 0 <= client < (self.clients or self.federation):
             raise ValueError(
                 f"partition-id {client} is out of range in a run with {self.clients or self.federation} clients"
             )
-        examples = int(metrics.pop("num-examples"))  # type: ignore[arg-type]
-        validation = int(metrics.pop("num-validation"))  # type: ignore[arg-type]
-        test = int(metrics.pop("num-test", 0))  # type: ignore[arg-type]
-        measured = {key: float(value) for key, value in metrics.items()}  # type: ignore[arg-type]
+        examples, validation, test = figures["num-examples"], figures["num-validation"], figures.get("num-test", 0)
+        measured = {key: float(figures[key]) for key in MEASURED if key in figures}
         member = Member(node, client, info.device, info.software, examples, validation, test, measured)
         self._check_device(member)
         self._check_node(member)
@@ -160,11 +167,10 @@ class ClientRegistry:
         return client
 
     def _check_device(self, member: Member) -> None:
-        """Reject a device that is not in the fleet, or device = 'auto' without usable measurements. Raises ValueError."""
+        """Reject a device that is not in the fleet, or device = 'auto' without its measurements. Raises ValueError."""
         if member.device == "auto":
-            figures = [member.measured[key] for key in ("memory-available", "flops-per-second", "disk-bandwidth")]
-            if not all(math.isfinite(figure) and figure > 0 for figure in figures):
-                raise ValueError(f"device auto measured {figures}")
+            if missing := [key for key in MEASURED if key not in member.measured]:
+                raise ValueError(f"device auto did not measure {missing[0]}")
         else:
             device_state(
                 self.fleet, member.client, self.clients or self.federation, self.seed, 1, 1, member.device or None

@@ -1,20 +1,23 @@
 """The report of one client in one round, for the records."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
+
+from flwr.app import Error, Message
 
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import UpdateRejectedError
+from piecework.federation.faults import status_of
 from piecework.models.work_item import WorkItem
 from piecework.planning.costs import CostModel
 from piecework.planning.counts import bits, dense_flops
 from piecework.planning.partition_policy import PartitionPolicy
-from piecework.planning.timing import work_flops, work_seconds
-from piecework.training.messages import Task
+from piecework.planning.timing import local_work, work_flops, work_seconds
+from piecework.training.answers import UNUSABLE, Answer, AnswerError, printable, read_answer
+from piecework.training.messages import Task, content_bytes
 
-LONGEST = 500  # characters of a client's text that are kept
+Read = TypeVar("Read")
 
 
 @dataclass
@@ -64,8 +67,28 @@ class ClientReport:
     simulated_seconds: float = 0.0
 
     def add_note(self, note: str) -> None:
-        """Append a client's remark to `note`, cut to LONGEST characters."""
-        self.note = "; ".join(filter(None, (self.note, note[:LONGEST])))
+        """Append a client's remark to `note`, without control characters."""
+        self.note = "; ".join(filter(None, (self.note, printable(note))))
+
+    def end(self, status: str, reason: str = "") -> None:
+        """Set the status and its reason, without control characters."""
+        self.status, self.reason = status, printable(reason)
+
+    def fail(self, error: Error) -> None:
+        """Set the status and the reason of an error that came instead of an answer."""
+        self.end(status_of(error), f"error {error.code}: {error.reason}")
+
+    def take(self, message: Message, read: Callable[[Answer], Read]) -> Read | None:
+        """Return what `read` makes of a client's answer, or None if it is unusable: then this client's answer is rejected.
+
+        All answers of clients are read here, or when a node is admitted (ClientRegistry): what they hold is in range.
+        """
+        try:
+            self.bytes_up += content_bytes(message.content)
+            return read(read_answer(message.content))
+        except UNUSABLE as error:
+            self.end("rejected", str(error) if isinstance(error, AnswerError) else f"{type(error).__name__}: {error}")
+            return None
 
     def account(
         self,
@@ -80,13 +103,20 @@ class ClientReport:
         """Fill in FLOPs and simulated seconds of the work items `done`, each on that many examples (`seen`).
 
         The client executed the fraction `executed` of their FLOPs. Raises UpdateRejectedError for work items that are not in
-        the task's cost list.
+        the task's cost list, and for more examples than the client has in its epochs.
         """
         if unknown := [item for item in done if item not in task.costs]:
             raise UpdateRejectedError(f"work item {unknown[0].to_values()} was not in the task's cost list")
         if not 0 < len(done) <= len(task.costs):
             raise UpdateRejectedError(
                 f"{len(done)} work items were done, but the task's cost list has {len(task.costs)}"
+            )
+        if not self.examples:
+            raise UpdateRejectedError("num-examples is 0: it must be a positive integer")
+        _, most = local_work(policy.settings, self.examples)
+        if strange := [n for n in seen if n > most]:
+            raise UpdateRejectedError(
+                f"seen is {strange[0]}: a work item trains on at most {most} of {self.examples} examples"
             )
         self.pieces = [list(item.learns or item.atoms) for item in done]
         parts = [policy.part(item) for item in done]
@@ -102,16 +132,21 @@ class ClientReport:
         self.simulated_seconds = work_seconds(policy, cost_model, parts, seen, state, wire, executed)
 
     def read(self, metrics: Mapping[str, Any]) -> None:
-        """Copy the metrics that a client reported. Raises ValueError, TypeError or OverflowError for invalid values."""
-        self.client_budget = count(metrics, "budget", self.budget)
+        """Copy the metrics that a client reported, which are in range."""
+        self.client_budget = metrics.get("budget", self.budget)
         self.budget = min(self.budget, self.client_budget)
-        self.message_bytes = count(metrics, "message-bytes")
-        self.measured_peak = count(metrics, "measured-peak")
-        self.predicted_peak, self.gpu_peak = count(metrics, "predicted-peak"), count(metrics, "gpu-peak")
-        self.rss_peak, self.rss_growth = count(metrics, "rss-peak"), int(metrics.get("rss-growth", 0))
-        self.examples, self.seconds = count(metrics, "num-examples"), finite(metrics, "seconds") or 0.0
-        self.train_loss, self.val_accuracy = finite(metrics, "train-loss"), finite(metrics, "val-accuracy")
-        self.val_examples = count(metrics, "val-examples")
+        self.message_bytes, self.measured_peak = metrics.get("message-bytes", 0), metrics.get("measured-peak", 0)
+        self.predicted_peak, self.gpu_peak = metrics.get("predicted-peak", 0), metrics.get("gpu-peak", 0)
+        self.rss_peak, self.rss_growth = metrics.get("rss-peak", 0), metrics.get("rss-growth", 0)
+        self.examples, self.seconds = metrics.get("num-examples", 0), metrics.get("seconds", 0.0)
+        self.train_loss, self.val_accuracy = metrics.get("train-loss"), metrics.get("val-accuracy")
+        self.val_examples = metrics.get("val-examples", 0)
+
+
+def require_at_most(metrics: Mapping[str, Any], name: str, known: int) -> None:
+    """Raise UpdateRejectedError if a client counts more examples than it has, by what it said when it connected."""
+    if metrics.get(name, 0) > known:
+        raise UpdateRejectedError(f"{name} is {metrics[name]}: the client has {known}")
 
 
 def verdict(metrics: Mapping[str, Any], keys: tuple[str, ...], maximum: int) -> tuple[int, dict[str, float]]:
@@ -119,33 +154,12 @@ def verdict(metrics: Mapping[str, Any], keys: tuple[str, ...], maximum: int) -> 
 
     A client without such examples gives (0, {}). Raises UpdateRejectedError for a number or a metric out of range.
     """
-    if not (examples := count(metrics, "val-examples")):
+    if not (examples := metrics.get("val-examples", 0)):
         return 0, {}
-    if examples > maximum:
-        raise UpdateRejectedError(f"val-examples is {examples}: the client has {maximum}")
-    found = {}
+    require_at_most(metrics, "val-examples", maximum)
     for key in keys:
-        value = finite(metrics, key)
-        if value is None or value < 0 or (value > 1 and not key.endswith("loss")):
+        value = metrics.get(key)
+        if not isinstance(value, int | float) or value < 0 or (value > 1 and not key.endswith("loss")):
             figure = "a density" if key == "density" else "an accuracy"
             raise UpdateRejectedError(f"{key} is {value!r}: it must be a loss of 0 or more, or {figure} from 0 to 1")
-        found[key] = value
-    return examples, found
-
-
-def count(metrics: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """Return a non-negative integer metric that a client sent. Raises UpdateRejectedError if it is negative.
-
-    Raises ValueError, TypeError or OverflowError if it is not a finite number.
-    """
-    if (value := int(metrics.get(key, default))) < 0:
-        raise UpdateRejectedError(f"{key} is {value}: it must not be negative")
-    return value
-
-
-def finite(metrics: Mapping[str, Any], key: str) -> float | None:
-    """Return a metric that a client sent, or None if it is missing. Raises UpdateRejectedError if it is not a finite number."""
-    value = metrics.get(key)
-    if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-        raise UpdateRejectedError(f"{key} is {value!r}: it must be a finite number")
-    return value
+    return examples, {key: metrics[key] for key in keys}

@@ -14,7 +14,7 @@ from piecework.federation.registry import ClientRegistry
 from piecework.federation.reports import ClientReport
 from piecework.federation.transport import LIFE
 from piecework.models.cascade import unit_of
-from piecework.training.messages import Outcome, Question, Task, content_bytes
+from piecework.training.messages import Question, Task, content_bytes
 from piecework.training.settings import Settings
 
 
@@ -153,14 +153,10 @@ class WeightCache:
                 yield client, message
                 continue
             report = reports[client]
-            try:
-                report.bytes_up += content_bytes(message.content)
-                outcome = Outcome.from_record(message.content.config_records["outcome"])
-                arrived = set(self._sent[client]) - set(outcome.missing)
-            except (ValueError, TypeError, LookupError) as error:
-                report.status, report.reason = "rejected", f"{type(error).__name__}: {error}"
+            if (outcome := report.take(message, lambda answer: answer.outcome)) is None:
                 continue
             report.add_note(outcome.note)
+            arrived = set(self._sent[client]) - set(outcome.missing)
             self._held.setdefault(client, Holdings(message.metadata.src_node_id)).hashes |= arrived
             self.unreached.discard(client)
 

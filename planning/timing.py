@@ -68,4 +68,4 @@ def swapped_seconds(
 ) -> float:
     """Return the simulated seconds of a device that swaps to its disk if the part does not fit, by FedProphet's model."""
     steps = batches_of(settings, seen)
-    return task_seconds(state, [cost_model.batch(part, seen / steps)] * steps, *wire)
+    return task_seconds(state, [cost_model.batch(part, seen / steps)], *wire, times=steps)

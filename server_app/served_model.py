@@ -189,16 +189,11 @@ class ServedModel:
     def received(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[int, CheckedUpdate]]:
         """Yield each client's statistics if they are valid on their own. They are compared with other clients' later."""
         strategy = self.strategy
-        answers = strategy.dispatcher.contents(
-            replies, lambda client, status: strategy.gate.note_error(client, server_round, status)
+        return strategy.dispatcher.answers(
+            replies,
+            lambda client, status: strategy.gate.note_error(client, server_round, status),
+            lambda client, answer: self.checked(client, answer.metrics, answer.arrays),
         )
-        for client, metrics, arrays in answers:
-            try:
-                update = self.checked(client, metrics, arrays)
-            except (UpdateRejectedError, TypeError, ValueError) as error:
-                strategy.dispatcher.reject(client, str(error))
-                continue
-            yield client, update
 
     def checked(self, client: int, metrics: Mapping[str, object], arrays: ArrayRecord) -> CheckedUpdate:
         """Return a client's statistics and number of examples. Raises UpdateRejectedError if they are invalid."""

@@ -41,8 +41,9 @@ from piecework.strategies.cohort import Cohort
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.state import Experiment, Progress, StrategyState
 from piecework.strategies.update_gate import UpdateGate
+from piecework.training.answers import Outcome
 from piecework.training.loop import PieceModel
-from piecework.training.messages import Outcome, Task
+from piecework.training.messages import Task
 from piecework.training.settings import learning_rate
 
 
@@ -237,7 +238,7 @@ class PieceStrategy(Strategy):
         task, state = self._asked[report.client]
         report.simulated_seconds = simulated_seconds(state, 0, report.bytes_down, report.bytes_up)
         if outcome.status == "ok":
-            seen, executed = [int(n) for n in metrics["seen"]], self._executed(task, metrics)
+            seen, executed = metrics["seen"], self._executed(task, metrics)
             # Clean rounds of adversarial training cost steps without an attack.
             cost_model = self.policy.cost_model if task.adversarial else self.policy.cost_model.unattacked
             report.account(outcome.done, seen, task, state, self.policy, cost_model, executed)

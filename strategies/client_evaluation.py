@@ -10,11 +10,12 @@ from flwr.serverapp import Grid
 from piecework.device_profiles.profile import allowance
 from piecework.federation.faults import SILENT
 from piecework.federation.registry import sampled
-from piecework.federation.reports import LONGEST, verdict
+from piecework.federation.reports import verdict
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
 from piecework.models.variant import vary
 from piecework.planning.evaluation_cost import evaluation_steps
+from piecework.training.answers import Answer
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.messages import Task
 
@@ -92,16 +93,15 @@ class ClientEvaluation:
         strategy, dispatcher = self.strategy, self.strategy.dispatcher
         self.answers, self.evaluated = {}, 0
         total, sums = 0, dict.fromkeys(strategy.evaluation_keys, 0.0)
-        for client, metrics in dispatcher.answers(
-            replies, lambda c, status: strategy.gate.note_error(c, server_round, status)
+
+        def read(client: int, answer: Answer) -> tuple[int, dict[str, float], dict[str, Any]]:
+            member = strategy.registry.members[client]
+            maximum = member.test if strategy.personal else member.validation
+            return *verdict(answer.metrics, tuple(sums), maximum), answer.metrics
+
+        for client, (examples, values, metrics) in dispatcher.answers(
+            replies, lambda c, status: strategy.gate.note_error(c, server_round, status), read
         ):
-            try:
-                member = strategy.registry.members[client]
-                maximum = member.test if strategy.personal else member.validation
-                examples, values = verdict(metrics, tuple(sums), maximum)
-            except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-                dispatcher.reject(client, str(error)[:LONGEST])
-                continue
             self.answers[client] = metrics
             weight = min(examples, 1) if strategy.personal else examples
             for key, value in values.items():

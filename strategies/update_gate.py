@@ -19,9 +19,8 @@ from piecework.federation.aggregation import (
     note_norms,
     require_within,
 )
-from piecework.federation.faults import status_of
-from piecework.federation.reports import LONGEST, ClientReport
-from piecework.training.messages import Outcome, content_bytes
+from piecework.federation.reports import ClientReport, require_at_most
+from piecework.training.answers import Answer, Outcome
 
 if TYPE_CHECKING:
     from piecework.strategies.base import PieceStrategy
@@ -46,7 +45,7 @@ class UpdateGate:
                 require_within(update.norms, limits)
                 strategy.combine(report.client, update)
             except UpdateRejectedError as error:
-                report.status, report.reason = "rejected", str(error)
+                report.end("rejected", str(error))
                 continue
             note_norms(norms, update.norms)
             accepted += 1
@@ -73,32 +72,29 @@ class UpdateGate:
         self, message: Message, report: ClientReport, limits: Norms, maximum: Callable[[], float]
     ) -> CheckedUpdate | None:
         """Fill in the report, and return the update if it is valid, else None."""
-        strategy = self.strategy
         if message.has_error():
             self._fail(message, report)
             return None
-        try:
-            report.bytes_up += content_bytes(message.content)
-            outcome = Outcome.from_record(message.content.config_records["outcome"])
-            metrics = dict(message.content.metric_records["metrics"])
-            self.read(report, outcome, metrics)
-            if outcome.status != "ok":
-                report.status, report.reason = outcome.status, outcome.reason[:LONGEST]
-                report.needed, report.allowed = outcome.needed, outcome.allowed
-                strategy.weight_cache.forget(report.client, outcome.missing)
-                return None
-            arrays = message.content.array_records["arrays"]
-            update = strategy.check(arrays, metrics, strategy.dispatcher.tasks[report.client], limits, maximum)
-            if report.examples > (known := strategy.registry.members[report.client].examples):
-                raise UpdateRejectedError(f"num-examples is {report.examples}: the client has {known}")
-        except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-            report.status = "rejected"
-            reason = str(error) if isinstance(error, UpdateRejectedError) else f"{type(error).__name__}: {error}"
-            report.reason = reason[:LONGEST]
-            return None
-        report.status, report.reason = "ok", ""
-        strategy.state.crash_history.answered(report.client)
+        update = report.take(message, lambda answer: self._read(answer, report, limits, maximum))
+        if update is not None:
+            report.end("ok")
+            self.strategy.state.crash_history.answered(report.client)
         return update
+
+    def _read(
+        self, answer: Answer, report: ClientReport, limits: Norms, maximum: Callable[[], float]
+    ) -> CheckedUpdate | None:
+        strategy, (outcome, metrics, arrays) = self.strategy, answer
+        member = strategy.registry.members[report.client]
+        require_at_most(metrics, "num-examples", member.examples)
+        require_at_most(metrics, "val-examples", member.validation)
+        self.read(report, outcome, metrics)
+        if outcome.status != "ok":
+            report.end(outcome.status, outcome.reason)
+            report.needed, report.allowed = outcome.needed, outcome.allowed
+            strategy.weight_cache.forget(report.client, outcome.missing)
+            return None
+        return strategy.check(arrays, metrics, strategy.dispatcher.tasks[report.client], limits, maximum)
 
     def delivered(self, replies: Iterable[Message]) -> None:
         """Record from clients' replies which frozen units arrived, and handle errors."""
@@ -107,8 +103,7 @@ class UpdateGate:
             self._fail(message, dispatcher.log[client])
 
     def _fail(self, message: Message, report: ClientReport) -> None:
-        report.status = status_of(message.error)
-        report.reason = f"error {message.error.code}: {message.error.reason}"[:LONGEST]
+        report.fail(message.error)
         self.note_error(report.client, self.strategy.dispatcher.tasks[report.client].round, report.status)
 
     def note_error(self, client: int, server_round: int, status: str) -> None:

@@ -1,24 +1,18 @@
-"""Typed messages between server and client.
-
-To the client go a ConfigRecord `task` and an ArrayRecord `arrays`. Back come a ConfigRecord `outcome`, an ArrayRecord `arrays`
-and a MetricRecord `metrics`. A refusal for memory is a normal reply, because Flower's Error carries only a code and a text.
-"""
+"""Messages from the server to a client: a ConfigRecord `task` and an ArrayRecord `arrays`. Its answers: training/answers.py."""
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.training.evaluation_step import EvaluationStep
 
-Status = Literal["ok", "memory", "failed"]
-Metrics = dict[str, float | int | list[int]]
 AS_JSON = ("costs", "frozen", "void", "variant", "own")  # Flower's records hold neither mappings nor lists of lists
 
 
@@ -135,27 +129,6 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
-class NodeInfo:
-    """A node's answer to the first query: its software, and its device's name, which is `auto` if it measures itself."""
-
-    device: str
-    software: str
-
-    def to_record(self) -> ConfigRecord:
-        """Return the fields as a Flower record."""
-        return ConfigRecord(asdict(self))
-
-    @classmethod
-    def from_record(cls, record: ConfigRecord) -> "NodeInfo":
-        """Read a node's answer. Raises TypeError for a missing or unknown field, or one that is not text."""
-        info = cls(**cast(dict[str, str], dict(record)))
-        for name, value in asdict(info).items():
-            if not isinstance(value, str):
-                raise TypeError(f"node {name} is {value!r:.100}: expected str")
-        return info
-
-
-@dataclass(frozen=True)
 class Question:
     """A query of the frozen units that a client holds: `wanted` are content hashes. The message may also carry units."""
 
@@ -171,56 +144,6 @@ class Question:
     def from_record(cls, record: ConfigRecord) -> "Question":
         """Read a query. Raises TypeError for a missing or unknown field."""
         return cls(**cast(dict[str, object], dict(record)))  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a task ended. For a refusal for memory, `needed` (0 if unknown) and `allowed` are bytes.
-
-    `done` are the work items that were trained, in order. `reason` says why a task was refused or failed. `note` is a remark
-    on a task that succeeded nevertheless, such as a damaged file in the store. `missing` are the content hashes of
-    requested frozen units that the client does not hold.
-    """
-
-    status: Status
-    needed: int = 0
-    allowed: int = 0
-    reason: str = ""
-    note: str = ""
-    missing: list[str] = field(default_factory=list)
-    done: tuple[WorkItem, ...] = ()
-
-    def to_record(self) -> ConfigRecord:
-        """Return the fields as a Flower record."""
-        done = json.dumps([item.to_values() for item in self.done], separators=(",", ":"))
-        return ConfigRecord({**asdict(replace(self, done=())), "done": done})
-
-    @classmethod
-    def from_record(cls, record: ConfigRecord) -> "Outcome":
-        """Read an outcome. Raises ValueError for an unknown status, TypeError for a field of another type."""
-        values = cast(dict[str, Any], dict(record))
-        done = values.pop("done", "[]")
-        if not isinstance(done, str):
-            raise TypeError(f"outcome done is {done!r:.100}: expected str")
-        outcome = cls(**values)
-        for name in values:
-            value = getattr(outcome, name)
-            if type(value) is not type(getattr(SAMPLE, name)):
-                raise TypeError(f"outcome {name} is {value!r:.100}: expected {type(getattr(SAMPLE, name)).__name__}")
-        outcome = replace(outcome, done=tuple(map(WorkItem.from_values, json.loads(done))))
-        if outcome.status not in ("ok", "memory", "failed"):
-            raise ValueError(f"outcome status {outcome.status!r}: expected ok, memory or failed")
-        return outcome
-
-
-SAMPLE = Outcome("ok")  # its fields have the types that are expected of all outcomes
-
-
-def reply(message: Message, outcome: Outcome, metrics: Metrics, arrays: ArrayRecord | None = None) -> Message:
-    """Return the reply to a message, with empty arrays if none are given."""
-    content = RecordDict({"outcome": outcome.to_record(), "metrics": MetricRecord(cast(dict, metrics))})  # type: ignore[type-arg]
-    content["arrays"] = arrays if arrays is not None else ArrayRecord()
-    return Message(content, reply_to=message)
 
 
 def content_bytes(content: RecordDict) -> int:

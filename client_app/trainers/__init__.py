@@ -9,7 +9,8 @@ from piecework.client_app.client import Client, Update
 from piecework.client_app.validation import evaluate_whole
 from piecework.models.cascade import Blueprint
 from piecework.models.width import Indices
-from piecework.training.messages import Metrics, Task
+from piecework.training.answers import Metrics
+from piecework.training.messages import Task
 
 TRAINERS = {
     "allsmall": "piecework.client_app.trainers.whole.fedavg",  # with a narrow model

@@ -250,14 +250,13 @@ class FedProphet(StagedStrategy):
 
     def aggregate_query(self, server_round: int, replies: Iterable[Message]) -> bool:
         """Store E[max ||Delta z||] over all examples (Eq. 11). Returns False if no client sent a valid measurement."""
-        answers: dict[int, tuple[float, float, int]] = {}
-        for client, metrics in self.dispatcher.answers(
-            replies, lambda c, status: self.gate.note_error(c, server_round, status)
-        ):
-            try:
-                answers[client] = measurement(metrics, self.registry.members[client].examples)
-            except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-                self.dispatcher.reject(client, str(error))
+        answers = dict(
+            self.dispatcher.answers(
+                replies,
+                lambda client, status: self.gate.note_error(client, server_round, status),
+                lambda client, answer: measurement(answer.metrics, self.registry.members[client].examples),
+            )
+        )
         factor = self.settings.faults.update_norm_limit
         maximum = factor * median_low([distance for distance, _, _ in answers.values()]) if answers and factor else inf
         for client, (distance, _, _) in list(answers.items()):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from piecework.federation.aggregation import UpdateRejectedError
-from piecework.federation.reports import count, finite
 from piecework.strategies.state import StrategyState
 from piecework.training.settings import Settings
 
@@ -92,11 +91,10 @@ def adjusted_alpha(alpha: float, recent: list[list[float]], fixed: FixedModule, 
 def measurement(metrics: Mapping[str, Any], maximum: int) -> tuple[float, float, int]:
     """Return a client's mean of max ||Delta z||, smallest feature, and number of examples (1 to `maximum`).
 
-    Raises UpdateRejectedError, ValueError, TypeError or OverflowError for invalid metrics.
+    Raises UpdateRejectedError for invalid metrics, KeyError for missing ones.
     """
-    distance, lowest = finite(metrics, "perturbation"), finite(metrics, "min-feature")
-    examples = count(metrics, "num-examples")
-    if distance is None or distance < 0 or distance > LARGEST or lowest is None or not 0 < examples <= maximum:
+    distance, lowest, examples = metrics["perturbation"], metrics["min-feature"], metrics["num-examples"]
+    if isinstance(distance, list) or isinstance(lowest, list) or distance < 0 or not 0 < examples <= maximum:
         raise UpdateRejectedError(
             f"perturbation {distance}, min-feature {lowest}, num-examples {examples} are invalid: the client has {maximum}"
         )

@@ -33,7 +33,7 @@ from piecework.client_app.trainers.sparse.forms import SparseModel, sparse_loss
 from piecework.client_app.trainers.sparse.spafl import CHANGE, THRESHOLDS, SpaFLTaskConfig, from_words, initial_model
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, Norms, UpdateRejectedError
-from piecework.federation.reports import ClientReport, finite
+from piecework.federation.reports import ClientReport
 from piecework.models.compact import layout
 from piecework.models.layer_statistics import Layer, layer_statistics
 from piecework.models.masked import thresholds
@@ -45,7 +45,8 @@ from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.client_evaluation import EvaluationAsTrained
 from piecework.strategies.state import Experiment, StrategyState
-from piecework.training.messages import Outcome, Task
+from piecework.training.answers import Outcome
+from piecework.training.messages import Task
 
 BAND = 0.1  # width of the range of densities above `spafl.target-density` in which alpha falls to 0
 
@@ -246,11 +247,10 @@ class SpaFL(PieceStrategy):
 
     def _executed(self, task: Task, metrics: dict[str, Any]) -> float:
         """Return the executed fraction of the masked layers' forward passes. Raises UpdateRejectedError if it is invalid."""
-        macs = finite(metrics, "macs") or 0.0
-        dense = sum(self.macs.values()) * sum(int(n) for n in metrics["seen"])
-        if not 0 < macs <= 1.001 * dense:
+        macs, dense = metrics.get("macs"), sum(self.macs.values()) * sum(metrics["seen"])
+        if not isinstance(macs, int | float) or not 0 < macs <= 1.001 * dense:
             raise UpdateRejectedError(f"macs is {macs!r}: it must be above 0 and at most {dense}")
-        return macs / dense
+        return float(macs / dense)
 
     def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
         super()._note(report, outcome, metrics)
@@ -261,11 +261,11 @@ class SpaFL(PieceStrategy):
         except (ValueError, OverflowError) as error:
             raise UpdateRejectedError(f"mask: {error}") from error
         self._reported[report.client] = mask
-        epochs = round(sum(int(n) for n in metrics["seen"]) / max(1, report.examples))
+        epochs = round(sum(metrics["seen"]) / max(1, report.examples))
         batches = max(1, epochs) * math.ceil(report.examples / self.settings.training.batch_size)
         density = {name: float(part.mean()) for name, part in self.by_layer(mask).items()}
         seen, weights = (
-            sum(int(n) for n in metrics["seen"]),
+            sum(metrics["seen"]),
             sum(math.prod(x.weight) for x in self.layer_statistics.values()),
         )
         report.counted_flops = sparse_flops(self.macs, density, seen, batches, len(mask), weights)

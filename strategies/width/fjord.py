@@ -145,7 +145,7 @@ class FjORD(HeteroFL):
 
         The client reports in `widths` on how many examples each net was trained. Raises UpdateRejectedError for bad counts.
         """
-        task_config, seen = FjORDTaskConfig.of(task), sum(int(n) for n in metrics["seen"])
+        task_config, seen = FjORDTaskConfig.of(task), sum(metrics["seen"])
         counted, nets = metrics.get("widths"), 1 + len(task_config.nested)
         if not isinstance(counted, list) or len(counted) != nets or sum(counted) != seen or min(counted) < 0:
             raise UpdateRejectedError(

@@ -55,7 +55,8 @@ from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.client_evaluation import ClientEvaluation, EvaluationAsTrained
 from piecework.strategies.state import Experiment
-from piecework.training.messages import Outcome, Task, TaskConfig
+from piecework.training.answers import Outcome
+from piecework.training.messages import Task, TaskConfig
 
 
 class HeteroFLPolicy(PartitionPolicy):

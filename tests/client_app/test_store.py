@@ -22,8 +22,9 @@ from piecework.client_app.store import FeatureWriter, Store
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.server_app.local_grid import identify
+from piecework.training.answers import Outcome, reply
 from piecework.training.examples import feature_examples
-from piecework.training.messages import NodeInfo, Outcome, Question, Task, content_bytes, reply
+from piecework.training.messages import Question, Task, content_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -392,59 +393,10 @@ def test_a_task_carries_the_network_and_whether_it_is_attacked() -> None:
     assert Task.from_record(narrow.to_record()) == narrow
 
 
-def test_what_a_node_says_of_itself_is_text() -> None:
-    info = NodeInfo("board-a", "python 3.11.7, torch 2.15.0")
-    assert NodeInfo.from_record(info.to_record()) == info
-    with pytest.raises(TypeError, match="node device is 7: expected str"):
-        NodeInfo.from_record(ConfigRecord({"device": 7, "software": ""}))
-    with pytest.raises(TypeError, match="'software'"):
-        NodeInfo.from_record(ConfigRecord({"device": "board-a"}))
-
-
-def test_costs() -> None:
-    assert TASK.needed(WorkItem((0, 1))) == 10
-    assert TASK.needed(WorkItem((0, 1), copies=2)) == 20
-    assert TASK.needed(WorkItem((0,))) is None
-
-
-def test_tasks_of_another_version() -> None:
-    record = TASK.to_record()
-    with pytest.raises(TypeError, match="'new_field'"):
-        Task.from_record(ConfigRecord({**record, "new-field": 1}))
-    del record["lr"]
-    with pytest.raises(TypeError, match="'lr'"):
-        Task.from_record(record)
-
-
-@pytest.mark.parametrize(
-    "outcome",
-    [
-        Outcome("ok"),
-        Outcome("memory", 5, 4, "too much"),
-        Outcome("failed", reason="no data", note="x", missing=["ab"]),
-        Outcome("ok", done=(WorkItem((0, 1), "aux.1"),)),
-    ],
-)
-def test_an_outcome_round_trips(outcome: Outcome) -> None:
-    assert Outcome.from_record(outcome.to_record()) == outcome
-    assert (
-        Outcome.from_record(ConfigRecord.inflate(outcome.to_record().deflate())) == outcome
-    )  # as it goes over the wire
-
-
 @pytest.mark.parametrize("wanted", [[], ["ab", "cd"]])
 def test_a_question_round_trips(wanted: list[str]) -> None:
     question = Question("abc", "/somewhere", wanted)
     assert Question.from_record(ConfigRecord.inflate(question.to_record().deflate())) == question
-
-
-def test_an_unknown_outcome() -> None:
-    record = Outcome("ok").to_record()
-    record["status"] = "great"
-    with pytest.raises(ValueError, match="outcome status 'great': expected ok, memory or failed"):
-        Outcome.from_record(record)
-    with pytest.raises(TypeError, match="'mood'"):
-        Outcome.from_record(ConfigRecord({"status": "ok", "mood": "fine"}))
 
 
 def test_a_reply() -> None:

@@ -21,7 +21,8 @@ from piecework.federation.weight_cache import chunks, units_of, without_units
 from piecework.models.cascade import unit_of
 from piecework.server_app.records import RunDir
 from piecework.strategies import STRATEGIES
-from piecework.training.messages import Outcome, content_bytes
+from piecework.training.answers import Outcome
+from piecework.training.messages import content_bytes
 
 SETTINGS: dict[str, Any] = {**TRIO, "strategy": "tail"}
 
@@ -198,7 +199,7 @@ def test_a_client_that_fails_at_its_units_gets_no_task(tmp_path: Path, grids: An
     reports = clients_of(run_dir, 1)
     assert [report["status"] for report in reports] == ["ok", "crashed", "rejected"]
     assert reports[1]["reason"] == "error 8: its process ended"
-    assert "TypeError" in reports[2]["reason"]
+    assert reports[2]["reason"] == "outcome missing is 7: it must be a valid list"
     trained = [m for m in grid.last.sent if m.metadata.message_type == "train" and m.metadata.group_id == "1"]
     assert [message.metadata.dst_node_id for message in trained] == [2]
     assert grid.last.brought(2)[2, FROZEN[0]] == 1  # asked again in round 2

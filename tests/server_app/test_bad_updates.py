@@ -33,7 +33,7 @@ from piecework.server_app import rounds
 from piecework.server_app.local_grid import FIRST_NODE, LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.strategies.base import PieceStrategy
-from piecework.training.messages import Outcome
+from piecework.training.answers import Outcome
 
 # ---- updates that must not get in
 
@@ -127,19 +127,34 @@ BAD = {
     "name": (edit(lambda d: d.update(evil=d[W])), "array 'evil' is not part of the model"),
     "empty": (edit(lambda d: d.clear()), "the update holds no arrays"),
     "zero-count": (metric("num-examples", 0), "num-examples is 0: it must be a positive integer"),
-    "negative-count": (metric("num-examples", -5), "num-examples is -5: it must not be negative"),
-    "float-count": (metric("num-examples", 57.0), "num-examples is 57.0: it must be a positive integer"),
-    "infinite-count": (metric("num-examples", float("inf")), "OverflowError: "),
-    "no-count": (metric("num-examples", None), "num-examples is None: it must be a positive integer"),
-    "list-count": (metric("num-examples", [1, 2]), "list"),
-    "infinite-peak": (metric("measured-peak", float("inf")), "OverflowError: "),
-    "list-loss": (metric("train-loss", [1.0, 2.0]), "train-loss is [1.0, 2.0]: it must be a finite number"),
+    "negative-count": (metric("num-examples", -5), "num-examples is -5: it must be greater than or equal to 0"),
+    "float-count": (metric("num-examples", 57.0), "num-examples is 57.0: it must be a valid integer"),
+    "infinite-count": (metric("num-examples", float("inf")), "num-examples is inf: it must be a valid integer"),
+    "no-count": (metric("num-examples", None), "num-examples is 0: it must be a positive integer"),
+    "list-count": (metric("num-examples", [1, 2]), "num-examples is [1, 2]: it must be a valid integer"),
+    "infinite-peak": (metric("measured-peak", float("inf")), "measured-peak is inf: it must be a valid integer"),
+    "list-loss": (metric("train-loss", [1.0, 2.0]), "train-loss is [1.0, 2.0]: it must be a valid number"),
     "nan-loss": (metric("train-loss", float("nan")), "train-loss is nan: it must be a finite number"),
     "list-accuracy": (metric("val-accuracy", [1.0]), "val-accuracy is [1.0]"),
     "infinite-seconds": (metric("seconds", float("inf")), "seconds is inf"),
     "no-seen": (metric("seen", None), "KeyError: 'seen'"),
-    "infinite-seen": (metric("seen", [float("inf")]), "OverflowError: "),
-    "negative-seen": (metric("seen", [-1]), "must not be negative"),
+    "infinite-seen": (metric("seen", [float("inf")]), "seen is inf: it must be a valid integer"),
+    "negative-seen": (metric("seen", [-1]), "seen is -1: it must be greater than or equal to 0"),
+    "endless-seen": (
+        metric("seen", [10**12]),
+        "seen is 1000000000000: a work item trains on at most 56 of 56 examples",
+    ),
+    "endless-available": (
+        metric("memory-available", 1e300),
+        "memory-available is 1e+300: it must be less than or equal to",
+    ),
+    "endless-validation": (metric("val-examples", 1.7e308), "val-examples is 1.7e+308: it must be a valid integer"),
+    "too-much-validation": (metric("val-examples", 10**7), "val-examples is 10000000: the client has "),
+    "own-figure": (metric("mine", [1.0, 1e300]), "mine is [1.0, 1e+300]: it must be a finite number of at most 1e+30"),
+    "budget": (
+        metric("budget", 2**62),
+        "budget is 4611686018427387904: it must be less than or equal to 1152921504606846976",
+    ),
     "two-seen": (metric("seen", [50, 50]), "zip"),
     "other-items": (
         outcome(done=(WorkItem((0, 1)), WorkItem((2, 3)))),
@@ -152,10 +167,11 @@ BAD = {
     ),
     "no-items": (outcome(done=()), "0 work items were done, but the task's cost list has 1"),
     "items-of-text": (done_is("all of them"), "JSONDecodeError"),
+    "nested-items": (done_is("[" * 100_000), "RecursionError: "),
     "items-of-numbers": (done_is("[7]"), "a work item is 7: expected its atoms"),
     "an-unknown-field": (done_is('[{"atoms":[0],"colour":"red"}]'), "a work item has no colour"),
-    "atoms-of-words": (done_is('[{"atoms":["first"]}]'), "ValidationError"),
-    "status": (outcome(status="great"), "outcome status 'great'"),
+    "atoms-of-words": (done_is('[{"atoms":["first"]}]'), "outcome atoms is 'first': it must be a valid integer"),
+    "status": (outcome(status="great"), "outcome status is 'great': it must be 'ok'"),
     "no-outcome": (without("outcome"), "KeyError: 'outcome'"),
     "no-metrics": (without("metrics"), "KeyError: 'metrics'"),
     "no-arrays": (without("arrays"), "KeyError: 'arrays'"),

@@ -31,9 +31,10 @@ from piecework.models.depth_exits import exits_of, mean_logits
 from piecework.models.partition import Piece, fits
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
+from piecework.training.answers import Metrics
 from piecework.training.attacks import Loss
 from piecework.training.loop import Load, LocalTrainer, MakeLoss, PieceModel, classification_loss
-from piecework.training.messages import Metrics, Task, TaskConfig
+from piecework.training.messages import Task, TaskConfig
 
 HISTORY = "feddyn"  # the folder with h_k in the client's state
 

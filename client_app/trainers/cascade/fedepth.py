@@ -47,6 +47,7 @@ from piecework.models.partition import (
     runs,
 )
 from piecework.models.work_item import WorkItem
+from piecework.training.answers import Metrics
 from piecework.training.examples import Examples
 from piecework.training.loop import (
     LocalTrainer,
@@ -55,7 +56,7 @@ from piecework.training.loop import (
     single_loss,
 )
 from piecework.training.memory_cap import return_free_memory
-from piecework.training.messages import Metrics, Task
+from piecework.training.messages import Task
 from piecework.training.settings import Settings
 
 

@@ -28,6 +28,7 @@ from piecework.client_app.validation import cascade_of, validate
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece, fits, runs
 from piecework.models.work_item import WorkItem
+from piecework.training.answers import Metrics
 from piecework.training.attacks import Attack, Loss, pgd
 from piecework.training.examples import Examples, batches
 from piecework.training.loop import (
@@ -39,7 +40,7 @@ from piecework.training.loop import (
     in_precision,
     parts_of,
 )
-from piecework.training.messages import Metrics, Task, TaskConfig
+from piecework.training.messages import Task, TaskConfig
 from piecework.training.settings import Settings
 from piecework.training.setup import image_attack
 

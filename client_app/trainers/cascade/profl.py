@@ -31,10 +31,11 @@ from piecework.models.basic_layers import cascade_at, step_atoms, student_atoms
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece, fits, runs
 from piecework.models.work_item import WorkItem
+from piecework.training.answers import Metrics
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
 from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, single_loss
-from piecework.training.messages import Metrics, Task, TaskConfig
+from piecework.training.messages import Task, TaskConfig
 
 OUTPUT_LAYER: Piece = ()  # theta_L alone, which has no atoms
 

@@ -28,8 +28,9 @@ from piecework.models.cascade import Blueprint, Shape, initial_state, unit_of
 from piecework.models.compact import Layout, layout
 from piecework.models.masked import update_from_importance
 from piecework.models.variant import Variant, vary
+from piecework.training.answers import Metrics
 from piecework.training.loop import PieceModel, load_for_device
-from piecework.training.messages import Metrics, Task, TaskConfig
+from piecework.training.messages import Task, TaskConfig
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 

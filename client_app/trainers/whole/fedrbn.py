@@ -23,9 +23,10 @@ from piecework.client_app.client import Client, Update
 from piecework.client_app.trainers.whole.fedavg import train_whole
 from piecework.client_app.validation import cascade_of, validate
 from piecework.models.dual_norm import begin_adversarial, use
+from piecework.training.answers import Metrics
 from piecework.training.attacks import Loss
 from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, single_loss
-from piecework.training.messages import Metrics, Task, TaskConfig
+from piecework.training.messages import Task, TaskConfig
 from piecework.training.setup import image_attack
 
 

@@ -27,9 +27,10 @@ from piecework.models.cascade import Blueprint
 from piecework.models.channels import channel_axes
 from piecework.models.variant import Variant, vary
 from piecework.models.width import Indices, ordered, shapes, sub_indices
+from piecework.training.answers import Metrics
 from piecework.training.attacks import Loss
 from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, classification_loss
-from piecework.training.messages import Metrics, Task, TaskConfig
+from piecework.training.messages import Task, TaskConfig
 
 
 @dataclass(frozen=True)

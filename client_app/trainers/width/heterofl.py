@@ -28,9 +28,10 @@ from piecework.models.channels import Axes, channel_axes
 from piecework.models.layers import divide_output
 from piecework.models.width import Indices, Select, drawn, ordered, rolling, shapes, sub_indices
 from piecework.models.zoo import build_blueprint
+from piecework.training.answers import Metrics
 from piecework.training.attacks import Loss
 from piecework.training.loop import MakeLoss, PieceModel, classification_loss
-from piecework.training.messages import Metrics, Task, TaskConfig
+from piecework.training.messages import Task, TaskConfig
 from piecework.training.randomness import generator
 
 Channels = Literal["first", "rolling", "random"]

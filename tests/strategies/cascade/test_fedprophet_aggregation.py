@@ -15,7 +15,7 @@ from piecework.models.cascade import unit_of
 from piecework.server_app.rounds import Run
 from piecework.strategies.cascade.fedprophet import FedProphet
 from piecework.strategies.cascade.fedprophet_adjustment import FixedModule
-from piecework.training.messages import Outcome
+from piecework.training.answers import Outcome
 
 
 @dataclass
