@@ -149,7 +149,7 @@ class ClientRegistry:
         info = read_node(reply.content.config_records["node"])
         client, partitions = int(figures["partition-id"]), int(figures["num-partitions"])
         if not self.clients and self.federation not in (0, partitions):
-            raise ValueError(
+            raise AnswerError(
                 f"num-partitions is {partitions}: the first node that connected has {self.federation}; set `clients`, or give "
                 "all nodes the same number"
             )

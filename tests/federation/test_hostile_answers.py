@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.hostile import Target, attack
 from piecework.federation import reports
+from piecework.federation.registry import ClientRegistry
+from piecework.server_app.local_grid import FIRST_NODE
 from piecework.strategies import STRATEGIES
 
 ANSWERS = 2000  # of all systems together
@@ -25,3 +27,17 @@ def test_the_attack_sees_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(reports, "UNUSABLE", (ValueError, TypeError, LookupError, ArithmeticError))
     with pytest.raises(RecursionError):
         target.attack(0, [nested])
+
+
+def test_nodes_agree_on_the_number_of_clients(tmp_path: Path) -> None:
+    """A node that says something else than the first one is not admitted; if the run sets `clients`, it does not matter."""
+    target = Target("fedavg", tmp_path)
+    registry = ClientRegistry(target.run.registry.fleet, 0, 0, target.run.settings.memory)
+    for clients, known in ((0, [0, 2, 3, 4, 5]), (6, [0, 1, 2, 3, 4, 5])):
+        registry = ClientRegistry(registry.fleet, 0, clients, registry.memory)
+        target.grid.due.extend([[], [("figure", "num-partitions", 10**6)]])
+        registry.update(target.grid)
+        assert sorted(registry.members) == known
+        said = "num-partitions is 1000000: the first node that connected has 6; set `clients`, or "
+        refused = [(entry["node"], str(entry["reason"]).startswith(said)) for entry in registry.unusable()]
+        assert refused == ([] if clients else [(FIRST_NODE + 1, True)])
