@@ -15,7 +15,7 @@ import json
 import math
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -338,8 +338,8 @@ def repeated(test: Callable[..., None], drawn: Drawn, examples: int, number: int
     example()
 
 
-def main() -> Iterator[str]:
-    """Attack the systems that the command line names, and yield a line for each."""
+def main() -> None:
+    """Attack the systems that the command line names, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=100_000, help="changed answers, of all systems together")
     parser.add_argument("--only", default=",".join(STRATEGIES), help="systems, separated by commas")
@@ -349,9 +349,8 @@ def main() -> Iterator[str]:
     for strategy in systems:
         with tempfile.TemporaryDirectory() as folder:
             count = attack(strategy, Path(folder), -(-arguments.answers // len(systems)), arguments.seed)
-        yield f"{strategy}: {count} answers, no harm"
+        print(f"{strategy}: {count} answers, no harm", flush=True)
 
 
 if __name__ == "__main__":
-    for line in main():
-        print(line, flush=True)
+    main()

@@ -381,10 +381,10 @@ class Lying(RecordingGrid):
 @pytest.mark.parametrize(
     ("lies", "reason"),
     [
-        ({"val-accuracy": 1e300}, "val-accuracy is 1e+300: it must be a loss of 0 or more, or an accuracy from 0 to 1"),
+        ({"val-accuracy": 1e300}, "val-accuracy is 1e+300: it must be less than or equal to 1"),
         ({"val-adversarial-accuracy": -0.5}, "val-adversarial-accuracy is -0.5: it must be"),
         ({"val-loss": float("nan")}, "val-loss is nan: it must be a finite number"),
-        ({"val-examples": 10**9}, "val-examples is 1000000000: the client has 21"),
+        ({"val-examples": 10**7}, "val-examples is 10000000: the client has 21"),
     ],
 )
 def test_a_lie_about_the_model_does_not_count(tmp_path: Path, lies: dict[str, float], reason: str) -> None:

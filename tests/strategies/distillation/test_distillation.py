@@ -241,6 +241,7 @@ def test_prototypes_by_hand(tmp_path: Path) -> None:
                 for name in list(arrays):
                     arrays[name] = Array(np.full_like(arrays[name].numpy(), value))
                 reply.content.metric_records["metrics"]["num-examples"] = examples
+                reply.content.metric_records["metrics"]["seen"] = [examples]
             return replies
 
     changes = {"feddf__server_lr": STILL, "architecture__batch_norm": "batch", "faults__update_norm_limit": 0.0}
