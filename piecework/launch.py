@@ -6,6 +6,7 @@ that answers, freeze its environment, reinstall dependencies, and return 0 for a
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -24,6 +25,7 @@ from piecework.processes import (
     EngineError,
     FlowerHome,
     flower_home,
+    for_own_user,
     free_ports,
     process,
     stop,
@@ -143,6 +145,8 @@ def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
     with flower_home() as home:
         # Without an address Ray would join any cluster whose address file it finds, even one that has ended.
         home.environment["RAY_ADDRESS"] = ray_address() or OWN_RAY
+        if not ray_address():  # else any user of this machine could have it run code
+            home.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         with superlink(home, "--simulation", "--isolation", "subprocess"):
             follow(home, settings, run_dir, on_round, "--federation-config", federation)
 
@@ -164,7 +168,7 @@ def run_deployment(settings: Settings, run_dir: RunDir, on_round: OnRound) -> No
             node_config = f"partition-id={client} num-partitions={settings.clients}"
             arguments = ["--insecure", "--isolation", "process", "--superlink", f"127.0.0.1:{home.port}"]
             arguments += ["--host", "127.0.0.1", "--port", str(port), "--node-config", node_config]
-            stack.enter_context(process(home, f"supernode-{client}", "flower-supernode", *arguments))
+            stack.enter_context(process(home, f"supernode-{client}", *for_own_user("flower-supernode"), *arguments))
         for client, port in enumerate(ports):
             wait_until_healthy(home, f"supernode-{client}", port)
             stack.enter_context(process(home, f"clientapp-{client}", "flower-superexec", *executor(port)))

@@ -22,8 +22,13 @@ from typing import Any
 import psutil
 import tomli_w
 
+from piecework import own_user
 from piecework.server_app.signals import HANGUP, blocked
 
+EXPOSED = (
+    "this system does not tell whose a local connection is: while the run lasts, every user of this machine can start apps as "
+    "you, through the SuperLink on 127.0.0.1. With other users on it, use the engine local (docs/security.md)"
+)
 START_SECONDS = 180.0  # the first start after an installation compiles all of Flower, on a loaded machine in minutes
 LOG = logging.getLogger("piecework")
 
@@ -111,17 +116,29 @@ def flower_home(connection: Connection | None = None) -> Iterator[FlowerHome]:
 def guarded(folder: str) -> Iterator[None]:
     """Have the guardian wait for the end of the body, or of this process, to end what still uses a FLWR_HOME."""
     call = [sys.executable, "-P", str(Path(__file__).with_name("guardian.py")), folder]
-    with subprocess.Popen(call, stdin=subprocess.PIPE, start_new_session=True):  # else Ctrl-C would end it too
+    guardian = subprocess.Popen(call, stdin=subprocess.PIPE, start_new_session=True)  # else Ctrl-C would end it too
+    assert guardian.stdin is not None
+    try:
         yield
+    finally:
+        guardian.stdin.close()
+        guardian.wait()  # as a context, Popen waits no longer than 0.25 s after Ctrl-C
 
 
 @contextmanager
 def superlink(home: FlowerHome, *arguments: str) -> Iterator[None]:
     """Run a healthy SuperLink on the home's port in the body."""
+    if not own_user.possible():
+        LOG.warning(EXPOSED)
     address = ["--insecure", "--host", "127.0.0.1", "--port", str(home.port)]
-    with process(home, "superlink", "flower-superlink", *address, *arguments):
+    with process(home, "superlink", *for_own_user("flower-superlink"), *address, *arguments):
         wait_until_healthy(home, "superlink", home.port)
         yield
+
+
+def for_own_user(command: str) -> list[str]:
+    """Return the words that start a command of Flower whose server refuses other users of this machine."""
+    return [sys.executable, "-P", own_user.__file__, command]
 
 
 @contextmanager

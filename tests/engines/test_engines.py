@@ -20,6 +20,7 @@ import pytest
 import torch
 from flwr.common.config import flatten_dict, fuse_dicts, parse_config_args
 from helpers import FEW, TRIO, fleet_json, model_of, run_local
+from other_users import told_to_nobody
 from typer.testing import CliRunner
 
 import piecework
@@ -65,9 +66,13 @@ def test_ray_agrees_and_is_ours_until_ctrl_c(tmp_path: Path, ray_folder: Path, w
         while not ended(launcher):
             if not family and run_dir.last_complete_round() >= 1:
                 family = psutil.Process(launcher.pid).children(recursive=True)
+                told = told_to_nobody(family)
+                modes = [each.environ()["RAY_AUTH_MODE"] for each in family if each.name() == "raylet"]
                 os.killpg(launcher.pid, signal.SIGINT)
         said = launcher.stderr.read() if launcher.stderr else ""
     assert (bool(family), launcher.returncode) == (True, 130), said
+    assert told == {"403"}  # to other users; Ray asks for its token
+    assert modes == ["token"]
     rounds = [record["round"] for record in run_dir.rounds()]
     assert rounds == [*range(1, len(rounds) + 1)]
     last = run_dir.last_complete_round()
@@ -124,14 +129,17 @@ def test_a_node_is_killed_and_started_again_then_the_launcher_is_killed(tmp_path
         assert again
         launcher.send_signal(signal.SIGSTOP)
         family, home = psutil.Process(launcher.pid).children(recursive=True), again[0].environ()["FLWR_HOME"]
+        told = told_to_nobody(set(family) - set(again))  # these may not listen yet
         while run_dir.summary() is None and all(map(lives, again)):
             ended(launcher)
         launcher.kill()
         said = launcher.stderr.read() if launcher.stderr else ""  # until the guardian ends
+    assert told == {"403"}  # to other users, by the SuperLink and a SuperNode
     assert "supernode-1 ended with exit code -9: started again" in said
     assert (run_dir.summary() or {})["status"] == "completed", said
     (record,) = run_dir.rounds()
     assert {c["client"]: c["status"] for c in record["clients"]} == {0: "ok", 1: "ok"}
+    psutil.wait_procs(family, timeout=30)  # the guardian itself is about to end
     assert [process for process in family if lives(process)] == []
     assert not Path(home).exists()
 

@@ -1,0 +1,67 @@
+"""Run a Flower command whose server answers this user's processes alone: `own_user.py flower-superlink ARGUMENTS`.
+
+Without TLS, Flower's servers trust whoever connects. A launched run listens on 127.0.0.1, where all users of the machine can
+connect, and its Control API starts apps as the launching user. On Linux the kernel tells whose each end of a local connection
+is, so that no password is needed, which Flower's own clients could not send.
+"""
+
+import os
+import socket
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, cast
+
+from uvicorn import config
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+CONNECTIONS = Path("/proc/net/tcp")
+REFUSAL = b"HTTP/1.1 403 Forbidden\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+def possible() -> bool:
+    """Return whether this system tells whose a connection is."""
+    return CONNECTIONS.is_file()
+
+
+def in_hex(host: str, port: int) -> str:
+    """Return an IPv4 address as the kernel lists it: the address in the byte order of the machine, and the port."""
+    return f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+
+
+def owner(connections: str, peer: tuple[str, int], ours: tuple[str, int]) -> int | None:
+    """Return the user id of the process that holds the peer's end of a connection to `ours`; None if no process does.
+
+    `connections` is the kernel's list. An end whose process has closed it is listed with inode 0, as if it were root's.
+    """
+    for line in connections.splitlines()[1:]:
+        words = line.split()
+        if words[1:3] == [in_hex(*peer), in_hex(*ours)] and words[9] != "0":
+            return int(words[7])
+    return None
+
+
+class OwnUserProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """Refuses connections of other users, root included, before a request is read."""
+
+    def connection_made(self, transport: Any) -> None:
+        """Look whose the connection is; one that is not this user's is told 403 and closed."""
+        super().connection_made(transport)
+        peer, ours = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+        if owner(CONNECTIONS.read_text(encoding="ascii"), peer[:2], ours[:2]) != os.getuid():
+            transport.write(REFUSAL)
+            transport.close()
+
+
+def main() -> None:
+    """Run the command; where the system does not tell users apart, as it is."""
+    name = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    if possible():
+        cast(dict[str, Any], config.HTTP_PROTOCOLS)["auto"] = OwnUserProtocol
+    (command,) = entry_points(group="console_scripts", name=name)
+    command.load()()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Whose connection it is: a launched SuperLink, on a port that all users of a machine can reach, serves its own user alone."""
+
+import os
+import socket
+from collections.abc import Iterator
+from threading import Thread
+from typing import Any
+
+import pytest
+import uvicorn
+from other_users import NOBODY, status_for
+
+from piecework import own_user
+from piecework.own_user import OwnUserProtocol, in_hex, owner, possible
+
+# The server of user 1000 on 127.0.0.1:8000; clients of users 1000 and 1001, and one that its process has closed.
+CONNECTIONS = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:1F40 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1000        0 639 1 0 100 0 0 10 0
+   1: 0100007F:D431 0100007F:1F40 01 00000000:00000000 00:00000000 00000000  1000        0 640 1 0 20 4 30 10 -1
+   2: 0100007F:1F40 0100007F:D432 01 00000000:00000000 00:00000000 00000000  1000        0 641 1 0 20 4 30 10 -1
+   3: 0100007F:D432 0100007F:1F40 01 00000000:00000000 00:00000000 00000000  1001        0 642 1 0 20 4 30 10 -1
+   4: 0100007F:D433 0100007F:1F40 05 00000000:00000000 00:00000000 00000000     0        0 0 1 0 20 4 30 10 -1
+"""
+
+
+@pytest.mark.skipif(in_hex("1.0.0.0", 0) != "00000001:0000", reason="the list is of a little-endian machine")
+@pytest.mark.parametrize(("port", "user"), [(0xD431, 1000), (0xD432, 1001), (0xD433, None), (0xD434, None)])
+def test_the_kernel_tells_whose_a_connection_is(port: int, user: int | None) -> None:
+    assert owner(CONNECTIONS, ("127.0.0.1", port), ("127.0.0.1", 8000)) == user
+
+
+async def app(_: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The port of a server that is guarded as a launched SuperLink is."""
+    if not possible():
+        pytest.skip("this system does not tell users apart")
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        settings = uvicorn.Config(app, http=OwnUserProtocol, ws="none", lifespan="off", log_level="error")
+        server = uvicorn.Server(settings)
+        thread = Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        yield listening.getsockname()[1]
+        server.should_exit = True
+        thread.join()
+
+
+def test_other_users_are_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert status_for(port) == "200"
+    if os.getuid() == 0:
+        assert status_for(port, NOBODY) == "403"
+    monkeypatch.setattr(own_user, "os", type("Other", (), {"getuid": lambda: os.getuid() + 1}))
+    assert status_for(port) == "403"
