@@ -20,8 +20,13 @@ REFUSAL = b"HTTP/1.1 403 Forbidden\r\nconnection: close\r\ncontent-length: 0\r\n
 
 
 def possible() -> bool:
-    """Return whether this system tells whose a connection is."""
-    return CONNECTIONS.is_file()
+    """Return whether this system tells whose a connection is, tried on one of our own."""
+    if not CONNECTIONS.is_file():
+        return False
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = server.getsockname()
+        with socket.create_connection(ours) as client:
+            return owner(CONNECTIONS.read_text(encoding="ascii"), client.getsockname(), ours) == os.geteuid()
 
 
 def in_hex(host: str, port: int) -> str:
@@ -48,7 +53,7 @@ class OwnUserProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         """Look whose the connection is; one that is not this user's is told 403 and closed."""
         super().connection_made(transport)
         peer, ours = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
-        if owner(CONNECTIONS.read_text(encoding="ascii"), peer[:2], ours[:2]) != os.getuid():
+        if owner(CONNECTIONS.read_text(encoding="ascii"), peer[:2], ours[:2]) != os.geteuid():
             transport.write(REFUSAL)
             transport.close()
 

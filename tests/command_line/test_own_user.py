@@ -3,15 +3,19 @@
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvicorn
 from other_users import NOBODY, status_for
 
-from piecework import own_user
+from piecework import own_user, processes
 from piecework.own_user import OwnUserProtocol, in_hex, owner, possible
+from piecework.processes import superlink
 
 # The server of user 1000 on 127.0.0.1:8000; clients of users 1000 and 1001, and one that its process has closed.
 CONNECTIONS = """\
@@ -56,5 +60,17 @@ def test_other_users_are_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert status_for(port) == "200"
     if os.getuid() == 0:
         assert status_for(port, NOBODY) == "403"
-    monkeypatch.setattr(own_user, "os", type("Other", (), {"getuid": lambda: os.getuid() + 1}))
+    monkeypatch.setattr(own_user, "os", SimpleNamespace(geteuid=lambda: os.geteuid() + 1))
     assert status_for(port) == "403"
+
+
+def test_a_run_says_when_users_cannot_be_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(processes, "process", lambda *_: nullcontext())
+    monkeypatch.setattr(processes, "wait_until_healthy", lambda *_: None)
+    for connections, warnings in ((own_user.CONNECTIONS, 0 if possible() else 1), (tmp_path / "none", 1)):
+        caplog.clear()
+        monkeypatch.setattr(own_user, "CONNECTIONS", connections)
+        with superlink(SimpleNamespace(port=1)):  # type: ignore[arg-type]
+            assert caplog.text.count("every user of this machine can start apps as you") == warnings
