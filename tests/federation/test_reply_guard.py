@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.app.message.message import remove_content_from_message
 from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import ConfirmMessageReceivedResponse, PullObjectRequest, PullObjectResponse
@@ -23,7 +23,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 
 from piecework.federation.faults import REFUSED, UNAVAILABLE, status_of
 from piecework.federation.registry import ClientRegistry
-from piecework.federation.reply_guard import ROOM, ReplyGuard, array_bytes, reply_limit
+from piecework.federation.reply_guard import ROOM, SUPERLINK, ReplyGuard, array_bytes, reply_limit
 from piecework.server_app.local_grid import SERVER, LocalGrid, identify
 from piecework.training.settings.shared import MemorySettings
 
@@ -228,6 +228,16 @@ def test_a_reply_in_the_name_of_another_node_is_refused(asked: Asked) -> None:
         "its reply is made out in the name of another node, 3",
     )
     assert found[3].content["words"]["a"] == "the truth"
+
+
+def test_what_the_superlink_reports_of_a_node_is_of_that_node(asked: Asked) -> None:
+    """Flower writes it in its own name: until now nobody took it in, and the client was waited for."""
+    task = asked.tasks[0]
+    report = Message(Error(5, "it is offline"), reply_to=task)
+    report.metadata.__dict__["_src_node_id"] = SUPERLINK
+    asked.link.hold(task, report)
+    found = asked.pull()[2]
+    assert (found.metadata.src_node_id, status_of(found.error)) == (2, "gone")
 
 
 def test_nobody_can_guess_which_message_another_node_was_sent(asked: Asked) -> None:
