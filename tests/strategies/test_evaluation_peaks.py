@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from helpers import TRIO, a_blueprint, a_client, fleet_json, run_local, tiny_settings
@@ -15,6 +16,7 @@ from piecework.planning.evaluation_cost import chosen, evaluation_steps, sizes
 from piecework.planning.partition_policy import PartitionPolicy
 from piecework.server_app.records import RunDir
 from piecework.strategies import STRATEGIES, find_policy
+from piecework.strategies.client_evaluation import ClientEvaluation
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.messages import Task
 
@@ -197,3 +199,13 @@ def test_a_plan_says_who_trains_but_cannot_evaluate(strategy: str) -> None:
 def vars_of(policy: PartitionPolicy) -> tuple[Any, ...]:
     """What another policy is made of."""
     return policy.blueprint, policy.cost_model, policy.settings
+
+
+def test_a_client_that_measures_its_memory_gets_the_smallest_step_too() -> None:
+    settings = tiny_settings(strategy="fedavg", **RUNNING)
+    model, member = a_blueprint(batch_norm="running"), SimpleNamespace(validation=22, test=0)
+    policy = find_policy("fedavg")(model, cost_model_for(settings, model), settings)
+    registry = SimpleNamespace(members={0: member, 1: member}, auto=[1])
+    evaluation = ClientEvaluation(cast(Any, SimpleNamespace(policy=policy, settings=settings, registry=registry)))
+    task = Task("e", 1, 0, "fedavg", 10**9, 10**9, 0.1, "")
+    assert [[step.examples for step in evaluation.steps(client, task)] for client in (0, 1)] == [[0], [0, 1]]
