@@ -177,17 +177,17 @@ class ClientRegistry:
             )
 
     def _check_node(self, member: Member) -> None:
-        """Bind a client to the name of its node, if that has one. Raises ValueError if the client is another node's."""
+        """Bind a client to the name of its node, if that has one. Raises AnswerError if the client is another node's."""
         client, node = member.client, member.node_id
         holder, name = self.members.get(client), self._names.get(node, "")
         if holder is not None and holder.node_id != node and holder.node_id in self._online:
-            raise ValueError(
+            raise AnswerError(
                 f"partition-id {client} is that of node {holder.node_id}, which is online: node {node} needs its own"
             )
         if (owner := self.bound.get(client, name)) != name:
-            raise ValueError(f"partition-id {client} belongs to {owner!r}: node {node} is registered as {name!r}")
+            raise AnswerError(f"partition-id {client} belongs to {owner!r}: node {node} is registered as {name!r}")
         if others := [each for each, owner in self.bound.items() if owner == name and each != client]:
-            raise ValueError(f"node {node}, {name!r}, claims partition-id {client}: its own is {others[0]}")
+            raise AnswerError(f"node {node}, {name!r}, claims partition-id {client}: its own is {others[0]}")
         if name:
             self.bound[client] = name
 

@@ -16,8 +16,8 @@ from piecework.federation import registry
 from piecework.federation.errors import TooFewNodesError
 from piecework.federation.registry import ClientRegistry
 from piecework.server_app.local_grid import FIRST_NODE, SERVER, LocalGrid, identify
-from piecework.training import messages
-from piecework.training.messages import Outcome, reply
+from piecework.training import answers
+from piecework.training.answers import Outcome, reply
 from piecework.training.settings.shared import MemorySettings
 
 
@@ -47,7 +47,7 @@ class Nodes(LocalGrid):
         client, _ = self.claims[message.metadata.dst_node_id]
         counts = {"num-examples": 10, "num-validation": 0, "num-test": 0}
         found = reply(message, Outcome("ok"), {"partition-id": client, "num-partitions": 2, **counts})
-        found.content["node"] = messages.NodeInfo("", "").to_record()
+        found.content["node"] = answers.NodeInfo("", "").to_record()
         return found
 
 
@@ -84,8 +84,8 @@ def test_a_registered_node_keeps_its_client_for_the_whole_run(monkeypatch: pytes
     assert it.see((5, 0, "node-0")) == {0: 5}
     assert it.see((6, 0, "node-1"), (7, 0, "")) == {0: 5}
     assert [str(each["reason"]) for each in it.registry.unusable()] == [
-        "ValueError: partition-id 0 belongs to 'node-0': node 6 is registered as 'node-1'",
-        "ValueError: partition-id 0 belongs to 'node-0': node 7 is registered as ''",
+        "partition-id 0 belongs to 'node-0': node 6 is registered as 'node-1'",
+        "partition-id 0 belongs to 'node-0': node 7 is registered as ''",
     ]
     assert it.see((8, 1, "node-0")) == {0: 5}
     (refused,) = it.registry.unusable()
