@@ -16,6 +16,7 @@ from typing import Any
 from piecework import display
 from piecework.device_profiles.documents import read_json
 from piecework.display import UnderAttack
+from piecework.read_records import read_final, read_rounds
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.summary import best_round, peak_over_budget
 from piecework.training.settings import CHANGEABLE, Scalar, Settings, SettingsError
@@ -92,7 +93,7 @@ def read_run(run_dir: RunDir) -> RunResult:
         settings = Settings.from_run_config(run_dir.settings()).to_run_config()
     except SettingsError as error:
         raise CheckpointError(f"{run_dir.path} was written by another version of Piecework: {error}") from error
-    rounds, final = run_dir.rounds(), run_dir.final()
+    rounds, final = read_rounds(run_dir), read_final(run_dir)
     evaluated, (status, _, seconds) = display.accuracies(rounds, final), display.how_it_ended(run_dir, rounds)
     sent = list(accumulate(r["bytes_down"] + r["bytes_up"] for r in rounds))
     clients = [c for r in rounds for c in r["clients"]]

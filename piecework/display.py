@@ -15,6 +15,7 @@ from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes, format_compared, is_limit
 from piecework.planning.coverage import consecutive
+from piecework.read_records import read_summary
 from piecework.server_app.failures import excluded_classes, failure_text, failures
 from piecework.server_app.records import RunDir
 from piecework.server_app.summary import best_round
@@ -288,7 +289,7 @@ def is_enforced(rounds: Iterable[Record]) -> bool:
 
 def how_it_ended(run_dir: RunDir, rounds: Sequence[Record]) -> tuple[str, str, float]:
     """Return status, reason and seconds of a run. A summary older than the records belongs to an earlier attempt."""
-    summary = run_dir.summary()
+    summary = read_summary(run_dir)
     seconds = float(sum(record["seconds"] for record in rounds))
     if summary is None or summary["rounds"] != len(rounds):
         return "unfinished", "", seconds

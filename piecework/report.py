@@ -27,6 +27,7 @@ from piecework.page import (
 from piecework.planning.coverage import consecutive
 from piecework.prism_report import has_kernels, kernel_section
 from piecework.profl_report import is_progressive, movement_section
+from piecework.read_records import read_coverage, read_final, read_rounds, with_details
 from piecework.robust_report import cascade_sections, final_section, is_adversarial, is_cascade, robust_curves
 from piecework.server_app.failures import excluded_classes, failures
 from piecework.server_app.records import RunDir, write_atomically
@@ -36,14 +37,16 @@ from piecework.spafl_report import density_section, has_thresholds, pattern_sect
 
 def write_report(run_dir: RunDir) -> Path:
     """Write `<run>/report.html`. Raises CheckpointError if there is no run, ReportError without plotly."""
-    settings, rounds = run_dir.settings(), run_dir.rounds()
+    settings, rounds = run_dir.settings(), read_rounds(run_dir)
     status, reason, seconds = display.how_it_ended(run_dir, rounds)
+    with with_details(run_dir):
+        found = sections(run_dir, settings, rounds) or [Section("Rounds", "No round was finished.")]
     parts = [
         f'<h1>{escape(run_dir.path.name)} <small class="{escape(status)}">{escape(status)}</small></h1>',
         f"<pre>{escape(reason)}</pre>" if reason else "",
         *(f"<p><strong>{escape(text)}</strong></p>" for text in excluded_classes(rounds).values()),
-        table(overview(settings, rounds, run_dir.final(), seconds)),
-        sections_html(sections(run_dir, settings, rounds) or [Section("Rounds", "No round was finished.")]),
+        table(overview(settings, rounds, read_final(run_dir), seconds)),
+        sections_html(found),
         "<h2>Settings</h2><details><summary>all settings of the run</summary>",
         table((key, str(value)) for key, value in settings.items()),
         "</details>",
@@ -89,7 +92,7 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
     """Return the sections of a run; none if it has no round."""
     if not rounds:
         return []
-    final, robust = run_dir.final(), is_adversarial(rounds)
+    final, robust = read_final(run_dir), is_adversarial(rounds)
     found = [final_section(final, settings, run_dir.path / "model.safetensors")] if final else []
     if robust:
         found += robust_curves(rounds, settings)
@@ -109,7 +112,7 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
     if by_device or not robust:  # adversarial training validates after averaging
         found.append(device_section(by_device))
     if parts := trained_parts(rounds):
-        found.append(trained_section(parts, run_dir.coverage()))
+        found.append(trained_section(parts, read_coverage(run_dir)))
     found += [memory_section(rounds), bytes_section(rounds), failure_section(rounds), time_section(rounds)]
     return [*found, *rate_section(rounds)]
 

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from piecework.client_app.seal import MANIFEST, damage, seal
+from piecework.device_profiles.documents import read_json, read_toml
 from piecework.server_app.disk import StorageError, writing
 from piecework.training.settings import Scalar, Settings
 from piecework.training.settings.run import flat, nested
@@ -67,11 +68,9 @@ class RunDir:
 
     def settings(self) -> dict[str, Scalar]:
         """Return the settings that the run was started with, by key. Raises CheckpointError."""
-        import tomllib
-
         try:
-            return flat(tomllib.loads((self.path / "settings.toml").read_text(encoding="utf-8")))
-        except (OSError, tomllib.TOMLDecodeError) as error:
+            return flat(read_toml((self.path / "settings.toml").read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} is not the folder of a run: {error}") from error
 
     def append_round(self, record: Mapping[str, object]) -> None:
@@ -210,7 +209,7 @@ def round_of(checkpoint: Path) -> int:
 
 def _round_record(line: bytes, before: int) -> dict[str, Any]:
     """Parse a line of rounds.jsonl that follows the record of round `before`. Raises ValueError."""
-    record = json.loads(line)
+    record = read_json(line)
     if not isinstance(record, dict) or not isinstance(record.get("round"), int):
         raise ValueError(f"not the record of a round: {line[:60]!r}")
     if record["round"] <= before:
@@ -221,15 +220,15 @@ def _round_record(line: bytes, before: int) -> dict[str, Any]:
 def _seconds_in(path: Path) -> float:
     """Return the `seconds` of a JSON file; 0 if it has none, is damaged, or does not exist."""
     try:
-        return float(json.loads(path.read_text(encoding="utf-8"))["seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return float(read_json(path.read_text(encoding="utf-8"))["seconds"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return 0.0
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file, or None if there is no file. Raises CheckpointError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -251,7 +250,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is damaged: {fault}")
     file, kept = path / "state.json", path / "kept.safetensors"
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_json(file.read_text(encoding="utf-8"))
         del values["schema"]
         file = path / "arrays.safetensors"
         arrays = read_arrays(file)
@@ -263,7 +262,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def _schema_of(path: Path) -> object:
     """Return the schema that a checkpoint states; None if it states none that can be read."""
     try:
-        return json.loads((path / "state.json").read_text(encoding="utf-8"))["schema"]
+        return read_json((path / "state.json").read_text(encoding="utf-8"))["schema"]
     except (OSError, KeyError, TypeError, ValueError):
         return None
 
