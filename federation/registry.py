@@ -153,28 +153,25 @@ class ClientRegistry:
                 f"num-partitions is {partitions}: the first node that connected has {self.federation}; set `clients`, or give "
                 "all nodes the same number"
             )
-        self.federation = partitions
-        if not 0 <= client < (self.clients or self.federation):
+        if client >= (self.clients or partitions):
             raise ValueError(
-                f"partition-id {client} is out of range in a run with {self.clients or self.federation} clients"
+                f"partition-id {client} is out of range in a run with {self.clients or partitions} clients"
             )
         examples, validation, test = figures["num-examples"], figures["num-validation"], figures.get("num-test", 0)
         measured = {key: float(figures[key]) for key in MEASURED if key in figures}
         member = Member(node, client, info.device, info.software, examples, validation, test, measured)
-        self._check_device(member)
+        self._check_device(member, self.clients or partitions)
         self._check_node(member)
-        self.members[client] = member
+        self.members[client], self.federation = member, partitions
         return client
 
-    def _check_device(self, member: Member) -> None:
+    def _check_device(self, member: Member, clients: int) -> None:
         """Reject a device that is not in the fleet, or device = 'auto' without its measurements. Raises ValueError."""
         if member.device == "auto":
             if missing := [key for key in MEASURED if key not in member.measured]:
                 raise ValueError(f"device auto did not measure {missing[0]}")
         else:
-            device_state(
-                self.fleet, member.client, self.clients or self.federation, self.seed, 1, 1, member.device or None
-            )
+            device_state(self.fleet, member.client, clients, self.seed, 1, 1, member.device or None)
 
     def _check_node(self, member: Member) -> None:
         """Bind a client to the name of its node, if that has one. Raises AnswerError if the client is another node's."""

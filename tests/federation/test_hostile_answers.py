@@ -41,3 +41,11 @@ def test_nodes_agree_on_the_number_of_clients(tmp_path: Path) -> None:
         said = "num-partitions is 1000000: the first node that connected has 6; set `clients`, or "
         refused = [(entry["node"], str(entry["reason"]).startswith(said)) for entry in registry.unusable()]
         assert refused == ([] if clients else [(FIRST_NODE + 1, True)])
+
+
+def test_a_node_that_is_refused_says_nothing_about_the_number_of_clients(tmp_path: Path) -> None:
+    target = Target("fedavg", tmp_path)
+    registry = ClientRegistry(target.run.registry.fleet, 0, 0, target.run.settings.memory)
+    target.grid.due.append([("figure", "num-partitions", 10**6), ("field", "device", "no-such-board")])
+    registry.update(target.grid)
+    assert (sorted(registry.members), registry.federation) == ([1, 2, 3, 4, 5], 6)
