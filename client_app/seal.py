@@ -9,6 +9,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from piecework.device_profiles.documents import read_json
+
 MANIFEST = "manifest.json"
 
 
@@ -23,7 +25,7 @@ def damage(folder: Path) -> str:
     Writers need no fsync, because this check also finds files that a power cut damaged.
     """
     try:
-        manifest = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+        manifest = dict(read_json((folder / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     files = _files(folder)

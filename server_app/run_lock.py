@@ -17,6 +17,8 @@ from typing import IO
 
 import psutil
 
+from piecework.device_profiles.documents import read_json
+
 try:
     import fcntl
 except ImportError:  # a platform without fcntl, such as Windows
@@ -99,7 +101,7 @@ def killed_writer(folder: Path) -> str | None:
     It reads the lock file and never takes the lock, so that a process that starts to write is not disturbed.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):  # no file, or one that is just being written
-        found = json.loads((folder / LOCK_FILE).read_text(encoding="utf-8"))
+        found = read_json((folder / LOCK_FILE).read_text(encoding="utf-8"))
         if found["host"] == platform.node() and not _lives(found["pid"]):
             return f"process {found['pid']} since {found['since']}"
     return None
@@ -115,7 +117,7 @@ def _lives(pid: int) -> bool:
 def _holder(file: IO[str]) -> str:
     file.seek(0)
     try:
-        found = json.loads(file.read())
+        found = read_json(file.read())
         return f"process {found['pid']} on {found['host']} since {found['since']}"
     except (ValueError, KeyError, TypeError):  # the holder has not written its name yet
         return "another process"

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from piecework.cli import app
+from piecework.client_app.seal import damage
 from piecework.device_profiles.documents import DEEPEST, read_json, read_toml, shown
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.fleet_file import FleetError
 from piecework.models.mix import MOST_NETS
 from piecework.models.variant import MOST_RATIOS, Variant
 from piecework.options import assignment, settings_from
+from piecework.server_app.run_lock import killed_writer
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.settings import table as settings_table
 from piecework.training.settings.run import fields
@@ -40,6 +42,13 @@ def test_deep_nesting_is_bad_input_and_no_recursion() -> None:
     assert shown(value) == "a list that is too large to show"
     assert shown(10**5000) == "a int that is too large to show"
     assert shown("x" * 1000) == f"'{'x' * 199} .. (1,002 characters)"
+
+
+def test_a_manifest_and_a_lock_that_are_nested_too_deeply_are_damaged(tmp_path: Path) -> None:
+    for name in ("manifest.json", "lock"):
+        (tmp_path / name).write_text('{"a":' * 100_000)
+    assert damage(tmp_path) == "manifest.json cannot be read (ValueError)"
+    assert killed_writer(tmp_path) is None
 
 
 @pytest.mark.parametrize(
