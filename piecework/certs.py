@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+MOST_NODES = 10_000  # whose keys and certificates are made at once
 AUTHORITY_DAYS = 3650
 LAST_PART = 0.1  # last fraction of its validity in which a certificate is issued again
 EARLY = timedelta(days=1)  # certificates are valid from yesterday, for boards whose clock is behind
@@ -59,8 +60,8 @@ def issue(names: Sequence[str], nodes: int, folder: Path, days: int = 825) -> li
     addresses; localhost and 127.0.0.1 are always added. Without names the server keeps its present ones. Raises ValueError,
     OSError.
     """
-    if nodes < 1:
-        raise ValueError(f"nodes is {nodes}: it must be at least 1")
+    if not 1 <= nodes <= MOST_NODES:
+        raise ValueError(f"nodes is {nodes}: it must be 1 to {MOST_NODES}")
     if not 1 <= days <= AUTHORITY_DAYS:
         raise ValueError(f"days is {days}: it must be 1 to {AUTHORITY_DAYS}")
     alternatives([*names, *HERE])  # rejects a bad name before anything is written

@@ -68,7 +68,7 @@ def run(
     assignments: Set = [],  # noqa: B006
     seeds: Annotated[str, typer.Option(help="several runs, e.g. 1,2,3")] = "",
     output_dir: Annotated[str, typer.Option(help="where runs are written")] = "",
-    restarts: Annotated[int, typer.Option(help="maximum number of times to resume a crashed run")] = 0,
+    restarts: Annotated[int, typer.Option(min=0, help="maximum number of times to resume a crashed run")] = 0,
     superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="train on the nodes of a running SuperLink")] = "",
     root_certificates: Annotated[Path | None, typer.Option(help="the CA of that SuperLink's certificate")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="that SuperLink has no TLS")] = False,

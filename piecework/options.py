@@ -16,6 +16,7 @@ from piecework.training.settings import Scalar, Settings, SettingsError
 from piecework.training.settings.run import fields, flat
 
 Scalars = dict[str, Scalar]
+DIGITS = 19  # of a seed, which is a number of 64 bits
 LOG = logging.getLogger("piecework")
 # The command line's shorthands of --set.
 OPTIONS = {
@@ -225,6 +226,8 @@ def seeds_from(seeds: str, assignments: list[str], named: Scalars, settings: Set
 def seed_list(seeds: str) -> list[int]:
     """Parse `1,2,3`. Raises SettingsError."""
     parts = [part.strip() for part in seeds.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
-        raise SettingsError(f"--seeds {seeds}: expected different whole numbers from 0, separated by commas")
+    if not all(part.isdecimal() and len(part) < DIGITS for part in parts) or len(set(parts)) < len(parts):
+        raise SettingsError(
+            f"--seeds {shown(seeds)}: expected different whole numbers from 0 of less than {DIGITS} digits, separated by commas"
+        )
     return [int(part) for part in parts]

@@ -44,6 +44,25 @@ def test_deep_nesting_is_bad_input_and_no_recursion() -> None:
     assert shown("x" * 1000) == f"'{'x' * 199} .. (1,002 characters)"
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["run", "--seeds", "1," + "9" * 400], "--seeds '1,999"),
+        (["run", "--restarts", "-1"], "'--restarts': -1 is not in the range x>=0"),
+        (["certs", "--nodes", str(10**20), "--out", "certs"], f"nodes is {10**20}: it must be 1 to 10000"),
+    ],
+    ids=lambda given: given[0] if isinstance(given, list) else "",
+)
+def test_numbers_of_other_commands_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert says in " ".join(done.output.replace("│", "").split())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_manifest_and_a_lock_that_are_nested_too_deeply_are_damaged(tmp_path: Path) -> None:
     for name in ("manifest.json", "lock"):
         (tmp_path / name).write_text('{"a":' * 100_000)
