@@ -54,10 +54,12 @@ TINY = {
 OWN = {
     "feddf": {"feddf.server-iterations": 1},
     "fedet": {"feddf.server-iterations": 1},
+    "fjord": {"heterofl.width-ratios": "1,0.5"},
     "fedprophet": {"fedprophet.stage-rounds": 1, "attack.steps": 1, "attack.warmup": 0},
     "local": {"evaluation.on-clients-every": 0},
     "profl": {"fleet": "unlimited"},
     "spafl": {"evaluation.on-clients-every": 0},
+    "splitmix": {"splitmix.width-ratio": 0.25},
 }
 Drawn = dict[str, st.SearchStrategy[Any]]
 LARGEST = 1e60  # of any number in a record: products of two figures are still far from infinity

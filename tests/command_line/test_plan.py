@@ -283,7 +283,7 @@ def test_a_plan_allocates_no_weights() -> None:
         (["--memory-model", "guess"], "setting memory.model = 'guess'"),
         (
             ["--input-shape", "3x32", "--classes", "10"],
-            "--input-shape 3x32: expected channels, height and width as 3x224x224",
+            "--input-shape '3x32': expected channels, height and width as 3x224x224",
         ),
         (["--input-shape", "3x32x32"], "--input-shape 3x32x32 needs the number of classes beside it"),
         (["--classes", "5"], "--classes 5 belongs to --input-shape"),
