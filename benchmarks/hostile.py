@@ -73,9 +73,9 @@ NESTED = ["[" * 100_000, '{"a":' * 50_000, "9" * 5000, "[7]", "[[]]", "null", '[
 ITEMS = ['[{"atoms":["first"]}]', '[{"atoms":[0],"copies":1e999}]', '[{"atoms":[0],"variant":{"width":-1}}]']
 SHOWN = ["\x1b]0;owned\x07", "[red]a[/b]", "\u202e", "ok", ""]
 TEXTS = st.sampled_from([*NESTED, *ITEMS, *SHOWN]) | st.text(max_size=20)
-NAMES = st.sampled_from([field.alias or name for name, field in Figures.model_fields.items()]) | st.sampled_from(
-    ["macs", "mask", "classes", "widths", "fresh", "perturbation", "min-feature", "val-loss-2", "new"]
-)
+NAMES = st.sampled_from(
+    [*Figures.model_fields, *(field.alias or "" for field in Figures.model_fields.values())]
+) | st.sampled_from(["macs", "mask", "classes", "widths", "fresh", "perturbation", "min-feature", "val-loss-2", "new"])
 FIELDS = st.sampled_from(
     ["status", "needed", "allowed", "reason", "note", "missing", "done", "device", "software", "new"]
 )

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import FailFast, TypeAdapter
 
 from piecework.models.partition import Piece
 from piecework.models.variant import Variant, plain
@@ -22,16 +22,16 @@ class WorkItem:
     of atoms in `recompute` again in its backward pass; these are positions [first, last) in `atoms`.
     """
 
-    atoms: Piece
+    atoms: Annotated[Piece, FailFast()]
     head: str = "head"
     variant: Variant = field(default_factory=Variant)
     copies: int = 1
-    learns: Piece = ()
+    learns: Annotated[Piece, FailFast()] = ()
     taught: bool = False
     clean: bool = False
     measured: bool = False
     micro_batch: int = 0
-    recompute: tuple[tuple[int, int], ...] = ()
+    recompute: Annotated[tuple[tuple[int, int], ...], FailFast()] = ()
 
     @property
     def step(self) -> str:

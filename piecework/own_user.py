@@ -39,9 +39,9 @@ def owner(connections: str, peer: tuple[str, int], ours: tuple[str, int]) -> int
 
     `connections` is the kernel's list. An end whose process has closed it is listed with inode 0, as if it were root's.
     """
-    for line in connections.splitlines()[1:]:
-        words = line.split()
-        if words[1:3] == [in_hex(*peer), in_hex(*ours)] and words[9] != "0":
+    pair = f" {in_hex(*peer)} {in_hex(*ours)} "
+    for line in connections.splitlines():
+        if pair in line and (words := line.split())[9] != "0":
             return int(words[7])
     return None
 
@@ -50,10 +50,14 @@ class OwnUserProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """Refuses connections of other users, root included, before a request is read."""
 
     def connection_made(self, transport: Any) -> None:
-        """Look whose the connection is; one that is not this user's is told 403 and closed."""
-        super().connection_made(transport)
+        """Look whose the connection is; one that is not certainly this user's is told 403 and closed."""
         peer, ours = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
-        if owner(CONNECTIONS.read_text(encoding="ascii"), peer[:2], ours[:2]) != os.geteuid():
+        try:
+            admitted = owner(CONNECTIONS.read_text(encoding="ascii"), peer[:2], ours[:2]) == os.geteuid()
+        except (OSError, TypeError, ValueError):  # no file descriptor is left, or it is no connection of IPv4
+            admitted = False
+        super().connection_made(transport)
+        if not admitted:
             transport.write(REFUSAL)
             transport.close()
 

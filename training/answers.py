@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 
 from piecework.device_profiles.profile import ENDLESS, UNLIMITED
 from piecework.models.work_item import WorkItem
@@ -32,6 +32,7 @@ LARGEST = 1e30  # of figures without a range of their own: sums and products of 
 MOST_CLIENTS = 2**20
 MOST_EXAMPLES = 10**8  # of a client
 MOST_ITEMS = 10**6  # entries of a list
+MOST_TEXT = 2**18  # characters of a list of work items
 
 
 def printable(text: str) -> str:
@@ -55,7 +56,7 @@ Budget = Annotated[int, Field(strict=True, ge=0, le=UNLIMITED)]
 Examples = Annotated[int, Field(strict=True, ge=0, le=MOST_EXAMPLES)]
 Number = Annotated[float, Field(strict=True, ge=-LARGEST, le=LARGEST)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
-Hashes = Annotated[list[Annotated[str, Field(strict=True)]], Field(strict=True, max_length=MOST_ITEMS)]
+Hashes = Annotated[list[Annotated[str, Field(strict=True)]], Field(strict=True, max_length=MOST_ITEMS), FailFast()]
 
 
 class Figures(BaseModel):
@@ -80,7 +81,7 @@ class Figures(BaseModel):
     rss_growth: Annotated[int, Field(ge=-ENDLESS, le=ENDLESS)] = 0
     num_examples: Examples = 0
     seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0
-    seen: Annotated[list[Annotated[int, Field(ge=0, le=2**40)]], Field(max_length=MOST_ITEMS)] = []
+    seen: Annotated[list[Annotated[int, Field(ge=0, le=2**40)]], Field(max_length=MOST_ITEMS), FailFast()] = []
     train_loss: Number = 0.0
     val_loss: Annotated[float, Field(ge=0, le=LARGEST)] = 0.0
     val_accuracy: Fraction = 0.0
@@ -153,8 +154,8 @@ def read_outcome(record: ConfigRecord) -> Outcome:
     """Read an outcome. Raises one of UNUSABLE."""
     values = cast(dict[str, Any], dict(record))
     done = values.pop("done", "[]")
-    if not isinstance(done, str):
-        raise AnswerError(f"outcome done is {done!r:.100}: expected str")
+    if not isinstance(done, str) or len(done) > MOST_TEXT:
+        raise AnswerError(f"outcome done is {done!r:.100}: expected a text of at most {MOST_TEXT:,} characters")
     items = json.loads(done)
     if not isinstance(items, list):
         raise AnswerError(f"outcome done is {done!r:.100}: expected a list")
@@ -177,11 +178,12 @@ def read_node(record: ConfigRecord) -> NodeInfo:
 
 def read_figures(record: MetricRecord) -> Metrics:
     """Return the figures that a client sent, each within its range. Raises AnswerError."""
+    sent = dict(record)
     try:
-        figures = Figures.model_validate(dict(record))
+        figures = Figures.model_validate(sent).model_dump(by_alias=True)
     except ValidationError as error:
         raise AnswerError(_first_of(error)) from None
-    return figures.model_dump(by_alias=True, exclude_unset=True)
+    return {name: figures[name] for name in sent}
 
 
 def _require_known(values: dict[str, Any], record: str, kind: type) -> None:

@@ -47,7 +47,9 @@ def port() -> Iterator[int]:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        settings = uvicorn.Config(app, http=OwnUserProtocol, ws="none", lifespan="off", log_level="error")
+        settings = uvicorn.Config(
+            app, http=OwnUserProtocol, loop="asyncio", ws="none", lifespan="off", log_level="error"
+        )
         server = uvicorn.Server(settings)
         thread = Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
@@ -56,11 +58,14 @@ def port() -> Iterator[int]:
         thread.join()
 
 
-def test_other_users_are_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_users_are_refused(port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert status_for(port) == "200"
     if os.getuid() == 0:
         assert status_for(port, NOBODY) == "403"
-    monkeypatch.setattr(own_user, "os", SimpleNamespace(geteuid=lambda: os.geteuid() + 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(own_user, "os", SimpleNamespace(geteuid=lambda: os.geteuid() + 1))
+        assert status_for(port) == "403"
+    monkeypatch.setattr(own_user, "CONNECTIONS", tmp_path / "cannot-be-opened")
     assert status_for(port) == "403"
 
 

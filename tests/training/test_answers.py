@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, MetricRecord
+from pydantic import ValidationError
 
 from piecework.device_profiles.profile import ENDLESS, UNLIMITED
 from piecework.training.answers import (
     LONGEST,
+    MOST_TEXT,
     UNUSABLE,
     AnswerError,
     Figures,
@@ -73,6 +75,33 @@ def test_a_figure_is_within_its_range(name: str, most: Any, above: Any) -> None:
     assert read_figures(MetricRecord({name: most})) == {name: most}
     with pytest.raises(AnswerError, match=rf"^{name} is "):
         read_figures(MetricRecord({name: above}))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: read_figures(MetricRecord({"seen": [-1] * 1000})),
+        lambda: read_outcome(ConfigRecord({"status": "ok", "missing": [b""] * 1000})),
+        lambda: read_outcome(ConfigRecord({"status": "ok", "done": f'[{{"atoms":[{",".join(["-1.5"] * 1000)}]}}]'})),
+    ],
+    ids=["figures", "hashes", "atoms"],
+)
+def test_a_list_is_read_up_to_its_first_bad_entry(read: Any) -> None:
+    """The errors of a million entries would take a gigabyte."""
+    with pytest.raises(AnswerError) as caught:
+        read()
+    assert isinstance(caught.value.__context__, ValidationError)
+    assert caught.value.__context__.error_count() == 1
+
+
+def test_work_items_are_not_parsed_beyond_a_length() -> None:
+    many = ",".join(['{"atoms":[0]}'] * (MOST_TEXT // 10))
+    with pytest.raises(AnswerError, match="expected a text of at most 262,144 characters"):
+        read_outcome(ConfigRecord({"status": "ok", "done": f"[{many}]"}))
+
+
+def test_a_figure_that_was_not_sent_has_no_value() -> None:
+    assert read_figures(MetricRecord({"partition_id": 3, "seconds": 1.5})) == {"partition_id": 3, "seconds": 1.5}
 
 
 def test_every_declared_figure_has_two_ends() -> None:
