@@ -8,7 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from flwr.app import ConfigRecord, Error, Message, Metadata, RecordDict
 from flwr.app.message.message import make_message
@@ -33,6 +33,13 @@ def reply_limit(max_bytes: int, model_bytes: int) -> int:
 def array_bytes(content: RecordDict) -> int:
     """Return the bytes of all arrays of a message."""
     return sum(len(array.data) for record in content.array_records.values() for array in record.values())
+
+
+@runtime_checkable
+class WaitingGrid(Protocol):
+    """A grid that waits for replies when it is asked for them, as the in-process grid does and Flower's do not."""
+
+    def answer_by(self, deadline: float, /) -> None: ...
 
 
 class ReplyGuard(Grid):
@@ -68,6 +75,11 @@ class ReplyGuard(Grid):
             return [self._checked(asked, answer) for asked, answer in found if asked in self._asked]
         replies = [(reply.metadata.reply_to_message_id, reply) for reply in self.grid.pull_messages(message_ids)]
         return [self._checked(asked, reply) for asked, reply in replies if asked in self._asked]
+
+    def answer_by(self, deadline: float) -> None:
+        """Tell a grid that waits for replies until when, as a time of the monotonic clock."""
+        if isinstance(self.grid, WaitingGrid):
+            self.grid.answer_by(deadline)
 
     def _checked(self, asked: str, answer: Message | Error) -> Message:
         node = self._asked.pop(asked)

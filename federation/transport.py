@@ -2,11 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from flwr.app import Message
-from flwr.serverapp import Grid
 
 LIFE = 2  # after this multiple of messages.round-timeout Flower drops a message, and its node is free again
 
@@ -20,23 +20,32 @@ class Sent:
     expires: float
 
 
+class TimedGrid(Protocol):
+    """A grid that is told until when its nodes are to answer, because it may itself wait for them."""
+
+    def push_messages(self, messages: Iterable[Message], /) -> Iterable[str]: ...
+
+    def pull_messages(self, message_ids: Iterable[str], /) -> Iterable[Message]: ...
+
+    def answer_by(self, deadline: float, /) -> None: ...
+
+
 class Transport:
     """The unanswered messages to the nodes of a grid. An exchange waits at most `timeout` seconds for its replies.
 
-    A message still unanswered then is overdue: its node counts as busy until the reply arrives or the message expires. A grid
-    that itself waits for replies, and therefore has `answer_by`, is told until when.
+    A message still unanswered then is overdue: its node counts as busy until the reply arrives or the message expires. The
+    grid is told until when an exchange waits.
     """
 
-    def __init__(self, grid: Grid, in_flight: int, timeout: float) -> None:
+    def __init__(self, grid: TimedGrid, in_flight: int, timeout: float) -> None:
         self.grid, self.in_flight, self.timeout = grid, in_flight, timeout
         self.overdue: dict[str, Sent] = {}
-        self._answer_by: Callable[[float], None] = getattr(grid, "answer_by", lambda deadline: None)
 
     def exchange(self, server_round: int, messages: Iterable[Message]) -> Iterator[Message]:
         """Send messages, with at most `in_flight` unanswered at once, and yield replies as they arrive."""
         waiting, pending = iter(messages), dict[str, Sent]()
         deadline, pause, exhausted = time.monotonic() + self.timeout, 0.01, False
-        self._answer_by(deadline)
+        self.grid.answer_by(deadline)
         try:
             while time.monotonic() < deadline:
                 while not exhausted and len(pending) < self.in_flight:
@@ -54,7 +63,7 @@ class Transport:
                 if not replies:
                     time.sleep(pause)
         finally:
-            self._answer_by(math.inf)
+            self.grid.answer_by(math.inf)
             self.overdue |= pending
 
     def _send(self, server_round: int, message: Message) -> dict[str, Sent]:

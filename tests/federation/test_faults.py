@@ -25,6 +25,7 @@ from helpers import (
 
 from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.federation.faults import CrashHistory, status_of
+from piecework.federation.reply_guard import ReplyGuard
 from piecework.federation.transport import Transport
 from piecework.launch import launch
 from piecework.server_app.local_grid import FIRST_NODE, READY, LocalGrid, identify
@@ -393,7 +394,7 @@ def test_a_suspended_worker_is_replaced_after_the_timeout() -> None:
     nodes = [FIRST_NODE + client for client in range(3)]
     with Forked(3, {}, workers=2) as grid:
         before = [process.pid for process in grid._workers.values()]
-        transport = Transport(grid, 10, timeout=1.0)
+        transport = Transport(ReplyGuard(grid, 1000, 1.0), 10, timeout=1.0)  # as in a run
         found = transport.exchange(1, [to(node, 1) for node in nodes])
         assert [reply.metadata.src_node_id for reply in found] == nodes[1:]
         assert transport.busy() == {FIRST_NODE}
