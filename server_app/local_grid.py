@@ -9,15 +9,17 @@ import logging
 import math
 import multiprocessing
 import pickle
+import queue
 import signal
+import threading
 import time
 import traceback
 import uuid
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
@@ -82,11 +84,39 @@ def work(connection: Connection, run_config: Mapping[str, Any], clients: int, no
         connection.send_bytes(answer(message, run_config, clients, node_config))
 
 
+class Worker(NamedTuple):
+    """A worker process, and the queue of the messages that its thread hands to it; None ends the thread."""
+
+    process: BaseProcess
+    tasks: queue.SimpleQueue[bytes | None]
+
+
+Arrived = queue.SimpleQueue[tuple[Connection, bytes | Exception]]
+
+
+def converse(connection: Connection, tasks: queue.SimpleQueue[bytes | None], arrived: Arrived) -> None:
+    """Hand a worker its messages and take in what it sends, READY first; an error is the last that arrives of it.
+
+    It runs in a thread of its own, because a suspended worker may leave off in the middle of either.
+    """
+    with connection:
+        try:
+            arrived.put((connection, connection.recv_bytes()))
+            while (task := tasks.get()) is not None:
+                connection.send_bytes(task)
+                del task
+                arrived.put((connection, connection.recv_bytes()))
+        except Exception as error:
+            arrived.put((connection, error))
+
+
 class LocalGrid(Grid):
     """A grid whose nodes are emulated clients. `workers` = 1 runs them in this process; more are spawned.
 
     `node_config` is added to the nodes' partition ids: one mapping for all nodes, or a sequence with one for each.
     """
+
+    _start_method, _work = "spawn", staticmethod(work)
 
     def __init__(
         self,
@@ -102,28 +132,33 @@ class LocalGrid(Grid):
         self._waiting: deque[tuple[str, bytes]] = deque()
         self._done: dict[str, Message] = {}
         self._busy: dict[Connection, tuple[str, bytes]] = {}
-        self._workers: dict[Connection, BaseProcess] = {}
+        self._workers: dict[Connection, Worker] = {}
         self._starting: set[Connection] = set()
+        self._arrived: Arrived = queue.SimpleQueue()
         self._deadline, self._deadlines = math.inf, dict[str, float]()
         for _ in range(workers if workers > 1 else 0):
             self._start_worker()
 
     def _start_worker(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(self._start_method)
         ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, *self._arguments), daemon=True)
+        worker = Worker(
+            context.Process(target=self._work, args=(theirs, *self._arguments), daemon=True), queue.SimpleQueue()
+        )
+        thread = threading.Thread(target=converse, args=(ours, worker.tasks, self._arrived), daemon=True)
         with without_interrupts():
-            process.start()
+            worker.process.start()
+            thread.start()
         theirs.close()
-        self._workers[ours] = process
+        self._workers[ours] = worker
         self._starting.add(ours)
 
     def close(self) -> None:
         """Terminate the workers."""
-        for connection, process in self._workers.items():
-            connection.close()
+        for process, tasks in self._workers.values():
             process.kill()  # a suspended one would not heed SIGTERM
             process.join()
+            tasks.put(None)
         self._workers.clear()
         self._starting.clear()
 
@@ -199,7 +234,7 @@ class LocalGrid(Grid):
         for connection, (identifier, data) in [*self._busy.items()]:
             if identifier in identifiers:
                 del self._busy[connection]
-                self._workers[connection].kill()
+                self._workers[connection].process.kill()
                 self._done[identifier] = self._replace(connection, data, Error(4, f"{reason}: its worker was killed"))
         for entry in [entry for entry in self._waiting if entry[0] in identifiers]:
             self._waiting.remove(entry)
@@ -222,47 +257,44 @@ class LocalGrid(Grid):
         self._done[identifier] = pickle.loads(answer([data], *self._arguments))  # noqa: S301
 
     def _feed(self) -> None:
-        for connection in [c for c in self._workers if c not in self._busy and c not in self._starting]:
-            if self._waiting:
-                identifier, data = self._waiting.popleft()
-                try:
-                    connection.send_bytes(data)
-                    self._busy[connection] = identifier, data
-                except OSError:  # the worker died while it was idle
-                    self._done[identifier] = self._replace(connection, data)
+        for connection, worker in self._workers.items():
+            if self._waiting and connection not in self._busy and connection not in self._starting:
+                self._busy[connection] = self._waiting.popleft()
+                worker.tasks.put(self._busy[connection][1])
 
     def _collect(self, deadline: float) -> bool:
-        """Take in what workers have sent, waiting for it until `deadline`. Returns whether there was anything."""
+        """Take in what a worker has sent, waiting for it until `deadline`. Returns whether there was anything."""
         patience = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        found = wait([*self._busy, *self._starting], patience)
-        for ready in found:
-            assert isinstance(ready, Connection)
-            if ready in self._starting:
-                self._greet(ready)
-                continue
-            identifier, data = self._busy.pop(ready)
-            try:
-                self._done[identifier] = pickle.loads(ready.recv_bytes())  # noqa: S301
-            except (EOFError, ConnectionResetError):
-                self._done[identifier] = self._replace(ready, data)
-        self._feed()
-        return bool(found)
-
-    def _greet(self, connection: Connection) -> None:
-        """Take in a worker that has started. Raises RunAbortedError if it died instead: the next one would die like it."""
         try:
-            connection.recv_bytes()
-        except (EOFError, ConnectionResetError):
-            process = self._workers[connection]
+            connection, content = self._arrived.get(timeout=patience)
+        except queue.Empty:
+            return False
+        if isinstance(content, Exception) and not isinstance(content, EOFError | OSError):
+            raise content
+        if connection in self._starting:
+            self._greet(connection, content)
+        elif connection in self._busy:  # and not given up
+            identifier, data = self._busy.pop(connection)
+            if isinstance(content, Exception):
+                self._done[identifier] = self._replace(connection, data)
+            else:
+                self._done[identifier] = pickle.loads(content)  # noqa: S301
+        self._feed()
+        return True
+
+    def _greet(self, connection: Connection, content: bytes | Exception) -> None:
+        """Take in a worker that has started. Raises RunAbortedError if it died instead: the next one would die like it."""
+        if isinstance(content, Exception):
+            process = self._workers[connection].process
             process.join()
-            raise RunAbortedError(NEVER_READY.format(process.exitcode)) from None
+            raise RunAbortedError(NEVER_READY.format(process.exitcode))
         self._starting.discard(connection)
 
     def _replace(self, connection: Connection, data: bytes, error: Error | None = None) -> Message:
-        """Replace a worker that died, and return an error as the reply of its client."""
-        process = self._workers.pop(connection)
-        connection.close()
+        """Replace a worker that died, and return an error as the reply of its client. Its thread closes the connection."""
+        process, tasks = self._workers.pop(connection)
         process.join()
+        tasks.put(None)
         self._start_worker()
         error = error or Error(8, f"the worker process ended with exit code {process.exitcode}")
         return Message(error, reply_to=pickle.loads(data))  # noqa: S301

@@ -1,17 +1,17 @@
 """Errors told apart, clients whose process died, replies that come late, rounds with too few clients."""
 
+import math
 import os
 import pickle
 import signal
 from collections.abc import Iterable
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 from helpers import (
     TRIO,
     RecordingGrid,
@@ -347,8 +347,8 @@ class Dispatcher(LocalGrid):
         return [Message(RecordDict(), reply_to=self.pushed[name]) for name in found]
 
 
-def to(node: int, server_round: int, ttl: float = 100.0) -> Message:
-    return Message(RecordDict(), dst_node_id=node, message_type="train", group_id=str(server_round), ttl=ttl)
+def to(node: int, server_round: int, ttl: float = 100.0, content: RecordDict | None = None) -> Message:
+    return Message(content or RecordDict(), dst_node_id=node, message_type="train", group_id=str(server_round), ttl=ttl)
 
 
 def test_late_replies_and_busy_nodes() -> None:
@@ -368,41 +368,46 @@ def test_late_replies_and_busy_nodes() -> None:
 
 
 class Forked(LocalGrid):
-    """Its workers are copies of this process, which answer at once; client 0 is suspended in round 1."""
+    """Its workers are copies of this process, which answer at once. In round 1, client 1 is suspended, 2 within its reply."""
 
-    def _start_worker(self) -> None:
-        ours, theirs = get_context("fork").Pipe()
-        process = get_context("fork").Process(target=self.work, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()
-        self._workers[ours] = process  # type: ignore[assignment]
-        self._starting.add(ours)
+    _start_method = "fork"
 
     @staticmethod
-    def work(connection: Connection) -> None:
+    def _work(connection: Connection, *_: object) -> None:
         connection.send_bytes(READY)
         while True:
             message = pickle.loads(connection.recv_bytes())
-            if (message.metadata.dst_node_id, message.metadata.group_id) == (FIRST_NODE, "1"):
+            client = message.metadata.dst_node_id - FIRST_NODE
+            if message.metadata.group_id == "1" and client in (1, 2):
+                os.write(connection.fileno(), b"\x00\x10\x00\x00the first of 2**20 bytes" if client == 2 else b"")
                 os.kill(os.getpid(), signal.SIGSTOP)
             connection.send_bytes(pickle.dumps(Message(RecordDict(), reply_to=message)))
 
 
 def test_a_suspended_worker_is_replaced_after_the_timeout() -> None:
-    """The answers behind it still count in that round; the client's reply comes late, and then it is asked again."""
+    """One that does not read its message, one that trains, one within its reply: the answers behind them still count.
+
+    Each client's reply comes late, and then it is asked again.
+    """
     identify(1)
-    nodes = [FIRST_NODE + client for client in range(3)]
-    with Forked(3, {}, workers=2) as grid:
-        before = [process.pid for process in grid._workers.values()]
+    nodes, large = [FIRST_NODE + client for client in range(5)], RecordDict({"a": ArrayRecord([np.zeros(2**18)])})
+    with Forked(5, {}, workers=4) as grid:
+        before = [worker.process.pid for worker in grid._workers.values()]
+        while grid._starting:
+            grid._collect(math.inf)
+        os.kill(before[0] or 0, signal.SIGSTOP)  # the first gets the first message
         transport = Transport(ReplyGuard(grid, 1000, 1.0), 10, timeout=1.0)  # as in a run
-        found = transport.exchange(1, [to(node, 1) for node in nodes])
-        assert [reply.metadata.src_node_id for reply in found] == nodes[1:]
-        assert transport.busy() == {FIRST_NODE}
-        after = [process.pid for process in grid._workers.values()]
-        assert (len(after), len({*before, *after})) == (2, 3)
-        ((sent, reply),) = transport.late()
-        assert (sent.node_id, status_of(reply.error)) == (FIRST_NODE, "gone")
-        assert reply.error.reason == "no answer within messages.round-timeout: its worker was killed"
+        found = transport.exchange(1, [to(node, 1, content=large) for node in nodes])
+        assert [reply.metadata.src_node_id for reply in found] == nodes[3:]
+        assert transport.busy() == {*nodes[:3]}
+        after = [worker.process.pid for worker in grid._workers.values()]
+        assert (len(after), len({*before, *after})) == (4, 7)
+        late = transport.late()
+        assert [(sent.node_id, status_of(reply.error)) for sent, reply in late] == [
+            (node, "gone") for node in nodes[:3]
+        ]
+        reasons = {reply.error.reason for _, reply in late}
+        assert reasons == {"no answer within messages.round-timeout: its worker was killed"}
         assert transport.busy() == set()
         found = transport.exchange(2, [to(node, 2) for node in nodes])
         assert [reply.metadata.src_node_id for reply in found] == nodes
