@@ -7,9 +7,11 @@ from pathlib import Path
 
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.recovery import Recovery
+from piecework.server_app.run_lock import LOCK_FILE
 from piecework.strategies import find_policy
 from piecework.training.settings import Settings, check_resume
 
+BEFORE_SETTINGS = {LOCK_FILE, "settings.toml.tmp"}  # what a run writes before its settings
 LOG = logging.getLogger("piecework")
 COMPLETED = "completed"  # status of a run whose model, and evaluation if one is due, are written
 STOPPED = "stopped"  # status of a run that a signal ended
@@ -33,11 +35,17 @@ def resolve_run_dir(settings: Settings) -> RunDir:
 
 
 def require_new(run_dir: RunDir) -> None:
-    """Raise ValueError if a folder holds a run already, unless that ended before its first checkpoint."""
+    """Raise ValueError if a folder holds a run already, unless that ended before its first checkpoint, or files of others."""
+    name, path = f"run-name = {run_dir.path.name!r}", run_dir.path
     if run_dir.has_begun() and not left_nothing(run_dir):
         raise ValueError(
-            f"run-name = {run_dir.path.name!r}: {run_dir.path.parent} has this run already; choose a new name or continue it "
-            "with resume-from"
+            f"{name}: {path.parent} has this run already; choose a new name or continue it with resume-from"
+        )
+    others = sorted({each.name for each in path.glob("*")} - BEFORE_SETTINGS)
+    if others and not run_dir.has_begun():
+        raise ValueError(
+            f"{name}: the folder {path} holds {others[0]!r}, but no settings.toml, so it is not a new run's to delete; choose "
+            "a new name, or move what the folder holds"
         )
 
 

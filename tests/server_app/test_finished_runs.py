@@ -15,6 +15,7 @@ import piecework.launch as launching
 from piecework.cli import app
 from piecework.options import settings_from
 from piecework.server_app import rounds
+from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import has_completed, newest_run, resolve_run_dir
 from piecework.training.settings import SettingsError
@@ -128,6 +129,26 @@ def test_a_run_gives_up_its_name_only_if_it_left_nothing(tmp_path: Path, caplog:
     assert f"{run.path}: its run ended before its first checkpoint, and begins again" in caplog.text
     assert (run.summary() or {})["seconds"] < 1e6
     assert [record["round"] for record in run.rounds()] == [1]
+
+
+@pytest.mark.parametrize(
+    "name", ["clients/thesis.txt", "checkpoint/round-00003/x", "rounds.jsonl", "model.safetensors"]
+)
+def test_a_new_run_takes_no_folder_that_holds_something_else(tmp_path: Path, name: str) -> None:
+    """Neither before it starts nor when it holds the lock; what a run writes before its settings is no hindrance."""
+    settings = tiny_settings(run_name="mine", output_dir=str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    for early in ("lock", "settings.toml.tmp"):
+        (tmp_path / "mine" / early).write_text("{}")
+    run_dir, mine = resolve_run_dir(settings), tmp_path / "mine" / name
+    mine.parent.mkdir(parents=True, exist_ok=True)
+    mine.write_text("precious")
+    refusal = f"run-name = 'mine': the folder {tmp_path / 'mine'} holds {Path(name).parts[0]!r}, but no settings.toml"
+    with pytest.raises(ValueError, match=refusal):
+        resolve_run_dir(settings)
+    with LocalGrid(3, settings.to_run_config()) as grid, pytest.raises(ValueError, match=refusal):
+        rounds.run_experiment(grid, settings, run_dir)
+    assert mine.read_text() == "precious"
 
 
 def interrupted(_: object) -> None:
