@@ -25,17 +25,22 @@ def damage(folder: Path) -> str:
     Writers need no fsync, because this check also finds files that a power cut damaged.
     """
     try:
-        manifest = dict(read_json((folder / MANIFEST).read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError) as error:
+        manifest = read_json((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
+    if not isinstance(manifest, dict):
+        return f"{MANIFEST} is not a JSON object"
     files = _files(folder)
     if differing := sorted(files.keys() ^ manifest.keys()):
         return f"{differing[0]} " + ("is not in its manifest" if differing[0] in files else "is missing")
     for name, path in files.items():
-        if sha256(path) != manifest[name]:
-            return f"{name} does not match its checksum"
-        if path.suffix == ".safetensors" and not is_safetensors(path):
-            return f"{name} is not a safetensors file"
+        try:
+            if sha256(path) != manifest[name]:
+                return f"{name} does not match its checksum"
+            if path.suffix == ".safetensors" and not is_safetensors(path):
+                return f"{name} is not a safetensors file"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror or error})"
     return ""
 
 

@@ -235,7 +235,7 @@ DAMAGES = {
     a_foreign_file: "extra.bin is not in its manifest",
     Path.unlink: "head.safetensors is missing",
     no_manifest: "manifest.json cannot be read (FileNotFoundError)",
-    lambda path: (path.parent / "manifest.json").write_text("[1]"): "manifest.json cannot be read (TypeError)",
+    lambda path: (path.parent / "manifest.json").write_text("[1]"): "manifest.json is not a JSON object",
     lambda path: (path.parent / "manifest.json").write_bytes(
         b"\xff"
     ): "manifest.json cannot be read (UnicodeDecodeError)",

@@ -122,6 +122,11 @@ def from_schema_2(path: Path) -> None:
     (path.parent / "manifest.json").unlink()
 
 
+def broken_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
 def of_schema_4(path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 4}))
     seal(path.parent)
@@ -139,6 +144,16 @@ def of_schema_4(path: Path) -> None:
         ("state.json", Path.unlink, "is damaged: state.json is missing"),
         ("manifest.json", Path.unlink, "is damaged: manifest.json cannot be read (FileNotFoundError)"),
         ("manifest.json", lambda p: p.write_text(p.read_text()[:40]), "manifest.json cannot be read (JSONDecodeError)"),
+        *(
+            ("manifest.json", lambda p, text=text: p.write_text(text), "manifest.json is not a JSON object")
+            for text in ("[[1,2]]", '[["state.json","x"]]', "null", '"ab"')
+        ),
+        (
+            "arrays.safetensors",
+            broken_link,
+            "is damaged: arrays.safetensors cannot be read (No such file or directory)",
+        ),
+        ("state.json", broken_link, "is damaged: state.json cannot be read (No such file or directory)"),
         (
             "state.json",
             from_schema_2,
