@@ -33,14 +33,18 @@ def damage(folder: Path) -> str:
     files = _files(folder)
     if differing := sorted(files.keys() ^ manifest.keys()):
         return f"{differing[0]} " + ("is not in its manifest" if differing[0] in files else "is missing")
-    for name, path in files.items():
-        try:
-            if sha256(path) != manifest[name]:
-                return f"{name} does not match its checksum"
-            if path.suffix == ".safetensors" and not is_safetensors(path):
-                return f"{name} is not a safetensors file"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror or error})"
+    faults = (f"{name} {fault}" for name, path in files.items() if (fault := _fault(path, manifest[name])))
+    return next(faults, "")
+
+
+def _fault(path: Path, checksum: object) -> str:
+    try:
+        if sha256(path) != checksum:
+            return "does not match its checksum"
+        if path.suffix == ".safetensors" and not is_safetensors(path):
+            return "is not a safetensors file"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
     return ""
 
 
