@@ -1,13 +1,16 @@
 """Signals that end a run or must not reach what it started, and processes that end with the one that started them."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # Windows has none
 
 
@@ -43,12 +46,18 @@ def without_interrupts() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Have this process, one of multiprocessing's, exit at once when its parent is gone, even in the middle of a step."""
+    """Have this process, one of multiprocessing's, exit at once when its parent is gone, even in the middle of a step.
+
+    On Linux that holds while it is suspended, too. There it ends with the thread that started it, if that ends earlier.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
+    if sys.platform == "linux":  # a sandbox may refuse it: then only the thread below watches
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
 
     def watch() -> None:
         parent.join()
         os._exit(1)
 
+    # After the call above, so that it also finds a parent that was gone by then.
     threading.Thread(target=watch, daemon=True).start()

@@ -133,7 +133,8 @@ def test_what_the_tests_start_heeds_ctrl_c_in_a_background_job_too() -> None:
 LAUNCHER = """
 import multiprocessing, sys, time
 from piecework.processes import flower_home, process
-multiprocessing.get_context("spawn").Process(target=exec, args=(sys.argv[1], {})).start()
+for step in sys.argv[3:]:
+    multiprocessing.get_context("spawn").Process(target=exec, args=(sys.argv[1], {"step": step})).start()
 with flower_home() as home, process(home, "superlink", sys.executable, "-SEc", sys.argv[2]):
     print(home.path, flush=True)
     time.sleep(600)
@@ -143,8 +144,9 @@ from piecework.server_app.signals import end_with_parent
 end_with_parent()
 print("busy", flush=True)
 while True:
-    pass
+    exec(step)
 """
+SUSPENDED = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 DETACHING = """
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-SEc", "import time; time.sleep(600)"], start_new_session=True)
@@ -153,22 +155,25 @@ time.sleep(600)
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    """A worker in the middle of a step, a process of Flower, another that this detached from its session; nor their folder."""
+    """A worker in the middle of a step, a suspended one, a process of Flower, one that this detached; nor their folder."""
+    steps = ["pass", SUSPENDED if sys.platform == "linux" else "pass"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    call = [sys.executable, "-c", LAUNCHER, BUSY_WORKER, DETACHING]
+    call = [sys.executable, "-c", LAUNCHER, BUSY_WORKER, DETACHING, *steps]
     with subprocess.Popen(call, stdout=-1, text=True, env=environment) as launcher:
         assert launcher.stdout is not None
-        said = {launcher.stdout.readline().strip() for _ in range(2)}
+        said = {launcher.stdout.readline().strip() for _ in range(3)}
         assert said == {"busy", *map(str, tmp_path.iterdir())}
         until, family = time.monotonic() + 30, list[psutil.Process]()
-        while len(family) < 5 and time.monotonic() < until:  # the guardian and multiprocessing's tracker are among them
+        while len(family) < 6 and time.monotonic() < until:  # the guardian and multiprocessing's tracker are among them
             family = psutil.Process(launcher.pid).children(recursive=True)
+        while sys.platform == "linux" and psutil.STATUS_STOPPED not in [each.status() for each in family]:
+            pass
         launcher.kill()
     while any(map(lives, family)) and time.monotonic() < until:
         pass
     left = [process.cmdline() for process in family if lives(process)]
     psutil.wait_procs([process for process in family if lives(process) and process.kill() is None], timeout=1)
-    assert (len(family), left, list(tmp_path.iterdir())) == (5, [], [])
+    assert (len(family), left, list(tmp_path.iterdir())) == (6, [], [])
 
 
 def test_workers_never_see_ctrl_c_or_a_closed_terminal() -> None:
