@@ -15,6 +15,7 @@ from flwr.clientapp import ClientApp
 
 from piecework.client_app import frozen, local_norms
 from piecework.client_app.client import STAGES, Client
+from piecework.client_app.disk import what_to_free
 from piecework.client_app.prepare import (
     encode,
     memory_for_training,
@@ -26,6 +27,7 @@ from piecework.client_app.prepare import (
     unpack,
 )
 from piecework.client_app.served import measure_served, served_item
+from piecework.client_app.store import Store
 from piecework.client_app.trainers import find_evaluator, find_places, find_query, find_trainer
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import measure_device
@@ -146,6 +148,16 @@ def query(message: Message, context: Context) -> Message:
     return answer(message, context, work)
 
 
+def too_little(error: Exception, store: Store, client: Client | None) -> Outcome:
+    """Return the outcome of a task that met a full disk or too little memory. Raises any other error."""
+    if to_free := what_to_free(store.root, error):
+        return Outcome("failed", reason=f"the client's store {store.root} cannot be written: {error}; {to_free}")
+    if not is_out_of_memory(error):
+        raise error
+    allowed = client.allowed if client is not None else 0
+    return Outcome("memory", 0, allowed, f"the device ran out of memory: {type(error).__name__}: {error}")
+
+
 def answer(message: Message, context: Context, work: Callable[[Client, Task], Answer]) -> Message:
     """Run a task and return the reply. Too little memory, missing frozen units and a missing GPU are normal replies too."""
     task = Task.from_record(message.content.config_records["task"])
@@ -166,10 +178,7 @@ def answer(message: Message, context: Context, work: Callable[[Client, Task], An
         except NoAcceleratorError as error:
             outcome = Outcome("failed", reason=str(error))
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            allowed = client.allowed if client is not None else 0
-            outcome = Outcome("memory", 0, allowed, f"the device ran out of memory: {type(error).__name__}: {error}")
+            outcome = too_little(error, store, client)
         if client is not None:
             metrics |= {"budget": client.budget, "measured-peak": client.cap.peak_bytes}
             metrics |= {"gpu-peak": client.cap.gpu_peak_bytes}

@@ -130,10 +130,10 @@ def run_one(
 
     Returns the summary, and the exit code of the signal that ended the run, or 0.
     """
+    from piecework.client_app.disk import StorageError
     from piecework.federation.errors import RunAbortedError, TooFewNodesError
     from piecework.launch import SuperLinkLostError, launch
     from piecework.progress import RoundProgress
-    from piecework.server_app.disk import StorageError
     from piecework.server_app.preflight import preflight
     from piecework.server_app.run_folder import STOPPED, resolve_run_dir
     from piecework.server_app.summary import summarise

@@ -19,9 +19,9 @@ from flwr.app import Array, ArrayRecord
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from piecework.client_app.disk import StorageError, writing
 from piecework.client_app.seal import MANIFEST, damage, seal
 from piecework.device_profiles.documents import read_json, read_toml
-from piecework.server_app.disk import StorageError, writing
 from piecework.training.settings import Scalar, Settings
 from piecework.training.settings.run import flat, nested
 

@@ -11,6 +11,7 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
+from piecework.client_app.disk import StorageError
 from piecework.federation.errors import RunAbortedError
 from piecework.federation.evaluation import Evaluator, final_evaluation
 from piecework.federation.faults import status_of
@@ -20,7 +21,6 @@ from piecework.federation.transport import Transport
 from piecework.models.init_weights import account, pretrained
 from piecework.models.partition import Piece
 from piecework.planning.now import doing
-from piecework.server_app.disk import StorageError
 from piecework.server_app.model_description import described
 from piecework.server_app.preflight import preflight
 from piecework.server_app.rates import require_rates

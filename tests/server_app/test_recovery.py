@@ -1,10 +1,11 @@
 """A run whose files were damaged goes on from the checkpoint before; nothing is thrown away, and errors name file and line."""
 
 import json
+import pickle
 import resource
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from helpers import TRIO, few_digits, model_of, run_local, same, tiny_settings
 from typer.testing import CliRunner
 
 from piecework.cli import app
-from piecework.server_app.disk import StorageError
+from piecework.client_app.disk import StorageError
+from piecework.server_app.local_grid import FIRST_NODE, LocalGrid
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.training.settings import Settings
 
@@ -210,6 +212,23 @@ def test_every_file_of_a_run_is_named_where_it_cannot_be_written(run: RunDir) ->
         assert str(caught.value).startswith(f"{run.path / name} cannot be written: "), name
         assert "bytes are free there" in str(caught.value)
     assert (run.rounds(), (run.path / "model.safetensors").read_bytes(), run.coverage(), run.final()) == before
+
+
+def test_a_client_whose_disk_is_full_says_where(tmp_path: Path) -> None:
+    class Full(LocalGrid):
+        """Client 1 has room for small files only."""
+
+        def _run_here(self) -> None:
+            node = pickle.loads(self._waiting[0][1]).metadata.dst_node_id
+            with files_of_at_most(500) if node == FIRST_NODE + 1 else nullcontext():
+                super()._run_here()
+
+    run = run_local(tmp_path, Full, **SETTINGS | {"num_rounds": 1})
+    reasons = {each["client"]: each["reason"] for each in run.rounds()[0]["clients"] if each["status"] == "failed"}
+    assert reasons.keys() == {1}
+    (store,) = (run.path / "clients").glob("*/1")
+    assert reasons[1].startswith(f"the client's store {store} cannot be written: ")
+    assert "bytes are free there. Free some: old runs can be deleted" in reasons[1]
 
 
 # ---- a run's own settings

@@ -1,0 +1,43 @@
+"""Errors of a disk that cannot be written, most often because it is full: what was written, what is free, what to do."""
+
+import errno
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+WHAT_TO_FREE = (
+    "Free some: old runs can be deleted, and `piecework clean` removes what emulated clients of ended runs stored"
+)
+
+
+class StorageError(OSError):
+    """A file cannot be written. The message names it, says why, and what to do."""
+
+
+@contextmanager
+def writing(path: Path, then: str = "") -> Iterator[None]:
+    """Raise StorageError if the body cannot write to `path`; `then` is what to do when it can be written again."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        lines = [f"{path} cannot be written: {error}", what_to_free(path.parent, error), then]
+        raise StorageError("\n".join(filter(None, lines))) from error
+
+
+def what_to_free(folder: Path, error: Exception) -> str:
+    """Return how much is free in a folder, and what can be deleted, if an error says that its disk is full; else nothing.
+
+    What writes safetensors raises no OSError, but names the system's error number in its text.
+    """
+    if isinstance(error, OSError):
+        code = error.errno
+    elif isinstance(error, SafetensorError):
+        code = int(next(iter(re.findall(r"os error (\d+)", str(error))), 0))
+    else:
+        return ""
+    return f"{shutil.disk_usage(folder).free:,} bytes are free there. {WHAT_TO_FREE}" if code in FULL else ""
