@@ -41,6 +41,20 @@ def _measurable(figure: float) -> float:
     return figure
 
 
+def _drawable(weight: float) -> float:
+    """Bound a weight, so that the sum of a fleet's weights is finite."""
+    if not 1e-100 <= weight <= 1e100:
+        raise ValueError("a weight must be from 1e-100 to 1e+100")
+    return weight
+
+
+def _share(left: float) -> float:
+    """Bound what is left, so that the times that are divided by it are finite."""
+    if left < 1e-6:
+        raise ValueError("a fraction must be from 1e-06 to 1")
+    return left
+
+
 def _leaves_something(pair: Any) -> Any:
     if pair[0] == 1:
         raise ValueError("the first must be below 1, or nothing would ever be left")
@@ -48,13 +62,14 @@ def _leaves_something(pair: Any) -> Any:
 
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_measurable)]
-Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# The weights of a pool are powers of its devices' strength, so the bounds are wide; sums of weights stay finite.
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_drawable)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_measurable)]
 Bytes = Annotated[int, Field(gt=0, le=UNLIMITED), BeforeValidator(parse_bytes)]
 Memory = Annotated[int, Field(gt=0, le=UNLIMITED), BeforeValidator(parse_memory)]
 Floor = Annotated[int, Field(ge=0, le=UNLIMITED), BeforeValidator(parse_bytes)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Left = Annotated[float, Field(gt=0, le=1)]
+Left = Annotated[float, Field(gt=0, le=1), AfterValidator(_share)]
 # Beyond this the rarest device is drawn less than once in 10^10 clients; powers stay finite.
 Skew = Annotated[float, Field(ge=-10, le=10)]
 Name = Annotated[str, Field(min_length=1)]

@@ -298,6 +298,8 @@ NOT_BYTES = "not an amount of memory; write a number and one of B, kB, MB, GB, K
         (one(flops="2e9"), "device 1 flops = '2e9': input should be a valid number"),
         (one(flops=math.inf), "device 1 flops = inf: input should be a finite number"),
         (one(weight=0), "device 1 weight = 0: input should be greater than 0"),
+        (one(weight=1e308), "device 1 weight = 1e+308: a weight must be from 1e-100 to 1e+100"),
+        (one(keep=1e-320), "device 1 keep = 1e-320: a fraction must be from 1e-06 to 1"),
         (one(memory_ratio=0), "device 1 memory-ratio = 0: input should be greater than 0"),
         (one(memory=0), "device 1 memory = 0: input should be greater than 0"),
         (one(memory="64Mb"), f"device 1 memory = '64Mb': {NOT_BYTES}"),
@@ -321,6 +323,10 @@ NOT_BYTES = "not an amount of memory; write a number and one of B, kB, MB, GB, K
         ({"degradation": {"memory-floor": "6Mb"}}, f"degradation memory-floor = '6Mb': {NOT_BYTES}"),
         ({"degradation": {"flops-left": []}}, "degradation flops-left = []: tuple should have at least 1 item"),
         ({"degradation": {"flops-left": [0.5, 0]}}, "degradation flops-left 2 = 0: input should be greater than 0"),
+        (
+            {"degradation": {"flops-left": [1e-320]}},
+            "degradation flops-left 1 = 1e-320: a fraction must be from 1e-06 to 1",
+        ),
         ({"degradation": {"flops-left": [1.1]}}, "degradation flops-left 1 = 1.1: input should be less than or equal"),
         (
             {"degradation": {"flops-left": [1], "flops": [0, 0.5]}},
