@@ -2,6 +2,7 @@
 
 import math
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -16,11 +17,13 @@ from piecework.federated_data.sources import DatasetError, Source, extra, held_o
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
 _GROUPS = "group_train"
+MOST_CLASSES = 10**6  # as many as a plan takes
+MOST_NAMED = 10  # members of a file that a message lists
 MOST_DEFLATED = 1032  # bytes that a byte of a compressed member can stand for at most
 # What zipfile, its decompressors, numpy's header and numpy itself raise for members that are not what they should be.
 UNREADABLE = (
     *(OSError, ValueError, EOFError, AttributeError, TypeError, KeyError, RuntimeError, SyntaxError, MemoryError),
-    *(RecursionError, OverflowError, zipfile.BadZipFile, zlib.error, struct.error),
+    *(RecursionError, OverflowError, zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError),
 )
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
@@ -34,7 +37,7 @@ def npz(source: Path, download: bool) -> Source:
     arrays, held = _read_arrays(source)
     wanted = _NAMES if {"x_test", "y_test"} & set(arrays) else _NAMES[:2]
     if lost := [name for name in wanted if name not in arrays]:
-        raise DatasetError(f"{source} has no {', '.join(lost)}; it holds {', '.join(held) or 'nothing'}")
+        raise DatasetError(f"{source} has no {', '.join(lost)}; it holds {_few(held) or 'nothing'}")
     inputs = _as_inputs(arrays["x_train"], f"x_train in {source}")
     labels = _as_numbers(arrays["y_train"], len(inputs), "label", f"y_train in {source}")
     groups = None
@@ -51,6 +54,12 @@ def npz(source: Path, download: bool) -> Source:
         )
     classes = int(max(labels.max(), test_labels.max())) + 1
     return Source(inputs, labels, test_inputs, test_labels, classes, groups=groups)
+
+
+def _few(names: list[str]) -> str:
+    """Return the first names, shortened, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(name[:100] for name in names[:MOST_NAMED]) + more
 
 
 def _read_arrays(source: Path) -> tuple[dict[str, NDArray[Any]], list[str]]:
@@ -148,6 +157,8 @@ def _as_numbers(array: NDArray[Any], count: int, name: str, what: str) -> NDArra
     numbers = array.reshape(-1).astype(np.int64)
     if numbers.min() < 0:
         raise DatasetError(f"{what} has a {name} {numbers.min()}; {name}s count from 0")
+    if name == "label" and numbers.max() >= MOST_CLASSES:  # counts of labels take memory for each up to the largest
+        raise DatasetError(f"{what} has a {name} {numbers.max()}; labels are below {MOST_CLASSES:,}")
     return numbers
 
 

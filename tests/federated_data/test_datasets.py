@@ -244,6 +244,9 @@ X, Y = np.zeros((5, 8, 8), dtype=np.uint8), np.zeros(5, dtype=np.int64)
             "own.npz has no examples: its shape is (0, 8, 8)",
         ),
         ({"x_train": X, "y_train": Y - 1}, "has a label -1; labels count from 0"),
+        ({"x_train": X, "y_train": Y + 2**31}, "own.npz has a label 2147483648; labels are below 1,000,000"),
+        ({"x_train": X, "y_train": Y + 2**62}, "own.npz has a label 4611686018427387904; labels are below 1,000,000"),
+        ({f"a{n:02}": Y for n in range(12)}, "it holds a00, a01, a02, a03, a04, a05, a06, a07, a08, a09 and 2 more"),
         ({"x_train": X, "y_train": np.array([{}] * 5)}, "is damaged or not an .npz file of plain arrays"),
         ({"x_train": X[:2], "y_train": Y[:2]}, "2 examples are too few to hold out a test set"),
         ({"x_train": X, "y_train": Y, "x_test": X[:, 1:], "y_test": Y}, "they must have the same type and shape"),
@@ -268,6 +271,7 @@ def npy(shape: tuple[int, ...] | str, descr: str = "|u1", content: bytes = b"") 
         ("x_train", b"no array", "x_train is no array"),
         ("x_train.npy", b"", "is damaged"),
         ("x_train.npy", b"no array", "is damaged"),
+        ("x_train.npy", b"\x93NUMPY\x01\x00" + (9000).to_bytes(2, "little") + b"[" * 9000, "is damaged"),
         (
             "x_train.npy",
             npy((10**15, 8, 8)),
