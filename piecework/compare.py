@@ -16,7 +16,7 @@ from typing import Any
 from piecework import display
 from piecework.device_profiles.documents import read_json
 from piecework.display import UnderAttack
-from piecework.read_records import read_final, read_rounds
+from piecework.read_records import read_final, read_rounds, with_details
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.summary import best_round, peak_over_budget
 from piecework.training.settings import CHANGEABLE, Scalar, Settings, SettingsError
@@ -93,6 +93,12 @@ def read_run(run_dir: RunDir) -> RunResult:
         settings = Settings.from_run_config(run_dir.settings()).to_run_config()
     except SettingsError as error:
         raise CheckpointError(f"{run_dir.path} was written by another version of Piecework: {error}") from error
+    with with_details(run_dir):
+        return _figures(run_dir, settings)
+
+
+def _figures(run_dir: RunDir, settings: dict[str, Scalar]) -> RunResult:
+    """Return the figures of a run with these settings, from its records."""
     rounds, final = read_rounds(run_dir), read_final(run_dir)
     evaluated, (status, _, seconds) = display.accuracies(rounds, final), display.how_it_ended(run_dir, rounds)
     sent = list(accumulate(r["bytes_down"] + r["bytes_up"] for r in rounds))

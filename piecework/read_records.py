@@ -46,6 +46,10 @@ class _Trained(_Row):
     distilled: bool
 
 
+class _Answers(_Row):
+    peak_over_budget: Annotated[float, Field(ge=0)] | None = None
+
+
 class _Round(_Row):
     round: Number
     stage: str
@@ -74,6 +78,9 @@ class _Round(_Row):
     devices: dict[str, Number] = {}
     clients: list[_Client]
     trained: list[_Trained] = []
+    evaluation: _Answers | None = None
+    query: _Answers | None = None
+    statistics: _Answers | None = None
 
 
 class _WithTrained(_Round):

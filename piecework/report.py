@@ -37,10 +37,18 @@ from piecework.spafl_report import density_section, has_thresholds, pattern_sect
 
 def write_report(run_dir: RunDir) -> Path:
     """Write `<run>/report.html`. Raises CheckpointError if there is no run, ReportError without plotly."""
+    with with_details(run_dir):
+        content = _content(run_dir)
+    path = run_dir.path / "report.html"
+    write_atomically(path, page(f"{run_dir.path.name}: Piecework", content).encode())
+    return path
+
+
+def _content(run_dir: RunDir) -> str:
+    """Return the HTML of a run's tables and figures."""
     settings, rounds = run_dir.settings(), read_rounds(run_dir)
     status, reason, seconds = display.how_it_ended(run_dir, rounds)
-    with with_details(run_dir):
-        found = sections(run_dir, settings, rounds) or [Section("Rounds", "No round was finished.")]
+    found = sections(run_dir, settings, rounds) or [Section("Rounds", "No round was finished.")]
     parts = [
         f'<h1>{escape(run_dir.path.name)} <small class="{escape(status)}">{escape(status)}</small></h1>',
         f"<pre>{escape(reason)}</pre>" if reason else "",
@@ -51,9 +59,7 @@ def write_report(run_dir: RunDir) -> Path:
         table((key, str(value)) for key, value in settings.items()),
         "</details>",
     ]
-    path = run_dir.path / "report.html"
-    write_atomically(path, page(f"{run_dir.path.name}: Piecework", "\n".join(parts)).encode())
-    return path
+    return "\n".join(parts)
 
 
 def overview(settings: Record, rounds: Sequence[Record], final: Record | None, seconds: float) -> list[tuple[str, str]]:

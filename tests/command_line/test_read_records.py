@@ -11,7 +11,9 @@ from report_helpers import make_run, two_rounds
 from typer.testing import CliRunner
 
 from piecework.cli import app
+from piecework.compare import read_run
 from piecework.read_records import read_coverage, read_final, read_rounds, read_summary, with_details
+from piecework.report import write_report
 from piecework.server_app.records import CheckpointError, RunDir
 
 WRONG = ("missing", -1, "x", [[]], {"a": {}}, 10**400, 1e308, float("nan"))
@@ -116,6 +118,15 @@ def test_a_command_says_it_in_one_sentence(tmp_path: Path, content: str) -> None
         assert done.output.startswith("error: ")
         assert str(run.path) in done.output
         (run.path / file).write_text(before)
+
+
+@pytest.mark.parametrize("key", ["evaluation", "query", "statistics"])
+@pytest.mark.parametrize("wrong", ["x", [1], {"peak_over_budget": "x"}, {"peak_over_budget": [1]}])
+def test_what_is_known_of_answers_is_a_table_with_a_number(tmp_path: Path, key: str, wrong: Any) -> None:
+    run_dir = make_run(tmp_path, [record | {key: wrong} for record in full_rounds()])
+    for read in (write_report, read_run):
+        with pytest.raises(CheckpointError, match=f"line 1, is damaged.*{key}"):
+            read(run_dir)
 
 
 def test_what_a_strategys_own_section_lacks_is_named(tmp_path: Path) -> None:
