@@ -200,3 +200,9 @@ def test_cosine_learning_rate() -> None:
 def test_the_length_of_the_cosine_can_be_set_apart() -> None:
     settings = read(training__lr=0.2, training__lr_rounds=8, num_rounds=4)
     assert learning_rate(settings, 5) == pytest.approx(0.1)
+
+
+def test_a_run_name_is_as_long_as_a_folders_name_can_be() -> None:
+    assert Settings.from_run_config({"run-name": "a" * 255}).run_name == "a" * 255
+    with pytest.raises(SettingsError, match="has 256 bytes; the name of a folder has at most 255"):
+        Settings.from_run_config({"run-name": "é" * 128})

@@ -189,6 +189,8 @@ class Settings(Table):
                 f"run-name = {name!r} must be the name of one folder, which lies in output-dir: neither a path nor .., and "
                 "without control characters"
             )
+        if (length := len(name.encode(errors="replace"))) > 255:
+            raise ValueError(f"run-name = {shown(name)} has {length} bytes; the name of a folder has at most 255")
         return self
 
     @model_validator(mode="after")
