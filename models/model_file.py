@@ -11,7 +11,7 @@ from piecework.device_profiles.documents import read_json, shown
 from piecework.models.zoo import MODELS
 
 FORMAT = 3  # 1 did not describe the scaling of inputs; 2 had no variant
-LARGEST_INPUT, MOST_CLASSES = 10**8, 10**6  # values of an example, classes
+LARGEST_INPUT, MOST_CLASSES = 4 * 2**20, 10**6  # values of an example, classes
 
 Edge = Annotated[int, Field(ge=1, le=LARGEST_INPUT)]
 Finite = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30)]

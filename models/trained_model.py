@@ -191,7 +191,7 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
             with isolated_rng(0):
                 network = kind(part)
             for name, target in named_arrays(network, atoms, head):
-                target.copy_(arrays.get_tensor(name))
+                target.copy_(of_type(target, arrays.get_tensor(name), name))
         model = TrainedModel(network, described, normalise=normalise)
     except (SafetensorError, KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
         raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {first_line(error)}") from error
@@ -221,6 +221,13 @@ def require_shape(target: Tensor, found: tuple[int, ...], name: str) -> None:
     """Raise ValueError if an array of a file has another shape than the model's: some others would be broadcast."""
     if found != tuple(target.shape):
         raise ValueError(f"array {name} has shape {found}, but the model's has {tuple(target.shape)}")
+
+
+def of_type(target: Tensor, found: Tensor, name: str) -> Tensor:
+    """Return an array of a file. Raises ValueError for whole numbers in place of floats or the reverse, which would be cast."""
+    if found.is_floating_point() != target.is_floating_point():
+        raise ValueError(f"array {name} is {found.dtype}, but the model's is {target.dtype}")
+    return found
 
 
 def first_line(error: Exception) -> str:

@@ -284,6 +284,18 @@ def test_an_array_of_another_shape_is_named(run: RunDir, tmp_path: Path) -> None
         assert f"array {name} has shape {found}, but the model's has {whole}" in str(caught.value)
 
 
+def test_an_array_of_another_kind_is_named(run: RunDir, tmp_path: Path) -> None:
+    """Whole numbers in place of weights would be cast without a word."""
+    source, file = run.path / "model.safetensors", tmp_path / "model.safetensors"
+    arrays = load_file(source)
+    (name,) = (n for n in arrays if n.startswith("head.") and arrays[n].ndim == 2)
+    save_file(
+        arrays | {name: arrays[name].to(torch.int8)}, file, metadata={"piecework": json.dumps(description(source))}
+    )
+    with pytest.raises(ModelFileError, match=rf"array {name} is torch.int8, but the model's is torch.float32"):
+        piecework.load(file)
+
+
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=f"{tmp_path} holds no model.safetensors: has the run completed?"):
         piecework.load(tmp_path)
