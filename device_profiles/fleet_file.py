@@ -34,6 +34,12 @@ def _ordered(pair: Any) -> Any:
     return pair
 
 
+def _printable(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("a name has no control characters")
+    return name
+
+
 def _measurable(figure: float) -> float:
     """Bound a figure, so that the times that are computed from it are finite."""
     if figure and not 1e-6 <= figure <= 1e24:
@@ -72,7 +78,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Left = Annotated[float, Field(gt=0, le=1), AfterValidator(_share)]
 # Beyond this the rarest device is drawn less than once in 10^10 clients; powers stay finite.
 Skew = Annotated[float, Field(ge=-10, le=10)]
-Name = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_printable)]
 # Tuples are not strict because a file has lists; the numbers in them still are.
 Range = Annotated[tuple[Bytes, Bytes], Field(strict=False), AfterValidator(_ordered)]
 Loss = Annotated[
@@ -259,7 +265,7 @@ def _check(table: FleetTable, rows: list[DeviceTable], where: str) -> None:
             f'{key} belongs to assignment = "{assignment}", which needs it',
         )
     unknown = sorted(set(table.clients or ()) - set(names))
-    need(not unknown, f"clients names {unknown}; the devices are {names}")
+    need(not unknown, f"clients names {shown(unknown)}; the devices are {shown(names)}")
     elsewhere = {"uniform": "memory-range", "memories": "memories"}.get(table.assignment)
     need(not elsewhere or len(names) == 1, f'assignment = "{table.assignment}" takes one device, not {len(names)}')
     wanted = f"memory comes from {elsewhere}; neither" if elsewhere else "exactly one"
@@ -273,7 +279,7 @@ def _check(table: FleetTable, rows: list[DeviceTable], where: str) -> None:
 
 def _each_once(names: list[str], where: str) -> None:
     if len(set(names)) < len(names):
-        raise FleetError(f"{where}: device names = {names}: each must be unique")
+        raise FleetError(f"{where}: device names = {shown(names)}: each must be unique")
 
 
 def _rows(table: FleetTable, where: str, folder: Path) -> list[DeviceTable]:
@@ -306,7 +312,10 @@ def _pool(path: Path, skew: float, where: str) -> list[DeviceTable]:
     _each_once([device.name for device in devices], where)
     strength = [device.flops * device.memory for device in devices]
     # Divided by the strongest: only the proportions matter, and large powers of large numbers would overflow.
-    weights = [(s / max(strength)) ** skew for s in strength]
+    try:
+        weights = [_drawable((s / max(strength)) ** skew) for s in strength]
+    except (OverflowError, ValueError):
+        raise FleetError(f"{where}: skew = {skew} gives some devices weights outside 1e-100 to 1e100") from None
     return [
         DeviceTable.model_validate(device.model_dump(by_alias=True) | {"weight": weight})
         for device, weight in zip(devices, weights, strict=True)

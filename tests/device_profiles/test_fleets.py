@@ -346,6 +346,7 @@ NOT_BYTES = "not an amount of memory; write a number and one of B, kB, MB, GB, K
             {"pool": "x", "device": None},
             "pool = 'x': there are boards, fedprophet-caltech, fedprophet-cifar10, tight, or the",
         ),
+        ({"device": [device("a\nb")]}, "device 1 name = 'a\\nb': a name has no control characters"),
         (one(disk_latency=-1), "device 1 disk-latency = -1: input should be greater than or equal to 0"),
         (one(bandwidth=0), "device 1 bandwidth = 0: input should be greater than 0"),
         ({"degradation": {"flops": [-1, 0]}}, "degradation flops 1 = -1: input should be greater than or equal to 0"),
@@ -411,3 +412,14 @@ def test_profile_takes_one_memory_figure() -> None:
     for memory, ratio in ((None, None), (1, 0.5)):
         with pytest.raises(ValueError, match="device 'a': give exactly one of memory_bytes and memory_ratio"):
             DeviceProfile("a", memory, ratio, 1.0, 1.0, 1.0)
+
+
+def test_a_pool_of_devices_that_no_skew_can_weigh(tmp_path: Path) -> None:
+    rows = [
+        f'[[device]]\nname = "{n}"\nmemory = {m}\nflops = {f}\ndisk-bandwidth = 1e7\nbandwidth = 1e6\n'
+        for n, m, f in (("a", 1, 1e-6), ("b", 10**15, 1e24))
+    ]
+    (tmp_path / "pool.toml").write_text("".join(rows))
+    fleet = json.dumps({"name": "t", "assignment": "random", "pool": str(tmp_path / "pool.toml"), "skew": -10})
+    with pytest.raises(FleetError, match=r"skew = -10.0 gives some devices weights outside 1e-100 to 1e100"):
+        load_fleet(fleet)
