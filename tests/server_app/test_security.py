@@ -1,6 +1,7 @@
 """Who is refused: real SuperNodes and executors that a SuperLink must not serve, and an update that must not get in."""
 
 import json
+import re
 import shutil
 import ssl
 import subprocess
@@ -178,9 +179,10 @@ def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-# Whose key a client signs with, whose authority it trusts, and how it fails.
+# Whose key a client signs with, whose authority it trusts, and how it fails: a pattern, because a server that ends a connection
+# before all was read resets it.
 REFUSED: dict[str, tuple[str | None, str | None, str]] = {
-    "no-tls": ("keys", None, "disconnected without sending a response"),
+    "no-tls": ("keys", None, "disconnected without sending a response|reset by peer"),
     "unknown-authority": ("keys", "strangers", "CERTIFICATE_VERIFY_FAILED"),
     "no-key": (None, "keys", "Invalid SuperNode authentication"),
     "a-key-of-its-own": ("strangers", "keys", "2001"),
@@ -203,7 +205,7 @@ def test_a_node_is_refused(federation: Federation, name: str) -> None:
             client.RegisterNode(RegisterNodeFleetRequest(public_key=public))
         client.ActivateNode(ActivateNodeRequest(public_key=public, heartbeat_interval=30))
     said = refusal.value.response.text if isinstance(refusal.value, httpx.HTTPStatusError) else str(refusal.value)
-    assert reason in said
+    assert re.search(reason, said)
     client.close()
 
 
