@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.testing import CliRunner
 
+from piecework import cli_base
 from piecework.cli import app
 from piecework.console import PlainConsole
 
@@ -74,7 +75,7 @@ def said(*words: str) -> str:
 
 def test_commands_show_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "300")  # or long paths, as of parallel tests, are broken within the table
+    monkeypatch.setattr(cli_base.out, "_width", 300)  # or long paths, as of parallel tests, are broken within the table
     monkeypatch.setattr("piecework.plan_view.draw", lambda plan, path: None)
     monkeypatch.setattr("piecework.report.write_report", lambda run_dir: run_dir.path / "report.html")
     speeds = '"memory-ratio": 3.0, "flops": 1e9, "bandwidth": 1e6, "disk-bandwidth": 1e7'
