@@ -168,8 +168,8 @@ class ClientRegistry:
     def _check_device(self, member: Member, clients: int) -> None:
         """Reject a device that is not in the fleet, or device = 'auto' without its measurements. Raises ValueError."""
         if member.device == "auto":
-            if missing := [key for key in MEASURED if key not in member.measured]:
-                raise ValueError(f"device auto did not measure {missing[0]}")
+            if missing := [key for key in MEASURED if not member.measured.get(key)]:
+                raise ValueError(f"device auto measured no {missing[0]}: {member.measured}")
         else:
             device_state(self.fleet, member.client, clients, self.seed, 1, 1, member.device or None)
 

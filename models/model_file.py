@@ -11,9 +11,9 @@ from piecework.device_profiles.documents import read_json, shown
 from piecework.models.zoo import MODELS
 
 FORMAT = 3  # 1 did not describe the scaling of inputs; 2 had no variant
-LARGEST_INPUT, MOST_CLASSES = 4 * 2**20, 10**6  # values of an example, classes
+LARGEST_EXAMPLE, MOST_CLASSES = 10**8, 10**6  # values of an example, classes
 
-Edge = Annotated[int, Field(ge=1, le=LARGEST_INPUT)]
+Edge = Annotated[int, Field(ge=1, le=LARGEST_EXAMPLE)]
 Finite = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30)]
 Divisor = Annotated[float, Field(gt=0, le=1e30)]
 
@@ -54,8 +54,8 @@ class _Described(_Table):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         shape, inputs, classes = self.model.input_shape, self.inputs, self.model.num_classes
-        if prod(shape) > LARGEST_INPUT:
-            raise ValueError(f"model.input_shape = {shape}: an example has at most {LARGEST_INPUT:,} values")
+        if prod(shape) > LARGEST_EXAMPLE:
+            raise ValueError(f"model.input_shape = {shape}: an example has at most {LARGEST_EXAMPLE:,} values")
         if inputs.class_names and len(inputs.class_names) != classes:
             raise ValueError(f"inputs.class_names has {len(inputs.class_names)} names, and there are {classes} classes")
         for key in ("mean", "std"):

@@ -9,6 +9,7 @@ from piecework.device_profiles.documents import shown
 from piecework.federated_data.datasets import PUBLISHED, default_cache, prepare
 from piecework.federated_data.labels import label_remarks
 from piecework.models.cascade import Shape
+from piecework.models.model_file import LARGEST_EXAMPLE
 from piecework.models.zoo import usual_input
 from piecework.planning.costs import fraction_or_bytes
 from piecework.training.settings import Settings, SettingsError
@@ -16,7 +17,7 @@ from piecework.training.setup import dataset_of
 from piecework.training.sgd import Precision
 
 LOG = logging.getLogger("piecework")
-DIGITS, LARGEST_EXAMPLE = 7, 10**8  # of a plan, whose sizes in bytes must be numbers of 64 bits
+DIGITS = 7  # of an edge
 EXAMPLES = 500  # examples per client if no data set defines them
 
 

@@ -7,7 +7,7 @@ The server reads all answers with `read_answer`. A reader of answers catches UNU
 """
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -93,7 +93,7 @@ class Figures(BaseModel):
     num_partitions: Annotated[int, Field(ge=1, le=MOST_CLIENTS)] = 1
     num_validation: Examples = 0
     num_test: Examples = 0
-    memory_available: Annotated[float, Field(ge=1, le=ENDLESS)] = 1
+    memory_available: Annotated[float, Field(ge=0, le=ENDLESS)] = 0.0  # a device may be at its limit for a moment
     flops_per_second: Annotated[float, Field(ge=1e3, le=1e21)] = 1e3
     disk_bandwidth: Annotated[float, Field(ge=1, le=1e15)] = 1.0
 
@@ -186,8 +186,8 @@ def read_figures(record: MetricRecord) -> Metrics:
     return {name: figures[name] for name in sent}
 
 
-def _require_known(values: dict[str, Any], record: str, kind: type) -> None:
-    if unknown := sorted(set(values) - set(kind.__dataclass_fields__)):  # type: ignore[attr-defined]
+def _require_known(values: dict[str, Any], record: str, kind: type[Outcome | NodeInfo]) -> None:
+    if unknown := sorted(set(values) - {each.name for each in fields(kind)}):
         raise AnswerError(f"the {record} has no {unknown[0]!r:.100}")
 
 

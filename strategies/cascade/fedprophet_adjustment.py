@@ -12,8 +12,6 @@ from piecework.federation.aggregation import UpdateRejectedError
 from piecework.strategies.state import StrategyState
 from piecework.training.settings import Settings
 
-LARGEST = 1e30  # maximum distance between features that a client may report, so that sums of squares stay finite
-
 
 @dataclass(frozen=True)
 class FixedModule:

@@ -100,6 +100,11 @@ def test_work_items_are_not_parsed_beyond_a_length() -> None:
         read_outcome(ConfigRecord({"status": "ok", "done": f"[{many}]"}))
 
 
+def test_a_device_may_find_no_free_memory_for_a_moment() -> None:
+    """A container at its limit answers `memory`; that it has nothing left is no lie."""
+    assert read_figures(MetricRecord({"memory-available": 0, "budget": 0})) == {"memory-available": 0, "budget": 0}
+
+
 def test_a_figure_that_was_not_sent_has_no_value() -> None:
     assert read_figures(MetricRecord({"partition_id": 3, "seconds": 1.5})) == {"partition_id": 3, "seconds": 1.5}
 
