@@ -48,7 +48,14 @@ ROUND = 10.0  # seconds of a round that is still run as it is
 WORKERS = 2  # of a run
 BATCHES = 6.0  # seconds of a client's batches on random data
 FEMNIST = ((1, 28, 28), 62, 70_000)  # shape, classes and about as many training examples of prism-femnist's own file
-TEST = {"fashion-mnist": 10_000, "cifar10": 10_000, "cifar100": 10_000, "caltech256": 6_400, "imdb": 25_000}
+TEST = {
+    "fashion-mnist": 10_000,
+    "cifar10": 10_000,
+    "cifar10-16": 10_000,
+    "cifar100": 10_000,
+    "caltech256": 6_400,
+    "imdb": 25_000,
+}
 QUICK = ("evaluation.autoattack-examples=0", "evaluation.every=2", "attack.warmup=0")
 SHORT = {"profl": ("profl.shrinking=false", "num-rounds=4")}  # others have two rounds; ProFL's are of its first step
 

@@ -40,6 +40,7 @@ DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
     "digits32": sources.digits32,
     "fashion-mnist": sources.fashion_mnist,
     "cifar10": sources.cifar10,
+    "cifar10-16": sources.cifar10_16,
     "cifar100": sources.cifar100,
     "caltech256": caltech.caltech256,
     "imdb": texts.imdb,
@@ -49,7 +50,7 @@ DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
 }
 
 _SCHEMA = 1
-_NAMED = ("fashion-mnist", "cifar10", "cifar100", "caltech256", "imdb", "folder", "text")
+_NAMED = ("fashion-mnist", "cifar10", "cifar10-16", "cifar100", "caltech256", "imdb", "folder", "text")
 # What readers did not find in their first versions: data converted without it are converted again.
 READERS = {"npz": ("groups",)} | dict.fromkeys(_NAMED, ("class names",))
 _OWN = ("npz", "folder", "text")
@@ -106,6 +107,7 @@ PUBLISHED: Mapping[str, tuple[tuple[int, ...], int, int]] = {
     "digits32": ((1, 32, 32), 10, 1438),
     "fashion-mnist": ((1, 28, 28), 10, 60_000),
     "cifar10": ((3, 32, 32), 10, 50_000),
+    "cifar10-16": ((3, 16, 16), 10, 50_000),
     "cifar100": ((3, 32, 32), 100, 50_000),
     "caltech256": ((3, 224, 224), 256, 23_380),
     "imdb": ((texts.LENGTH,), 2, 25_000),

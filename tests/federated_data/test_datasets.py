@@ -148,6 +148,24 @@ def test_real_cifar10(tmp_path):
     assert data.inputs[::50].mean((0, 1, 2)) / 255 == pytest.approx(data.mean, abs=0.01)
 
 
+def test_pixels_at_half_the_size_are_means_of_two_by_two():
+    # (1 + 2 + 3 + 5) / 4 = 2.75, 4 * 255 / 4 = 255 (no overflow), (0 + 0 + 0 + 2) / 4 = 0.5 and 2.5 to the even 0 and 2
+    rows = [[1, 2, 255, 255], [3, 5, 255, 255], [0, 0, 2, 2], [0, 2, 2, 4]]
+    image = np.array(rows, np.uint8)[None, :, :, None]
+    assert sources.halved(image)[0, :, :, 0].tolist() == [[3, 255], [0, 2]]
+
+
+@pytest.mark.skipif(
+    not (REAL_DATA / "cifar-10-batches-py").is_dir(), reason="PIECEWORK_DATA has no cifar-10-batches-py"
+)
+def test_real_cifar10_at_16_pixels(tmp_path):
+    data, full = prepared("cifar10-16", tmp_path, REAL_DATA), prepared("cifar10", tmp_path, REAL_DATA)
+    assert (data.input_shape, data.num_classes, data.examples) == datasets.PUBLISHED["cifar10-16"]
+    assert np.array_equal(data.labels, full.labels)
+    assert data.class_names == full.class_names
+    assert data.inputs[:100].mean() == pytest.approx(full.inputs[:100].mean(), abs=0.1)
+
+
 def test_cifar10_with_a_wrong_md5_is_named_and_never_unpickled(tmp_path):
     base = tmp_path / "cifar-10-batches-py"
     base.mkdir()
@@ -183,8 +201,8 @@ def test_a_missing_data_dir_names_the_setting_the_path_and_the_layout(tmp_path, 
 def test_an_unknown_name_lists_all(tmp_path, name):
     with pytest.raises(DatasetError, match="unknown data set") as caught:
         prepare(name, data_dir="", cache_dir=tmp_path)
-    known = "known: digits, digits32, fashion-mnist, cifar10, cifar100, caltech256, imdb, npz:<file>, folder:<dir>, text:<dir>"
-    assert known in str(caught.value)
+    known = "known: digits, digits32, fashion-mnist, cifar10, cifar10-16, cifar100, caltech256, imdb, npz:"
+    assert f"{known}<file>, folder:<dir>, text:<dir>" in str(caught.value)
 
 
 def test_npz_statistics_and_channels_last(tmp_path):
