@@ -1,0 +1,287 @@
+"""The definition of a claim: its file `NAME.toml` in this folder, read and checked.
+
+    title = "..."                  # one line
+    question = "..."               # what the claim asks
+    paper = "..."                  # what the paper or others say
+    gap = "..."                    # how the setting differs from the paper's
+    seeds = [1, 2, 3]              # of all rows, unless a row has its own
+    measure = "accuracy"           # or "adversarial_accuracy": by what rows are ordered
+    last = 3                       # evaluations whose mean counts
+    [search]
+    rates = [0.02, 0.05, 0.1]      # of every row, unless it has its own
+    fraction = 3                   # a search's run has num-rounds / fraction rounds, rounded
+    [settings]                     # of all runs, by their full keys
+    "num-rounds" = 60
+    [[case]]                       # what rows are repeated over
+    name = "weak"
+    settings = { model = "preresnet20", fleet = "fleets/weak.toml" }  # beside the definition, or a shipped fleet
+    rates-from = "other case"      # optional: each row uses the rate that was found for it in that case
+    [[row]]
+    name = "FeDepth"
+    settings = { strategy = "fedepth" }
+    cases = ["weak"]               # optional: only these
+    seeds = [1]                    # optional
+    rates = [0.01, 0.02]           # optional
+    rates-from = "other row"       # optional: the rate found for that row is used; or `rate = 0.05`: none is searched
+    search = { "profl.stage-rounds" = 5 }  # optional: further settings of the search's runs
+    role = "bound"                 # optional: not realistic here; else it is a candidate
+    paper = { "weak" = 71.2 }      # optional: the paper's figures in percent, by case
+    [[order]]                      # an order that is claimed
+    text = "FeDepth is ahead of HeteroFL"
+    ahead = "FeDepth"
+    behind = ["HeteroFL"]
+    cases = ["weak"]               # optional
+
+Settings are merged: those of all runs, then the case's, then the row's; a run's seed and rate come last.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from piecework.device_profiles.documents import read_toml, shown
+from piecework.training.settings import Scalar
+
+FOLDER = Path(__file__).parent
+# What the harness decides about a run, by setting; `training.lr` may be given where no rate is searched.
+OWN = (
+    *("seed", "output-dir", "run-name", "resume-from", "state-dir", "data-dir", "engine", "workers"),
+    "training.torch-threads",
+)
+Name = Annotated[str, Field(min_length=1, max_length=80)]
+Names = Annotated[tuple[Name, ...], Field(strict=False)]
+Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(strict=False)]
+Rate = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+Rates = Annotated[tuple[Rate, ...], Field(strict=False)]
+Given = dict[str, Scalar]
+
+
+class ClaimError(ValueError):
+    """A definition cannot be used, or there is none. The message names the file and the entry."""
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, alias_generator=lambda name: name.replace("_", "-")
+    )
+
+
+class Search(_Table):
+    """The rates that are tried for each row, and by what a search's number of rounds is divided."""
+
+    rates: Rates
+    fraction: Annotated[int, Field(ge=1, le=1000)] = 3
+
+
+class Case(_Table):
+    """A setting in which rows are run: a model and a fleet, or a partition of the data."""
+
+    name: Name
+    settings: Given = {}
+    rates_from: str = ""
+
+
+class Row(_Table):
+    """A system with its settings. `cases` is empty for all, `seeds` and `rates` for those of the claim."""
+
+    name: Name
+    settings: Given = {}
+    cases: Names = ()
+    seeds: Seeds = ()
+    rates: Rates = ()
+    rate: Rate | None = None
+    rates_from: str = ""
+    search: Given = {}
+    role: Literal["candidate", "bound"] = "candidate"
+    paper: dict[str, Annotated[float, Field(ge=0, le=100)]] = {}
+
+
+class Order(_Table):
+    """An order that is claimed: the row `ahead` has a higher accuracy than each of those `behind`, in `cases` (none = all)."""
+
+    text: str
+    ahead: Name
+    behind: Annotated[tuple[Name, ...], Field(strict=False, min_length=1)]
+    cases: Names = ()
+
+
+class Claim(_Table):
+    """A claim; see the module's docstring. `name` and `path` are those of its file."""
+
+    name: str
+    path: Path
+    title: str
+    question: str
+    paper: str
+    gap: str
+    seeds: Annotated[Seeds, Field(min_length=1)]
+    measure: Literal["accuracy", "adversarial_accuracy"] = "accuracy"
+    last: Annotated[int, Field(ge=1, le=1000)] = 3
+    search: Search | None = None
+    settings: Given
+    cases: Annotated[tuple[Case, ...], Field(strict=False, min_length=1, alias="case")]
+    rows: Annotated[tuple[Row, ...], Field(strict=False, min_length=1, alias="row")]
+    orders: Annotated[tuple[Order, ...], Field(strict=False, alias="order")] = ()
+
+    def case(self, name: str) -> Case:
+        """Return the case of this name. Raises ClaimError."""
+        found: Case = _named(self.cases, name, f"{self.path}: case")
+        return found
+
+    def row(self, name: str) -> Row:
+        """Return the row of this name. Raises ClaimError."""
+        found: Row = _named(self.rows, name, f"{self.path}: row")
+        return found
+
+    def places(self) -> list[tuple[Case, Row]]:
+        """List the cases and the rows that are run in them, case by case."""
+        return [(case, row) for case in self.cases for row in self.rows if case in self.cases_of(row)]
+
+    def cases_of(self, row: Row) -> list[Case]:
+        """Return the cases in which a row is run, in the claim's order."""
+        return [case for case in self.cases if not row.cases or case.name in row.cases]
+
+    def seeds_of(self, row: Row) -> tuple[int, ...]:
+        """Return the seeds of a row."""
+        return row.seeds or self.seeds
+
+
+def names(folder: Path = FOLDER) -> list[str]:
+    """List the names of the claims, in the order in which they are run."""
+    return sorted(path.stem for path in folder.glob("*.toml"))
+
+
+def read(name: str, folder: Path = FOLDER) -> Claim:
+    """Read the claim of this name, and check its entries but not its settings: `jobs.load` does. Raises ClaimError."""
+    path = folder / f"{name}.toml"
+    if not path.is_file():
+        raise ClaimError(f"there is no claim {shown(name)}; the claims are {', '.join(names(folder)) or 'none'}")
+    try:
+        table = read_toml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ClaimError(f"{path}: {error}") from None
+    if taken := {"name", "path"} & table.keys():
+        raise ClaimError(f"{path}: {min(taken)}: unknown key; a claim has its file's")
+    try:
+        claim = Claim.model_validate({**table, "name": name, "path": path})
+    except ValidationError as error:
+        raise ClaimError("\n".join(f"{path}: {_explain(each, table)}" for each in error.errors())) from None
+    _check(claim)
+    return claim
+
+
+def _named(entries: Sequence[Any], name: str, where: str) -> Any:
+    for entry in entries:
+        if entry.name == name:
+            return entry
+    raise ClaimError(f"{where} {shown(name)}: there is none of this name; there are {_listed(entries)}")
+
+
+def _listed(entries: Iterable[Any]) -> str:
+    return ", ".join(repr(entry.name) for entry in entries)
+
+
+def _explain(problem: Any, table: dict[str, Any]) -> str:
+    """Return `row 'FeDepth' rates 2 = -1: input should be greater than 0`; entries count from 1."""
+    place = []
+    for at, part in enumerate(problem["loc"]):
+        if isinstance(part, str):
+            place.append(part)
+            continue
+        entries = table.get(str(problem["loc"][0]))
+        entry = entries[part] if at == 1 and isinstance(entries, list) and part < len(entries) else None
+        place.append(repr(entry["name"]) if isinstance(entry, dict) and "name" in entry else str(part + 1))
+    where = " ".join(place)
+    if problem["type"] == "missing":
+        return f"{where} is missing"
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: unknown key"
+    message = problem["msg"].removeprefix("Input ")
+    return f"{where} = {shown(problem['input'])}: {message[0].lower()}{message[1:]}"
+
+
+def _check(claim: Claim) -> None:
+    """Check that the entries agree with each other. Raises ClaimError."""
+    _each_once(claim)
+    for case in claim.cases:
+        where = f"{claim.path}: case {case.name!r}"
+        _require_allowed(case.settings, claim, where)
+        if case.rates_from:
+            _require_source(case, claim.case(case.rates_from), claim, where)
+    _require_allowed(claim.settings, claim, f"{claim.path}: settings")
+    if claim.search is not None:
+        _require_several(claim.search.rates, f"{claim.path}: search")
+    for row in claim.rows:
+        _check_row(claim, row)
+    for number, order in enumerate(claim.orders, 1):
+        where = f"{claim.path}: order {number}"
+        for name in order.cases:
+            _named(claim.cases, name, f"{where}: case")
+        for name in (order.ahead, *order.behind):
+            row = _named(claim.rows, name, f"{where}: row")
+            if absent := [each for each in order.cases if each not in (case.name for case in claim.cases_of(row))]:
+                raise ClaimError(f"{where}: the row {name!r} has no case {absent[0]!r}")
+
+
+def _check_row(claim: Claim, row: Row) -> None:
+    where = f"{claim.path}: row {row.name!r}"
+    _require_allowed(row.settings, claim, where)
+    _require_allowed(row.search, claim, f"{where}: search")
+    for name in (*row.cases, *row.paper):
+        _named(claim.cases, name, f"{where}: case")
+    if len(set(row.seeds)) < len(row.seeds):
+        raise ClaimError(f"{where}: seeds = {list(row.seeds)}: each must be unique")
+    given = [key for key in ("rate", "rates", "rates-from") if getattr(row, key.replace("-", "_"))]
+    if len(given) > 1:
+        raise ClaimError(f"{where} has {' and '.join(given)}: give one of them")
+    if claim.search is None and (given[:1] in (["rates"], ["rates-from"]) or row.search):
+        raise ClaimError(f"{where} has {(given or ['search'])[0]}, but the claim has no [search]")
+    if row.rates:
+        _require_several(row.rates, where)
+    if row.rates_from:
+        _require_source(row, claim.row(row.rates_from), claim, where)
+
+
+def _require_source(entry: Any, source: Any, claim: Claim, where: str) -> None:
+    """Raise ClaimError unless a rate is searched where this row or case takes its rate from."""
+    if claim.search is None:
+        raise ClaimError(f"{where} has rates-from, but the claim has no [search]")
+    if source is entry or source.rates_from or getattr(source, "rate", None):
+        raise ClaimError(f"{where}: rates-from = {source.name!r}, for which no rate is searched itself")
+
+
+def _require_several(rates: Sequence[float], where: str) -> None:
+    if len(set(rates)) < len(rates) or len(rates) < 2:
+        raise ClaimError(f"{where}: rates = {list(rates)}: give at least two different ones, or a row its `rate`")
+
+
+def _require_allowed(given: Given, claim: Claim, where: str) -> None:
+    """Raise ClaimError for a setting that is not the definition's to set."""
+    for key in given:
+        if key in OWN:
+            raise ClaimError(f"{where}: {key} is set by the harness, for each run")
+        if key == "training.lr" and claim.search is not None:
+            raise ClaimError(f"{where}: training.lr is searched; give a row its `rate` instead")
+
+
+def _each_once(claim: Claim) -> None:
+    """Raise ClaimError where two cases or two rows would share a folder, or a seed stands twice."""
+    for kind, entries in (("case", claim.cases), ("row", claim.rows)):
+        folders: dict[str, str] = {}
+        for entry in entries:
+            other = folders.setdefault(slug(entry.name), entry.name)
+            if other is not entry.name:
+                raise ClaimError(
+                    f"{claim.path}: {kind} {entry.name!r} and {kind} {other!r} would both write to the folder {slug(other)!r}: "
+                    "rename one of them"
+                )
+    if len(set(claim.seeds)) < len(claim.seeds):
+        raise ClaimError(f"{claim.path}: seeds = {list(claim.seeds)}: each must be unique")
+
+
+def slug(name: str) -> str:
+    """Return a name as a folder has it: `FeDepth, fitted` becomes `fedepth-fitted`."""
+    words = "".join(character if character.isalnum() or character == "." else " " for character in name.lower()).split()
+    return "-".join(words) or "unnamed"

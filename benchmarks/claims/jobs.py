@@ -1,0 +1,212 @@
+"""The runs of a claim: what each trains with, where it is written, and in which order they are started."""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.claims.definition import FOLDER, Case, Claim, ClaimError, Row, read, slug
+from piecework.device_profiles.documents import read_json
+from piecework.device_profiles.fleet import load_fleet
+from piecework.server_app.used_settings import require_used
+from piecework.strategies import require_strategy
+from piecework.training.settings import Scalar, Settings
+
+RATE, ROUNDS, SEED, AUTOATTACK = "training.lr", "num-rounds", "seed", "evaluation.autoattack-examples"
+Place = tuple[str, str]  # a case and a row, by their names
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of a claim. `settings` are those that the definition gives, with seed and rate, and the fleet as JSON.
+
+    `searched`: it is one of the runs of its row's search. `rate` is None if the definition names none.
+    """
+
+    claim: str
+    case: str
+    row: str
+    searched: bool
+    seed: int
+    rate: float | None
+    settings: Mapping[str, Scalar]
+
+    @property
+    def place(self) -> Place:
+        """The case and the row."""
+        return self.case, self.row
+
+    @property
+    def hash(self) -> str:
+        """Eight characters that identify what was given; a default that a later version adds or changes is not in it."""
+        given: dict[str, object] = {**self.settings}
+        if "fleet" in given:
+            content = read_json(str(given["fleet"]))
+            given["fleet"] = {key: value for key, value in content.items() if key not in ("name", "description")}
+        return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:8]
+
+    @property
+    def name(self) -> str:
+        """The name of its folder: `seed-1-0f3c9a1b`, or `rate-0.05-0f3c9a1b` in a search."""
+        return f"{f'rate-{self.rate:g}' if self.searched else f'seed-{self.seed}'}-{self.hash}"
+
+    @property
+    def label(self) -> str:
+        """The job in words."""
+        what = f"search, rate {self.rate:g}" if self.searched else f"seed {self.seed}"
+        return f"{self.claim}: {self.case}: {self.row}: {what}"
+
+    def folder(self, out: Path) -> Path:
+        """Return the folder of the run below `out`."""
+        return out / self.claim / slug(self.case) / slug(self.row) / self.name
+
+
+def source_of(claim: Claim, case: Case, row: Row) -> Place | None:
+    """Return the case and row whose search finds the rate of this row in this case; None if none is searched."""
+    if claim.search is None or row.rate is not None:
+        return None
+    return case.rates_from or case.name, row.rates_from or row.name
+
+
+def searches(claim: Claim, only: str = "") -> list[Place]:
+    """List the searches that the rows need, or that the row `only` needs, case by case."""
+    needed = {source_of(claim, case, row) for case, row in claim.places() if only in ("", row.name)}
+    return [(case.name, row.name) for case in claim.cases for row in claim.rows if (case.name, row.name) in needed]
+
+
+def rates_of(claim: Claim, row: Row) -> tuple[float, ...]:
+    """Return the rates that are tried for a row."""
+    assert claim.search is not None
+    return row.rates or claim.search.rates
+
+
+def search_jobs(claim: Claim, place: Place) -> list[Job]:
+    """Return the runs of a search: a rate each, with the row's first seed, fewer rounds, and without AutoAttack."""
+    assert claim.search is not None
+    case, row = claim.case(place[0]), claim.row(place[1])
+    given = merged(claim, case, row) | row.search
+    rounds = int(given.get(ROUNDS, Settings().num_rounds))
+    if ROUNDS not in row.search:
+        given[ROUNDS] = max(1, round(rounds / claim.search.fraction))
+    given.pop(AUTOATTACK, None)
+    seed = claim.seeds_of(row)[0]
+    return [
+        Job(claim.name, case.name, row.name, True, seed, rate, given | {SEED: seed, RATE: rate})
+        for rate in rates_of(claim, row)
+    ]
+
+
+def seed_job(claim: Claim, case: Case, row: Row, seed: int, found: float | None) -> Job:
+    """Return the run of a row with a seed. `found` is the searched rate, None where none is searched."""
+    rate = found if row.rate is None else row.rate
+    given = merged(claim, case, row) | {SEED: seed} | ({} if rate is None else {RATE: rate})
+    stated = given.get(RATE)
+    return Job(claim.name, case.name, row.name, False, seed, None if stated is None else float(stated), given)
+
+
+def merged(claim: Claim, case: Case, row: Row) -> dict[str, Scalar]:
+    """Return the settings of a row in a case, with the content of its fleet. Raises FleetError."""
+    given = {**claim.settings, **case.settings, **row.settings}
+    if "fleet" in given:
+        source = str(given["fleet"])
+        if source.endswith(".toml"):  # of the definition's own
+            source = str(claim.path.parent / source)
+        given["fleet"] = load_fleet(source).to_json()
+    return given
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run with a seed that the claim wants, whose rate may still have to be found by the search of `source`."""
+
+    case: str
+    row: str
+    seed: int
+    source: Place | None
+
+
+def wanted(claim: Claim, only: str = "") -> list[list[Wanted]]:
+    """List the runs by the position of their seed: the first seed of every row, the second of every row that has one, ..."""
+    rows = [row for row in claim.rows if only in ("", row.name)]
+    return [
+        [
+            Wanted(case.name, row.name, claim.seeds_of(row)[number], source_of(claim, case, row))
+            for case, row in claim.places()
+            if row in rows and number < len(claim.seeds_of(row))
+        ]
+        for number in range(max((len(claim.seeds_of(row)) for row in rows), default=0))
+    ]
+
+
+def in_order(claims: Sequence[Claim], only: str = "") -> Iterator[tuple[Claim, Place | Wanted]]:
+    """Yield searches and runs in the order in which they are started: claim by claim, one seed of all before the next.
+
+    A claim's searches come before its first runs.
+    """
+    passes = [(claim, wanted(claim, only)) for claim in claims]
+    for number in range(max((len(rounds) for _, rounds in passes), default=0)):
+        for claim, rounds in passes:
+            if number == 0:
+                yield from ((claim, place) for place in searches(claim, only))
+            if number < len(rounds):
+                yield from ((claim, each) for each in rounds[number])
+
+
+def job_of(claim: Claim, want: Wanted, found: float | None) -> Job:
+    """Return the run that is wanted, with the rate that its search has found."""
+    return seed_job(claim, claim.case(want.case), claim.row(want.row), want.seed, found)
+
+
+def possible(claim: Claim, want: Wanted) -> list[Job]:
+    """Return the run with each rate that its search may choose."""
+    rates = [None] if want.source is None else rates_of(claim, claim.row(want.source[1]))
+    return [job_of(claim, want, rate) for rate in rates]
+
+
+def best_rate(figures: Mapping[float, float | None]) -> float | None:
+    """Return the rate with the highest accuracy, the first of equals; None if no run of the search ended with one."""
+    known = {rate: accuracy for rate, accuracy in figures.items() if accuracy is not None}
+    return max(known, key=lambda rate: known[rate], default=None)
+
+
+def load(name: str, folder: Path = FOLDER) -> Claim:
+    """Read the claim of this name, and check all its settings. Raises ClaimError, which names the file and the entry."""
+    claim = read(name, folder)
+    require_runnable(claim)
+    return claim
+
+
+def require_runnable(claim: Claim) -> None:
+    """Raise ClaimError, which names the file, the case and the row, if Piecework refuses or does not use settings."""
+    for case, row in claim.places():
+        where = f"{claim.path}: row {row.name!r}: case {case.name!r}"
+        source = source_of(claim, case, row)
+        if source is not None and claim.case(source[0]) not in claim.cases_of(claim.row(source[1])):
+            raise ClaimError(
+                f"{where}: its rate is searched with the row {source[1]!r}, which has no case {source[0]!r}"
+            )
+        try:
+            jobs = possible(claim, Wanted(case.name, row.name, claim.seeds_of(row)[0], source))
+            jobs += search_jobs(claim, source) if source == (case.name, row.name) else []
+            for job in jobs:
+                _require_valid(job.settings)
+        except ValueError as error:
+            raise ClaimError(f"{where}: {error}") from None
+
+
+def _require_valid(given: Mapping[str, Scalar]) -> None:
+    settings = Settings.from_run_config(given)
+    require_strategy(settings.strategy)
+    require_used(settings)
+    if slow := [device.name for device in load_fleet(settings.fleet).devices if device.disk_latency]:
+        raise ValueError(
+            f"fleet: the device {slow[0]!r} has a disk-latency: times on other storage can be computed only without one"
+        )
+
+
+def require_rows(claims: Collection[Claim], only: str) -> None:
+    """Raise ClaimError if no claim has the row `only`."""
+    if only and not any(row.name == only for claim in claims for row in claim.rows):
+        known = dict.fromkeys(row.name for claim in claims for row in claim.rows)
+        raise ClaimError(f"--only {only}: no row has this name; there are {', '.join(known)}")
