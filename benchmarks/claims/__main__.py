@@ -1,0 +1,151 @@
+"""Run what claims of papers need, say what is missing of it, and write down what came out.
+
+    python -m benchmarks.claims run [NAME] [--jobs 2] [--hours 8] [--only FeDepth] [--retry] [--out runs/claims]
+    python -m benchmarks.claims run [NAME] [--first 2]
+    python -m benchmarks.claims status [NAME] [--json] [--out runs/claims]
+    python -m benchmarks.claims collect FOLDER
+    python -m benchmarks.claims table [NAME]
+
+A claim is a file NAME.toml in benchmarks/claims/ (definition.py shows one); without NAME all of them are meant, in the order of
+their names. `run` starts what is missing as ordinary runs, one seed of every row before the second of any, and goes on with
+what was interrupted. With `--first 2` it starts one run of each row in each case and stops it after two rounds, so that
+`status` can say how many hours are left. `--hours 8` stops the running ones too. A run that failed is tried again only with
+`--retry`. `collect` merges the finished runs of a folder that `run` wrote to into docs/claims/NAME.json, and `table` writes the
+pages from these records.
+"""
+
+import argparse
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+
+from benchmarks.claims.collect import collect
+from benchmarks.claims.definition import Claim, ClaimError, names
+from benchmarks.claims.jobs import load, require_rows
+from benchmarks.claims.notes import ROOT
+from benchmarks.claims.records import DOCS
+from benchmarks.claims.runner import ENDED_BY_SIGNAL, Options, run
+from benchmarks.claims.status import STATES, ClaimStatus, status_of
+from piecework.display import format_seconds
+from piecework.server_app.records import CheckpointError
+from piecework.server_app.signals import end_on_hangup
+
+OUT = ROOT / "runs" / "claims"
+INTERRUPTED, TERMINATED = ENDED_BY_SIGNAL
+
+
+def main() -> None:
+    """Parse the command line, and do what it asks for."""
+    asked = parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that started runs are stopped
+    end_on_hangup()
+    try:
+        claims = [load(name) for name in ([asked.name] if getattr(asked, "name", "") else names())]
+        asked.do(claims, asked)
+    except (ClaimError, CheckpointError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    whole = argparse.ArgumentParser(
+        "python -m benchmarks.claims", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = whole.add_subparsers(required=True)
+    of_run = commands.add_parser("run", help="start what is missing")
+    of_run.add_argument("--jobs", type=positive, default=1, metavar="N", help="runs at once, each on one thread")
+    of_run.add_argument("--only", default="", metavar="ROW", help="the runs of this row")
+    of_run.add_argument("--hours", type=float, default=math.inf, metavar="H", help="stop after this time")
+    of_run.add_argument("--first", type=positive, default=0, metavar="R", help="time a run of each row by R rounds")
+    of_run.add_argument("--retry", action="store_true", help="try again what has failed")
+    of_run.add_argument("--data-dir", default="", metavar="DIR", help="data sets; default: PIECEWORK_DATA")
+    of_run.set_defaults(do=do_run)
+    of_status = commands.add_parser("status", help="what is missing, and for how long")
+    of_status.add_argument("--json", action="store_true", help="machine-readable output")
+    of_status.set_defaults(do=do_status)
+    of_collect = commands.add_parser("collect", help="merge finished runs into docs/claims")
+    of_collect.add_argument("folder", type=Path, metavar="FOLDER", help="a folder that `run --out` wrote to")
+    of_collect.set_defaults(do=do_collect)
+    of_table = commands.add_parser("table", help="write docs/claims/NAME.md and its pictures from the records")
+    of_table.set_defaults(do=do_table)
+    for command in (of_run, of_status, of_table):
+        command.add_argument("name", nargs="?", default="", metavar="NAME", help="a claim; default: all")
+    for command in (of_run, of_status):
+        command.add_argument(
+            "--out", type=Path, default=OUT, metavar="DIR", help="where runs are; default: runs/claims"
+        )
+    return whole
+
+
+def positive(text: str) -> int:
+    """Parse a whole number above 0. Raises ValueError."""
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def do_run(claims: list[Claim], asked: argparse.Namespace) -> None:
+    """Start what is missing; exit code 1 if a run failed."""
+    require_rows(claims, asked.only)
+    data_dir = str(Path(asked.data_dir).resolve()) if asked.data_dir else ""
+    options = Options(asked.out.resolve(), asked.jobs, asked.only, asked.hours, asked.first, asked.retry, data_dir)
+    if failed := run(claims, options, say):
+        sys.exit(f"{len(failed)} failed: {'; '.join(failed)}")
+
+
+def do_status(claims: list[Claim], asked: argparse.Namespace) -> None:
+    """Print what is missing."""
+    found = [status_of(claim, asked.out.resolve()) for claim in claims]
+    hours, unknown = sum(each.hours for each in found), sum(each.unknown for each in found)
+    if asked.json:
+        print(json.dumps({"claims": [each.to_values() for each in found], "hours": hours, "unknown": unknown}))
+        return
+    for each in found:
+        print("\n".join(lines_of(each)))
+    print(f"all claims: {left(hours, unknown)}")
+
+
+def lines_of(status: ClaimStatus) -> list[str]:
+    """Return the status of a claim as lines of text."""
+    width = max(len(row.row) for row in status.rows)
+    lines = [f"{status.claim}: {left(status.hours, status.unknown)}"]
+    for row in status.rows:
+        counts = "".join(f"{row.counts[state]:5d} {state}" for state in STATES)
+        lines.append(f"  {row.row:{width}s} {counts}   {left(row.hours, row.unknown)}")
+    return lines + [f"  not of this definition: {folder}" for folder in status.older]
+
+
+def left(hours: float | None, unknown: int) -> str:
+    """Return in words how long something will take; `unknown` runs of it cannot be estimated yet."""
+    rest = f"{unknown} runs of unknown length (run --first 2 times them)" if unknown else ""
+    return rest if hours is None else f"{format_seconds(3600 * hours)} left" + (f", and {rest}" if rest else "")
+
+
+def do_collect(claims: list[Claim], asked: argparse.Namespace) -> None:
+    """Merge the runs below a folder into the records of all claims that have some there."""
+    if not any((asked.folder / claim.name).is_dir() for claim in claims):
+        raise ClaimError(f"{asked.folder}: no folder in it is that of a claim ({', '.join(c.name for c in claims)})")
+    for claim in claims:
+        found = collect(claim, asked.folder.resolve(), DOCS, say)
+        say(f"{claim.name}: {len(found.runs)} runs and {len(found.searches)} searches are recorded")
+
+
+def do_table(claims: list[Claim], asked: argparse.Namespace) -> None:
+    """Write the pages."""
+    from benchmarks.claims.pages import write_pages
+
+    for claim in claims:
+        write_pages(claim.name)
+
+
+if __name__ == "__main__":
+    main()

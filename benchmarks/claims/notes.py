@@ -1,0 +1,122 @@
+"""What the harness notes beside a run's folder, and in which state that shows a run to be.
+
+seed-1-0f3c9a1b/          the folder of the run, as every run's
+seed-1-0f3c9a1b.json      the note: which run it is, with which commits on which machines it was started, why it failed
+seed-1-0f3c9a1b.toml      the settings that it was started with
+seed-1-0f3c9a1b.log       what its processes printed
+"""
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal, Self
+
+from benchmarks.claims.definition import ClaimError
+from benchmarks.claims.jobs import Job
+from piecework.device_profiles.documents import read_json
+from piecework.device_profiles.profile import usable_cpus
+from piecework.server_app.records import RunDir, write_atomically
+from piecework.server_app.run_folder import has_completed
+from piecework.server_app.run_lock import writer
+
+ROOT = Path(__file__).resolve().parents[2]
+State = Literal["done", "running", "failed", "begun", "missing"]
+
+
+@dataclass(frozen=True)
+class Note:
+    """Which run lies beside this note. `failed` is the reason why it failed for good, empty if it did not."""
+
+    claim: str
+    case: str
+    row: str
+    searched: bool
+    seed: int
+    rate: float | None
+    hash: str
+    commits: list[str] = field(default_factory=list)
+    machines: list[str] = field(default_factory=list)
+    failed: str = ""
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """Return the note of a job that was never started."""
+        return cls(job.claim, job.case, job.row, job.searched, job.seed, job.rate, job.hash)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """Return the note beside a run's folder, or None if there is none. Raises ClaimError."""
+        path = beside(folder, "json")
+        try:
+            return cls(**read_json(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise ClaimError(f"{path} is damaged: {error}") from None
+
+    def started(self, commit: str, machine: str) -> Self:
+        """Return the note after another start, which may bring a failed run to its end."""
+        commits, machines = (
+            list(dict.fromkeys([*old, new])) for old, new in ((self.commits, commit), (self.machines, machine))
+        )
+        return replace(self, commits=commits, machines=machines, failed="")
+
+    def write(self, folder: Path) -> None:
+        """Write the note beside a run's folder."""
+        write_atomically(beside(folder, "json"), json.dumps(asdict(self), indent=1).encode())
+
+
+def beside(folder: Path, suffix: str) -> Path:
+    """Return the file of this suffix beside a run's folder, whose name may have a point in it."""
+    return folder.with_name(f"{folder.name}.{suffix}")
+
+
+def state_of(folder: Path) -> State:
+    """Return the state of a run: `begun` has a round to go on from, `missing` has none. Raises ClaimError."""
+    run_dir, note = RunDir(folder), Note.read(folder)
+    if writer(folder) is not None:
+        return "running"
+    if has_completed(run_dir):
+        return "done"
+    if note is not None and note.failed:
+        return "failed"
+    return "begun" if run_dir.last_complete_round() else "missing"
+
+
+def folders(out: Path, claim: str) -> Iterator[Path]:
+    """Yield the folders of all runs of a claim below `out`, also of those that wrote none, by name."""
+    for path in sorted((out / claim).glob("*/*")):
+        names = {each.name.removesuffix(".json") for each in path.iterdir() if each.is_dir() or each.suffix == ".json"}
+        yield from (path / name for name in sorted(names))
+
+
+def this_commit() -> str:
+    """Return the commit of this checkout, `+changes` if code or presets differ from it, `unknown` outside of one."""
+    found = _git("rev-parse", "--short=10", "HEAD")
+    if found is None:
+        return "unknown"
+    return f"{found}+changes" if _git("status", "--porcelain", "--", "*.py", "*.toml") else found
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def this_machine() -> str:
+    """Return the processor's model, the cores that this process may use, and the version of torch."""
+    return f"{_processor()}, {usable_cpus()} cores, torch {version('torch')}"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()

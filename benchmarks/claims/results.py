@@ -1,0 +1,159 @@
+"""What a run came to: its record, from its folder and the note beside it."""
+
+import hashlib
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.claims.definition import Claim
+from benchmarks.claims.jobs import Place, best_rate, search_jobs
+from benchmarks.claims.notes import Note, state_of
+from benchmarks.claims.records import RunRecord, SearchRecord, thinned
+from benchmarks.claims.storage import STORAGE, Devices, seconds_of_rounds
+from piecework import display
+from piecework.device_profiles.fleet import load_fleet
+from piecework.read_records import Record, read_final, read_rounds, with_details
+from piecework.server_app.records import CheckpointError, RunDir
+from piecework.server_app.run_folder import COMPLETED
+from piecework.server_app.summary import peak_over_budget
+from piecework.training.settings import Settings, SettingsError
+
+Evaluations = list[tuple[int, float]]  # round, accuracy
+
+
+def evaluations(rounds: Sequence[Record], final: Record | None, measure: str) -> Evaluations:
+    """Return the evaluated rounds with their accuracies by `measure`.
+
+    The evaluation of the trained model, `final`, is that of the last round, in whose place it stands.
+    """
+    found = {record["round"]: record[measure] for record in rounds if record.get(measure) is not None}
+    if rounds and final is not None and final.get(measure) is not None:
+        found[rounds[-1]["round"]] = final[measure]
+    return sorted(found.items())
+
+
+def last_accuracy(folder: Path, measure: str) -> float | None:
+    """Return the accuracy of a run's last evaluation, or None without one. Raises CheckpointError."""
+    run_dir = RunDir(folder)
+    found = evaluations(read_rounds(run_dir), read_final(run_dir), measure)
+    return found[-1][1] if found else None
+
+
+def search_figures(claim: Claim, place: Place, out: Path) -> dict[float, float | None] | None:
+    """Return the accuracy of each rate of a search, None for a run that failed; None until all its runs have ended."""
+    found: dict[float, float | None] = {}
+    for job in search_jobs(claim, place):
+        folder = job.folder(out)
+        state = state_of(folder)
+        if state not in ("done", "failed"):
+            return None
+        assert job.rate is not None
+        found[job.rate] = last_accuracy(folder, claim.measure) if state == "done" else None
+    return found
+
+
+def found_rate(claim: Claim, place: Place, out: Path) -> float | None:
+    """Return the rate that a search has found, None until it has ended.
+
+    Where all its runs failed that is the first one, with which the row's own runs say why it cannot train.
+    """
+    figures = search_figures(claim, place, out)
+    return None if figures is None else best_rate(figures) or next(iter(figures))
+
+
+def search_record(claim: Claim, place: Place, out: Path) -> SearchRecord | None:
+    """Return the record of a search, or None until all its runs have ended. Raises CheckpointError."""
+    figures = search_figures(claim, place, out)
+    if figures is None:
+        return None
+    jobs = search_jobs(claim, place)
+    notes = [note for job in jobs if (note := Note.read(job.folder(out))) is not None]
+    return SearchRecord(
+        case=place[0],
+        row=place[1],
+        hash=search_hash([job.hash for job in jobs]),
+        commit=_joined([commit for note in notes for commit in note.commits]),
+        machine=_joined([machine for note in notes for machine in note.machines]),
+        rounds=Settings.from_run_config(jobs[0].settings).num_rounds,
+        rates={str(rate): accuracy for rate, accuracy in figures.items()},
+        chosen=best_rate(figures),
+        seconds=sum(RunDir(job.folder(out)).seconds() for job in jobs),
+    )
+
+
+def search_hash(hashes: Sequence[str]) -> str:
+    """Return eight characters that identify a search by the hashes of its runs."""
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:8]
+
+
+def run_record(claim: Claim, folder: Path, note: Note) -> RunRecord:
+    """Return the record of a run that has completed, or failed, at once or later. Raises CheckpointError or ValueError."""
+    run_dir = RunDir(folder)
+    try:
+        settings = Settings.from_run_config(run_dir.settings() if run_dir.has_begun() else {})
+    except SettingsError as error:
+        raise CheckpointError(f"{folder} was written by another version of Piecework: {error}") from error
+    with with_details(run_dir):
+        rounds, final = read_rounds(run_dir), read_final(run_dir)
+        found = evaluations(rounds, final, claim.measure)
+        of_rounds = seconds_of_rounds(rounds, Devices(load_fleet(settings.fleet), settings.clients, settings.seed))
+        values = {
+            **{key: getattr(note, key) for key in ("case", "row", "seed", "hash")},
+            "rate": settings.training.lr if run_dir.has_begun() else note.rate,
+            **{"commit": _joined(note.commits), "machine": _joined(note.machines)},
+            **{"status": "failed" if note.failed else COMPLETED, "reason": note.failed, "rounds": len(rounds)},
+            **_accuracies(found, claim.last),
+            **_of_the_model(rounds, final),
+            **_costs(rounds),
+            "seconds": display.how_it_ended(run_dir, rounds)[2],
+            "simulated": {storage: sum(each[storage] for each in of_rounds) for storage in STORAGE},
+            "models": None,
+            "curve": thinned(curve(rounds, found, of_rounds)),
+        }
+    return RunRecord(**values)
+
+
+def _accuracies(found: Evaluations, last: int) -> dict[str, Any]:
+    """Return the figures of the evaluations by the claim's measure; `last` of them are averaged."""
+    if not found:
+        return {"last": None, "best": None, "best_round": None, "mean_last": None}
+    best_round, best = max(found, key=lambda each: each[1])
+    mean = fmean(accuracy for _, accuracy in found[-last:])
+    return {"last": found[-1][1], "best": best, "best_round": best_round, "mean_last": mean}
+
+
+def _of_the_model(rounds: Sequence[Record], final: Record | None) -> dict[str, float | None]:
+    """Return the accuracies of the trained model: clean, under PGD, under AutoAttack."""
+    clean, attacked = display.accuracies(rounds, final), display.under_attack(final)
+    withstood = {key: each.accuracy for key, each in attacked.items()}
+    return {
+        "accuracy": clean[-1] if clean else None,
+        "adversarial": withstood.get("adversarial_accuracy"),
+        "autoattack": withstood.get("autoattack_accuracy"),
+    }
+
+
+def _costs(rounds: Sequence[Record]) -> dict[str, Any]:
+    """Return how many tasks were given and done, the peak, and bytes and FLOPs of training."""
+    totals = display.totals(rounds)
+    asked, ok = totals["asked"], totals["answered"]
+    return {
+        **{"asked": asked, "ok": ok, "participation": ok / asked if asked else None},
+        "peak_over_budget": peak_over_budget(rounds),
+        **{key: totals[key] for key in ("bytes_down", "bytes_up")},
+        "flops": float(sum(client["flops"] for record in rounds for client in record["clients"])),
+    }
+
+
+def curve(rounds: Sequence[Record], found: Evaluations, of_rounds: Sequence[dict[str, float]]) -> list[list[float]]:
+    """Return a point for each evaluation: round, megabytes so far, seconds so far by storage, accuracy."""
+    sent = accumulate([(record["bytes_down"] + record["bytes_up"]) / 1e6 for record in rounds])
+    passed = [accumulate([each[storage] for each in of_rounds]) for storage in STORAGE]
+    so_far = {record["round"]: costs for record, *costs in zip(rounds, sent, *passed, strict=True)}
+    return [[number, *so_far[number], accuracy] for number, accuracy in found]
+
+
+def _joined(values: Sequence[str]) -> str:
+    return "; ".join(dict.fromkeys(values))

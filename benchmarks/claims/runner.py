@@ -1,0 +1,270 @@
+"""Start what a claim is missing, as ordinary runs in processes of their own, and go on with what was interrupted.
+
+A run that is completed is never repeated, and one that another process writes is left to it. Nothing is passed over in
+silence: each run that is not started is said once, with the reason.
+"""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from subprocess import Popen, TimeoutExpired
+
+import tomli_w
+
+from benchmarks.claims.child import spawn
+from benchmarks.claims.definition import Claim
+from benchmarks.claims.jobs import Job, Place, Wanted, in_order, job_of, possible, search_jobs
+from benchmarks.claims.notes import Note, beside, state_of, this_commit, this_machine
+from benchmarks.claims.results import found_rate, last_accuracy
+from piecework.display import format_seconds, percent
+from piecework.runs import remove
+from piecework.server_app.records import CheckpointError, RunDir
+from piecework.server_app.run_folder import STOPPED, has_completed
+from piecework.server_app.run_lock import writer
+from piecework.training.settings.run import nested
+
+POLL = 0.2  # seconds
+PATIENCE = 60.0  # seconds that a run has to stop by itself
+TERMINATED = 143  # exit code after SIGTERM
+ENDED_BY_SIGNAL = (130, TERMINATED)
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is run, and how. `first`: rounds after which a run is stopped, 0 = none; see `to_time`."""
+
+    out: Path
+    jobs: int = 1
+    only: str = ""
+    hours: float = math.inf
+    first: int = 0
+    retry: bool = False
+    data_dir: str = ""
+
+
+@dataclass
+class Child:
+    """A run in a process. `stopped` says why the harness ended it, if it did."""
+
+    job: Job
+    folder: Path
+    process: Popen[bytes]
+    stopped: str = ""
+
+    def stop(self, why: str) -> None:
+        """Ask the run to end, as Ctrl-C would: it keeps its rounds."""
+        if not self.stopped:
+            self.stopped = why
+            self.process.send_signal(signal.SIGTERM)
+
+
+@dataclass
+class Queue:
+    """What is still to be started, and what was said of that which is not. `failed` are the runs that failed now."""
+
+    claims: Sequence[Claim]
+    options: Options
+    say: Say
+    children: list[Child] = field(default_factory=list)
+    tried: set[str] = field(default_factory=set)
+    said: set[str] = field(default_factory=set)
+    failed: list[str] = field(default_factory=list)
+
+    def tell(self, text: str) -> None:
+        """Say something, unless it was said."""
+        if text not in self.said:
+            self.said.add(text)
+            self.say(text)
+
+
+def run(claims: Sequence[Claim], options: Options, say: Say) -> list[str]:
+    """Start what is missing until nothing is, or the hours are over. Returns the labels of the runs that failed now."""
+    queue, end = Queue(claims, options, say), time.monotonic() + 3600 * options.hours
+    commit, machine = this_commit(), this_machine()
+    with stopping(queue.children):
+        while True:
+            over = time.monotonic() > end
+            while not over and len(queue.children) < options.jobs and (job := next_job(queue)) is not None:
+                queue.children.append(start(job, options, commit, machine))
+                say(f"{job.label} {'goes on' if state_of(job.folder(options.out)) == 'begun' else 'starts'}")
+            if not queue.children:
+                if over:
+                    say(f"the {options.hours:g} hours are over; `status` says what is missing")
+                return queue.failed
+            while not conclude_ended(queue):
+                stop_due(queue, over=time.monotonic() > end)
+                time.sleep(POLL)
+
+
+def stop_due(queue: Queue, *, over: bool) -> None:
+    """Ask runs to end that have enough rounds for now, or all if the hours are over."""
+    for child in queue.children:
+        if over:
+            child.stop(f"the {queue.options.hours:g} hours are over")
+        elif queue.options.first and RunDir(child.folder).last_complete_round() >= queue.options.first:
+            child.stop(f"it has its first {queue.options.first} rounds")
+
+
+def next_job(queue: Queue) -> Job | None:
+    """Return the next run that can be started now, or None; say of the others before it why they are not."""
+    for job in to_time(queue) if queue.options.first else to_finish(queue):
+        folder = job.folder(queue.options.out)
+        if str(folder) in queue.tried:
+            continue
+        state = state_of(folder)
+        if state == "running":
+            queue.tell(f"{job.label} is left to another: {folder} is being written by {writer(folder)}")
+        elif state == "failed" and not queue.options.retry:
+            note = Note.read(folder)
+            queue.tell(f"{job.label} failed before ({note.failed if note else ''}); --retry tries it again")
+        elif state != "done":
+            queue.tried.add(str(folder))
+            return job
+    return None
+
+
+def to_finish(queue: Queue) -> Iterator[Job]:
+    """Yield every run of the claims whose rate is known, in order."""
+    out, rates = queue.options.out, dict[tuple[str, Place], float | None]()
+    for claim, found in in_order(queue.claims, queue.options.only):
+        if not isinstance(found, Wanted):
+            yield from search_jobs(claim, found)
+        elif found.source is None:
+            yield job_of(claim, found, None)
+        else:
+            key = claim.name, found.source
+            if key not in rates:
+                rates[key] = found_rate(claim, found.source, out)
+            if rates[key] is not None:
+                yield job_of(claim, found, rates[key])
+            elif not searching(queue, claim, found.source):
+                case, row = found.source
+                label = possible(claim, found)[0].label
+                queue.tell(f"{label} waits for the search of {row!r} in {case!r}, which has not ended")
+
+
+def searching(queue: Queue, claim: Claim, place: Place) -> bool:
+    """Return whether a run of a search is running here."""
+    return any(c.job.searched and c.job.claim == claim.name and c.job.place == place for c in queue.children)
+
+
+def to_time(queue: Queue) -> Iterator[Job]:
+    """Yield one run of each row in each case, if none has `Options.first` rounds yet: the first, with any rate."""
+    seen: set[tuple[str, Place]] = set()
+    for claim, found in in_order(queue.claims, queue.options.only):
+        jobs = possible(claim, found) if isinstance(found, Wanted) else search_jobs(claim, found)
+        key = claim.name, jobs[0].place
+        if key not in seen:
+            seen.add(key)
+            if not any(rounds_of(job, queue.options.out) >= queue.options.first for job in jobs):
+                yield jobs[0]
+
+
+def rounds_of(job: Job, out: Path) -> int:
+    """Return how many rounds a run has completed."""
+    return RunDir(job.folder(out)).last_complete_round()
+
+
+def start(job: Job, options: Options, commit: str, machine: str) -> Child:
+    """Start a run, or go on with it where it has begun."""
+    folder = job.folder(options.out)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    (Note.read(folder) or Note.of(job)).started(commit, machine).write(folder)
+    words = ["run", "--set", "workers=1"]
+    if RunDir(folder).has_begun():
+        words += ["--set", f"resume-from={folder}"]
+    else:
+        settings = beside(folder, "toml")
+        settings.write_text(tomli_w.dumps(nested(dict(job.settings))), encoding="utf-8")
+        own = {"output-dir": folder.parent, "run-name": folder.name, "training.torch-threads": 1}
+        own |= {"data-dir": options.data_dir} if options.data_dir else {}
+        words += [
+            "--preset",
+            str(settings),
+            *(word for key, value in own.items() for word in ("--set", f"{key}={value}")),
+        ]
+    return Child(job, folder, spawn(words, beside(folder, "log")))
+
+
+def conclude_ended(queue: Queue) -> bool:
+    """Say of the runs that have ended how they did, and note the failure of those that failed; return whether any has."""
+    ended = [child for child in queue.children if child.process.poll() is not None]
+    for child in ended:
+        queue.children.remove(child)
+        close(child)
+        text, failure = how_it_ended(child)
+        if failure:
+            note = Note.read(child.folder) or Note.of(child.job)
+            replace(note, failed=failure).write(child.folder)
+            queue.failed.append(child.job.label)
+        queue.say(f"{child.job.label} {text}")
+    return bool(ended)
+
+
+def how_it_ended(child: Child) -> tuple[str, str]:
+    """Return how a run ended in words, and the reason if it failed for good; that of a completed run is empty."""
+    code, run_dir = child.process.returncode, RunDir(child.folder)
+    log = beside(child.folder, "log")
+    if has_completed(run_dir):
+        remove(
+            [path for path in (child.folder / "clients").glob("*") if path.is_dir()]
+        )  # nothing will resume from them
+        return f"has completed: {figures(child.folder)}", ""
+    after = f"after round {run_dir.last_complete_round()}"
+    if child.stopped:
+        return f"was stopped {after}, because {child.stopped}; `run` goes on with it", ""
+    if code < 0 or code in ENDED_BY_SIGNAL:
+        return f"was ended {after} by a signal (exit code {code}); the next `run` goes on with it", ""
+    reason = reason_of(run_dir, log) or f"exit code {code}"
+    if f"{child.folder} is being written by" in reason or writer(child.folder) is not None:
+        return f"is left to another: {reason}", ""
+    return f"FAILED: {reason}\n  log: {log}", reason
+
+
+def figures(folder: Path) -> str:
+    """Return accuracy and time of a completed run in words."""
+    try:
+        accuracy = last_accuracy(folder, "accuracy")
+    except CheckpointError as error:
+        return str(error)
+    return f"accuracy {percent(accuracy, 1)}, {format_seconds(RunDir(folder).seconds())}"
+
+
+def reason_of(run_dir: RunDir, log: Path) -> str:
+    """Return why a run failed, in one line: by its summary, else by the last line of its log."""
+    try:
+        summary = run_dir.summary() or {}
+    except CheckpointError as error:
+        return str(error)
+    if summary.get("reason") and summary.get("status") != STOPPED:
+        return str(summary["reason"]).splitlines()[0]
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1].removeprefix("error: ") if lines else ""
+
+
+@contextmanager
+def stopping(children: list[Child]) -> Iterator[None]:
+    """End all runs when the body ends, in whatever way, and wait for them."""
+    try:
+        yield
+    finally:
+        for child in children:
+            child.stop("the harness was stopped")
+        for child in children:
+            try:
+                child.process.wait(PATIENCE)
+            except TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+            close(child)
+
+
+def close(child: Child) -> None:
+    """Close the pipe by which a run knows that the harness lives."""
+    assert child.process.stdin is not None
+    child.process.stdin.close()

@@ -1,0 +1,170 @@
+"""What is missing of the claims, and how long it will take, from the rounds that there are."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.claims.definition import Claim, Row
+from benchmarks.claims.jobs import Job, Wanted, job_of, possible, search_jobs, searches, wanted
+from benchmarks.claims.notes import State, folders, state_of
+from benchmarks.claims.results import found_rate
+from piecework.read_records import Record, read_rounds
+from piecework.server_app.records import RunDir
+from piecework.server_app.run_folder import has_completed
+from piecework.training.settings import Settings
+
+STATES: tuple[State, ...] = ("done", "running", "failed", "begun", "missing")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a round without and with an evaluation, and of what a run does besides its rounds."""
+
+    plain: float
+    evaluated: float
+    beside: float = 0.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of a run: its rounds, and the seconds that it took besides them, None unless it has completed."""
+
+    rounds: Sequence[Record]
+    beside: float | None = None
+
+
+def pace_of(runs: Iterable[Seen]) -> Pace | None:
+    """Return the pace of runs of one row, None without a round.
+
+    Each run's first round, which also traces the model, counts only where there is no other. Where no round was evaluated, or
+    every one was, the two kinds are taken to be equal.
+    """
+    found = list(runs)
+    later = [record for run in found for record in run.rounds[1:]] or [r for run in found for r in run.rounds]
+    plain = [record["seconds"] for record in later if record["accuracy"] is None]
+    evaluated = [record["seconds"] for record in later if record["accuracy"] is not None]
+    if not later:
+        return None
+    beside = [run.beside for run in found if run.beside is not None]
+    return Pace(fmean(plain or evaluated), fmean(evaluated or plain), fmean(beside) if beside else 0.0)
+
+
+def seconds_left(settings: Settings, done: int, pace: Pace) -> float:
+    """Return the seconds that a run with these settings takes after its first `done` rounds."""
+    to_come = range(done + 1, settings.num_rounds + 1)
+    due = sum(map(settings.evaluation_due, to_come))
+    return (len(to_come) - due) * pace.plain + due * pace.evaluated + pace.beside
+
+
+@dataclass
+class RowStatus:
+    """The runs of a row by their states, those of its searches too. `hours` are None where no round was seen yet."""
+
+    row: str
+    counts: dict[State, int]
+    hours: float | None
+    unknown: int  # runs of which nothing says how long they take
+
+
+@dataclass
+class ClaimStatus:
+    """The rows of a claim. `older`: folders of runs that are not the definition's, or not any more."""
+
+    claim: str
+    rows: list[RowStatus]
+    older: list[str]
+
+    @property
+    def hours(self) -> float:
+        """The hours that are known to be left."""
+        return sum(row.hours or 0.0 for row in self.rows)
+
+    @property
+    def unknown(self) -> int:
+        """Runs of which nothing says how long they take."""
+        return sum(row.unknown for row in self.rows)
+
+    def to_values(self) -> dict[str, Any]:
+        """Return the status as JSON values."""
+        return {**asdict(self), "hours": self.hours, "unknown": self.unknown}
+
+
+class Watch:
+    """What lies below `out` of a claim, read once."""
+
+    def __init__(self, claim: Claim, out: Path) -> None:
+        self.claim, self.out = claim, out
+        self.searched = {place: search_jobs(claim, place) for place in searches(claim)}
+        self.rates = {place: found_rate(claim, place, out) for place in self.searched}
+        self.wants = [want for each in wanted(claim) for want in each]
+        self.seen: dict[str, Seen] = {}
+
+    def jobs_of(self, want: Wanted) -> list[Job]:
+        """Return the run, or, until its rate is known, the run with each rate that may be chosen."""
+        rate = None if want.source is None else self.rates[want.source]
+        return possible(self.claim, want) if want.source and rate is None else [job_of(self.claim, want, rate)]
+
+    def known(self) -> set[str]:
+        """Return the folders that runs of the definition have."""
+        jobs = [job for each in self.searched.values() for job in each]
+        jobs += [job for want in self.wants for job in self.jobs_of(want)]
+        return {str(job.folder(self.out)) for job in jobs}
+
+    def look(self, job: Job) -> Seen:
+        """Return what there is of a run. Raises CheckpointError."""
+        folder = job.folder(self.out)
+        if str(folder) not in self.seen:
+            run_dir = RunDir(folder)
+            rounds = read_rounds(run_dir)
+            inside = sum(record["seconds"] for record in rounds)
+            self.seen[str(folder)] = Seen(
+                rounds, max(0.0, run_dir.seconds() - inside) if has_completed(run_dir) else None
+            )
+        return self.seen[str(folder)]
+
+    def pace(self, job: Job) -> Pace | None:
+        """Return the pace that a run is expected to have, from the nearest runs that have a round; None if none has.
+
+        They are the run itself, then other seeds of its row in its case, then the row's search, then the row in other cases.
+        """
+        row = [each for want in self.wants if want.row == job.row for each in self.jobs_of(want)]
+        tried = [each for place, jobs in self.searched.items() if place[1] == job.row for each in jobs]
+        near = [[job]]
+        for here in (True, False):
+            near += [[each for each in group if (each.case == job.case) is here] for group in (row, tried)]
+        if job.searched:  # other rates are nearer to it than other seeds
+            near[1], near[2] = near[2], near[1]
+        return next((pace for group in near if (pace := pace_of(map(self.look, group))) is not None), None)
+
+
+def status_of(claim: Claim, out: Path) -> ClaimStatus:
+    """Return what is done and what is missing of a claim below `out`. Raises ClaimError or CheckpointError."""
+    watch = Watch(claim, out)
+    known = watch.known()
+    older = [str(folder) for folder in folders(out, claim.name) if str(folder) not in known]
+    return ClaimStatus(claim.name, [row_status(watch, row) for row in claim.rows], older)
+
+
+def row_status(watch: Watch, row: Row) -> RowStatus:
+    """Return the status of a row's runs."""
+    runs = [job for place, jobs in watch.searched.items() if place[1] == row.name for job in jobs]
+    runs += [most_advanced(watch, watch.jobs_of(want)) for want in watch.wants if want.row == row.name]
+    counts, seconds, unknown = dict.fromkeys(STATES, 0), 0.0, 0
+    for job in runs:
+        state = state_of(job.folder(watch.out))
+        counts[state] += 1
+        if state in ("done", "failed"):
+            continue
+        pace = watch.pace(job)
+        unknown += pace is None
+        done = RunDir(job.folder(watch.out)).last_complete_round()
+        seconds += 0.0 if pace is None else seconds_left(Settings.from_run_config(job.settings), done, pace)
+    timed = counts["running"] + counts["begun"] + counts["missing"] > unknown
+    return RowStatus(row.name, counts, seconds / 3600 if timed or not unknown else None, unknown)
+
+
+def most_advanced(watch: Watch, jobs: Sequence[Job]) -> Job:
+    """Return the run with the most rounds."""
+    return max(jobs, key=lambda job: len(watch.look(job).rounds))
