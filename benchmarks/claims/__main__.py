@@ -144,7 +144,10 @@ def do_table(claims: list[Claim], asked: argparse.Namespace) -> None:
     from benchmarks.claims.pages import write_pages
 
     for claim in claims:
-        write_pages(claim.name)
+        files = write_pages(claim)
+        say(
+            f"{claim.name}: {', '.join(path.name for path in files) or 'no record yet: run it, and collect what it wrote'}"
+        )
 
 
 if __name__ == "__main__":

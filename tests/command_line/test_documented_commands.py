@@ -16,7 +16,7 @@ from piecework.cli_base import SHORTHANDS
 from piecework.options import Scalars, settings_from
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 # What a reader puts in: a run, a folder, a number; a run's settings are known only where it lies.
 PLACEHOLDER = re.compile(r"(resume-from=runs/NAME|[a-z.-]+=(NAME|KIND|W)|FLAGS|\.+)")

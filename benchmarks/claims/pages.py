@@ -1,0 +1,202 @@
+"""The page of a claim, docs/claims/NAME.md, from its definition and its records alone."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.claims.definition import Case, Claim
+from benchmarks.claims.drawing import draw
+from benchmarks.claims.pictures import Picture, case_pictures, overview
+from benchmarks.claims.records import DOCS, Records
+from benchmarks.claims.standings import Standing, current, standings
+from benchmarks.claims.tables import accuracies, costs, equal_time, judgements, rates, row_settings, settings
+from benchmarks.claims.verdicts import RULE, Judgement, difference, judge
+from benchmarks.tables.shared import prose
+
+COMMAND = "python -m benchmarks.claims"
+Found = dict[str, list[Standing]]
+
+
+def write_pages(claim: Claim, folder: Path = DOCS) -> list[Path]:
+    """Write the page and the pictures of a claim beside its records, and return the files: none without a record."""
+    records = Records.read(claim.name, folder)
+    if not records.runs and not records.searches:
+        return []
+    found = standings(claim, current(claim, records))
+    page = folder / f"{claim.name}.md"
+    page.write_text(document(claim, records, found), encoding="utf-8")
+    drawn = pictures(claim, found)
+    for picture in drawn:
+        draw(picture, folder / picture.file)
+    return [page, *(folder / picture.file for picture in drawn)]
+
+
+def pictures(claim: Claim, found: Found) -> list[Picture]:
+    """Return all pictures of a claim."""
+    return [*overview(claim, found), *(each for case in claim.cases for each in case_pictures(claim, case, found))]
+
+
+def document(claim: Claim, records: Records, found: Found) -> str:
+    """Return the text of the page. `found` are the standings by the records."""
+    judged = [
+        judgement
+        for order in claim.orders
+        for case in claim.cases
+        if (judgement := judge(claim, order, case.name, found[case.name])) is not None
+    ]
+    blocks = [
+        f"Written by `{COMMAND} table {claim.name}` from [{claim.name}.json]({claim.name}.json) and\n"
+        f"[the definition](../../benchmarks/claims/{claim.name}.toml). Do not edit: a test compares it.",
+        f"# {claim.title}",
+        claim.question.strip(),
+        f"**What is claimed.** {claim.paper.strip()}",
+        in_short(found, judged),
+        *shown(overview(claim, found)),
+        *how_to_read(claim),
+        *(block for case in claim.cases for block in of_case(claim, case, found)),
+        *of_orders(judged),
+        *of_rates(claim, records),
+        f"## What differs from the paper's setting\n\n{claim.gap.strip()}",
+        *of_settings(claim),
+        *provenance(claim, records, found),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def in_short(found: Found, judged: Sequence[Judgement]) -> str:
+    """Return the findings in a few lines: who is first in each case, how many orders hold, how many runs are missing."""
+    lines = [f"- {case}: {leader(there)}" for case, there in found.items()]
+    if judged:
+        counts = Counter(each.verdict for each in judged)
+        said = f"hold: {counts['holds']}, do not hold: {counts['does not hold']}, undecided: {counts['undecided']}"
+        lines.append(f"- Claimed orders, counted in each of their cases, that {said}.")
+    missing = sum(len(each.missing) for there in found.values() for each in there)
+    total = missing + sum(len(each.runs) + len(each.failed) for there in found.values() for each in there)
+    lines.append(f"- {missing or 'None'} of {total} runs {'are' if missing != 1 else 'is'} missing.")
+    return "## In short\n\n" + "\n".join(lines)
+
+
+def leader(there: Sequence[Standing]) -> str:
+    """Return which candidate is first in a case, and how far the next one is behind."""
+    ranked = [each for each in there if each.candidate and each.runs]
+    if not ranked:
+        return "no candidate has a run yet."
+    first = ranked[0]
+    said = f"**{first.row.name}** has the highest accuracy, {first.mean:.1f} %"
+    if len(ranked) == 1:
+        return f"{said}, and no other candidate has a run yet."
+    behind = difference(first, ranked[1])
+    if behind.points is None:
+        return f"{said}; {ranked[1].row.name} has the next one, {ranked[1].mean:.1f} %."
+    verdict = {"ahead": "ahead", "level": "level"}.get(behind.verdict, "undecided")
+    return (
+        f"{said}; {ranked[1].row.name} is next, {behind.points:.1f} points behind with the seeds that both have "
+        f"({verdict} by the rule for orders)."
+    )
+
+
+def how_to_read(claim: Claim) -> list[str]:
+    """Return what the figures of all cases are."""
+    what = "accuracy" if claim.measure == "accuracy" else "accuracy on adversarial examples (PGD)"
+    mean = f"the mean of the last {claim.last} evaluations" if claim.last > 1 else "that of the last evaluation"
+    return [
+        "## How to read the tables",
+        prose(
+            f"""Rows are sorted by their {what} on the test split in percent: {mean}, of which the mean over the seeds is
+            taken, and ± is the standard deviation over the seeds. Rows in italics are bounds, which are not realistic on these
+            devices. Participation is the percentage of asked clients that answered with an update. The peak is the largest
+            one of all clients and seeds, as a fraction of the client's budget. Megabytes (10^6 bytes) are those of all
+            messages of training in a run, down and up. TFLOPs are those of all clients' training. Simulated seconds are those
+            of the fleet's devices, if all of them have this storage; real seconds are those that the run took. All are means
+            over the seeds."""
+        ),
+        prose(
+            """Simulated time is compared at two moments: when the first candidate is through all its rounds, and when half of
+            the candidates are. Neither is fair to all. At the first, slow systems are judged by their first rounds, in which
+            their rate has not fallen yet; at the second, quick systems count with their final accuracy, although they could
+            have trained on. A figure is that of the row's last evaluation at or before that time, of at most 20 that the
+            records keep."""
+        ),
+    ]
+
+
+def of_case(claim: Claim, case: Case, found: Found) -> list[str]:
+    """Return the tables and pictures of a case."""
+    there = found[case.name]
+    return [
+        f"## {case.name[0].upper()}{case.name[1:]}",
+        *([f"Settings of this case: {settings(case.settings)}."] if case.settings else []),
+        accuracies(claim, case, there),
+        *absent(claim, there),
+        *shown(case_pictures(claim, case, found)),
+        *([f"What it costs:\n\n{costs(there)}"] if any(each.runs for each in there) else []),
+        *([f"Accuracy at equal simulated time:\n\n{table}"] if (table := equal_time(there)) else []),
+    ]
+
+
+def absent(claim: Claim, there: Sequence[Standing]) -> list[str]:
+    """Return which runs of a case failed, with the reason, and which are missing, with the command that runs them."""
+    lines = []
+    for each in there:
+        for run in each.failed:
+            reason = run.reason.strip().splitlines() or ["no reason is recorded"]
+            lines.append(f"- {each.row.name}, seed {run.seed}, failed: {reason[0]}")
+    missing = [f"{each.row.name} ({seeds(each.missing)})" for each in there if each.missing]
+    command = f"`{COMMAND} run {claim.name}` (with `--only ROW` those of one row)"
+    return (["\n".join(lines)] if lines else []) + (
+        [f"Missing: {'; '.join(missing)}. Run by {command}."] if missing else []
+    )
+
+
+def seeds(numbers: Sequence[int]) -> str:
+    """Return seeds in words."""
+    return f"seed{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def shown(drawn: Sequence[Picture]) -> list[str]:
+    """Return the lines that show pictures."""
+    return [f"![{picture.title}]({picture.file})" for picture in drawn]
+
+
+def of_orders(judged: Sequence[Judgement]) -> list[str]:
+    """Return what became of the claimed orders."""
+    return ["## The claimed orders", prose(RULE), judgements(judged)] if judged else []
+
+
+def of_rates(claim: Claim, records: Records) -> list[str]:
+    """Return the searches of the rates."""
+    if claim.search is None:
+        return []
+    return [
+        "## The rates",
+        prose(
+            f"""Every row gets the same search: its rates with one seed, in runs with 1/{claim.search.fraction} of the rounds
+            unless the definition says otherwise. The figure is the last accuracy in percent, by which the rate is chosen."""
+        ),
+        rates(claim, records),
+    ]
+
+
+def of_settings(claim: Claim) -> list[str]:
+    """Return the settings of all rows, and of each."""
+    common = [f"All runs: {settings(claim.settings)}."] if claim.settings else []
+    return ["## Settings", *common, row_settings(claim)]
+
+
+def provenance(claim: Claim, records: Records, found: Found) -> list[str]:
+    """Return the commands that gave all this, and where the runs were made."""
+    made = Counter((run.commit, run.machine) for there in found.values() for each in there for run in each.runs)
+    where = [f"- {count} run{'s' * (count > 1)} at {commit} on {machine}" for (commit, machine), count in made.items()]
+    old = len(records.runs) - sum(len(each.runs) + len(each.failed) for there in found.values() for each in there)
+    commands = [
+        f"    {COMMAND} run {claim.name}       # starts what is missing, goes on with what was interrupted",
+        f"    {COMMAND} status {claim.name}    # what is missing, and how long it will take",
+        f"    {COMMAND} collect FOLDER   # copies the figures of the runs below a folder to {claim.name}.json",
+        f"    {COMMAND} table {claim.name}     # writes this page and its pictures",
+    ]
+    return [
+        "## How these figures were made",
+        "\n".join(commands),
+        *(["\n".join(where)] if where else []),
+        *([f"{old} recorded run{'s' * (old > 1)} of other settings than the definition's left out."] if old else []),
+    ]

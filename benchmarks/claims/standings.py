@@ -1,0 +1,137 @@
+"""What a claim's records say of each row in each case: its accuracies by seed, its failures, what is still missing."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from benchmarks.claims.definition import Case, Claim, Row
+from benchmarks.claims.jobs import Place, search_jobs, searches, seed_job, source_of
+from benchmarks.claims.records import Records, RunRecord, SearchRecord
+from benchmarks.claims.results import search_hash
+from benchmarks.claims.storage import STORAGE
+
+TIME_AT = {storage: 2 + place for place, storage in enumerate(STORAGE)}  # where a curve's points have seconds
+MEGABYTES_AT, ACCURACY_AT = 1, -1
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A row in a case. `runs` have completed; `missing` are the seeds without a record. Accuracies are in percent."""
+
+    row: Row
+    runs: tuple[RunRecord, ...]
+    failed: tuple[RunRecord, ...]
+    missing: tuple[int, ...]
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        """The mean of the last evaluations, by seed."""
+        return {run.seed: 100 * run.mean_last for run in self.runs if run.mean_last is not None}
+
+    @property
+    def mean(self) -> float | None:
+        """The mean over the seeds; None without a run."""
+        return fmean(self.by_seed.values()) if self.by_seed else None
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation over the seeds; None with fewer than two."""
+        return stdev(self.by_seed.values()) if len(self.by_seed) > 1 else None
+
+    @property
+    def candidate(self) -> bool:
+        """Whether the row competes, and is no bound."""
+        return self.row.role == "candidate"
+
+    @property
+    def untrainable(self) -> bool:
+        """Whether all its runs have failed because no client can train anything. The reasons of such runs say so."""
+        return (
+            bool(self.failed) and not self.runs and all(not run.ok and "no client" in run.reason for run in self.failed)
+        )
+
+    def average(self, figure: Callable[[RunRecord], float | None]) -> float | None:
+        """Return the mean of a figure over the completed runs; None if one lacks it."""
+        values = [figure(run) for run in self.runs]
+        known = [value for value in values if value is not None]
+        return fmean(known) if known and len(known) == len(values) else None
+
+    def seconds(self, storage: str) -> float | None:
+        """Return the simulated time by which all its seeds are through; None without a run."""
+        return max((run.simulated[storage] for run in self.runs), default=None)
+
+
+def standings(claim: Claim, runs: Sequence[RunRecord]) -> dict[str, list[Standing]]:
+    """Return the standings by case: the highest accuracy first, then rows that failed, then missing ones.
+
+    `runs` are those that `current` returns.
+    """
+    return {case.name: standings_in(claim, case, runs) for case in claim.cases}
+
+
+def standings_in(claim: Claim, case: Case, runs: Sequence[RunRecord]) -> list[Standing]:
+    """Return the standings of a case."""
+    found = []
+    for row in claim.rows:
+        if case not in claim.cases_of(row):
+            continue
+        own = [run for run in runs if (run.case, run.row) == (case.name, row.name)]
+        completed = tuple(run for run in own if run.mean_last is not None and run.status == "completed")
+        failed = tuple(run for run in own if run not in completed)
+        known = {run.seed for run in own}
+        found.append(Standing(row, completed, failed, tuple(n for n in claim.seeds_of(row) if n not in known)))
+    return sorted(found, key=lambda each: (each.mean is None, -(each.mean or 0), not each.failed))
+
+
+def current(claim: Claim, records: Records) -> list[RunRecord]:
+    """Return the records of runs that the definition has, with the settings that it gives, sorted by seed."""
+    return sorted((run for run in records.runs if is_current(claim, run)), key=lambda run: run.seed)
+
+
+def current_searches(claim: Claim, records: Records) -> dict[Place, SearchRecord]:
+    """Return the records of the searches that the definition needs, by case and row: those with its settings and rates."""
+    found = {(each.case, each.row): each for each in records.searches}
+    return {
+        place: found[place]
+        for place in searches(claim)
+        if place in found and found[place].hash == search_hash([job.hash for job in search_jobs(claim, place)])
+    }
+
+
+def is_current(claim: Claim, run: RunRecord) -> bool:
+    """Return whether the definition has a run of this case, row and seed with the same settings."""
+    places = {(case.name, row.name): (case, row) for row in claim.rows for case in claim.cases_of(row)}
+    if (run.case, run.row) not in places:
+        return False
+    case, row = places[run.case, run.row]
+    searched = source_of(claim, case, row) is not None
+    job = seed_job(claim, case, row, run.seed, run.rate if searched else None)
+    return run.seed in claim.seeds_of(row) and run.hash == job.hash
+
+
+def deadlines(found: Iterable[Standing], storage: str) -> list[float]:
+    """Return the simulated times at which candidates are compared: the first of them is through, half of them are through.
+
+    Only those that have completed with at least one update count. The list is empty if there is none, and has one time if
+    both are the same.
+    """
+    through = sorted(
+        seconds
+        for each in found
+        if each.candidate and any(run.ok for run in each.runs) and (seconds := each.seconds(storage)) is not None
+    )
+    return sorted({through[0], through[(len(through) - 1) // 2]}) if through else []
+
+
+def accuracy_at(standing: Standing, storage: str, seconds: float) -> float | None:
+    """Return the accuracy in percent of the last evaluations at or before a simulated time, the mean over the seeds.
+
+    It is None without a run, or if there was no evaluation by then with one of the seeds.
+    """
+    return standing.average(lambda run: accuracy_by(run.curve, TIME_AT[storage], seconds))
+
+
+def accuracy_by(curve: Sequence[Sequence[float]], column: int, limit: float) -> float | None:
+    """Return the accuracy in percent at the last point of a curve whose value in a column is at most the limit."""
+    past = [100 * point[ACCURACY_AT] for point in curve if point[column] <= limit]
+    return past[-1] if past else None
