@@ -1,9 +1,18 @@
-"""A small claim in a file, for tests of the harness."""
+"""A small claim in a file, and what its runs leave, for tests of the harness."""
 
+import atexit
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+
+from helpers import TRIO, fleet_json, run_local
 
 from benchmarks.claims import jobs
 from benchmarks.claims.definition import Claim
+from piecework.server_app.records import RunDir
+from piecework.training.settings import Settings
 
 TWO_CASES = """
 title = "a"
@@ -58,3 +67,25 @@ def a_claim(folder: Path, text: str, name: str = "tiny") -> Claim:
     """Write a definition and load it."""
     (folder / f"{name}.toml").write_text(text, encoding="utf-8")
     return jobs.load(name, folder)
+
+
+@cache
+def template() -> RunDir:
+    """A run of one round by three clients with the digits, in a folder that lasts as long as the tests."""
+    folder = Path(mkdtemp())
+    atexit.register(rmtree, folder, ignore_errors=True)
+    return run_local(folder, **TRIO, strategy="fedavg", fleet=fleet_json(rich=1.2))
+
+
+def finish(folder: Path, accuracies: Sequence[float | None], seconds: float = 2.0, status: str = "completed") -> None:
+    """Write what a run leaves: a round for each accuracy, of `seconds` each; evaluated unless that is None."""
+    (record,) = template().rounds()
+    run_dir = RunDir(folder)
+    run_dir.create(Settings.from_run_config(template().settings()))
+    run_dir.rounds_file.unlink(missing_ok=True)
+    for number, accuracy in enumerate(accuracies, 1):
+        run_dir.append_round(record | {"round": number, "accuracy": accuracy, "seconds": seconds})
+    (run_dir.checkpoints / f"round-{len(accuracies):05d}").mkdir(parents=True, exist_ok=True)
+    if status:
+        summary = {"status": status, "reason": "", "rounds": len(accuracies), "seconds": seconds * len(accuracies) + 3}
+        run_dir.write_summary(summary)

@@ -90,8 +90,8 @@ def run(claims: Sequence[Claim], options: Options, say: Say) -> list[str]:
         while True:
             over = time.monotonic() > end
             while not over and len(queue.children) < options.jobs and (job := next_job(queue)) is not None:
-                queue.children.append(start(job, options, commit, machine))
                 say(f"{job.label} {'goes on' if state_of(job.folder(options.out)) == 'begun' else 'starts'}")
+                queue.children.append(start(job, options, commit, machine))
             if not queue.children:
                 if over:
                     say(f"the {options.hours:g} hours are over; `status` says what is missing")

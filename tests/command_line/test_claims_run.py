@@ -1,0 +1,304 @@
+"""The harness's queue: what it starts, in which order, and what it says of the rest. Most runs here only leave files."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from claims_helpers import a_claim, finish
+from helpers import few_digits
+from typer.testing import CliRunner
+
+from benchmarks.claims import jobs, runner
+from benchmarks.claims.definition import Claim
+from benchmarks.claims.jobs import Job
+from benchmarks.claims.notes import ROOT, Note, folders, state_of
+from benchmarks.claims.runner import Options
+from piecework.cli import app
+from piecework.server_app.records import RunDir
+from piecework.server_app.run_lock import run_lock
+
+SMALL = """
+title = "a"
+question = "b"
+paper = "c"
+gap = "d"
+seeds = [1, 2]
+[search]
+rates = [0.02, 0.05]
+[settings]
+clients = 3
+"num-rounds" = 6
+[[case]]
+name = "weak"
+[[row]]
+name = "FeDepth"
+settings = { strategy = "fedepth" }
+[[row]]
+name = "FedAvg"
+settings = { strategy = "fedavg", fleet = "unlimited" }
+rate = 0.07
+seeds = [1]
+"""
+IN_ORDER = [*(f"tiny: weak: FeDepth: search, rate {rate}" for rate in (0.02, 0.05))]
+IN_ORDER += [f"tiny: weak: {row}: seed {seed}" for row, seed in (("FeDepth", 1), ("FedAvg", 1), ("FeDepth", 2))]
+Leave = Callable[[Path, list[str]], int | None]
+
+
+class Process:
+    """A process that has left its files when it is started. It ends with `code`; while that is None, by a signal."""
+
+    def __init__(self, code: int | None) -> None:
+        self.returncode, self.stdin, self.signals = code, SimpleNamespace(close=lambda: None), list[int]()
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+        self.returncode = 128 + number
+
+    def wait(self, _: float) -> None:
+        assert self.returncode is not None
+
+
+class Harness:
+    """Runs a claim with processes that leave what a test wants; `words` are those of each start, `said` all that it said."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.claim, self.out = a_claim(folder, SMALL), folder / "out"
+        self.words, self.said = list[list[str]](), list[str]()
+        self.leave: Leave = lambda run, words: finish(run, [0.5])
+        monkeypatch.setattr(runner, "POLL", 0.0)
+        monkeypatch.setattr(runner, "spawn", self.spawn)
+        monkeypatch.setattr(runner, "this_commit", lambda: "abc")
+
+    def spawn(self, words: list[str], log: Path) -> Any:
+        self.words.append(words)
+        log.write_text("error: no such data set\n", "utf-8")
+        return Process(self.leave(log.with_name(log.name.removesuffix(".log")), words) or 0)
+
+    def run(self, *others: Claim, **options: Any) -> list[str]:
+        """The labels of the runs that were started."""
+        self.said.clear()
+        runner.run([self.claim, *others], Options(self.out, **options), self.said.append)
+        return [line.removesuffix(how) for line in self.said for how in (" starts", " goes on") if line.endswith(how)]
+
+    def folder(self, label: str) -> Path:
+        found = {self.label(folder): folder for folder in folders(self.out, "tiny")}
+        return found[label]
+
+    @staticmethod
+    def label(folder: Path) -> str:
+        note = Note.read(folder)
+        assert note is not None
+        what = f"search, rate {note.rate}" if note.searched else f"seed {note.seed}"
+        return f"tiny: {note.case}: {note.row}: {what}"
+
+
+@pytest.fixture
+def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
+    return Harness(tmp_path, monkeypatch)
+
+
+def test_all_is_run_once_and_in_order(harness: Harness) -> None:
+    harness.leave = lambda run, words: finish(run, [0.7 if "0.05" in run.name else 0.6])
+    assert harness.run() == IN_ORDER
+    assert [line for line in harness.said if "has completed" in line] == [
+        f"{label} has completed: accuracy {'70' if label.endswith('0.05') else '60'}.0%, 5.0 s" for label in IN_ORDER
+    ]
+    assert harness.run() == []
+    assert harness.said == []
+    run = harness.folder("tiny: weak: FeDepth: seed 2")
+    given = harness.words[-1]
+    assert given[:6] == ["run", "--set", "workers=1", "--preset", f"{run}.toml", "--set"]
+    assert given[6::2] == [f"output-dir={run.parent}", f"run-name={run.name}", "training.torch-threads=1"]
+    written = run.with_name(f"{run.name}.toml").read_text("utf-8")
+    assert "lr = 0.05" in written  # the better one
+    assert json.loads(run.with_name(f"{run.name}.json").read_text("utf-8"))["commits"] == ["abc"]
+
+
+def test_a_failure_is_said_at_once_and_tried_again_only_if_asked(harness: Harness) -> None:
+    def fail(run: Path, words: list[str]) -> int:
+        if "fedavg" in str(run):
+            return 2
+        return finish(run, [0.5]) or 0
+
+    harness.leave = fail
+    assert harness.run() == IN_ORDER
+    label, log = IN_ORDER[3], f"{harness.folder(IN_ORDER[3])}.log"
+    assert harness.said[harness.said.index(f"{label} starts") + 1] == f"{label} FAILED: no such data set\n  log: {log}"
+    assert harness.run() == []
+    assert harness.said == [f"{label} failed before (no such data set); --retry tries it again"]
+    harness.leave = lambda run, words: finish(run, [0.5])
+    assert harness.run(retry=True) == [label]
+    assert harness.run() == []
+    assert harness.said == []
+
+
+def test_the_reason_of_a_run_that_cannot_train_is_its_own(harness: Harness) -> None:
+    def nobody_fits(run: Path, words: list[str]) -> int:
+        finish(run, [0.1], status="failed")
+        summary = json.loads((run / "summary.json").read_text("utf-8"))
+        (run / "summary.json").write_text(json.dumps(summary | {"reason": "no client trained\ntry: fedepth"}), "utf-8")
+        return 1
+
+    harness.leave = nobody_fits
+    assert harness.run() == IN_ORDER
+    assert {line.partition(" FAILED: ")[2].splitlines()[0] for line in harness.said if "FAILED" in line} == {
+        "no client trained"
+    }
+    settings = harness.folder(IN_ORDER[4]).with_name(f"{harness.folder(IN_ORDER[4]).name}.toml").read_text("utf-8")
+    assert "lr = 0.02" in settings, "all rates failed: the first one, so that the row's own run says why"
+
+
+def test_a_killed_run_is_not_a_failure_and_goes_on(harness: Harness) -> None:
+    def killed(run: Path, words: list[str]) -> int:
+        finish(run, [0.5], status="")
+        return -signal.SIGKILL
+
+    harness.leave = killed
+    assert harness.run() == [*IN_ORDER[:2], IN_ORDER[3]]
+    assert (
+        f"{IN_ORDER[0]} was ended after round 1 by a signal (exit code -9); the next `run` goes on with it"
+        in harness.said
+    )
+    for label in (IN_ORDER[2], IN_ORDER[4]):
+        assert f"{label} waits for the search of 'FeDepth' in 'weak', which has not ended" in harness.said
+    harness.leave = lambda run, words: finish(run, [0.5, 0.5])
+    harness.words.clear()
+    assert harness.run() == IN_ORDER
+    assert harness.words[0] == ["run", "--set", "workers=1", "--set", f"resume-from={harness.folder(IN_ORDER[0])}"]
+
+
+def test_a_run_of_another_process_is_left_to_it(harness: Harness) -> None:
+    harness.run(only="FedAvg")
+    run = harness.folder(IN_ORDER[3])
+    (run / "summary.json").unlink()
+    with run_lock(run):
+        assert state_of(run) == "running"
+        assert harness.run(only="FedAvg") == []
+    (said,) = harness.said
+    assert said.startswith(f"{IN_ORDER[3]} is left to another: {run} is being written by process ")
+
+
+def test_a_row_alone_with_its_search(harness: Harness) -> None:
+    assert harness.run(only="FeDepth") == [*IN_ORDER[:3], IN_ORDER[4]]
+
+
+def test_when_the_hours_are_over_nothing_is_started(harness: Harness) -> None:
+    assert harness.run(hours=-1.0) == []
+    assert harness.said == ["the -1 hours are over; `status` says what is missing"]
+
+
+def test_a_round_of_each_row_is_timed(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[Process]()
+
+    def spawn(words: list[str], log: Path) -> Any:
+        finish(log.with_name(log.name.removesuffix(".log")), [0.5, 0.5], status="")
+        started.append(Process(None))
+        return started[-1]
+
+    monkeypatch.setattr(runner, "spawn", spawn)
+    first, bound = IN_ORDER[0], IN_ORDER[3]
+    assert harness.run(first=2) == [first, bound]
+    assert [process.signals for process in started] == [[signal.SIGTERM]] * 2
+    assert (
+        f"{bound} was stopped after round 2, because it has its first 2 rounds; `run` goes on with it" in harness.said
+    )
+    assert harness.run(first=2) == []
+    assert [state_of(harness.folder(label)) for label in (first, bound)] == ["begun", "begun"]
+
+
+def test_jobs_run_at_once_and_end_with_the_harness(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[Process]()
+
+    def spawn(words: list[str], log: Path) -> Any:
+        started.append(Process(None))
+        return started[-1]
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "spawn", spawn)
+    monkeypatch.setattr(runner.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        harness.run(jobs=3)
+    assert [line for line in harness.said if line.endswith("starts")] == [
+        f"{label} starts" for label in (*IN_ORDER[:2], IN_ORDER[3])
+    ]
+    assert [process.signals for process in started] == [[signal.SIGTERM]] * 3
+
+
+ROUNDS = 30
+REAL = """
+import sys
+from pathlib import Path
+from benchmarks.claims.jobs import load
+from benchmarks.claims.runner import Options, run
+folder = Path(sys.argv[1])
+run([load("real", folder)], Options(folder / "out"), print)
+"""
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait until something is so, and fail if that takes a minute."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def rounds_of_one(folder: Path) -> tuple[Path, Job]:
+    """The folder of the only run of a claim, and its job: many short rounds."""
+    short = f'"num-rounds" = {ROUNDS}\ndataset = "npz:{few_digits()}"\n"training.local-iterations" = 1\n"evaluation.every" = 0'
+    text = SMALL.partition("[search]")[0] + "[settings]" + SMALL.partition("[settings]")[2].partition("[[row]]")[0]
+    text = text.replace("seeds = [1, 2]", "seeds = [1]").replace('"num-rounds" = 6', short)
+    claim = a_claim(
+        folder, f'{text}[[row]]\nname = "a"\nsettings = {{ strategy = "fedavg", fleet = "unlimited" }}\n', "real"
+    )
+    ((want,),) = jobs.wanted(claim)
+    job = jobs.job_of(claim, want, None)
+    return job.folder(folder / "out"), job
+
+
+@pytest.fixture
+def real_harness(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    rounds_of_one(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", REAL, str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        yield process
+        process.kill()
+
+
+def run_here(words: list[str], log: Path) -> Any:
+    """Run to the end in this process."""
+    return Process(CliRunner().invoke(app, words).exit_code)
+
+
+def test_after_kill_9_no_run_is_left_and_the_next_harness_goes_on(
+    tmp_path: Path, real_harness: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has more rounds than it can do between its first checkpoint and the signal."""
+    run, job = rounds_of_one(tmp_path)
+    until((run / "checkpoint" / "round-00001").is_dir)
+    (child,) = psutil.Process(real_harness.pid).children()
+    real_harness.kill()
+    until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    assert state_of(run) == "begun"
+    before = RunDir(run).rounds()
+    assert 1 <= len(before) < ROUNDS
+    said = list[str]()
+    monkeypatch.setattr(runner, "spawn", run_here)
+    assert runner.run([jobs.load("real", tmp_path)], Options(tmp_path / "out"), said.append) == []
+    assert said[0] == f"{job.label} goes on"
+    assert state_of(run) == "done"
+    after = RunDir(run).rounds()
+    assert [record["round"] for record in after] == [*range(1, ROUNDS + 1)]
+    assert after[: len(before) - 1] == before[:-1], "at most the last round was repeated"
