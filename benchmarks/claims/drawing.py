@@ -20,8 +20,9 @@ COLOURS = (
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 MARKS = ("o", "s", "^")
 INK, GREY, PALE = "#24292f", "#6e7781", "#d0d7de"
+LINE = 0.155  # inches of a line of text
 DOTS = "dot: mean over the seeds; bar: from the lowest to the highest; grey: bound, not realistic here"
-PAPER = "; hollow diamond: the paper's figure"
+PAPER, EMPTY = "; hollow diamond: the paper's figure", "; empty: not a row of this case"
 # Letters stay letters, ids do not depend on the time, and every point is kept.
 STYLE: dict[Any, Any] = {
     **{"svg.fonttype": "none", "svg.hashsalt": "piecework", "path.simplify": False},
@@ -72,7 +73,8 @@ def prepare(axes: Any, panel: Panel, number: int) -> None:
 def draw_curves(figure: Any, picture: Picture) -> None:
     """Draw panels of curves beside each other, with the rows' names to the right of the last one."""
     count = len(picture.panels)
-    figure.set_size_inches(2.4 * count + 1.8 if count > 1 else 5.6, 3.4)
+    height = max(3.4, 0.9 + LINE * len(picture.panels[-1].lines))
+    figure.set_size_inches(2.4 * count + 1.8 if count > 1 else 5.6, height)
     for number, (axes, panel) in enumerate(
         zip(figure.subplots(1, count, squeeze=False)[0], picture.panels, strict=True)
     ):
@@ -82,11 +84,11 @@ def draw_curves(figure: Any, picture: Picture) -> None:
         axes.minorticks_off()
         axes.tick_params(labelleft=number == 0)
         for line in panel.lines:
-            end = {"markevery": [-1], "markersize": 4, "gid": f"panel-{number}-{line.id}"}
+            end = {"markevery": [-1], "markersize": 4, "gid": f"panel-{number}-{line.id}", "clip_on": False}
             axes.plot(*zip(*line.points, strict=True), **look(line), linewidth=1.3, **end)
         if number == 0:
             axes.set_ylabel(picture.y_label)
-    name_curves(axes, picture.panels[-1], 0.01 if count > 1 else 0.006)
+    name_curves(axes, picture.panels[-1], (0.01 if count > 1 else 0.006, LINE / (height - 0.7)))
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -97,14 +99,15 @@ def ticks(low: float, high: float) -> list[float]:
     return [place for power in powers for step in steps if low <= (place := step * 10.0**power) <= high]
 
 
-def name_curves(axes: Any, panel: Panel, unit: float) -> None:
+def name_curves(axes: Any, panel: Panel, units: tuple[float, float]) -> None:
     """Write the rows' names to the right of the axes, each joined to the height at which its curve ends.
 
-    `unit` is a small fraction of the axes' width.
+    `units` are a small fraction of the axes' width, and a line's height as a fraction of theirs.
     """
     ends = [panel.place(line.points[-1])[1] for line in panel.lines]
+    unit, gap = units
     place = {"transform": axes.transAxes, "clip_on": False}
-    for line, end, height in zip(panel.lines, ends, apart(ends, 0.062, 1.0), strict=True):
+    for line, end, height in zip(panel.lines, ends, apart(ends, gap, 1.0), strict=True):
         style = look(line) | {"linewidth": 1.3, "markevery": [1], "markersize": 4}
         left, *path, right = (1 + unit * at for at in (0, 3, 7, 10, 22))
         axes.plot([left, *path], [end, end, height, height], color=style["color"], linewidth=0.6, **place)
@@ -118,9 +121,10 @@ def draw_dots(figure: Any, picture: Picture) -> None:
     across = 2 if len(panels) == 4 else min(3, len(panels))
     down = -(-len(panels) // across)
     names = {line.height: line.name for panel in panels for line in panel.lines}
-    figure.set_size_inches(2.3 * across + 1.8, down * (0.7 + 0.17 * len(names)) + 0.2)
-    papers = any(line.paper is not None for panel in panels for line in panel.lines)
-    figure.supxlabel(DOTS + PAPER * papers, fontsize=7, color=GREY)
+    figure.set_size_inches(2.3 * across + 1.8, down * (0.7 + LINE * len(names)) + 0.2)
+    lines = [line for panel in panels for line in panel.lines]
+    papers, empty = any(line.paper is not None for line in lines), len(lines) < len(names) * len(panels)
+    figure.supxlabel(DOTS + PAPER * papers + EMPTY * empty, fontsize=6, color=GREY)
     grid = figure.subplots(down, across, squeeze=False)
     for number, axes in enumerate(grid.flat):
         if number >= len(panels):
@@ -141,11 +145,11 @@ def draw_dot(axes: Any, line: Line, gid: str) -> None:
     colour = GREY if line.bound else COLOURS[0]
     for x, y in line.points:
         if line.low != line.high:
-            axes.plot([line.low, line.high], [y, y], color=colour, linewidth=1.5)
-        axes.plot(x, y, "D" if line.bound else "o", color=colour, markersize=4, gid=gid)
+            axes.plot([line.low, line.high], [y, y], color=colour, linewidth=1.5, clip_on=False)
+        axes.plot(x, y, "D" if line.bound else "o", color=colour, markersize=4, gid=gid, clip_on=False)
     if line.paper is not None:
         hollow = {"color": COLOURS[1], "markerfacecolor": "none", "linestyle": ""}
-        axes.plot(line.paper, line.height, marker="d", markersize=5, **hollow, gid=f"{gid}-paper")
+        axes.plot(line.paper, line.height, marker="d", markersize=5, **hollow, gid=f"{gid}-paper", clip_on=False)
     if line.note:
         axes.text(
             0.02, line.height, line.note, transform=axes.get_yaxis_transform(), color=GREY, va="center", fontsize=7

@@ -8,7 +8,7 @@ from benchmarks.claims.definition import Case, Claim
 from benchmarks.claims.drawing import draw
 from benchmarks.claims.pictures import Picture, case_pictures, overview
 from benchmarks.claims.records import DOCS, Records
-from benchmarks.claims.standings import Standing, current, standings
+from benchmarks.claims.standings import Standing, current, reason_of, standings
 from benchmarks.claims.tables import accuracies, costs, equal_time, judgements, rates, row_settings, settings
 from benchmarks.claims.verdicts import RULE, Judgement, difference, judge
 from benchmarks.tables.shared import prose
@@ -72,7 +72,11 @@ def in_short(found: Found, judged: Sequence[Judgement]) -> str:
         lines.append(f"- Claimed orders, counted in each of their cases, that {said}.")
     missing = sum(len(each.missing) for there in found.values() for each in there)
     total = missing + sum(len(each.runs) + len(each.failed) for there in found.values() for each in there)
-    lines.append(f"- {missing or 'None'} of {total} runs {'are' if missing != 1 else 'is'} missing.")
+    lines.append(
+        f"- {missing} of {total} runs {'is' if missing == 1 else 'are'} missing."
+        if missing
+        else f"- All {total} runs are done."
+    )
     return "## In short\n\n" + "\n".join(lines)
 
 
@@ -136,11 +140,7 @@ def of_case(claim: Claim, case: Case, found: Found) -> list[str]:
 
 def absent(claim: Claim, there: Sequence[Standing]) -> list[str]:
     """Return which runs of a case failed, with the reason, and which are missing, with the command that runs them."""
-    lines = []
-    for each in there:
-        for run in each.failed:
-            reason = run.reason.strip().splitlines() or ["no reason is recorded"]
-            lines.append(f"- {each.row.name}, seed {run.seed}, failed: {reason[0]}")
+    lines = [f"- {each.row.name}, seed {run.seed}: {reason_of(run)}" for each in there for run in each.failed]
     missing = [f"{each.row.name} ({seeds(each.missing)})" for each in there if each.missing]
     command = f"`{COMMAND} run {claim.name}` (with `--only ROW` those of one row)"
     return (["\n".join(lines)] if lines else []) + (

@@ -67,15 +67,16 @@ class Picture:
 
 
 def overview(claim: Claim, found: dict[str, list[Standing]]) -> list[Picture]:
-    """Return the picture of accuracy by case: rows sorted by the mean over the cases; none without a run."""
+    """Return the picture of accuracy by case, or none without a run.
+
+    Rows are sorted by how far they are above the mean of a case, on average over the cases that they have.
+    """
     cases = {case: {each.row.name: each for each in there} for case, there in found.items()}
-    means = {
-        row.name: [each.mean for there in cases.values() if (each := there.get(row.name)) and each.mean is not None]
-        for row in claim.rows
-    }
-    if not any(means.values()):
+    above = above_the_mean(found)
+    if not above:
         return []
-    order = sorted(means, key=lambda name: (not means[name], -fmean(means[name] or [0])))
+    names = [row.name for row in claim.rows]
+    order = sorted(names, key=lambda name: (name not in above, -above.get(name, 0)))
     styles = styles_of(claim)
     lines = {
         case: [dot(there[name], case, height, styles[name]) for height, name in enumerate(order) if name in there]
@@ -92,6 +93,16 @@ def overview(claim: Claim, found: dict[str, list[Standing]]) -> list[Picture]:
     x = low - 0.5, high + 0.5
     panels = [Panel(case, measure(claim), x, y, False, tuple(each)) for case, each in lines.items()]
     return [Picture(f"{claim.name}-cases.svg", f"Accuracy by case: {claim.title}", "dots", "", tuple(panels))]
+
+
+def above_the_mean(found: dict[str, list[Standing]]) -> dict[str, float]:
+    """Return by row how many points it is above the mean of all rows of a case, the mean over its cases."""
+    distances: dict[str, list[float]] = {}
+    for there in found.values():
+        means = {each.row.name: each.mean for each in there if each.mean is not None}
+        for name, mean in means.items():
+            distances.setdefault(name, []).append(mean - fmean(means.values()))
+    return {name: fmean(each) for name, each in distances.items()}
 
 
 def dot(standing: Standing, case: str, height: float, style: int) -> Line:

@@ -16,7 +16,10 @@ MEGABYTES_AT, ACCURACY_AT = 1, -1
 
 @dataclass(frozen=True)
 class Standing:
-    """A row in a case. `runs` have completed; `missing` are the seeds without a record. Accuracies are in percent."""
+    """A row in a case. Accuracies are in percent.
+
+    `runs` have completed; `failed` have not, or no client has trained in them; `missing` are the seeds without a record.
+    """
 
     row: Row
     runs: tuple[RunRecord, ...]
@@ -45,10 +48,8 @@ class Standing:
 
     @property
     def untrainable(self) -> bool:
-        """Whether all its runs have failed because no client can train anything. The reasons of such runs say so."""
-        return (
-            bool(self.failed) and not self.runs and all(not run.ok and "no client" in run.reason for run in self.failed)
-        )
+        """Whether no client can train anything in any of its runs."""
+        return bool(self.failed) and not self.runs and all(map(is_idle, self.failed))
 
     def average(self, figure: Callable[[RunRecord], float | None]) -> float | None:
         """Return the mean of a figure over the completed runs; None if one lacks it."""
@@ -59,6 +60,18 @@ class Standing:
     def seconds(self, storage: str) -> float | None:
         """Return the simulated time by which all its seeds are through; None without a run."""
         return max((run.simulated[storage] for run in self.runs), default=None)
+
+
+def is_idle(run: RunRecord) -> bool:
+    """Return whether no client could train in a run, which has completed all the same or has failed for this reason."""
+    return not run.ok and (run.status == "completed" or "no client" in run.reason)
+
+
+def reason_of(run: RunRecord) -> str:
+    """Return in a line why a run gave no trained model."""
+    if run.status == "completed":
+        return "no client could train" if is_idle(run) else "it was never evaluated"
+    return next(iter(run.reason.strip().splitlines()), "no reason is recorded")
 
 
 def standings(claim: Claim, runs: Sequence[RunRecord]) -> dict[str, list[Standing]]:
@@ -76,7 +89,7 @@ def standings_in(claim: Claim, case: Case, runs: Sequence[RunRecord]) -> list[St
         if case not in claim.cases_of(row):
             continue
         own = [run for run in runs if (run.case, run.row) == (case.name, row.name)]
-        completed = tuple(run for run in own if run.mean_last is not None and run.status == "completed")
+        completed = tuple(run for run in own if run.status == "completed" and run.mean_last is not None and run.ok)
         failed = tuple(run for run in own if run not in completed)
         known = {run.seed for run in own}
         found.append(Standing(row, completed, failed, tuple(n for n in claim.seeds_of(row) if n not in known)))
@@ -112,14 +125,9 @@ def is_current(claim: Claim, run: RunRecord) -> bool:
 def deadlines(found: Iterable[Standing], storage: str) -> list[float]:
     """Return the simulated times at which candidates are compared: the first of them is through, half of them are through.
 
-    Only those that have completed with at least one update count. The list is empty if there is none, and has one time if
-    both are the same.
+    Only those in which clients have trained count. The list is empty if there is none, and has one time if both are the same.
     """
-    through = sorted(
-        seconds
-        for each in found
-        if each.candidate and any(run.ok for run in each.runs) and (seconds := each.seconds(storage)) is not None
-    )
+    through = sorted(seconds for each in found if each.candidate and (seconds := each.seconds(storage)) is not None)
     return sorted({through[0], through[(len(through) - 1) // 2]}) if through else []
 
 

@@ -145,7 +145,7 @@ def name_of(standing: Standing) -> str:
 def measured(standing: Standing) -> str:
     """Return the accuracy by the measure, with its spread, or what became of it."""
     if standing.mean is None:
-        return "failed" if standing.failed else "missing"
+        return "cannot train" if standing.untrainable else "failed" if standing.failed else "missing"
     return f"{standing.mean:.1f}" + ("" if standing.spread is None else f" ± {standing.spread:.1f}")
 
 

@@ -14,10 +14,10 @@ from benchmarks.claims.__main__ import do_collect, do_run, do_status, do_table, 
 from benchmarks.claims.drawing import draw, short, ticks
 from benchmarks.claims.jobs import search_jobs, seed_job
 from benchmarks.claims.pages import document, pictures, write_pages
-from benchmarks.claims.pictures import Picture, apart
+from benchmarks.claims.pictures import Picture, above_the_mean, apart, overview
 from benchmarks.claims.records import DOCS, Records, RunRecord, SearchRecord
 from benchmarks.claims.results import search_hash
-from benchmarks.claims.standings import Standing, current, deadlines, standings
+from benchmarks.claims.standings import Standing, current, deadlines, reason_of, standings
 from benchmarks.claims.verdicts import decide, judge
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -175,9 +175,9 @@ def test_accuracies_by_hand(text: str) -> None:
         ["Slow", "70.0", "-", "75.0", "75.0", "1 of 1", "0.1, as Pieces", "90.0"],
         ["Pieces", "62.0 ± 2.0", "71.2", "67.0", "67.0", "3 of 3", "0.1", "90.0"],  # 60, 62, 64
         ["Narrow", "60.0 ± 1.0", "-", "65.0", "65.0", "3 of 3", "0.1", "90.0"],  # 59, 60, 61
-        ["Alone", "failed", "-", "-", "-", "0 of 1", "-", "-"],
+        ["Alone", "cannot train", "-", "-", "-", "0 of 1", "-", "-"],
     ]
-    assert "- Alone, seed 1, failed: no client trained in round 1\n" in text
+    assert "- Alone, seed 1: no client trained in round 1\n" in text
     assert table_below(text, "## Mixed")[1:] == [
         ["Pieces", "60.0", "65.0", "65.0", "1 of 3", "0.1, in weak", "90.0"],
         ["Narrow", "missing", "-", "-", "0 of 3", "-", "-"],
@@ -288,10 +288,24 @@ def test_an_order_holds_only_if_the_row_is_ahead_of_all(claim: definition.Claim,
 def test_times_are_those_of_candidates_that_have_trained(claim: definition.Claim, records: Records) -> None:
     there = standings(claim, current(claim, records))["weak"]
     assert deadlines(there, "sd") == [90, 300]
-    idle = [replace(each, runs=tuple(replace(run, ok=0) for run in each.runs)) for each in there]
+    idle = standings(claim, [replace(run, ok=0) for run in current(claim, records)])["weak"]
     assert deadlines(idle, "sd") == []
+    assert all(each.untrainable and each.mean is None for each in idle)
+    assert {reason_of(run) for each in idle for run in each.failed} == {
+        "no client could train",
+        "no client trained in round 1",
+    }
     later = [run_of(claim, ("weak", "Pieces", seed), 0.6, 300 + seed) for seed in (1, 2)]
     assert deadlines([Standing(claim.row("Pieces"), tuple(later), (), ())], "emmc") == [60.4]  # with all seeds
+
+
+def test_rows_are_sorted_by_what_they_are_above_the_mean_of_their_cases(claim: definition.Claim) -> None:
+    """Else a row that is in an easy case alone would be first."""
+    accuracies = {("weak", "Pieces"): 0.45, ("weak", "Narrow"): 0.35, ("mixed", "Pieces"): 0.75, ("weak", "Slow"): 0.47}
+    runs = [run_of(claim, (*place, 1), accuracy, 30) for place, accuracy in accuracies.items()]
+    (picture,) = overview(claim, standings(claim, runs))  # 40, 30, 42 in weak, whose mean is 37 1/3; 70 alone in mixed
+    assert above_the_mean(standings(claim, runs)) == pytest.approx({"Pieces": 4 / 3, "Narrow": -22 / 3, "Slow": 14 / 3})
+    assert [line.name for line in picture.panels[0].lines] == ["Slow", "Pieces", "Narrow", "Alone", "Whole"]
 
 
 def test_labels_and_ticks() -> None:
