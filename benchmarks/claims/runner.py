@@ -24,11 +24,12 @@ from piecework.display import format_seconds, percent
 from piecework.runs import remove
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import STOPPED, has_completed
-from piecework.server_app.run_lock import writer
+from piecework.server_app.run_lock import RunLockedError, require_free, writer
 from piecework.training.settings.run import nested
 
 POLL = 0.2  # seconds
 PATIENCE = 60.0  # seconds that a run has to stop by itself
+DYING = 5.0  # seconds that the run of a killed harness may take to end
 TERMINATED = 143  # exit code after SIGTERM
 ENDED_BY_SIGNAL = (130, TERMINATED)
 Say = Callable[[str], None]
@@ -65,13 +66,17 @@ class Child:
 
 @dataclass
 class Queue:
-    """What is still to be started, and what was said of that which is not. `failed` are the runs that failed now."""
+    """The runs of now: those that are running, and by their folders those that were started, or left to other processes.
+
+    `said` is what was said of others, `failed` the labels of those that failed.
+    """
 
     claims: Sequence[Claim]
     options: Options
     say: Say
     children: list[Child] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     failed: list[str] = field(default_factory=list)
 
@@ -116,16 +121,28 @@ def next_job(queue: Queue) -> Job | None:
         folder = job.folder(queue.options.out)
         if str(folder) in queue.tried:
             continue
+        if state_of(folder) == "running" and is_left(queue, job):
+            continue
         state = state_of(folder)
-        if state == "running":
-            queue.tell(f"{job.label} is left to another: {folder} is being written by {writer(folder)}")
-        elif state == "failed" and not queue.options.retry:
+        if state == "failed" and not queue.options.retry:
             note = Note.read(folder)
             queue.tell(f"{job.label} failed before ({note.failed if note else ''}); --retry tries it again")
         elif state != "done":
             queue.tried.add(str(folder))
             return job
     return None
+
+
+def is_left(queue: Queue, job: Job) -> bool:
+    """Return whether a run is left to the process that writes it, and say so; one whose harness was killed ends in a moment."""
+    folder = job.folder(queue.options.out)
+    try:
+        require_free(folder, 0.0 if str(folder) in queue.left else DYING)
+    except RunLockedError as error:
+        queue.left.add(str(folder))
+        queue.tell(f"{job.label} is left to another: {error}")
+        return True
+    return False
 
 
 def to_finish(queue: Queue) -> Iterator[Job]:

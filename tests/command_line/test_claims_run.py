@@ -77,6 +77,7 @@ class Harness:
         self.words, self.said = list[list[str]](), list[str]()
         self.leave: Leave = lambda run, words: finish(run, [0.5])
         monkeypatch.setattr(runner, "POLL", 0.0)
+        monkeypatch.setattr(runner, "DYING", 0.0)
         monkeypatch.setattr(runner, "spawn", self.spawn)
         monkeypatch.setattr(runner, "this_commit", lambda: "abc")
 
@@ -291,7 +292,6 @@ def test_after_kill_9_no_run_is_left_and_the_next_harness_goes_on(
     (child,) = psutil.Process(real_harness.pid).children()
     real_harness.kill()
     until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-    assert state_of(run) == "begun"
     before = RunDir(run).rounds()
     assert 1 <= len(before) < ROUNDS
     said = list[str]()
