@@ -188,15 +188,16 @@ def provenance(claim: Claim, records: Records, found: Found) -> list[str]:
     made = Counter((run.commit, run.machine) for there in found.values() for each in there for run in each.runs)
     where = [f"- {count} run{'s' * (count > 1)} at {commit} on {machine}" for (commit, machine), count in made.items()]
     old = len(records.runs) - sum(len(each.runs) + len(each.failed) for there in found.values() for each in there)
-    commands = [
-        f"    {COMMAND} run {claim.name}       # starts what is missing, goes on with what was interrupted",
-        f"    {COMMAND} status {claim.name}    # what is missing, and how long it will take",
-        f"    {COMMAND} collect FOLDER   # copies the figures of the runs below a folder to {claim.name}.json",
-        f"    {COMMAND} table {claim.name}     # writes this page and its pictures",
-    ]
+    commands = {
+        f"run {claim.name}": "starts what is missing, goes on with what was interrupted",
+        f"status {claim.name}": "what is missing, and how long it will take",
+        "collect FOLDER": f"copies the figures of the runs below a folder to {claim.name}.json",
+        f"table {claim.name}": "writes this page and its pictures",
+    }
+    width = max(map(len, commands))
     return [
         "## How these figures were made",
-        "\n".join(commands),
+        "\n".join(f"    {COMMAND} {words:{width}}    # {what}" for words, what in commands.items()),
         *(["\n".join(where)] if where else []),
         *([f"{old} recorded run{'s' * (old > 1)} of other settings than the definition's left out."] if old else []),
     ]

@@ -130,8 +130,9 @@ def row_settings(claim: Claim) -> str:
 
 
 def settings(given: Mapping[str, Scalar]) -> str:
-    """Return settings as they are given."""
-    return ", ".join(f"`{key}={value}`" for key, value in given.items()) or NONE
+    """Return settings as the command line takes them."""
+    words = {key: str(value).lower() if isinstance(value, bool) else value for key, value in given.items()}
+    return ", ".join(f"`{key}={value}`" for key, value in words.items()) or NONE
 
 
 # ---- cells

@@ -18,6 +18,7 @@ from benchmarks.claims.pictures import Picture, above_the_mean, apart, overview
 from benchmarks.claims.records import DOCS, Records, RunRecord, SearchRecord
 from benchmarks.claims.results import search_hash
 from benchmarks.claims.standings import Standing, current, deadlines, reason_of, standings
+from benchmarks.claims.tables import accuracies
 from benchmarks.claims.verdicts import decide, judge
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -32,6 +33,7 @@ last = 2
 rates = [0.05, 0.1]
 [settings]
 "num-rounds" = 3
+"faults.allow-untrained" = true
 [[case]]
 name = "weak"
 settings = { model = "convnet", fleet = "demo" }
@@ -188,6 +190,20 @@ def test_accuracies_by_hand(text: str) -> None:
     ) in text
 
 
+def test_columns_that_only_some_claims_have(claim: definition.Claim) -> None:
+    attacked = claim.model_copy(update={"measure": "adversarial_accuracy"})
+    known = {"accuracy": 0.8, "adversarial": 0.55, "autoattack": 0.5, "models": {"mean": 0.45, "worst": 0.3}}
+    runs = [run_of(claim, ("weak", "Pieces", 1), 0.6, 300, **known), run_of(claim, ("weak", "Narrow", 1), 0.5, 300)]
+    text = accuracies(attacked, claim.case("weak"), standings(attacked, runs)["weak"])
+    head, pieces, narrow, *_ = table_below(text, "")
+    assert head == [
+        *("row", "accuracy", "paper", "last", "best", "clean", "PGD", "AutoAttack"),
+        *("models: mean", "models: worst", "seeds", "rate", "participation"),
+    ]
+    assert pieces[1:10] == ["55.0", "71.2", "60.0", "60.0", "80.0", "55.0", "50.0", "45.0", "30.0"]
+    assert narrow[1:10] == ["45.0", "-", "50.0", "50.0", "50.0", "-", "-", "-", "-"]
+
+
 def test_costs_and_equal_time_by_hand(text: str) -> None:
     head, *rows = table_below(text, "What it costs:")
     assert head[1:4] == ["peak / budget", "MB down + up", "TFLOPs"]
@@ -233,6 +249,8 @@ def test_the_rest_of_the_page_by_hand(text: str) -> None:
         "- 9 runs at 0f3c9a1 on a machine, 2 cores",
         "1 recorded run of other settings than the definition's left out.",
         "- 3 rounds, not 500",
+        "All runs: `num-rounds=3`, `faults.allow-untrained=true`.",
+        "| Slow | `strategy=profl` |",
     ):
         assert line in text.splitlines(), line
     commands = re.findall(r"^    python -m benchmarks.claims ([^#\n]*)", text, re.MULTILINE)
