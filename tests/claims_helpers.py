@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
+from typing import Any
 
 from helpers import TRIO, fleet_json, run_local
 
@@ -77,14 +78,19 @@ def template() -> RunDir:
     return run_local(folder, **TRIO, strategy="fedavg", fleet=fleet_json(rich=1.2))
 
 
-def finish(folder: Path, accuracies: Sequence[float | None], seconds: float = 2.0, status: str = "completed") -> None:
-    """Write what a run leaves: a round for each accuracy, of `seconds` each; evaluated unless that is None."""
+def finish(
+    folder: Path, accuracies: Sequence[float | None], seconds: float = 2.0, status: str = "completed", **changes: Any
+) -> None:
+    """Write what a run leaves: a round for each accuracy, of `seconds` each; evaluated unless that is None.
+
+    `changes` are other values of each round's record.
+    """
     (record,) = template().rounds()
     run_dir = RunDir(folder)
     run_dir.create(Settings.from_run_config(template().settings()))
     run_dir.rounds_file.unlink(missing_ok=True)
     for number, accuracy in enumerate(accuracies, 1):
-        run_dir.append_round(record | {"round": number, "accuracy": accuracy, "seconds": seconds})
+        run_dir.append_round(record | {"round": number, "accuracy": accuracy, "seconds": seconds, **changes})
     (run_dir.checkpoints / f"round-{len(accuracies):05d}").mkdir(parents=True, exist_ok=True)
     if status:
         summary = {"status": status, "reason": "", "rounds": len(accuracies), "seconds": seconds * len(accuracies) + 3}
