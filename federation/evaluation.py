@@ -59,6 +59,11 @@ class Evaluator:
         self.prepare: Callable[[PieceModel], None] = lambda _: None
         self._model: PieceModel | None = None
 
+    def show(self, blueprint: Blueprint) -> None:
+        """Evaluate another model from now on."""
+        if blueprint is not self.blueprint:
+            self.blueprint, self._model = blueprint, None
+
     def __call__(self, arrays: ArrayRecord, atoms: Piece | None = None, head: str = "head") -> Evaluation:
         """Evaluate the whole model, or `atoms` with a head unit (`head`, `aux.<i>`), in batches of a fixed size and order."""
         model = self._filled(arrays, atoms, head)

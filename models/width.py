@@ -120,13 +120,6 @@ def take(array: np.ndarray, indices: Indices) -> np.ndarray:
     return np.ascontiguousarray(array[np.ix_(*indices)]) if indices else array
 
 
-def only(array: np.ndarray, indices: Indices) -> np.ndarray:
-    """Return a copy of the full model's array that is 0 outside of these indices."""
-    found, place = np.zeros_like(array), np.ix_(*indices)
-    found[place] = array[place]
-    return found
-
-
 class CoverageMean:
     """The mean of arrays that each cover a part of the model, over the clients that have an entry: sum_k w_k x_k / sum_k w_k.
 

@@ -144,7 +144,7 @@ def judged(
         rest = (
             "the others are 0 in the model that is evaluated and saved, which is a narrow network"
             if policy.zeroed
-            else "the other channels keep their random initial weights"
+            else "the model that is evaluated and saved has no others"
         )
         return Finding("warning", f"no client can train more than {widest:.4g} of the channels; {rest}")
     return of_micro_batches(policy, trainers)

@@ -45,7 +45,7 @@ class PartitionPolicy(ABC):
     `caveat` is a remark that advice adds to the strategy's figures.
     `untrained`: how a part of the model that no client trains ends up. It keeps its initial weights ("random"), or the trained
     model ends before it ("cut off"), or the server trains it by distillation ("distilled").
-    `zeroed`: channels that no client trains are 0 in the model that is evaluated and saved; otherwise they stay random.
+    `zeroed`: channels that no client trains are 0 in the model that is evaluated and saved; otherwise it ends before them.
     """
 
     cuts: ClassVar[bool] = False

@@ -135,7 +135,7 @@ class Run:
         self.strategy.begin()
         self.served.require_capable_client()
         self.served.resume(self.arrays)
-        self.evaluate.blueprint, self.evaluate.piece_class = self.served.blueprint, self.strategy.piece_class
+        self.evaluate.piece_class = self.strategy.piece_class
         self.evaluate.prepare = self.strategy.prepare
         if not self.arrays:
             self.arrays = self._initial_arrays()
@@ -184,6 +184,7 @@ class Run:
                     "starting AutoAttack on %s images, which takes minutes to an hour",
                     settings.evaluation.autoattack_examples,
                 )
+            self.evaluate.show(self.served.blueprint)
             found = final_evaluation(self.evaluate, arrays, atoms, head, settings)
             self.run_dir.write_final(found | strategy.evaluation_details)
         for folder in Path(strategy.experiment.state_dir).glob(f"{self.values['experiment-id']}/*/features"):
@@ -249,6 +250,7 @@ class Run:
         self._deliver(server_round)
         clients = strategy.aggregate_evaluate(server_round, self.transport.exchange(server_round, questions))
         known = due and self.served.is_of(self.arrays, *model)
+        self.evaluate.show(self.served.blueprint)
         central = self.evaluate(self.served.complete(self.arrays), *model) if known else None
         answers = strategy.dispatcher.account() if strategy.dispatcher.log else None
         message_bytes, norms = measured_bytes + strategy.dispatcher.bytes(), self.served.recorded(strategy.personal)

@@ -1,4 +1,4 @@
-"""The served model: the model that is evaluated and saved. A strategy may compose it from the trained one (`served`). With
+"""The served model: the model that is evaluated and saved. A strategy may compose it from the trained one (`serving`). With
 `architecture.batch-norm = measured` or `static`, clients measure the statistics of its batch norms after training.
 
 This is static batch norm (Diao et al., "HeteroFL", ICLR 2021, section 3). Let m_k and v_k be the mean and variance of a batch
@@ -33,7 +33,7 @@ from piecework.federation.weight_cache import without_units
 from piecework.models.cascade import Blueprint, unit_of
 from piecework.models.partition import Piece
 from piecework.models.static_norms import has_batch_norms, is_statistic, with_statistics
-from piecework.models.variant import Variant
+from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
 from piecework.strategies.base import PieceStrategy
 from piecework.training.messages import Task
@@ -51,6 +51,7 @@ class ServedModel:
         self.statistics = ArrayRecord()
         self._of: tuple[ArrayRecord, Piece, str] | None = None
         self._weights: tuple[ArrayRecord, ArrayRecord] | None = None  # of the trained arrays, the served ones
+        self._blueprints: dict[Variant, Blueprint] = {}
 
     @property
     def measured(self) -> bool:
@@ -69,12 +70,17 @@ class ServedModel:
     @property
     def variant(self) -> Variant:
         """The variant of the run's model that is evaluated."""
-        return replace(self.strategy.policy.variant, statistics=self.measured)
+        return replace(self.strategy.serving.variant, statistics=self.measured)
 
     @property
     def blueprint(self) -> Blueprint:
         """The blueprint of the model that is evaluated."""
-        return with_statistics(self.strategy.blueprint) if self.measured else self.strategy.blueprint
+        strategy, variant = self.strategy, self.strategy.serving.variant
+        if variant not in self._blueprints:
+            trained = variant == strategy.policy.variant
+            plain = strategy.blueprint if trained else vary(strategy.policy.blueprint, variant)
+            self._blueprints[variant] = with_statistics(plain) if self.measured else plain
+        return self._blueprints[variant]
 
     def complete(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the arrays that are served, together with the statistics that were measured last."""
@@ -84,7 +90,7 @@ class ServedModel:
     def weights(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the arrays that the strategy serves for a trained model, composed once for each model."""
         if self._weights is None or not is_same(self._weights[0], arrays):
-            self._weights = arrays, self.strategy.served(arrays)
+            self._weights = arrays, self.strategy.serving.arrays(arrays)
         return self._weights[1]
 
     def is_of(self, arrays: ArrayRecord, atoms: Piece, head: str) -> bool:

@@ -39,6 +39,7 @@ from piecework.planning.partition_policy import PartitionPolicy
 from piecework.strategies.client_evaluation import ClientEvaluation
 from piecework.strategies.cohort import Cohort
 from piecework.strategies.resources import ClientResources
+from piecework.strategies.serving import Serving
 from piecework.strategies.state import Experiment, Progress, StrategyState
 from piecework.strategies.update_gate import UpdateGate
 from piecework.training.answers import Outcome
@@ -57,14 +58,16 @@ class PieceStrategy(Strategy):
     `evaluation_details` describe the evaluation in the records. `model_details` describe a trained model in its file, besides
     its atoms and head. Both are JSON values.
 
-    Four helpers do the work that all strategies share. `resources` knows the clients' memory, speed and examples. `cohort`
+    Five helpers do the work that all strategies share. `resources` knows the clients' memory, speed and examples. `cohort`
     draws the clients of a round. `gate` checks their updates before they enter the model. `evaluation` has clients evaluate it.
+    `serving` makes the model that is evaluated and saved.
     """
 
     name: ClassVar[str]
     policy_class: ClassVar[type[PartitionPolicy]]
     state_class: ClassVar[type[StrategyState]] = StrategyState
     evaluation_class: ClassVar[type[ClientEvaluation]] = ClientEvaluation
+    serving_class: ClassVar[type[Serving]] = Serving
     piece_class: type[PieceModel] = PieceModel
     measures: ClassVar[bool] = True
     evaluation_keys: ClassVar[tuple[str, ...]] = ("val-loss", "val-accuracy")
@@ -94,6 +97,7 @@ class PieceStrategy(Strategy):
         )
         self.resources, self.cohort = ClientResources(self), Cohort(self)
         self.gate, self.evaluation = UpdateGate(self, self._note), self.evaluation_class(self)
+        self.serving = self.serving_class(self)
 
     def initial(self) -> dict[str, np.ndarray]:
         """Return the arrays of the global model before the first round."""
@@ -120,10 +124,6 @@ class PieceStrategy(Strategy):
         if units is None:
             return without_units(arrays, task.frozen)
         return ArrayRecord({name: array for name, array in arrays.items() if unit_of(name) in units})
-
-    def served(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the arrays of the model that is evaluated and saved, by default the trained ones."""
-        return arrays
 
     def untrained(self, task: Task) -> ArrayRecord:
         """Return the arrays with which a client's update is compared, by default those of the round's model."""

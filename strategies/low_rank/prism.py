@@ -64,6 +64,7 @@ from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy
 from piecework.strategies.client_evaluation import ClientEvaluation
+from piecework.strategies.serving import Serving
 from piecework.strategies.state import Experiment
 from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
 from piecework.training.messages import Task, TaskConfig
@@ -121,12 +122,23 @@ class PriSMPolicy(HeteroFLPolicy):
         )
 
 
+class ComposedServing(Serving):
+    """Serves the composed model."""
+
+    strategy: "PriSM"
+
+    def arrays(self, trained: ArrayRecord) -> ArrayRecord:
+        """Return the served arrays of a trained model."""
+        return self.strategy.served(trained)
+
+
 class PriSM(HeteroFL):
     """Sub-models of principal kernels that are drawn in every round."""
 
     name = "prism"
     policy_class = PriSMPolicy
     evaluation_class = ClientEvaluation
+    serving_class = ComposedServing
     policy: PriSMPolicy
     keeps_norms = False
     sampling: ClassVar[Sampling | None] = None  # None = `prism.kernel-sampling`

@@ -6,8 +6,8 @@ p_max is the largest of `heterofl.width-ratios` whose step fits the client, or t
 client receives the first p_max C of the C channels of every layer. Its trainer also trains the nets of all smaller ratios,
 which lie within these channels. Batch norms have a scale and a shift for each ratio (`fjord.norms = shared`: the narrower nets
 use the first entries of the widest one's). Each entry is averaged over the clients that had it, weighted by examples, as in
-FjORD's nested aggregation. The paper's fleets have clients of full width. In one without, the server's model would have
-channels of random weights that nobody trains: here they are 0 in the model that is evaluated and saved (`served`).
+FjORD's nested aggregation. The paper's fleets have clients of full width. In one without, the widest trained net is evaluated
+and saved, with its own norms, as in HeteroFL (serving.py): the server's other channels have random weights that nobody trains.
 
 `fjord.sampling = round` is the version that SpaFL compares with: one ratio is drawn for each client and round, and only that
 net is sent and trained. There is no Scaler. `fjord.distillation` switches self-distillation on.
@@ -18,21 +18,20 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 
 from piecework.client_app.trainers.width.fjord import FjORDTaskConfig, nested_loss
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
 from piecework.models.cascade import Blueprint
-from piecework.models.nested_norms import own_name
 from piecework.models.static_norms import has_batch_norms
 from piecework.models.variant import Variant, vary
-from piecework.models.width import Select, only, ordered, require_parts, shapes, sub_indices
+from piecework.models.width import Select, ordered, require_parts
 from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import require_no_statistics
 from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
+from piecework.strategies.width.serving import NestedServing
 from piecework.training.messages import Task, TaskConfig
 from piecework.training.randomness import generator
 
@@ -42,16 +41,19 @@ class FjORDPolicy(HeteroFLPolicy):
 
     masks = False
     scales = False
-    zeroed = True
 
     def require_model(self) -> None:
         """Raise ValueError also for batch norms with running statistics, which differ between the nets."""
         require_no_statistics(self.blueprint, self.settings, "fjord's nets have different statistics")
         require_parts(self.blueprint, {ratio: self.plain(level) for level, ratio in enumerate(self.ratios)})
 
+    def net_variant(self, level: int) -> Variant:
+        """Return the variant of the net of ratio number `level` with plain norms."""
+        return super().variant_of(level)
+
     def plain(self, level: int) -> Blueprint:
         """Return the net of ratio number `level` with plain norms."""
-        return vary(self.blueprint, super().variant_of(level))
+        return vary(self.blueprint, self.net_variant(level))
 
     @cached_property
     def separate(self) -> bool:
@@ -103,6 +105,7 @@ class FjORD(HeteroFL):
     name = "fjord"
     policy_class = FjORDPolicy
     policy: FjORDPolicy
+    serving_class = NestedServing
     orders_class = FjORDTaskConfig
     keeps_norms = False
 
@@ -119,26 +122,6 @@ class FjORD(HeteroFL):
         ratios = self.policy.ratios
         nested = ratios[level + 1 :][: self.policy.nested(level)]
         return FjORDTaskConfig(level, nested, self.policy.distils)
-
-    def served(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the full model as it is evaluated: if no client can train it, untrained channels are 0.
-
-        It then computes what the widest trained net computes, except where a layer norm takes the mean over channels.
-        """
-        level = min(self.fitting_levels())
-        ratio = self.policy.ratios[level]
-        if ratio == 1:
-            return arrays
-        indices = sub_indices(self.axes, self.full, shapes(self.policy.plain(level)), ordered)
-        found = dict(arrays.items()) | {name: Array(only(arrays[name].numpy(), at)) for name, at in indices.items()}
-        for kind in ("weight", "bias") if self.policy.separate else ():
-            own = own_name(kind, ratio)
-            for name in (name for name in arrays if name.endswith(f".{own}")):
-                norm = name.removesuffix(own) + kind
-                whole = np.zeros_like(arrays[norm].numpy())
-                whole[indices[norm]] = arrays[name].numpy()
-                found[norm] = Array(whole)
-        return ArrayRecord(found)
 
     def _executed(self, task: Task, metrics: dict[str, Any]) -> float:
         """Return the fraction of the FLOPs of p_max's net that the drawn nets took.

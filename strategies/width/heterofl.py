@@ -11,14 +11,18 @@ classes are never cut. Each entry of the new W_l is the unweighted mean over the
 rows of the last layer whose classes it has examples of (masked cross-entropy; `heterofl.masked-loss`).
 
 HeteroFL's static batch norm is `architecture.batch-norm = static`, its default: norms keep no statistics in training, and all
-clients measure those of the full model after the last round (server_app/served_model.py). Before that, the clients of a round
+clients measure those of the served model after the last round (server_app/served_model.py). Before that, the clients of a round
 measure whenever its model is evaluated, which is `measured`, the default of FedRolex and FedDrop. Running statistics averaged
-over sub-models of different widths do not fit the full model: they give 9.7 % accuracy on the digits, and measured ones give
-94.2 %. With `local`, each client keeps the norms of its channels, and the server's average of them is only evaluated.
+over sub-models of different widths fit none of them. With `local`, each client keeps the norms of its channels, and the
+server's average of them is only evaluated.
+
+The model that is evaluated, measured and saved is the widest trained net (serving.py): the full model only if some client can
+train it. Likewise the global model in the authors' code is as wide as the widest client (process_control: global_model_rate).
+FedRolex and FedDrop reach all channels in time, and serve the full model.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -34,6 +38,7 @@ from piecework.client_app.trainers.width.heterofl import (
 )
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError, updated
+from piecework.federation.registry import MIN_EXAMPLES
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.channels import Axes, channel_axes
@@ -54,7 +59,9 @@ from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.client_evaluation import ClientEvaluation, EvaluationAsTrained
-from piecework.strategies.state import Experiment
+from piecework.strategies.serving import Serving
+from piecework.strategies.state import Experiment, StrategyState
+from piecework.strategies.width.serving import WidestServing
 from piecework.training.answers import Outcome
 from piecework.training.messages import Task, TaskConfig
 
@@ -80,6 +87,10 @@ class HeteroFLPolicy(PartitionPolicy):
     def variant_of(self, level: int) -> Variant:
         """Return the variant of ratio number `level`."""
         return Variant(width=self.ratios[level], rounding="down" if self.by_fraction else self.rounding)
+
+    def net_variant(self, level: int) -> Variant:
+        """Return the variant of the net of ratio number `level` alone, as it is deployed."""
+        return self.variant_of(level)
 
     def sub_model(self, level: int) -> WorkItem:
         """Return the work item that trains all of the sub-model of ratio number `level`."""
@@ -182,10 +193,20 @@ class HeteroFLPolicy(PartitionPolicy):
         return [self.within(self.sub_model(self.level_of(state)), state)]
 
 
+@dataclass
+class HeteroFLState(StrategyState):
+    """`widest` is the largest ratio that any client could train when the run began, or has trained since; 0 before that."""
+
+    widest: float = 0.0
+
+
 class HeteroFL(PieceStrategy):
     """Sub-models of the first channels of every layer, as many as a client's budget allows."""
 
     name = "heterofl"
+    state_class = HeteroFLState
+    serving_class: ClassVar[type[Serving]] = WidestServing
+    state: HeteroFLState
     policy_class = HeteroFLPolicy
     evaluation_class: ClassVar[type[ClientEvaluation]] = EvaluationAsTrained
     policy: HeteroFLPolicy
@@ -218,9 +239,11 @@ class HeteroFL(PieceStrategy):
         return {}
 
     def begin(self) -> None:
-        """Raise ValueError if the fleet gives a device a ratio that the run does not have."""
+        """Find the widest ratio, once a run. Raises ValueError if the fleet gives a device a ratio that there is not."""
         for state in self.resources.states():
             self.policy.level_of(state)
+        if not self.state.widest:
+            self.state.widest = self.policy.ratios[min(self.fitting_levels())]
 
     def min_budget(self, state: DeviceState | None = None) -> int:
         """Return the bytes of the sub-model that the device must train, or of the narrowest one if it may train any."""
@@ -236,11 +259,13 @@ class HeteroFL(PieceStrategy):
         return replace(super().task(server_round, state), own=own, variant=item.variant, costs=costs)
 
     def fitting_levels(self) -> list[int]:
-        """Return the number of each client's ratio in each of the first rounds, without clients whose budget is too small.
+        """Return the number of each client's ratio in each of the first rounds, without those that have no budget or no data.
 
         If no client fits, it is the smallest ratio's.
         """
-        levels = [(self.policy.level_of(state), state.allowed_bytes) for state in self.resources.states()]
+        able = [client for client, member in self.registry.members.items() if member.examples >= MIN_EXAMPLES]
+        states = [state for client in able for state in self.resources.states_of(client)]
+        levels = [(self.policy.level_of(state), state.allowed_bytes) for state in states]
         fitting = [level for level, allowed in levels if self.policy.needed(self.policy.sub_model(level)) <= allowed]
         return fitting or [len(self.policy.ratios) - 1]
 
@@ -293,6 +318,8 @@ class HeteroFL(PieceStrategy):
             for name in filter(arrays.__contains__, self.policy.last_layer):
                 arrays[name], indices[name] = arrays[name][rows], (np.array(rows), *indices[name][1:])
         self.coverage.add(arrays, indices, self.full, self.weight(update))
+        level = self.orders_class.of(self._asked[client][0]).level
+        self.state.widest = max(self.state.widest, self.policy.ratios[level])
 
     def weight(self, update: CheckedUpdate) -> int:
         """Return the weight of an update in the means of its entries."""

@@ -282,7 +282,7 @@ def test_statistics_that_make_no_sense_are_rejected(tmp_path: Path) -> None:
         ({"strategy": "splitmix"}, "clients of splitmix do not hold the model that is served"),
         (
             {
-                "strategy": "heterofl",
+                "strategy": "fedrolex",
                 "heterofl__width_ratios": "0.03",
                 "fleet": fleet_json(poor=0.05),
                 "training__batch_size": 40,

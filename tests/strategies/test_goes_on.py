@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from helpers import TRIO, clients_of, fleet_json, model_of, numpy_of, run_local, same
+from safetensors.numpy import load_file
 
 from piecework.server_app.records import RunDir
 
@@ -22,6 +23,7 @@ PUBLIC: dict[str, Any] = {
 }
 ATTACK = {"attack__steps": 2, "evaluation__attack_steps": 2, "evaluation__attack_examples": 40}
 RUNS: dict[str, dict[str, Any]] = {
+    "heterofl": WIDTHS | {"fleet": fleet_json(some=0.6, poor=0.3)},  # serves the widest net
     "feddrop": WIDTHS,  # draws its channels
     "splitmix": {"splitmix__width_ratio": 0.25, "fleet": fleet_json(rich=0.85, some=0.65, poor=0.45)},
     "depthfl": {"depthfl__feddyn_alpha": 0.1, "fleet": fleet_json(rich=1.8, some=1.45, poor=1.2)},  # h of FedDyn
@@ -40,6 +42,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, strategy: str) -
     whole = run_local(tmp_path, **settings)
     for client in clients_of(whole, 2):
         assert 0 < client["measured_peak"] <= client["predicted_peak"]
+    served = load_file(whole.path / "model.safetensors")
     part = RunDir(shutil.copytree(whole.path, tmp_path / "part"))
     shutil.rmtree(part.checkpoint_paths()[-1])
     for name in ("summary.json", "model.safetensors"):
@@ -47,6 +50,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, strategy: str) -
     assert not same(model_of(part), model_of(whole))
     resumed = run_local(tmp_path, **settings, resume_from=str(part.path))
     assert same(model_of(resumed), model_of(whole))
+    assert same(load_file(resumed.path / "model.safetensors"), served)
     one, other = (run.load_checkpoint() for run in (whole, resumed))
     assert one is not None and other is not None
     if one.kept:

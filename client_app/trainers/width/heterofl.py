@@ -90,6 +90,19 @@ def input_ratios(small: Blueprint, full: Blueprint) -> tuple[float, ...]:
     return (*ratios[:-1], 1.0)
 
 
+def scaled_arrays(small: Blueprint, full: Blueprint) -> dict[str, float]:
+    """Return the arrays by which the Scaler's divisions can be replaced, by name with the ratio: weights and biases."""
+    ratios = iter(input_ratios(small, full))
+    found: dict[str, float] = {}
+    with torch.device("meta"):
+        modules = {unit: small.build_unit(unit) for unit in small.units()}
+    for unit, module in modules.items():
+        for path, layer in module.named_modules():
+            if isinstance(layer, nn.Conv2d | nn.Linear) and (ratio := next(ratios)) != 1:
+                found |= {f"{unit}.{path}.{kind}": ratio for kind, _ in layer.named_parameters(recurse=False)}
+    return found
+
+
 def scale_up(piece: PieceModel, ratios: tuple[float, ...]) -> None:
     """Add hooks to a piece that divide each layer's output by its ratio (HeteroFL's Scaler); () adds none."""
     for layer, ratio in zip(layers_of(piece.units().values()), ratios, strict=bool(ratios)):

@@ -230,9 +230,8 @@ def test_every_channel_of_origdrop_has_a_client(tmp_path: Path) -> None:
     fleet = fleet_json(some=0.6, poor=0.3)
     run = run_local(tmp_path, **TRIO | SMALL | {"strategy": "origdrop"}, fleet=fleet, prism__keep_ratios="1,0.5,0.25")
     assert set(run.rounds()[0]["width_ratios"].values()) == {0.5, 0.25}
-    conv = model_of(run)["atoms.1.conv.weight"]  # 16 -> 16 channels
-    assert (conv[:8, :8] != 0).all()
-    assert not conv[8:].any() and not conv[:, 8:].any()
+    saved = load_file(run.path / "model.safetensors")["atoms.1.conv.weight"]  # of 16 -> 16 channels
+    np.testing.assert_array_equal(saved, model_of(run)["atoms.1.conv.weight"][:8, :8])
 
 
 # ---- momentum that the server averages
@@ -340,9 +339,7 @@ def test_a_fleet_may_say_how_much_of_a_model_each_device_gets(tmp_path: Path, na
 def test_origdrop_counts_no_ratio_that_its_device_has_no_memory_for(tmp_path: Path) -> None:
     fleet = fleet_json({"whole": 1.0, "half": 0.5, "quarter": 0.25}, whole=0.4, half=9.0, quarter=9.0)
     run = run_local(tmp_path, **TRIO | SMALL | {"strategy": "origdrop"}, prism__keep_ratios="1,0.5,0.25", fleet=fleet)
-    conv = model_of(run)["atoms.1.conv.weight"]
-    assert (conv[:8, :8] != 0).all()
-    assert not conv[8:].any()
+    assert load_file(run.path / "model.safetensors")["atoms.1.conv.weight"].shape[:2] == (8, 8)
 
 
 def test_a_ratio_that_a_run_does_not_have(tmp_path: Path) -> None:

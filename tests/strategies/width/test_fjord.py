@@ -7,38 +7,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord
 from helpers import (
+    FEW,
     TRIO,
     a_blueprint,
     arrays_of,
     average,
-    digits,
-    few_digits,
     fleet_json,
     model_of,
-    numpy_of,
     run_local,
     tiny_settings,
     training,
 )
+from safetensors.numpy import load_file
 from torch.nn import functional as F
 
 from piecework import load
 from piecework.client_app.trainers.width.fjord import NestedLoss
-from piecework.models.cascade import Blueprint, initial_state, isolated_rng
+from piecework.models.cascade import isolated_rng
 from piecework.models.channels import channel_axes
+from piecework.models.static_norms import is_statistic
 from piecework.models.variant import Variant, vary
 from piecework.models.width import ordered, shapes, sub_indices, take
 from piecework.models.zoo import build_blueprint
 from piecework.planning import costs
 from piecework.planning.part import whole_model
-from piecework.server_app.local_grid import LocalGrid
-from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import Run
 from piecework.strategies.width.fjord import FjORDPolicy
 from piecework.training.loop import PieceModel
-from piecework.training.setup import blueprint_for
 
 FJORD = TRIO | {"strategy": "fjord", "heterofl__width_ratios": "1,0.5,0.25", "fleet": "spafl"}
 
@@ -143,61 +138,24 @@ def test_norms_are_averaged_over_the_clients_that_trained_their_net(tmp_path: Pa
     assert not np.array_equal(model["atoms.0.bn.weight"][:4], model["atoms.0.bn.weight_0_25"])
 
 
-def test_the_widest_trained_net_is_served(tmp_path: Path) -> None:
-    """No client can train more than half of the channels: the saved model computes what the half net computes."""
-    fleet = fleet_json({"b": 0.5, "c": 0.25}, b=1.5, c=1.5)
-    changes = FJORD | {"fleet": fleet, "architecture__batch_norm": "batch", "num_rounds": 2}
+@pytest.mark.parametrize("changes", [{}, {"fjord__norms": "shared"}, {"model": "lenet5", "dataset": "digits32"}])
+def test_the_widest_trained_net_is_served(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """No client can train more than half of the channels. LeNet has no norms, and shared ones are those of the widest net."""
+    fleet = fleet_json({"b": 0.5, "c": 0.25}, b=2.5, c=2.5)
+    changes = FJORD | {"fleet": fleet, "training__local_iterations": 1} | changes
     run_dir = run_local(tmp_path, **changes)
-    with pytest.warns(UserWarning, match="batch-norm = batch"):
-        served = load(run_dir.path, normalise=False)
-    trained = model_of(run_dir)
-    model = blueprint_for(tiny_settings(**changes), digits())
-    half = vary(model, Variant(width=0.5, nested_norms=(0.5,), rounding="up"))
-    indices = sub_indices(
-        channel_axes(model), shapes(model), shapes(vary(model, Variant(width=0.5, rounding="up"))), ordered
-    )
-
-    def cut(unit: str) -> torch.nn.Module:
-        module = half.build_unit(unit)
-        names = {key: f"{unit}.{key}" for key in module.state_dict()}
-        state = {key: take(trained[n], indices[n]) if n in indices else trained[n] for key, n in names.items()}
-        module.load_state_dict({key: torch.tensor(array) for key, array in state.items()})
-        return module
-
-    narrow = PieceModel(half, range(len(half.atoms)), "head", cut)
-    x = torch.randn(6, *model.input_shape, generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        torch.testing.assert_close(served(x), narrow.logits(x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("changes", [{"model": "lenet5", "dataset": "digits32"}, {"fjord__norms": "shared"}])
-def test_channels_that_nobody_trains_are_off_without_norms_of_their_own_too(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    """LeNet has no norms at all; shared norms are those of the widest net."""
-    own = {"dataset": f"npz:{few_digits()}", "heterofl__width_ratios": "1,0.5", "fleet": fleet_json({"b": 0.5}, b=1.5)}
-    settings = tiny_settings(**FJORD | own | {"output_dir": str(tmp_path)} | changes)
-    with LocalGrid(3, settings.to_run_config(), 1) as grid:
-        strategy = Run(grid, settings, RunDir(tmp_path / "none")).strategy
-    model = strategy.blueprint
-    half = vary(model, Variant(width=0.5, rounding="up"))
-    trained = {name: np.asarray(value) for name, value in initial_state(model, 1)}
-    served = numpy_of(strategy.served(ArrayRecord({name: Array(array) for name, array in trained.items()})))
-    indices = sub_indices(channel_axes(model), shapes(model), shapes(half), ordered)
-    narrow = {name: take(trained[name], indices[name]) for name in shapes(half)}
-
-    def logits(blueprint: Blueprint, arrays: dict[str, np.ndarray]) -> torch.Tensor:
-        def load_unit(unit: str) -> torch.nn.Module:
-            module = blueprint.build_unit(unit)
-            module.load_state_dict({key: torch.tensor(arrays[f"{unit}.{key}"]) for key in module.state_dict()})
-            return module
-
-        x = torch.randn(6, *model.input_shape, generator=torch.Generator().manual_seed(3))
-        with torch.no_grad():
-            return PieceModel(blueprint, range(len(blueprint.atoms)), "head", load_unit).logits(x)
-
-    torch.testing.assert_close(logits(model, served), logits(half, narrow), rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(logits(model, trained), logits(half, narrow), rtol=1e-2, atol=1e-2)
+    saved, trained = load_file(run_dir.path / "model.safetensors"), model_of(run_dir)
+    name, shape = changes.get("model", "convnet"), (1, 8, 8) if changes["dataset"] == FEW else (1, 32, 32)
+    model = build_blueprint(name, num_classes=10, input_shape=shape, batch_norm="batch")
+    half = shapes(vary(model, Variant(width=0.5, rounding="up")))
+    indices = sub_indices(channel_axes(model), shapes(model), half, ordered)
+    own = {name.replace("_0_5", ""): name for name in trained if name.endswith("_0_5")}
+    assert bool(own) == (name == "convnet" and "fjord__norms" not in changes)
+    assert half.keys() == {name for name in saved if not is_statistic(name)}
+    for array in half:
+        expected = trained[own[array]] if array in own else take(trained[array], indices[array])
+        np.testing.assert_array_equal(saved[array], expected)
+    assert load(run_dir.path)(torch.zeros(2, *model.input_shape)).shape == (2, 10)
 
 
 def test_shared_norms_are_an_option(tmp_path: Path) -> None:

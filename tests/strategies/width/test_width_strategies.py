@@ -1,6 +1,7 @@
 """Baselines that scale the model by width, and those that leave poor devices out: on the in-process grid, and by hand."""
 
 import itertools
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from helpers import (
     average,
     clients_of,
     examples_of,
+    few_digits,
     first_arrays,
     fleet_json,
     model_of,
@@ -34,10 +36,14 @@ from torch.nn import functional as F
 from piecework import load
 from piecework.client_app.trainers.width.heterofl import classes_of, input_ratios, scale_up, width_loss
 from piecework.federation.aggregation import UpdateRejectedError
+from piecework.models.cascade import Blueprint
+from piecework.models.channels import channel_axes
+from piecework.models.variant import Variant, vary
+from piecework.models.width import ordered, shapes, sub_indices, take
 from piecework.models.zoo import build_blueprint
 from piecework.plan import make_plan
 from piecework.question import ask
-from piecework.strategies.width.heterofl import classes
+from piecework.strategies.width.heterofl import HeteroFL, classes
 from piecework.training.loop import PieceModel
 
 # A narrow convnet, of which clients train all, a half and a quarter.
@@ -153,6 +159,62 @@ def test_who_cannot_train_the_narrowest_says_so(tmp_path: Path) -> None:
     run_dir = run_local(tmp_path, **SMALL | {"fleet": fleet_json(rich=1.2, some=0.6, none=0.05), "num_rounds": 1})
     assert [client["status"] for client in clients_of(run_dir)] == ["ok", "ok", "memory"]
     assert clients_of(run_dir)[2]["needed"] > clients_of(run_dir)[2]["budget"]
+
+
+# ---- the model that is served
+
+
+def test_the_widest_trained_net_is_served(tmp_path: Path) -> None:
+    """Half of the channels: 8 of 16 into 8 of 16. A layer of half its inputs computes (W x + b) / 0.5 in training: 2 W, 2 b.
+
+    What is saved computes what the half net computes with its Scaler, and was evaluated. The trained model stays whole.
+    """
+    changes = SMALL | {"fleet": fleet_json(some=0.6, poor=0.3), "architecture__batch_norm": "batch", "dataset": FEW}
+    run_dir = run_local(tmp_path, **changes)
+    saved, trained = load_file(run_dir.path / "model.safetensors"), model_of(run_dir)
+    assert (conv_of(trained).shape[:2], conv_of(saved).shape[:2]) == ((16, 16), (8, 8))
+    np.testing.assert_array_equal(conv_of(saved), 2 * conv_of(trained)[:8, :8])
+    np.testing.assert_array_equal(saved["atoms.0.conv.weight"], trained["atoms.0.conv.weight"][:8])  # of whole images
+    last = max(name for name, array in saved.items() if name.startswith("head.") and array.ndim == 2)
+    np.testing.assert_array_equal(saved[last], trained[last][:, : saved[last].shape[1]])
+    full = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="batch")
+    half = vary(full, Variant(width=0.5, rounding="up"))
+    indices = sub_indices(channel_axes(full), shapes(full), shapes(half), ordered)
+    narrow = filled(half, {name: take(trained[name], where) for name, where in indices.items()})
+    scale_up(narrow, input_ratios(half, full))
+    with np.load(few_digits()) as data, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of batch norms
+        logits, x = load(run_dir.path, normalise=False), torch.tensor(data["x_test"]).permute(0, 3, 1, 2).float()
+        torch.testing.assert_close(logits(x), narrow.logits(x), rtol=1e-4, atol=1e-5)
+        found = load(run_dir.path).predict(data["x_test"]).classes.numpy()
+        assert run_dir.rounds()[-1]["accuracy"] == pytest.approx(float((found == data["y_test"]).mean()))
+
+
+def filled(model: Blueprint, arrays: dict[str, np.ndarray]) -> PieceModel:
+    """The whole model with these arrays."""
+
+    def build(unit: str) -> nn.Module:
+        module = model.build_unit(unit)
+        module.load_state_dict({key: torch.tensor(arrays[f"{unit}.{key}"]) for key in module.state_dict()})
+        return module
+
+    return PieceModel(model, range(len(model.atoms)), "head", build)
+
+
+@pytest.mark.parametrize("strategy", ["heterofl", "fedrolex", "feddrop"])
+def test_the_full_model_is_served_if_it_is_trained(tmp_path: Path, strategy: str) -> None:
+    """By one client of HeteroFL; FedRolex and FedDrop train all channels in time."""
+    fleet = fleet_json(**({"rich": 1.2} if strategy == "heterofl" else {}), some=0.6, poor=0.3)
+    changes = {"strategy": strategy, "architecture__batch_norm": "batch", "num_rounds": 1, "fleet": fleet}
+    run_dir = run_local(tmp_path, **SMALL | changes)
+    assert same(load_file(run_dir.path / "model.safetensors"), model_of(run_dir))
+
+
+def test_a_wider_net_is_served_once_it_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the run begins no client is known that trains more than a quarter; then one trains all channels."""
+    monkeypatch.setattr(HeteroFL, "fitting_levels", lambda _: [2])
+    run_dir = run_local(tmp_path, **SMALL | {"architecture__batch_norm": "batch", "num_rounds": 1})
+    assert same(load_file(run_dir.path / "model.safetensors"), model_of(run_dir))
 
 
 # ---- the loss
