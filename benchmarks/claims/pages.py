@@ -84,11 +84,11 @@ def leader(there: Sequence[Standing]) -> str:
     """Return which candidate is first in a case, and how far the next one is behind."""
     ranked = [each for each in there if each.candidate and each.runs]
     if not ranked:
-        return "no candidate has a run yet."
+        return "no candidate has trained."
     first = ranked[0]
     said = f"**{first.row.name}** has the highest accuracy, {first.mean:.1f} %"
     if len(ranked) == 1:
-        return f"{said}, and no other candidate has a run yet."
+        return f"{said}, and no other candidate has trained."
     behind = difference(first, ranked[1])
     if behind.points is None:
         return f"{said}; {ranked[1].row.name} has the next one, {ranked[1].mean:.1f} %."

@@ -114,7 +114,7 @@ def test_the_rest_of_the_page_by_hand(text: str) -> None:
     for line in (
         "- weak: **Slow** has the highest accuracy, 70.0 %; Pieces is next, 10.0 points behind with the seeds that both have "
         "(ahead by the rule for orders).",
-        "- mixed: **Pieces** has the highest accuracy, 60.0 %, and no other candidate has a run yet.",
+        "- mixed: **Pieces** has the highest accuracy, 60.0 %, and no other candidate has trained.",
         "- Claimed orders, counted in each of their cases, that hold: 2, do not hold: 0, undecided: 1.",
         "- 5 of 15 runs are missing.",
         "- 9 runs at 0f3c9a1 on a machine, 2 cores",
