@@ -13,13 +13,14 @@ from benchmarks.claims.notes import ROOT
 
 CODE = "from benchmarks.claims.child import main; main()"
 GONE = 1  # exit code
+PROMPT = "$ piecework "  # before the words of each process in a log
 
 
 def spawn(words: list[str], log: Path) -> Popen[bytes]:
     """Start `piecework` with these words, on one thread; what it prints is appended to `log`."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with log.open("ab") as file:
-        file.write(f"$ piecework {' '.join(words)}\n".encode())
+        file.write(f"{PROMPT}{' '.join(words)}\n".encode())
         file.flush()
         # a session of its own: Ctrl-C in a terminal reaches the harness alone, which ends its runs one by one
         return Popen(

@@ -15,7 +15,7 @@ from subprocess import Popen, TimeoutExpired
 
 import tomli_w
 
-from benchmarks.claims.child import spawn
+from benchmarks.claims.child import PROMPT, spawn
 from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Place, Wanted, in_order, job_of, possible, search_jobs
 from benchmarks.claims.notes import Note, beside, state_of, this_commit, this_machine
@@ -50,11 +50,15 @@ class Options:
 
 @dataclass
 class Child:
-    """A run in a process. `stopped` says why the harness ended it, if it did."""
+    """A run in a process. `stopped` says why the harness ended it, if it did.
+
+    `before` is the version of the summary that an earlier process left.
+    """
 
     job: Job
     folder: Path
     process: Popen[bytes]
+    before: tuple[int, int] | None
     stopped: str = ""
 
     def stop(self, why: str) -> None:
@@ -68,7 +72,7 @@ class Child:
 class Queue:
     """The runs of now: those that are running, and by their folders those that were started, or left to other processes.
 
-    `said` is what was said of others, `failed` the labels of those that failed.
+    `said` is what was said of others, `failed` the labels of those that failed. `rates` are what searches have found.
     """
 
     claims: Sequence[Claim]
@@ -79,6 +83,7 @@ class Queue:
     left: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     failed: list[str] = field(default_factory=list)
+    rates: dict[tuple[str, Place], float | None] = field(default_factory=dict)
 
     def tell(self, text: str) -> None:
         """Say something, unless it was said."""
@@ -147,7 +152,7 @@ def is_left(queue: Queue, job: Job) -> bool:
 
 def to_finish(queue: Queue) -> Iterator[Job]:
     """Yield every run of the claims whose rate is known, in order."""
-    out, rates = queue.options.out, dict[tuple[str, Place], float | None]()
+    rates, asked = queue.rates, set[tuple[str, Place]]()
     for claim, found in in_order(queue.claims, queue.options.only):
         if not isinstance(found, Wanted):
             yield from search_jobs(claim, found)
@@ -155,8 +160,9 @@ def to_finish(queue: Queue) -> Iterator[Job]:
             yield job_of(claim, found, None)
         else:
             key = claim.name, found.source
-            if key not in rates:
-                rates[key] = found_rate(claim, found.source, out)
+            if rates.get(key) is None and key not in asked:
+                asked.add(key)
+                rates[key] = found_rate(claim, found.source, queue.options.out)
             if rates[key] is not None:
                 yield job_of(claim, found, rates[key])
             elif not searching(queue, claim, found.source):
@@ -205,7 +211,8 @@ def start(job: Job, options: Options, commit: str, machine: str) -> Child:
             str(settings),
             *(word for key, value in own.items() for word in ("--set", f"{key}={value}")),
         ]
-    return Child(job, folder, spawn(words, beside(folder, "log")))
+    before = RunDir(folder).summary_version()
+    return Child(job, folder, spawn(words, beside(folder, "log")), before)
 
 
 def conclude_ended(queue: Queue) -> bool:
@@ -226,21 +233,19 @@ def conclude_ended(queue: Queue) -> bool:
 def how_it_ended(child: Child) -> tuple[str, str]:
     """Return how a run ended in words, and the reason if it failed for good; that of a completed run is empty."""
     code, run_dir = child.process.returncode, RunDir(child.folder)
-    log = beside(child.folder, "log")
     if has_completed(run_dir):
-        remove(
-            [path for path in (child.folder / "clients").glob("*") if path.is_dir()]
-        )  # nothing will resume from them
+        stores = [path for path in (child.folder / "clients").glob("*") if path.is_dir()]
+        remove(stores)  # nothing will resume from them
         return f"has completed: {figures(child.folder)}", ""
     after = f"after round {run_dir.last_complete_round()}"
     if child.stopped:
         return f"was stopped {after}, because {child.stopped}; `run` goes on with it", ""
     if code < 0 or code in ENDED_BY_SIGNAL:
         return f"was ended {after} by a signal (exit code {code}); the next `run` goes on with it", ""
-    reason = reason_of(run_dir, log) or f"exit code {code}"
+    reason = reason_of(child) or f"exit code {code}"
     if f"{child.folder} is being written by" in reason or writer(child.folder) is not None:
         return f"is left to another: {reason}", ""
-    return f"FAILED: {reason}\n  log: {log}", reason
+    return f"FAILED: {reason}\n  log: {beside(child.folder, 'log')}", reason
 
 
 def figures(folder: Path) -> str:
@@ -252,16 +257,24 @@ def figures(folder: Path) -> str:
     return f"accuracy {percent(accuracy, 1)}, {format_seconds(RunDir(folder).seconds())}"
 
 
-def reason_of(run_dir: RunDir, log: Path) -> str:
-    """Return why a run failed, in one line: by its summary, else by the last line of its log."""
+def reason_of(child: Child) -> str:
+    """Return why a run failed, in one line: by the summary that it wrote, else by its log."""
+    run_dir = RunDir(child.folder)
     try:
-        summary = run_dir.summary() or {}
+        summary = (run_dir.summary() or {}) if run_dir.summary_version() != child.before else {}
     except CheckpointError as error:
         return str(error)
     if summary.get("reason") and summary.get("status") != STOPPED:
         return str(summary["reason"]).splitlines()[0]
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1].removeprefix("error: ") if lines else ""
+    log = beside(child.folder, "log").read_text(encoding="utf-8", errors="replace")
+    return reason_in(log.rpartition(PROMPT)[2].splitlines())
+
+
+def reason_in(lines: Sequence[str]) -> str:
+    """Return the last line that says that it is an error, else the last line that says anything; empty without one."""
+    said = [line for line in lines if line.strip()]
+    errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+    return (errors or said or [""])[-1]
 
 
 @contextmanager

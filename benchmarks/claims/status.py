@@ -10,7 +10,7 @@ from benchmarks.claims.definition import Claim, Row
 from benchmarks.claims.jobs import Job, Wanted, job_of, possible, search_jobs, searches, wanted
 from benchmarks.claims.notes import State, folders, state_of
 from benchmarks.claims.results import found_rate
-from piecework.read_records import Record, read_rounds
+from piecework.read_records import Record
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import has_completed
 from piecework.training.settings import Settings
@@ -113,11 +113,11 @@ class Watch:
         return {str(job.folder(self.out)) for job in jobs}
 
     def look(self, job: Job) -> Seen:
-        """Return what there is of a run. Raises CheckpointError."""
+        """Return what there is of a run: its rounds before any damage."""
         folder = job.folder(self.out)
         if str(folder) not in self.seen:
             run_dir = RunDir(folder)
-            rounds = read_rounds(run_dir)
+            rounds, _ = run_dir.readable_rounds()
             inside = sum(record["seconds"] for record in rounds)
             self.seen[str(folder)] = Seen(
                 rounds, max(0.0, run_dir.seconds() - inside) if has_completed(run_dir) else None
@@ -167,4 +167,4 @@ def row_status(watch: Watch, row: Row) -> RowStatus:
 
 def most_advanced(watch: Watch, jobs: Sequence[Job]) -> Job:
     """Return the run with the most rounds."""
-    return max(jobs, key=lambda job: len(watch.look(job).rounds))
+    return jobs[0] if len(jobs) == 1 else max(jobs, key=lambda job: len(watch.look(job).rounds))

@@ -20,7 +20,7 @@ from benchmarks.claims import jobs, runner
 from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job
 from benchmarks.claims.notes import ROOT, Note, folders, state_of
-from benchmarks.claims.runner import Options
+from benchmarks.claims.runner import Options, reason_in
 from piecework.cli import app
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_lock import run_lock
@@ -142,6 +142,25 @@ def test_a_failure_is_said_at_once_and_tried_again_only_if_asked(harness: Harnes
     assert harness.run(retry=True) == [label]
     assert harness.run() == []
     assert harness.said == []
+
+
+def test_the_reason_in_a_log() -> None:
+    lines = ["round 1", "error: no data set", "try: another", " "]
+    assert [reason_in(each) for each in (lines, lines[:1], [" "], [])] == ["no data set", "round 1", "", ""]
+
+
+def test_an_older_summary_is_not_the_reason(harness: Harness) -> None:
+    def refused_later(run: Path, words: list[str]) -> int:
+        if "resume-from" not in str(words):
+            finish(run, [0.1], status="failed")
+            (run / "summary.json").write_text(json.dumps({"status": "failed", "reason": "no client trained"}), "utf-8")
+        return 2
+
+    harness.leave = refused_later
+    harness.run(only="FedAvg")
+    assert "FAILED: no client trained" in harness.said[-1]
+    harness.run(only="FedAvg", retry=True)
+    assert "FAILED: no such data set" in harness.said[-1]
 
 
 def test_the_reason_of_a_run_that_cannot_train_is_its_own(harness: Harness) -> None:
