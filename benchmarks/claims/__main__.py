@@ -111,7 +111,7 @@ def do_status(claims: list[Claim], asked: argparse.Namespace) -> None:
         return
     for each in found:
         print("\n".join(lines_of(each)))
-    print(f"all claims: {left(hours, unknown)}")
+    print(f"all: {left(hours, unknown)}{' (`run --first 2` times a round of each)' if unknown else ''}")
 
 
 def lines_of(status: ClaimStatus) -> list[str]:
@@ -119,14 +119,16 @@ def lines_of(status: ClaimStatus) -> list[str]:
     width = max(len(row.row) for row in status.rows)
     lines = [f"{status.claim}: {left(status.hours, status.unknown)}"]
     for row in status.rows:
-        counts = "".join(f"{row.counts[state]:5d} {state}" for state in STATES)
-        lines.append(f"  {row.row:{width}s} {counts}   {left(row.hours, row.unknown)}")
-    return lines + [f"  not of this definition: {folder}" for folder in status.older]
+        counts = ", ".join(f"{row.counts[state]} {state}" for state in STATES if row.counts[state])
+        lines.append(f"  {row.row:{width}s}  {counts:30s}  {left(row.hours, row.unknown)}")
+    return lines + [
+        f"  of another definition, or with another rate than was found: {folder}" for folder in status.older
+    ]
 
 
 def left(hours: float | None, unknown: int) -> str:
     """Return in words how long something will take; `unknown` runs of it cannot be estimated yet."""
-    rest = f"{unknown} runs of unknown length (run --first 2 times them)" if unknown else ""
+    rest = f"{unknown} runs of unknown length" if unknown else ""
     return rest if hours is None else f"{format_seconds(3600 * hours)} left" + (f", and {rest}" if rest else "")
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from benchmarks.claims.definition import FOLDER, Case, Claim, ClaimError, Row, read, slug
@@ -37,7 +38,7 @@ class Job:
         """The case and the row."""
         return self.case, self.row
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """Eight characters that identify what was given; a default that a later version adds or changes is not in it."""
         given: dict[str, object] = {**self.settings}

@@ -96,7 +96,7 @@ def run(claims: Sequence[Claim], options: Options, say: Say) -> list[str]:
     """Start what is missing until nothing is, or the hours are over. Returns the labels of the runs that failed now."""
     queue, end = Queue(claims, options, say), time.monotonic() + 3600 * options.hours
     commit, machine = this_commit(), this_machine()
-    with stopping(queue.children):
+    with stopping(queue):
         while True:
             over = time.monotonic() > end
             while not over and len(queue.children) < options.jobs and (job := next_job(queue)) is not None:
@@ -278,20 +278,20 @@ def reason_in(lines: Sequence[str]) -> str:
 
 
 @contextmanager
-def stopping(children: list[Child]) -> Iterator[None]:
-    """End all runs when the body ends, in whatever way, and wait for them."""
+def stopping(queue: Queue) -> Iterator[None]:
+    """End all runs when the body ends, in whatever way, wait for them, and say how they ended."""
     try:
         yield
     finally:
-        for child in children:
+        for child in queue.children:
             child.stop("the harness was stopped")
-        for child in children:
+        for child in queue.children:
             try:
                 child.process.wait(PATIENCE)
             except TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
-            close(child)
+        conclude_ended(queue)
 
 
 def close(child: Child) -> None:

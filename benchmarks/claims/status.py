@@ -1,4 +1,8 @@
-"""What is missing of the claims, and how long it will take, from the rounds that there are."""
+"""What is missing of the claims, and how long it will take, from the rounds that there are.
+
+Rounds are taken to be of equal length. Those of a cascade's stages are not, so that its estimate is rough until a run has
+completed.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -98,10 +102,10 @@ class Watch:
         self.claim, self.out = claim, out
         self.searched = {place: search_jobs(claim, place) for place in searches(claim)}
         self.rates = {place: found_rate(claim, place, out) for place in self.searched}
-        self.wants = [want for each in wanted(claim) for want in each]
+        self.wanted = {want: self._jobs_of(want) for each in wanted(claim) for want in each}
         self.seen: dict[str, Seen] = {}
 
-    def jobs_of(self, want: Wanted) -> list[Job]:
+    def _jobs_of(self, want: Wanted) -> list[Job]:
         """Return the run, or, until its rate is known, the run with each rate that may be chosen."""
         rate = None if want.source is None else self.rates[want.source]
         return possible(self.claim, want) if want.source and rate is None else [job_of(self.claim, want, rate)]
@@ -109,7 +113,7 @@ class Watch:
     def known(self) -> set[str]:
         """Return the folders that runs of the definition have."""
         jobs = [job for each in self.searched.values() for job in each]
-        jobs += [job for want in self.wants for job in self.jobs_of(want)]
+        jobs += [job for each in self.wanted.values() for job in each]
         return {str(job.folder(self.out)) for job in jobs}
 
     def look(self, job: Job) -> Seen:
@@ -129,7 +133,7 @@ class Watch:
 
         They are the run itself, then other seeds of its row in its case, then the row's search, then the row in other cases.
         """
-        row = [each for want in self.wants if want.row == job.row for each in self.jobs_of(want)]
+        row = [each for want, jobs in self.wanted.items() if want.row == job.row for each in jobs]
         tried = [each for place, jobs in self.searched.items() if place[1] == job.row for each in jobs]
         near = [[job]]
         for here in (True, False):
@@ -150,7 +154,7 @@ def status_of(claim: Claim, out: Path) -> ClaimStatus:
 def row_status(watch: Watch, row: Row) -> RowStatus:
     """Return the status of a row's runs."""
     runs = [job for place, jobs in watch.searched.items() if place[1] == row.name for job in jobs]
-    runs += [most_advanced(watch, watch.jobs_of(want)) for want in watch.wants if want.row == row.name]
+    runs += [most_advanced(watch, jobs) for want, jobs in watch.wanted.items() if want.row == row.name]
     counts, seconds, unknown = dict.fromkeys(STATES, 0), 0.0, 0
     for job in runs:
         state = state_of(job.folder(watch.out))

@@ -255,6 +255,10 @@ def test_jobs_run_at_once_and_end_with_the_harness(harness: Harness, monkeypatch
         f"{label} starts" for label in (*IN_ORDER[:2], IN_ORDER[3])
     ]
     assert [process.signals for process in started] == [[signal.SIGTERM]] * 3
+    stopped = "was stopped after round 0, because the harness was stopped; `run` goes on with it"
+    assert [line for line in harness.said if line.endswith(stopped)] == [
+        f"{label} {stopped}" for label in (*IN_ORDER[:2], IN_ORDER[3])
+    ]
 
 
 ROUNDS = 30

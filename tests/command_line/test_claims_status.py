@@ -123,9 +123,9 @@ def test_the_command_says_what_is_left(
     monkeypatch.setattr(command, "load", lambda name: jobs.load(name, tmp_path))
     leave(claim, tmp_path, jobs.job_of(claim, Wanted("weak", "bound", 1, None), None), 8, 450.0, "completed")
     lines = said("tiny").splitlines()
-    assert lines[0] == "tiny: 1 h 0 min left, and 13 runs of unknown length (run --first 2 times them)"
-    assert " ".join(lines[2].split()) == "bound 1 done 0 running 0 failed 0 begun 1 missing 1 h 0 min left"
-    assert lines[-1] == "all claims: 1 h 0 min left, and 13 runs of unknown length (run --first 2 times them)"
+    assert lines[0] == "tiny: 1 h 0 min left, and 13 runs of unknown length"
+    assert " ".join(lines[2].split()) == "bound 1 done, 1 missing 1 h 0 min left"
+    assert lines[-1].startswith("all: 1 h 0 min left, and 13 runs of unknown length (`run --first 2` times")
     found = json.loads(said("--json"))
     assert (found["hours"], found["unknown"]) == (pytest.approx((3600 + 3) / 3600), 13)
     assert found["claims"][0]["rows"][1]["counts"] == {"done": 1, "running": 0, "failed": 0, "begun": 0, "missing": 1}
