@@ -125,7 +125,8 @@ def halved(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return images (N, H, W, C) of half the height and width, from means of two by two pixels."""
     n, height, width, channels = images.shape
     blocks = images.reshape(n, height // 2, 2, width // 2, 2, channels)
-    return np.rint(blocks.sum(axis=(2, 4), dtype=np.uint16) / 4).astype(np.uint8)
+    halved: NDArray[np.uint8] = np.rint(blocks.sum(axis=(2, 4), dtype=np.uint16) / 4).astype(np.uint8)
+    return halved
 
 
 def cifar100(source: Path, download: bool) -> Source:
