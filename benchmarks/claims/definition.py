@@ -31,6 +31,7 @@
     ahead = "FeDepth"
     behind = ["HeteroFL"]
     cases = ["weak"]               # optional
+    by = 4.0                       # optional: at least so many points ahead
 
 Settings are merged: those of all runs, then the case's, then the row's; a run's seed and rate come last.
 """
@@ -99,12 +100,16 @@ class Row(_Table):
 
 
 class Order(_Table):
-    """An order that is claimed: the row `ahead` has a higher accuracy than each of those `behind`, in `cases` (none = all)."""
+    """An order that is claimed: the row `ahead` has a higher accuracy than each of those `behind`, in `cases` (none = all).
+
+    `by`: by at least so many points.
+    """
 
     text: str
     ahead: Name
     behind: Annotated[tuple[Name, ...], Field(strict=False, min_length=1)]
     cases: Names = ()
+    by: Annotated[float, Field(gt=0, le=100)] | None = None
 
 
 class Claim(_Table):

@@ -88,7 +88,8 @@ def distance(difference: Difference) -> str:
         return cell(f"{difference.other}: {difference.verdict}, {difference.why}")
     spread = "" if difference.spread is None else f" ± {difference.spread:.1f}"
     seeds = f"{difference.seeds} seed{'s' * (difference.seeds > 1)}"
-    return cell(f"{difference.other} {difference.points:+.1f}{spread}, {seeds}: {difference.verdict}")
+    why = f" ({difference.why})" if difference.why else ""
+    return cell(f"{difference.other} {difference.points:+.1f}{spread}, {seeds}: {difference.verdict}{why}")
 
 
 def rates(claim: Claim, records: Records) -> str:

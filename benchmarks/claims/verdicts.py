@@ -14,7 +14,8 @@ standard deviation of the differences. One row is ahead if the difference is lar
 fewer than {ENOUGH} seeds, the standard deviation with {ENOUGH} or more. Within the margin the comparison is undecided with
 fewer than {ENOUGH} seeds, and with {ENOUGH} or more the two are level. A row that no client can train is behind every row that
 trains; one that failed for another reason, or has no run yet, leaves it undecided. An order holds if the row is ahead of all
-the others that the claim names, does not hold if it is level with or behind one of them, and is undecided otherwise."""
+the others that the claim names, does not hold if it is level with or behind one of them, and is undecided otherwise. Where an
+order is of a number of points, the row is ahead if the difference is at least as large, and behind if it is not."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,15 @@ def judge(claim: Claim, order: Order, case: str, found: Sequence[Standing]) -> J
     by_name = {each.row.name: each for each in found}
     if (order.cases and case not in order.cases) or not {order.ahead, *order.behind} <= by_name.keys():
         return None
-    differences = tuple(difference(by_name[order.ahead], by_name[name]) for name in order.behind)
+    differences = tuple(difference(by_name[order.ahead], by_name[name], order.by) for name in order.behind)
     verdicts = {each.verdict for each in differences}
     if verdicts & {"behind", "level"}:
         return Judgement(order, case, "does not hold", differences)
     return Judgement(order, case, "undecided" if "undecided" in verdicts else "holds", differences)
 
 
-def difference(row: Standing, other: Standing) -> Difference:
-    """Compare two rows by the rule."""
+def difference(row: Standing, other: Standing, least: float | None = None) -> Difference:
+    """Compare two rows by the rule. `least`: the points by which the first must be ahead, if the order is of a number."""
     name = other.row.name
     if row.untrainable != other.untrainable and (row.runs or other.runs):
         if row.untrainable:
@@ -63,6 +64,9 @@ def difference(row: Standing, other: Standing) -> Difference:
         return Difference(name, "undecided", why=unknown(row, other))
     values = [row.by_seed[seed] - other.by_seed[seed] for seed in seeds]
     points, spread = fmean(values), stdev(values) if len(values) > 1 else None
+    if least is not None:
+        verdict = "ahead" if points >= least else "behind"
+        return Difference(name, verdict, points, spread, len(values), f"at least {least:g} points are claimed")
     return Difference(name, decide(points, spread, len(values)), points, spread, len(values))
 
 

@@ -174,6 +174,17 @@ def test_an_order_holds_only_if_the_row_is_ahead_of_all(claim: Claim, records: R
     assert judged(claim, [*nobody, *(run for run in runs if run.row == "Narrow")], 1) == ("does not hold", ["behind"])
 
 
+def test_an_order_of_a_number_of_points(claim: Claim, records: Records) -> None:
+    # With seed 1 alone, Pieces is one point ahead of Narrow: 1.0 is reached, 1.1 is not, whatever the margin of the rule.
+    one = [run for run in current(claim, records) if run.seed == 1]
+    for points, verdict in ((1.0, "holds"), (1.1, "does not hold")):
+        order = claim.orders[1].model_copy(update={"by": points})
+        found = judge(claim, order, "weak", standings(claim, one)["weak"])
+        assert found is not None
+        assert found.verdict == verdict
+        assert found.differences[0].points == pytest.approx(1.0)
+
+
 def test_times_are_those_of_candidates_that_have_trained(claim: Claim, records: Records) -> None:
     there = standings(claim, current(claim, records))["weak"]
     assert deadlines(there, "sd") == [90, 300]
