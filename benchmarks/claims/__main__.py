@@ -27,7 +27,7 @@ from benchmarks.claims.jobs import load, require_rows
 from benchmarks.claims.notes import ROOT
 from benchmarks.claims.records import DOCS
 from benchmarks.claims.runner import ENDED_BY_SIGNAL, Options, run
-from benchmarks.claims.status import STATES, ClaimStatus, status_of
+from benchmarks.claims.status import STATES, ClaimStatus, RowStatus, status_of
 from piecework.display import format_seconds
 from piecework.server_app.records import CheckpointError
 from piecework.server_app.signals import end_on_hangup
@@ -105,31 +105,40 @@ def do_run(claims: list[Claim], asked: argparse.Namespace) -> None:
 def do_status(claims: list[Claim], asked: argparse.Namespace) -> None:
     """Print what is missing."""
     found = [status_of(claim, asked.out.resolve()) for claim in claims]
-    hours, unknown = sum(each.hours for each in found), sum(each.unknown for each in found)
+    hours = sum(each.hours for each in found)
+    unknown, unevaluated = sum(each.unknown for each in found), sum(each.unevaluated for each in found)
     if asked.json:
-        print(json.dumps({"claims": [each.to_values() for each in found], "hours": hours, "unknown": unknown}))
+        values = [each.to_values() for each in found]
+        print(json.dumps({"claims": values, "hours": hours, "unknown": unknown, "unevaluated": unevaluated}))
         return
     for each in found:
         print("\n".join(lines_of(each)))
-    print(f"all: {left(hours, unknown)}{' (`run --first 2` times a round of each)' if unknown else ''}")
+    how = " (`run --first 2` times two rounds of each row)" if unknown else ""
+    print(f"all: {in_words(hours, unknown, unevaluated)}{how}")
 
 
 def lines_of(status: ClaimStatus) -> list[str]:
     """Return the status of a claim as lines of text."""
     width = max(len(row.row) for row in status.rows)
-    lines = [f"{status.claim}: {left(status.hours, status.unknown)}"]
+    lines = [f"{status.claim}: {left(status)}"]
     for row in status.rows:
         counts = ", ".join(f"{row.counts[state]} {state}" for state in STATES if row.counts[state])
-        lines.append(f"  {row.row:{width}s}  {counts:30s}  {left(row.hours, row.unknown)}")
+        lines.append(f"  {row.row:{width}s}  {counts:30s}  {left(row)}")
     return lines + [
         f"  of another definition, or with another rate than was found: {folder}" for folder in status.older
     ]
 
 
-def left(hours: float | None, unknown: int) -> str:
-    """Return in words how long something will take; `unknown` runs of it cannot be estimated yet."""
-    rest = f"{unknown} runs of unknown length" if unknown else ""
-    return rest if hours is None else f"{format_seconds(3600 * hours)} left" + (f", and {rest}" if rest else "")
+def left(status: ClaimStatus | RowStatus) -> str:
+    """Return in words how long a claim or a row will take, and what of it cannot be estimated yet."""
+    return in_words(status.hours, status.unknown, status.unevaluated)
+
+
+def in_words(hours: float | None, unknown: int, unevaluated: int) -> str:
+    """Return hours, the runs of unknown length, and those whose evaluations are not in the hours, in words."""
+    known = [] if hours is None else [f"{format_seconds(3600 * hours)} left"]
+    known += [f"without the evaluations of {unevaluated} runs"] if unevaluated else []
+    return ", ".join(known + ([f"{unknown} runs of unknown length"] if unknown else []))
 
 
 def do_collect(claims: list[Claim], asked: argparse.Namespace) -> None:

@@ -24,10 +24,10 @@ STATES: tuple[State, ...] = ("done", "running", "failed", "begun", "missing")
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a round without and with an evaluation, and of what a run does besides its rounds."""
+    """Seconds of a round without and with an evaluation (None: none was seen), and of what a run does besides its rounds."""
 
     plain: float
-    evaluated: float
+    evaluated: float | None
     beside: float = 0.0
 
 
@@ -42,8 +42,8 @@ class Seen:
 def pace_of(runs: Iterable[Seen]) -> Pace | None:
     """Return the pace of runs of one row, None without a round.
 
-    Each run's first round, which also traces the model, counts only where there is no other. Where no round was evaluated, or
-    every one was, the two kinds are taken to be equal.
+    Each run's first round, which also traces the model, counts only where there is no other. Where every round was evaluated,
+    the others are taken to be as long.
     """
     found = list(runs)
     later = [record for run in found for record in run.rounds[1:]] or [r for run in found for r in run.rounds]
@@ -52,24 +52,33 @@ def pace_of(runs: Iterable[Seen]) -> Pace | None:
     if not later:
         return None
     beside = [run.beside for run in found if run.beside is not None]
-    return Pace(fmean(plain or evaluated), fmean(evaluated or plain), fmean(beside) if beside else 0.0)
+    return Pace(fmean(plain or evaluated), fmean(evaluated) if evaluated else None, fmean(beside) if beside else 0.0)
 
 
 def seconds_left(settings: Settings, done: int, pace: Pace) -> float:
-    """Return the seconds that a run with these settings takes after its first `done` rounds."""
+    """Return the seconds that a run with these settings takes after its first `done` rounds.
+
+    Where no evaluation was seen, rounds with one are counted as others.
+    """
     to_come = range(done + 1, settings.num_rounds + 1)
     due = sum(map(settings.evaluation_due, to_come))
-    return (len(to_come) - due) * pace.plain + due * pace.evaluated + pace.beside
+    evaluated = pace.plain if pace.evaluated is None else pace.evaluated
+    return (len(to_come) - due) * pace.plain + due * evaluated + pace.beside
 
 
 @dataclass
 class RowStatus:
-    """The runs of a row by their states, those of its searches too. `hours` are None where no round was seen yet."""
+    """The runs of a row by their states, those of its searches too. `hours` are None where no round was seen yet.
+
+    `unknown` are the runs of which nothing says how long they take, `unevaluated` those of which nothing says how long an
+    evaluation does, so that it is not in the hours.
+    """
 
     row: str
     counts: dict[State, int]
     hours: float | None
-    unknown: int  # runs of which nothing says how long they take
+    unknown: int
+    unevaluated: int
 
 
 @dataclass
@@ -87,12 +96,17 @@ class ClaimStatus:
 
     @property
     def unknown(self) -> int:
-        """Runs of which nothing says how long they take."""
+        """How many runs are of unknown length."""
         return sum(row.unknown for row in self.rows)
+
+    @property
+    def unevaluated(self) -> int:
+        """For how many runs evaluations are not in the hours."""
+        return sum(row.unevaluated for row in self.rows)
 
     def to_values(self) -> dict[str, Any]:
         """Return the status as JSON values."""
-        return {**asdict(self), "hours": self.hours, "unknown": self.unknown}
+        return {**asdict(self), "hours": self.hours, "unknown": self.unknown, "unevaluated": self.unevaluated}
 
 
 class Watch:
@@ -155,7 +169,7 @@ def row_status(watch: Watch, row: Row) -> RowStatus:
     """Return the status of a row's runs."""
     runs = [job for place, jobs in watch.searched.items() if place[1] == row.name for job in jobs]
     runs += [most_advanced(watch, jobs) for want, jobs in watch.wanted.items() if want.row == row.name]
-    counts, seconds, unknown = dict.fromkeys(STATES, 0), 0.0, 0
+    counts, seconds, unknown, unevaluated = dict.fromkeys(STATES, 0), 0.0, 0, 0
     for job in runs:
         state = state_of(job.folder(watch.out))
         counts[state] += 1
@@ -163,10 +177,11 @@ def row_status(watch: Watch, row: Row) -> RowStatus:
             continue
         pace = watch.pace(job)
         unknown += pace is None
+        unevaluated += pace is not None and pace.evaluated is None
         done = RunDir(job.folder(watch.out)).last_complete_round()
         seconds += 0.0 if pace is None else seconds_left(Settings.from_run_config(job.settings), done, pace)
     timed = counts["running"] + counts["begun"] + counts["missing"] > unknown
-    return RowStatus(row.name, counts, seconds / 3600 if timed or not unknown else None, unknown)
+    return RowStatus(row.name, counts, seconds / 3600 if timed or not unknown else None, unknown, unevaluated)
 
 
 def most_advanced(watch: Watch, jobs: Sequence[Job]) -> Job:

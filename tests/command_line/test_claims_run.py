@@ -261,7 +261,7 @@ def test_jobs_run_at_once_and_end_with_the_harness(harness: Harness, monkeypatch
     ]
 
 
-ROUNDS = 30
+ROUNDS = 16
 REAL = """
 import sys
 from pathlib import Path

@@ -33,7 +33,7 @@ def test_the_pace_of_rounds_with_and_without_an_evaluation() -> None:
     run = seen((9.0, None), (2.0, None), (4.0, None), (5.0, 0.5), (7.0, 0.6), beside=8.0)
     assert pace_of([run]) == Pace(3.0, 6.0, 8.0)
     assert pace_of([run, seen((30.0, None), (6.0, None), beside=10.0)]) == Pace(4.0, 6.0, 9.0)
-    assert pace_of([seen((9.0, None))]) == Pace(9.0, 9.0, 0.0)
+    assert pace_of([seen((9.0, None))]) == Pace(9.0, None, 0.0)
     assert pace_of([seen((9.0, 0.1), (5.0, 0.2))]) == Pace(5.0, 5.0, 0.0)
     assert pace_of([seen()]) is None
 
@@ -44,6 +44,15 @@ def test_the_seconds_that_are_left() -> None:
     assert seconds_left(settings, 3, Pace(2.0, 5.0, 7.0)) == 4 * 2 + 3 * 5 + 7
     assert seconds_left(settings, 0, Pace(2.0, 5.0)) == 7 * 2 + 3 * 5
     assert seconds_left(settings, 10, Pace(2.0, 5.0, 7.0)) == 7
+    assert seconds_left(settings, 3, Pace(2.0, None, 7.0)) == 7 * 2 + 7
+
+
+def test_runs_whose_evaluations_are_not_in_the_hours(claim: Claim, tmp_path: Path) -> None:
+    job = jobs.job_of(claim, Wanted("weak", "bound", 1, None), None)
+    finish(leave(claim, tmp_path, job, 2, 4.0, ""), [None, None], 4.0, "")
+    found = status_of(claim, tmp_path)
+    assert (found.rows[1].unevaluated, found.unevaluated) == (2, 2)
+    assert command.left(found.rows[1]) == "56 s left, without the evaluations of 2 runs"
 
 
 def leave(claim: Claim, out: Path, job: Job, rounds: int, seconds: float, status: str, failed: str = "") -> Path:
@@ -123,9 +132,11 @@ def test_the_command_says_what_is_left(
     monkeypatch.setattr(command, "load", lambda name: jobs.load(name, tmp_path))
     leave(claim, tmp_path, jobs.job_of(claim, Wanted("weak", "bound", 1, None), None), 8, 450.0, "completed")
     lines = said("tiny").splitlines()
-    assert lines[0] == "tiny: 1 h 0 min left, and 13 runs of unknown length"
+    assert lines[0] == "tiny: 1 h 0 min left, 13 runs of unknown length"
     assert " ".join(lines[2].split()) == "bound 1 done, 1 missing 1 h 0 min left"
-    assert lines[-1].startswith("all: 1 h 0 min left, and 13 runs of unknown length (`run --first 2` times")
+    assert lines[-1].startswith(
+        "all: 1 h 0 min left, 13 runs of unknown length (`run --first 2` times two rounds of each row)"
+    )
     found = json.loads(said("--json"))
     assert (found["hours"], found["unknown"]) == (pytest.approx((3600 + 3) / 3600), 13)
     assert found["claims"][0]["rows"][1]["counts"] == {"done": 1, "running": 0, "failed": 0, "begun": 0, "missing": 1}
