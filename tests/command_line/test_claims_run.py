@@ -218,6 +218,18 @@ def test_when_the_hours_are_over_nothing_is_started(harness: Harness) -> None:
     assert harness.said == ["the -1 hours are over; `status` says what is missing"]
 
 
+def test_when_the_hours_are_over_what_runs_is_stopped(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, clock = Process(None), iter([0.0, 0.0, 3601.0, 3601.0])
+    monkeypatch.setattr(runner, "spawn", lambda words, log: process)
+    monkeypatch.setattr(runner.time, "monotonic", lambda: next(clock))
+    assert harness.run(hours=1.0) == [IN_ORDER[0]]
+    assert process.signals == [signal.SIGTERM]
+    assert harness.said[1:] == [
+        f"{IN_ORDER[0]} was stopped after round 0, because the 1 hours are over; `run` goes on with it",
+        "the 1 hours are over; `status` says what is missing",
+    ]
+
+
 def test_a_round_of_each_row_is_timed(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     started = list[Process]()
 
