@@ -109,7 +109,7 @@ def run_record(claim: Claim, folder: Path, note: Note) -> RunRecord:
             **_costs(rounds),
             "seconds": display.how_it_ended(run_dir, rounds)[2],
             "simulated": {storage: sum(each[storage] for each in of_rounds) for storage in STORAGE},
-            "models": None,
+            "models": of_several(final),
             "curve": thinned(curve(rounds, found, of_rounds)),
         }
     return RunRecord(**values)
@@ -133,6 +133,16 @@ def _of_the_model(rounds: Sequence[Record], final: Record | None) -> dict[str, f
         "adversarial": withstood.get("adversarial_accuracy"),
         "autoattack": withstood.get("autoattack_accuracy"),
     }
+
+
+def of_several(final: Record | None) -> dict[str, float] | None:
+    """Return the accuracies of the models that device classes deploy: the mean over the clients, and the worst."""
+    found = list(((final or {}).get("models") or {}).values())
+    clients = sum(model["clients"] for model in found)
+    if not clients:
+        return None
+    mean = sum(model["accuracy"] * model["clients"] for model in found) / clients
+    return {"mean": mean, "worst": min(model["accuracy"] for model in found)}
 
 
 def _costs(rounds: Sequence[Record]) -> dict[str, Any]:

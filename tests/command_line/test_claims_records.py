@@ -15,7 +15,7 @@ from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Wanted
 from benchmarks.claims.notes import Note
 from benchmarks.claims.records import Records
-from benchmarks.claims.results import evaluations, found_rate, run_record, search_record
+from benchmarks.claims.results import evaluations, found_rate, of_several, run_record, search_record
 
 WEAK = ("weak", "FeDepth")
 
@@ -180,3 +180,11 @@ def test_the_command_collects(
     monkeypatch.setattr(sys, "argv", ["claims", "collect", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"no folder in it is that of a claim \(tiny\)"):
         command.main()
+
+
+def test_accuraciesof_several_models_by_hand() -> None:
+    # (3 * 0.5 + 1 * 0.9) / 4 = 0.6
+    models = {"x 0.5": {"accuracy": 0.5, "clients": 3}, "x 1": {"accuracy": 0.9, "clients": 1}}
+    assert of_several({"models": models}) == pytest.approx({"mean": 0.6, "worst": 0.5})
+    assert of_several({"accuracy": 0.9}) is None
+    assert of_several(None) is None
