@@ -29,8 +29,8 @@ class RunRecord:
     (PGD) and `autoattack` are those of the trained model. `participation` is ok / asked, over all tasks of clients. Bytes are
     of training messages, `flops` of clients' training. `simulated` has the seconds on the emulated devices by storage
     (storage.STORAGE), `seconds` are those that the run took. `models`: the mean over the clients and the worst of the
-    accuracies of the models that their devices deploy; None where all have the same one. `curve` has a row for each of up to POINTS evaluations: round,
-    megabytes sent so far, simulated seconds so far on sd, emmc and nvme, accuracy by the measure.
+    accuracies of the models that their devices deploy; None where all have the same one. `curve` has a row for each of up to
+    POINTS evaluations: round, megabytes sent so far, simulated seconds so far on sd, emmc and nvme, accuracy by the measure.
     """
 
     case: str
