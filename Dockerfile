@@ -26,6 +26,7 @@ sys.exit(cuda and f'TORCH gave a build for CUDA {cuda}: name a CPU build by the 
 # An editable install is a pointer to /app, so the sources come in last and a change of theirs installs nothing again.
 WORKDIR /app
 COPY pyproject.toml LICENSE ./
+COPY deploy/piecework-health deploy/
 RUN mkdir piecework conf && touch README.md piecework/__init__.py \
  && pip --python /opt/piecework/bin/python install ${PIP_OPTIONS} --editable . \
  && rm -rf /app/*
@@ -38,6 +39,8 @@ RUN cd /opt/piecework/lib/python3*/site-packages \
 
 FROM ${BASE}
 COPY --from=dependencies /opt/piecework /opt/piecework
+# Health checks run both; Debian's ca-certificates brings openssl.
+RUN command -v bash && command -v openssl || { echo "BASE has no bash or no openssl: install them there" >&2; exit 1; }
 # Any user of group 0 may write where this one may: certificates readable by their owner alone need `--user OWNER:0`.
 RUN useradd --uid 10001 --gid 0 --home-dir /tmp piecework \
  && mkdir /state /store /runs /data /certs \

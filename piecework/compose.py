@@ -19,6 +19,7 @@ from piecework.training.settings import Settings, SettingsError
 from piecework.training.setup import blueprint_of_shape
 
 CPUS = 1.0  # if the profile has no figure
+AUTHORITY = "/certs/ca.crt"  # in the containers
 FLOOR = "360MB"  # of a client, before it trains: docs/containers.md has the measurement
 NAME = re.compile(r"[\w .()+-]+")  # of a device, as it can stand in a node-config inside YAML
 
@@ -150,7 +151,7 @@ TLS_CLIENT = """
 
 HEALTH = """\
     healthcheck:
-      test: ["CMD", "python", "-c", {probe}]
+      test: {words}
       interval: 10s
       timeout: 10s
       retries: 3
@@ -265,12 +266,12 @@ def compose_file(clients: list[Place], data: str, command: str) -> str:
     what = "A federation in containers, each client with its device's memory as the kernel's limit."
     folder = source("PIECEWORK_EXPORT", data)
     text = HEAD.format(what=what, command=commented(command)) + "\n"
-    text += BASE.format(server_data=json.dumps(f"{folder}/server"), superlink_health=health("http://127.0.0.1:8000"))
+    text += BASE.format(server_data=json.dumps(f"{folder}/server"), superlink_health=health(8000))
     for client in clients:
         text += CLIENT.format(
             i=client.number,
             node_config=shlex.quote(client.node_config),
-            node_health=health("http://127.0.0.1:9094"),
+            node_health=health(9094),
             about=client.about,
             limit=client.limit_bytes,
             cpus=client.cpus,
@@ -288,7 +289,7 @@ def tls_overlay(clients: list[Place], certs: str, command: str) -> str:
     text = HEAD.format(what=what, command=commented(command)) + "\n"
     text += TLS.format(
         superlink_files=files(certs, "ca.crt", "server.crt", "server.key", "executor.secret"),
-        superlink_health=health("https://localhost:8000"),
+        superlink_health=health(8000, AUTHORITY),
         server_files=files(certs, "ca.crt", "executor.secret"),
         cli_files=files(certs, "ca.crt", *public, flat=False),
     )
@@ -299,7 +300,7 @@ def tls_overlay(clients: list[Place], certs: str, command: str) -> str:
             i=i,
             node_config=shlex.quote(client.node_config),
             node_files=files(certs, "ca.crt", *own),
-            node_health=health("https://localhost:9094"),
+            node_health=health(9094, AUTHORITY),
             client_files=files(certs, "ca.crt", f"nodes/node-{i}.secret"),
         )
     return text
@@ -326,10 +327,8 @@ def files(certs: str, *names: str, flat: bool = True) -> str:
     )
 
 
-def health(address: str) -> str:
-    """Return a health check in Python, because Python images have neither curl nor wget."""
-    context = "c = None"
-    if address.startswith("https"):
-        context = "import ssl; c = ssl.create_default_context(cafile='/certs/ca.crt')"
-    probe = f"import urllib.request as r; {context}; r.urlopen('{address}/health', timeout=5, context=c)"
-    return HEALTH.format(probe=json.dumps(probe))
+def health(port: int, authority: str = "") -> str:
+    """Return the health check of a SuperLink or SuperNode, by TLS if there is an authority; deploy/piecework-health is run."""
+    return HEALTH.format(
+        words=json.dumps(["CMD", "piecework-health", str(port), "5", *([authority] if authority else [])])
+    )

@@ -122,11 +122,14 @@ def test_the_commands_of_the_page_are_taken() -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
 def test_systemd_takes_the_files(tmp_path: Path) -> None:
-    for name in NAMES:
-        text = (UNITS / f"{name}.service").read_text(encoding="utf-8")
-        here = text.replace("/opt/piecework/bin/flower-", f"{Path(sys.executable).parent}/flower-")
-        (tmp_path / f"{name}.service").write_text(here, encoding="utf-8")
-    files = [str(tmp_path / f"{name}.service") for name in NAMES]
+    installed = {"flower-": f"{Path(sys.executable).parent}/flower-", "piecework-": f"{ROOT}/deploy/piecework-"}
+    files = [str(tmp_path / file.name) for file in UNITS.iterdir() if file.suffix in (".service", ".timer")]
+    assert len(files) == len(NAMES) + 4
+    for file in files:
+        text = (UNITS / Path(file).name).read_text(encoding="utf-8")
+        for program, here in installed.items():
+            text = text.replace(f"/opt/piecework/bin/{program}", here)
+        Path(file).write_text(text, encoding="utf-8")
     done = subprocess.run(["systemd-analyze", "verify", *files], capture_output=True, text=True, check=False)
     told = [line for line in done.stderr.splitlines() if "piecework" in line]
     assert (done.returncode, told) == (0, [])
