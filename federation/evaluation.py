@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,19 +66,25 @@ class Evaluator:
 
     def __call__(self, arrays: ArrayRecord, atoms: Piece | None = None, head: str = "head") -> Evaluation:
         """Evaluate the whole model, or `atoms` with a head unit (`head`, `aux.<i>`), in batches of a fixed size and order."""
+        found = self.clean(arrays, atoms, head)
+        if self.attack is None or not self.attacked:
+            return found
+        assert self._model is not None
+        with at_full_speed():
+            withstood, attacked = self._withstood(self._model, self.attack)
+        return replace(found, adversarial_accuracy=withstood / attacked, attacked=attacked)
+
+    def clean(self, arrays: ArrayRecord, atoms: Piece | None = None, head: str = "head") -> Evaluation:
+        """Evaluate as `__call__`, but without an attack."""
         model = self._filled(arrays, atoms, head)
         loss, correct, seen = 0.0, 0, 0
-        with at_full_speed():
-            with torch.no_grad():
-                for z, y in self._batches(np.arange(len(self.data.test_labels))):
-                    logits = model.logits(z)
-                    loss += float(classification_loss(logits, y, "sum"))
-                    correct += int((predictions(logits) == y).sum())
-                    seen += len(y)
-            if self.attack is None or not self.attacked:
-                return Evaluation(loss / seen, correct / seen)
-            withstood, attacked = self._withstood(model, self.attack)
-        return Evaluation(loss / seen, correct / seen, withstood / attacked, attacked)
+        with at_full_speed(), torch.no_grad():
+            for z, y in self._batches(np.arange(len(self.data.test_labels))):
+                logits = model.logits(z)
+                loss += float(classification_loss(logits, y, "sum"))
+                correct += int((predictions(logits) == y).sum())
+                seen += len(y)
+        return Evaluation(loss / seen, correct / seen)
 
     def autoattack(
         self, arrays: ArrayRecord, images: int, epsilon: float, atoms: Piece | None = None, head: str = "head"

@@ -6,7 +6,7 @@ also part of the report.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from piecework.planning.coverage import consecutive
 from piecework.read_records import read_summary
 from piecework.server_app.failures import excluded_classes, failure_text, failures
 from piecework.server_app.records import RunDir
-from piecework.server_app.summary import best_round
+from piecework.server_app.summary import best_round, worst_and_mean
 
 Record = dict[str, Any]
 BATCH_NORMS = {
@@ -40,6 +40,7 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
         *((key, str(summary[key])) for key in ("status", "rounds")),
         (accuracy_name(rounds), f"{evaluated[-1]:.2%} ({best_text(rounds, final)})" if evaluated else "-"),
         *under_attack_rows(final),
+        *device_model_rows(summary.get("models", {})),
         *batch_norm_rows(rounds, ("batch",)),
         ("clients", ", ".join(f"{key} {summary.get(f'clients_{key}', 0)}" for key in COUNTS)),
         *(("failed", failure_text(row)) for row in failures(rounds)),
@@ -54,6 +55,16 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
     for text in excluded_classes(rounds).values():
         table.add_row(Text("excluded", style="dim"), Text(text, style="bold"))
     return table
+
+
+def device_model_rows(models: Mapping[str, Record]) -> list[tuple[str, str]]:
+    """Return a row with the worst and the mean accuracy of the models that devices deploy, and one for each model."""
+    if not models:
+        return []
+    found, clients = worst_and_mean(models), sum(each["clients"] for each in models.values())
+    rows = [(name, f"{percent(each['accuracy'])} on {each['clients']} clients") for name, each in models.items()]
+    says = f"worst {percent(found['worst'])}, mean over {clients} clients {percent(found['mean'])}"
+    return [("devices' models", says), *rows]
 
 
 def batch_norm_rows(rounds: Sequence[Record], shown: Iterable[str] = BATCH_NORMS) -> list[tuple[str, str]]:

@@ -92,7 +92,16 @@ class _WithRate(_Round):
     lr_schedule: str
 
 
-class _Summary(_Row):
+class _Model(_Row):
+    accuracy: Share
+    clients: Annotated[int, Field(ge=1, lt=2**63)]
+
+
+class _Models(_Row):
+    models: dict[str, _Model] = {}
+
+
+class _Summary(_Models):
     status: str
     reason: str
     rounds: Number
@@ -144,6 +153,13 @@ def read_final(run_dir: RunDir) -> Record | None:
     found = run_dir.final()
     attacked = found is not None and found.get("adversarial_accuracy") is not None
     return _required(_FinalUnderAttack if attacked else _Final, found, run_dir, "final.json")
+
+
+def read_models(run_dir: RunDir) -> dict[str, Record]:
+    """Return the evaluation of the models that devices deploy, by name. Raises CheckpointError."""
+    found = run_dir.models()
+    _require(_Models, {"models": found}, str(run_dir.path / "models.json"))
+    return found
 
 
 def read_coverage(run_dir: RunDir) -> Record | None:

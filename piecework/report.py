@@ -27,7 +27,7 @@ from piecework.page import (
 from piecework.planning.coverage import consecutive
 from piecework.prism_report import has_kernels, kernel_section
 from piecework.profl_report import is_progressive, movement_section
-from piecework.read_records import read_coverage, read_final, read_rounds, with_details
+from piecework.read_records import read_coverage, read_final, read_models, read_rounds, with_details
 from piecework.robust_report import cascade_sections, final_section, is_adversarial, is_cascade, robust_curves
 from piecework.server_app.failures import excluded_classes, failures
 from piecework.server_app.records import RunDir, write_atomically
@@ -53,7 +53,7 @@ def _content(run_dir: RunDir) -> str:
         f'<h1>{escape(run_dir.path.name)} <small class="{escape(status)}">{escape(status)}</small></h1>',
         f"<pre>{escape(reason)}</pre>" if reason else "",
         *(f"<p><strong>{escape(text)}</strong></p>" for text in excluded_classes(rounds).values()),
-        table(overview(settings, rounds, read_final(run_dir), seconds)),
+        table(overview(settings, rounds, read_final(run_dir), read_models(run_dir), seconds)),
         sections_html(found),
         "<h2>Settings</h2><details><summary>all settings of the run</summary>",
         table((key, str(value)) for key, value in settings.items()),
@@ -62,7 +62,9 @@ def _content(run_dir: RunDir) -> str:
     return "\n".join(parts)
 
 
-def overview(settings: Record, rounds: Sequence[Record], final: Record | None, seconds: float) -> list[tuple[str, str]]:
+def overview(
+    settings: Record, rounds: Sequence[Record], final: Record | None, models: Record, seconds: float
+) -> list[tuple[str, str]]:
     """Return the run in a few rows."""
     evaluated, total = display.accuracies(rounds, final), display.totals(rounds)
     peak = percent(peak_over_budget(rounds)) if display.is_enforced(rounds) else "not enforced"
@@ -82,6 +84,7 @@ def overview(settings: Record, rounds: Sequence[Record], final: Record | None, s
             else "-",
         ),
         *((name[0].upper() + name[1:], value) for name, value in display.under_attack_rows(final)),
+        *((name[0].upper() + name[1:], value) for name, value in display.device_model_rows(models)),
         *((name[0].upper() + name[1:], value) for name, value in display.batch_norm_rows(rounds)),
         *([("Learning rate", plan)] if (plan := rate_plan(rounds)) else []),
         ("Requests", f"{total['asked']} clients asked, {total['answered']} answered, {total['failed']} failed"),

@@ -168,7 +168,14 @@ class RunDir:
 
     def withdraw_results(self) -> None:
         """Delete the result files that the run, new or resumed, will write later."""
-        for name in ("summary.json", "final.json", "model.safetensors", "report.html", "coverage.json"):
+        for name in (
+            "summary.json",
+            "final.json",
+            "models.json",
+            "model.safetensors",
+            "report.html",
+            "coverage.json",
+        ):
             (self.path / name).unlink(missing_ok=True)
 
     def write_final(self, evaluation: Mapping[str, object]) -> None:
@@ -178,6 +185,14 @@ class RunDir:
     def final(self) -> dict[str, Any] | None:
         """Return the evaluation of the trained model, or None if there is none. Raises CheckpointError."""
         return _read_object(self.path / "final.json")
+
+    def write_models(self, models: Mapping[str, object]) -> None:
+        """Write `models.json`: the evaluation of the models that devices deploy."""
+        self._write("models.json", json.dumps(models, indent=2))
+
+    def models(self) -> dict[str, Any]:
+        """Return the evaluation of the models that devices deploy, by name; empty without any. Raises CheckpointError."""
+        return _read_object(self.path / "models.json") or {}
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write `summary.json`: how the run ended."""

@@ -21,6 +21,7 @@ from piecework.federation.transport import Transport
 from piecework.models.init_weights import account, pretrained
 from piecework.models.partition import Piece
 from piecework.planning.now import doing
+from piecework.server_app.device_models import evaluate_device_models
 from piecework.server_app.model_description import described
 from piecework.server_app.preflight import preflight
 from piecework.server_app.rates import require_rates
@@ -166,6 +167,8 @@ class Run:
                 f"{settings.norms}): "
                 f"{strategy.dispatcher.why_unanswered()}"
             )
+        if not strategy.personal:
+            self._evaluate_device_models(arrays, (atoms, head))
         arrays = self.served.complete(arrays)
         self.run_dir.save_model(
             arrays,
@@ -189,6 +192,21 @@ class Run:
             self.run_dir.write_final(found | strategy.evaluation_details)
         for folder in Path(strategy.experiment.state_dir).glob(f"{self.values['experiment-id']}/*/features"):
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _evaluate_device_models(self, arrays: ArrayRecord, model: tuple[Piece, str]) -> None:
+        """Evaluate the models that devices deploy, if there are any but the served one, and write the result."""
+        doing("evaluating the models that devices deploy")
+        last = self.values["round"]
+        found = evaluate_device_models(
+            self.served,
+            last,
+            arrays,
+            model,
+            self.evaluate,
+            lambda served: self._ask_to_measure(served, last, arrays, model, last=False),
+        )
+        if found:
+            self.run_dir.write_models(found)
 
     def one_round(self, server_round: int) -> RoundRecord:
         """Query clients, train, aggregate, evaluate and record; then let the strategy conclude the round, e.g. end a stage."""
@@ -269,15 +287,21 @@ class Run:
         """
         if self.served.is_of(arrays, *model) and not (again and self.served.statistics):
             return None, 0
-        messages = self.served.configure(server_round, arrays, model, self.grid, last=last)
+        self._ask_to_measure(self.served, server_round, arrays, model, last=last)
+        return self.strategy.dispatcher.account(), self.strategy.dispatcher.bytes()
+
+    def _ask_to_measure(
+        self, served: ServedModel, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str], *, last: bool
+    ) -> None:
+        """Have clients measure the batch norms of a model."""
+        messages = served.configure(server_round, arrays, model, self.grid, last=last)
         self._deliver(server_round)
-        if not self.served.aggregate(server_round, self.transport.exchange(server_round, messages)):
+        if not served.aggregate(server_round, self.transport.exchange(server_round, messages)):
             LOG.warning(
                 "round %s: no client measured the batch norms of the model, which is not evaluated: %s",
                 server_round,
                 self.strategy.dispatcher.why_unanswered(),
             )
-        return self.strategy.dispatcher.account(), self.strategy.dispatcher.bytes()
 
     def _assemble(self) -> list[dict[str, Any]]:
         """Wait for enough idle clients, at most `messages.node-timeout` seconds, and return the late replies."""

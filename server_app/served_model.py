@@ -36,6 +36,7 @@ from piecework.models.static_norms import has_batch_norms, is_statistic, with_st
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
 from piecework.strategies.base import PieceStrategy
+from piecework.strategies.serving import DeviceModel
 from piecework.training.messages import Task
 from piecework.training.settings import learning_rate
 
@@ -44,10 +45,10 @@ KEPT = "served/"  # prefix of the names of statistics in a checkpoint
 
 
 class ServedModel:
-    """The strategy's model as it is evaluated and saved: with `statistics`, if clients measure those of its batch norms."""
+    """The strategy's model as it is evaluated and saved, or a device's: with the `statistics` of batch norms, if measured."""
 
-    def __init__(self, strategy: PieceStrategy) -> None:
-        self.strategy = strategy
+    def __init__(self, strategy: PieceStrategy, model: DeviceModel | None = None) -> None:
+        self.strategy, self.serving = strategy, model or strategy.serving
         self.statistics = ArrayRecord()
         self._of: tuple[ArrayRecord, Piece, str] | None = None
         self._weights: tuple[ArrayRecord, ArrayRecord] | None = None  # of the trained arrays, the served ones
@@ -70,12 +71,12 @@ class ServedModel:
     @property
     def variant(self) -> Variant:
         """The variant of the run's model that is evaluated."""
-        return replace(self.strategy.serving.variant, statistics=self.measured)
+        return replace(self.serving.variant, statistics=self.measured)
 
     @property
     def blueprint(self) -> Blueprint:
         """The blueprint of the model that is evaluated."""
-        strategy, variant = self.strategy, self.strategy.serving.variant
+        strategy, variant = self.strategy, self.serving.variant
         if variant not in self._blueprints:
             trained = variant == strategy.policy.variant
             plain = strategy.blueprint if trained else vary(strategy.policy.blueprint, variant)
@@ -90,7 +91,7 @@ class ServedModel:
     def weights(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the arrays that the strategy serves for a trained model, composed once for each model."""
         if self._weights is None or not is_same(self._weights[0], arrays):
-            self._weights = arrays, self.strategy.serving.arrays(arrays)
+            self._weights = arrays, self.serving.arrays(arrays)
         return self._weights[1]
 
     def is_of(self, arrays: ArrayRecord, atoms: Piece, head: str) -> bool:

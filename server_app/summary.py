@@ -1,6 +1,6 @@
 """Summaries of a round and of a run from its records, in figures and in words."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -108,6 +108,15 @@ def best_round(rounds: Iterable[dict[str, Any]], final: dict[str, Any] | None = 
     return max(evaluated, key=itemgetter("accuracy"), default=None)
 
 
+def worst_and_mean(models: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the `worst` and the `mean` accuracy of devices' models, the mean over clients; an empty one without models."""
+    if not models:
+        return {}
+    total = sum(each["clients"] for each in models.values())
+    mean = sum(each["accuracy"] * each["clients"] for each in models.values()) / total
+    return {"worst": min(each["accuracy"] for each in models.values()), "mean": mean}
+
+
 def peak_over_budget(rounds: Sequence[dict[str, Any]]) -> float | None:
     """Return the largest measured peak as a fraction of its budget: of a client that trained, or of any that evaluated.
 
@@ -147,6 +156,7 @@ def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict
         "last_complete_round": run_dir.last_complete_round(),
         "accuracy": final.get("accuracy", evaluated[-1] if evaluated else None),
         **robust,
+        "models": run_dir.models(),
         "best_accuracy": best.get("accuracy"),
         "best_round": best.get("round"),
         "clients_asked": sum(record["asked"] for record in rounds),

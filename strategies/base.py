@@ -60,7 +60,7 @@ class PieceStrategy(Strategy):
 
     Five helpers do the work that all strategies share. `resources` knows the clients' memory, speed and examples. `cohort`
     draws the clients of a round. `gate` checks their updates before they enter the model. `evaluation` has clients evaluate it.
-    `serving` makes the model that is evaluated and saved.
+    `serving` makes the model that is evaluated and saved, and those that devices deploy.
     """
 
     name: ClassVar[str]

@@ -14,10 +14,10 @@ from benchmarks.claims.records import RunRecord, SearchRecord, thinned
 from benchmarks.claims.storage import STORAGE, Devices, seconds_of_rounds
 from piecework import display
 from piecework.device_profiles.fleet import load_fleet
-from piecework.read_records import Record, read_final, read_rounds, with_details
+from piecework.read_records import Record, read_final, read_models, read_rounds, with_details
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import COMPLETED
-from piecework.server_app.summary import peak_over_budget
+from piecework.server_app.summary import peak_over_budget, worst_and_mean
 from piecework.training.settings import Settings, SettingsError
 
 Evaluations = list[tuple[int, float]]  # round, accuracy
@@ -109,7 +109,7 @@ def run_record(claim: Claim, folder: Path, note: Note) -> RunRecord:
             **_costs(rounds),
             "seconds": display.how_it_ended(run_dir, rounds)[2],
             "simulated": {storage: sum(each[storage] for each in of_rounds) for storage in STORAGE},
-            "models": of_several(final),
+            "models": worst_and_mean(read_models(run_dir)) or None,
             "curve": thinned(curve(rounds, found, of_rounds)),
         }
     return RunRecord(**values)
@@ -133,16 +133,6 @@ def _of_the_model(rounds: Sequence[Record], final: Record | None) -> dict[str, f
         "adversarial": withstood.get("adversarial_accuracy"),
         "autoattack": withstood.get("autoattack_accuracy"),
     }
-
-
-def of_several(final: Record | None) -> dict[str, float] | None:
-    """Return the accuracies of the models that device classes deploy: the mean over the clients, and the worst."""
-    found = list(((final or {}).get("models") or {}).values())
-    clients = sum(model["clients"] for model in found)
-    if not clients:
-        return None
-    mean = sum(model["accuracy"] * model["clients"] for model in found) / clients
-    return {"mean": mean, "worst": min(model["accuracy"] for model in found)}
 
 
 def _costs(rounds: Sequence[Record]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ Ours: the blocks are those of ProFL (runs of equal channels), so that both are c
 client has trained yet are not part of the prediction.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -42,6 +43,7 @@ from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.client_evaluation import EvaluationAsTrained
+from piecework.strategies.serving import DeviceModel, Serving
 from piecework.strategies.state import Experiment, StrategyState
 from piecework.training.messages import Task
 from piecework.training.settings import Settings
@@ -107,6 +109,23 @@ class DepthFLState(StrategyState):
     deepest: int = 0
 
 
+class DepthFLServing(Serving):
+    """Serves the blocks that any client has trained, with their exits. A device deploys those that it trains itself."""
+
+    strategy: "DepthFL"
+
+    def device_models(self, server_round: int) -> list[DeviceModel]:
+        """Return the blocks of each depth that a device trains, which predict by the mean of their exits' logits."""
+        policy, deepest = self.strategy.policy, self.strategy.state.deepest
+        counts = Counter(min(policy.deepest(state.allowed_bytes), deepest) for state in self.device_states())
+        models = []
+        for depth in sorted(counts.keys() - {0}, reverse=True):
+            item = policy.depth(depth)
+            part, name = (item.atoms, item.head), policy.part(item).name
+            models.append(DeviceModel(name, counts[depth], self.variant, self.arrays, part))
+        return models
+
+
 class DepthFL(PieceStrategy):
     """Clients train models of different depths, each with a classifier after every block."""
 
@@ -114,6 +133,7 @@ class DepthFL(PieceStrategy):
     policy_class = DepthFLPolicy
     evaluation_class = EvaluationAsTrained
     policy: DepthFLPolicy
+    serving_class = DepthFLServing
     measures = False
     state_class = DepthFLState
     state: DepthFLState

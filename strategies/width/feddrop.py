@@ -11,6 +11,7 @@ classes. Channels are rounded down, as in the code of FedProphet's authors. As i
 the fraction of their inputs that is kept (`heterofl.scaler`).
 """
 
+from piecework.strategies.serving import Serving
 from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
 
 
@@ -28,3 +29,4 @@ class FedDrop(HeteroFL):
     name = "feddrop"
     policy_class = FedDropPolicy
     channels = "random"
+    serving_class = Serving

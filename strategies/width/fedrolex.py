@@ -13,6 +13,7 @@ here, because it depends on the order of the clients and fades as c grows.
 """
 
 from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
+from piecework.strategies.width.serving import RollingServing
 
 
 class FedRolexPolicy(HeteroFLPolicy):
@@ -27,3 +28,4 @@ class FedRolex(HeteroFL):
     name = "fedrolex"
     policy_class = FedRolexPolicy
     channels = "rolling"
+    serving_class = RollingServing

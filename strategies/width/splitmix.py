@@ -12,9 +12,10 @@ Ours: the Scaler is part of the model, so it is also active in evaluation. In th
 where batch norms follow it.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from flwr.app import ArrayRecord
@@ -29,6 +30,7 @@ from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.planning.partition_policy import PartitionPolicy, Stage
 from piecework.strategies.base import PieceStrategy
+from piecework.strategies.serving import DeviceModel, Serving
 from piecework.strategies.state import Experiment
 from piecework.training.messages import Task
 from piecework.training.randomness import generator
@@ -76,8 +78,7 @@ class SplitMixPolicy(PartitionPolicy):
     def plain_part(self, item: WorkItem) -> Part:
         """Return the base nets of a work item."""
         count = len(item.variant.nets)
-        name = f"{count} base nets" if count > 1 else "a base net"
-        return Part(self.mixes[count - 1], item.atoms, make_loss=mixed_loss, name=name)
+        return Part(self.mixes[count - 1], item.atoms, make_loss=mixed_loss, name=counted(count))
 
     def nets(self, allowed: int) -> int:
         """Return how many base nets fit into `allowed` bytes; 1 if none does."""
@@ -103,12 +104,39 @@ class SplitMixPolicy(PartitionPolicy):
         return [self.within(self.mix(range(self.nets_of(state))), state)]
 
 
+class SplitMixServing(Serving):
+    """Serves the ensemble of all base nets. A device deploys the first of them, as many as it trains in a round."""
+
+    strategy: "SplitMix"
+
+    def device_models(self, server_round: int) -> list[DeviceModel]:
+        """Return the ensemble of each number of base nets that a device trains."""
+        policy = self.strategy.policy
+        fitting = [(policy.nets_of(state), state.allowed_bytes) for state in self.device_states()]
+        counts = Counter(n for n, allowed in fitting if policy.needed(policy.mix(range(n))) <= allowed)
+        return [
+            DeviceModel(counted(n), clients, policy.variant_of(range(n)), partial(of_nets, nets=range(n)))
+            for n, clients in sorted(counts.items(), reverse=True)
+        ]
+
+
+def of_nets(arrays: ArrayRecord, nets: Collection[int]) -> ArrayRecord:
+    """Return the arrays of these base nets."""
+    return ArrayRecord({name: array for name, array in arrays.items() if net_of(name) in nets})
+
+
+def counted(nets: int) -> str:
+    """Return a number of base nets in words."""
+    return f"{nets} base nets" if nets > 1 else "a base net"
+
+
 class SplitMix(PieceStrategy):
     """An ensemble of narrow nets; each client trains as many as fit its budget."""
 
     name = "splitmix"
     policy_class = SplitMixPolicy
     policy: SplitMixPolicy
+    serving_class = SplitMixServing
     measures = False
 
     def __init__(self, experiment: Experiment) -> None:
@@ -159,8 +187,7 @@ class SplitMix(PieceStrategy):
 
     def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
         """Return the arrays of the task's nets."""
-        nets = set(task.variant.nets)
-        return ArrayRecord({name: array for name, array in arrays.items() if net_of(name) in nets})
+        return of_nets(arrays, task.variant.nets)
 
     def untrained(self, task: Task) -> ArrayRecord:
         """Return the nets as they were sent to the client."""

@@ -15,7 +15,8 @@ from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Wanted
 from benchmarks.claims.notes import Note
 from benchmarks.claims.records import Records
-from benchmarks.claims.results import evaluations, found_rate, of_several, run_record, search_record
+from benchmarks.claims.results import evaluations, found_rate, run_record, search_record
+from piecework.server_app.records import RunDir
 
 WEAK = ("weak", "FeDepth")
 
@@ -66,11 +67,17 @@ def test_the_record_of_a_run_by_hand(claim: Claim, tmp_path: Path) -> None:
     clients = [record["clients"][0] | one, record["clients"][1] | one | {"status": "memory", "simulated_seconds": 0.0}]
     costs = {"clients": clients, "asked": 2, "answered": 1, "failed": 1, "bytes_down": 4_000_000, "bytes_up": 2_000_000}
     folder = a_run(claim, tmp_path, Wanted("weak", "bound", 1, None), None, [0.2, None, 0.6, 0.5], **costs)
+    RunDir(folder).write_models({"wide": {"accuracy": 0.9, "clients": 1}, "narrow": {"accuracy": 0.5, "clients": 3}})
     found = run_record(claim, folder, Note.read(folder) or pytest.fail())
     assert (found.case, found.row, found.seed, found.commit, found.machine) == ("weak", "bound", 1, "abc; abd", "here")
     assert (found.status, found.reason, found.rounds) == ("completed", "", 4)
     assert (found.last, found.best, found.best_round, found.mean_last) == (0.5, 0.6, 3, pytest.approx(0.55))
-    assert (found.accuracy, found.adversarial, found.autoattack, found.models) == (0.5, None, None, None)
+    assert (found.accuracy, found.adversarial, found.autoattack, found.models) == (
+        0.5,
+        None,
+        None,
+        {"worst": 0.5, "mean": 0.6},
+    )
     assert (found.asked, found.ok, found.participation, found.peak_over_budget) == (8, 4, 0.5, 0.75)
     assert (found.bytes_down, found.bytes_up, found.flops, found.seconds) == (16_000_000, 8_000_000, 32e9, 11.0)
     disk = 1e7  # bytes: one second on the fleet's disk; devices compute 1e9 FLOP/s and send 1e6 bytes a second
@@ -180,11 +187,3 @@ def test_the_command_collects(
     monkeypatch.setattr(sys, "argv", ["claims", "collect", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"no folder in it is that of a claim \(tiny\)"):
         command.main()
-
-
-def test_accuraciesof_several_models_by_hand() -> None:
-    # (3 * 0.5 + 1 * 0.9) / 4 = 0.6
-    models = {"x 0.5": {"accuracy": 0.5, "clients": 3}, "x 1": {"accuracy": 0.9, "clients": 1}}
-    assert of_several({"models": models}) == pytest.approx({"mean": 0.6, "worst": 0.5})
-    assert of_several({"accuracy": 0.9}) is None
-    assert of_several(None) is None

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from piecework.cli import app
 from piecework.compare import read_run
-from piecework.read_records import read_coverage, read_final, read_rounds, read_summary, with_details
+from piecework.read_records import read_coverage, read_final, read_models, read_rounds, read_summary, with_details
 from piecework.report import write_report
 from piecework.server_app.records import CheckpointError, RunDir
 
@@ -94,6 +94,7 @@ def test_each_key_of_the_results_is_checked(tmp_path: Path) -> None:
         ("summary.json", read_summary, summary, {"status x", "reason x"}),
         ("final.json", read_final, FINAL, {"autoattack missing"}),
         ("coverage.json", read_coverage, {"says": ""}, {"says x"}),
+        ("models.json", read_models, {"all channels": {"accuracy": 0.5, "clients": 3}}, {"all channels missing"}),
     ):
         path = run.path / file
         path.write_text(json.dumps(whole))

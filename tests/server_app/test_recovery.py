@@ -204,6 +204,7 @@ def test_every_file_of_a_run_is_named_where_it_cannot_be_written(run: RunDir) ->
         "model.safetensors": lambda: run.save_model(arrays, {}),
         "final.json": lambda: run.write_final({"accuracy": 0.5}),
         "coverage.json": lambda: run.write_coverage({"parts": 4}),
+        "models.json": lambda: run.write_models({}),
     }
     before = run.rounds(), (run.path / "model.safetensors").read_bytes(), run.coverage(), run.final()
     for name, write in writes.items():
