@@ -62,6 +62,9 @@ class ClientRegistry:
 
     `bound` are the clients that belong to one node for the whole run, with its name. It is the name under which the node's key
     was registered (`piecework register`), so only a node with node authentication has one.
+
+    Two nodes that are online and claim one client are both refused, because nothing says which of them has its data. Once the
+    run has `started`, the node that works keeps its client, and only the other is refused: no newcomer can put out a member.
     """
 
     fleet: Fleet
@@ -74,9 +77,11 @@ class ClientRegistry:
     query_bytes: int = 0
     busy: set[int] = field(default_factory=set)
     bound: dict[int, str] = field(default_factory=dict)
+    started: bool = False
     _online: set[int] = field(default_factory=set)
     _names: dict[int, str] = field(default_factory=dict)
     _clients: dict[int, int] = field(default_factory=dict)
+    _claims: dict[int, int] = field(default_factory=dict)
     _asked: dict[str, tuple[int, float]] = field(default_factory=dict)
     _failed: dict[int, tuple[str, float]] = field(default_factory=dict)
 
@@ -94,8 +99,9 @@ class ClientRegistry:
         while True:
             self.update(grid)
             expected, late = self.clients or self.federation, time.monotonic() >= deadline
-            if self.members and len(self.members) >= (enough if enough and late else expected):
-                self.clients = expected
+            complete = len(self.members) >= (enough if enough and late else expected)
+            if self.members and complete and (late or not self.incomplete()):
+                self._start(expected)
                 return
             if late:
                 raise TooFewNodesError(
@@ -104,6 +110,11 @@ class ClientRegistry:
                     + (f"; the last answer that could not be used: {self.last_error}" if self.last_error else "")
                 )
             time.sleep(0.2)
+
+    def _start(self, clients: int) -> None:
+        self.clients, self.started = clients, True
+        names = {client: self._names.get(member.node_id, "") for client, member in self.members.items()}
+        self.bound |= {client: name for client, name in names.items() if name}
 
     def update(self, grid: Grid) -> None:
         """Query new nodes, and register those whose answers have arrived, without waiting for the others.
@@ -114,6 +125,7 @@ class ClientRegistry:
         self._online = online
         self._asked = {message: sent for message, sent in self._asked.items() if sent[0] in online}
         self._failed = {node: failed for node, failed in self._failed.items() if node in online}
+        self._claims = {node: client for node, client in self._claims.items() if node in online}
         waiting = {node for node, _ in self._asked.values()}
         waiting |= {node for node, (_, since) in self._failed.items() if now - since < AGAIN_SECONDS}
         if new := online - self._clients.keys() - waiting:
@@ -174,19 +186,37 @@ class ClientRegistry:
             device_state(self.fleet, member.client, clients, self.seed, 1, 1, member.device or None)
 
     def _check_node(self, member: Member) -> None:
-        """Bind a client to the name of its node, if that has one. Raises AnswerError if the client is another node's."""
+        """Bind a client to the name of its node, if that has one. Raises AnswerError if it is, or may be, another node's."""
         client, node = member.client, member.node_id
-        holder, name = self.members.get(client), self._names.get(node, "")
-        if holder is not None and holder.node_id != node and holder.node_id in self._online:
-            raise AnswerError(
-                f"partition-id {client} is that of node {holder.node_id}, which is online: node {node} needs its own"
-            )
+        name = self._names.get(node, "")
         if (owner := self.bound.get(client, name)) != name:
             raise AnswerError(f"partition-id {client} belongs to {owner!r}: node {node} is registered as {name!r}")
         if others := [each for each, owner in self.bound.items() if owner == name and each != client]:
             raise AnswerError(f"node {node}, {name!r}, claims partition-id {client}: its own is {others[0]}")
-        if name:
+        self._claims[node] = client
+        if rivals := [each for each, claimed in self._claims.items() if claimed == client and each != node]:
+            raise AnswerError(self._refuse(client, node, rivals))
+        if name and self.started:
             self.bound[client] = name
+
+    def _refuse(self, client: int, node: int, rivals: list[int]) -> str:
+        """Refuse `rivals` too, unless one of them works as this client in a run that has started. Return the reason."""
+        holder = self.members.get(client)
+        if self.started and holder is not None and holder.node_id in rivals:
+            held, other = self._called(holder.node_id), self._called(node)
+            del self._claims[node]
+            return f"partition-id {client} is that of {held}, which is online: {other} needs its own"
+        claimants = " and ".join(self._called(each) for each in sorted([node, *rivals]))
+        reason = f"partition-id {client} is claimed by {claimants}: none of them takes part until each has its own"
+        self.members.pop(client, None)
+        for rival in rivals:
+            self._clients.pop(rival, None)
+            self._failed[rival] = reason, time.monotonic()
+        return reason
+
+    def _called(self, node: int) -> str:
+        name = self._names.get(node, "")
+        return f"node {node} ({name!r})" if name else f"node {node}"
 
     def unusable(self) -> list[dict[str, int | str]]:
         """Return the nodes whose answer to the query was an error or unusable, each with the reason."""

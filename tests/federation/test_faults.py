@@ -266,7 +266,6 @@ def is_train(message: Message) -> bool:
     [
         ({"device": "pi9"}, "pi9"),
         ({"partition-id": 7}, "partition-id 7 is out of range in a run with 3 clients"),
-        ({"partition-id": 0}, "partition-id 0 is that of node 2, which is online: node 3 needs its own"),
     ],
 )
 def test_a_node_that_fits_nowhere_is_named_and_excluded(
@@ -285,6 +284,21 @@ def test_a_node_that_fits_nowhere_is_named_and_excluded(
     (unusable,) = run.rounds()[0]["unusable_nodes"]
     assert unusable["node"] == FIRST_NODE + 1
     assert reason in unusable["reason"]
+
+
+def test_two_nodes_with_one_number_are_named_and_excluded(tmp_path: Path, grids: Any) -> None:
+    """The third of the three trains alone, if that is enough."""
+
+    class Twice(RecordingGrid):
+        def __init__(self, clients: int, run_config: Any, workers: int) -> None:
+            super().__init__(clients, run_config, workers, [{}, {"partition-id": 0}, {}])
+
+    settings: dict[str, Any] = {"strategy": "fedavg", "messages__node_timeout": 0.3, **TRIO}
+    with pytest.raises(TooFewNodesError, match=r"1 of 3 clients.*partition-id 0 is claimed by node 2 and node 3"):
+        run_local(tmp_path, grids(Twice), faults__min_clients=2, **settings)
+    run = run_local(tmp_path, grids(Twice), faults__min_clients=1, **settings)
+    assert statuses(run, 1) == {2: "ok"}
+    assert [each["node"] for each in run.rounds()[0]["unusable_nodes"]] == [FIRST_NODE, FIRST_NODE + 1]
 
 
 @pytest.mark.parametrize(("who", "server_round"), [(0, 1), (1, 1), (2, 1), (1, 2)])

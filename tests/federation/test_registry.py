@@ -52,13 +52,13 @@ class Nodes(LocalGrid):
 
 
 class Gathering:
-    """A registry with a clock that stands still between updates."""
+    """A registry with a clock that stands still between updates, of a run that has started or not."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, started: bool = True) -> None:
         identify(SERVER)
         self.now = time.monotonic()
         monkeypatch.setattr(registry, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.registry = ClientRegistry(load_fleet(fleet_json(all=1.0)), 0, 2, MemorySettings())
+        self.registry = ClientRegistry(load_fleet(fleet_json(all=1.0)), 0, 2, MemorySettings(), started=started)
 
     def see(self, *claims: tuple[int, int, str]) -> dict[int, int]:
         """Update with these nodes online (id, client, name); the node of each client afterwards."""
@@ -76,6 +76,32 @@ def test_a_client_is_replaced_only_when_its_node_is_gone(monkeypatch: pytest.Mon
     assert "partition-id 0 is that of node 5, which is online: node 6 needs its own" in str(refused["reason"])
     assert it.see((6, 0, "")) == {0: 6, 1: 7}
     assert it.registry.unusable() == []
+
+
+def test_before_a_run_two_nodes_with_one_number_are_both_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers first, and whatever their names; the one that is left is the client."""
+    it = Gathering(monkeypatch, started=False)
+    assert it.see((5, 0, "shed"), (7, 1, "")) == {0: 5, 1: 7}
+    reason = "partition-id 0 is claimed by node 5 ('shed') and node 6: none of them takes part until each has its own"
+    for _ in range(2):  # asked again, they are refused again
+        assert it.see((5, 0, "shed"), (6, 0, ""), (7, 1, "")) == {1: 7}
+        assert it.registry.unusable() == [{"node": 5, "reason": reason}, {"node": 6, "reason": reason}]
+        assert (it.registry.client_of(5), it.registry.client_of(6)) == (None, None)
+    assert it.registry.bound == {}
+    assert it.see((6, 0, ""), (7, 1, "")) == {0: 6, 1: 7}
+    assert it.registry.unusable() == []
+
+
+def test_nodes_refused_before_the_run_stay_so_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that began with `faults.min-clients`: neither is admitted until the other is gone, then it may be."""
+    it = Gathering(monkeypatch, started=False)
+    claims = (5, 0, ""), (6, 0, ""), (7, 1, "")
+    assert it.see(*claims) == {1: 7}
+    it.registry.started = True
+    assert it.see(*claims) == {1: 7}
+    assert it.see((5, 0, ""), (7, 1, "")) == {0: 5, 1: 7}
+    assert it.see(*claims) == {0: 5, 1: 7}  # now 5 works
+    assert [each["node"] for each in it.registry.unusable()] == [6]
 
 
 def test_a_registered_node_keeps_its_client_for_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
