@@ -43,6 +43,12 @@ def open_store(context: Context, state_dir: str, experiment_id: str, task: str) 
     return Store(folder, experiment_id, int(context.node_config["partition-id"]), task)
 
 
+def free_disk(settings: Settings, context: Context, store: Store) -> None:
+    """Remove old experiments from a device's own disk. Stores of emulated clients are removed by `piecework clean`."""
+    if "state-dir" in context.node_config:
+        store.remove_other_experiments(settings.memory.keep_experiments)
+
+
 def prepare_client(content: RecordDict, message_bytes: int, task: Task, context: Context, store: Store) -> Client:
     """Move the message's arrays to disk, and return the client that a trainer needs.
 
@@ -53,6 +59,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     device = find_device(settings.training.accelerator)
     number = int(context.node_config["partition-id"])
     clients = settings.clients or int(context.node_config["num-partitions"])
+    free_disk(settings, context, store)
     old_state = store.newest_state(task.state_round, task.void)
     unpack(content, store.write_units)
     frozen.forget_others(store.frozen, set(task.frozen.values()))

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import nn
 
+from piecework.client_app.kept_experiments import hold, remove_old
 from piecework.client_app.seal import damage, seal
 from piecework.client_app.task_folder import claim, remove, remove_leftovers
 from piecework.models.cascade import unit_of
@@ -39,6 +40,7 @@ class Store:
     def __init__(self, state_dir: Path, experiment_id: str, client: int, task: str) -> None:
         if not re.fullmatch(r"[\w-]+", experiment_id):
             raise ValueError(f"experiment-id {experiment_id!r} is invalid: only letters, digits, - and _ are allowed")
+        self._held = hold(state_dir / experiment_id)
         self.root = state_dir / experiment_id / str(client)
         self.frozen, self.features = self.root / "frozen", self.root / "features"
         self.task, self._lock, reused = claim(self.root, task)
@@ -107,6 +109,13 @@ class Store:
         """Remove the folder of the task, which has ended, and release its lock."""
         shutil.rmtree(self.task, ignore_errors=True)
         self._lock.close()
+        self._held.close()
+
+    def remove_other_experiments(self, kept: int) -> None:
+        """Remove the stores of other experiments, with a note each, except those in use and the `kept` used last (0: all)."""
+        experiment = self.root.parent
+        for name in remove_old(experiment.parent, experiment.name, kept):
+            self.notes.append(f"removed its store of experiment {name}: memory.keep-experiments = {kept}")
 
     def newest_state(self, state_round: int, void: Sequence[Sequence[int]] = ()) -> Path | None:
         """Return the folder of the newest intact state up to round `state_round`, or None.

@@ -51,12 +51,12 @@ def take(folder: Path) -> BinaryIO | None:
             return None
         except OSError:
             return file
-        if _is_still(folder / LOCK, file):
+        if is_still(folder / LOCK, file):
             return file
         file.close()
 
 
-def _is_still(path: Path, file: BinaryIO) -> bool:
+def is_still(path: Path, file: BinaryIO) -> bool:
     """Return whether a path still leads to this open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))

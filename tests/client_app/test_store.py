@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pickle
 import signal
 import subprocess
@@ -9,19 +10,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from helpers import TRIO, run_local
 from torch import nn
 
-from piecework.client_app import task_folder
+from piecework.client_app import kept_experiments, task_folder
 from piecework.client_app.local_norms import lay, spread
 from piecework.client_app.store import FeatureWriter, Store
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
-from piecework.server_app.local_grid import identify
+from piecework.server_app.local_grid import LocalGrid, identify
 from piecework.training.answers import Outcome, reply
 from piecework.training.examples import feature_examples
 from piecework.training.messages import Question, Task, content_bytes
@@ -313,6 +316,67 @@ def test_without_locks_nothing_of_others_is_removed(tmp_path: Path, monkeypatch:
     one, other = (Store(tmp_path, "experiment", 3, f"train-{number}") for number in (2, 3))
     assert one.notes == other.notes == []
     assert sorted(path.name for path in one.root.iterdir()) == ["train-1", "train-2", "train-3"]
+
+
+# ---- experiments beside each other
+
+
+def experiments(folder: Path, *names: str) -> list[Path]:
+    """The folders of experiments that one client has had, each with a state, in order of their last use."""
+    found = []
+    for time, name in enumerate(names):
+        store = Store(folder, name * 32, 3, "train-1")
+        commit(store, 1)
+        store.close()
+        os.utime(store.root, (time, time))
+        found.append(store.root.parent)
+    return found
+
+
+def test_the_experiments_used_last_are_kept(tmp_path: Path) -> None:
+    a, b, c, d = experiments(tmp_path, "a", "b", "c", "d")
+    (mine := tmp_path / "photos").mkdir()  # no experiment's name
+    now = Store(tmp_path, "a" * 32, 3, "train-2")  # resumed: the oldest, but the current one
+    now.remove_other_experiments(0)
+    assert all(each.is_dir() for each in (a, b, c, d))
+    now.remove_other_experiments(2)
+    assert sorted(tmp_path.iterdir()) == sorted([a, c, d, mine])
+    assert now.newest_state(1) is not None
+    assert now.notes == [f"removed its store of experiment {'b' * 32}: memory.keep-experiments = 2"]
+
+
+def test_a_device_removes_old_experiments_and_says_so(tmp_path: Path, grids: Any) -> None:
+    """Only one with a state-dir of its own: what emulated clients have on the server's disk stays."""
+    fleet, device = tmp_path / "emulated", tmp_path / "device"
+    old = [experiments(folder, "a", "b") for folder in (fleet, device)]
+
+    class Shelf(LocalGrid):
+        def __init__(self, clients: int, run_config: Any, workers: int) -> None:
+            super().__init__(clients, run_config, workers, [{"state-dir": str(device)}, {}, {}])
+
+    run = run_local(tmp_path, grids(Shelf), strategy="fedavg", state_dir=str(fleet), memory__keep_experiments=1, **TRIO)
+    assert [[path.exists() for path in folders] for folders in old] == [[True, True], [False, True]]
+    notes = {each["client"]: each.get("note", "") for each in run.rounds()[0]["clients"]}
+    assert notes == {0: f"removed its store of experiment {'a' * 32}: memory.keep-experiments = 1", 1: "", 2: ""}
+
+
+def test_an_experiment_in_use_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one removed without locks. A task that waited while its experiment was removed begins a new folder."""
+    (a, b) = experiments(tmp_path, "a", "b")
+    now, busy = Store(tmp_path, "c" * 32, 3, "train-1"), Store(tmp_path, "a" * 32, 4, "train-1")
+    os.utime(busy.root, (0, 0))
+    now.remove_other_experiments(1)
+    assert a.is_dir()
+    busy.close()
+    os.utime(busy.root, (0, 0))
+    with monkeypatch.context() as without:
+        without.setattr(kept_experiments, "fcntl", None)
+        now.remove_other_experiments(1)
+    assert a.is_dir()
+    now.remove_other_experiments(1)
+    assert (a.exists(), b.is_dir(), len(now.notes)) == (False, True, 1)
+    again = Store(tmp_path, "a" * 32, 3, "train-2")
+    assert again.newest_state(1) is None
 
 
 # ---- features

@@ -48,6 +48,7 @@ CHANGEABLE = frozenset(
         "evaluation.on-clients-every",
         "evaluation.clients",
         "evaluation.autoattack-examples",
+        "memory.keep-experiments",
         "faults.allow-untrained",  # it decides whether a run starts, but none of its numbers
     }
 )

@@ -226,6 +226,9 @@ class MemorySettings(Table):
         4 * 10**9, "maximum bytes on disk of stored features, of all clients together"
     )
 
+    keep_experiments: Count = setting(
+        0, "stores of other experiments that a device with a state-dir keeps, those used last; 0 = all of them"
+    )
     features: Literal["float32", "bfloat16"] = setting(
         "float32", "precision of features that clients store; bfloat16 takes half the disk, and half the time to read"
     )
