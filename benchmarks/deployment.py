@@ -1,20 +1,21 @@
 """Measure where the time of a round on real processes goes: by step of a message, and by process.
 
-    python -m benchmarks.deployment [--nodes 4] [--rounds 5] [--set KEY=VALUE] [--json]
+    python -m benchmarks.deployment [--nodes 4] [--rounds 5] [--plain] [--set KEY=VALUE] [--json]
 
 The run is the demo (FedEPTH on scikit-learn's digits) with `--nodes` clients, all asked in each round, on the engine
 `deployment`, and then on the engine `local` with as many workers. The first round, in which nodes get the app and caches
 fill, is left out. Figures are medians over messages, of seconds of the clock, and of the processor in the task's process:
 
     poll     until the SuperNode asks the SuperLink and is given the message     fetch    until it has all its objects
-    start    until a process for the task begins                                 import   until it has imported Flower's client
+    start    beside `fetch`, until a process for the task begins                 import   until it has imported Flower's client
     pull     the message from the SuperNode into the task                        install  the app's bundle is unpacked
     load     the app is imported, with torch                                     unpack   arrays to the store, data
     train    whatever else the app does                                          pack     the update into records
     push     the reply to the SuperNode                                          answer   until the SuperLink has it all
     collect  until the server has it, and has dealt with replies before it
 
-A task's MB are its VmHWM, those of other processes their resident sets at the end. It runs on Linux only.
+A task's MB are its VmHWM, those of other processes their resident sets at the end. With `--plain` each client has a
+`flower-superexec` of Flower's, which starts a Python for each task, instead of the warm executor. It runs on Linux only.
 """
 
 import argparse
@@ -25,12 +26,13 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from piecework.launch import launch
+from piecework import launch
 from piecework.options import settings_from
 from piecework.server_app.records import RunDir
 
@@ -39,7 +41,7 @@ STEPS = (
     *("poll", "fetch", "start", "import", "pull", "install", "load"),
     *("unpack", "train", "pack", "push", "answer", "collect", "message"),
 )
-ROLES = ("flower-superlink", "flower-supernode", "flower-superexec", "flwr-serverapp")
+ROLES = ("flower-superlink", "flower-supernode", "flower-superexec", "warm_executor.py", "flwr-serverapp")
 Line = dict[str, Any]
 
 
@@ -60,7 +62,7 @@ def messages(lines: list[Line]) -> Iterator[dict[str, float]]:
     for sent in (line for line in lines if line["step"] == "send"):
         node = of_node[sent["node"]]
         received = first(node, "receive", sent["began"])
-        pulled = received and first(node, "pull", received["ended"])
+        pulled = received and first(node, "pull", received["began"])
         answered = pulled and first(node, "answer", pulled["ended"])
         collected = answered and first(lines, "collect", answered["ended"])
         if received and pulled and answered and collected:
@@ -86,7 +88,7 @@ def seconds_of(sent: Line, received: Line, task: list[Line], answered: Line, col
         **lasted,
         "poll": max(0.0, received["began"] - sent["ended"]),
         "fetch": received["ended"] - max(received["began"], sent["ended"]),
-        "start": task[0]["began"] - received["ended"],
+        "start": task[0]["began"] - max(received["began"], sent["ended"]),
         "import": entered["began"] - task[0]["began"],
         "answer": answered["ended"] - pushed,
         "collect": collected["ended"] - answered["ended"],
@@ -125,7 +127,7 @@ def run(engine: str, nodes: int, rounds: int, words: list[str], folder: Path) ->
     snapshots: list[dict] = []
     run_dir = RunDir(output / "profile")
     try:
-        launch(settings, run_dir, lambda record: snapshots.append(processes() | {"record": record}))
+        launch.launch(settings, run_dir, lambda record: snapshots.append(processes() | {"record": record}))
     finally:
         os.environ.clear()
         os.environ |= before
@@ -194,9 +196,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5, help="that are measured, after a first one")
+    parser.add_argument("--plain", action="store_true", help="with Flower's own executors")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting of the run")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.plain:
+        launch.client_executors = partial(launch.client_executors, warm=False)
     found = profile(options.nodes, options.rounds, options.set)
     print(json.dumps(found) if options.json else table(found))
 

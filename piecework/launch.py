@@ -7,11 +7,13 @@ that answers, freeze its environment, reinstall dependencies, and return 0 for a
 import logging
 import math
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import tomli_w
@@ -51,6 +53,7 @@ Engine = Callable[[Settings, RunDir, OnRound], None]
 STATUS_SECONDS = 15.0
 PATIENCE_SECONDS = 180.0
 PAUSE_SECONDS = 5.0
+WARM_EXECUTOR = Path(__file__).with_name("warm_executor.py")
 ENDING_SECONDS = 60.0
 LOG = logging.getLogger("piecework")
 
@@ -157,7 +160,7 @@ def gpu_fraction(workers: int, gpus: int) -> float:
 
 
 def run_deployment(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
-    """Run real processes on this machine: SuperLink with a database, SuperExec, and a SuperNode with SuperExec per client."""
+    """Run real processes on this machine: SuperLink with a database, SuperExec, a SuperNode per client, and their executor."""
     with ExitStack() as stack:
         home = stack.enter_context(flower_home())
         database = str(home.path / "state.db")
@@ -171,7 +174,8 @@ def run_deployment(settings: Settings, run_dir: RunDir, on_round: OnRound) -> No
             stack.enter_context(process(home, f"supernode-{client}", *for_own_user("flower-supernode"), *arguments))
         for client, port in enumerate(ports):
             wait_until_healthy(home, f"supernode-{client}", port)
-            stack.enter_context(process(home, f"clientapp-{client}", "flower-superexec", *executor(port)))
+        for name, command in client_executors(ports).items():
+            stack.enter_context(process(home, name, *command))
         follow(home, settings, run_dir, on_round)
 
 
@@ -181,9 +185,16 @@ def run_there(settings: Settings, run_dir: RunDir, on_round: OnRound, connection
         follow(home, settings, run_dir, on_round)
 
 
-def executor(port: int) -> list[str]:
-    """Return the arguments of a SuperExec for the SuperLink or SuperNode on a port."""
-    return ["--insecure", "--runtime-api-address", f"127.0.0.1:{port}"]
+def executor(*ports: int) -> list[str]:
+    """Return the arguments of a SuperExec for the SuperLink or SuperNode on a port, or of a warm executor for several."""
+    return ["--insecure", *(word for port in ports for word in ("--runtime-api-address", f"127.0.0.1:{port}"))]
+
+
+def client_executors(ports: list[int], warm: bool = sys.platform == "linux") -> dict[str, list[str]]:
+    """Return the commands that run the tasks of the SuperNodes on these ports, by name: a warm one for all, or one for each."""
+    if warm:
+        return {"clientapps": [sys.executable, "-P", str(WARM_EXECUTOR), *executor(*ports)]}
+    return {f"clientapp-{client}": ["flower-superexec", *executor(port)] for client, port in enumerate(ports)}
 
 
 def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRound, *arguments: str) -> None:

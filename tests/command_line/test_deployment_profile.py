@@ -45,9 +45,10 @@ def test_the_steps_of_a_message_add_up_to_it() -> None:
         line(1, "collect", 10, 11),
     ]
     (found,) = messages(sorted(lines, key=lambda each: each["ended"]))
-    steps: dict[str, Any] = {"poll": 1, "fetch": 1, "start": 0.5, "import": 0.5, "pull": 1, "unpack": 0.5, "train": 2}
+    steps: dict[str, Any] = {"poll": 1, "start": 1.5, "import": 0.5, "pull": 1, "unpack": 0.5, "train": 2}
     steps |= {"pack": 0.5, "push": 0.5, "answer": 1, "collect": 0.5}
     assert {step: found[step] for step in steps} == steps
+    assert found["fetch"] == 1  # within `start`
     assert found["message"] == sum(steps.values()) + 1  # the second in which it was sent
     assert (found["cpu import"], found["cpu message"], found["peak"]) == (0.25, 2.25, 2)
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from flwr.supernode import start_client_internal
 from other_users import NOBODY, status_for
 
 from piecework import own_user, processes
@@ -79,3 +81,14 @@ def test_a_run_says_when_users_cannot_be_told_apart(
         monkeypatch.setattr(own_user, "CONNECTIONS", connections)
         with superlink(SimpleNamespace(port=1)):  # type: ignore[arg-type]
             assert caplog.text.count("every user of this machine can start apps as you") == warnings
+
+
+def test_a_supernode_looks_for_messages_more_often_than_flower_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = list[float]()
+    monkeypatch.setattr(start_client_internal, "time", time)  # put back afterwards
+    monkeypatch.setattr(time, "sleep", slept.append)
+    own_user.look_often()
+    for seconds in (3, 0.5, 0.1):
+        start_client_internal.time.sleep(seconds)
+    assert slept == [0.2, 0.2, 0.1]
+    assert start_client_internal.time.time is time.time

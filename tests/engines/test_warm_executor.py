@@ -1,0 +1,165 @@
+"""The process whose children run tasks: what it survives, what ends with it, and what its children have of it."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from piecework.launch import WARM_EXECUTOR, client_executors
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Flower's own executor runs the tasks")
+ROOT = Path(__file__).resolve().parents[2]
+
+# Three times the real server, with pollers that get their tasks from standard input and tasks that do as they are told.
+SCRIPT = """
+import os, sys, time
+import torch
+from flwr.supercore.constant import TaskType
+from flwr.supercore.superexec.executor import ExecutionSpec
+from piecework import warm_executor as warm
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+def poll(words, requests, parent):
+    executor = warm.ForkExecutor(requests, parent)
+    say("poller", os.getpid(), *words)
+    with open(0, "rb", buffering=0, closefd=False) as told:
+        while (word := told.readline().decode().strip()) != "quit":
+            executor.launch(ExecutionSpec(TaskType.CLIENT_APP, "host:1", word, True, None, False, 0, False, 1))
+    sys.exit(3)
+
+def work(words):
+    threads = len(os.listdir("/proc/self/task"))
+    score, name = (open(f"/proc/self/{file}").read().strip() for file in ("oom_score_adj", "comm"))
+    say("task", os.getpid(), *words, "ppid", os.getppid(), "threads", threads, "score", score, name)
+    if words[4] == "compute":
+        torch.set_num_threads(2)
+        ones = torch.ones(400, 400, requires_grad=True)
+        (ones @ ones).sum().backward()
+        say("computed", torch.get_num_threads(), float(ones.grad.sum()), torch.cuda.is_initialized())
+    else:
+        time.sleep(600)
+
+warm.run_poller, warm.run_task, warm.IMPORTED, warm.PAUSE_SECONDS = poll, work, ("torch",), 0.0
+warm.import_all()
+for _ in range(3):
+    server = warm.ForkServer()
+    code = server.serve([["option"]])
+    server.end()
+    say("ended", code)
+"""
+
+
+class Server:
+    """The script, in a process."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", SCRIPT]
+        self.child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = psutil.Process(self.child.pid)
+
+    def tell(self, word: str) -> None:
+        """Have the poller get a task, or end."""
+        assert self.child.stdin is not None
+        self.child.stdin.write(f"{word}\n")
+        self.child.stdin.flush()
+
+    def said(self, kind: str) -> list[str]:
+        """The words of the next line, which is of this kind."""
+        assert self.child.stdout is not None
+        found, *words = self.child.stdout.readline().split()
+        assert found == kind
+        return words
+
+    def named(self, kind: str) -> psutil.Process:
+        """The process that the next line names."""
+        return psutil.Process(int(self.said(kind)[0]))
+
+    def task(self) -> psutil.Process:
+        """A running task."""
+        self.tell("sleep")
+        return self.named("task")
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A server; it and its children are ended."""
+    started = Server()
+    family = [started.process]
+    try:
+        yield started
+    finally:
+        family += started.process.children(recursive=True) if started.child.poll() is None else []
+        for each in family:
+            if each.is_running():
+                each.kill()
+        started.child.communicate()
+
+
+def test_tasks_are_children_that_harm_nobody_and_end_with_their_parent(server: Server) -> None:
+    parent = str(server.child.pid)
+    poller, option = server.said("poller")
+    assert option == "option"
+
+    server.tell("sleep")
+    first, *words = server.said("task")
+    command = [
+        "flwr-clientapp",
+        "--runtime-api-address",
+        "host:1",
+        "--token",
+        "sleep",
+        "--parent-pid",
+        parent,
+        "--insecure",
+    ]
+    # before the kernel ends the server it ends the task, which has no threads of the server's
+    assert words == [*command, "ppid", parent, "threads", "1", "score", "500", "flwr-clientapp"]
+    assert Path(f"/proc/{parent}/oom_score_adj").read_text(encoding="ascii").strip() != "500"
+
+    server.tell("compute")  # while the first task runs
+    server.said("task")
+    assert server.said("computed") == ["2", str(2 * 400.0**3), "False"]
+
+    killed = psutil.Process(int(first))
+    killed.kill()  # as the kernel does when memory ends
+    assert psutil.wait_procs([killed], timeout=60)[1] == []  # reaped: a zombie would still be there
+    second = server.task()
+
+    psutil.Process(int(poller)).kill()
+    again = server.named("poller")
+    assert str(again.pid) != poller
+    assert server.task().ppid() == server.child.pid == second.ppid()
+
+    server.tell("quit")
+    assert server.said("ended") == ["3"]
+    assert not second.is_running()
+
+    of_second = [server.named("poller"), server.task()]
+    server.process.terminate()
+    assert server.said("ended") == ["0"]
+    assert psutil.wait_procs(of_second, timeout=60)[1] == []
+
+    of_third = [server.named("poller"), server.task()]
+    server.process.kill()
+    assert psutil.wait_procs(of_third, timeout=60)[1] == []
+
+
+def test_one_process_serves_all_clients_and_has_nothing_of_the_app() -> None:
+    """The app is imported by each task from the bundle of its run, so that the next run may bring another version."""
+    assert client_executors([1, 2], warm=True) == {
+        "clientapps": [
+            *(sys.executable, "-P", str(WARM_EXECUTOR), "--insecure"),
+            *("--runtime-api-address", "127.0.0.1:1", "--runtime-api-address", "127.0.0.1:2"),
+        ]
+    }
+    assert set(client_executors([1, 2], warm=False)) == {"clientapp-0", "clientapp-1"}
+    tree = ast.parse(WARM_EXECUTOR.read_text(encoding="utf-8"))
+    names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert not [name for name in names if name.partition(".")[0] == "piecework"]
