@@ -12,7 +12,7 @@ from pathlib import Path
 import tomli_w
 
 from piecework.training.settings import Settings
-from piecework.training.settings.run import nested
+from piecework.training.settings.table import nested
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 CONFIG = re.compile(r"^\[tool\.flwr\.app\.config\]\n.*?(?=^\[(?!tool\.flwr\.app\.config))", re.MULTILINE | re.DOTALL)

@@ -6,8 +6,9 @@ parameters are read and written in both passes, and optimiser values once.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
+from typing import Any
 
 from piecework.device_profiles.profile import DeviceState
 
@@ -96,3 +97,43 @@ def _disk_seconds(state: DeviceState, amount: float, accesses: int) -> float:
 def round_seconds(client_seconds: Iterable[float]) -> float:
     """Return the seconds of a round in which clients work in parallel: those of the slowest, or 0 without clients."""
     return max(client_seconds, default=0.0)
+
+
+def closing_seconds(answer_seconds: Iterable[float], enough: int) -> float:
+    """Return the seconds after which `enough` clients have answered; of the slowest if fewer answer, or `enough` is 0."""
+    ordered = sorted(answer_seconds)
+    return ordered[enough - 1] if 0 < enough <= len(ordered) else round_seconds(ordered)
+
+
+@dataclass
+class Stragglers:
+    """Clients that still do the task of a closed round, on the simulated clock.
+
+    `tasks` are JSON values: each has the `client`, the `round` of its task, and the seconds `left` until it answers.
+    """
+
+    tasks: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, client: int, server_round: int, left: float) -> None:
+        """Add a client that answers `left` seconds after its round was closed."""
+        self.tasks.append({"client": client, "round": server_round, "left": left})
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        for task in self.tasks:
+            task["left"] -= seconds
+
+    def until_next(self) -> float:
+        """Return the seconds until one of them answers, or 0 if none is at work."""
+        return min((task["left"] for task in self.tasks if task["left"] > 0), default=0.0)
+
+    def answered(self) -> list[dict[str, Any]]:
+        """Remove and return those that have answered, the first first; `left` says how long ago."""
+        done = sorted((t for t in self.tasks if t["left"] <= 0), key=lambda task: (task["left"], task["client"]))
+        self.tasks = [task for task in self.tasks if task["left"] > 0]
+        return done
+
+    @property
+    def clients(self) -> set[int]:
+        """The clients that are still at work."""
+        return {task["client"] for task in self.tasks if task["left"] > 0}

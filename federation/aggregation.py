@@ -200,21 +200,23 @@ def factor_of(unit: str, factor: float) -> float:
 
 
 def compared(
-    updates: Iterable[tuple[Who, CheckedUpdate]], factor: float, known: Container[str]
+    updates: Iterable[tuple[Who, CheckedUpdate]], factor: float, known: Container[str], enough: int = 0
 ) -> Iterator[tuple[Who, CheckedUpdate, Norms]]:
     """Yield each update with limits for units without a history: factor x the median norm of the first HELD updates of a unit.
 
     `known` are the units with a history. An update is held back until HELD updates of each unknown unit that it moves have
-    arrived, or until no more updates come. With factor 0, updates pass at once and without limits.
+    arrived, or until no more updates come, or there are `enough` (0 = all). With factor 0, updates pass at once and without
+    limits.
     """
     seen, limits = dict[str, list[float]](), Norms()
     held: list[tuple[Who, CheckedUpdate]] = []
-    for who, update in updates:
+    for count, (who, update) in enumerate(updates, start=1):
         if not factor:
             yield who, update, limits
             continue
         note_norms(seen, {unit: norm for unit, norm in update.norms.items() if unit not in known})
-        limits = {unit: factor_of(unit, factor) * median_low(n[:HELD]) for unit, n in seen.items() if len(n) >= HELD}
+        least = 1 if 0 < enough <= count else HELD
+        limits = {unit: factor_of(unit, factor) * median_low(n[:HELD]) for unit, n in seen.items() if len(n) >= least}
         waiting, held = [*held, (who, update)], []
         for pair in waiting:
             if all(unit in known or unit in limits or not norm for unit, norm in pair[1].norms.items()):

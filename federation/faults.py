@@ -12,7 +12,7 @@ from flwr.app import Error
 UNAVAILABLE = 3  # Flower's code of a reply that is lost
 REFUSED = 400  # our own code of a reply that is not taken (federation/reply_guard.py); Flower's are below 10
 STATUS = {0: "crashed", UNAVAILABLE: "gone", 4: "gone", 5: "gone", 8: "crashed", REFUSED: "rejected"}
-SILENT = ("crashed", "gone", "timeout")  # clients with these statuses get no evaluation task in the same round
+SILENT = ("crashed", "gone", "timeout", "late")  # clients with these statuses get no evaluation task in the same round
 SHRINK, GROW = 0.75, 0.02  # after a crash the fraction of the budget is multiplied by SHRINK; a good answer adds GROW
 
 

@@ -25,8 +25,9 @@ class ClientReport:
     """One client in one round, as the records store it. Units are bytes, seconds and FLOPs.
 
     `status`: ok; memory (it refused, or stopped at its budget: see `needed` and `allowed`); failed (it raised an exception);
-    crashed (its process died); gone (its node left); timeout (no answer within messages.round-timeout); rejected (its update
-    may not enter the model). `note` holds further remarks, also for status ok. `trained` names the parts of the model that the
+    crashed (its process died); gone (its node left); timeout (no answer within messages.round-timeout); late (no answer before
+    enough others had answered, see faults.over-sample); rejected (its update may not enter the model). `note` holds further
+    remarks, also for status ok. `trained` names the parts of the model that the
     client trained, and `pieces` lists the atoms of each of its work items. `step` says how its steps fit (`memory.fit`), which
     takes `step_flops` times the FLOPs of plain steps. Peaks are of training memory, and `evaluation_predicted` and
     `evaluation_peak` of that in the round's evaluation on clients; `gpu_peak` is that of torch's allocator on a GPU.

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,8 +41,11 @@ class Transport:
         self.grid, self.in_flight, self.timeout = grid, in_flight, timeout
         self.overdue: dict[str, Sent] = {}
 
-    def exchange(self, server_round: int, messages: Iterable[Message]) -> Iterator[Message]:
-        """Send messages, with at most `in_flight` unanswered at once, and yield replies as they arrive."""
+    def exchange(self, server_round: int, messages: Iterable[Message]) -> Generator[Message, None, None]:
+        """Send messages, with at most `in_flight` unanswered at once, and yield replies as they arrive.
+
+        Messages that are unanswered when the caller closes the generator are overdue.
+        """
         waiting, pending = iter(messages), dict[str, Sent]()
         deadline, pause, exhausted = time.monotonic() + self.timeout, 0.01, False
         self.grid.answer_by(deadline)

@@ -46,7 +46,7 @@ from piecework.server_app.start import say
 from piecework.server_app.summary import how_stopped, summarise
 from piecework.training.accelerator import find_device
 from piecework.training.settings import Settings
-from piecework.training.settings.run import nested
+from piecework.training.settings.table import nested
 
 OnRound = Callable[[dict[str, Any]], None]
 Engine = Callable[[Settings, RunDir, OnRound], None]

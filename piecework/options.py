@@ -13,7 +13,8 @@ from piecework.processes import Connection
 from piecework.server_app.used_settings import require_used, unused, without_unused
 from piecework.strategies import require_strategy
 from piecework.training.settings import Scalar, Settings, SettingsError
-from piecework.training.settings.run import fields, flat
+from piecework.training.settings.run import fields
+from piecework.training.settings.table import flat
 
 Scalars = dict[str, Scalar]
 DIGITS = 19  # of a seed, which is a number of 64 bits

@@ -8,7 +8,6 @@ from math import ceil
 from statistics import fmean
 from typing import Any
 
-from piecework.device_profiles.clock import round_seconds
 from piecework.device_profiles.fleet import Fleet, device_state, load_fleet
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
@@ -16,6 +15,7 @@ from piecework.federation.registry import sampled
 from piecework.models.partition import AtomTooLargeError
 from piecework.parts import simulated_swapping, trained_fractions
 from piecework.plan_evaluation import evaluation_row
+from piecework.plan_rounds import awaited_seconds, timed_rounds
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.coverage import Trainer, richest
 from piecework.planning.paper_memory import MACS
@@ -189,7 +189,7 @@ def tasks_of_round(
 
 def asked(settings: Settings, states: Sequence[object], number: int) -> list[int]:
     """Return the clients that a run asks in round `number`."""
-    return sampled(range(len(states)), settings.clients_per_round, settings.seed, number)
+    return sampled(range(len(states)), settings.asked, settings.seed, number)
 
 
 def client_task(
@@ -231,10 +231,9 @@ def fleet_row(
     """
     stages: list[dict[str, Any]] = []
     for stage, rounds in zip(policy.stages, tasks, strict=True):
-        tasked = [
-            [of_round[client] for client in asked(settings, of_round, number)]
-            for number, of_round in enumerate(rounds, start=1)
-        ]
+        seconds = [[task.seconds if task.parts else None for task in of_round] for of_round in rounds]
+        timed = timed_rounds(settings, seconds)
+        tasked = [[of_round[client] for client in chosen] for (chosen, _), of_round in zip(timed, rounds, strict=True)]
         everyone = [task for of_round in rounds for task in of_round]
         out = [task for task in everyone if not task.parts]
         stages.append(
@@ -245,7 +244,8 @@ def fleet_row(
                 "excluded_clients": sorted({task.client for task in out}),
                 "missing_bytes": max((task.needed - task.state.budget_bytes for task in out), default=0),
                 "closest": closest(out),
-                "round_seconds": fmean(round_seconds(task.seconds for task in of_round) for of_round in tasked),
+                "round_seconds": fmean(seconds for _, seconds in timed),
+                "awaited_seconds": fmean(awaited_seconds(settings, seconds)),
                 "bytes_down": fmean(sum(task.wire[0] for task in of_round) for of_round in tasked),
                 "bytes_up": fmean(sum(task.wire[1] for task in of_round) for of_round in tasked),
                 "peak_bytes": max((task.needed for task in everyone if task.parts), default=0),
@@ -255,6 +255,7 @@ def fleet_row(
         "name": fleet.name,
         "clients": settings.clients,
         "clients_per_round": min(settings.clients_per_round or settings.clients, settings.clients),
+        "over_sample": settings.faults.over_sample,
         "rounds": len(tasks[0]),
         "budget_quantiles_bytes": quantiles([task.state.budget_bytes for r in tasks[0] for task in r]),
         "participation": fmean(stage["participation"] for stage in stages),

@@ -27,6 +27,7 @@ def plan_tables(plan: dict[str, Any]) -> list[str | Text | Table]:
         f"fleet {fleet['name']}: {fleet['clients']} clients, {fleet['clients_per_round']} a round, "
         f"{fleet['participation']:.0%} can take part",
         device_table(plan),
+        *over_sampling(plan["fleet"]),
         *evaluation_text(plan),
         *rates_warning(plan),
         *coverage_text(plan["coverage"]),
@@ -46,6 +47,18 @@ def swapping_warning(plan: dict[str, Any]) -> list[str]:
         f"ones "
         f"would need up to {needed}; the poorest has {poorest}. The whole model takes {full} for {step}, which "
         f"{found['whole_fits']:.0%} of the clients have. The times below add swapping as FedProphet models it."
+    ]
+
+
+def over_sampling(fleet: dict[str, Any]) -> list[str]:
+    """Return what a round gains if it asks more clients than it waits for; nothing if it does not."""
+    if not fleet["over_sample"]:
+        return []
+    enough, more = fleet["clients_per_round"], fleet["over_sample"]
+    with_more, without = (max(stage[key] for stage in fleet["stages"]) for key in ("round_seconds", "awaited_seconds"))
+    return [
+        f"faults.over-sample = {more}: a round asks {enough + more} clients and ends with {enough} answers, after "
+        f"{duration(with_more)}; if it asked {enough} and waited for all, after {duration(without)}"
     ]
 
 

@@ -23,7 +23,7 @@ from piecework.client_app.disk import StorageError, writing
 from piecework.client_app.seal import MANIFEST, damage, seal
 from piecework.device_profiles.documents import read_json, read_toml
 from piecework.training.settings import Scalar, Settings
-from piecework.training.settings.run import flat, nested
+from piecework.training.settings.table import flat, nested
 
 SCHEMA = 3  # version of the checkpoint format; 2 has norms of updates by unit, 3 a manifest
 KEPT = 2  # number of newest checkpoints that are kept, in addition to the first

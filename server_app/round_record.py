@@ -65,7 +65,7 @@ class RoundRecord:
     enforced: bool  # whether budgets are enforced on clients
     seconds: float  # of the round, on the server's clock
     train_seconds: float  # of the round, until the new model was aggregated
-    simulated_seconds: float  # of its slowest client, on its emulated device
+    simulated_seconds: float  # of the last client that it waited for, on its emulated device
     clients: list[ClientReport]  # one for each client that was asked
 
     def to_values(self) -> dict[str, Any]:
@@ -79,12 +79,16 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class Opening:
-    """The state at the beginning of a round. `query`: which clients answered the pre-round query; None if there was none."""
+    """The state at the beginning of a round. `query`: which clients answered the pre-round query; None if there was none.
+
+    `waited` is the simulated seconds before it began, in which too few clients were idle.
+    """
 
     late_replies: list[dict[str, Any]]
     busy: list[int]
     query: dict[str, Any] | None
     query_bytes: int
+    waited: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -160,9 +164,15 @@ def record_of(
         enforced=strategy.enforced,
         seconds=seconds,
         train_seconds=training.seconds,
-        simulated_seconds=round_seconds(report.simulated_seconds for report in reports),
+        simulated_seconds=opening.waited + training_seconds(strategy),
         clients=reports,
     )
+
+
+def training_seconds(strategy: PieceStrategy) -> float:
+    """Return the simulated seconds of the round's training: of its slowest client, or until enough clients had answered."""
+    slowest = round_seconds(report.simulated_seconds for report in strategy.reports.values())
+    return min(slowest, strategy.gate.closed_at)
 
 
 def accuracies(evaluation: ModelEvaluation, *, personal: bool) -> dict[str, Any]:

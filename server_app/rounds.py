@@ -4,7 +4,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,26 @@ from flwr.serverapp import Grid
 from piecework.client_app.disk import StorageError
 from piecework.federation.errors import RunAbortedError
 from piecework.federation.evaluation import Evaluator, final_evaluation
-from piecework.federation.faults import status_of
 from piecework.federation.registry import ClientRegistry
 from piecework.federation.reply_guard import ReplyGuard, reply_limit
 from piecework.federation.transport import Transport
 from piecework.models.init_weights import account, pretrained
 from piecework.models.partition import Piece
 from piecework.planning.now import doing
+from piecework.server_app.assembly import Assembly
 from piecework.server_app.device_models import evaluate_device_models
 from piecework.server_app.model_description import described
 from piecework.server_app.preflight import preflight
 from piecework.server_app.rates import require_rates
 from piecework.server_app.records import RunDir
 from piecework.server_app.recovery import Recovery, find_recovery, put_aside
-from piecework.server_app.round_record import ModelEvaluation, Opening, RoundRecord, TrainingPhase, record_of
+from piecework.server_app.round_record import (
+    ModelEvaluation,
+    Opening,
+    RoundRecord,
+    TrainingPhase,
+    record_of,
+)
 from piecework.server_app.run_folder import COMPLETED, nothing_left, require_new
 from piecework.server_app.run_lock import run_lock
 from piecework.server_app.run_values import ends_early, first_values, note_round, resumed_values
@@ -69,6 +75,7 @@ class Run:
         self.strategy: PieceStrategy = strategy_class(experiment)
         if checkpoint is not None:
             self.strategy.state = type(self.strategy.state).from_values(self.values["strategy-state"])
+        self.assembly = Assembly(self.grid, self.transport, self.strategy, self.values["stragglers"])
         to_come = self.strategy.schedule(self.values["round"] + 1, settings.num_rounds)
         require_rates(planned, to_come, str(run_dir.path) if checkpoint is not None else "")
         self.arrays = checkpoint.arrays if checkpoint is not None else ArrayRecord()
@@ -216,6 +223,7 @@ class Run:
         self.grid.limit = reply_limit(self.settings.messages.max_bytes, model_bytes)
         opening = self._open(server_round)
         aggregated, metrics = self._train(server_round)
+        self.assembly.pass_time(server_round)
         training = TrainingPhase(aggregated, metrics, time.perf_counter() - started)
         doing("round %s: evaluating", server_round)
         evaluation = self._evaluate(server_round)
@@ -233,28 +241,28 @@ class Run:
 
     def _open(self, server_round: int) -> Opening:
         """Wait for clients and send the pre-round query. Raises RunAbortedError if the answers do not suffice."""
-        late = self._assemble()
+        late, waited = self.assembly.assemble()
         busy = self.registry.busy_clients()
         strategy = self.strategy
         if not isinstance(strategy, StagedStrategy):
-            return Opening(late, busy, None, 0)
+            return Opening(late, busy, None, 0, waited)
         questions = strategy.configure_query(server_round, self.arrays, self.grid)
         if questions is None:
-            return Opening(late, busy, None, 0)
+            return Opening(late, busy, None, 0, waited)
         self._deliver(server_round)
         if not strategy.aggregate_query(server_round, self.transport.exchange(server_round, questions)):
             raise RunAbortedError(
                 f"no client could measure the features that {strategy.stage} starts from: "
                 f"{strategy.dispatcher.why_unanswered()}"
             )
-        return Opening(late, busy, strategy.dispatcher.account(), strategy.dispatcher.bytes())
+        return Opening(late, busy, strategy.dispatcher.account(), strategy.dispatcher.bytes(), waited)
 
     def _train(self, server_round: int) -> tuple[bool, MetricRecord | None]:
         """Have clients train. Returns whether that made a new model, and the aggregated metrics."""
         messages = self.strategy.configure_train(server_round, self.arrays, ConfigRecord(), self.grid)
         self._deliver(server_round)
-        replies = self.transport.exchange(server_round, messages)
-        arrays, metrics = self.strategy.aggregate_train(server_round, replies)
+        with closing(self.transport.exchange(server_round, messages)) as replies:  # a round may end before all answered
+            arrays, metrics = self.strategy.aggregate_train(server_round, replies)
         self.arrays = arrays if arrays is not None else self.arrays
         return arrays is not None, metrics
 
@@ -303,28 +311,12 @@ class Run:
                 self.strategy.dispatcher.why_unanswered(),
             )
 
-    def _assemble(self) -> list[dict[str, Any]]:
-        """Wait for enough idle clients, at most `messages.node-timeout` seconds, and return the late replies."""
-        late, deadline = [], time.monotonic() + self.settings.messages.node_timeout
-        while True:
-            for sent, reply in self.transport.late():
-                client = self.registry.client_of(sent.node_id)
-                status = status_of(reply.error) if reply.has_error() else "ok"
-                if client is not None:
-                    self.strategy.gate.note_error(client, sent.server_round, status)
-                late.append({"client": client, "round": sent.server_round, "status": status})
-            self.registry.busy = self.transport.busy()
-            self.registry.update(self.grid)
-            enough = len(self.registry.present(self.grid)) >= max(1, self.settings.faults.min_clients)
-            if (enough and not self.registry.incomplete()) or time.monotonic() > deadline:
-                return late
-            time.sleep(0.2)
-
     def _checkpoint(self, server_round: int) -> None:
         self.values |= {
             "round": server_round,
             "settings": self.settings.to_run_config(),
             "node-names": {str(client): name for client, name in self.registry.bound.items()},
+            "stragglers": self.assembly.stragglers.tasks,
             "strategy-state": self.strategy.state.to_values(),
             "seconds": self.seconds(),
         }

@@ -36,7 +36,7 @@ class Cohort:
         if len(chosen) < max(1, settings.faults.min_clients):
             chosen = present  # excluded clients are better than too few
         self.excluded = {client: excluded[client] for client in present if client not in chosen}
-        return sampled(chosen, settings.clients_per_round, settings.seed, server_round) if chosen else []
+        return sampled(chosen, settings.asked, settings.seed, server_round) if chosen else []
 
     def may_be_asked(self, client: int, server_round: int) -> bool:
         """Return whether a client has the memory to take part in a round."""

@@ -3,6 +3,7 @@
 The checks of all strategies are in federation/aggregation.py. A strategy adds its own in `check` and `combine`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -30,17 +31,25 @@ NORMS_KEPT = 200  # the latest norms that are stored of each unit
 
 
 class UpdateGate:
-    """Checks the updates of a round and combines those that pass. `read` fills in a client's report from its reply."""
+    """Checks the updates of a round and combines those that pass. `read` fills in a client's report from its reply.
+
+    With `faults.over-sample`, the first `clients-per-round` updates that pass end the round, and all other clients are late.
+    The first are those that arrive first. Where clients are emulated, they are those of the fewest simulated seconds (of
+    clients with equally many, the lower numbers), so that runs can be repeated; the gate then holds all of a round's updates
+    at once. `closed_at` is the simulated seconds of the last update with which the round ended, infinite if all were awaited.
+    """
 
     def __init__(self, strategy: "PieceStrategy", read: ReadReply) -> None:
         self.strategy, self.read = strategy, read
+        self.closed_at = math.inf
 
     def admit(self, replies: Iterable[Message]) -> bool:
         """Combine the valid updates. Returns False if there are none, or fewer than `faults.min-clients`."""
-        strategy = self.strategy
-        accepted, norms = 0, dict[str, list[float]]()
+        strategy, enough = self.strategy, self.strategy.settings.enough
+        accepted, norms = list[ClientReport](), dict[str, list[float]]()
         known, factor = strategy.state.norms, strategy.settings.faults.update_norm_limit
-        for report, update, limits in compared(self._received(replies), factor, known):
+        self.closed_at = math.inf
+        for report, update, limits in compared(self._in_order(replies), factor, known, enough):
             try:
                 require_within(update.norms, limits)
                 strategy.combine(report.client, update)
@@ -48,11 +57,30 @@ class UpdateGate:
                 report.end("rejected", str(error))
                 continue
             note_norms(norms, update.norms)
-            accepted += 1
-        if accepted < max(1, strategy.settings.faults.min_clients):
+            accepted.append(report)
+            if len(accepted) == enough:
+                self._close(accepted)
+                break
+        if len(accepted) < max(1, strategy.settings.faults.min_clients):
             return False
         strategy.state.norms = known | {unit: [*known.get(unit, []), *new][-NORMS_KEPT:] for unit, new in norms.items()}
         return True
+
+    def _in_order(self, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
+        """Yield the updates in the order in which their clients answer."""
+        received = self._received(replies)
+        if not (self.strategy.settings.enough and self.strategy.settings.simulated):
+            return received
+        return iter(sorted(received, key=lambda pair: (pair[0].simulated_seconds, pair[0].client)))
+
+    def _close(self, accepted: list[ClientReport]) -> None:
+        """End the round with these updates: clients whose updates were not needed, or had not arrived, are late."""
+        strategy = self.strategy
+        self.closed_at = max(report.simulated_seconds for report in accepted)
+        late = ("ok",) if strategy.settings.simulated else ("ok", "timeout")
+        for client, report in strategy.reports.items():
+            if report not in accepted and report.status in late and client not in strategy.weight_cache.unreached:
+                report.end("late", f"{len(accepted)} others had answered, which is enough (faults.over-sample)")
 
     def _received(self, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
         strategy, factor = self.strategy, self.strategy.settings.faults.update_norm_limit

@@ -25,7 +25,7 @@ from piecework.runs import remove
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import STOPPED, has_completed
 from piecework.server_app.run_lock import RunLockedError, require_free, writer
-from piecework.training.settings.run import nested
+from piecework.training.settings.table import nested
 
 POLL = 0.2  # seconds
 PATIENCE = 60.0  # seconds that a run has to stop by itself

@@ -14,6 +14,7 @@ from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import format_bytes
 from piecework.federation.registry import sampled
 from piecework.plan import fleet_states, make_plan
+from piecework.plan_view import over_sampling
 from piecework.question import ask, budget_bytes
 from piecework.training.settings import Settings, SettingsError
 
@@ -88,6 +89,25 @@ def test_pieces_devices_and_fleet() -> None:
         {"what": "conv1..conv4 | conv5", "fraction": 1.0, "leaves_out": []}
     ]
     assert found["fleet"]["participation"] == 1
+
+
+def test_what_over_sampling_gains() -> None:
+    """Half of the clients take 50 times as long; four answers are enough, with which the slow ones are not waited for."""
+    devices = [
+        {"name": name, "memory-ratio": 1.0, "flops": flops, "bandwidth": 1e9, "disk-bandwidth": 1e9}
+        for name, flops in (("quick", 5e9), ("slow", 1e8))
+    ]
+    fleet = json.dumps({"name": "two", "assignment": "round-robin", "device": devices})
+    options = "--model", "convnet", "--dataset", "digits", "--strategy", "fedavg", "--nodes", "8", "--fleet", fleet
+    found = plan(*options, "--set", "clients-per-round=4", "--set", "faults.over-sample=4")["fleet"]
+    quick, slow = (row["stages"][0]["seconds"] for row in plan(*options)["devices"])
+    (stage,) = found["stages"]
+    assert stage["awaited_seconds"] == slow > 40 * quick  # the draws of 20 rounds all have a slow one
+    # Round 1 asks all and ends with the quick ones, which are then the only idle ones for more than 20 rounds.
+    assert stage["round_seconds"] == pytest.approx(quick)
+    (said,) = over_sampling(found)
+    assert said.startswith("faults.over-sample = 4: a round asks 8 clients and ends with 4 answers, after ")
+    assert over_sampling(plan(*options)["fleet"]) == []
 
 
 def test_excluded_devices_and_the_memory_they_are_missing() -> None:

@@ -30,7 +30,7 @@ from piecework.training.settings.shared import (
     TrainingSettings,
 )
 from piecework.training.settings.sparse import FedPMSettings, SpaFLSettings
-from piecework.training.settings.table import AtLeastOne, Case, Count, Scalar, Seed, Table, case, setting
+from piecework.training.settings.table import AtLeastOne, Case, Count, Scalar, Seed, Table, case, flat, nested, setting
 from piecework.training.settings.whole import FedRBNSettings
 from piecework.training.settings.width import FjORDSettings, HeteroFLSettings, SplitMixSettings
 
@@ -201,6 +201,30 @@ class Settings(Table):
         self.prism.ratios()
         return self
 
+    @model_validator(mode="after")
+    def _more_than_all_cannot_be_asked(self) -> Self:
+        if self.faults.over_sample and not self.clients_per_round:
+            raise ValueError(
+                f"faults.over-sample = {self.faults.over_sample}: with clients-per-round = 0 a round asks all clients, and "
+                "there are no more; set it to the number of answers that are enough"
+            )
+        return self
+
+    @property
+    def asked(self) -> int:
+        """The number of clients that a round asks; 0 = all."""
+        return self.clients_per_round + self.faults.over_sample
+
+    @property
+    def enough(self) -> int:
+        """The number of updates with which a round's training ends at once, or 0 if it waits for all clients."""
+        return self.clients_per_round if self.faults.over_sample else 0
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the simulated clock decides which answers are late: always where one machine emulates the clients."""
+        return self.engine != "deployment"
+
     def evaluation_due(self, server_round: int) -> bool:
         """Return whether a round ends with an evaluation: every `evaluation.every`-th round does, and the last one."""
         every = self.evaluation.every
@@ -268,26 +292,6 @@ class Settings(Table):
         """Return a short digest of the settings that affect a run's numbers; equal for a run and its resumption."""
         kept = {key: value for key, value in self.to_run_config().items() if key not in CHANGEABLE}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def flat(tables: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Return nested tables as keys with dots."""
-    found: dict[str, Scalar] = {}
-    for key, value in tables.items():
-        found |= {f"{key}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {key: value}
-    return found
-
-
-def nested(values: Mapping[str, Scalar]) -> dict[str, Any]:
-    """Return keys with dots as tables."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        table, dot, name = key.rpartition(".")
-        if dot:
-            found.setdefault(table, {})[name] = value
-        else:
-            found[key] = value
-    return found
 
 
 @cache
@@ -372,9 +376,14 @@ def check_resume(old: Mapping[str, Scalar], new: Settings) -> None:
 
 def too_many_asked(settings: Settings, clients: int) -> str:
     """Return an error text if a round asks more clients than exist, else an empty text; the default may ask more."""
-    asked = settings.clients_per_round
-    if asked <= clients or asked == fields()["clients-per-round"].default:
+    asked, more = settings.clients_per_round, settings.faults.over_sample
+    if asked + more <= clients or (not more and asked == fields()["clients-per-round"].default):
         return ""
+    if more:
+        return (
+            f"clients-per-round = {asked} and faults.over-sample = {more} are more than the {clients} clients there are "
+            "(clients, --nodes): lower one of them"
+        )
     return (
         f"clients-per-round = {asked} is more than the {clients} clients there are (clients, --nodes): set it to at most "
         f"{clients}, or to 0 to ask all of them"

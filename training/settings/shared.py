@@ -281,6 +281,11 @@ class FaultsSettings(Table):
         0, "minimum that must connect at the start and train in a round; 0 = all at the start, one in a round"
     )
     max_empty_rounds: AtLeastOne = setting(1, "rounds in a row in which no client trained before the run aborts")
+    over_sample: Count = setting(
+        0,
+        "clients asked in addition to clients-per-round: a round ends when clients-per-round of them have answered, on the "
+        "engines local and ray by the simulated clock; 0 = none",
+    )
     update_norm_limit: NonNegative = setting(
         10.0, "limit on a unit's update, in multiples of the median accepted norm, at first the model's; 0 = off"
     )

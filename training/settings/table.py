@@ -60,3 +60,23 @@ def ratios(key: str, text: str) -> list[float]:
     if not found or not 0 < found[-1] <= found[0] <= 1:
         raise ValueError(f"{key} = {text!r}: give fractions above 0 and up to 1, as in 1,0.5,0.25")
     return found
+
+
+def flat(tables: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Return nested tables as keys with dots."""
+    found: dict[str, Scalar] = {}
+    for key, value in tables.items():
+        found |= {f"{key}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {key: value}
+    return found
+
+
+def nested(values: Mapping[str, Scalar]) -> dict[str, Any]:
+    """Return keys with dots as tables."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        table, dot, name = key.rpartition(".")
+        if dot:
+            found.setdefault(table, {})[name] = value
+        else:
+            found[key] = value
+    return found

@@ -1,0 +1,62 @@
+"""The time between rounds: late answers come in, and the next round waits for enough idle clients."""
+
+import time
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from piecework.device_profiles.clock import Stragglers
+from piecework.federation.faults import status_of
+from piecework.federation.transport import Transport
+from piecework.server_app.round_record import training_seconds
+from piecework.strategies.base import PieceStrategy
+
+
+class Assembly:
+    """Knows which clients are still at work on a task of an earlier round: really, or on the simulated clock.
+
+    `tasks` are those of the simulated clock's `stragglers` in a checkpoint.
+    """
+
+    def __init__(self, grid: Grid, transport: Transport, strategy: PieceStrategy, tasks: list[dict[str, Any]]) -> None:
+        self.grid, self.transport, self.strategy = grid, transport, strategy
+        self.settings, self.registry = strategy.settings, strategy.registry
+        self.stragglers = Stragglers(tasks)
+
+    def pass_time(self, server_round: int) -> None:
+        """Let the simulated seconds of the round's training pass, and note who is still at work when it ends."""
+        gate, reports = self.strategy.gate, self.strategy.reports.values()
+        self.stragglers.wait(training_seconds(self.strategy))
+        for report in [report for report in reports if report.status == "late" and self.settings.simulated]:
+            self.stragglers.add(report.client, server_round, report.simulated_seconds - gate.closed_at)
+
+    def assemble(self) -> tuple[list[dict[str, Any]], float]:
+        """Wait for enough idle clients, at most `messages.node-timeout` seconds.
+
+        Returns the late replies, and the simulated seconds of waiting for clients that are at work on the simulated clock.
+        """
+        late, deadline = [], time.monotonic() + self.settings.messages.node_timeout
+        waited, few = 0.0, max(1, self.settings.faults.min_clients)
+        while True:
+            for sent, reply in self.transport.late():
+                client = self.registry.client_of(sent.node_id)
+                status = status_of(reply.error) if reply.has_error() else "ok"
+                if client is not None:
+                    self.strategy.gate.note_error(client, sent.server_round, status)
+                late.append({"client": client, "round": sent.server_round, "status": status})
+            self.registry.update(self.grid)
+            while len(self._idle()) < few and (seconds := self.stragglers.until_next()):
+                waited += seconds
+                self.stragglers.wait(seconds)
+            late += [{"client": t["client"], "round": t["round"], "status": "ok"} for t in self.stragglers.answered()]
+            enough = len(self._idle()) >= few
+            if (enough and not self.registry.incomplete()) or time.monotonic() > deadline:
+                return late, waited
+            time.sleep(0.2)
+
+    def _idle(self) -> list[int]:
+        """Return the clients that are connected and not at work, after telling the registry who is."""
+        members = self.registry.members
+        at_work = {members[client].node_id for client in self.stragglers.clients if client in members}
+        self.registry.busy = self.transport.busy() | at_work
+        return self.registry.present(self.grid)
