@@ -79,7 +79,12 @@ def template() -> RunDir:
 
 
 def finish(
-    folder: Path, accuracies: Sequence[float | None], seconds: float = 2.0, status: str = "completed", **changes: Any
+    folder: Path,
+    accuracies: Sequence[float | None],
+    seconds: float = 2.0,
+    status: str = "completed",
+    reason: str = "",
+    **changes: Any,
 ) -> None:
     """Write what a run leaves: a round for each accuracy, of `seconds` each; evaluated unless that is None.
 
@@ -93,5 +98,10 @@ def finish(
         run_dir.append_round(record | {"round": number, "accuracy": accuracy, "seconds": seconds, **changes})
     (run_dir.checkpoints / f"round-{len(accuracies):05d}").mkdir(parents=True, exist_ok=True)
     if status:
-        summary = {"status": status, "reason": "", "rounds": len(accuracies), "seconds": seconds * len(accuracies) + 3}
+        summary = {
+            "status": status,
+            "reason": reason,
+            "rounds": len(accuracies),
+            "seconds": seconds * len(accuracies) + 3,
+        }
         run_dir.write_summary(summary)

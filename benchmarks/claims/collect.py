@@ -127,6 +127,8 @@ def add_run(merge: Merge, folder: Path) -> None:
     if why := wrong(merge, note.case, note.row, note.seed, note.hash):
         return merge.tell("left out", *where, why)
     state = state_of(folder)
+    if state == "broken":
+        return merge.tell("left out", *where, f"its failure is no result ({note.failed}); `run --retry` tries it again")
     if state not in ("done", "failed"):
         return merge.tell("left out", *where, f"not ended, after round {RunDir(folder).last_complete_round()}")
     try:

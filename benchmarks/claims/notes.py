@@ -24,12 +24,15 @@ from piecework.server_app.run_folder import has_completed
 from piecework.server_app.run_lock import writer
 
 ROOT = Path(__file__).resolve().parents[2]
-State = Literal["done", "running", "failed", "begun", "missing"]
+State = Literal["done", "running", "failed", "broken", "begun", "missing"]
 
 
 @dataclass(frozen=True)
 class Note:
-    """Which run lies beside this note. `failed` is the reason why it failed for good, empty if it did not."""
+    """Which run lies beside this note. `failed` is the reason why it failed, empty if it did not.
+
+    `final`: the failure is a result, as the run itself says that nobody can train or that it diverged (outcomes.py).
+    """
 
     claim: str
     case: str
@@ -41,6 +44,7 @@ class Note:
     commits: list[str] = field(default_factory=list)
     machines: list[str] = field(default_factory=list)
     failed: str = ""
+    final: bool = False
 
     @classmethod
     def of(cls, job: Job) -> Self:
@@ -63,7 +67,7 @@ class Note:
         commits, machines = (
             list(dict.fromkeys([*old, new])) for old, new in ((self.commits, commit), (self.machines, machine))
         )
-        return replace(self, commits=commits, machines=machines, failed="")
+        return replace(self, commits=commits, machines=machines, failed="", final=False)
 
     def write(self, folder: Path) -> None:
         """Write the note beside a run's folder."""
@@ -76,14 +80,17 @@ def beside(folder: Path, suffix: str) -> Path:
 
 
 def state_of(folder: Path) -> State:
-    """Return the state of a run: `begun` has a round to go on from, `missing` has none. Raises ClaimError."""
+    """Return the state of a run: `begun` has a round to go on from, `missing` has none. Raises ClaimError.
+
+    One that `failed` has a result, one that is `broken` failed for a reason that says nothing of the claim.
+    """
     run_dir, note = RunDir(folder), Note.read(folder)
     if writer(folder) is not None:
         return "running"
     if has_completed(run_dir):
         return "done"
     if note is not None and note.failed:
-        return "failed"
+        return "failed" if note.final else "broken"
     return "begun" if run_dir.last_complete_round() else "missing"
 
 

@@ -15,23 +15,20 @@ from subprocess import Popen, TimeoutExpired
 
 import tomli_w
 
-from benchmarks.claims.child import PROMPT, spawn
+from benchmarks.claims.child import spawn
 from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Place, Wanted, in_order, job_of, possible, search_jobs
 from benchmarks.claims.notes import Note, beside, state_of, this_commit, this_machine
-from benchmarks.claims.results import found_rate, last_accuracy
-from piecework.display import format_seconds, percent
-from piecework.runs import remove
-from piecework.server_app.records import CheckpointError, RunDir
-from piecework.server_app.run_folder import STOPPED, has_completed
-from piecework.server_app.run_lock import RunLockedError, require_free, writer
+from benchmarks.claims.outcomes import how_it_ended
+from benchmarks.claims.results import found_rate
+from piecework.server_app.records import RunDir
+from piecework.server_app.run_lock import RunLockedError, require_free
 from piecework.training.settings.table import nested
 
 POLL = 0.2  # seconds
 PATIENCE = 60.0  # seconds that a run has to stop by itself
 DYING = 5.0  # seconds that the run of a killed harness may take to end
-TERMINATED = 143  # exit code after SIGTERM
-ENDED_BY_SIGNAL = (130, TERMINATED)
+ACCIDENTS = 3  # failures in a row that are no results, after which nothing more is started
 Say = Callable[[str], None]
 
 
@@ -72,7 +69,8 @@ class Child:
 class Queue:
     """The runs of now: those that are running, and by their folders those that were started, or left to other processes.
 
-    `said` is what was said of others, `failed` the labels of those that failed. `rates` are what searches have found.
+    `said` is what was said of others, `failed` the labels of those that failed, `accidents` the failures since the last run
+    that gave a result. `rates` are what searches have found.
     """
 
     claims: Sequence[Claim]
@@ -83,6 +81,7 @@ class Queue:
     left: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     failed: list[str] = field(default_factory=list)
+    accidents: int = 0
     rates: dict[tuple[str, Place], float | None] = field(default_factory=dict)
 
     def tell(self, text: str) -> None:
@@ -98,12 +97,17 @@ def run(claims: Sequence[Claim], options: Options, say: Say) -> list[str]:
     commit, machine = this_commit(), this_machine()
     with stopping(queue):
         while True:
-            over = time.monotonic() > end
-            while not over and len(queue.children) < options.jobs and (job := next_job(queue)) is not None:
+            over, halted = time.monotonic() > end, queue.accidents >= ACCIDENTS
+            while not (over or halted) and len(queue.children) < options.jobs and (job := next_job(queue)) is not None:
                 say(f"{job.label} {'goes on' if state_of(job.folder(options.out)) == 'begun' else 'starts'}")
                 queue.children.append(start(job, options, commit, machine))
             if not queue.children:
-                if over:
+                if halted:
+                    say(
+                        f"{queue.accidents} runs in a row failed for reasons that are no results, so nothing more is started: "
+                        "remove the cause, and `run --retry` tries them again"
+                    )
+                elif over:
                     say(f"the {options.hours:g} hours are over; `status` says what is missing")
                 return queue.failed
             while not conclude_ended(queue):
@@ -129,9 +133,10 @@ def next_job(queue: Queue) -> Job | None:
         if state_of(folder) == "running" and is_left(queue, job):
             continue
         state = state_of(folder)
-        if state == "failed" and not queue.options.retry:
+        if state in ("failed", "broken") and not queue.options.retry:
             note = Note.read(folder)
-            queue.tell(f"{job.label} failed before ({note.failed if note else ''}); --retry tries it again")
+            what = "failed before" if state == "failed" else "failed before, which is no result"
+            queue.tell(f"{job.label} {what} ({note.failed if note else ''}); --retry tries it again")
         elif state != "done":
             queue.tried.add(str(folder))
             return job
@@ -221,60 +226,16 @@ def conclude_ended(queue: Queue) -> bool:
     for child in ended:
         queue.children.remove(child)
         close(child)
-        text, failure = how_it_ended(child)
-        if failure:
+        outcome = how_it_ended(child.folder, child.process.returncode, child.before, child.stopped)
+        if outcome.failed:
             note = Note.read(child.folder) or Note.of(child.job)
-            replace(note, failed=failure).write(child.folder)
+            replace(note, failed=outcome.failed, final=outcome.final).write(child.folder)
             queue.failed.append(child.job.label)
-        queue.say(f"{child.job.label} {text}")
+            queue.accidents += not outcome.final
+        if outcome.final or state_of(child.folder) == "done":
+            queue.accidents = 0
+        queue.say(f"{child.job.label} {outcome.text}")
     return bool(ended)
-
-
-def how_it_ended(child: Child) -> tuple[str, str]:
-    """Return how a run ended in words, and the reason if it failed for good; that of a completed run is empty."""
-    code, run_dir = child.process.returncode, RunDir(child.folder)
-    if has_completed(run_dir):
-        stores = [path for path in (child.folder / "clients").glob("*") if path.is_dir()]
-        remove(stores)  # nothing will resume from them
-        return f"has completed: {figures(child.folder)}", ""
-    after = f"after round {run_dir.last_complete_round()}"
-    if child.stopped:
-        return f"was stopped {after}, because {child.stopped}; `run` goes on with it", ""
-    if code < 0 or code in ENDED_BY_SIGNAL:
-        return f"was ended {after} by a signal (exit code {code}); the next `run` goes on with it", ""
-    reason = reason_of(child) or f"exit code {code}"
-    if f"{child.folder} is being written by" in reason or writer(child.folder) is not None:
-        return f"is left to another: {reason}", ""
-    return f"FAILED: {reason}\n  log: {beside(child.folder, 'log')}", reason
-
-
-def figures(folder: Path) -> str:
-    """Return accuracy and time of a completed run in words."""
-    try:
-        accuracy = last_accuracy(folder, "accuracy")
-    except CheckpointError as error:
-        return str(error)
-    return f"accuracy {percent(accuracy, 1)}, {format_seconds(RunDir(folder).seconds())}"
-
-
-def reason_of(child: Child) -> str:
-    """Return why a run failed, in one line: by the summary that it wrote, else by its log."""
-    run_dir = RunDir(child.folder)
-    try:
-        summary = (run_dir.summary() or {}) if run_dir.summary_version() != child.before else {}
-    except CheckpointError as error:
-        return str(error)
-    if summary.get("reason") and summary.get("status") != STOPPED:
-        return str(summary["reason"]).splitlines()[0]
-    log = beside(child.folder, "log").read_text(encoding="utf-8", errors="replace")
-    return reason_in(log.rpartition(PROMPT)[2].splitlines())
-
-
-def reason_in(lines: Sequence[str]) -> str:
-    """Return the last line that says that it is an error, else the last line that says anything; empty without one."""
-    said = [line for line in lines if line.strip()]
-    errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
-    return (errors or said or [""])[-1]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from statistics import fmean, stdev
 
 from benchmarks.claims.definition import Case, Claim, Row
 from benchmarks.claims.jobs import Place, search_jobs, searches, seed_job, source_of
+from benchmarks.claims.outcomes import DIVERGED
 from benchmarks.claims.records import Records, RunRecord, SearchRecord
 from benchmarks.claims.results import search_hash
 from benchmarks.claims.storage import STORAGE
@@ -64,7 +65,12 @@ class Standing:
 
 def is_idle(run: RunRecord) -> bool:
     """Return whether no client could train in a run, which has completed all the same or has failed for this reason."""
-    return not run.ok and (run.status == "completed" or "no client" in run.reason)
+    return not run.ok and (run.status == "completed" or cannot_train(run.reason))
+
+
+def cannot_train(reason: str) -> bool:
+    """Return whether a run that failed for this reason says that no client can train."""
+    return "no client" in reason and not reason.startswith(DIVERGED)
 
 
 def reason_of(run: RunRecord) -> str:

@@ -19,7 +19,7 @@ from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import has_completed
 from piecework.training.settings import Settings
 
-STATES: tuple[State, ...] = ("done", "running", "failed", "begun", "missing")
+STATES: tuple[State, ...] = ("done", "running", "failed", "broken", "begun", "missing")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ def seconds_left(settings: Settings, done: int, pace: Pace) -> float:
 @dataclass
 class RowStatus:
     """The runs of a row by their states, those of its searches too. `hours` are None where no round was seen yet.
+
+    Those that are broken count as to be tried again.
 
     `unknown` are the runs of which nothing says how long they take, `unevaluated` those of which nothing says how long an
     evaluation does, so that it is not in the hours.
@@ -180,7 +182,7 @@ def row_status(watch: Watch, row: Row) -> RowStatus:
         unevaluated += pace is not None and pace.evaluated is None
         done = RunDir(job.folder(watch.out)).last_complete_round()
         seconds += 0.0 if pace is None else seconds_left(Settings.from_run_config(job.settings), done, pace)
-    timed = counts["running"] + counts["begun"] + counts["missing"] > unknown
+    timed = sum(counts.values()) - counts["done"] - counts["failed"] > unknown
     return RowStatus(row.name, counts, seconds / 3600 if timed or not unknown else None, unknown, unevaluated)
 
 

@@ -26,11 +26,11 @@ def claim(tmp_path: Path) -> Claim:
     return a_claim(tmp_path, TWO_CASES)
 
 
-def note(job: Job, folder: Path, failed: str = "") -> Note:
+def note(job: Job, folder: Path, failed: str = "", *, final: bool = True) -> Note:
     """Write and return the note of a job that was started twice."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     found = Note.of(job).started("abc", "here").started("abd", "here")
-    found = Note(**{**vars(found), "failed": failed})
+    found = Note(**{**vars(found), "failed": failed, "final": bool(failed) and final})
     found.write(folder)
     return found
 
@@ -150,6 +150,21 @@ def test_a_failure_does_not_replace_what_has_completed(claim: Claim, tmp_path: P
     found = collect(claim, tmp_path / "two", tmp_path / "docs", said.append)
     assert said[-1] == "left out  tiny: weak: bound: seed 1: it failed, and the records have a run that has completed"
     assert [run.status for run in found.runs] == ["completed"]
+
+
+def test_a_failure_that_is_no_result_is_not_collected(claim: Claim, tmp_path: Path) -> None:
+    said, out = list[str](), tmp_path / "out"
+    search(claim, out, [0.5, 0.7, 0.6])
+    job, bound = jobs.search_jobs(claim, WEAK)[2], jobs.job_of(claim, Wanted("weak", "bound", 1, None), None)
+    (job.folder(out) / "summary.json").unlink()
+    note(job, job.folder(out), "no space is left", final=False)
+    note(bound, bound.folder(out), "no data set", final=False)
+    found = collect(claim, out, tmp_path / "docs", said.append)
+    assert (found.runs, found.searches, found_rate(claim, WEAK, out)) == ([], [], None)
+    assert said == [
+        "left out  tiny: weak: FeDepth: search: not all of its runs have ended",
+        "left out  tiny: weak: bound: seed 1: its failure is no result (no data set); `run --retry` tries it again",
+    ]
 
 
 def test_records_of_another_definition_are_removed_and_said(claim: Claim, tmp_path: Path) -> None:

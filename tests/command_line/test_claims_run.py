@@ -20,7 +20,8 @@ from benchmarks.claims import jobs, runner
 from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job
 from benchmarks.claims.notes import ROOT, Note, folders, state_of
-from benchmarks.claims.runner import Options, reason_in
+from benchmarks.claims.outcomes import reason_in
+from benchmarks.claims.runner import Options
 from piecework.cli import app
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_lock import run_lock
@@ -49,6 +50,7 @@ seeds = [1]
 """
 IN_ORDER = [*(f"tiny: weak: FeDepth: search, rate {rate}" for rate in (0.02, 0.05))]
 IN_ORDER += [f"tiny: weak: {row}: seed {seed}" for row, seed in (("FeDepth", 1), ("FedAvg", 1), ("FeDepth", 2))]
+NOBODY = "exclusivefl: it needs 2,000 bytes, and the richest client has 1,000: no client can take part"
 Leave = Callable[[Path, list[str]], int | None]
 
 
@@ -135,13 +137,51 @@ def test_a_failure_is_said_at_once_and_tried_again_only_if_asked(harness: Harnes
     harness.leave = fail
     assert harness.run() == IN_ORDER
     label, log = IN_ORDER[3], f"{harness.folder(IN_ORDER[3])}.log"
-    assert harness.said[harness.said.index(f"{label} starts") + 1] == f"{label} FAILED: no such data set\n  log: {log}"
+    assert harness.said[harness.said.index(f"{label} starts") + 1] == (
+        f"{label} FAILED, which is no result: no such data set\n  log: {log}"
+    )
     assert harness.run() == []
-    assert harness.said == [f"{label} failed before (no such data set); --retry tries it again"]
+    assert harness.said == [f"{label} failed before, which is no result (no such data set); --retry tries it again"]
     harness.leave = lambda run, words: finish(run, [0.5])
     assert harness.run(retry=True) == [label]
     assert harness.run() == []
     assert harness.said == []
+
+
+def test_a_search_waits_for_a_run_that_failed_without_a_result(harness: Harness) -> None:
+    """The rate whose run found a full disk is not lost to the other one."""
+
+    def full(run: Path, words: list[str]) -> int:
+        if "rate-0.05" in run.name:
+            return finish(run, [0.1], status="failed", reason=f"{run} cannot be written: no space is left") or 1
+        return finish(run, [0.5]) or 0
+
+    harness.leave = full
+    assert harness.run() == [*IN_ORDER[:2], IN_ORDER[3]]
+    assert state_of(harness.folder(IN_ORDER[1])) == "broken"
+    assert f"{IN_ORDER[2]} waits for the search of 'FeDepth' in 'weak', which has not ended" in harness.said
+    assert harness.run() == []
+    harness.leave = lambda run, words: finish(run, [0.9])
+    assert harness.run(retry=True) == [IN_ORDER[1], IN_ORDER[2], IN_ORDER[4]]
+    assert "lr = 0.05" in harness.folder(IN_ORDER[2]).with_name(f"{harness.folder(IN_ORDER[2]).name}.toml").read_text()
+
+
+def test_three_failures_in_a_row_that_are_no_results_end_the_queue(harness: Harness) -> None:
+    harness.leave = lambda run, words: 2
+    assert harness.run() == [*IN_ORDER[:2], IN_ORDER[3]]  # the searches are open
+    assert harness.said[-1] == (
+        "3 runs in a row failed for reasons that are no results, so nothing more is started: remove the cause, and "
+        "`run --retry` tries them again"
+    )
+    assert harness.run(retry=True) == [*IN_ORDER[:2], IN_ORDER[3]]
+    codes = [2, 2, 0]
+
+    def two_fail(run: Path, words: list[str]) -> int:
+        return codes.pop(0) or finish(run, [0.5]) or 0
+
+    harness.leave = two_fail
+    assert harness.run(retry=True) == [*IN_ORDER[:2], IN_ORDER[3]]
+    assert "in a row" not in harness.said[-1]
 
 
 def test_the_reason_in_a_log() -> None:
@@ -153,28 +193,26 @@ def test_an_older_summary_is_not_the_reason(harness: Harness) -> None:
     def refused_later(run: Path, words: list[str]) -> int:
         if "resume-from" not in str(words):
             finish(run, [0.1], status="failed")
-            (run / "summary.json").write_text(json.dumps({"status": "failed", "reason": "no client trained"}), "utf-8")
+            (run / "summary.json").write_text(
+                json.dumps({"status": "failed", "reason": f"{NOBODY}\ntry: more"}), "utf-8"
+            )
         return 2
 
     harness.leave = refused_later
     harness.run(only="FedAvg")
-    assert "FAILED: no client trained" in harness.said[-1]
+    assert f"FAILED: {NOBODY}\n" in harness.said[-1]
     harness.run(only="FedAvg", retry=True)
-    assert "FAILED: no such data set" in harness.said[-1]
+    assert "FAILED, which is no result: no such data set" in harness.said[-1]
 
 
 def test_the_reason_of_a_run_that_cannot_train_is_its_own(harness: Harness) -> None:
     def nobody_fits(run: Path, words: list[str]) -> int:
-        finish(run, [0.1], status="failed")
-        summary = json.loads((run / "summary.json").read_text("utf-8"))
-        (run / "summary.json").write_text(json.dumps(summary | {"reason": "no client trained\ntry: fedepth"}), "utf-8")
+        finish(run, [], status="failed", reason=f"{NOBODY}\ntry: fedepth")
         return 1
 
     harness.leave = nobody_fits
     assert harness.run() == IN_ORDER
-    assert {line.partition(" FAILED: ")[2].splitlines()[0] for line in harness.said if "FAILED" in line} == {
-        "no client trained"
-    }
+    assert {line.partition(" FAILED: ")[2].splitlines()[0] for line in harness.said if "FAILED" in line} == {NOBODY}
     settings = harness.folder(IN_ORDER[4]).with_name(f"{harness.folder(IN_ORDER[4]).name}.toml").read_text("utf-8")
     assert "lr = 0.02" in settings, "all rates failed: the first one, so that the row's own run says why"
 

@@ -13,7 +13,7 @@ from benchmarks.claims import jobs
 from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Wanted
 from benchmarks.claims.notes import Note
-from benchmarks.claims.status import Pace, Seen, pace_of, seconds_left, status_of
+from benchmarks.claims.status import STATES, Pace, Seen, pace_of, seconds_left, status_of
 from piecework.server_app.run_lock import run_lock
 from piecework.training.settings import Settings
 
@@ -59,7 +59,7 @@ def leave(claim: Claim, out: Path, job: Job, rounds: int, seconds: float, status
     """Leave a run with so many rounds, all evaluated; one that completes takes three seconds beside its rounds."""
     folder = job.folder(out)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    Note(**{**vars(Note.of(job)), "failed": failed}).write(folder)
+    Note(**{**vars(Note.of(job)), "failed": failed, "final": bool(failed)}).write(folder)
     if rounds:
         finish(folder, [0.5] * rounds, seconds, status)
     return folder
@@ -139,4 +139,7 @@ def test_the_command_says_what_is_left(
     )
     found = json.loads(said("--json"))
     assert (found["hours"], found["unknown"]) == (pytest.approx((3600 + 3) / 3600), 13)
-    assert found["claims"][0]["rows"][1]["counts"] == {"done": 1, "running": 0, "failed": 0, "begun": 0, "missing": 1}
+    assert found["claims"][0]["rows"][1]["counts"] == {
+        **dict.fromkeys(STATES, 0),
+        **{"done": 1, "missing": 1},
+    }
