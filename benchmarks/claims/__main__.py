@@ -126,6 +126,7 @@ def lines_of(status: ClaimStatus) -> list[str]:
     for row in status.rows:
         counts = ", ".join(f"{row.counts[state]} {state}" for state in STATES if row.counts[state])
         lines.append(f"  {row.row:{width}s}  {counts:30s}  {left(row)}")
+    lines += [f"  {damage}" for damage in status.damage]
     return lines + [
         f"  of another definition, or with another rate than was found: {folder}" for folder in status.older
     ]

@@ -61,7 +61,11 @@ def collect(claim: Claim, out: Path, docs: Path, say: Say) -> Records:
         {(each.case, each.row): each for each in old.searches},
     )
     for place in searches(claim):
-        record = search_record(claim, place, out)
+        try:
+            record = search_record(claim, place, out)
+        except CheckpointError as error:
+            merge.tell("left out", *place, "search", error)
+            continue
         if record is not None:
             merge.add(merge.searches, place, record, "search")
         elif any(state_of(job.folder(out)) != "missing" for job in search_jobs(claim, place)):

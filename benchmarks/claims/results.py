@@ -14,7 +14,7 @@ from benchmarks.claims.records import RunRecord, SearchRecord, thinned
 from benchmarks.claims.storage import STORAGE, Devices, seconds_of_rounds
 from piecework import display
 from piecework.device_profiles.fleet import load_fleet
-from piecework.read_records import Record, read_final, read_models, read_rounds, with_details
+from piecework.read_records import Record, read_final, read_models, read_rounds, read_summary, with_details
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import COMPLETED
 from piecework.server_app.summary import peak_over_budget, worst_and_mean
@@ -34,15 +34,29 @@ def evaluations(rounds: Sequence[Record], final: Record | None, measure: str) ->
     return sorted(found.items())
 
 
+def whole_rounds(run_dir: RunDir) -> list[Record]:
+    """Return the records of all rounds of a run that has ended. Raises CheckpointError if some are damaged or missing."""
+    rounds, summary = read_rounds(run_dir), read_summary(run_dir)
+    if summary is not None and len(rounds) != summary["rounds"]:
+        raise CheckpointError(
+            f"{run_dir.rounds_file} is damaged: it has the records of {len(rounds)} rounds, and the run's summary counts "
+            f"{summary['rounds']}. Move the run's folder away, and `run` starts it again"
+        )
+    return rounds
+
+
 def last_accuracy(folder: Path, measure: str) -> float | None:
-    """Return the accuracy of a run's last evaluation, or None without one. Raises CheckpointError."""
+    """Return the accuracy of the last evaluation of a run that has ended, or None without one. Raises CheckpointError."""
     run_dir = RunDir(folder)
-    found = evaluations(read_rounds(run_dir), read_final(run_dir), measure)
+    found = evaluations(whole_rounds(run_dir), read_final(run_dir), measure)
     return found[-1][1] if found else None
 
 
 def search_figures(claim: Claim, place: Place, out: Path) -> dict[float, float | None] | None:
-    """Return the accuracy of each rate of a search, None for a run that failed; None until all its runs have ended."""
+    """Return the accuracy of each rate of a search, None for a run that failed; None until all its runs have ended.
+
+    Raises CheckpointError if the records of one of them are damaged.
+    """
     found: dict[float, float | None] = {}
     for job in search_jobs(claim, place):
         folder = job.folder(out)
@@ -55,12 +69,20 @@ def search_figures(claim: Claim, place: Place, out: Path) -> dict[float, float |
 
 
 def found_rate(claim: Claim, place: Place, out: Path) -> float | None:
-    """Return the rate that a search has found, None until it has ended.
+    """Return the rate that a search has found, None until it has ended. Raises CheckpointError as `search_figures`.
 
     Where all its runs failed that is the first one, with which the row's own runs say why it cannot train.
     """
     figures = search_figures(claim, place, out)
     return None if figures is None else best_rate(figures) or next(iter(figures))
+
+
+def rate_or_damage(claim: Claim, place: Place, out: Path) -> tuple[float | None, str]:
+    """Return the rate that a search has found, or None; and which damage leaves its result open, empty if none does."""
+    try:
+        return found_rate(claim, place, out), ""
+    except CheckpointError as error:
+        return None, str(error)
 
 
 def search_record(claim: Claim, place: Place, out: Path) -> SearchRecord | None:
@@ -96,7 +118,7 @@ def run_record(claim: Claim, folder: Path, note: Note) -> RunRecord:
     except SettingsError as error:
         raise CheckpointError(f"{folder} was written by another version of Piecework: {error}") from error
     with with_details(run_dir):
-        rounds, final = read_rounds(run_dir), read_final(run_dir)
+        rounds, final = whole_rounds(run_dir), read_final(run_dir)
         found = evaluations(rounds, final, claim.measure)
         of_rounds = seconds_of_rounds(rounds, Devices(load_fleet(settings.fleet), settings.clients, settings.seed))
         values = {

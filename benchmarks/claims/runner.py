@@ -20,7 +20,7 @@ from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Place, Wanted, in_order, job_of, possible, search_jobs
 from benchmarks.claims.notes import Note, beside, state_of, this_commit, this_machine
 from benchmarks.claims.outcomes import how_it_ended
-from benchmarks.claims.results import found_rate
+from benchmarks.claims.results import rate_or_damage
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_lock import RunLockedError, require_free
 from piecework.training.settings.table import nested
@@ -167,7 +167,11 @@ def to_finish(queue: Queue) -> Iterator[Job]:
             key = claim.name, found.source
             if rates.get(key) is None and key not in asked:
                 asked.add(key)
-                rates[key] = found_rate(claim, found.source, queue.options.out)
+                rates[key], damage = rate_or_damage(claim, found.source, queue.options.out)
+                if damage:
+                    queue.tell(
+                        f"{claim.name}: the search of {found.source[1]!r} in {found.source[0]!r} is open: {damage}"
+                    )
             if rates[key] is not None:
                 yield job_of(claim, found, rates[key])
             elif not searching(queue, claim, found.source):

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.claims.definition import Claim, Row
 from benchmarks.claims.jobs import Job, Wanted, job_of, possible, search_jobs, searches, wanted
 from benchmarks.claims.notes import State, folders, state_of
-from benchmarks.claims.results import found_rate
+from benchmarks.claims.results import rate_or_damage
 from piecework.read_records import Record
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import has_completed
@@ -85,11 +85,15 @@ class RowStatus:
 
 @dataclass
 class ClaimStatus:
-    """The rows of a claim. `older`: folders of runs that are not the definition's, or not any more."""
+    """The rows of a claim.
+
+    `older`: folders of runs that are not the definition's, or not any more. `damage`: what is damaged, a sentence each.
+    """
 
     claim: str
     rows: list[RowStatus]
     older: list[str]
+    damage: list[str]
 
     @property
     def hours(self) -> float:
@@ -117,7 +121,9 @@ class Watch:
     def __init__(self, claim: Claim, out: Path) -> None:
         self.claim, self.out = claim, out
         self.searched = {place: search_jobs(claim, place) for place in searches(claim)}
-        self.rates = {place: found_rate(claim, place, out) for place in self.searched}
+        found = {place: rate_or_damage(claim, place, out) for place in self.searched}
+        self.rates = {place: rate for place, (rate, _) in found.items()}
+        self.damage = [damage for _, damage in found.values() if damage]
         self.wanted = {want: self._jobs_of(want) for each in wanted(claim) for want in each}
         self.seen: dict[str, Seen] = {}
 
@@ -164,7 +170,7 @@ def status_of(claim: Claim, out: Path) -> ClaimStatus:
     watch = Watch(claim, out)
     known = watch.known()
     older = [str(folder) for folder in folders(out, claim.name) if str(folder) not in known]
-    return ClaimStatus(claim.name, [row_status(watch, row) for row in claim.rows], older)
+    return ClaimStatus(claim.name, [row_status(watch, row) for row in claim.rows], older, watch.damage)
 
 
 def row_status(watch: Watch, row: Row) -> RowStatus:

@@ -167,6 +167,31 @@ def test_a_failure_that_is_no_result_is_not_collected(claim: Claim, tmp_path: Pa
     ]
 
 
+def test_a_run_with_damaged_records_does_not_replace_a_good_record(claim: Claim, tmp_path: Path) -> None:
+    out, docs, said = tmp_path / "out", tmp_path / "docs", list[str]()
+    search(claim, out, [0.5, 0.7, 0.6])
+    run = RunDir(a_run(claim, out, Wanted("weak", "bound", 1, None), None, [0.2, 0.4]))
+    collect(claim, out, docs, said.append)
+    before, lines = (docs / "tiny.json").read_text("utf-8"), run.rounds_file.read_bytes().splitlines(keepends=True)
+    searched = RunDir(jobs.search_jobs(claim, WEAK)[1].folder(out))
+    searched.rounds_file.write_bytes(searched.rounds_file.read_bytes()[:-9])
+    cut = "is damaged: it has the records of 1 rounds, and the run's summary counts 2"
+    for content, why in (
+        (lines[0], cut),
+        (lines[0] + lines[1][:-9], cut),
+        (b"{}\n" + lines[1], ", line 1, is damaged: not the record of a round"),
+    ):
+        run.rounds_file.write_bytes(content)
+        said.clear()
+        collect(claim, out, docs, said.append)
+        assert [line.split(" is damaged")[0] for line in said] == [
+            f"left out  tiny: weak: FeDepth: search: {searched.rounds_file}",
+            f"left out  tiny: weak: bound: seed 1: {run.rounds_file}{', line 1,' if 'line' in why else ''}",
+        ]
+        assert why in said[1]
+        assert (docs / "tiny.json").read_text("utf-8") == before
+
+
 def test_records_of_another_definition_are_removed_and_said(claim: Claim, tmp_path: Path) -> None:
     out, docs, said = tmp_path / "out", tmp_path / "docs", list[str]()
     search(claim, out, [0.5, 0.7, 0.6])

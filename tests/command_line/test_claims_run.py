@@ -166,6 +166,14 @@ def test_a_search_waits_for_a_run_that_failed_without_a_result(harness: Harness)
     assert "lr = 0.05" in harness.folder(IN_ORDER[2]).with_name(f"{harness.folder(IN_ORDER[2]).name}.toml").read_text()
 
 
+def test_a_search_with_damaged_records_is_open(harness: Harness) -> None:
+    harness.run(only="FeDepth")
+    rounds = harness.folder(IN_ORDER[0]) / "rounds.jsonl"
+    rounds.write_bytes(rounds.read_bytes()[:-9])
+    assert harness.run() == [IN_ORDER[3]]
+    assert harness.said[0].startswith(f"tiny: the search of 'FeDepth' in 'weak' is open: {rounds} is damaged")
+
+
 def test_three_failures_in_a_row_that_are_no_results_end_the_queue(harness: Harness) -> None:
     harness.leave = lambda run, words: 2
     assert harness.run() == [*IN_ORDER[:2], IN_ORDER[3]]  # the searches are open

@@ -14,6 +14,7 @@ from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Wanted
 from benchmarks.claims.notes import Note
 from benchmarks.claims.status import STATES, Pace, Seen, pace_of, seconds_left, status_of
+from piecework.server_app.records import RunDir
 from piecework.server_app.run_lock import run_lock
 from piecework.training.settings import Settings
 
@@ -118,6 +119,16 @@ def test_folders_of_older_definitions_are_named(claim: Claim, tmp_path: Path) ->
     changed = a_claim(tmp_path, TWO_CASES.replace("clients = 6", "clients = 7"))
     assert status_of(changed, tmp_path).older == [str(folder)]
     assert counts(changed, tmp_path, "bound") == ({"missing": 2}, None, 2)
+
+
+def test_damage_is_named(claim: Claim, tmp_path: Path) -> None:
+    for job in jobs.search_jobs(claim, WEAK):
+        run = RunDir(leave(claim, tmp_path, job, 3, 10.0, "completed"))
+    run.rounds_file.write_bytes(run.rounds_file.read_bytes()[:-9])
+    (said,) = status_of(claim, tmp_path).damage
+    assert said.startswith(
+        f"{run.rounds_file} is damaged: it has the records of 2 rounds, and the run's summary counts 3"
+    )
 
 
 def test_the_command_says_what_is_left(
