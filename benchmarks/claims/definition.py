@@ -289,4 +289,5 @@ def _each_once(claim: Claim) -> None:
 def slug(name: str) -> str:
     """Return a name as a folder has it: `FeDepth, fitted` becomes `fedepth-fitted`."""
     words = "".join(character if character.isalnum() or character == "." else " " for character in name.lower()).split()
-    return "-".join(words) or "unnamed"
+    found = "-".join(words)
+    return found if found.strip(".") else "unnamed"  # `..` would be the folder above

@@ -146,11 +146,14 @@ def test_the_definitions_load(name: str) -> None:
 
 
 def test_names_of_folders() -> None:
-    assert [slug(name) for name in ("FeDepth, fitted", "keep 0.2", "  ", "m-FeDepth")] == [
+    assert [slug(name) for name in ("FeDepth, fitted", "keep 0.2", "  ", "m-FeDepth", "..", ".", "..a")] == [
         "fedepth-fitted",
         "keep-0.2",
         "unnamed",
         "m-fedepth",
+        "unnamed",
+        "unnamed",
+        "..a",
     ]
 
 
