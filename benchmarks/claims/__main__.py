@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     of_run = commands.add_parser("run", help="start what is missing")
     of_run.add_argument("--jobs", type=positive, default=1, metavar="N", help="runs at once, each on one thread")
     of_run.add_argument("--only", default="", metavar="ROW", help="the runs of this row")
-    of_run.add_argument("--hours", type=float, default=math.inf, metavar="H", help="stop after this time")
+    of_run.add_argument("--hours", type=hours, default=math.inf, metavar="H", help="stop after this time")
     of_run.add_argument("--first", type=positive, default=0, metavar="R", help="time a run of each row by R rounds")
     of_run.add_argument("--retry", action="store_true", help="try again what has failed")
     of_run.add_argument("--data-dir", default="", metavar="DIR", help="data sets; default: PIECEWORK_DATA")
@@ -90,6 +90,25 @@ def positive(text: str) -> int:
     return number
 
 
+def hours(text: str) -> float:
+    """Parse a number of hours, 0 or more. Raises ArgumentTypeError."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of hours: give 0 or more, such as 0.5")
+    return number
+
+
+def require_folder(path: Path, option: str) -> Path:
+    """Return a folder's path, which need not exist. Raises ClaimError if a file is in its place or above it."""
+    path = path.resolve()
+    if (found := next(each for each in (path, *path.parents) if each.exists())) and not found.is_dir():
+        raise ClaimError(f"{option} {path}: {found} is a file; name a folder")
+    return path
+
+
 def say(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)
@@ -99,24 +118,26 @@ def do_run(claims: list[Claim], asked: argparse.Namespace) -> None:
     """Start what is missing; exit code 1 if a run failed."""
     require_rows(claims, asked.only)
     data_dir = str(Path(asked.data_dir).resolve()) if asked.data_dir else ""
-    options = Options(asked.out.resolve(), asked.jobs, asked.only, asked.hours, asked.first, asked.retry, data_dir)
+    out = require_folder(asked.out, "--out")
+    options = Options(out, asked.jobs, asked.only, asked.hours, asked.first, asked.retry, data_dir)
     if failed := run(claims, options, say):
         sys.exit(f"{len(failed)} failed: {'; '.join(failed)}")
 
 
 def do_status(claims: list[Claim], asked: argparse.Namespace) -> None:
     """Print what is missing."""
-    found = [status_of(claim, asked.out.resolve()) for claim in claims]
-    hours = sum(each.hours for each in found)
+    out = require_folder(asked.out, "--out")
+    found = [status_of(claim, out) for claim in claims]
+    total = sum(each.hours for each in found)
     unknown, unevaluated = sum(each.unknown for each in found), sum(each.unevaluated for each in found)
     if asked.json:
         values = [each.to_values() for each in found]
-        print(json.dumps({"claims": values, "hours": hours, "unknown": unknown, "unevaluated": unevaluated}))
+        print(json.dumps({"claims": values, "hours": total, "unknown": unknown, "unevaluated": unevaluated}))
         return
     for each in found:
         print("\n".join(lines_of(each)))
     how = " (`run --first 2` times two rounds of each row)" if unknown else ""
-    print(f"all: {in_words(hours, unknown, unevaluated)}{how}")
+    print(f"all: {in_words(total, unknown, unevaluated)}{how}")
 
 
 def lines_of(status: ClaimStatus) -> list[str]:
@@ -146,10 +167,11 @@ def in_words(hours: float | None, unknown: int, unevaluated: int) -> str:
 
 def do_collect(claims: list[Claim], asked: argparse.Namespace) -> None:
     """Merge the runs below a folder into the records of all claims that have some there."""
-    if not any((asked.folder / claim.name).is_dir() for claim in claims):
+    folder = require_folder(asked.folder, "collect")
+    if not any((folder / claim.name).is_dir() for claim in claims):
         raise ClaimError(f"{asked.folder}: no folder in it is that of a claim ({', '.join(c.name for c in claims)})")
     for claim in claims:
-        found = collect(claim, asked.folder.resolve(), DOCS, say)
+        found = collect(claim, folder, DOCS, say)
         say(f"{claim.name}: {len(found.runs)} runs and {len(found.searches)} searches are recorded")
 
 

@@ -120,7 +120,10 @@ def rate_of(merge: Merge, want: Wanted) -> float | None:
 
 def add_run(merge: Merge, folder: Path) -> None:
     """Add the record of a run in a folder, or say why not."""
-    note = Note.read(folder)
+    try:
+        note = Note.read(folder)
+    except ClaimError as error:
+        return merge.tell("left out", error)
     if note is None:
         return merge.tell("left out", folder, "nothing notes beside it which run it is")
     if note.searched:

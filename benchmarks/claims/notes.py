@@ -24,7 +24,7 @@ from piecework.server_app.run_folder import has_completed
 from piecework.server_app.run_lock import writer
 
 ROOT = Path(__file__).resolve().parents[2]
-State = Literal["done", "running", "failed", "broken", "begun", "missing"]
+State = Literal["done", "running", "failed", "broken", "damaged", "begun", "missing"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ class Note:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
-            raise ClaimError(f"{path} is damaged: {error}") from None
+            raise ClaimError(
+                f"{path} is damaged: {error}. Move it and the run's folder away, and `run` starts it again"
+            ) from None
 
     def started(self, commit: str, machine: str) -> Self:
         """Return the note after another start, which may bring a failed run to its end."""
@@ -80,11 +82,16 @@ def beside(folder: Path, suffix: str) -> Path:
 
 
 def state_of(folder: Path) -> State:
-    """Return the state of a run: `begun` has a round to go on from, `missing` has none. Raises ClaimError.
+    """Return the state of a run: `begun` has a round to go on from, `missing` has none.
 
-    One that `failed` has a result, one that is `broken` failed for a reason that says nothing of the claim.
+    One that `failed` has a result, one that is `broken` failed for a reason that says nothing of the claim. Of one that is
+    `damaged` the note cannot be read.
     """
-    run_dir, note = RunDir(folder), Note.read(folder)
+    run_dir = RunDir(folder)
+    try:
+        note = Note.read(folder)
+    except ClaimError:
+        return "damaged"
     if writer(folder) is not None:
         return "running"
     if has_completed(run_dir):
@@ -94,9 +101,18 @@ def state_of(folder: Path) -> State:
     return "begun" if run_dir.last_complete_round() else "missing"
 
 
+def damage_beside(folder: Path) -> str:
+    """Return what is wrong with the note beside a run's folder; empty if it can be read, or there is none."""
+    try:
+        Note.read(folder)
+    except ClaimError as error:
+        return str(error)
+    return ""
+
+
 def folders(out: Path, claim: str) -> Iterator[Path]:
     """Yield the folders of all runs of a claim below `out`, also of those that wrote none, by name."""
-    for path in sorted((out / claim).glob("*/*")):
+    for path in sorted(each for each in (out / claim).glob("*/*") if each.is_dir()):
         names = {each.name.removesuffix(".json") for each in path.iterdir() if each.is_dir() or each.suffix == ".json"}
         yield from (path / name for name in sorted(names))
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from benchmarks.claims.definition import Claim, ClaimError
 from piecework.device_profiles.documents import read_json, shown
+from piecework.server_app.records import write_atomically
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "claims"
 POINTS = 20  # of a curve, at most
@@ -113,10 +114,8 @@ class Records:
         path = folder / f"{self.claim}.json"
         runs, searches = (sorted(each, key=place) for each in (self.runs, self.searches))
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            f'{{"claim": {json.dumps(self.claim)},\n"runs": {_lines(runs)},\n"searches": {_lines(searches)}}}\n',
-            "utf-8",
-        )
+        text = f'{{"claim": {json.dumps(self.claim)},\n"runs": {_lines(runs)},\n"searches": {_lines(searches)}}}\n'
+        write_atomically(path, text.encode())
         return path
 
 

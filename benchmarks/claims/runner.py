@@ -18,7 +18,7 @@ import tomli_w
 from benchmarks.claims.child import spawn
 from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Place, Wanted, in_order, job_of, possible, search_jobs
-from benchmarks.claims.notes import Note, beside, state_of, this_commit, this_machine
+from benchmarks.claims.notes import Note, beside, damage_beside, state_of, this_commit, this_machine
 from benchmarks.claims.outcomes import how_it_ended
 from benchmarks.claims.results import rate_or_damage
 from piecework.server_app.records import RunDir
@@ -133,7 +133,9 @@ def next_job(queue: Queue) -> Job | None:
         if state_of(folder) == "running" and is_left(queue, job):
             continue
         state = state_of(folder)
-        if state in ("failed", "broken") and not queue.options.retry:
+        if state == "damaged":
+            queue.tell(f"{job.label} is left alone: {damage_beside(folder)}")
+        elif state in ("failed", "broken") and not queue.options.retry:
             note = Note.read(folder)
             what = "failed before" if state == "failed" else "failed before, which is no result"
             queue.tell(f"{job.label} {what} ({note.failed if note else ''}); --retry tries it again")

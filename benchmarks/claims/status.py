@@ -12,14 +12,14 @@ from typing import Any
 
 from benchmarks.claims.definition import Claim, Row
 from benchmarks.claims.jobs import Job, Wanted, job_of, possible, search_jobs, searches, wanted
-from benchmarks.claims.notes import State, folders, state_of
+from benchmarks.claims.notes import State, damage_beside, folders, state_of
 from benchmarks.claims.results import rate_or_damage
 from piecework.read_records import Record
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import has_completed
 from piecework.training.settings import Settings
 
-STATES: tuple[State, ...] = ("done", "running", "failed", "broken", "begun", "missing")
+STATES: tuple[State, ...] = ("done", "running", "failed", "broken", "damaged", "begun", "missing")
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,8 @@ def status_of(claim: Claim, out: Path) -> ClaimStatus:
     watch = Watch(claim, out)
     known = watch.known()
     older = [str(folder) for folder in folders(out, claim.name) if str(folder) not in known]
-    return ClaimStatus(claim.name, [row_status(watch, row) for row in claim.rows], older, watch.damage)
+    rows = [row_status(watch, row) for row in claim.rows]
+    return ClaimStatus(claim.name, rows, older, watch.damage)
 
 
 def row_status(watch: Watch, row: Row) -> RowStatus:
@@ -181,14 +182,15 @@ def row_status(watch: Watch, row: Row) -> RowStatus:
     for job in runs:
         state = state_of(job.folder(watch.out))
         counts[state] += 1
-        if state in ("done", "failed"):
+        watch.damage += filter(None, [damage_beside(job.folder(watch.out))])
+        if state in ("done", "failed", "damaged"):
             continue
         pace = watch.pace(job)
         unknown += pace is None
         unevaluated += pace is not None and pace.evaluated is None
         done = RunDir(job.folder(watch.out)).last_complete_round()
         seconds += 0.0 if pace is None else seconds_left(Settings.from_run_config(job.settings), done, pace)
-    timed = sum(counts.values()) - counts["done"] - counts["failed"] > unknown
+    timed = sum(counts.values()) - counts["done"] - counts["failed"] - counts["damaged"] > unknown
     return RowStatus(row.name, counts, seconds / 3600 if timed or not unknown else None, unknown, unevaluated)
 
 

@@ -167,6 +167,34 @@ def test_a_failure_that_is_no_result_is_not_collected(claim: Claim, tmp_path: Pa
     ]
 
 
+def test_a_damaged_note_costs_its_run_alone(claim: Claim, tmp_path: Path) -> None:
+    out, said = tmp_path / "out", list[str]()
+    a_run(claim, out, Wanted("weak", "bound", 1, None), None, [0.4])
+    other = a_run(claim, out, Wanted("skew", "bound", 1, None), None, [0.4])
+    other.with_name(f"{other.name}.json").write_text("[]", "utf-8")
+    (out / "tiny" / "weak" / ".DS_Store").write_text("", "utf-8")
+    assert len(collect(claim, out, tmp_path / "docs", said.append).runs) == 1
+    assert said[0].startswith(f"left out  tiny: {other}.json is damaged: ")
+    assert said[1].startswith("added     tiny: weak: bound")
+
+
+def test_records_that_cannot_be_written_stay_as_they_were(
+    claim: Claim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Records("tiny", [], []).write(claim, tmp_path)
+    before = path.read_bytes()
+
+    def full(self: Path, *_: object) -> int:
+        self.open("wb").close()
+        raise OSError(28, "no space is left")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space is left"):
+        Records("tiny", [], []).write(claim, tmp_path)
+    assert path.read_bytes() == before
+
+
 def test_a_run_with_damaged_records_does_not_replace_a_good_record(claim: Claim, tmp_path: Path) -> None:
     out, docs, said = tmp_path / "out", tmp_path / "docs", list[str]()
     search(claim, out, [0.5, 0.7, 0.6])

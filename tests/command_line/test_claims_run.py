@@ -192,6 +192,15 @@ def test_three_failures_in_a_row_that_are_no_results_end_the_queue(harness: Harn
     assert "in a row" not in harness.said[-1]
 
 
+def test_a_damaged_note_costs_its_run_alone(harness: Harness) -> None:
+    harness.run(only="FedAvg")
+    note = harness.folder(IN_ORDER[3]).with_name(f"{harness.folder(IN_ORDER[3]).name}.json")
+    note.write_text('{"claim": ', "utf-8")
+    assert harness.run() == [*IN_ORDER[:3], IN_ORDER[4]]
+    (said,) = [line for line in harness.said if "left alone" in line]
+    assert said.startswith(f"{IN_ORDER[3]} is left alone: {note} is damaged: ")
+
+
 def test_the_reason_in_a_log() -> None:
     lines = ["round 1", "error: no data set", "try: another", " "]
     assert [reason_in(each) for each in (lines, lines[:1], [" "], [])] == ["no data set", "round 1", "", ""]

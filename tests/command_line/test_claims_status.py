@@ -129,6 +129,31 @@ def test_damage_is_named(claim: Claim, tmp_path: Path) -> None:
     assert said.startswith(
         f"{run.rounds_file} is damaged: it has the records of 2 rounds, and the run's summary counts 3"
     )
+    bound = leave(claim, tmp_path, jobs.job_of(claim, Wanted("weak", "bound", 1, None), None), 8, 4.0, "completed")
+    bound.with_name(f"{bound.name}.json").write_text("{}", "utf-8")
+    (tmp_path / "tiny" / "weak" / ".DS_Store").write_text("", "utf-8")
+    assert status_of(claim, tmp_path).damage[1].startswith(f"{bound}.json is damaged: ")
+    assert counts(claim, tmp_path, "bound") == ({"damaged": 1, "missing": 1}, 8 * 4.0 + 3, 0)
+
+
+@pytest.mark.parametrize("hours", ["nan", "-1", "-inf", "soon"])
+def test_hours_that_are_none_are_refused(hours: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.parser().parse_args(["run", f"--hours={hours}"])
+    assert f"{hours!r} is no number of hours" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["status", "--out"], ["run", "--out"], ["collect"]])
+def test_a_file_in_place_of_a_folder_is_refused(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "names", list)
+    file = tmp_path / "file"
+    file.write_text("", "utf-8")
+    for path in (file, file / "below"):
+        monkeypatch.setattr(sys, "argv", ["claims", *words, str(path)])
+        with pytest.raises(SystemExit, match=f"{path}: {file} is a file; name a folder"):
+            command.main()
 
 
 def test_the_command_says_what_is_left(
