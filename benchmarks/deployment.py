@@ -2,7 +2,7 @@
 
     python -m benchmarks.deployment [--nodes 4] [--rounds 5] [--plain] [--set KEY=VALUE] [--json]
 
-The run is the demo (FedEPTH on scikit-learn's digits) with `--nodes` clients, all asked in each round, on the engine
+The run is the demo (FeDepth on scikit-learn's digits) with `--nodes` clients, all asked in each round, on the engine
 `deployment`, and then on the engine `local` with as many workers. The first round, in which nodes get the app and caches
 fill, is left out. Figures are medians over messages, of seconds of the clock, and of the processor in the task's process:
 

@@ -14,7 +14,9 @@ where a child ends with its parent.
 """
 
 import ctypes
+import fcntl
 import gc
+import hashlib
 import json
 import os
 import selectors
@@ -32,10 +34,12 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, NoReturn
 
+from flwr.common.constant import APP_DIR
 from flwr.supercore import log
 from flwr.supercore.constant import ExecutorType, TaskType
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult, SubprocessExecutor
+from flwr.supercore.utils import get_flwr_home
 
 IMPORTED = (  # what a task imports beside the app; a module that is not installed is left out
     *("flwr.supercore.cli.flower_superexec", "flwr.supernode.cli.flwr_clientapp"),
@@ -74,8 +78,34 @@ class ForkExecutor(SubprocessExecutor):
         return LaunchResult.accepted()
 
 
+def install_once(install: Callable[..., Path]) -> Callable[..., Path]:
+    """Return a function that installs a bundle if it is not installed yet.
+
+    Flower's own unpacks it for each task, which takes longer than importing the app, and drops that if a folder is there, also
+    if another task is still filling it: here the others wait.
+    """
+
+    def installed(bundle: bytes, **options: Any) -> Path:
+        apps = get_flwr_home() / APP_DIR
+        apps.mkdir(parents=True, exist_ok=True)
+        with (apps / f".{hashlib.sha256(bundle).hexdigest()}").open("a+", encoding="utf-8") as note:
+            fcntl.flock(note, fcntl.LOCK_EX)
+            note.seek(0)
+            known = note.read()
+            if known and Path(known).is_dir():
+                return Path(known)
+            note.truncate(0)
+            path = install(bundle, **options)
+            note.write(str(path))
+            return path
+
+    return installed
+
+
 def run_task(words: list[str]) -> None:
     """Run `flwr-clientapp`."""
+    flower = vars(import_module("flwr.supernode.runtime.run_clientapp"))
+    flower["install_from_fab"] = install_once(flower["install_from_fab"])
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # else each task would draw what the last one drew
     sys.argv = words

@@ -163,3 +163,24 @@ def test_one_process_serves_all_clients_and_has_nothing_of_the_app() -> None:
     names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     assert not [name for name in names if name.partition(".")[0] == "piecework"]
+
+
+def test_a_bundle_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from piecework import warm_executor  # Windows has no fcntl
+
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    unpacked = list[bytes]()
+
+    def install(bundle: bytes, skip_prompt: bool) -> Path:
+        assert skip_prompt
+        unpacked.append(bundle)
+        (tmp_path / bundle.decode()).mkdir()
+        return tmp_path / bundle.decode()
+
+    once = warm_executor.install_once(install)
+    found = [once(bundle, skip_prompt=True) for bundle in (b"old", b"old", b"new", b"old")]
+    assert [path.name for path in found] == ["old", "old", "new", "old"]
+    assert unpacked == [b"old", b"new"]
+    (tmp_path / "new").rmdir()  # a user may do so
+    once(b"new", skip_prompt=True)
+    assert unpacked == [b"old", b"new", b"new"]
