@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
@@ -22,12 +22,13 @@ from benchmarks.claims.notes import Note, beside, damage_beside, state_of, this_
 from benchmarks.claims.outcomes import how_it_ended
 from benchmarks.claims.results import rate_or_damage
 from piecework.server_app.records import RunDir
-from piecework.server_app.run_lock import RunLockedError, require_free
+from piecework.server_app.run_lock import RunLockedError, require_free, run_lock, writer
 from piecework.training.settings.table import nested
 
 POLL = 0.2  # seconds
 PATIENCE = 60.0  # seconds that a run has to stop by itself
 DYING = 5.0  # seconds that the run of a killed harness may take to end
+LOCKS = ".locks"  # the folder below OUT with a lock of the harness for each run
 ACCIDENTS = 3  # failures in a row that are no results, after which nothing more is started
 Say = Callable[[str], None]
 
@@ -70,7 +71,7 @@ class Queue:
     """The runs of now: those that are running, and by their folders those that were started, or left to other processes.
 
     `said` is what was said of others, `failed` the labels of those that failed, `accidents` the failures since the last run
-    that gave a result. `rates` are what searches have found.
+    that gave a result. `held` are the locks of those that are running. `rates` are what searches have found.
     """
 
     claims: Sequence[Claim]
@@ -82,6 +83,7 @@ class Queue:
     said: set[str] = field(default_factory=set)
     failed: list[str] = field(default_factory=list)
     accidents: int = 0
+    held: dict[Path, ExitStack] = field(default_factory=dict)
     rates: dict[tuple[str, Place], float | None] = field(default_factory=dict)
 
     def tell(self, text: str) -> None:
@@ -132,17 +134,43 @@ def next_job(queue: Queue) -> Job | None:
             continue
         if state_of(folder) == "running" and is_left(queue, job):
             continue
-        state = state_of(folder)
-        if state == "damaged":
-            queue.tell(f"{job.label} is left alone: {damage_beside(folder)}")
-        elif state in ("failed", "broken") and not queue.options.retry:
-            note = Note.read(folder)
-            what = "failed before" if state == "failed" else "failed before, which is no result"
-            queue.tell(f"{job.label} {what} ({note.failed if note else ''}); --retry tries it again")
-        elif state != "done":
-            queue.tried.add(str(folder))
-            return job
+        if is_due(queue, job) and is_held(queue, job):
+            if is_due(queue, job):  # still: another harness may have ended it in between
+                queue.tried.add(str(folder))
+                return job
+            queue.held.pop(folder).close()
     return None
+
+
+def is_due(queue: Queue, job: Job) -> bool:
+    """Return whether a run that no process writes is to be started; say why not, unless it is done."""
+    folder = job.folder(queue.options.out)
+    state = state_of(folder)
+    if state == "damaged":
+        queue.tell(f"{job.label} is left alone: {damage_beside(folder)}")
+    elif state in ("failed", "broken") and not queue.options.retry:
+        note = Note.read(folder)
+        what = "failed before" if state == "failed" else "failed before, which is no result"
+        queue.tell(f"{job.label} {what} ({note.failed if note else ''}); --retry tries it again")
+    else:
+        return state not in ("done", "running")
+    return False
+
+
+def is_held(queue: Queue, job: Job) -> bool:
+    """Keep a run from other harnesses until its outcome is noted; return False, and say so, if another one has it.
+
+    The run's own lock is free as soon as its process has ended, when its failure is not noted yet.
+    """
+    folder, stack = job.folder(queue.options.out), ExitStack()
+    lock = queue.options.out / LOCKS / folder.relative_to(queue.options.out)
+    try:
+        stack.enter_context(run_lock(lock))
+    except RunLockedError:
+        queue.tell(f"{job.label} is left to another: {writer(lock) or 'a process that has just ended'} has started it")
+        return False
+    queue.held[folder] = stack
+    return True
 
 
 def is_left(queue: Queue, job: Job) -> bool:
@@ -238,6 +266,7 @@ def conclude_ended(queue: Queue) -> bool:
             replace(note, failed=outcome.failed, final=outcome.final).write(child.folder)
             queue.failed.append(child.job.label)
             queue.accidents += not outcome.final
+        queue.held.pop(child.folder).close()
         if outcome.final or state_of(child.folder) == "done":
             queue.accidents = 0
         queue.say(f"{child.job.label} {outcome.text}")

@@ -264,6 +264,31 @@ def test_a_run_of_another_process_is_left_to_it(harness: Harness) -> None:
     assert said.startswith(f"{IN_ORDER[3]} is left to another: {run} is being written by process ")
 
 
+def test_a_failed_run_is_not_started_by_another_harness_before_its_note_is_written(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process has ended, and so its own lock is free."""
+    starts, others = list[Path](), list[str]()
+
+    class Ended(Process):
+        def poll(self) -> int | None:
+            if not others:
+                runner.run([harness.claim], Options(harness.out, only="FedAvg"), others.append)
+            return self.returncode
+
+    def spawn(words: list[str], log: Path) -> Any:
+        starts.append(log)
+        log.write_text("error: no such data set\n", "utf-8")
+        return Ended(2) if len(starts) == 1 else Process(2)
+
+    monkeypatch.setattr(runner, "spawn", spawn)
+    harness.run(only="FedAvg")
+    assert len(starts) == 1
+    (said,) = others
+    assert said.startswith(f"{IN_ORDER[3]} is left to another: process ")
+    assert state_of(harness.folder(IN_ORDER[3])) == "broken"
+
+
 def test_a_row_alone_with_its_search(harness: Harness) -> None:
     assert harness.run(only="FeDepth") == [*IN_ORDER[:3], IN_ORDER[4]]
 
