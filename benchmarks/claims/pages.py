@@ -108,8 +108,8 @@ def how_to_read(claim: Claim) -> list[str]:
         prose(
             f"""Rows are sorted by their {what} on the test split in percent: {mean}, of which the mean over the seeds is
             taken, and ± is the standard deviation over the seeds. Rows in italics are bounds, which are not realistic on these
-            devices. Participation is the percentage of asked clients that answered with an update. The peak is the largest
-            one of all clients and seeds, as a fraction of the client's budget. Megabytes (10^6 bytes) are those of all
+            devices. Density is the percentage of the clients' weights that is not pruned in the last round. Participation is
+            the percentage of asked clients that answered with an update. The peak is the largest one of all clients and seeds, as a fraction of the client's budget. Megabytes (10^6 bytes) are those of all
             messages of training in a run, down and up. TFLOPs are those of all clients' training. Simulated seconds are those
             of the fleet's devices, if all of them have this storage; real seconds are those that the run took. All are means
             over the seeds."""

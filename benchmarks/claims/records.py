@@ -8,7 +8,7 @@ have four significant digits, rates all of theirs.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +32,8 @@ class RunRecord:
     (storage.STORAGE), `seconds` are those that the run took. `models`: the mean over the clients and the worst of the
     accuracies of the models that their devices deploy; None where all have the same one. `curve` has a row for each of up to
     POINTS evaluations: round, megabytes sent so far, simulated seconds so far on sd, emmc and nvme, accuracy by the measure.
+    `density` is the fraction of the weights that is not pruned, of SpaFL's clients' models: the mean over layers and clients in
+    the last round; None for systems that prune nothing, and in older records.
     """
 
     case: str
@@ -62,6 +64,7 @@ class RunRecord:
     simulated: dict[str, float]
     models: dict[str, float] | None
     curve: list[list[float]]
+    density: float | None = None
 
 
 @dataclass(frozen=True)
@@ -120,11 +123,12 @@ class Records:
 
 
 def _record(kind: type[Any], values: Any) -> Any:
-    known = {field.name for field in fields(kind)}
-    if not isinstance(values, Mapping) or values.keys() != known:
-        given = values.keys() if isinstance(values, Mapping) else set()
+    known = {field.name: field.default is MISSING for field in fields(kind)}
+    given = set(values) if isinstance(values, Mapping) else set()
+    lacking = {name for name, required in known.items() if required} - given
+    if lacking or given - known.keys():
         raise ValueError(
-            f"a record {shown(values)} lacks {sorted(known - given)} and has too many {sorted(given - known)}"
+            f"a record {shown(values)} lacks {sorted(lacking)} and has too many {sorted(given - known.keys())}"
         )
     return kind(**values)
 

@@ -132,6 +132,7 @@ def run_record(claim: Claim, folder: Path, note: Note) -> RunRecord:
             "seconds": display.how_it_ended(run_dir, rounds)[2],
             "simulated": {storage: sum(each[storage] for each in of_rounds) for storage in STORAGE},
             "models": worst_and_mean(read_models(run_dir)) or None,
+            "density": rounds[-1].get("density") if rounds else None,
             "curve": thinned(curve(rounds, found, of_rounds)),
         }
     return RunRecord(**values)

@@ -28,13 +28,14 @@ def accuracies(claim: Claim, case: Case, there: Sequence[Standing]) -> str:
         "AutoAttack": [percent(each.average(lambda run: run.autoattack)) for each in there],
         "models: mean": [percent(each.average(lambda run: (run.models or {}).get("mean"))) for each in there],
         "models: worst": [percent(each.average(lambda run: (run.models or {}).get("worst"))) for each in there],
+        "density": [percent(each.average(lambda run: run.density)) for each in there],
         "seeds": [f"{len(each.runs)} of {len(claim.seeds_of(each.row))}" for each in there],
         "rate": [rate(claim, case, each) for each in there],
         "participation": [percent(each.average(lambda run: run.participation)) for each in there],
     }
     if claim.measure == "accuracy":
         del columns["clean"]
-    optional = ("paper", "clean", "PGD", "AutoAttack", "models: mean", "models: worst")
+    optional = ("paper", "clean", "PGD", "AutoAttack", "models: mean", "models: worst", "density")
     return from_columns({key: cells for key, cells in columns.items() if key not in optional or set(cells) != {NONE}})
 
 

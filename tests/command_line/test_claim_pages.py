@@ -64,15 +64,16 @@ def test_accuracies_by_hand(text: str) -> None:
 def test_columns_that_only_some_claims_have(claim: Claim) -> None:
     attacked = claim.model_copy(update={"measure": "adversarial_accuracy"})
     known = {"accuracy": 0.8, "adversarial": 0.55, "autoattack": 0.5, "models": {"mean": 0.45, "worst": 0.3}}
+    known |= {"density": 0.625}
     runs = [run_of(claim, ("weak", "Pieces", 1), 0.6, 300, **known), run_of(claim, ("weak", "Narrow", 1), 0.5, 300)]
     text = accuracies(attacked, claim.case("weak"), standings(attacked, runs)["weak"])
     head, pieces, narrow, *_ = table_below(text, "")
     assert head == [
         *("row", "accuracy", "paper", "last", "best", "clean", "PGD", "AutoAttack"),
-        *("models: mean", "models: worst", "seeds", "rate", "participation"),
+        *("models: mean", "models: worst", "density", "seeds", "rate", "participation"),
     ]
-    assert pieces[1:10] == ["55.0", "71.2", "60.0", "60.0", "80.0", "55.0", "50.0", "45.0", "30.0"]
-    assert narrow[1:10] == ["45.0", "-", "50.0", "50.0", "50.0", "-", "-", "-", "-"]
+    assert pieces[1:11] == ["55.0", "71.2", "60.0", "60.0", "80.0", "55.0", "50.0", "45.0", "30.0", "62.5"]
+    assert narrow[1:11] == ["45.0", "-", "50.0", "50.0", "50.0", "-", "-", "-", "-", "-"]
 
 
 def test_costs_and_equal_time_by_hand(text: str) -> None:

@@ -87,6 +87,27 @@ def test_the_record_of_a_run_by_hand(claim: Claim, tmp_path: Path) -> None:
     assert [pytest.approx(point) for point in expected] == found.curve
 
 
+def test_the_density_is_that_of_the_last_round(claim: Claim, tmp_path: Path) -> None:
+    folder = a_run(claim, tmp_path, Wanted("weak", "bound", 1, None), None, [0.2, 0.4], density=0.625)
+    run_dir = RunDir(folder)
+    first, last = run_dir.rounds()
+    run_dir.rounds_file.unlink()
+    for record in (first | {"density": 0.75}, last):
+        run_dir.append_round(record)
+    assert run_record(claim, folder, Note.read(folder) or pytest.fail()).density == 0.625
+    dense = a_run(claim, tmp_path, Wanted("skew", "bound", 1, None), None, [0.4])
+    assert run_record(claim, dense, Note.read(dense) or pytest.fail()).density is None
+
+
+def test_records_of_before_have_no_density(claim: Claim, tmp_path: Path) -> None:
+    a_run(claim, tmp_path / "out", Wanted("weak", "bound", 1, None), None, [0.4])
+    new = collect(claim, tmp_path / "out", tmp_path / "docs", lambda _: None)
+    path = tmp_path / "docs" / "tiny.json"
+    path.write_text(path.read_text("utf-8").replace(', "density": null', ""), "utf-8")
+    assert "density" not in path.read_text("utf-8")
+    assert Records.read("tiny", tmp_path / "docs").runs[0].density is new.runs[0].density is None
+
+
 def test_a_run_that_was_refused_before_it_began_is_a_record(claim: Claim, tmp_path: Path) -> None:
     job = jobs.job_of(claim, Wanted("weak", "bound", 1, None), None)
     found = run_record(claim, job.folder(tmp_path), note(job, job.folder(tmp_path), "nobody fits"))
