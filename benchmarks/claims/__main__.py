@@ -18,6 +18,7 @@ runs of a folder that `run` wrote to into docs/claims/NAME.json, and `table` wri
 import argparse
 import json
 import math
+import os
 import signal
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ from piecework.server_app.signals import end_on_hangup
 
 OUT = ROOT / "runs" / "claims"
 INTERRUPTED, TERMINATED = ENDED_BY_SIGNAL
+UNREAD = 141  # exit code after SIGPIPE
 
 
 def main() -> None:
@@ -46,6 +48,12 @@ def main() -> None:
     try:
         claims = [load(name) for name in ([asked.name] if getattr(asked, "name", "") else names())]
         asked.do(claims, asked)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of `status | head`, which has read enough
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else Python complains when it flushes at its end
+        sys.exit(UNREAD)
     except (ClaimError, CheckpointError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
@@ -145,12 +153,20 @@ def lines_of(status: ClaimStatus) -> list[str]:
     width = max(len(row.row) for row in status.rows)
     lines = [f"{status.claim}: {left(status)}"]
     for row in status.rows:
-        counts = ", ".join(f"{row.counts[state]} {state}" for state in STATES if row.counts[state])
-        lines.append(f"  {row.row:{width}s}  {counts:30s}  {left(row)}")
+        lines.append(f"  {row.row:{width}s}  {counts_of(row):30s}  {left(row)}")
     lines += [f"  {damage}" for damage in status.damage]
     return lines + [
         f"  of another definition, or with another rate than was found: {folder}" for folder in status.older
     ]
+
+
+def counts_of(row: RowStatus) -> str:
+    """Return how many runs of a row are in which state, in words: `2 done, 1 cannot train, 3 missing`."""
+    counts: dict[str, int] = {}
+    for state in STATES:
+        idle = row.untrainable if state == "failed" else 0
+        counts |= {state: row.counts[state] - idle} | ({"cannot train": idle} if state == "failed" else {})
+    return ", ".join(f"{count} {state}" for state, count in counts.items() if count)
 
 
 def left(status: ClaimStatus | RowStatus) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 
 from benchmarks.claims.definition import Claim, Row
 from benchmarks.claims.jobs import Job, Wanted, job_of, possible, search_jobs, searches, wanted
-from benchmarks.claims.notes import State, damage_beside, folders, state_of
+from benchmarks.claims.notes import Note, State, damage_beside, folders, state_of
 from benchmarks.claims.results import rate_or_damage
+from benchmarks.claims.standings import cannot_train
 from piecework.read_records import Record
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import has_completed
@@ -73,7 +74,7 @@ class RowStatus:
     Those that are broken count as to be tried again.
 
     `unknown` are the runs of which nothing says how long they take, `unevaluated` those of which nothing says how long an
-    evaluation does, so that it is not in the hours.
+    evaluation does, so that it is not in the hours. `untrainable` are those that failed because no client can train.
     """
 
     row: str
@@ -81,6 +82,7 @@ class RowStatus:
     hours: float | None
     unknown: int
     unevaluated: int
+    untrainable: int
 
 
 @dataclass
@@ -178,12 +180,13 @@ def row_status(watch: Watch, row: Row) -> RowStatus:
     """Return the status of a row's runs."""
     runs = [job for place, jobs in watch.searched.items() if place[1] == row.name for job in jobs]
     runs += [most_advanced(watch, jobs) for want, jobs in watch.wanted.items() if want.row == row.name]
-    counts, seconds, unknown, unevaluated = dict.fromkeys(STATES, 0), 0.0, 0, 0
+    counts, seconds, unknown, unevaluated, untrainable = dict.fromkeys(STATES, 0), 0.0, 0, 0, 0
     for job in runs:
         state = state_of(job.folder(watch.out))
         counts[state] += 1
         watch.damage += filter(None, [damage_beside(job.folder(watch.out))])
         if state in ("done", "failed", "damaged"):
+            untrainable += state == "failed" and is_idle(watch, job)
             continue
         pace = watch.pace(job)
         unknown += pace is None
@@ -191,7 +194,15 @@ def row_status(watch: Watch, row: Row) -> RowStatus:
         done = RunDir(job.folder(watch.out)).last_complete_round()
         seconds += 0.0 if pace is None else seconds_left(Settings.from_run_config(job.settings), done, pace)
     timed = sum(counts.values()) - counts["done"] - counts["failed"] - counts["damaged"] > unknown
-    return RowStatus(row.name, counts, seconds / 3600 if timed or not unknown else None, unknown, unevaluated)
+    hours = seconds / 3600 if timed or not unknown else None
+    return RowStatus(row.name, counts, hours, unknown, unevaluated, untrainable)
+
+
+def is_idle(watch: Watch, job: Job) -> bool:
+    """Return whether no client could train in a run that failed, by the rule of the claims' pages."""
+    note = Note.read(job.folder(watch.out))
+    trained = any(record["answered"] for record in watch.look(job).rounds)
+    return note is not None and not trained and cannot_train(note.failed)
 
 
 def most_advanced(watch: Watch, jobs: Sequence[Job]) -> Job:

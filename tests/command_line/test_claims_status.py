@@ -1,6 +1,7 @@
 """What is missing of a claim, and the hours that are estimated from the rounds there are."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,32 @@ def test_a_file_in_place_of_a_folder_is_refused(
         monkeypatch.setattr(sys, "argv", ["claims", *words, str(path)])
         with pytest.raises(SystemExit, match=f"{path}: {file} is a file; name a folder"):
             command.main()
+
+
+def test_a_row_that_no_client_can_train_is_called_so(claim: Claim, tmp_path: Path) -> None:
+    reasons = (
+        "it needs 9 bytes, and the richest client has 5: no client can take part",
+        "it diverged: no client trained",
+    )
+    for case, reason in zip(("weak", "skew"), reasons, strict=True):
+        leave(claim, tmp_path, jobs.job_of(claim, Wanted(case, "bound", 1, None), None), 0, 1.0, "", reason)
+    line = command.lines_of(status_of(claim, tmp_path))[2]
+    assert " ".join(line.split()) == "bound 1 failed, 1 cannot train 0.0 s left"
+
+
+def test_a_reader_that_has_read_enough_is_no_error(
+    claim: Claim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(command, "names", lambda: ["tiny"])
+    monkeypatch.setattr(command, "load", lambda name: claim)
+    monkeypatch.setattr(sys, "argv", ["claims", "status", "--out", str(tmp_path)])
+    with os.fdopen(writing, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+    assert (ended.value.code, capsys.readouterr().err) == (141, "")
 
 
 def test_the_command_says_what_is_left(
