@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from benchmarks.claims.definition import ClaimError
+from benchmarks.claims.failures import reason_of, result_of
 from benchmarks.claims.jobs import Job
 from piecework.device_profiles.documents import read_json
 from piecework.device_profiles.profile import usable_cpus
@@ -31,7 +32,7 @@ State = Literal["done", "running", "failed", "broken", "damaged", "begun", "miss
 class Note:
     """Which run lies beside this note. `failed` is the reason why it failed, empty if it did not.
 
-    `final`: the failure is a result, as the run itself says that nobody can train or that it diverged (outcomes.py).
+    `final`: the failure is a result, as the run itself says that nobody can train or that it diverged (failures.py).
     """
 
     claim: str
@@ -56,13 +57,17 @@ class Note:
         """Return the note beside a run's folder, or None if there is none. Raises ClaimError."""
         path = beside(folder, "json")
         try:
-            return cls(**read_json(path.read_text(encoding="utf-8")))
+            values = read_json(path.read_text(encoding="utf-8"))
+            note = cls(**values)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
             raise ClaimError(
                 f"{path} is damaged: {error}. Move it and the run's folder away, and `run` starts it again"
             ) from None
+        if note.failed and "final" not in values:  # of before failures were told apart
+            return replace(note, **told_apart(folder, note.failed))
+        return note
 
     def started(self, commit: str, machine: str) -> Self:
         """Return the note after another start, which may bring a failed run to its end."""
@@ -74,6 +79,13 @@ class Note:
     def write(self, folder: Path) -> None:
         """Write the note beside a run's folder."""
         write_atomically(beside(folder, "json"), json.dumps(asdict(self), indent=1).encode())
+
+
+def told_apart(folder: Path, failed: str) -> dict[str, Any]:
+    """Return `failed` and `final` of a note that has only a reason: a result if that is the reason of the run's summary."""
+    run_dir = RunDir(folder)
+    result = result_of(run_dir) if failed == reason_of(run_dir) else ""
+    return {"failed": result or failed, "final": bool(result)}
 
 
 def beside(folder: Path, suffix: str) -> Path:

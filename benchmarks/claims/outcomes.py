@@ -1,38 +1,21 @@
-"""How the process of a run ended, and whether a failure is a result of the run or an accident of the machine.
+"""How the process of a run ended, in words, and whether its failure is a result (failures.py)."""
 
-A failure is a result only if the run itself says so, in a summary that this process wrote: the strategy, the coverage check or
-every asked client refused for memory, or what clients sent was not finite or too large (it diverged). All else is no result: an
-error before the summary (an unknown setting, a missing data set), a disk that cannot be written, an exception, a crash, clients
-that ended or did not answer, a device that ran out of memory although its budget allowed the step.
-"""
-
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.claims.child import PROMPT
+from benchmarks.claims.failures import reason_of, result_of
 from benchmarks.claims.notes import beside
 from benchmarks.claims.results import last_accuracy
 from piecework.display import format_seconds, percent
-from piecework.read_records import Record
 from piecework.runs import remove
 from piecework.server_app.records import CheckpointError, RunDir
-from piecework.server_app.run_folder import STOPPED, has_completed
+from piecework.server_app.run_folder import has_completed
 from piecework.server_app.run_lock import writer
 
 TERMINATED = 143  # exit code after SIGTERM
 ENDED_BY_SIGNAL = (130, TERMINATED)
-DIVERGED = "it diverged: "  # before the reason of a failure
-# What Piecework says of a run that cannot train; tests compare these with the errors that it raises.
-NOBODY = re.compile(r"the richest client has [\d,]+\b|no client can train .* keeps? random initial weights")
-EMPTY_ROUND = re.compile(r"(?:no client|only \d+ clients) trained\b.* in round (\d+): ")
-UNMEASURED = re.compile(r"no client could measure [^:]*: (.*)")
-OVER_BUDGET = re.compile(r"needs [\d,]+ bytes .*, the budget allows [\d,]+")
-NOT_FINITE = re.compile(
-    r"is (?:nan|-?inf): it must be a finite number|non-finite values|logits .* are not finite"
-    r"|more than the limit .*update-norm-limit"
-)
 
 
 @dataclass(frozen=True)
@@ -66,55 +49,6 @@ def how_it_ended(folder: Path, code: int, before: tuple[int, int] | None, stoppe
     if f"{folder} is being written by" in reason or writer(folder) is not None:
         return Outcome(f"is left to another: {reason}")
     return Outcome(f"FAILED, which is no result: {reason}\n  log: {beside(folder, 'log')}", reason)
-
-
-def result_of(run_dir: RunDir) -> str:
-    """Return in a line why a run cannot train, or that it diverged, if its summary and its records say so; else nothing."""
-    try:
-        summary, rounds = run_dir.summary() or {}, run_dir.rounds()
-    except CheckpointError:
-        return ""
-    if summary.get("status") != "failed":
-        return ""
-    first = next(iter(str(summary.get("reason")).splitlines()), "")
-    if NOBODY.search(first):
-        return first
-    if (found := UNMEASURED.match(first)) is not None:
-        return judged(first, found[1].split("; "))
-    found = EMPTY_ROUND.match(first)
-    if found is None or not rounds or rounds[-1]["round"] != int(found[1]):
-        return ""
-    return of_empty_round(first, rounds[-1])
-
-
-def of_empty_round(reason: str, record: Record) -> str:
-    """Return why a round gave no model, if every client that was asked refused for memory or sent what diverged."""
-    if record.get("excluded") or record.get("busy"):
-        return ""
-    failed = [client for client in record["clients"] if client["status"] != "ok"]
-    # `needed` is 0 if the device itself ran out of memory
-    others = [each for each in failed if each["status"] != "memory" or not each["needed"]]
-    if any(each["status"] != "rejected" for each in others):
-        return ""
-    return judged(reason, [each["reason"] for each in others])
-
-
-def judged(reason: str, given: Sequence[str]) -> str:
-    """Return a reason of a failure by what clients gave as theirs; nothing if one of these is neither memory nor divergence."""
-    diverged = [each for each in given if NOT_FINITE.search(each)]
-    if any(each not in diverged and not OVER_BUDGET.search(each) for each in given):
-        return ""
-    return f"{DIVERGED}{diverged[0]}" if diverged else reason
-
-
-def reason_of(run_dir: RunDir) -> str:
-    """Return in a line why a run failed, by its summary; nothing if that does not say."""
-    try:
-        summary = run_dir.summary() or {}
-    except CheckpointError as error:
-        return str(error)
-    said = str(summary.get("reason") or "") if summary.get("status") != STOPPED else ""
-    return next(iter(said.splitlines()), "")
 
 
 def reason_in_log(folder: Path) -> str:

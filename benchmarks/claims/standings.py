@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from benchmarks.claims.definition import Case, Claim, Row
+from benchmarks.claims.failures import DIVERGED
 from benchmarks.claims.jobs import Place, search_jobs, searches, seed_job, source_of
-from benchmarks.claims.outcomes import DIVERGED
 from benchmarks.claims.records import Records, RunRecord, SearchRecord
 from benchmarks.claims.results import search_hash
 from benchmarks.claims.storage import STORAGE

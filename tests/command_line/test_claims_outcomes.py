@@ -1,5 +1,6 @@
 """Which failures are results of a run: those of which the run itself says that nobody can train, or that it diverged."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 from claims_helpers import finish, template
 from helpers import TRIO, fleet_json, run_local
 
+from benchmarks.claims.failures import DIVERGED, result_of
 from benchmarks.claims.notes import Note
-from benchmarks.claims.outcomes import DIVERGED, how_it_ended, result_of
+from benchmarks.claims.outcomes import how_it_ended
 from benchmarks.claims.standings import cannot_train
 from piecework.server_app.records import RunDir
 
@@ -97,10 +99,18 @@ def test_only_the_summary_of_this_process_counts(tmp_path: Path) -> None:
     ]
 
 
-def test_a_note_of_before_says_of_no_failure_that_it_is_a_result(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(
-        '{"claim": "a", "case": "b", "row": "c", "searched": false, "seed": 1, "rate": null, "hash": "d", "failed": "e"}'
-    )
-    note = Note.read(tmp_path / "run")
-    assert note is not None
-    assert (note.failed, note.final) == ("e", False)
+def test_a_note_of_before_is_judged_by_the_summary_that_gave_its_reason(tmp_path: Path) -> None:
+    def read(reason: str) -> tuple[str, bool]:
+        values = {"claim": "a", "case": "b", "row": "c", "searched": False, "seed": 1, "rate": None, "hash": "d"}
+        (tmp_path / "run.json").write_text(json.dumps(values | {"failed": reason}), "utf-8")
+        note = Note.read(tmp_path / "run")
+        assert note is not None
+        return note.failed, note.final
+
+    first = EMPTY.splitlines()[0]
+    assert read(first) == (first, False), "there is no summary"
+    assert failed(tmp_path / "run", [POOR]) == first
+    assert read(first) == (first, True)
+    assert read("no such data set") == ("no such data set", False)
+    assert failed(tmp_path / "run", [NAN]) != ""
+    assert read(first) == (f"{DIVERGED}{NAN['reason']}", True)
