@@ -43,7 +43,9 @@ def test_every_system_trains_group_norms(tmp_path: Path, strategy: str) -> None:
     model = piecework.load(run.path)
     norms = [layer for layer in model.modules() if isinstance(layer, torch.nn.GroupNorm)]
     assert norms
-    assert {layer.num_groups for layer in norms} == {2}
+    # OrigDrop serves the widest trained net, whose layers may have odd numbers of channels: they are one group.
+    assert all(layer.num_groups == 2 - layer.num_channels % 2 for layer in norms)
+    assert strategy == "origdrop" or all(layer.num_groups == 2 for layer in norms)
     assert not model.depends_on_batch
 
 
