@@ -8,11 +8,12 @@
 
 A claim is a file NAME.toml in benchmarks/claims/ (definition.py shows one); without NAME all of them are meant, in the order of
 their names. `run` starts what is missing as ordinary runs, one seed of every row before the second of any, and goes on with
-what was interrupted. With `--first 2` it starts one run of each row in each case and stops it after two rounds, so that
-`status` can say how many hours are left. `--hours 8` stops the running ones too. A run that failed is tried again only with
-`--retry`. Its failure is a result if the run itself says that nobody can train, or that it diverged; any other one, such as
-a full disk, leaves its search open, and after three of these in a row nothing more is started. `collect` merges the finished
-runs of a folder that `run` wrote to into docs/claims/NAME.json, and `table` writes the pages from these records.
+what was interrupted; what docs/claims has already is not run again. With `--first 2` it starts one run of each row in each case
+and stops it after two rounds, so that `status` can say how many hours of a core are left, on a busy machine too. `--hours 8`
+stops the running ones too. A run that failed is tried again only with `--retry`. Its failure is a result if the run itself says
+that nobody can train, or that it diverged; any other one, such as a full disk, leaves its search open, and after three of these
+in a row nothing more is started. `collect` merges the finished runs of a folder that `run` wrote to into docs/claims/NAME.json,
+and `table` writes the pages from these records.
 """
 
 import argparse
@@ -28,8 +29,9 @@ from benchmarks.claims.definition import Claim, ClaimError, names
 from benchmarks.claims.jobs import load, require_rows
 from benchmarks.claims.notes import ROOT
 from benchmarks.claims.outcomes import ENDED_BY_SIGNAL
+from benchmarks.claims.queue import Options
 from benchmarks.claims.records import DOCS
-from benchmarks.claims.runner import Options, run
+from benchmarks.claims.runner import run
 from benchmarks.claims.status import STATES, ClaimStatus, RowStatus, status_of
 from piecework.display import format_seconds
 from piecework.server_app.records import CheckpointError

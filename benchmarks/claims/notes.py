@@ -25,7 +25,7 @@ from piecework.server_app.run_folder import has_completed
 from piecework.server_app.run_lock import writer
 
 ROOT = Path(__file__).resolve().parents[2]
-State = Literal["done", "running", "failed", "broken", "damaged", "begun", "missing"]
+State = Literal["recorded", "done", "running", "failed", "broken", "damaged", "begun", "missing"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Note:
     """Which run lies beside this note. `failed` is the reason why it failed, empty if it did not.
 
     `final`: the failure is a result, as the run itself says that nobody can train or that it diverged (failures.py).
+    `watched`: seconds for which the harness watched its processes, and `core`: how much of a core's time they had in these.
     """
 
     claim: str
@@ -46,6 +47,8 @@ class Note:
     machines: list[str] = field(default_factory=list)
     failed: str = ""
     final: bool = False
+    watched: float = 0.0
+    core: float = 0.0
 
     @classmethod
     def of(cls, job: Job) -> Self:
@@ -76,6 +79,11 @@ class Note:
         )
         return replace(self, commits=commits, machines=machines, failed="", final=False)
 
+    @property
+    def share(self) -> float | None:
+        """How much of a core the run's processes had, 1 on a quiet machine; None if nothing watched them."""
+        return self.core / self.watched if self.watched else None
+
     def write(self, folder: Path) -> None:
         """Write the note beside a run's folder."""
         write_atomically(beside(folder, "json"), json.dumps(asdict(self), indent=1).encode())
@@ -96,8 +104,8 @@ def beside(folder: Path, suffix: str) -> Path:
 def state_of(folder: Path) -> State:
     """Return the state of a run: `begun` has a round to go on from, `missing` has none.
 
-    One that `failed` has a result, one that is `broken` failed for a reason that says nothing of the claim. Of one that is
-    `damaged` the note cannot be read.
+    That it is `recorded` elsewhere, no folder shows. One that `failed` has a result, one that is `broken` failed for a reason
+    that says nothing of the claim. Of one that is `damaged` the note cannot be read.
     """
     run_dir = RunDir(folder)
     try:

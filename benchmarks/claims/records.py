@@ -33,7 +33,8 @@ class RunRecord:
     accuracies of the models that their devices deploy; None where all have the same one. `curve` has a row for each of up to
     POINTS evaluations: round, megabytes sent so far, simulated seconds so far on sd, emmc and nvme, accuracy by the measure.
     `density` is the fraction of the weights that is not pruned, of SpaFL's clients' models: the mean over layers and clients in
-    the last round; None for systems that prune nothing, and in older records.
+    the last round; None for systems that prune nothing, and in older records. `core_seconds`: what `seconds` would be on a core
+    of its own, as its processes did not have a whole one on a busy machine; None in older records.
     """
 
     case: str
@@ -65,6 +66,7 @@ class RunRecord:
     models: dict[str, float] | None
     curve: list[list[float]]
     density: float | None = None
+    core_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class SearchRecord:
     """The search of a row's rate, of which every run has completed or failed.
 
     `rates` has the accuracy (the last, by the claim's measure) of each rate, None for a run that failed; `chosen` is the best
-    rate, None if all failed. `rounds` are those of each run, `seconds` those of all.
+    rate, None if all failed. `rounds` are those of each run, `seconds` and `core_seconds` those of all (RunRecord).
     """
 
     case: str
@@ -84,6 +86,7 @@ class SearchRecord:
     rates: dict[str, float | None]
     chosen: float | None
     seconds: float
+    core_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What a run came to: its record, from its folder and the note beside it."""
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -92,6 +93,7 @@ def search_record(claim: Claim, place: Place, out: Path) -> SearchRecord | None:
         return None
     jobs = search_jobs(claim, place)
     notes = [note for job in jobs if (note := Note.read(job.folder(out))) is not None]
+    seconds = [RunDir(job.folder(out)).seconds() for job in jobs]
     return SearchRecord(
         case=place[0],
         row=place[1],
@@ -101,13 +103,20 @@ def search_record(claim: Claim, place: Place, out: Path) -> SearchRecord | None:
         rounds=Settings.from_run_config(jobs[0].settings).num_rounds,
         rates={str(rate): accuracy for rate, accuracy in figures.items()},
         chosen=best_rate(figures),
-        seconds=sum(RunDir(job.folder(out)).seconds() for job in jobs),
+        seconds=sum(seconds),
+        core_seconds=on_a_core(seconds, [note.share for note in notes]),
     )
 
 
 def search_hash(hashes: Sequence[str]) -> str:
     """Return eight characters that identify a search by the hashes of its runs."""
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:8]
+
+
+def on_a_core(seconds: Sequence[float], shares: Sequence[float | None]) -> float | None:
+    """Return the sum of runs' seconds, each times its share of a core; None if a share is unknown."""
+    known = [share for share in shares if share is not None]
+    return sum(map(operator.mul, seconds, known)) if len(known) == len(seconds) else None
 
 
 def run_record(claim: Claim, folder: Path, note: Note) -> RunRecord:
@@ -119,6 +128,7 @@ def run_record(claim: Claim, folder: Path, note: Note) -> RunRecord:
         raise CheckpointError(f"{folder} was written by another version of Piecework: {error}") from error
     with with_details(run_dir):
         rounds, final = whole_rounds(run_dir), read_final(run_dir)
+        seconds = display.how_it_ended(run_dir, rounds)[2]
         found = evaluations(rounds, final, claim.measure)
         of_rounds = seconds_of_rounds(rounds, Devices(load_fleet(settings.fleet), settings.clients, settings.seed))
         values = {
@@ -129,7 +139,8 @@ def run_record(claim: Claim, folder: Path, note: Note) -> RunRecord:
             **_accuracies(found, claim.last),
             **_of_the_model(rounds, final),
             **_costs(rounds),
-            "seconds": display.how_it_ended(run_dir, rounds)[2],
+            "seconds": seconds,
+            "core_seconds": on_a_core([seconds], [note.share]),
             "simulated": {storage: sum(each[storage] for each in of_rounds) for storage in STORAGE},
             "models": worst_and_mean(read_models(run_dir)) or None,
             "density": rounds[-1].get("density") if rounds else None,

@@ -4,98 +4,34 @@ A run that is completed is never repeated, and one that another process writes i
 silence: each run that is not started is said once, with the reason.
 """
 
-import math
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from subprocess import Popen, TimeoutExpired
+from subprocess import TimeoutExpired
 
-import tomli_w
-
-from benchmarks.claims.child import spawn
 from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Place, Wanted, in_order, job_of, possible, search_jobs
-from benchmarks.claims.notes import Note, beside, damage_beside, state_of, this_commit, this_machine
+from benchmarks.claims.notes import Note, damage_beside, state_of, this_commit, this_machine
 from benchmarks.claims.outcomes import how_it_ended
+from benchmarks.claims.queue import Options, Queue, Say, close, start
+from benchmarks.claims.recorded import Recorded
 from benchmarks.claims.results import rate_or_damage
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_lock import RunLockedError, require_free, run_lock, writer
-from piecework.training.settings.table import nested
 
 POLL = 0.2  # seconds
 PATIENCE = 60.0  # seconds that a run has to stop by itself
 DYING = 5.0  # seconds that the run of a killed harness may take to end
 LOCKS = ".locks"  # the folder below OUT with a lock of the harness for each run
 ACCIDENTS = 3  # failures in a row that are no results, after which nothing more is started
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is run, and how. `first`: rounds after which a run is stopped, 0 = none; see `to_time`."""
-
-    out: Path
-    jobs: int = 1
-    only: str = ""
-    hours: float = math.inf
-    first: int = 0
-    retry: bool = False
-    data_dir: str = ""
-
-
-@dataclass
-class Child:
-    """A run in a process. `stopped` says why the harness ended it, if it did.
-
-    `before` is the version of the summary that an earlier process left.
-    """
-
-    job: Job
-    folder: Path
-    process: Popen[bytes]
-    before: tuple[int, int] | None
-    stopped: str = ""
-
-    def stop(self, why: str) -> None:
-        """Ask the run to end, as Ctrl-C would: it keeps its rounds."""
-        if not self.stopped:
-            self.stopped = why
-            self.process.send_signal(signal.SIGTERM)
-
-
-@dataclass
-class Queue:
-    """The runs of now: those that are running, and by their folders those that were started, or left to other processes.
-
-    `said` is what was said of others, `failed` the labels of those that failed, `accidents` the failures since the last run
-    that gave a result. `held` are the locks of those that are running. `rates` are what searches have found.
-    """
-
-    claims: Sequence[Claim]
-    options: Options
-    say: Say
-    children: list[Child] = field(default_factory=list)
-    tried: set[str] = field(default_factory=set)
-    left: set[str] = field(default_factory=set)
-    said: set[str] = field(default_factory=set)
-    failed: list[str] = field(default_factory=list)
-    accidents: int = 0
-    held: dict[Path, ExitStack] = field(default_factory=dict)
-    rates: dict[tuple[str, Place], float | None] = field(default_factory=dict)
-
-    def tell(self, text: str) -> None:
-        """Say something, unless it was said."""
-        if text not in self.said:
-            self.said.add(text)
-            self.say(text)
 
 
 def run(claims: Sequence[Claim], options: Options, say: Say) -> list[str]:
     """Start what is missing until nothing is, or the hours are over. Returns the labels of the runs that failed now."""
     queue, end = Queue(claims, options, say), time.monotonic() + 3600 * options.hours
+    queue.recorded = {claim.name: Recorded.of(claim, options.records) for claim in claims}
     commit, machine = this_commit(), this_machine()
     with stopping(queue):
         while True:
@@ -113,6 +49,8 @@ def run(claims: Sequence[Claim], options: Options, say: Say) -> list[str]:
                     say(f"the {options.hours:g} hours are over; `status` says what is missing")
                 return queue.failed
             while not conclude_ended(queue):
+                for child in queue.children:
+                    child.watch()
                 stop_due(queue, over=time.monotonic() > end)
                 time.sleep(POLL)
 
@@ -144,9 +82,11 @@ def next_job(queue: Queue) -> Job | None:
 
 def is_due(queue: Queue, job: Job) -> bool:
     """Return whether a run that no process writes is to be started; say why not, unless it is done."""
-    folder = job.folder(queue.options.out)
+    folder, recorded = job.folder(queue.options.out), queue.recorded[job.claim].run(job)
     state = state_of(folder)
-    if state == "damaged":
+    if recorded is not None and not (recorded.status == "failed" and queue.options.retry):
+        queue.tell(f"{job.label} is in the records")
+    elif state == "damaged":
         queue.tell(f"{job.label} is left alone: {damage_beside(folder)}")
     elif state in ("failed", "broken") and not queue.options.retry:
         note = Note.read(folder)
@@ -189,10 +129,16 @@ def to_finish(queue: Queue) -> Iterator[Job]:
     """Yield every run of the claims whose rate is known, in order."""
     rates, asked = queue.rates, set[tuple[str, Place]]()
     for claim, found in in_order(queue.claims, queue.options.only):
+        recorded = queue.recorded[claim.name]
         if not isinstance(found, Wanted):
-            yield from search_jobs(claim, found)
-        elif found.source is None:
-            yield job_of(claim, found, None)
+            if recorded.rate(found) is None:
+                yield from search_jobs(claim, found)
+            else:
+                queue.tell(
+                    f"{claim.name}: {found[0]}: {found[1]}: search is in the records: rate {recorded.rate(found):g}"
+                )
+        elif found.source is None or (rate := recorded.rate(found.source)) is not None:
+            yield job_of(claim, found, None if found.source is None else rate)
         else:
             key = claim.name, found.source
             if rates.get(key) is None and key not in asked:
@@ -223,35 +169,14 @@ def to_time(queue: Queue) -> Iterator[Job]:
         key = claim.name, jobs[0].place
         if key not in seen:
             seen.add(key)
-            if not any(rounds_of(job, queue.options.out) >= queue.options.first for job in jobs):
+            timed = any(queue.recorded[claim.name].seconds_of_rounds(jobs[0].row, jobs[0].case))
+            if not (timed or any(rounds_of(job, queue.options.out) >= queue.options.first for job in jobs)):
                 yield jobs[0]
 
 
 def rounds_of(job: Job, out: Path) -> int:
     """Return how many rounds a run has completed."""
     return RunDir(job.folder(out)).last_complete_round()
-
-
-def start(job: Job, options: Options, commit: str, machine: str) -> Child:
-    """Start a run, or go on with it where it has begun."""
-    folder = job.folder(options.out)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    (Note.read(folder) or Note.of(job)).started(commit, machine).write(folder)
-    words = ["run", "--set", "workers=1"]
-    if RunDir(folder).has_begun():
-        words += ["--set", f"resume-from={folder}"]
-    else:
-        settings = beside(folder, "toml")
-        settings.write_text(tomli_w.dumps(nested(dict(job.settings))), encoding="utf-8")
-        own = {"output-dir": folder.parent, "run-name": folder.name, "training.torch-threads": 1}
-        own |= {"data-dir": options.data_dir} if options.data_dir else {}
-        words += [
-            "--preset",
-            str(settings),
-            *(word for key, value in own.items() for word in ("--set", f"{key}={value}")),
-        ]
-    before = RunDir(folder).summary_version()
-    return Child(job, folder, spawn(words, beside(folder, "log")), before)
 
 
 def conclude_ended(queue: Queue) -> bool:
@@ -261,9 +186,10 @@ def conclude_ended(queue: Queue) -> bool:
         queue.children.remove(child)
         close(child)
         outcome = how_it_ended(child.folder, child.process.returncode, child.before, child.stopped)
+        note = Note.read(child.folder) or Note.of(child.job)
+        note = replace(note, watched=note.watched + child.watched, core=note.core + child.core)
+        replace(note, failed=outcome.failed, final=outcome.final).write(child.folder)
         if outcome.failed:
-            note = Note.read(child.folder) or Note.of(child.job)
-            replace(note, failed=outcome.failed, final=outcome.final).write(child.folder)
             queue.failed.append(child.job.label)
             queue.accidents += not outcome.final
         queue.held.pop(child.folder).close()
@@ -288,9 +214,3 @@ def stopping(queue: Queue) -> Iterator[None]:
                 child.process.kill()
                 child.process.wait()
         conclude_ended(queue)
-
-
-def close(child: Child) -> None:
-    """Close the pipe by which a run knows that the harness lives."""
-    assert child.process.stdin is not None
-    child.process.stdin.close()

@@ -6,104 +6,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from claims_harness import IN_ORDER, NOBODY, SMALL, Harness, Process
 from claims_helpers import a_claim, finish
 from helpers import few_digits
 from typer.testing import CliRunner
 
-from benchmarks.claims import jobs, runner
-from benchmarks.claims.definition import Claim
+from benchmarks.claims import jobs, queue, runner
 from benchmarks.claims.jobs import Job
-from benchmarks.claims.notes import ROOT, Note, folders, state_of
+from benchmarks.claims.notes import ROOT, state_of
 from benchmarks.claims.outcomes import reason_in
-from benchmarks.claims.runner import Options
+from benchmarks.claims.queue import Options
 from piecework.cli import app
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_lock import run_lock
-
-SMALL = """
-title = "a"
-question = "b"
-paper = "c"
-gap = "d"
-seeds = [1, 2]
-[search]
-rates = [0.02, 0.05]
-[settings]
-clients = 3
-"num-rounds" = 6
-[[case]]
-name = "weak"
-[[row]]
-name = "FeDepth"
-settings = { strategy = "fedepth" }
-[[row]]
-name = "FedAvg"
-settings = { strategy = "fedavg", fleet = "unlimited" }
-rate = 0.07
-seeds = [1]
-"""
-IN_ORDER = [*(f"tiny: weak: FeDepth: search, rate {rate}" for rate in (0.02, 0.05))]
-IN_ORDER += [f"tiny: weak: {row}: seed {seed}" for row, seed in (("FeDepth", 1), ("FedAvg", 1), ("FeDepth", 2))]
-NOBODY = "exclusivefl: it needs 2,000 bytes, and the richest client has 1,000: no client can take part"
-Leave = Callable[[Path, list[str]], int | None]
-
-
-class Process:
-    """A process that has left its files when it is started. It ends with `code`; while that is None, by a signal."""
-
-    def __init__(self, code: int | None) -> None:
-        self.returncode, self.stdin, self.signals = code, SimpleNamespace(close=lambda: None), list[int]()
-
-    def poll(self) -> int | None:
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        self.signals.append(number)
-        self.returncode = 128 + number
-
-    def wait(self, _: float) -> None:
-        assert self.returncode is not None
-
-
-class Harness:
-    """Runs a claim with processes that leave what a test wants; `words` are those of each start, `said` all that it said."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.claim, self.out = a_claim(folder, SMALL), folder / "out"
-        self.words, self.said = list[list[str]](), list[str]()
-        self.leave: Leave = lambda run, words: finish(run, [0.5])
-        monkeypatch.setattr(runner, "POLL", 0.0)
-        monkeypatch.setattr(runner, "DYING", 0.0)
-        monkeypatch.setattr(runner, "spawn", self.spawn)
-        monkeypatch.setattr(runner, "this_commit", lambda: "abc")
-
-    def spawn(self, words: list[str], log: Path) -> Any:
-        self.words.append(words)
-        log.write_text("error: no such data set\n", "utf-8")
-        return Process(self.leave(log.with_name(log.name.removesuffix(".log")), words) or 0)
-
-    def run(self, *others: Claim, **options: Any) -> list[str]:
-        """The labels of the runs that were started."""
-        self.said.clear()
-        runner.run([self.claim, *others], Options(self.out, **options), self.said.append)
-        return [line.removesuffix(how) for line in self.said for how in (" starts", " goes on") if line.endswith(how)]
-
-    def folder(self, label: str) -> Path:
-        found = {self.label(folder): folder for folder in folders(self.out, "tiny")}
-        return found[label]
-
-    @staticmethod
-    def label(folder: Path) -> str:
-        note = Note.read(folder)
-        assert note is not None
-        what = f"search, rate {note.rate}" if note.searched else f"seed {note.seed}"
-        return f"tiny: {note.case}: {note.row}: {what}"
 
 
 @pytest.fixture
@@ -281,7 +202,7 @@ def test_a_failed_run_is_not_started_by_another_harness_before_its_note_is_writt
         log.write_text("error: no such data set\n", "utf-8")
         return Ended(2) if len(starts) == 1 else Process(2)
 
-    monkeypatch.setattr(runner, "spawn", spawn)
+    monkeypatch.setattr(queue, "spawn", spawn)
     harness.run(only="FedAvg")
     assert len(starts) == 1
     (said,) = others
@@ -299,8 +220,8 @@ def test_when_the_hours_are_over_nothing_is_started(harness: Harness) -> None:
 
 
 def test_when_the_hours_are_over_what_runs_is_stopped(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    process, clock = Process(None), iter([0.0, 0.0, 3601.0, 3601.0])
-    monkeypatch.setattr(runner, "spawn", lambda words, log: process)
+    process, clock = Process(None), chain([0.0, 0.0], repeat(3601.0))
+    monkeypatch.setattr(queue, "spawn", lambda words, log: process)
     monkeypatch.setattr(runner.time, "monotonic", lambda: next(clock))
     assert harness.run(hours=1.0) == [IN_ORDER[0]]
     assert process.signals == [signal.SIGTERM]
@@ -318,7 +239,7 @@ def test_a_round_of_each_row_is_timed(harness: Harness, monkeypatch: pytest.Monk
         started.append(Process(None))
         return started[-1]
 
-    monkeypatch.setattr(runner, "spawn", spawn)
+    monkeypatch.setattr(queue, "spawn", spawn)
     first, bound = IN_ORDER[0], IN_ORDER[3]
     assert harness.run(first=2) == [first, bound]
     assert [process.signals for process in started] == [[signal.SIGTERM]] * 2
@@ -339,7 +260,7 @@ def test_jobs_run_at_once_and_end_with_the_harness(harness: Harness, monkeypatch
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "spawn", spawn)
+    monkeypatch.setattr(queue, "spawn", spawn)
     monkeypatch.setattr(runner.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         harness.run(jobs=3)
@@ -358,7 +279,8 @@ REAL = """
 import sys
 from pathlib import Path
 from benchmarks.claims.jobs import load
-from benchmarks.claims.runner import Options, run
+from benchmarks.claims.queue import Options
+from benchmarks.claims.runner import run
 folder = Path(sys.argv[1])
 run([load("real", folder)], Options(folder / "out"), print)
 """
@@ -410,7 +332,7 @@ def test_after_kill_9_no_run_is_left_and_the_next_harness_goes_on(
     before = RunDir(run).rounds()
     assert 1 <= len(before) < ROUNDS
     said = list[str]()
-    monkeypatch.setattr(runner, "spawn", run_here)
+    monkeypatch.setattr(queue, "spawn", run_here)
     assert runner.run([jobs.load("real", tmp_path)], Options(tmp_path / "out"), said.append) == []
     assert said[0] == f"{job.label} goes on"
     assert state_of(run) == "done"
