@@ -13,8 +13,8 @@ from rich.text import Text
 from piecework import display
 from piecework.compare import ACCURACIES, UNDER_ATTACK, Group, figures
 from piecework.device_profiles.profile import format_bytes
-from piecework.display import percent
 from piecework.server_app.records import write_atomically
+from piecework.server_app.round_line import percent
 
 # The tables of a terminal of 80 columns, and their columns; a page has one table with all of them.
 TABLES = {

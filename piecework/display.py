@@ -18,6 +18,7 @@ from piecework.planning.coverage import consecutive
 from piecework.read_records import read_summary
 from piecework.server_app.failures import excluded_classes, failure_text, failures
 from piecework.server_app.records import RunDir
+from piecework.server_app.round_line import accuracy_name, percent
 from piecework.server_app.summary import best_round, worst_and_mean
 
 Record = dict[str, Any]
@@ -98,11 +99,6 @@ def trained_table(parts: Sequence[Record]) -> list[tuple[str, ...]]:
         (row["part"], str(row["clients"]), f"{row['fraction']:.0%}", str(row["rounds"]) if row["rounds"] else NEVER)
         for row in parts
     ]
-
-
-def accuracy_name(rounds: Sequence[Record]) -> str:
-    """Return what `accuracy` means in a run's records."""
-    return "personal accuracy" if rounds and rounds[-1].get("personal") else "accuracy"
 
 
 def best_text(rounds: Sequence[Record], final: Record | None = None) -> str:
@@ -306,19 +302,6 @@ def how_it_ended(run_dir: RunDir, rounds: Sequence[Record]) -> tuple[str, str, f
         return "unfinished", "", seconds
     # The summary also counts the start, but that of an older version only the last process of a resumed run.
     return summary["status"], summary["reason"], max(summary["seconds"], seconds)
-
-
-def percent(fraction: float | None, digits: int = 2) -> str:
-    """Format a fraction; `-` for None. Only 1 itself is shown as 100 %: a peak just over its budget must not seem to fit."""
-    if fraction is None:
-        return "-"
-    step = 10**-digits
-    near = (
-        100 * fraction
-        if fraction == 1 or abs(100 * fraction - 100) >= step
-        else 100 + (step if fraction > 1 else -step)
-    )
-    return f"{near:.{digits}f}%"
 
 
 def format_seconds(seconds: float) -> str:

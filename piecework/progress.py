@@ -11,46 +11,19 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from piecework.console import PlainConsole
-from piecework.display import Record, accuracy_name, format_seconds, percent
+from piecework.display import Record, format_seconds
 from piecework.planning.now import NOW
-from piecework.server_app.summary import peak_over_budget
+from piecework.server_app.round_line import round_line
 
 BAR = 16  # columns
 BEFORE_TEXT = 1 + 1 + BAR + 1 + len("0:00:00") + 1  # columns: spinner, bar and time, each with a blank
 RECENT = 5  # rounds whose median is the expected duration of the next; the first round also traces and starts up
 
 
-def round_line(record: Record, total_rounds: int) -> str:
-    """Return what a finished round came to."""
-    parts = [f"round {record['round']}/{total_rounds}"]
-    if (stages := record.get("modules") or record.get("blocks") or 1) > 1:
-        parts.append(f"{record['stage']} of {stages}")
-    parts += filter(None, [accuracy_now(record)])
-    if record["loss"] is not None:
-        parts.append(f"loss {record['loss']:.3f}")
-    parts.append(f"{record['answered']}/{record['asked']} clients ok")
-    peak = peak_over_budget([record])
-    if peak is not None:
-        parts.append(f"peak {percent(peak, 1)} of budget")
-    return "  ".join(parts)
-
-
 def times_now(record: Record, total_rounds: int, seconds: float) -> str:
     """Return the present duration of a round, `seconds`, and how long the rounds to come will take."""
     left = total_rounds - record["round"]
     return f"{seconds:.1f} s/round" + (f"  {format_seconds(seconds * left)} left" if left > 0 else "")
-
-
-def accuracy_now(record: Record) -> str:
-    """Return the accuracy on the test data, else on the clients'; empty if neither was evaluated."""
-    for name, clean, attacked in (
-        (accuracy_name([record]), "accuracy", "adversarial_accuracy"),
-        ("accuracy on the clients", "client_accuracy", "client_adversarial_accuracy"),
-    ):
-        if record[clean] is not None:
-            under = f", under attack {percent(record[attacked], 1)}" if record.get(attacked) is not None else ""
-            return f"{name} {percent(record[clean], 1)}{under}"
-    return ""
 
 
 class RoundProgress:

@@ -9,7 +9,7 @@ from typing import Any
 from piecework import display
 from piecework.compare import fleet_name
 from piecework.device_profiles.profile import format_bytes, is_limit
-from piecework.display import Record, percent
+from piecework.display import Record
 from piecework.page import (
     COLOURS,
     Section,
@@ -31,6 +31,7 @@ from piecework.read_records import read_coverage, read_final, read_models, read_
 from piecework.robust_report import cascade_sections, final_section, is_adversarial, is_cascade, robust_curves
 from piecework.server_app.failures import excluded_classes, failures
 from piecework.server_app.records import RunDir, write_atomically
+from piecework.server_app.round_line import percent
 from piecework.server_app.summary import peak_over_budget, trained_parts
 from piecework.spafl_report import density_section, has_thresholds, pattern_section
 

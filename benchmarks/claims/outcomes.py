@@ -8,9 +8,10 @@ from benchmarks.claims.child import PROMPT
 from benchmarks.claims.failures import reason_of, result_of
 from benchmarks.claims.notes import beside
 from benchmarks.claims.results import last_accuracy
-from piecework.display import format_seconds, percent
+from piecework.display import format_seconds
 from piecework.runs import remove
 from piecework.server_app.records import CheckpointError, RunDir
+from piecework.server_app.round_line import percent
 from piecework.server_app.run_folder import has_completed
 from piecework.server_app.run_lock import writer
 

@@ -17,10 +17,11 @@ from report_helpers import (
 
 from piecework.compare import compare_json, group_runs
 from piecework.compare_view import compare_tables, write_curves
-from piecework.display import memory_rows, memory_table, percent, reasons, summary_table
+from piecework.display import memory_rows, memory_table, reasons, summary_table
 from piecework.page import ReportError
 from piecework.report import write_report
 from piecework.server_app.records import CheckpointError, RunDir
+from piecework.server_app.round_line import percent
 from piecework.server_app.summary import best_round, summarise
 
 
