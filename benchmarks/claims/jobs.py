@@ -5,6 +5,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 
 from benchmarks.claims.definition import FOLDER, Case, Claim, ClaimError, Row, read, slug
@@ -143,15 +144,25 @@ def wanted(claim: Claim, only: str = "") -> list[list[Wanted]]:
 def in_order(claims: Sequence[Claim], only: str = "") -> Iterator[tuple[Claim, Place | Wanted]]:
     """Yield searches and runs in the order in which they are started: claim by claim, one seed of all before the next.
 
-    A claim's searches come before its first runs.
+    The first runs of a case come after the searches that they need, and before the next case.
     """
     passes = [(claim, wanted(claim, only)) for claim in claims]
     for number in range(max((len(rounds) for _, rounds in passes), default=0)):
         for claim, rounds in passes:
-            if number == 0:
-                yield from ((claim, place) for place in searches(claim, only))
             if number < len(rounds):
-                yield from ((claim, each) for each in rounds[number])
+                runs = rounds[number]
+                yield from ((claim, found) for found in (runs if number else with_searches(runs)))
+
+
+def with_searches(runs: Sequence[Wanted]) -> Iterator[Place | Wanted]:
+    """Yield runs case by case, and before those of a case the searches that they need and none before them did."""
+    known = set[Place]()
+    for _, group in groupby(runs, lambda want: want.case):
+        of_case = list(group)
+        needed = dict.fromkeys(want.source for want in of_case if want.source is not None)
+        yield from (place for place in needed if place not in known)
+        known |= needed.keys()
+        yield from of_case
 
 
 def job_of(claim: Claim, want: Wanted, found: float | None) -> Job:

@@ -30,6 +30,14 @@ def test_seeds_are_taken_in_turn_and_searches_come_first(make: Make) -> None:
     second += [Wanted(*skew, 2, weak), Wanted("skew", "m-FeDepth", 2, weak)]
     assert wanted(claim) == [first, second]
     assert [found for _, found in in_order([claim])] == [weak, ("weak", "ProFL"), *first, *second]
+    apart = make(TWO_CASES.replace('rates-from = "weak"\n', ""))
+    own = [
+        ("skew", "FeDepth"),
+        Wanted(*skew, 1, skew),
+        Wanted("skew", "bound", 1, None),
+        Wanted("skew", "m-FeDepth", 1, skew),
+    ]
+    assert [found for _, found in in_order([apart])][:9] == [weak, ("weak", "ProFL"), *first[:3], *own]
 
 
 def test_claims_take_turns_seed_by_seed(make: Make) -> None:
