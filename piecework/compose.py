@@ -50,12 +50,16 @@ services:
         BASE: "${{BASE:-python:3.11-slim-bookworm}}"
         TORCH: "${{TORCH:-torch>=2.11}}"
         PIP_OPTIONS: "${{PIP_OPTIONS:-}}"
+    # Nodes reach the Fleet API alone, and starting a run is for the network in which this name is known.
     command: >-
-      flower-superlink --insecure --isolation process --host 0.0.0.0 --port 8000
+      piecework-superlink --control control.superlink --insecure --isolation process --host 0.0.0.0 --port 8000
       --database /state/state.db
     # The clients train on the same cores; an answer that waits for the processor longer than 5 s is lost.
     cpu_shares: 4096
     ports: ["127.0.0.1:${{PIECEWORK_PORT:-8000}}:8000"]
+    networks:
+      control: {{aliases: [control.superlink]}}
+      fleet: {{}}
     volumes: ["state:/state"]
 {superlink_health}
 
@@ -63,6 +67,7 @@ services:
     <<: *piecework
     depends_on: {{superlink: {{condition: service_healthy}}}}
     command: flower-superexec --insecure --runtime-api-address superlink:8000
+    networks: [control]
     environment: {{PIECEWORK_DATA: /data}}
     volumes:
       - runs:/runs
@@ -75,6 +80,7 @@ services:
     restart: "no"
     depends_on: {{superlink: {{condition: service_healthy}}}}
     entrypoint: [piecework]
+    networks: [control]
     environment: {{PIECEWORK_DATA: /data}}
     volumes:
       - runs:/runs
@@ -89,12 +95,14 @@ CLIENT = """
       flower-supernode --insecure --isolation process --superlink superlink:8000
       --host 0.0.0.0 --port 9094
       --node-config {node_config}
+    networks: [fleet]
 {node_health}
 
   client-{i}:
     <<: *piecework
     depends_on: {{node-{i}: {{condition: service_healthy}}}}
     command: flower-superexec --insecure --runtime-api-address node-{i}:9094
+    networks: [fleet]
     # {about}
     mem_limit: {limit}
     memswap_limit: {limit}
@@ -105,11 +113,18 @@ CLIENT = """
       - {{type: bind, source: {node_data}, target: /data, read_only: true}}
 """
 
+NETWORKS = """
+networks:
+  control: {}
+  fleet: {}
+"""
+
 TLS = """\
 services:
   superlink:
     command: >-
-      flower-superlink --isolation process --host 0.0.0.0 --port 8000 --database /state/state.db
+      piecework-superlink --control control.superlink --isolation process --host 0.0.0.0 --port 8000
+      --database /state/state.db
       --ssl-ca-certfile /certs/ca.crt --ssl-certfile /certs/server.crt --ssl-keyfile /certs/server.key
       --enable-supernode-auth --superexec-auth-secret-file /certs/executor.secret
     volumes:
@@ -278,7 +293,7 @@ def compose_file(clients: list[Place], data: str, command: str) -> str:
             node_data=json.dumps(f"{folder}/node-{client.number}"),
         )
     volumes = ["state", "runs", *(f"store-{client.number}" for client in clients)]
-    return text + "\nvolumes:\n" + "".join(f"  {volume}: {{}}\n" for volume in volumes)
+    return text + NETWORKS + "\nvolumes:\n" + "".join(f"  {volume}: {{}}\n" for volume in volumes)
 
 
 def tls_overlay(clients: list[Place], certs: str, command: str) -> str:

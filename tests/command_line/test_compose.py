@@ -47,7 +47,7 @@ def test_a_command_of_several_lines_stays_in_its_comment() -> None:
     hostile = "--data", "x\nservices: {evil: {image: evil}}\x85networks: {}\u2028secrets: {}\x1b"
     for tls in ([], ["--tls"]):
         text = generated("--fleet", fleet, "--nodes", "2", *hostile, *tls)
-        assert {"services"} <= yaml.safe_load(text).keys() <= {"services", "volumes", "x-piecework"}
+        assert {"services"} <= yaml.safe_load(text).keys() <= {"services", "volumes", "networks", "x-piecework"}
         assert set(yaml.safe_load(text)["services"]) >= {"client-1", "server"}
         head = text[: text.index("\n\n")].splitlines()
         assert all(line.startswith("#") for line in head)
@@ -92,6 +92,18 @@ def test_every_container_is_locked_down() -> None:
         assert ("ports" in service) == (name == "superlink")
         assert ("healthcheck" in service) == (name == "superlink" or name.startswith("node-"))
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+
+
+def test_only_the_server_and_the_command_line_are_where_runs_are_started() -> None:
+    """Nodes share no network with them but the SuperLink's other one, where it answers the Fleet API alone."""
+    found = services("--preset", "fedepth-containers", "--nodes", "2")
+    assert found["superlink"]["networks"] == {"control": {"aliases": ["control.superlink"]}, "fleet": {}}
+    for name, service in found.items():
+        if name != "superlink":
+            assert service["networks"] == ["control" if name in ("server", "piecework") else "fleet"], name
+    for options in ([], ["--tls"]):
+        link = services("--preset", "fedepth-containers", "--nodes", "2", *options)["superlink"]
+        assert shlex.split(link["command"])[:3] == ["piecework-superlink", "--control", "control.superlink"]
 
 
 def test_a_ratio_is_of_the_reference_step() -> None:
