@@ -5,10 +5,11 @@ reads its input. Work that does not fit is swapped: features are written after t
 parameters are read and written in both passes, and optimiser values once.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from piecework.device_profiles.profile import DeviceState
 
@@ -99,24 +100,48 @@ def round_seconds(client_seconds: Iterable[float]) -> float:
     return max(client_seconds, default=0.0)
 
 
-def closing_seconds(answer_seconds: Iterable[float], enough: int) -> float:
-    """Return the seconds after which `enough` clients have answered; of the slowest if fewer answer, or `enough` is 0."""
-    ordered = sorted(answer_seconds)
-    return ordered[enough - 1] if 0 < enough <= len(ordered) else round_seconds(ordered)
+class Closing(NamedTuple):
+    """How a round ends: the clients whose answers count, the quickest first, and its seconds."""
+
+    counted: list[int]
+    seconds: float
+
+
+def closing(answers: Mapping[int, float], deadlines: Mapping[int, float], enough: int = 0, least: int = 1) -> Closing:
+    """Return how a round ends whose clients answer after so many seconds, each of them awaited until its deadline.
+
+    A client without a deadline is awaited until it answers. Deadlines are in force once `least` clients have answered. The
+    round ends at once with `enough` answers (0 = of all).
+    """
+    counted, there = list[int](), math.inf
+    for client in sorted(answers, key=lambda each: (answers[each], each)):
+        if answers[client] > deadlines.get(client, math.inf) and len(counted) >= least:
+            continue
+        counted.append(client)
+        there = answers[client] if len(counted) == least else there
+        if len(counted) == enough:
+            return Closing(counted, answers[client])
+    return Closing(counted, round_seconds(awaited(s, deadlines.get(c, math.inf), there) for c, s in answers.items()))
+
+
+def awaited(answer: float, deadline: float, there: float) -> float:
+    """Return the seconds for which a client is awaited that answers after `answer`; enough answers are there after `there`."""
+    return min(answer, max(deadline, there))
 
 
 @dataclass
 class Stragglers:
     """Clients that still do the task of a closed round, on the simulated clock.
 
-    `tasks` are JSON values: each has the `client`, the `round` of its task, and the seconds `left` until it answers.
+    `tasks` are JSON values: each has the `client`, the `round` of its task, and the seconds `left` until it answers. `done` is
+    what becomes known of its device when it has answered.
     """
 
     tasks: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, client: int, server_round: int, left: float) -> None:
+    def add(self, client: int, server_round: int, left: float, done: Sequence[str | float] = ()) -> None:
         """Add a client that answers `left` seconds after its round was closed."""
-        self.tasks.append({"client": client, "round": server_round, "left": left})
+        self.tasks.append({"client": client, "round": server_round, "left": left, "done": list(done)})
 
     def wait(self, seconds: float) -> None:
         """Let time pass."""

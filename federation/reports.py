@@ -25,12 +25,15 @@ class ClientReport:
     """One client in one round, as the records store it. Units are bytes, seconds and FLOPs.
 
     `status`: ok; memory (it refused, or stopped at its budget: see `needed` and `allowed`); failed (it raised an exception);
-    crashed (its process died); gone (its node left); timeout (no answer within messages.round-timeout); late (no answer before
-    enough others had answered, see faults.over-sample); rejected (its update may not enter the model). `note` holds further
-    remarks, also for status ok. `trained` names the parts of the model that the
-    client trained, and `pieces` lists the atoms of each of its work items. `step` says how its steps fit (`memory.fit`), which
+    crashed (its process died); gone (its node left); timeout (no answer within messages.round-timeout); late (no answer by its
+    deadline, or before enough others had answered: faults.deadline-factor, faults.over-sample); rejected (its update may not
+    enter the model). `note` holds further remarks, also for status ok. `trained` names the parts of the model that the client
+    trained, and `pieces` lists the atoms of each of its work items. `step` says how its steps fit (`memory.fit`), which
     takes `step_flops` times the FLOPs of plain steps. Peaks are of training memory, and `evaluation_predicted` and
     `evaluation_peak` of that in the round's evaluation on clients; `gpu_peak` is that of torch's allocator on a GPU.
+    `waited_seconds` is how long the round awaited its answer, and `deadline_seconds` how long it would have at most, None
+    without a deadline of its own. On real devices both begin when its task is sent; where clients are emulated, both are
+    simulated.
     `counted_bits` and `counted_flops` are counted as in SpaFL's Table 2 (planning/counts.py).
     """
 
@@ -66,6 +69,8 @@ class ClientReport:
     counted_flops: float = 0.0
     seconds: float = 0.0
     simulated_seconds: float = 0.0
+    deadline_seconds: float | None = None
+    waited_seconds: float = 0.0
 
     def add_note(self, note: str) -> None:
         """Append a client's remark to `note`, without control characters."""

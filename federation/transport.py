@@ -8,16 +8,31 @@ from typing import Protocol
 
 from flwr.app import Message
 
+from piecework.training.messages import content_bytes
+
 LIFE = 2  # after this multiple of messages.round-timeout Flower drops a message, and its node is free again
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A message that awaits its reply. `expires` is a time of the monotonic clock, in seconds."""
+    """A message that awaits its reply: its kind and bytes. `time` and `expires` are of the monotonic clock, in seconds."""
 
     node_id: int
     server_round: int
+    kind: str
+    bytes: int
+    time: float
     expires: float
+
+
+class Watch(Protocol):
+    """Says how long each answer is awaited, and is told how long it was."""
+
+    def seconds(self, sent: Sent, /) -> float:
+        """Return the seconds for which the answer to a message is awaited, counted from its sending."""
+
+    def ended(self, sent: Sent, waited: float, /, *, answered: bool) -> None:
+        """Take note that a message was answered after `waited` seconds, or is not awaited any more."""
 
 
 class TimedGrid(Protocol):
@@ -40,11 +55,15 @@ class Transport:
     def __init__(self, grid: TimedGrid, in_flight: int, timeout: float) -> None:
         self.grid, self.in_flight, self.timeout = grid, in_flight, timeout
         self.overdue: dict[str, Sent] = {}
+        self._late: list[tuple[Sent, Message, float]] = []
 
-    def exchange(self, server_round: int, messages: Iterable[Message]) -> Generator[Message, None, None]:
+    def exchange(
+        self, server_round: int, messages: Iterable[Message], watch: Watch | None = None
+    ) -> Generator[Message, None, None]:
         """Send messages, with at most `in_flight` unanswered at once, and yield replies as they arrive.
 
-        Messages that are unanswered when the caller closes the generator are overdue.
+        Messages that are unanswered when the caller closes the generator are overdue. So is one that was awaited as long as
+        `watch` says, before the exchange ends; late replies are then taken in when they arrive.
         """
         waiting, pending = iter(messages), dict[str, Sent]()
         deadline, pause, exhausted = time.monotonic() + self.timeout, 0.01, False
@@ -60,31 +79,57 @@ class Transport:
                     return
                 replies = list(self.grid.pull_messages(set(pending)))
                 for reply in replies:
-                    pending.pop(reply.metadata.reply_to_message_id, None)
+                    sent = pending.pop(reply.metadata.reply_to_message_id, None)
+                    if watch is not None and sent is not None:
+                        watch.ended(sent, time.monotonic() - sent.time, answered=True)
                     yield reply
+                if watch is not None:
+                    self._take_late()
+                    self._give_up(pending, watch)
                 pause = 0.01 if replies else min(2 * pause, 0.5)
                 if not replies:
                     time.sleep(pause)
         finally:
             self.grid.answer_by(math.inf)
+            if watch is not None:
+                for sent in pending.values():
+                    watch.ended(sent, time.monotonic() - sent.time, answered=False)
             self.overdue |= pending
 
-    def _send(self, server_round: int, message: Message) -> dict[str, Sent]:
-        node, expires = message.metadata.dst_node_id, time.monotonic() + message.metadata.ttl
-        # For a message that Flower cannot accept, e.g. to a node that left, it returns an empty identifier.
-        return {i: Sent(node, server_round, expires) for i in self.grid.push_messages([message]) if i}
+    def _give_up(self, pending: dict[str, Sent], watch: Watch) -> None:
+        """Make those of the pending messages overdue that were awaited long enough."""
+        now = time.monotonic()
+        for identifier, sent in [*pending.items()]:
+            if now - sent.time >= watch.seconds(sent):
+                watch.ended(sent, now - sent.time, answered=False)
+                self.overdue[identifier] = pending.pop(identifier)
 
-    def late(self) -> list[tuple[Sent, Message]]:
-        """Return the replies to overdue messages that arrived since the last call, and drop expired messages."""
-        found, now = [], time.monotonic()
+    def _send(self, server_round: int, message: Message) -> dict[str, Sent]:
+        now, metadata = time.monotonic(), message.metadata
+        size = content_bytes(message.content)
+        sent = Sent(metadata.dst_node_id, server_round, metadata.message_type, size, now, now + metadata.ttl)
+        # For a message that Flower cannot accept, e.g. to a node that left, it returns an empty identifier.
+        return {i: sent for i in self.grid.push_messages([message]) if i}
+
+    def late(self) -> list[tuple[Sent, Message, float]]:
+        """Return the replies to overdue messages that arrived since the last call, and drop expired messages.
+
+        Each comes with its message, and the seconds from its sending until the reply was seen.
+        """
+        self._take_late()
+        now = time.monotonic()
+        self.overdue = {i: sent for i, sent in self.overdue.items() if sent.expires > now}
+        found, self._late = self._late, []
+        return found
+
+    def _take_late(self) -> None:
+        now = time.monotonic()
         while self.overdue and (replies := list(self.grid.pull_messages(set(self.overdue)))):
             for reply in replies:
                 sent = self.overdue.pop(reply.metadata.reply_to_message_id, None)
                 # Flower itself answers an expired message with an error, which is not a late reply of a client.
                 if sent is not None and not (reply.has_error() and sent.expires <= now):
-                    found.append((sent, reply))
-        self.overdue = {i: sent for i, sent in self.overdue.items() if sent.expires > now}
-        return found
+                    self._late.append((sent, reply, now - sent.time))
 
     def busy(self) -> set[int]:
         """Return the nodes that have overdue messages."""

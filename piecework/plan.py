@@ -8,20 +8,22 @@ from math import ceil
 from statistics import fmean
 from typing import Any
 
+from piecework.device_profiles.clock import simulated_seconds
 from piecework.device_profiles.fleet import Fleet, device_state, load_fleet
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
+from piecework.federation.pace import Done
 from piecework.federation.registry import sampled
 from piecework.models.partition import AtomTooLargeError
 from piecework.parts import simulated_swapping, trained_fractions
 from piecework.plan_evaluation import evaluation_row
-from piecework.plan_rounds import awaited_seconds, timed_rounds
+from piecework.plan_rounds import Timed, awaited_seconds, timed_rounds
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.coverage import Trainer, richest
 from piecework.planning.paper_memory import MACS
 from piecework.planning.part import Part, whole_model
 from piecework.planning.partition_policy import PartitionPolicy, label
-from piecework.planning.timing import local_work, swapped_seconds, work_seconds
+from piecework.planning.timing import local_work, swapped_seconds, work_flops, work_seconds
 from piecework.question import PlanQuestion, budget_bytes
 from piecework.server_app.rates import starved
 from piecework.server_app.start import covered
@@ -34,7 +36,7 @@ ROUNDS = 20  # rounds of a plan if the fleet changes between rounds or not all c
 
 @dataclass(frozen=True)
 class PlannedTask:
-    """A client's task in a round: parts, bytes needed, seconds, bytes down and up. Without parts the client is excluded."""
+    """A client's task in a round: parts, bytes needed, seconds, bytes down and up, FLOPs. Without parts it is excluded."""
 
     client: int
     state: DeviceState
@@ -42,6 +44,7 @@ class PlannedTask:
     needed: int
     seconds: float = 0.0
     wire: tuple[int, int] = (0, 0)
+    flops: float = 0.0
 
 
 def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel | None = None) -> dict[str, Any]:
@@ -201,7 +204,17 @@ def client_task(
     except (MemoryBudgetExceededError, AtomTooLargeError) as error:
         return PlannedTask(client, state, (), error.needed or 0)
     needed, wire = totals(policy, parts)
-    return PlannedTask(client, state, parts, needed, seconds_of(policy, parts, state, examples), wire)
+    _, seen = local_work(policy.settings, examples)
+    flops = work_flops(policy.cost_model, parts, [seen] * len(parts))
+    return PlannedTask(client, state, parts, needed, seconds_of(policy, parts, state, examples), wire, flops)
+
+
+def timed_task(task: PlannedTask) -> Timed | None:
+    """Return what a task takes of its device's time, or None for an excluded client."""
+    if not task.parts:
+        return None
+    network = simulated_seconds(task.state, 0, *task.wire)
+    return Timed(task.state.device, Done(task.seconds - network, task.seconds, task.flops, task.wire[0]))
 
 
 def seconds_of(policy: PartitionPolicy, parts: Sequence[Part], state: DeviceState, examples: int) -> float:
@@ -231,9 +244,9 @@ def fleet_row(
     """
     stages: list[dict[str, Any]] = []
     for stage, rounds in zip(policy.stages, tasks, strict=True):
-        seconds = [[task.seconds if task.parts else None for task in of_round] for of_round in rounds]
-        timed = timed_rounds(settings, seconds)
-        tasked = [[of_round[client] for client in chosen] for (chosen, _), of_round in zip(timed, rounds, strict=True)]
+        works = [[timed_task(task) for task in of_round] for of_round in rounds]
+        timed = timed_rounds(settings, works)
+        tasked = [[of_round[client] for client in each.asked] for each, of_round in zip(timed, rounds, strict=True)]
         everyone = [task for of_round in rounds for task in of_round]
         out = [task for task in everyone if not task.parts]
         stages.append(
@@ -244,8 +257,9 @@ def fleet_row(
                 "excluded_clients": sorted({task.client for task in out}),
                 "missing_bytes": max((task.needed - task.state.budget_bytes for task in out), default=0),
                 "closest": closest(out),
-                "round_seconds": fmean(seconds for _, seconds in timed),
-                "awaited_seconds": fmean(awaited_seconds(settings, seconds)),
+                "round_seconds": fmean(each.seconds for each in timed),
+                "awaited_seconds": fmean(awaited_seconds(settings, works)),
+                "late": sum(each.late for each in timed) / sum(len(each.asked) for each in timed),
                 "bytes_down": fmean(sum(task.wire[0] for task in of_round) for of_round in tasked),
                 "bytes_up": fmean(sum(task.wire[1] for task in of_round) for of_round in tasked),
                 "peak_bytes": max((task.needed for task in everyone if task.parts), default=0),
@@ -256,6 +270,7 @@ def fleet_row(
         "clients": settings.clients,
         "clients_per_round": min(settings.clients_per_round or settings.clients, settings.clients),
         "over_sample": settings.faults.over_sample,
+        "deadline_factor": settings.faults.deadline_factor,
         "rounds": len(tasks[0]),
         "budget_quantiles_bytes": quantiles([task.state.budget_bytes for r in tasks[0] for task in r]),
         "participation": fmean(stage["participation"] for stage in stages),

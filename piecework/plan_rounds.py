@@ -1,44 +1,84 @@
 """Who is asked in the rounds of a plan, and how long each round takes: as a run draws and times them."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from piecework.device_profiles.clock import Stragglers, closing_seconds, round_seconds
+from piecework.device_profiles.clock import Closing, Stragglers, closing, round_seconds
+from piecework.federation.pace import Done, Load, Pace
 from piecework.federation.registry import sampled
 from piecework.training.settings import Settings
 
-Seconds = Sequence[float | None]  # of each client's task in a round; None if the client cannot train
+
+class Timed(NamedTuple):
+    """A client's task in a round: the name of its device, and what it takes."""
+
+    device: str
+    done: Done
 
 
-def timed_rounds(settings: Settings, rounds: Sequence[Seconds]) -> list[tuple[list[int], float]]:
-    """Return for each round the clients that are asked, and its simulated seconds.
+class TimedRound(NamedTuple):
+    """A round: the clients that are asked, its simulated seconds, and how many clients are late."""
 
-    With `faults.over-sample`, a round ends when `clients-per-round` clients have answered. Those that have not are still at
-    work when the next one begins, and are not asked until they are done.
+    asked: list[int]
+    seconds: float
+    late: int
+
+
+Tasks = Sequence[Timed | None]  # of each client in a round; None if the client cannot train
+
+
+def timed_rounds(settings: Settings, rounds: Sequence[Tasks]) -> list[TimedRound]:
+    """Return how a run would time these rounds.
+
+    A round ends when `clients-per-round` clients have answered if `faults.over-sample` is set, and awaits no client beyond its
+    deadline if `faults.deadline-factor` is. Late clients are still at work when the next round begins, and are not asked until
+    they are done.
     """
-    found, stragglers, few = [], Stragglers(), max(1, settings.faults.min_clients)
-    for number, seconds in enumerate(rounds, start=1):
-        waited = 0.0
-        while len(seconds) - len(stragglers.clients) < few and (more := stragglers.until_next()):
-            stragglers.wait(more)
-            waited += more
-        idle = [client for client in range(len(seconds)) if client not in stragglers.clients]
+    found, stragglers = [], Stragglers()
+    pace = Pace(settings.faults.deadline_factor, settings.faults.deadline_floor, math.inf)
+    for number, tasks in enumerate(rounds, start=1):
+        waited = wait_for_enough(stragglers, len(tasks), settings.least)
+        for late in stragglers.answered():
+            pace.note(late["client"], str(late["done"][0]), Done(*late["done"][1:]))
+        idle = [client for client in range(len(tasks)) if client not in stragglers.clients]
         chosen = sampled(idle, settings.asked, settings.seed, number)
-        answers = {client: needs for client in chosen if (needs := seconds[client]) is not None}
-        end = closing_seconds(answers.values(), settings.enough)
-        stragglers.wait(end)
-        for client, needs in answers.items():
-            if needs > end:
-                stragglers.add(client, number, needs - end)
-        found.append((chosen, waited + end))
+        answers = {client: task for client in chosen if (task := tasks[client]) is not None}
+        counted, seconds = close(settings, pace, answers)
+        stragglers.wait(seconds)
+        for client, task in answers.items():
+            if client in counted:
+                pace.note(client, *task)
+            else:
+                stragglers.add(client, number, task.done.total - seconds, (task.device, *task.done))
+        found.append(TimedRound(chosen, waited + seconds, len(answers) - len(counted)))
     return found
 
 
-def awaited_seconds(settings: Settings, rounds: Sequence[Seconds]) -> list[float]:
+def wait_for_enough(stragglers: Stragglers, clients: int, least: int) -> float:
+    """Let the seconds pass, and return them, until `least` of so many clients are idle."""
+    waited = 0.0
+    while clients - len(stragglers.clients) < least and (more := stragglers.until_next()):
+        stragglers.wait(more)
+        waited += more
+    return waited
+
+
+def close(settings: Settings, pace: Pace, answers: Mapping[int, Timed]) -> Closing:
+    """Return how a round with these tasks ends."""
+    seconds = {client: task.done.total for client, task in answers.items()}
+    loads = {client: Load(task.done.work, task.done.bytes) for client, task in answers.items()}
+    deadlines = {client: pace.deadline(client, task.device, loads[client]) for client, task in answers.items()}
+    return closing(seconds, deadlines, settings.enough, settings.least)
+
+
+def awaited_seconds(settings: Settings, rounds: Sequence[Tasks]) -> list[float]:
     """Return the simulated seconds of each round if it asked only `clients-per-round` clients and waited for all of them."""
     return [
         round_seconds(
-            seconds[client] or 0.0
-            for client in sampled(range(len(seconds)), settings.clients_per_round, settings.seed, number)
+            task.done.total
+            for client in sampled(range(len(tasks)), settings.clients_per_round, settings.seed, number)
+            if (task := tasks[client]) is not None
         )
-        for number, seconds in enumerate(rounds, start=1)
+        for number, tasks in enumerate(rounds, start=1)
     ]

@@ -51,14 +51,22 @@ def swapping_warning(plan: dict[str, Any]) -> list[str]:
 
 
 def over_sampling(fleet: dict[str, Any]) -> list[str]:
-    """Return what a round gains if it asks more clients than it waits for; nothing if it does not."""
-    if not fleet["over_sample"]:
+    """Return what a round gains if it does not wait for all of the clients that it asks; nothing if it does."""
+    enough, more, factor = fleet["clients_per_round"], fleet["over_sample"], fleet["deadline_factor"]
+    if not (more or factor):
         return []
-    enough, more = fleet["clients_per_round"], fleet["over_sample"]
-    with_more, without = (max(stage[key] for stage in fleet["stages"]) for key in ("round_seconds", "awaited_seconds"))
+    how = []
+    if more:
+        how.append(f"faults.over-sample = {more}: a round asks {enough + more} clients and ends with {enough} answers")
+    if factor:
+        how.append(
+            f"faults.deadline-factor = {factor:g}: a round awaits each client for {factor:g} times its predicted time"
+        )
+    ends, all_there = (max(stage[key] for stage in fleet["stages"]) for key in ("round_seconds", "awaited_seconds"))
+    late = max(stage["late"] for stage in fleet["stages"])
     return [
-        f"faults.over-sample = {more}: a round asks {enough + more} clients and ends with {enough} answers, after "
-        f"{duration(with_more)}; if it asked {enough} and waited for all, after {duration(without)}"
+        f"{'; '.join(how)}. It takes {duration(ends)}, and {late:.0%} of the clients that it asks are late; if it asked "
+        f"{enough} and waited for all, it would take {duration(all_there)}"
     ]
 
 

@@ -7,7 +7,9 @@ from flwr.serverapp import Grid
 
 from piecework.device_profiles.clock import Stragglers
 from piecework.federation.faults import status_of
+from piecework.federation.pace import Done
 from piecework.federation.transport import Transport
+from piecework.server_app.deadlines import Deadlines
 from piecework.server_app.round_record import training_seconds
 from piecework.strategies.base import PieceStrategy
 
@@ -15,20 +17,29 @@ from piecework.strategies.base import PieceStrategy
 class Assembly:
     """Knows which clients are still at work on a task of an earlier round: really, or on the simulated clock.
 
-    `tasks` are those of the simulated clock's `stragglers` in a checkpoint.
+    `tasks` are those of the simulated clock's `stragglers` in a checkpoint. `deadlines` learns the pace of late clients.
     """
 
-    def __init__(self, grid: Grid, transport: Transport, strategy: PieceStrategy, tasks: list[dict[str, Any]]) -> None:
-        self.grid, self.transport, self.strategy = grid, transport, strategy
+    def __init__(
+        self,
+        grid: Grid,
+        transport: Transport,
+        strategy: PieceStrategy,
+        deadlines: Deadlines,
+        tasks: list[dict[str, Any]],
+    ) -> None:
+        self.grid, self.transport, self.strategy, self.deadlines = grid, transport, strategy, deadlines
         self.settings, self.registry = strategy.settings, strategy.registry
         self.stragglers = Stragglers(tasks)
 
     def pass_time(self, server_round: int) -> None:
         """Let the simulated seconds of the round's training pass, and note who is still at work when it ends."""
-        gate, reports = self.strategy.gate, self.strategy.reports.values()
-        self.stragglers.wait(training_seconds(self.strategy))
-        for report in [report for report in reports if report.status == "late" and self.settings.simulated]:
-            self.stragglers.add(report.client, server_round, report.simulated_seconds - gate.closed_at)
+        seconds = training_seconds(self.strategy)
+        self.stragglers.wait(seconds)
+        for report in self.strategy.reports.values() if self.settings.simulated else ():
+            if report.status == "late":
+                done = self.deadlines.simulated_task(report)
+                self.stragglers.add(report.client, server_round, done.total - seconds, (report.device, *done))
 
     def assemble(self) -> tuple[list[dict[str, Any]], float]:
         """Wait for enough idle clients, at most `messages.node-timeout` seconds.
@@ -36,19 +47,24 @@ class Assembly:
         Returns the late replies, and the simulated seconds of waiting for clients that are at work on the simulated clock.
         """
         late, deadline = [], time.monotonic() + self.settings.messages.node_timeout
-        waited, few = 0.0, max(1, self.settings.faults.min_clients)
+        waited, few = 0.0, self.settings.least
         while True:
-            for sent, reply in self.transport.late():
+            for sent, reply, seconds in self.transport.late():
                 client = self.registry.client_of(sent.node_id)
                 status = status_of(reply.error) if reply.has_error() else "ok"
                 if client is not None:
                     self.strategy.gate.note_error(client, sent.server_round, status)
+                    self.deadlines.came_late(client, sent, reply, seconds)
                 late.append({"client": client, "round": sent.server_round, "status": status})
             self.registry.update(self.grid)
-            while len(self._idle()) < few and (seconds := self.stragglers.until_next()):
-                waited += seconds
-                self.stragglers.wait(seconds)
-            late += [{"client": t["client"], "round": t["round"], "status": "ok"} for t in self.stragglers.answered()]
+            while len(self._idle()) < few and (more := self.stragglers.until_next()):
+                waited += more
+                self.stragglers.wait(more)
+            for task in self.stragglers.answered():
+                if task.get("done"):
+                    device, *done = task["done"]
+                    self.deadlines.note_simulated(task["client"], device, Done(*done))
+                late.append({"client": task["client"], "round": task["round"], "status": "ok"})
             enough = len(self._idle()) >= few
             if (enough and not self.registry.incomplete()) or time.monotonic() > deadline:
                 return late, waited

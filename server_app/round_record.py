@@ -170,9 +170,11 @@ def record_of(
 
 
 def training_seconds(strategy: PieceStrategy) -> float:
-    """Return the simulated seconds of the round's training: of its slowest client, or until enough clients had answered."""
-    slowest = round_seconds(report.simulated_seconds for report in strategy.reports.values())
-    return min(slowest, strategy.gate.closed_at)
+    """Return the simulated seconds of the round's training: of its slowest client, or until it did not wait any more."""
+    reports = strategy.reports.values()
+    if strategy.settings.simulated:
+        return round_seconds(report.waited_seconds for report in reports)
+    return min(round_seconds(report.simulated_seconds for report in reports), strategy.gate.closed_at)
 
 
 def accuracies(evaluation: ModelEvaluation, *, personal: bool) -> dict[str, Any]:

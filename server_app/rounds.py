@@ -16,24 +16,19 @@ from piecework.federation.errors import RunAbortedError
 from piecework.federation.evaluation import Evaluator, final_evaluation
 from piecework.federation.registry import ClientRegistry
 from piecework.federation.reply_guard import ReplyGuard, reply_limit
-from piecework.federation.transport import Transport
+from piecework.federation.transport import Transport, Watch
 from piecework.models.init_weights import account, pretrained
 from piecework.models.partition import Piece
 from piecework.planning.now import doing
 from piecework.server_app.assembly import Assembly
+from piecework.server_app.deadlines import Deadlines
 from piecework.server_app.device_models import evaluate_device_models
 from piecework.server_app.model_description import described
 from piecework.server_app.preflight import preflight
 from piecework.server_app.rates import require_rates
 from piecework.server_app.records import RunDir
 from piecework.server_app.recovery import Recovery, find_recovery, put_aside
-from piecework.server_app.round_record import (
-    ModelEvaluation,
-    Opening,
-    RoundRecord,
-    TrainingPhase,
-    record_of,
-)
+from piecework.server_app.round_record import ModelEvaluation, Opening, RoundRecord, TrainingPhase, record_of
 from piecework.server_app.run_folder import COMPLETED, nothing_left, require_new
 from piecework.server_app.run_lock import run_lock
 from piecework.server_app.run_values import ends_early, first_values, note_round, resumed_values
@@ -75,7 +70,9 @@ class Run:
         self.strategy: PieceStrategy = strategy_class(experiment)
         if checkpoint is not None:
             self.strategy.state = type(self.strategy.state).from_values(self.values["strategy-state"])
-        self.assembly = Assembly(self.grid, self.transport, self.strategy, self.values["stragglers"])
+        self.deadlines = Deadlines(self.strategy, self.values["pace"])
+        stragglers = self.values["stragglers"]
+        self.assembly = Assembly(self.grid, self.transport, self.strategy, self.deadlines, stragglers)
         to_come = self.strategy.schedule(self.values["round"] + 1, settings.num_rounds)
         require_rates(planned, to_come, str(run_dir.path) if checkpoint is not None else "")
         self.arrays = checkpoint.arrays if checkpoint is not None else ArrayRecord()
@@ -260,9 +257,13 @@ class Run:
     def _train(self, server_round: int) -> tuple[bool, MetricRecord | None]:
         """Have clients train. Returns whether that made a new model, and the aggregated metrics."""
         messages = self.strategy.configure_train(server_round, self.arrays, ConfigRecord(), self.grid)
-        self._deliver(server_round)
-        with closing(self.transport.exchange(server_round, messages)) as replies:  # a round may end before all answered
+        watch = self.deadlines if not self.settings.simulated else None
+        self.deadlines.begin()
+        self._deliver(server_round, watch)
+        # A round may end before all have answered.
+        with closing(self.transport.exchange(server_round, messages, watch)) as replies:
             arrays, metrics = self.strategy.aggregate_train(server_round, replies)
+        self.deadlines.finish()
         self.arrays = arrays if arrays is not None else self.arrays
         return arrays is not None, metrics
 
@@ -282,9 +283,9 @@ class Run:
         message_bytes, norms = measured_bytes + strategy.dispatcher.bytes(), self.served.recorded(strategy.personal)
         return ModelEvaluation(central, clients, answers, statistics, message_bytes, norms)
 
-    def _deliver(self, server_round: int) -> None:
+    def _deliver(self, server_round: int, watch: Watch | None = None) -> None:
         for batch in self.strategy.dispatcher.batches():
-            self.strategy.gate.delivered(self.transport.exchange(server_round, batch))
+            self.strategy.gate.delivered(self.transport.exchange(server_round, batch, watch))
 
     def _measure(
         self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str], *, last: bool, again: bool = False
@@ -316,6 +317,7 @@ class Run:
             "round": server_round,
             "settings": self.settings.to_run_config(),
             "node-names": {str(client): name for client, name in self.registry.bound.items()},
+            "pace": self.deadlines.to_values(),
             "stragglers": self.assembly.stragglers.tasks,
             "strategy-state": self.strategy.state.to_values(),
             "seconds": self.seconds(),

@@ -230,6 +230,10 @@ class PieceStrategy(Strategy):
             raise UpdateRejectedError(f"array {strange[0]!r} was not sent for training")
         return update
 
+    def asked_of(self, client: int) -> tuple[Task, DeviceState]:
+        """Return the training task of a client of the round, and its device state."""
+        return self._asked[client]
+
     def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
         report.add_note(outcome.note)
         report.read(metrics)

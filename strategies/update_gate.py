@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import Message
 
+from piecework.device_profiles.clock import awaited
 from piecework.federation.aggregation import (
     CheckedUpdate,
     Norms,
@@ -20,6 +21,7 @@ from piecework.federation.aggregation import (
     note_norms,
     require_within,
 )
+from piecework.federation.pace import missed
 from piecework.federation.reports import ClientReport, require_at_most
 from piecework.training.answers import Answer, Outcome
 
@@ -36,20 +38,25 @@ class UpdateGate:
     With `faults.over-sample`, the first `clients-per-round` updates that pass end the round, and all other clients are late.
     The first are those that arrive first. Where clients are emulated, they are those of the fewest simulated seconds (of
     clients with equally many, the lower numbers), so that runs can be repeated; the gate then holds all of a round's updates
-    at once. `closed_at` is the simulated seconds of the last update with which the round ended, infinite if all were awaited.
+    at once. There it also keeps the deadlines: `deadline` returns for how many simulated seconds a client is awaited. On real
+    devices the transport does. `closed_at` is the simulated seconds of the last update with which the round ended, infinite if
+    it did not end so.
     """
 
     def __init__(self, strategy: "PieceStrategy", read: ReadReply) -> None:
         self.strategy, self.read = strategy, read
+        self.deadline: Callable[[ClientReport], float] = lambda _: math.inf
         self.closed_at = math.inf
 
     def admit(self, replies: Iterable[Message]) -> bool:
         """Combine the valid updates. Returns False if there are none, or fewer than `faults.min-clients`."""
-        strategy, enough = self.strategy, self.strategy.settings.enough
+        strategy, enough, least = self.strategy, self.strategy.settings.enough, self.strategy.settings.least
         accepted, norms = list[ClientReport](), dict[str, list[float]]()
         known, factor = strategy.state.norms, strategy.settings.faults.update_norm_limit
         self.closed_at = math.inf
         for report, update, limits in compared(self._in_order(replies), factor, known, enough):
+            if len(accepted) >= least and self._overdue(report):
+                continue
             try:
                 require_within(update.norms, limits)
                 strategy.combine(report.client, update)
@@ -61,17 +68,33 @@ class UpdateGate:
             if len(accepted) == enough:
                 self._close(accepted)
                 break
-        if len(accepted) < max(1, strategy.settings.faults.min_clients):
+        if strategy.settings.simulated:
+            self._note_waiting(accepted[least - 1].simulated_seconds if len(accepted) >= least else math.inf)
+        if len(accepted) < least:
             return False
         strategy.state.norms = known | {unit: [*known.get(unit, []), *new][-NORMS_KEPT:] for unit, new in norms.items()}
         return True
 
     def _in_order(self, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
         """Yield the updates in the order in which their clients answer."""
-        received = self._received(replies)
-        if not (self.strategy.settings.enough and self.strategy.settings.simulated):
+        received, settings = self._received(replies), self.strategy.settings
+        if not (settings.simulated and (settings.enough or settings.faults.deadline_factor)):
             return received
         return iter(sorted(received, key=lambda pair: (pair[0].simulated_seconds, pair[0].client)))
+
+    def _overdue(self, report: ClientReport) -> bool:
+        """Return whether a client answers after its deadline on the simulated clock. If so it is late."""
+        if not self.strategy.settings.simulated or report.simulated_seconds <= (deadline := self.deadline(report)):
+            return False
+        report.end("late", missed(deadline))
+        return True
+
+    def _note_waiting(self, there: float) -> None:
+        """Note how long each client was awaited on the simulated clock, on which enough updates are `there` after so long."""
+        for report in self.strategy.reports.values():
+            deadline = self.deadline(report)
+            report.deadline_seconds = deadline if math.isfinite(deadline) else None
+            report.waited_seconds = min(awaited(report.simulated_seconds, deadline, there), self.closed_at)
 
     def _close(self, accepted: list[ClientReport]) -> None:
         """End the round with these updates: clients whose updates were not needed, or had not arrived, are late."""

@@ -106,7 +106,7 @@ def test_what_over_sampling_gains() -> None:
     # Round 1 asks all and ends with the quick ones, which are then the only idle ones for more than 20 rounds.
     assert stage["round_seconds"] == pytest.approx(quick)
     (said,) = over_sampling(found)
-    assert said.startswith("faults.over-sample = 4: a round asks 8 clients and ends with 4 answers, after ")
+    assert said.startswith("faults.over-sample = 4: a round asks 8 clients and ends with 4 answers. It takes ")
     assert over_sampling(plan(*options)["fleet"]) == []
 
 

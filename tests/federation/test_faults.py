@@ -376,7 +376,7 @@ def test_late_replies_and_busy_nodes() -> None:
     assert transport.busy() == {3, 4}
     assert (transport.late(), transport.busy()) == ([], {3})  # what has expired is not waited for
     grid.ready = {"3/1"}
-    ((sent, reply),) = transport.late()
+    ((sent, reply, _),) = transport.late()
     assert (sent.node_id, sent.server_round, reply.metadata.src_node_id) == (3, 1, 3)
     assert transport.busy() == set()
 
@@ -417,10 +417,10 @@ def test_a_suspended_worker_is_replaced_after_the_timeout() -> None:
         after = [worker.process.pid for worker in grid._workers.values()]
         assert (len(after), len({*before, *after})) == (4, 7)
         late = transport.late()
-        assert [(sent.node_id, status_of(reply.error)) for sent, reply in late] == [
+        assert [(sent.node_id, status_of(reply.error)) for sent, reply, _ in late] == [
             (node, "gone") for node in nodes[:3]
         ]
-        reasons = {reply.error.reason for _, reply in late}
+        reasons = {reply.error.reason for _, reply, _ in late}
         assert reasons == {"no answer within messages.round-timeout: its worker was killed"}
         assert transport.busy() == set()
         found = transport.exchange(2, [to(node, 2) for node in nodes])

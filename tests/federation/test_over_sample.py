@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from helpers import FEW, RecordingGrid, average, clients_of, model_of, run_local, same, training
 
-from piecework.device_profiles.clock import Stragglers, closing_seconds
+from piecework.device_profiles.clock import Stragglers, closing
+from piecework.federation.pace import Done
 from piecework.federation.registry import sampled
-from piecework.plan_rounds import awaited_seconds, timed_rounds
+from piecework.plan_rounds import Timed, awaited_seconds, timed_rounds
 from piecework.server_app.local_grid import FIRST_NODE
 from piecework.training.settings import Settings, SettingsError
 
@@ -38,10 +39,16 @@ OVER = {
 }
 
 
+def tasks(*seconds: float | None) -> list[Timed | None]:
+    """Tasks that take so many seconds; None cannot be trained."""
+    return [None if each is None else Timed("board", Done(each, each, 1.0, 1)) for each in seconds]
+
+
 def test_a_round_ends_with_the_last_answer_that_is_needed() -> None:
-    assert closing_seconds([5.0, 1.0, 3.0], 2) == 3.0
-    assert [closing_seconds([5.0, 1.0, 3.0], enough) for enough in (0, 3, 4)] == [5.0, 5.0, 5.0]
-    assert closing_seconds([], 2) == 0.0
+    answers = {0: 5.0, 1: 1.0, 2: 3.0}
+    assert closing(answers, {}, 2) == ([1, 2], 3.0)
+    assert [closing(answers, {}, enough) for enough in (0, 3, 4)] == [([1, 2, 0], 5.0)] * 3
+    assert closing({}, {}, 2) == ([], 0.0)
 
 
 def test_stragglers_answer_after_their_time() -> None:
@@ -55,7 +62,7 @@ def test_stragglers_answer_after_their_time() -> None:
     assert [task["client"] for task in stragglers.answered()] == [4]
     again = Stragglers(json.loads(json.dumps(stragglers.tasks)))
     again.wait(9.0)
-    assert (again.answered(), again.until_next()) == ([{"client": 2, "round": 1, "left": -7.0}], 0.0)
+    assert (again.answered(), again.until_next()) == ([{"client": 2, "round": 1, "left": -7.0, "done": []}], 0.0)
 
 
 def test_a_plan_leaves_out_who_is_still_at_work() -> None:
@@ -68,19 +75,21 @@ def test_a_plan_leaves_out_who_is_still_at_work() -> None:
         end = min(answers.values())
         left = {c: s - end for c, s in (left | answers).items() if s > end}
         found.append((chosen, end))
-    assert timed_rounds(settings, [seconds] * 6) == found
+    timed = timed_rounds(settings, [tasks(*seconds)] * 6)
+    assert [(each.asked, each.seconds) for each in timed] == found
     assert any(0 not in chosen and 0 in before for (before, _), (chosen, _) in pairwise(found))
     alone = [seconds[sampled(range(4), 1, 2, number)[0]] or 0.0 for number in range(1, 7)]
-    assert awaited_seconds(settings, [seconds] * 6) == alone
+    assert awaited_seconds(settings, [tasks(*seconds)] * 6) == alone
 
 
 def test_too_few_idle_clients_are_waited_for() -> None:
     settings = Settings.from_run_config({"clients-per-round": 2, "faults.over-sample": 1, "faults.min-clients": 2})
     # After round 1, client 2 is at work for 6 s more; with two of three clients idle, round 2 begins at once.
-    assert timed_rounds(settings, [[1.0, 3.0, 9.0]] * 2) == [([0, 1, 2], 3.0), ([0, 1], 3.0)]
+    found = timed_rounds(settings, [tasks(1.0, 3.0, 9.0)] * 2)
+    assert found == [([0, 1, 2], 3.0, 1), ([0, 1], 3.0, 0)]
     # Two are still at work when one has answered; the second round waits 2 s until client 1 is idle too.
     one = settings.changed({"clients-per-round": 1, "faults.over-sample": 2})
-    assert timed_rounds(one, [[1.0, 3.0, 9.0]] * 2)[1] == ([0, 1], 2.0 + 1.0)
+    assert timed_rounds(one, [tasks(1.0, 3.0, 9.0)] * 2)[1][:2] == ([0, 1], 2.0 + 1.0)
 
 
 def test_the_slowest_are_late_and_a_resumed_run_knows_them(tmp_path: Path, grids: Any) -> None:
@@ -89,10 +98,10 @@ def test_the_slowest_are_late_and_a_resumed_run_knows_them(tmp_path: Path, grids
     seconds = {c["client"]: c["simulated_seconds"] for r in records for c in r["clients"]}
     assert seconds[0] > 10 * seconds[2] > 12 * seconds[1]
     settings = Settings.from_run_config({"clients-per-round": 2, "faults.over-sample": 2, "seed": 3})
-    expected = timed_rounds(settings, [[seconds.get(client) for client in range(5)]] * 3)
+    expected = timed_rounds(settings, [tasks(*map(seconds.get, range(5)))] * 3)
     asked = [[client["client"] for client in record["clients"]] for record in records]
-    assert asked == [chosen for chosen, _ in expected]
-    assert [record["simulated_seconds"] for record in records] == pytest.approx([end for _, end in expected])
+    assert asked == [each.asked for each in expected]
+    assert [record["simulated_seconds"] for record in records] == pytest.approx([each.seconds for each in expected])
     first = records[0]
     quickest = sorted(asked[0], key=lambda client: (seconds[client], client))[:2]
     assert {c["client"]: c["status"] for c in first["clients"]} == {

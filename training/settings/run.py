@@ -211,6 +211,11 @@ class Settings(Table):
         return self
 
     @property
+    def least(self) -> int:
+        """The least number of clients whose updates make a new model."""
+        return max(1, self.faults.min_clients)
+
+    @property
     def asked(self) -> int:
         """The number of clients that a round asks; 0 = all."""
         return self.clients_per_round + self.faults.over_sample

@@ -286,9 +286,24 @@ class FaultsSettings(Table):
         "clients asked in addition to clients-per-round: a round ends when clients-per-round of them have answered, on the "
         "engines local and ray by the simulated clock; 0 = none",
     )
+    deadline_factor: NonNegative = setting(
+        0.0,
+        "a client's answer is awaited for this multiple of its predicted time, at least 1, on the engines local and ray by the "
+        "simulated clock; 0 = for messages.round-timeout",
+    )
+    deadline_floor: NonNegative = setting(60.0, "least seconds for which an answer is awaited")
     update_norm_limit: NonNegative = setting(
         10.0, "limit on a unit's update, in multiples of the median accepted norm, at first the model's; 0 = off"
     )
     allow_untrained: bool = setting(
         False, "run even if no client can train some part of the model, which keeps its initial weights"
     )
+
+    @model_validator(mode="after")
+    def _no_deadline_is_before_the_predicted_time(self) -> Self:
+        if 0 < self.deadline_factor < 1:
+            raise ValueError(
+                f"faults.deadline-factor = {self.deadline_factor:g}: a client that takes its predicted time would be late; set "
+                "it to 1 or more, or to 0 for no deadlines"
+            )
+        return self
