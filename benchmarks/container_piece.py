@@ -69,8 +69,8 @@ def watch() -> None:
 
 
 def start_executor(log: Path) -> subprocess.Popen[bytes]:
-    """Start a SuperExec that imports all it needs and tries to reach a SuperNode that does not exist."""
-    program = str(Path(sys.executable).with_name("flower-superexec"))  # beside this Python, which need not be in PATH
+    """Start an executor that imports all it needs and tries to reach a SuperNode that does not exist."""
+    program = str(Path(sys.executable).with_name("piecework-executor"))  # beside this Python, which need not be in PATH
     with log.open("wb") as file:
         process = subprocess.Popen(
             [program, "--insecure", "--runtime-api-address", "127.0.0.1:9094"], stdout=file, stderr=file
@@ -79,7 +79,7 @@ def start_executor(log: Path) -> subprocess.Popen[bytes]:
     while b"retrying" not in log.read_bytes():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            raise SystemExit(f"flower-superexec did not start: {log.read_text(encoding='utf-8', errors='replace')}")
+            raise SystemExit(f"piecework-executor did not start: {log.read_text(encoding='utf-8', errors='replace')}")
         time.sleep(0.1)
     return process
 

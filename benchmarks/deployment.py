@@ -41,7 +41,7 @@ STEPS = (
     *("poll", "fetch", "start", "import", "pull", "install", "load"),
     *("unpack", "train", "pack", "push", "answer", "collect", "message"),
 )
-ROLES = ("flower-superlink", "flower-supernode", "flower-superexec", "warm_executor.py", "flwr-serverapp")
+ROLES = ("flower-superlink", "flower-supernode", "flower-superexec", "piecework.executor", "flwr-serverapp")
 Line = dict[str, Any]
 
 

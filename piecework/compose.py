@@ -101,7 +101,7 @@ CLIENT = """
   client-{i}:
     <<: *piecework
     depends_on: {{node-{i}: {{condition: service_healthy}}}}
-    command: flower-superexec --insecure --runtime-api-address node-{i}:9094
+    command: piecework-executor --insecure --runtime-api-address node-{i}:9094
     networks: [fleet]
     # {about}
     mem_limit: {limit}
@@ -158,7 +158,7 @@ TLS_CLIENT = """
 
   client-{i}:
     command: >-
-      flower-superexec --runtime-api-address node-{i}:9094 --root-certificates /certs/ca.crt
+      piecework-executor --runtime-api-address node-{i}:9094 --root-certificates /certs/ca.crt
       --superexec-auth-secret-file /certs/node-{i}.secret
     volumes:
 {client_files}

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import tomli_w
@@ -53,7 +52,6 @@ Engine = Callable[[Settings, RunDir, OnRound], None]
 STATUS_SECONDS = 15.0
 PATIENCE_SECONDS = 180.0
 PAUSE_SECONDS = 5.0
-WARM_EXECUTOR = Path(__file__).with_name("warm_executor.py")
 ENDING_SECONDS = 60.0
 LOG = logging.getLogger("piecework")
 
@@ -193,7 +191,7 @@ def executor(*ports: int) -> list[str]:
 def client_executors(ports: list[int], warm: bool = sys.platform == "linux") -> dict[str, list[str]]:
     """Return the commands that run the tasks of the SuperNodes on these ports, by name: a warm one for all, or one for each."""
     if warm:
-        return {"clientapps": [sys.executable, "-P", str(WARM_EXECUTOR), *executor(*ports)]}
+        return {"clientapps": [sys.executable, "-P", "-m", "piecework.executor", *executor(*ports)]}
     return {f"clientapp-{client}": ["flower-superexec", *executor(port)] for client, port in enumerate(ports)}
 
 

@@ -86,6 +86,8 @@ def taken_by_flower(name: str, module: str, parser: str) -> Any:
     if name == "piecework-superlink":
         assert words[:3] == [f"/opt/piecework/bin/{name}", "--control", ""]  # of this machine alone
         words[:3] = [f"/opt/piecework/bin/{program}"]
+    if name == "piecework-supernode":  # whose words are Flower's own
+        words[0] = words[0].replace(name, program)
     assert words[0] == f"/opt/piecework/bin/{program}"
     return getattr(import_module(module), parser)().parse_args(words[1:])
 
@@ -127,6 +129,7 @@ def test_the_commands_of_the_page_are_taken() -> None:
 def test_systemd_takes_the_files(tmp_path: Path) -> None:
     installed = {
         "piecework-superlink": f"{Path(sys.executable).parent}/piecework",
+        "piecework-supernode": f"{Path(sys.executable).parent}/piecework",
         "flower-": f"{Path(sys.executable).parent}/flower-",
         "piecework-health": f"{ROOT}/deploy/piecework-health",
     }

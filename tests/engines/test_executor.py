@@ -1,15 +1,17 @@
 """The process whose children run tasks: what it survives, what ends with it, and what its children have of it."""
 
-import ast
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from piecework.launch import WARM_EXECUTOR, client_executors
+from piecework.launch import client_executors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Flower's own executor runs the tasks")
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,20 +22,20 @@ import os, sys, time
 import torch
 from flwr.supercore.constant import TaskType
 from flwr.supercore.superexec.executor import ExecutionSpec
-from piecework import warm_executor as warm
+from piecework.executor import fork_server, tasks, __main__ as command
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
 def poll(words, requests, parent):
-    executor = warm.ForkExecutor(requests, parent)
+    executor = tasks.ForkExecutor(requests, parent)
     say("poller", os.getpid(), *words)
     with open(0, "rb", buffering=0, closefd=False) as told:
         while (word := told.readline().decode().strip()) != "quit":
             executor.launch(ExecutionSpec(TaskType.CLIENT_APP, "host:1", word, True, None, False, 0, False, 1))
     sys.exit(3)
 
-def work(words):
+def work(words, note):
     threads = len(os.listdir("/proc/self/task"))
     score, name = (open(f"/proc/self/{file}").read().strip() for file in ("oom_score_adj", "comm"))
     say("task", os.getpid(), *words, "ppid", os.getppid(), "threads", threads, "score", score, name)
@@ -45,21 +47,28 @@ def work(words):
     else:
         time.sleep(600)
 
-warm.run_poller, warm.run_task, warm.IMPORTED, warm.PAUSE_SECONDS = poll, work, ("torch",), 0.0
-warm.import_all()
+tasks.run_poller, tasks.run_task, tasks.IMPORTED, fork_server.PAUSE_SECONDS = poll, work, ("torch",), 0.0
+"""
+
+
+SEVERAL = """
 for _ in range(3):
-    server = warm.ForkServer()
+    server = fork_server.Executor(600)
     code = server.serve([["option"]])
     server.end()
     say("ended", code)
 """
+ALONE = """
+sys.argv += ["--idle-seconds", "0.3", "--parent-pid", str(os.getppid())]
+sys.exit(command.main())
+"""
 
 
 class Server:
-    """The script, in a process."""
+    """A script, in a process."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-c", SCRIPT]
+    def __init__(self, script: str) -> None:
+        command = [sys.executable, "-c", script]
         self.child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.process = psutil.Process(self.child.pid)
 
@@ -86,10 +95,10 @@ class Server:
         return self.named("task")
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
+@contextmanager
+def serving(script: str) -> Iterator[Server]:
     """A server; it and its children are ended."""
-    started = Server()
+    started = Server(script)
     family = [started.process]
     try:
         yield started
@@ -99,6 +108,20 @@ def server() -> Iterator[Server]:
             if each.is_running():
                 each.kill()
         started.child.communicate()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """One for several SuperNodes."""
+    with serving(SCRIPT + SEVERAL) as started:
+        yield started
+
+
+@pytest.fixture
+def alone() -> Iterator[Server]:
+    """One for a single SuperNode."""
+    with serving(SCRIPT + ALONE) as started:
+        yield started
 
 
 def test_tasks_are_children_that_harm_nobody_and_end_with_their_parent(server: Server) -> None:
@@ -118,9 +141,12 @@ def test_tasks_are_children_that_harm_nobody_and_end_with_their_parent(server: S
         parent,
         "--insecure",
     ]
-    # before the kernel ends the server it ends the task, which has no threads of the server's
-    assert words == [*command, "ppid", parent, "threads", "1", "score", "500", "flwr-clientapp"]
-    assert Path(f"/proc/{parent}/oom_score_adj").read_text(encoding="ascii").strip() != "500"
+    warm = psutil.Process(int(first)).parent()
+    assert warm is not None
+    assert (warm.name(), warm.ppid()) == ("piecework-warm", server.child.pid)
+    # when memory ends the kernel ends the task first, which has no threads of its parents'
+    assert words == [*command, "ppid", str(warm.pid), "threads", "1", "score", "500", "flwr-clientapp"]
+    assert [score_of(pid) for pid in (warm.pid, server.child.pid)] == ["250", score_of(os.getpid())]
 
     server.tell("compute")  # while the first task runs
     server.said("task")
@@ -134,7 +160,7 @@ def test_tasks_are_children_that_harm_nobody_and_end_with_their_parent(server: S
     psutil.Process(int(poller)).kill()
     again = server.named("poller")
     assert str(again.pid) != poller
-    assert server.task().ppid() == server.child.pid == second.ppid()
+    assert server.task().ppid() == warm.pid == second.ppid()
 
     server.tell("quit")
     assert server.said("ended") == ["3"]
@@ -150,23 +176,76 @@ def test_tasks_are_children_that_harm_nobody_and_end_with_their_parent(server: S
     assert psutil.wait_procs(of_third, timeout=60)[1] == []
 
 
+def score_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii").strip()
+
+
+def test_what_forks_is_there_only_while_there_are_tasks(alone: Server) -> None:
+    poller = alone.named("poller")
+    assert alone.process.children() == [poller]
+    alone.tell("sleep")
+    task = alone.named("task")
+    warm = psutil.Process(task.ppid())
+    assert {*alone.process.children()} == {poller, warm}
+
+    task.kill()
+    assert psutil.wait_procs([task, warm], timeout=60)[1] == []  # for it was idle
+    assert alone.process.children() == [poller]
+
+    task = alone.task()
+    warm = psutil.Process(task.ppid())
+    warm.kill()  # as the kernel may do after the task
+    assert psutil.wait_procs([task, warm], timeout=60)[1] == []
+    task = alone.task()
+    family = [poller, psutil.Process(task.ppid()), task]
+    alone.process.kill()
+    assert psutil.wait_procs(family, timeout=60)[1] == []
+
+
+def test_the_executor_ends_with_the_supernode_that_started_it() -> None:
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as node,
+        serving(SCRIPT + ALONE.replace("os.getppid()", str(node.pid))) as executor,
+    ):
+        family = [executor.named("poller"), executor.task()]
+        node.kill()
+        assert executor.child.wait(60) == 0
+        assert psutil.wait_procs(family, timeout=60)[1] == []
+
+
+def test_a_supernode_that_starts_its_own_executor_finds_ours(tmp_path: Path) -> None:
+    """With the options of Flower's: here the one that says what there are, and then the first command on PATH of that name."""
+    commands = Path(sys.executable).parent
+    environment = os.environ | {"FLWR_HOME": str(tmp_path)}
+    command = [commands / "piecework-supernode", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert told.returncode == 0
+    assert "usage: flower-supernode" in told.stdout
+    found = shutil.which("flower-superexec", path=str(tmp_path / "piecework"))
+    assert found is not None
+    assert Path(found).resolve() == commands / "piecework-executor"
+
+
 def test_one_process_serves_all_clients_and_has_nothing_of_the_app() -> None:
     """The app is imported by each task from the bundle of its run, so that the next run may bring another version."""
     assert client_executors([1, 2], warm=True) == {
         "clientapps": [
-            *(sys.executable, "-P", str(WARM_EXECUTOR), "--insecure"),
+            *(sys.executable, "-P", "-m", "piecework.executor", "--insecure"),
             *("--runtime-api-address", "127.0.0.1:1", "--runtime-api-address", "127.0.0.1:2"),
         ]
     }
     assert set(client_executors([1, 2], warm=False)) == {"clientapp-0", "clientapp-1"}
-    tree = ast.parse(WARM_EXECUTOR.read_text(encoding="utf-8"))
-    names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    assert not [name for name in names if name.partition(".")[0] == "piecework"]
+    read = "import sys; from piecework.executor import __main__; print(*sorted(n for n in sys.modules if 'piecework' in n))"
+    found = subprocess.run([sys.executable, "-P", "-c", read], capture_output=True, text=True, check=True, cwd="/")
+    names = ["piecework", "piecework.executor"]
+    assert found.stdout.split() == [
+        *names,
+        *(f"piecework.executor.{name}" for name in ("__main__", "fork_server", "tasks")),
+    ]
 
 
 def test_a_bundle_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from piecework import warm_executor  # Windows has no fcntl
+    from piecework.executor import tasks  # Windows has no fcntl
 
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     unpacked = list[bytes]()
@@ -177,7 +256,7 @@ def test_a_bundle_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / bundle.decode()).mkdir()
         return tmp_path / bundle.decode()
 
-    once = warm_executor.install_once(install)
+    once = tasks.install_once(install)
     found = [once(bundle, skip_prompt=True) for bundle in (b"old", b"old", b"new", b"old")]
     assert [path.name for path in found] == ["old", "old", "new", "old"]
     assert unpacked == [b"old", b"new"]
