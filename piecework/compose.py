@@ -92,7 +92,7 @@ CLIENT = """
     <<: *piecework
     depends_on: {{superlink: {{condition: service_healthy}}}}
     command: >-
-      flower-supernode --insecure --isolation process --superlink superlink:8000
+      piecework-supernode --look-seconds 0.5 --insecure --isolation process --superlink superlink:8000
       --host 0.0.0.0 --port 9094
       --node-config {node_config}
     networks: [fleet]
@@ -147,7 +147,7 @@ services:
 TLS_CLIENT = """
   node-{i}:
     command: >-
-      flower-supernode --isolation process --superlink superlink:8000 --root-certificates /certs/ca.crt
+      piecework-supernode --look-seconds 0.5 --isolation process --superlink superlink:8000 --root-certificates /certs/ca.crt
       --auth-supernode-private-key /certs/node-{i}.key --host 0.0.0.0 --port 9094
       --ssl-ca-certfile /certs/ca.crt --ssl-certfile /certs/node-{i}.crt --ssl-keyfile /certs/node-{i}.tls.key
       --superexec-auth-secret-file /certs/node-{i}.secret

@@ -10,15 +10,14 @@ A SuperNode of such a run also looks for messages, and for its task's reply, mor
 import os
 import socket
 import sys
-import time
-from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 from uvicorn import config
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from piecework.supernode import look_every
 
 CONNECTIONS = Path("/proc/net/tcp")
 LOOK_SECONDS = 0.2  # instead of 3 for the next message and 0.5 for the reply: the SuperLink is on this machine
@@ -68,13 +67,6 @@ class OwnUserProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             transport.close()
 
 
-def look_often() -> None:
-    """Let the loop of a SuperNode in this process, which sleeps for fixed times, sleep at most LOOK_SECONDS at once."""
-    loop = import_module("flwr.supernode.start_client_internal")
-    sleep = time.sleep
-    vars(loop)["time"] = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: sleep(min(seconds, LOOK_SECONDS))})
-
-
 def main() -> None:
     """Run the command; where the system does not tell users apart, as it is."""
     name = sys.argv[1]
@@ -82,7 +74,7 @@ def main() -> None:
     if possible():
         cast(dict[str, Any], config.HTTP_PROTOCOLS)["auto"] = OwnUserProtocol
     if name == "flower-supernode":
-        look_often()
+        look_every(LOOK_SECONDS)
     (command,) = entry_points(group="console_scripts", name=name)
     command.load()()
 

@@ -15,7 +15,7 @@ import uvicorn
 from flwr.supernode import start_client_internal
 from other_users import NOBODY, status_for
 
-from piecework import own_user, processes
+from piecework import own_user, processes, supernode
 from piecework.own_user import OwnUserProtocol, in_hex, owner, possible
 from piecework.processes import superlink
 
@@ -87,7 +87,7 @@ def test_a_supernode_looks_for_messages_more_often_than_flower_says(monkeypatch:
     slept = list[float]()
     monkeypatch.setattr(start_client_internal, "time", time)  # put back afterwards
     monkeypatch.setattr(time, "sleep", slept.append)
-    own_user.look_often()
+    supernode.look_every(own_user.LOOK_SECONDS)
     for seconds in (3, 0.5, 0.1):
         start_client_internal.time.sleep(seconds)
     assert slept == [0.2, 0.2, 0.1]

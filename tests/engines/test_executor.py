@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from piecework import supernode
 from piecework.launch import client_executors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Flower's own executor runs the tasks")
@@ -217,13 +218,24 @@ def test_a_supernode_that_starts_its_own_executor_finds_ours(tmp_path: Path) -> 
     """With the options of Flower's: here the one that says what there are, and then the first command on PATH of that name."""
     commands = Path(sys.executable).parent
     environment = os.environ | {"FLWR_HOME": str(tmp_path)}
-    command = [commands / "piecework-supernode", "--help"]
+    command = [commands / "piecework-supernode", "--look-seconds", "0.5", "--help"]
     told = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert told.returncode == 0
-    assert "usage: flower-supernode" in told.stdout
+    assert "[--look-seconds 3]" in told.stdout
+    assert "--auth-supernode-private-key" in told.stdout
     found = shutil.which("flower-superexec", path=str(tmp_path / "piecework"))
     assert found is not None
     assert Path(found).resolve() == commands / "piecework-executor"
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "soon"])
+def test_a_time_that_is_none_is_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["piecework-supernode", f"--look-seconds={text}"])
+    with pytest.raises(SystemExit):
+        supernode.main()
+    assert f"{text!r} is no time: give seconds above 0, such as 0.5" in capsys.readouterr().err
 
 
 def test_one_process_serves_all_clients_and_has_nothing_of_the_app() -> None:

@@ -1,0 +1,64 @@
+"""Run `flower-supernode` with our executor: `piecework-supernode [--look-seconds 3] ARGUMENTS`.
+
+With `--isolation subprocess` a SuperNode starts the command `flower-superexec` that is first on PATH: here that is
+`piecework-executor`. With `--look-seconds` it looks for messages, and for its task's reply, more often than Flower lets one
+choose (3 and 0.5 s); each look is a request to the SuperLink. The other arguments are those of `flower-supernode`.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+
+from flwr.supercore.utils import get_flwr_home
+
+
+def main() -> None:
+    """Be a SuperNode until told to end."""
+    parser = argparse.ArgumentParser(prog="piecework-supernode", add_help=False, allow_abbrev=False)
+    parser.add_argument("--look-seconds", type=seconds, default=math.inf)
+    known, rest = parser.parse_known_args()
+    if {"-h", "--help"} & {*rest}:
+        print(__doc__)
+    sys.argv[1:] = rest
+    put_executor_on_path()
+    look_every(known.look_seconds)
+    (command,) = entry_points(group="console_scripts", name="flower-supernode")
+    command.load()()
+
+
+def seconds(text: str) -> float:
+    """Parse a time of more than 0 seconds. Raises ArgumentTypeError."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not found > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: give seconds above 0, such as 0.5")
+    return found
+
+
+def look_every(most: float) -> None:
+    """Let the loop of a SuperNode in this process, which sleeps for fixed times, sleep at most so many seconds at once."""
+    loop = import_module("flwr.supernode.start_client_internal")
+    sleep = time.sleep
+    vars(loop)["time"] = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: sleep(min(seconds, most))})
+
+
+def put_executor_on_path() -> None:
+    """Put a folder with our executor, by the name of Flower's, in front of PATH."""
+    folder = get_flwr_home() / "piecework"
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / f".{os.getpid()}"  # the folder may be another SuperNode's too
+    link.symlink_to(Path(sys.executable).with_name("piecework-executor"))
+    link.replace(folder / "flower-superexec")
+    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+
+
+if __name__ == "__main__":
+    main()
