@@ -130,8 +130,8 @@ class Deadlines:
                 self.note_simulated(report.client, report.device, self.simulated_task(report))
 
     def _on_simulated_clock(self, report: ClientReport) -> float:
-        device, work = self._works[report.client]
-        return self.pace.deadline(report.client, device, Load(work, report.bytes_down))
+        _, work = self._works.get(report.client, ("", 0.0))
+        return self.pace.deadline(report.client, report.device, Load(work, report.bytes_down))
 
     def simulated_task(self, report: ClientReport) -> Done:
         """Return what a client did in this round, on the simulated clock."""
