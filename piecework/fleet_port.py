@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 import uvicorn
 
+from piecework import busy_superlink
+
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 Scope = MutableMapping[str, Any]
@@ -41,6 +43,7 @@ def main() -> None:
     sys.argv[1:] = rest
     for name in OLD_APIS:
         os.environ.pop(name, None)
+    busy_superlink.prepare()
     run = uvicorn.run
     uvicorn.run = lambda app, **options: run(Gate(app, networks), **options)
     (command,) = entry_points(group="console_scripts", name="flower-superlink")

@@ -75,6 +75,10 @@ def main() -> None:
         cast(dict[str, Any], config.HTTP_PROTOCOLS)["auto"] = OwnUserProtocol
     if name == "flower-supernode":
         look_every(LOOK_SECONDS)
+    if name == "flower-superlink":
+        from piecework.busy_superlink import prepare
+
+        prepare()
     (command,) = entry_points(group="console_scripts", name=name)
     command.load()()
 

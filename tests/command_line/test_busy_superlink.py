@@ -1,0 +1,106 @@
+"""A SuperLink whose transactions take turns, and whose requests pass no middleware that does nothing with them."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.supercore import sql_mixin
+from flwr.supercore.object_store.sql_object_store import SqlObjectStore
+from flwr.superlink import main
+from flwr.superlink.routers.control.middlewares import ControlAuthenticationMiddleware
+from sqlalchemy.exc import OperationalError
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+
+from piecework import busy_superlink
+from piecework.busy_superlink import CONCERNS, Only, concerned, in_turn
+
+
+class InTurn(SqlObjectStore):
+    """Flower's store as `prepare` changes it."""
+
+    session = in_turn(sql_mixin.SqlMixin.session)
+
+
+def opened(kind: type[SqlObjectStore], folder: Path, monkeypatch: pytest.MonkeyPatch) -> SqlObjectStore:
+    """A store in a file, whose transactions are refused when they have waited a millisecond for another, instead of 5 s."""
+    pragmas = dict(sql_mixin.SQLITE_PRAGMAS) | {"busy_timeout": "1"}
+    monkeypatch.setattr(sql_mixin, "SQLITE_PRAGMAS", tuple(pragmas.items()))
+    store = kind(str(folder / "state.db"))
+    store.initialize()
+    return store
+
+
+def test_flower_refuses_a_write_that_waited_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error that costs answers, if this fails some day, the turns are no longer needed."""
+    store = opened(SqlObjectStore, tmp_path, monkeypatch)
+    with store.session(), ThreadPoolExecutor(1) as other:
+        store.clear()
+        with pytest.raises(OperationalError, match="database is locked"):
+            other.submit(store.clear).result()
+
+
+def test_writes_in_turn_are_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each clears the store in an outer transaction and in one within; the threads cannot all come at different times."""
+    store = opened(InTurn, tmp_path, monkeypatch)
+
+    def write() -> int:
+        with store.session():
+            store.clear()
+            return len(store)
+
+    with ThreadPoolExecutor(16) as threads:
+        assert [each.result() for each in [threads.submit(write) for _ in range(200)]] == [0] * 200
+
+
+def test_a_turn_ends_with_an_error_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(InTurn, tmp_path, monkeypatch)
+    with pytest.raises(ZeroDivisionError), store.session():
+        store.clear()
+        raise ZeroDivisionError
+    with ThreadPoolExecutor(1) as other:
+        other.submit(store.clear).result(30)
+
+
+def test_the_superlink_is_changed_and_all_its_middleware_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names are those of Flower 1.41 and 1.42."""
+    chosen, session = main._get_middleware(), sql_mixin.SqlMixin.session
+    monkeypatch.setattr(main, "_get_middleware", lambda: chosen)
+    monkeypatch.setattr(sql_mixin.SqlMixin, "session", session)
+    busy_superlink.prepare()
+    assert sql_mixin.SqlMixin.session is not session
+    names = [each.cls.__name__ for each in chosen]
+    assert set(CONCERNS) <= set(names)
+    assert [each.cls.__name__ for each in main._get_middleware()] == [
+        "Only" if name in CONCERNS else name for name in names
+    ]
+
+
+@pytest.mark.parametrize(("path", "passed"), [("/v1/fleet/pull-messages", 204), ("/v1/control/list-runs", 500)])
+def test_middleware_sees_the_requests_that_concern_it(path: str, passed: int) -> None:
+    """Flower's own: without an account plugin it refuses every request of the Control API."""
+    sent = list[Any]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    middleware = concerned(Middleware(ControlAuthenticationMiddleware))
+    guarded = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    assert isinstance(guarded, Only)
+    scope = {"type": "http", "path": path, "method": "POST", "headers": [], "query_string": b"", "app": Starlette()}
+    try:
+        asyncio.run(guarded(scope, receive, send))
+        status = sent[0]["status"]
+    except Exception as error:
+        status = 500
+        assert "not initialized" in str(error)
+    assert status == passed
