@@ -1,12 +1,17 @@
-"""What Flower's SuperLink needs where many nodes answer at once: writes to its database in turn, and no idle middleware.
+"""What Flower's SuperLink needs where many nodes answer at once: turns at its database, signs of life, no idle middleware.
 
 SQLite lets one transaction write. The SuperLink serves 40 requests at once, and a transaction that has waited five seconds for
 the others is refused ("database is locked"). The request then fails, and what the node wanted to send is lost, because a
 SuperNode tries again only if it is told 502, 503 or 504. Here a transaction waits until the one before it has ended.
+
+A SuperNode waits five seconds for the answer to a heartbeat. Where all requests take longer, nodes that send a request every
+second count as offline after a minute, and messages to them as failed. Here every signed request of a node is a heartbeat.
 """
 
+import math
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
@@ -15,6 +20,8 @@ from typing import Any
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+HEARTBEAT_SECONDS = 30.0  # the interval that SuperNodes promise; after twice the time without one a node is offline
+HEARD_SECONDS = 10.0  # for so long a node that was heard is not noted again
 # Middleware of Flower that only passes requests on, but for paths that begin so.
 CONTROL, FLEET = "/v1/control/", "/v1/fleet/"
 CONCERNS = {
@@ -32,6 +39,8 @@ def prepare() -> None:
     database: Any = import_module("flwr.supercore.sql_mixin")
     link: Any = import_module("flwr.superlink.main")
     database.SqlMixin.session = in_turn(database.SqlMixin.session)
+    check: Any = import_module("flwr.superlink.routers.fleet.node_auth")
+    check.authenticate_node = heard(check.authenticate_node, check.get_linkstate)
     chosen = link._get_middleware
     link._get_middleware = lambda: [concerned(each) for each in chosen()]
 
@@ -55,6 +64,23 @@ def in_turn(session: Any) -> Any:
                 within.reset(token)
 
     return taken
+
+
+def heard(authenticate: Callable[[Any], None], state_of: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Return Flower's check of who signed a request, after which the request counts as a heartbeat of its node.
+
+    A request by which a node comes or goes names no node, and is none.
+    """
+    last = dict[int, float]()
+
+    def checked(request: Any) -> None:
+        authenticate(request)  # raises HTTPException
+        node = getattr(request.state.protobuf_request, "node", None)
+        if node is not None and time.monotonic() - last.get(node.node_id, -math.inf) > HEARD_SECONDS:
+            last[node.node_id] = time.monotonic()
+            state_of(request).acknowledge_node_heartbeat(node.node_id, HEARTBEAT_SECONDS)
+
+    return checked
 
 
 class Only:

@@ -1,21 +1,30 @@
-"""A SuperLink whose transactions take turns, and whose requests pass no middleware that does nothing with them."""
+"""A SuperLink whose transactions take turns, that hears its nodes, and whose requests pass no middleware that does nothing."""
 
 import asyncio
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flwr.proto.fleet_pb2 import DeactivateNodeRequest, PullMessagesRequest
+from flwr.proto.node_pb2 import Node
+from flwr.server.superlink.linkstate import LinkState, LinkStateFactory
 from flwr.supercore import sql_mixin
+from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME
+from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 from flwr.superlink import main
+from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.routers.control.middlewares import ControlAuthenticationMiddleware
+from flwr.superlink.routers.fleet import node_auth
 from sqlalchemy.exc import OperationalError
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from piecework import busy_superlink
-from piecework.busy_superlink import CONCERNS, Only, concerned, in_turn
+from piecework.busy_superlink import CONCERNS, Only, concerned, heard, in_turn
 
 
 class InTurn(SqlObjectStore):
@@ -34,7 +43,7 @@ def opened(kind: type[SqlObjectStore], folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_flower_refuses_a_write_that_waited_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error that costs answers, if this fails some day, the turns are no longer needed."""
+    """The error that costs answers. If this fails some day, the turns are no longer needed."""
     store = opened(SqlObjectStore, tmp_path, monkeypatch)
     with store.session(), ThreadPoolExecutor(1) as other:
         store.clear()
@@ -64,12 +73,59 @@ def test_a_turn_ends_with_an_error_too(tmp_path: Path, monkeypatch: pytest.Monke
         other.submit(store.clear).result(30)
 
 
+@pytest.fixture
+def state() -> LinkState:
+    """Flower's own, in memory."""
+    return LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), ObjectStoreFactory()).state()
+
+
+def request_of(message: Any) -> Any:
+    return SimpleNamespace(state=SimpleNamespace(protobuf_request=message))
+
+
+def status_of(state: LinkState, node: int) -> str:
+    (found,) = state.get_node_info(node_ids=[node])
+    return str(found.status)
+
+
+def test_a_request_is_a_sign_of_life(state: LinkState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a node that signed it, unless it says that the node goes; the next ten seconds nothing is noted."""
+    node = state.create_node("", "", secrets.token_bytes(32), heartbeat_interval=30)
+    noted = list[int]()
+    acknowledge = state.acknowledge_node_heartbeat
+
+    def noting(node_id: int, interval: float) -> bool:
+        noted.append(node_id)
+        return acknowledge(node_id, interval)
+
+    monkeypatch.setattr(state, "acknowledge_node_heartbeat", noting)
+    check = heard(lambda request: None, lambda request: state)
+    check(request_of(DeactivateNodeRequest(node_id=node)))
+    assert (status_of(state, node), noted) == ("registered", [])
+    for _ in range(3):
+        check(request_of(PullMessagesRequest(node=Node(node_id=node))))
+    assert (status_of(state, node), noted) == ("online", [node])
+
+
+def test_a_request_that_is_not_signed_is_none(state: LinkState) -> None:
+    node = state.create_node("", "", secrets.token_bytes(32), heartbeat_interval=30)
+
+    def refuse(request: Any) -> None:
+        raise PermissionError
+
+    with pytest.raises(PermissionError):
+        heard(refuse, lambda request: state)(request_of(PullMessagesRequest(node=Node(node_id=node))))
+    assert status_of(state, node) == "registered"
+
+
 def test_the_superlink_is_changed_and_all_its_middleware_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The names are those of Flower 1.41 and 1.42."""
-    chosen, session = main._get_middleware(), sql_mixin.SqlMixin.session
+    chosen, session, authenticate = main._get_middleware(), sql_mixin.SqlMixin.session, node_auth.authenticate_node
     monkeypatch.setattr(main, "_get_middleware", lambda: chosen)
     monkeypatch.setattr(sql_mixin.SqlMixin, "session", session)
+    monkeypatch.setattr(node_auth, "authenticate_node", authenticate)
     busy_superlink.prepare()
+    assert node_auth.authenticate_node is not authenticate
     assert sql_mixin.SqlMixin.session is not session
     names = [each.cls.__name__ for each in chosen]
     assert set(CONCERNS) <= set(names)
