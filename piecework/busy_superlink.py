@@ -4,8 +4,9 @@ SQLite lets one transaction write. The SuperLink serves 40 requests at once, and
 the others is refused ("database is locked"). The request then fails, and what the node wanted to send is lost, because a
 SuperNode tries again only if it is told 502, 503 or 504. Here a transaction waits until the one before it has ended.
 
-A SuperNode waits five seconds for the answer to a heartbeat. Where all requests take longer, nodes that send a request every
-second count as offline after a minute, and messages to them as failed. Here every signed request of a node is a heartbeat.
+Nodes and the ServerApp wait five seconds for the answer to a heartbeat. Where all requests take longer, a node that sends one
+request after another counts as offline after a minute, and messages to it as failed; the run itself ends in the same way. Here
+every request that proves whose it is counts as a heartbeat.
 """
 
 import math
@@ -21,7 +22,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 HEARTBEAT_SECONDS = 30.0  # the interval that SuperNodes promise; after twice the time without one a node is offline
-HEARD_SECONDS = 10.0  # for so long a node that was heard is not noted again
+HEARD_SECONDS = 10.0  # for so long who was heard is not noted again
 # Middleware of Flower that only passes requests on, but for paths that begin so.
 CONTROL, FLEET = "/v1/control/", "/v1/fleet/"
 CONCERNS = {
@@ -39,8 +40,10 @@ def prepare() -> None:
     database: Any = import_module("flwr.supercore.sql_mixin")
     link: Any = import_module("flwr.superlink.main")
     database.SqlMixin.session = in_turn(database.SqlMixin.session)
-    check: Any = import_module("flwr.superlink.routers.fleet.node_auth")
-    check.authenticate_node = heard(check.authenticate_node, check.get_linkstate)
+    nodes: Any = import_module("flwr.superlink.routers.fleet.node_auth")
+    nodes.authenticate_node = node_heard(nodes.authenticate_node, nodes.get_linkstate)
+    tasks: Any = import_module("flwr.supercore.dependencies.runtime")
+    tasks.authenticate_task = task_heard(tasks.authenticate_task)
     chosen = link._get_middleware
     link._get_middleware = lambda: [concerned(each) for each in chosen()]
 
@@ -66,19 +69,45 @@ def in_turn(session: Any) -> Any:
     return taken
 
 
-def heard(authenticate: Callable[[Any], None], state_of: Callable[[Any], Any]) -> Callable[[Any], None]:
+class Heard:
+    """When nodes, or tasks, were last noted to be alive, by their numbers."""
+
+    def __init__(self) -> None:
+        self.last = dict[int, float]()
+
+    def again(self, number: int) -> bool:
+        """Return whether this sign of life is to be noted."""
+        due = time.monotonic() - self.last.get(number, -math.inf) > HEARD_SECONDS
+        if due:
+            self.last[number] = time.monotonic()
+        return due
+
+
+def node_heard(authenticate: Callable[[Any], None], state_of: Callable[[Any], Any]) -> Callable[[Any], None]:
     """Return Flower's check of who signed a request, after which the request counts as a heartbeat of its node.
 
     A request by which a node comes or goes names no node, and is none.
     """
-    last = dict[int, float]()
+    heard = Heard()
 
     def checked(request: Any) -> None:
         authenticate(request)  # raises HTTPException
         node = getattr(request.state.protobuf_request, "node", None)
-        if node is not None and time.monotonic() - last.get(node.node_id, -math.inf) > HEARD_SECONDS:
-            last[node.node_id] = time.monotonic()
+        if node is not None and heard.again(node.node_id):
             state_of(request).acknowledge_node_heartbeat(node.node_id, HEARTBEAT_SECONDS)
+
+    return checked
+
+
+def task_heard(authenticate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Flower's check of whose task a request is of, such as a ServerApp, after which it counts as its heartbeat."""
+    heard = Heard()
+
+    def checked(request: Any, token: Any, state: Any) -> Any:
+        task = authenticate(request, token, state)  # raises HTTPException
+        if heard.again(task.task_id):
+            state.acknowledge_task_heartbeat(task.task_id)
+        return task
 
     return checked
 

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,16 @@ import pytest
 from flwr.proto.fleet_pb2 import DeactivateNodeRequest, PullMessagesRequest
 from flwr.proto.node_pb2 import Node
 from flwr.server.superlink.linkstate import LinkState, LinkStateFactory
+from flwr.server.superlink.linkstate.in_memory_linkstate import RunRecord
 from flwr.supercore import sql_mixin
-from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME
+from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME, TaskType
+from flwr.supercore.corestate import in_memory_corestate
+from flwr.supercore.date import now
+from flwr.supercore.dependencies import runtime
+from flwr.supercore.dependencies.task import authenticate_task
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
+from flwr.supercore.run import Run
 from flwr.superlink import main
 from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.routers.control.middlewares import ControlAuthenticationMiddleware
@@ -24,7 +31,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from piecework import busy_superlink
-from piecework.busy_superlink import CONCERNS, Only, concerned, heard, in_turn
+from piecework.busy_superlink import CONCERNS, Only, concerned, in_turn, node_heard, task_heard
 
 
 class InTurn(SqlObjectStore):
@@ -88,7 +95,7 @@ def status_of(state: LinkState, node: int) -> str:
     return str(found.status)
 
 
-def test_a_request_is_a_sign_of_life(state: LinkState, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_a_sign_of_life_of_its_node(state: LinkState, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a node that signed it, unless it says that the node goes; the next ten seconds nothing is noted."""
     node = state.create_node("", "", secrets.token_bytes(32), heartbeat_interval=30)
     noted = list[int]()
@@ -99,7 +106,7 @@ def test_a_request_is_a_sign_of_life(state: LinkState, monkeypatch: pytest.Monke
         return acknowledge(node_id, interval)
 
     monkeypatch.setattr(state, "acknowledge_node_heartbeat", noting)
-    check = heard(lambda request: None, lambda request: state)
+    check = node_heard(lambda request: None, lambda request: state)
     check(request_of(DeactivateNodeRequest(node_id=node)))
     assert (status_of(state, node), noted) == ("registered", [])
     for _ in range(3):
@@ -114,8 +121,31 @@ def test_a_request_that_is_not_signed_is_none(state: LinkState) -> None:
         raise PermissionError
 
     with pytest.raises(PermissionError):
-        heard(refuse, lambda request: state)(request_of(PullMessagesRequest(node=Node(node_id=node))))
+        node_heard(refuse, lambda request: state)(request_of(PullMessagesRequest(node=Node(node_id=node))))
     assert status_of(state, node) == "registered"
+
+
+def test_a_request_is_a_sign_of_life_of_its_task(state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ServerApp's, which Flower ends when a minute has passed without one; here by a clock that is put forward."""
+    clock = {"ahead": 0.0}
+    monkeypatch.setattr(in_memory_corestate, "now", lambda: now() + timedelta(seconds=clock["ahead"]))
+    monkeypatch.setattr(busy_superlink, "HEARD_SECONDS", -1)
+    state.run_ids[1] = RunRecord(run=Run.create_empty(run_id=1))
+    task = state.create_task(TaskType.SERVER_APP, run_id=1)
+    token = state.claim_task(task)
+    assert state.activate_task(task)
+
+    def task_of(_: Any, token: str, state: Any) -> Any:
+        if (found := state.get_task_by_token(token)) is None:
+            raise PermissionError
+        return found
+
+    check = task_heard(task_of)
+    for clock["ahead"] in (50.0, 100.0, 150.0):
+        assert check(None, token, state).task_id == task
+    clock["ahead"] = 220.0
+    with pytest.raises(PermissionError):
+        check(None, token, state)
 
 
 def test_the_superlink_is_changed_and_all_its_middleware_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +154,10 @@ def test_the_superlink_is_changed_and_all_its_middleware_is_known(monkeypatch: p
     monkeypatch.setattr(main, "_get_middleware", lambda: chosen)
     monkeypatch.setattr(sql_mixin.SqlMixin, "session", session)
     monkeypatch.setattr(node_auth, "authenticate_node", authenticate)
+    monkeypatch.setattr(runtime, "authenticate_task", authenticate_task)
     busy_superlink.prepare()
     assert node_auth.authenticate_node is not authenticate
+    assert runtime.authenticate_task is not authenticate_task
     assert sql_mixin.SqlMixin.session is not session
     names = [each.cls.__name__ for each in chosen]
     assert set(CONCERNS) <= set(names)
