@@ -9,7 +9,7 @@ from piecework.device_profiles.clock import Stragglers
 from piecework.federation.faults import status_of
 from piecework.federation.pace import Done
 from piecework.federation.transport import Transport
-from piecework.server_app.deadlines import Deadlines
+from piecework.server_app.deadlines import TRAIN, Deadlines
 from piecework.server_app.round_record import training_seconds
 from piecework.strategies.base import PieceStrategy
 
@@ -48,6 +48,7 @@ class Assembly:
         """
         late, deadline = [], time.monotonic() + self.settings.messages.node_timeout
         waited, few = 0.0, self.settings.least
+        self.strategy.late.begin()
         while True:
             for sent, reply, seconds in self.transport.late():
                 client = self.registry.client_of(sent.node_id)
@@ -55,6 +56,8 @@ class Assembly:
                 if client is not None:
                     self.strategy.gate.note_error(client, sent.server_round, status)
                     self.deadlines.came_late(client, sent, reply, seconds)
+                    if sent.kind == TRAIN:
+                        self.strategy.late.receive(sent.server_round, client, reply)
                 late.append({"client": client, "round": sent.server_round, "status": status})
             self.registry.update(self.grid)
             while len(self._idle()) < few and (more := self.stragglers.until_next()):
@@ -64,6 +67,7 @@ class Assembly:
                 if task.get("done"):
                     device, *done = task["done"]
                     self.deadlines.note_simulated(task["client"], device, Done(*done))
+                self.strategy.late.arrive(task["round"], task["client"])
                 late.append({"client": task["client"], "round": task["round"], "status": "ok"})
             enough = len(self._idle()) >= few
             if (enough and not self.registry.incomplete()) or time.monotonic() > deadline:

@@ -63,6 +63,7 @@ def excluded_classes(rounds: Sequence[Record]) -> dict[str, str]:
             asked[client["device"]] += 1
             if client["status"] == "ok":
                 trained.add(client["device"])
+        trained |= {late["device"] for late in record.get("late_used", [])}  # records of older versions have none
     return {
         device: f"no client of {device} ever trained: "
         + (f"all {count} requests failed" if count else "none was asked to")

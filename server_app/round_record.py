@@ -3,6 +3,7 @@
 A round contributes four kinds of data: queries before it, training, evaluation, and the clients' reports.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -49,6 +50,10 @@ class RoundRecord:
     answered: int  # clients whose update was accepted, even if too few were for a new model
     failed: int  # clients without an accepted update
     late_replies: list[dict[str, Any]]  # replies to earlier rounds' messages that arrived before this round
+    late_used: list[
+        dict[str, Any]
+    ]  # late answers that entered the model of this round, with their age in rounds and weight
+    late_dropped: list[dict[str, Any]]  # late answers that could not be used any more, with the reason
     busy: list[int]  # clients that were still doing an earlier task when the round began
     devices: dict[str, int]  # how many clients each device class has
     unusable_nodes: list[dict[str, int | str]]  # nodes whose answer to the query was unusable, and why
@@ -144,10 +149,9 @@ def record_of(
         aggregated=training.aggregated,
         examples=sum(member.examples for member in registry.members.values()),
         trained=trained_rows_of(strategy, training.aggregated),
-        asked=len(reports),
-        answered=sum(report.status == "ok" for report in reports),
-        failed=sum(report.status != "ok" for report in reports),
+        **counts(reports),
         late_replies=opening.late_replies,
+        **strategy.late.recorded,
         busy=opening.busy,
         devices=registry.devices(),
         unusable_nodes=registry.unusable(),
@@ -167,6 +171,12 @@ def record_of(
         simulated_seconds=opening.waited + training_seconds(strategy),
         clients=reports,
     )
+
+
+def counts(reports: Sequence[ClientReport]) -> dict[str, Any]:
+    """Return the fields of a record with the numbers of clients that were asked, whose updates were accepted, and others."""
+    answered = sum(report.status == "ok" for report in reports)
+    return {"asked": len(reports), "answered": answered, "failed": len(reports) - answered}
 
 
 def training_seconds(strategy: PieceStrategy) -> float:
@@ -195,6 +205,8 @@ def trained_rows_of(strategy: PieceStrategy, aggregated: bool) -> list[Row]:
     """Return who trained each part of the model in this round: clients with accepted updates, if there is a new model."""
     accepted = [report for report in strategy.reports.values() if aggregated and report.status == "ok"]
     trained = {report.client: report.trained for report in accepted}
+    for late in strategy.late.used:
+        trained[late["client"]] = [*trained.get(late["client"], []), *late["trained"]]
     examples = {client: member.examples for client, member in strategy.registry.members.items()}
     distilled = bool(trained) and strategy.policy.untrained == "distilled"
     return trained_rows([*part_names(strategy.policy.blueprint).values()], trained, examples, distilled=distilled)

@@ -78,7 +78,8 @@ class Run:
         self.arrays = checkpoint.arrays if checkpoint is not None else ArrayRecord()
         self.served = ServedModel(self.strategy)
         if checkpoint is not None:
-            self.strategy.kept = self.served.restore(checkpoint.kept)
+            kept = self.strategy.late.restore(self.values["late"], checkpoint.kept)
+            self.strategy.kept = self.served.restore(kept)
         attack, attacked = None, settings.evaluation.attack_examples
         if self.strategy.policy.attacks(settings):
             attack = image_attack(settings, self.data, settings.evaluation.attack_steps)
@@ -264,6 +265,7 @@ class Run:
         with closing(self.transport.exchange(server_round, messages, watch)) as replies:
             arrays, metrics = self.strategy.aggregate_train(server_round, replies)
         self.deadlines.finish()
+        self.strategy.late.close(server_round)
         self.arrays = arrays if arrays is not None else self.arrays
         return arrays is not None, metrics
 
@@ -318,11 +320,12 @@ class Run:
             "settings": self.settings.to_run_config(),
             "node-names": {str(client): name for client, name in self.registry.bound.items()},
             "pace": self.deadlines.to_values(),
+            "late": self.strategy.late.to_values(),
             "stragglers": self.assembly.stragglers.tasks,
             "strategy-state": self.strategy.state.to_values(),
             "seconds": self.seconds(),
         }
-        kept = ArrayRecord({**self.strategy.kept, **self.served.kept(self.arrays)})
+        kept = ArrayRecord({**self.strategy.kept, **self.strategy.late.kept(), **self.served.kept(self.arrays)})
         self.run_dir.save_checkpoint(self.arrays, self.values, kept)
 
 

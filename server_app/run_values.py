@@ -16,6 +16,7 @@ def first_values(settings: Settings) -> dict[str, Any]:
         "empty-rounds": 0,
         "best": None,
         "since-best": 0,
+        "late": [],
         "pace": {},
         "stragglers": [],
         "lr-rounds": settings.training.lr_rounds or settings.num_rounds,
@@ -26,7 +27,7 @@ def resumed_values(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]
     """Return the values of a checkpoint for a run with these settings. Raises SettingsError if they are incompatible."""
     check_resume(checkpoint.values["settings"], settings)
     return (
-        {"pace": {}, "stragglers": []}
+        {"late": [], "pace": {}, "stragglers": []}
         | checkpoint.values
         | ({"lr-rounds": settings.training.lr_rounds} if settings.training.lr_rounds else {})
     )

@@ -86,6 +86,7 @@ def trained_parts(rounds: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     examples: dict[int, int] = {}
     for record in (each for each in rounds if each.get("trained")):
         learned = [c for c in record["clients"] if c["status"] == "ok" and record["aggregated"]]
+        learned += record.get("late_used", [])
         examples |= {c["client"]: c["examples"] for c in learned}
         for row in record["trained"]:
             part = found.setdefault(row["part"], {"part": row["part"], "clients": set(), "fraction": 0.0, "rounds": 0})

@@ -38,6 +38,7 @@ from piecework.planning.coverage import learned_names
 from piecework.planning.partition_policy import PartitionPolicy
 from piecework.strategies.client_evaluation import ClientEvaluation
 from piecework.strategies.cohort import Cohort
+from piecework.strategies.late_answers import LateAnswers
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.serving import Serving
 from piecework.strategies.state import Experiment, Progress, StrategyState
@@ -55,11 +56,14 @@ class PieceStrategy(Strategy):
     measure its batch norms. `personal`: clients evaluate the model, each on its own part of the test split. The server calls
     `prepare` with each model before evaluating it. `evaluation_keys` are the metrics that clients report in an evaluation.
 
+    `accepts_late`: the new model is the mean of what clients trained of one model, so that late answers can enter it.
+
     `evaluation_details` describe the evaluation in the records. `model_details` describe a trained model in its file, besides
     its atoms and head. Both are JSON values.
 
-    Five helpers do the work that all strategies share. `resources` knows the clients' memory, speed and examples. `cohort`
-    draws the clients of a round. `gate` checks their updates before they enter the model. `evaluation` has clients evaluate it.
+    Six helpers do the work that all strategies share. `resources` knows the clients' memory, speed and examples. `cohort`
+    draws the clients of a round. `gate` checks their updates before they enter the model, and `late` holds those that come too
+    late for their round. `evaluation` has clients evaluate it.
     `serving` makes the model that is evaluated and saved, and those that devices deploy.
     """
 
@@ -70,6 +74,7 @@ class PieceStrategy(Strategy):
     serving_class: ClassVar[type[Serving]] = Serving
     piece_class: type[PieceModel] = PieceModel
     measures: ClassVar[bool] = True
+    accepts_late: ClassVar[bool] = False
     evaluation_keys: ClassVar[tuple[str, ...]] = ("val-loss", "val-accuracy")
 
     def __init__(self, experiment: Experiment) -> None:
@@ -97,7 +102,7 @@ class PieceStrategy(Strategy):
         )
         self.resources, self.cohort = ClientResources(self), Cohort(self)
         self.gate, self.evaluation = UpdateGate(self, self._note), self.evaluation_class(self)
-        self.serving = self.serving_class(self)
+        self.late, self.serving = LateAnswers(self, self._note_task), self.serving_class(self)
 
     def initial(self) -> dict[str, np.ndarray]:
         """Return the arrays of the global model before the first round."""
@@ -209,7 +214,7 @@ class PieceStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Aggregate replies one by one. Returns (None, None) if no client trained, or fewer than `faults.min-clients`."""
         self.mean = WeightedMean()
-        return (self.finish(), self._train_metrics()) if self.gate.admit(replies) else (None, None)
+        return (self.finish(), self._train_metrics()) if self.gate.admit(server_round, replies) else (None, None)
 
     def combine(self, client: int, update: CheckedUpdate) -> None:
         """Add a client's update to the mean, weighted by its number of examples. Raises UpdateRejectedError."""
@@ -235,11 +240,15 @@ class PieceStrategy(Strategy):
         return self._asked[client]
 
     def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
+        self._note_task(report, outcome, metrics, *self._asked[report.client])
+
+    def _note_task(
+        self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any], task: Task, state: DeviceState
+    ) -> None:
         report.add_note(outcome.note)
         report.read(metrics)
         if "memory-available" in metrics:
             self.registry.note_free_memory(report.client, int(metrics["memory-available"]))
-        task, state = self._asked[report.client]
         report.simulated_seconds = simulated_seconds(state, 0, report.bytes_down, report.bytes_up)
         if outcome.status == "ok":
             seen, executed = metrics["seen"], self._executed(task, metrics)

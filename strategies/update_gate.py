@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 
 from piecework.device_profiles.clock import awaited
 from piecework.federation.aggregation import (
     CheckedUpdate,
     Norms,
     UpdateRejectedError,
+    check_update,
     compared,
     first_limit,
     norm_limits,
     note_norms,
     require_within,
+    spec_of,
 )
 from piecework.federation.pace import missed
 from piecework.federation.reports import ClientReport, require_at_most
@@ -40,20 +42,24 @@ class UpdateGate:
     clients with equally many, the lower numbers), so that runs can be repeated; the gate then holds all of a round's updates
     at once. There it also keeps the deadlines: `deadline` returns for how many simulated seconds a client is awaited. On real
     devices the transport does. `closed_at` is the simulated seconds of the last update with which the round ended, infinite if
-    it did not end so.
+    it did not end so. `updates` are those that it held.
     """
 
     def __init__(self, strategy: "PieceStrategy", read: ReadReply) -> None:
         self.strategy, self.read = strategy, read
         self.deadline: Callable[[ClientReport], float] = lambda _: math.inf
         self.closed_at = math.inf
+        self.updates: dict[int, CheckedUpdate] = {}
 
-    def admit(self, replies: Iterable[Message]) -> bool:
-        """Combine the valid updates. Returns False if there are none, or fewer than `faults.min-clients`."""
+    def admit(self, server_round: int, replies: Iterable[Message]) -> bool:
+        """Combine the valid updates of a round, and then late ones.
+
+        Returns False if there are none in time, or fewer than `faults.min-clients`.
+        """
         strategy, enough, least = self.strategy, self.strategy.settings.enough, self.strategy.settings.least
         accepted, norms = list[ClientReport](), dict[str, list[float]]()
         known, factor = strategy.state.norms, strategy.settings.faults.update_norm_limit
-        self.closed_at = math.inf
+        self.closed_at, self.updates = math.inf, {}
         for report, update, limits in compared(self._in_order(replies), factor, known, enough):
             if len(accepted) >= least and self._overdue(report):
                 continue
@@ -72,6 +78,7 @@ class UpdateGate:
             self._note_waiting(accepted[least - 1].simulated_seconds if len(accepted) >= least else math.inf)
         if len(accepted) < least:
             return False
+        strategy.late.merge(server_round)
         strategy.state.norms = known | {unit: [*known.get(unit, []), *new][-NORMS_KEPT:] for unit, new in norms.items()}
         return True
 
@@ -80,7 +87,9 @@ class UpdateGate:
         received, settings = self._received(replies), self.strategy.settings
         if not (settings.simulated and (settings.enough or settings.faults.deadline_factor)):
             return received
-        return iter(sorted(received, key=lambda pair: (pair[0].simulated_seconds, pair[0].client)))
+        pairs = list(received)
+        self.updates = {report.client: update for report, update in pairs}
+        return iter(sorted(pairs, key=lambda pair: (pair[0].simulated_seconds, pair[0].client)))
 
     def _overdue(self, report: ClientReport) -> bool:
         """Return whether a client answers after its deadline on the simulated clock. If so it is late."""
@@ -135,17 +144,33 @@ class UpdateGate:
     def _read(
         self, answer: Answer, report: ClientReport, limits: Norms, maximum: Callable[[], float]
     ) -> CheckedUpdate | None:
-        strategy, (outcome, metrics, arrays) = self.strategy, answer
-        member = strategy.registry.members[report.client]
+        strategy, task = self.strategy, self.strategy.dispatcher.tasks[report.client]
+        if not self._has_trained(answer, report, self.read):
+            return None
+        return strategy.check(answer.arrays, answer.metrics, task, limits, maximum)
+
+    def _has_trained(self, answer: Answer, report: ClientReport, read: ReadReply) -> bool:
+        """Read what an answer says into the report, and return whether it brings an update."""
+        outcome, metrics, _ = answer
+        member = self.strategy.registry.members[report.client]
         require_at_most(metrics, "num-examples", member.examples)
         require_at_most(metrics, "val-examples", member.validation)
-        self.read(report, outcome, metrics)
+        read(report, outcome, metrics)
         if outcome.status != "ok":
             report.end(outcome.status, outcome.reason)
             report.needed, report.allowed = outcome.needed, outcome.allowed
-            strategy.weight_cache.forget(report.client, outcome.missing)
+            self.strategy.weight_cache.forget(report.client, outcome.missing)
+        return outcome.status == "ok"
+
+    def read_late(
+        self, answer: Answer, report: ClientReport, model: ArrayRecord, read: ReadReply
+    ) -> CheckedUpdate | None:
+        """Return the update in a late answer to a task for which this model was sent, or None if there is none."""
+        if not self._has_trained(answer, report, read):
             return None
-        return strategy.check(arrays, metrics, strategy.dispatcher.tasks[report.client], limits, maximum)
+        norms, factor = self.strategy.state.norms, self.strategy.settings.faults.update_norm_limit
+        limits, maximum = norm_limits(norms, factor), cache(partial(first_limit, factor, model))
+        return check_update(answer.arrays, answer.metrics.get("num-examples"), model, spec_of(model), limits, maximum)
 
     def delivered(self, replies: Iterable[Message]) -> None:
         """Record from clients' replies which frozen units arrived, and handle errors."""

@@ -144,6 +144,7 @@ class FeDepth(PieceStrategy):
     """FeDepth with one head, shared by all sub-problems."""
 
     name = "fedepth"
+    accepts_late = True
     policy_class = FeDepthPolicy
     policy: FeDepthPolicy
 

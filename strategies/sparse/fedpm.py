@@ -64,6 +64,7 @@ class FedPM(FedAvg):
     """Averages the clients' masks of a frozen random network."""
 
     name = "fedpm"
+    accepts_late = False
     policy_class = FedPMPolicy
     policy: FedPMPolicy
 

@@ -34,6 +34,7 @@ class FedAvg(PieceStrategy):
     """Federated averaging over the clients that have enough memory for the whole model."""
 
     name = "fedavg"
+    accepts_late = True
     policy_class = FedAvgPolicy
     policy: FedAvgPolicy
 

@@ -21,6 +21,7 @@ from piecework.training.settings.table import (
 
 ATTACKED = (*case(training__adversarial=True), *case("fedprophet", "jfat", "fedrbn"))
 PUBLIC = (*case("feddf", "fedet"), *case("fedrbn", fedrbn__evaluation_branch="detector"))
+AVERAGED = ("fedavg", "exclusivefl", "allsmall", "fedepth", "m-fedepth")  # strategies that accept late answers
 WAYS = ("micro-batch", "recompute")  # to fit a step into a small budget
 FITTED = (  # strategies whose steps they do not change
     *(
@@ -285,6 +286,11 @@ class FaultsSettings(Table):
         0,
         "clients asked in addition to clients-per-round: a round ends when clients-per-round of them have answered, on the "
         "engines local and ray by the simulated clock; 0 = none",
+    )
+    accept_late: Count = setting(
+        0,
+        "most rounds after which an answer that came too late for its own round enters the model; 0 = it is dropped",
+        case(*AVERAGED),
     )
     deadline_factor: NonNegative = setting(
         0.0,
