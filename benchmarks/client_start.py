@@ -68,12 +68,13 @@ print(json.dumps(figures))
 def write_task(folder: Path) -> Path:
     """Write a file with a train message and the run's configuration."""
     import numpy as np
-    from flwr.app import Array, ArrayRecord, Message, RecordDict
+    from flwr.app import Message, RecordDict
 
     from piecework.models.cascade import initial_state
     from piecework.models.work_item import WorkItem
     from piecework.server_app.local_grid import FIRST_NODE, identify
     from piecework.training.messages import Task
+    from piecework.training.parcels import pack
     from piecework.training.settings import Settings
     from piecework.training.setup import blueprint_for, dataset_of
 
@@ -94,7 +95,7 @@ def write_task(folder: Path) -> Path:
         state_dir=str(folder),
         costs={WorkItem(tuple(range(len(blueprint.atoms)))): 1},
     )
-    arrays = ArrayRecord({name: Array(value.numpy()) for name, value in initial_state(blueprint, settings.seed)})
+    arrays = pack((name, value.numpy()) for name, value in initial_state(blueprint, settings.seed))
     identify(1)
     content = RecordDict({"task": task.to_record(), "arrays": arrays})
     message = Message(content, dst_node_id=FIRST_NODE, message_type="train")

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message, RecordDict
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from benchmarks.golden import NEEDED
+from benchmarks.hostile_arrays import ARRAYS, NESTED, PARCELS, change_arrays, change_parcels
 from piecework.federated_data.datasets import default_cache, prepare
 from piecework.federation.aggregation import spec_of
 from piecework.federation.registry import ClientRegistry
@@ -35,6 +36,7 @@ from piecework.server_app.rounds import Run
 from piecework.server_app.summary import summarise
 from piecework.strategies import STRATEGIES
 from piecework.training.answers import Figures
+from piecework.training.parcels import pack, unpack
 from piecework.training.settings import Settings
 from piecework.training.setup import open_dataset
 
@@ -69,7 +71,6 @@ LIMITS = [57.5, -1.0, 1e8, 1e30, 1e300, 1.7e308, -1.7e308, 5e-324, math.nan, mat
 WHOLE = st.integers(-(2**63), 2**63 - 1)
 NUMBERS: st.SearchStrategy[Any] = st.sampled_from([*EXTREMES, *LIMITS]) | WHOLE | st.floats()
 LISTS = st.sampled_from([[], [0] * 10_000]) | st.lists(WHOLE, max_size=9) | st.lists(st.floats())
-NESTED = ["[" * 100_000, '{"a":' * 50_000, "9" * 5000, "[7]", "[[]]", "null", '[{"atoms":[0]}]']
 ITEMS = ['[{"atoms":["first"]}]', '[{"atoms":[0],"copies":1e999}]', '[{"atoms":[0],"variant":{"width":-1}}]']
 SHOWN = ["\x1b]0;owned\x07", "[red]a[/b]", "\u202e", "ok", ""]
 TEXTS = st.sampled_from([*NESTED, *ITEMS, *SHOWN]) | st.text(max_size=20)
@@ -80,53 +81,15 @@ FIELDS = st.sampled_from(
     ["status", "needed", "allowed", "reason", "note", "missing", "done", "device", "software", "new"]
 )
 RECORDS = st.sampled_from(["outcome", "metrics", "arrays", "node"])
-ARRAYS = st.sampled_from(
-    [
-        "nan",
-        "inf",
-        "large",
-        "zero",
-        "negative",
-        "type",
-        "shape",
-        "words",
-        "header",
-        "cut",
-        "pickle",
-        "name",
-        "gone",
-        "more",
-    ]
-)
-SPOILT = {"nan": np.nan, "inf": np.inf, "large": 3e38, "negative": -1.0}
 CHANGES = st.one_of(
     st.tuples(st.just("figure"), NAMES, NUMBERS | LISTS),
     st.tuples(st.just("field"), FIELDS, NUMBERS | LISTS | TEXTS | st.lists(TEXTS, max_size=3) | st.booleans()),
     st.tuples(st.just("array"), st.integers(0, 99), ARRAYS),
+    st.tuples(st.just("parcel"), st.integers(0, 99), PARCELS),
     st.tuples(st.just("without"), NAMES | FIELDS | RECORDS, st.none()),
     st.tuples(st.just("instead"), RECORDS, RECORDS),
     st.tuples(st.just("error"), st.integers(-(2**31), 2**31 - 1) | st.integers(0, 9), TEXTS),
 )
-
-
-def changed_array(array: Array, kind: str) -> Array:
-    """Return an array as a client may send it that means harm."""
-    data = array.numpy()
-    if kind in SPOILT:
-        data = data.copy()
-        data.reshape(-1)[:1] = np.array(SPOILT[kind] if data.dtype.kind == "f" else -1).astype(data.dtype)
-        return Array(data)
-    if kind == "zero":
-        return Array(np.zeros_like(data))
-    if kind == "type":
-        return Array(data.astype(np.float64))
-    if kind == "shape":
-        return Array(data[None])
-    if kind == "words":
-        return Array(np.array(["a", "b"]))
-    if kind == "header":
-        return Array(array.dtype, (2**40, 2**40), array.stype, array.data[:64])
-    return Array(array.dtype, array.shape, array.stype, array.data[:-3] if kind == "cut" else b"\x80\x04K\x01.")
 
 
 def change(content: RecordDict, kind: str, name: Any, value: Any) -> None:
@@ -146,23 +109,13 @@ def change(content: RecordDict, kind: str, name: Any, value: Any) -> None:
             for record in content.values():
                 record.pop(name, None)
         elif kind == "array":
-            change_arrays(content.array_records["arrays"], name, value)
+            arrays = unpack(content.array_records["arrays"])
+            change_arrays(arrays, name, value)
+            content["arrays"] = pack(arrays.items())
+        elif kind == "parcel":
+            change_parcels(content.array_records["arrays"], name, value)
     except (KeyError, TypeError, ValueError):
         return
-
-
-def change_arrays(arrays: ArrayRecord, number: int, kind: str) -> None:
-    """Change one array of a record in place; the number says which."""
-    names = list(arrays)
-    name = names[number % len(names)] if names else "atoms.0.conv.weight"
-    if kind == "more" or not names:
-        arrays[f"{name}.more"] = Array(np.zeros(3, np.float32))
-    elif kind == "name":
-        arrays[name + "\x1b[2A"] = arrays.pop(name)
-    elif kind == "gone":
-        del arrays[name]
-    else:
-        arrays[name] = changed_array(arrays[name], kind)
 
 
 class HostileGrid(LocalGrid):
@@ -194,7 +147,7 @@ class HostileGrid(LocalGrid):
 
     def _answer(self, message: Message) -> Message:
         content = message.content
-        asked = tuple(content.array_records.get("arrays", ()))
+        asked = tuple(unpack(content.array_records["arrays"])) if "arrays" in content else ()
         own = content.config_records["task"]["own"] if "task" in content else None
         key = message.metadata.dst_node_id, message.metadata.message_type, asked, own
         if key not in self._true:

@@ -17,7 +17,6 @@ from piecework.client_app import frozen, local_norms
 from piecework.client_app.client import STAGES, Client
 from piecework.client_app.disk import what_to_free
 from piecework.client_app.prepare import (
-    encode,
     memory_for_training,
     open_local_data,
     open_store,
@@ -127,8 +126,7 @@ def statistics(message: Message, context: Context) -> Message:
 
     def work(client: Client, task: Task) -> Answer:
         units = measure_served(task, client)
-        found = [(name, array) for name, array in client.store.read(units) if is_statistic(name)]
-        arrays = ArrayRecord({name: encode(array) for name, array in found})
+        arrays = pack(client.store, units, is_statistic)
         counted: Metrics = {
             "num-examples": len(client.local_data(STAGES)),
             "predicted-peak": task.needed(served_item(task)) or 0,

@@ -13,6 +13,7 @@ from piecework.federation.transport import LIFE
 from piecework.federation.weight_cache import WeightCache
 from piecework.training.answers import Answer
 from piecework.training.messages import Task, content_bytes
+from piecework.training.parcels import pack
 
 Travelling = Callable[[Task, ArrayRecord], ArrayRecord]
 OnError = Callable[[int, str], None]  # client, status
@@ -53,7 +54,7 @@ class Dispatcher:
         for client, task in self.tasks.items():
             if client in self.weight_cache.unreached:
                 continue
-            content = RecordDict({"task": task.to_record(), "arrays": travelling(task, self.arrays)})
+            content = RecordDict({"task": task.to_record(), "arrays": pack(travelling(task, self.arrays).items())})
             self.log[client].bytes_down += content_bytes(content)
             self.log[client].reason = "no answer within messages.round-timeout"
             node = self.registry.members[client].node_id

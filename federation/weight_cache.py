@@ -15,6 +15,7 @@ from piecework.federation.reports import ClientReport
 from piecework.federation.transport import LIFE
 from piecework.models.cascade import unit_of
 from piecework.training.messages import Question, Task, content_bytes
+from piecework.training.parcels import pack
 from piecework.training.settings import Settings
 
 
@@ -130,7 +131,7 @@ class WeightCache:
             content = RecordDict(
                 {
                     "question": Question(experiment_id, state_dir, self._sent[client]).to_record(),
-                    "arrays": ArrayRecord({name: array for unit in brought for name, array in unit.items()}),
+                    "arrays": pack((name, array) for unit in brought for name, array in unit.items()),
                 }
             )
             reports[client].bytes_down += content_bytes(content)

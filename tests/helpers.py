@@ -1,7 +1,8 @@
 """What several test files need: tiny runs on the in-process grid, clients without a server, fleets in one line."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import run_experiment
 from piecework.training.examples import Examples, feature_examples, training_examples
 from piecework.training.memory_cap import MemoryCap
+from piecework.training.parcels import pack, unpack
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_for, open_dataset, training_config_for
 from piecework.training.sgd import TrainingConfig
@@ -216,8 +218,20 @@ def training(messages: Iterable[Message]) -> list[Message]:
     return [m for m in messages if m.metadata.message_type == "train"]
 
 
+def record_of(message: Message) -> ArrayRecord:
+    return unpack(message.content.array_records["arrays"])
+
+
 def arrays_of(message: Message) -> dict[str, np.ndarray]:
-    return numpy_of(message.content.array_records["arrays"])
+    return numpy_of(record_of(message))
+
+
+@contextmanager
+def changing(message: Message) -> Iterator[ArrayRecord]:
+    """The arrays of a message, and at the end the message has them as they are then."""
+    arrays = record_of(message)
+    yield arrays
+    message.content["arrays"] = pack(arrays.items())
 
 
 def examples_of(message: Message) -> int:

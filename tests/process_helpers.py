@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 from helpers import digits, first_arrays, tiny_settings
 
 from piecework.models.work_item import WorkItem
 from piecework.server_app.local_grid import FIRST_NODE, identify
 from piecework.training.messages import Task
+from piecework.training.parcels import pack
 from piecework.training.setup import blueprint_for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +33,7 @@ def a_message(folder: Path, **settings: Any) -> Path:
         state_dir=str(folder / "clients"),
         costs={WorkItem(tuple(range(len(blueprint.atoms)))): 1},
     )
-    arrays = ArrayRecord({name: Array(array) for name, array in first_arrays(chosen).items()})
+    arrays = pack(first_arrays(chosen).items())
     identify(1)
     content = RecordDict({"task": task.to_record(), "arrays": arrays})
     message = pickle.dumps(Message(content, dst_node_id=FIRST_NODE, message_type="train"), protocol=5)

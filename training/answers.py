@@ -1,7 +1,8 @@
 """What a client answers: an outcome, figures and arrays. Every number that it may send has its range here.
 
-Back come a ConfigRecord `outcome`, an ArrayRecord `arrays` and a MetricRecord `metrics`; a node's answer to the first query
-also has a ConfigRecord `node`. A refusal for memory is a normal reply, because Flower's Error carries only a code and a text.
+Back come a ConfigRecord `outcome`, an ArrayRecord `arrays` of parcels (training/parcels.py) and a MetricRecord `metrics`; a
+node's answer to the first query also has a ConfigRecord `node`. A refusal for memory is a normal reply, because Flower's Error
+carries only a code and a text.
 
 The server reads all answers with `read_answer`. A reader of answers catches UNUSABLE, and nothing else.
 """
@@ -15,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Typ
 
 from piecework.device_profiles.profile import ENDLESS, UNLIMITED
 from piecework.models.work_item import WorkItem
+from piecework.training.parcels import ParcelError, unpack
 
 Status = Literal["ok", "memory", "failed"]
 Metrics = dict[str, float | int | list[int]]
@@ -145,9 +147,16 @@ OUTCOME, NODE = TypeAdapter(Outcome), TypeAdapter(NodeInfo)
 
 
 def read_answer(content: RecordDict) -> Answer:
-    """Read a client's answer. Raises one of UNUSABLE, which names the first field that is missing, unknown or out of range."""
+    """Read a client's answer; its arrays are views of it.
+
+    Raises one of UNUSABLE, which names the first field that is missing, unknown or out of range.
+    """
     outcome = read_outcome(content.config_records["outcome"])
-    return Answer(outcome, read_figures(content.metric_records["metrics"]), content.array_records["arrays"])
+    figures = read_figures(content.metric_records["metrics"])
+    try:
+        return Answer(outcome, figures, unpack(content.array_records["arrays"]))
+    except ParcelError as error:
+        raise AnswerError(str(error)) from None
 
 
 def read_outcome(record: ConfigRecord) -> Outcome:
@@ -202,7 +211,7 @@ def _first_of(error: ValidationError) -> str:
 
 
 def reply(message: Message, outcome: Outcome, metrics: Metrics, arrays: ArrayRecord | None = None) -> Message:
-    """Return the reply to a message, with empty arrays if none are given."""
+    """Return the reply to a message; `arrays` are in parcels, none if none are given."""
     content = RecordDict({"outcome": outcome.to_record(), "metrics": MetricRecord(cast(dict, metrics))})  # type: ignore[type-arg]
     content["arrays"] = arrays if arrays is not None else ArrayRecord()
     return Message(content, reply_to=message)

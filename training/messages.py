@@ -1,4 +1,7 @@
-"""Messages from the server to a client: a ConfigRecord `task` and an ArrayRecord `arrays`. Its answers: training/answers.py."""
+"""Messages from the server to a client: a ConfigRecord `task`, and an ArrayRecord `arrays` of parcels (training/parcels.py).
+
+What comes back is in training/answers.py.
+"""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -11,6 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
+from piecework.training import parcels
 from piecework.training.evaluation_step import EvaluationStep
 
 AS_JSON = ("costs", "frozen", "void", "variant", "own")  # Flower's records hold neither mappings nor lists of lists
@@ -147,12 +151,17 @@ class Question:
 
 
 def content_bytes(content: RecordDict) -> int:
-    """Return the bytes of a message's records as Flower counts them. Empty values, which Flower cannot count, take none."""
+    """Return the bytes of a message's records as Flower counts them. Empty values, which Flower cannot count, take none.
+
+    Arrays count as they would by themselves: parcels are taken for what is in them.
+    """
     return sum(map(_record_bytes, content.values()))
 
 
 def _record_bytes(record: ArrayRecord | ConfigRecord | MetricRecord) -> int:
-    if not isinstance(record, ConfigRecord):
+    if isinstance(record, ArrayRecord):
+        return parcels.count_bytes(record)
+    if isinstance(record, MetricRecord):
         return record.count_bytes()
     counted = ConfigRecord({key: value for key, value in record.items() if value not in ("", b"", [])})
     return counted.count_bytes() + sum(len(key) for key in record if key not in counted)

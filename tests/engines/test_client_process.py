@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array
 from helpers import TRIO, clients_of, fleet_json, run_local
 from process_helpers import a_message, in_a_fresh_process
 from safetensors import SafetensorError
 
-from piecework.client_app.prepare import encode
 from piecework.server_app.records import RunDir
 from piecework.training.memory_cap import is_out_of_memory
 
@@ -214,17 +212,3 @@ def test_a_task_imports_nothing_heavy_and_a_message_is_held_once_and_not_while_t
     assert held["trained"] > held["accounted"] > 3 * size
     assert held["packing"] < size + 80 * 2**20
     assert held["after"] < size + 24 * 2**20
-
-
-@pytest.mark.parametrize(
-    "array", [np.array(7), np.zeros((0, 3)), np.eye(3, dtype=np.float32), np.array([True]), np.arange(5)]
-)
-def test_arrays_are_encoded_as_flower_does(array: np.ndarray) -> None:
-    ours, flowers = encode(array), Array(array)
-    assert ours == flowers
-    assert (ours.dtype, ours.shape, ours.stype, ours.data) == (
-        flowers.dtype,
-        flowers.shape,
-        flowers.stype,
-        flowers.data,
-    )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Error, Message
-from helpers import TRIO, RecordingGrid, clients_of, model_of, run_local, same
+from helpers import TRIO, RecordingGrid, clients_of, model_of, record_of, run_local, same
 from hypothesis import given
 from hypothesis import strategies as st
 from tail import FROZEN
@@ -61,7 +61,7 @@ class Interfering(RecordingGrid):
         return Counter(
             (message.metadata.dst_node_id - 2, unit)
             for message in self.deliveries(server_round)
-            for unit in {unit_of(name) for name in message.content.array_records["arrays"]}
+            for unit in {unit_of(name) for name in record_of(message)}
         )
 
 
@@ -92,7 +92,7 @@ def test_sent_once_and_the_same_as_sending_everything(tmp_path: Path, grids: Any
         assert len(files_of(grid, client)) == len(FROZEN)
     for message in grid.sent:
         if message.metadata.message_type in ("train", "evaluate"):
-            units = {unit_of(name) for name in message.content.array_records["arrays"]}
+            units = {unit_of(name) for name in record_of(message)}
             assert units == {"atoms.2", "atoms.3", "atoms.4", "head"}
 
 
@@ -116,7 +116,7 @@ def test_messages_are_bounded_and_one_at_a_time(tmp_path: Path, grids: Any, limi
     assert grid.brought(1) == EVERYTHING
     sizes = []
     for message in grid.deliveries(1):
-        arrays = message.content.array_records["arrays"]
+        arrays = record_of(message)
         size = sum(len(array.data) for array in arrays.values())
         assert size <= limit or len({unit_of(name) for name in arrays}) == 1
         sizes.append(size)

@@ -16,8 +16,10 @@ from helpers import (
     TRIO,
     RecordingGrid,
     arrays_of,
+    changing,
     clients_of,
     fleet_json,
+    numpy_of,
     run_local,
     tiny_settings,
     training,
@@ -311,11 +313,13 @@ def test_an_update_a_hundred_times_too_large(tmp_path: Path, grids: Any, who: in
             for reply in filter(is_train, replies):
                 task = next(m for m in self.sent if m.metadata.message_id == reply.metadata.reply_to_message_id)
                 if (reply.metadata.src_node_id, task.metadata.group_id) == (FIRST_NODE + who, str(server_round)):
-                    before, arrays = arrays_of(task), reply.content.array_records["arrays"]
-                    for name, after in arrays_of(reply).items():
-                        if name.endswith("running_var"):  # below 0 it would be rejected for that
-                            continue
-                        arrays[name] = Array(np.asarray(before[name] + 100 * (after - before[name]), dtype=after.dtype))
+                    before = arrays_of(task)
+                    with changing(reply) as arrays:
+                        for name, after in numpy_of(arrays).items():
+                            if name.endswith("running_var"):  # below 0 it would be rejected for that
+                                continue
+                            larger = before[name] + 100 * (after - before[name])
+                            arrays[name] = Array(np.asarray(larger, dtype=after.dtype))
             return replies
 
     run = run_local(tmp_path, grids(Magnifies), strategy="fedavg", num_rounds=2, **TRIO)

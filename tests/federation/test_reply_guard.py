@@ -25,6 +25,7 @@ from piecework.federation.faults import REFUSED, UNAVAILABLE, status_of
 from piecework.federation.registry import ClientRegistry
 from piecework.federation.reply_guard import ROOM, SUPERLINK, ReplyGuard, array_bytes, reply_limit
 from piecework.server_app.local_grid import SERVER, LocalGrid, identify
+from piecework.training.parcels import pack, unpack
 from piecework.training.settings.shared import MemorySettings
 
 CHUNK = 5 * 2**20  # the bytes in which Flower sends arrays
@@ -140,6 +141,17 @@ def test_honest_replies_come_through_whole(asked: Asked) -> None:
     assert {node: reply.content for node, reply in found.items()} == {2: sent[0], 3: sent[1]}
     assert asked.link.confirmed == 2
     assert asked.pull() == {}
+
+
+def test_parcels_are_pulled_in_pieces(asked: Asked) -> None:
+    """An array larger than a parcel, and ten small ones in one: no piece is larger than Flower's, and all of it arrives."""
+    arrays = {"atoms.0.w": noise(7_000_000)} | {f"atoms.{n}.w": noise(10_000 + n) for n in range(1, 11)}
+    asked.link.hold(asked.tasks[0], Message(RecordDict({"arrays": pack(arrays.items())}), reply_to=asked.tasks[0]))
+    assert sorted(len(content) // 2**20 for content in asked.link.objects.values()) == [0] * 6 + [1, 5]
+    found = unpack(asked.pull()[2].content.array_records["arrays"])
+    assert {name: array.numpy().tobytes() for name, array in found.items()} == {
+        n: a.tobytes() for n, a in arrays.items()
+    }
 
 
 def test_what_is_too_large_is_not_read(asked: Asked) -> None:

@@ -18,6 +18,7 @@ from helpers import (
     RecordingGrid,
     arrays_of,
     average,
+    changing,
     clients_of,
     few_digits,
     model_of,
@@ -34,6 +35,7 @@ from piecework.server_app.local_grid import FIRST_NODE, LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.strategies.base import PieceStrategy
 from piecework.training.answers import Outcome
+from piecework.training.parcels import pack
 
 # ---- updates that must not get in
 
@@ -44,7 +46,7 @@ def edit(change: Callable[[dict[str, np.ndarray]], None]) -> Callable[[Message],
     def tamper(reply: Message) -> Message:
         arrays = arrays_of(reply)
         change(arrays)
-        reply.content["arrays"] = ArrayRecord({name: Array(array) for name, array in arrays.items()})
+        reply.content["arrays"] = pack(arrays.items())
         return reply
 
     return tamper
@@ -68,8 +70,9 @@ def metric(name: str, value: Any) -> Callable[[Message], Message]:
 
 def bytes_of(content: bytes) -> Callable[[Message], Message]:
     def tamper(reply: Message) -> Message:
-        old = reply.content.array_records["arrays"]["head.fc.bias"]
-        reply.content.array_records["arrays"]["head.fc.bias"] = Array("float32", old.shape, old.stype, content)
+        with changing(reply) as arrays:
+            old = arrays["head.fc.bias"]
+            arrays["head.fc.bias"] = Array("float32", old.shape, old.stype, content)
         return reply
 
     return tamper
@@ -385,7 +388,7 @@ def test_what_brings_too_much_is_rejected_whatever_it_answers(tmp_path: Path) ->
     (record,) = run.rounds()
     assert [c["status"] for c in record["clients"]] == ["ok", "rejected", "ok"]
     reason = (
-        "error 400: its reply brings 5,155,920 bytes, of the 4,505,888 that it may bring"  # twice 155,792 and 2**22
+        "error 400: its reply brings 5,157,376 bytes, of the 4,505,888 that it may bring"  # twice 155,792 and 2**22
     )
     assert record["clients"][1]["reason"] == reason
     assert [(c["client"], c["status"]) for c in record["evaluation"]["others"]] == [(1, "rejected")]

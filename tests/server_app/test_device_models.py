@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
-from helpers import TRIO, RecordingGrid, few_digits, fleet_json, model_of, run_local
+from helpers import TRIO, RecordingGrid, arrays_of, few_digits, fleet_json, model_of, run_local
 from torch import Tensor, nn
 
 from piecework.client_app.trainers.cascade.depthfl import ExitsModel
@@ -104,8 +104,7 @@ def test_clients_measure_the_norms_of_each_net(tmp_path: Path) -> None:
 
 def statistics_of(reply: Message) -> Arrays:
     """The statistics in an answer; training messages have other arrays too."""
-    records = reply.content.array_records if reply.has_content() else {}
-    found = {name: array.numpy() for record in records.values() for name, array in record.items()}
+    found = arrays_of(reply) if reply.has_content() and "arrays" in reply.content else {}
     return found if all("running" in name or "tracked" in name for name in found) else {}
 
 

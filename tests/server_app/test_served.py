@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, Message
-from helpers import FEW, TRIO, a_client, digits, fleet_json, model_of, run_local, same, tiny_settings
+from helpers import (
+    FEW,
+    TRIO,
+    a_client,
+    changing,
+    digits,
+    fleet_json,
+    model_of,
+    record_of,
+    run_local,
+    same,
+    tiny_settings,
+)
 from settings_helpers import settings_with
 from torch import nn
 
@@ -252,12 +264,13 @@ class LiesOfStatistics(LocalGrid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         for reply in super().pull_messages(message_ids):
-            arrays = reply.content.array_records.get("arrays", {}) if reply.has_content() else {}
-            means = [name for name in arrays if name.endswith("running_mean")]
+            has_arrays = reply.has_content() and "arrays" in reply.content
+            means = [name for name in record_of(reply) if name.endswith("running_mean")] if has_arrays else []
             client = reply.metadata.src_node_id - FIRST_NODE
             if means and client in (0, 2):
                 value = np.nan if client == 0 else 1e6
-                arrays[means[0]] = Array(np.full(arrays[means[0]].shape, value, np.float32))
+                with changing(reply) as arrays:
+                    arrays[means[0]] = Array(np.full(arrays[means[0]].shape, value, np.float32))
             if means and client == 1:
                 reply.content.metric_records["metrics"]["num-examples"] = 10**6
             yield reply

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fedprophet_helpers import a_run
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from helpers import arrays_of, average, examples_of, numpy_of
+from helpers import arrays_of, average, changing, examples_of, numpy_of
 
 from piecework.models.cascade import unit_of
 from piecework.server_app.rounds import Run
@@ -142,7 +142,8 @@ def test_a_unit_that_was_not_assigned_is_not_taken(answers: Answers) -> None:
     """A client of the first module alone sends a second one, and the head of another."""
     for name in ("atoms.2.conv.weight", "aux.3.fc.bias", "head.fc.bias"):
         strategy, replies = answers.ask("first")
-        replies[0].content.array_records["arrays"][name] = answers.run.arrays[name]
+        with changing(replies[0]) as arrays:
+            arrays[name] = answers.run.arrays[name]
         arrays, _ = strategy.aggregate_train(1, iter(replies))
         assert strategy.reports[0].status == "rejected"
         assert strategy.reports[0].reason == f"array {name!r} was not sent for training"

@@ -13,6 +13,7 @@ from helpers import (
     RecordingGrid,
     arrays_of,
     average,
+    changing,
     clients_of,
     examples_of,
     fleet_json,
@@ -237,9 +238,9 @@ def test_prototypes_by_hand(tmp_path: Path) -> None:
             nodes = sorted(self.get_node_ids())
             for reply in training(replies):
                 value, examples = [(1, 1), (7, 5), (4, 2)][nodes.index(reply.metadata.src_node_id)]
-                arrays = reply.content.array_records["arrays"]
-                for name in list(arrays):
-                    arrays[name] = Array(np.full_like(arrays[name].numpy(), value))
+                with changing(reply) as arrays:
+                    for name in list(arrays):
+                        arrays[name] = Array(np.full_like(arrays[name].numpy(), value))
                 reply.content.metric_records["metrics"]["num-examples"] = examples
                 reply.content.metric_records["metrics"]["seen"] = [examples]
             return replies
@@ -381,9 +382,9 @@ def test_a_model_whose_logits_overflow_does_not_enter(tmp_path: Path) -> None:
             replies = list(super().pull_messages(message_ids))
             for reply in training(replies):
                 if reply.metadata.src_node_id == self.spoilt():
-                    arrays = reply.content.array_records["arrays"]
-                    arrays["head.fc.bias"] = Array(np.full(10, 3e38, np.float32))
-                    arrays["head.fc.weight"] = Array(np.full((10, 64), 3e38, np.float32))
+                    with changing(reply) as arrays:
+                        arrays["head.fc.bias"] = Array(np.full(10, 3e38, np.float32))
+                        arrays["head.fc.weight"] = Array(np.full((10, 64), 3e38, np.float32))
             return replies
 
         def spoilt(self) -> int:
@@ -419,12 +420,12 @@ def test_variances_of_nothing_do_not_make_the_others_learn(tmp_path: Path) -> No
         def pull_messages(self, message_ids: Any) -> Any:
             replies = list(super().pull_messages(message_ids))
             for reply in training(replies):
-                arrays = reply.content.array_records["arrays"]
-                if len(training(self.sent)) > 3:
-                    del arrays[next(iter(arrays))]
-                elif reply.metadata.src_node_id == max(self.get_node_ids()):
-                    for name in [name for name in arrays if name.endswith("running_var")]:
-                        arrays[name] = Array(np.zeros_like(arrays[name].numpy()))
+                with changing(reply) as arrays:
+                    if len(training(self.sent)) > 3:
+                        del arrays[next(iter(arrays))]
+                    elif reply.metadata.src_node_id == max(self.get_node_ids()):
+                        for name in [name for name in arrays if name.endswith("running_var")]:
+                            arrays[name] = Array(np.zeros_like(arrays[name].numpy()))
             return replies
 
     changes = {"architecture__batch_norm": "running", "num_rounds": 2, "faults__max_empty_rounds": 2}
@@ -441,7 +442,8 @@ def test_a_model_that_is_not_whole_does_not_enter(tmp_path: Path) -> None:
             replies = list(super().pull_messages(message_ids))
             for reply in training(replies)[:1]:
                 if not hasattr(self, "cut"):
-                    del reply.content.array_records["arrays"]["head.fc.bias"]
+                    with changing(reply) as arrays:
+                        del arrays["head.fc.bias"]
                     self.cut = True
             return replies
 

@@ -14,6 +14,7 @@ from helpers import (
     RecordingGrid,
     a_blueprint,
     arrays_of,
+    changing,
     clients_of,
     examples_of,
     fleet_json,
@@ -235,7 +236,8 @@ def test_nothing_propagates_where_no_adversarial_update_enters(tmp_path: Path, b
             poor = sorted(self.get_node_ids())[1]
             for reply in training(replies):
                 if reply.metadata.src_node_id != poor:
-                    reply.content.array_records["arrays"]["head.fc.bias"] = Array(np.full(10, np.nan, np.float32))
+                    with changing(reply) as arrays:
+                        arrays["head.fc.bias"] = Array(np.full(10, np.nan, np.float32))
             return replies
 
     run_dir = run_local(tmp_path, Grid, **SMALL | {"architecture__batch_norm": batch_norm})
