@@ -40,35 +40,61 @@ def hold(experiment: Path) -> BinaryIO:
 
 
 def remove_old(state_dir: Path, current: str, kept: int) -> list[str]:
-    """Remove all experiments but the current one and the `kept` others that were used last; return what was removed.
+    """Remove all experiments but the current one and the `kept` others that were used last; return notes of what was done.
 
-    One in use is kept, and counts among the others. Without working locks nothing is removed. With `kept` = 0 all stay.
+    One in use is kept, and counts among the others. Without working locks nothing is removed. With `kept` = 0 all stay. Other
+    clients may do the same in this folder at the same time. What cannot be removed stays, with a note.
     """
+    notes = []
+    for experiment in old_experiments(state_dir, current, kept):
+        try:
+            if removed(experiment):
+                notes.append(f"removed its store of experiment {experiment.name}: memory.keep-experiments = {kept}")
+        except FileNotFoundError:
+            pass  # another client has just removed it
+        except OSError as error:
+            notes.append(f"could not remove its store of experiment {experiment.name}: {error.strerror or error}")
+    return notes
+
+
+def old_experiments(state_dir: Path, current: str, kept: int) -> list[Path]:
+    """Return the experiments that may be removed, the oldest first."""
     if not kept or fcntl is None:
         return []
     folders = [path for path in state_dir.iterdir() if EXPERIMENT.fullmatch(path.name) and path.name != current]
-    old = sorted(folders, key=lambda path: (_last_use(path), path.name))[:-kept]
-    return [path.name for path in old if _removed(path)]
+    return sorted(filter(Path.is_dir, folders), key=lambda path: (_last_use(path), path.name))[:-kept]
 
 
 def _last_use(experiment: Path) -> float:
     """Return when a task last began or ended in an experiment: its folder came into its client's, or went."""
-    clients = [path for path in experiment.glob("*") if path.is_dir()]
-    return max((path.stat().st_mtime for path in clients), default=0.0)
-
-
-def _removed(experiment: Path) -> bool:
-    with (experiment / IN_USE).open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
+    times = [0.0]
+    with suppress(OSError):  # another client removes it, or it is not ours to read
         for path in experiment.iterdir():
-            if path.name != IN_USE:
-                shutil.rmtree(path, ignore_errors=True)
-        if [path.name for path in experiment.iterdir()] != [IN_USE]:
-            return False
-        (experiment / IN_USE).unlink()
-        with suppress(OSError):  # another task has just begun a new folder in it
-            experiment.rmdir()
+            if path.is_dir():
+                times.append(path.stat().st_mtime)
+    return max(times)
+
+
+def removed(experiment: Path) -> bool:
+    """Remove an experiment in which no task works; return whether it was removed. Raises OSError if it cannot be."""
+    with (experiment / IN_USE).open("ab") as file:
+        return removed_under(file, experiment)
+
+
+def removed_under(file: BinaryIO, experiment: Path) -> bool:
+    """Remove an experiment whose file IN_USE is open, as `removed` does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    if not is_still(experiment / IN_USE, file):
+        return False  # another client removed it before we had the lock, and a task may have begun a new one
+    for path in experiment.iterdir():
+        if path.name != IN_USE:
+            shutil.rmtree(path, ignore_errors=True)
+    if left := [path.name for path in experiment.iterdir() if path.name != IN_USE]:
+        raise PermissionError(f"{left[0]} in it stays")
+    (experiment / IN_USE).unlink()
+    with suppress(OSError):  # another task has just begun a new folder in it
+        experiment.rmdir()
     return True

@@ -114,8 +114,7 @@ class Store:
     def remove_other_experiments(self, kept: int) -> None:
         """Remove the stores of other experiments, with a note each, except those in use and the `kept` used last (0: all)."""
         experiment = self.root.parent
-        for name in remove_old(experiment.parent, experiment.name, kept):
-            self.notes.append(f"removed its store of experiment {name}: memory.keep-experiments = {kept}")
+        self.notes += remove_old(experiment.parent, experiment.name, kept)
 
     def newest_state(self, state_round: int, void: Sequence[Sequence[int]] = ()) -> Path | None:
         """Return the folder of the newest intact state up to round `state_round`, or None.
