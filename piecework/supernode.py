@@ -9,12 +9,15 @@ import argparse
 import math
 import os
 import sys
+import tempfile
 import time
 from importlib import import_module
 from importlib.metadata import entry_points
+from logging import WARNING
 from pathlib import Path
 from types import SimpleNamespace
 
+from flwr.supercore import log
 from flwr.supercore.utils import get_flwr_home
 
 
@@ -26,7 +29,8 @@ def main() -> None:
     if {"-h", "--help"} & {*rest}:
         print(__doc__)
     sys.argv[1:] = rest
-    put_executor_on_path()
+    if "process" not in rest:  # the word after --isolation with which a SuperNode starts none
+        put_executor_on_path()
     look_every(known.look_seconds)
     (command,) = entry_points(group="console_scripts", name="flower-supernode")
     command.load()()
@@ -51,12 +55,17 @@ def look_every(most: float) -> None:
 
 
 def put_executor_on_path() -> None:
-    """Put a folder with our executor, by the name of Flower's, in front of PATH."""
+    """Put a folder with our executor, by the name of Flower's, in front of PATH; where none can be written, say so."""
     folder = get_flwr_home() / "piecework"
-    folder.mkdir(parents=True, exist_ok=True)
-    link = folder / f".{os.getpid()}"  # the folder may be another SuperNode's too
-    link.symlink_to(Path(sys.executable).with_name("piecework-executor"))
-    link.replace(folder / "flower-superexec")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as own:  # the folder may be another SuperNode's too
+            link = Path(own) / "link"
+            link.symlink_to(Path(sys.executable).with_name("piecework-executor"))
+            link.replace(folder / "flower-superexec")
+    except OSError as error:
+        log(WARNING, "tasks start slowly, by Flower's own executor, because %s cannot be written: %s", folder, error)
+        return
     os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
 

@@ -9,7 +9,8 @@ The first process forks a `flower-superexec` for each SuperNode, which asks for 
 The process that forks tasks is itself forked, and imports torch, when the first is asked for; it ends when there was none for
 `--idle-seconds`. Neither imports Flower's other commands, so that an idle board holds less than with Flower's own.
 
-A process that has threads or a CUDA context cannot be forked safely. Those that fork only import, and wait. The app itself
-is not imported there: each task imports it from the bundle that its run brings, so that a new version needs no new process.
-Only Linux is supported, where a child ends with its parent.
+A process that has a CUDA context, or threads that hold locks, cannot be forked safely. Those that fork only import, and wait:
+their only threads are idle ones of numpy's BLAS library, which ends them at a fork and starts new ones in the child. The app
+itself is not imported there: each task imports it from the bundle that its run brings, so that a new version needs no new
+process. Only Linux is supported, where a child ends with its parent.
 """

@@ -22,6 +22,7 @@ from piecework.executor import tasks
 ENDING = (signal.SIGTERM, signal.SIGINT)
 GRACE_SECONDS = 8.0  # less than the ten seconds after which the launcher, Docker and others kill
 PAUSE_SECONDS = 1.0
+LOOK_SECONDS = 2.0  # between looks whether the process lives that has started this one
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of Linux's prctl
 FIRST_TO_KILL, NEXT_TO_KILL = 500, 250  # of -1000 to 1000: when memory ends a task goes before what starts the next one
 
@@ -122,35 +123,55 @@ class Executor(Parent):
     def serve(self, pollers: list[list[str]], parent: int | None = None) -> int:
         """Start pollers with these options and the tasks that they get, until told to end; returns the exit code.
 
-        So does the end of the process `parent`. A poller that was killed is replaced. One that ends by itself, for instance
-        because its secret is wrong, ends this process with its exit code, as `flower-superexec` would have ended.
+        So does the end of the process `parent`. A poller that was killed is replaced. A single one that ends by itself, for
+        instance because its secret is wrong, ends this process with its exit code, as `flower-superexec` would have ended; one
+        of several is replaced too, because the others' tasks are not to end with it.
         """
         for words in pollers:
             self._poll(words)
-        try:
-            others = [] if parent is None else [os.pidfd_open(parent)]
-        except ProcessLookupError:
-            return 0
-        while not self.asked_to_end:
-            readable = self.wait(*others, *([] if self.warm else [self.requests]))
+        while not self.asked_to_end and (parent is None or lives(parent)):
+            readable = self.wait(
+                *([] if self.warm else [self.requests]), seconds=None if parent is None else LOOK_SECONDS
+            )
             for pid, code in self.ended():
-                if pid == self.warm:
-                    self.warm = 0
-                if pid in self.pollers and code >= 0:
+                if pid in self.pollers and code >= 0 and len(pollers) == 1:
                     return code
-                if code:
-                    log(WARNING, "process %s of the executor ended with code %s: started again when needed", pid, code)
-                    time.sleep(PAUSE_SECONDS)
-                if (words_of_poller := self.pollers.pop(pid, None)) is not None:
-                    self._poll(words_of_poller)
-            if self.requests in readable:
-                self.warm = self.fork("piecework-warm", self._start_tasks)
-            if others and others[0] in readable:
-                break
+                self._replace(pid, code)
+            if self.requests in readable and not self.warm:
+                self.warm = self.fork_or_wait("piecework-warm", self._start_tasks)
+        return 0
+
+    def _replace(self, pid: int, code: int) -> None:
+        if pid == self.warm:
+            self.warm = 0
+            if (
+                code
+            ):  # Flower offers again what is not begun, so that a process that cannot start is not tried all the time
+                dropped = len(list(received(self.requests)))
+                log(
+                    WARNING,
+                    "process %s, which started tasks, ended with code %s; %s waited for it",
+                    pid,
+                    code,
+                    dropped,
+                )
+        elif (words := self.pollers.pop(pid, None)) is not None:
+            log(WARNING, "process %s, which asks for tasks, ended with code %s: started again", pid, code)
+            time.sleep(PAUSE_SECONDS)
+            self._poll(words)
+
+    def fork_or_wait(self, name: str, work: Callable[..., object], *arguments: Any) -> int:
+        """Fork, and try again while the system has nothing left for another process; 0 when told to end meanwhile."""
+        while not self.asked_to_end:
+            try:
+                return self.fork(name, work, *arguments)
+            except OSError as error:
+                log(WARNING, "%s cannot be started: %s", name, error)
+                time.sleep(PAUSE_SECONDS)
         return 0
 
     def _poll(self, words: list[str]) -> None:
-        self.pollers[self.fork("flower-superexec", self._run_poller, words, os.getpid())] = words
+        self.pollers[self.fork_or_wait("flower-superexec", self._run_poller, words, os.getpid())] = words
 
     def _run_poller(self, words: list[str], parent: int) -> None:
         self.requests.close()
@@ -171,7 +192,7 @@ class Executor(Parent):
 class ForkServer(Parent):
     """What forks a child for each task that is asked for.
 
-    `tasks` has by pid the words of each and the pipe in which it notes its message.
+    `tasks` has by pid the words of each and the pipe of its notes (crash_reply.py).
     """
 
     def __init__(self, requests: socket.socket) -> None:
@@ -186,31 +207,69 @@ class ForkServer(Parent):
             for pid, code in self.ended():
                 if pid in self.tasks:
                     self._conclude(pid, code)
-            with suppress(BlockingIOError):
-                while not self.asked_to_end:
-                    self._start(json.loads(self.requests.recv(2**16)))
+            for request in received(self.requests):
+                self._start(json.loads(request))
 
     def _start(self, words: list[str]) -> None:
-        reader, writer = os.pipe()
+        """Start a task; one that cannot be started now is offered again by Flower."""
+        try:
+            reader, writer = os.pipe()
+        except OSError as error:
+            return log(WARNING, "a task cannot be started: %s", error)
         os.set_blocking(reader, False)
-        self.tasks[self.fork("flwr-clientapp", self._run_task, words, writer)] = words, reader
-        os.close(writer)
+        try:
+            self.tasks[self.fork("flwr-clientapp", self._run_task, words, writer)] = words, reader
+        except OSError as error:
+            os.close(reader)
+            log(WARNING, "a task cannot be started: %s", error)
+        finally:
+            os.close(writer)
+        return None
 
-    def _run_task(self, words: list[str], note: int) -> None:
-        self.requests.close()
+    def _run_task(self, words: list[str], notes: int) -> None:
+        self._forget_others()
         _go_before_others(FIRST_TO_KILL)
-        tasks.run_task(words, note)
+        tasks.run_task(words, notes)
+
+    def _forget_others(self) -> None:
+        """Close in a child what belongs to other tasks, whose tokens it must not have."""
+        self.requests.close()
+        for _, reader in self.tasks.values():
+            os.close(reader)
+        self.tasks.clear()
 
     def _conclude(self, pid: int, code: int) -> None:
-        """Answer the message of a task that was killed."""
+        """Answer the message of a task that was killed before it answered."""
         words, reader = self.tasks.pop(pid)
         with os.fdopen(reader, "rb") as pipe:
-            note = pipe.read() or b""
+            notes = pipe.read() or b""
         if code < 0:
-            reason = f"the process of the task was killed by signal {-code} ({signal.Signals(-code).name})"
+            reason = f"the process of the task was killed by signal {-code} ({signal.strsignal(-code)})"
             log(WARNING, "process %s: %s", pid, reason)
-            if note:
-                self.fork("flwr-clientapp", tasks.answer_for, words, note, reason)
+            try:
+                self.fork("flwr-clientapp", self._answer, words, notes, reason)
+            except OSError as error:
+                log(WARNING, "process %s is answered for by Flower, in a minute: %s", pid, error)
+
+    def _answer(self, words: list[str], notes: bytes, reason: str) -> None:
+        self._forget_others()
+        tasks.answer_for(words, notes, reason)
+
+
+def lives(pid: int) -> bool:
+    """Return whether a process is there and has not ended; one that has is there until its parent asks for its exit code."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
+
+
+def received(requests: socket.socket) -> Iterator[bytes]:
+    """Yield the datagrams that are there."""
+    with suppress(BlockingIOError):
+        while True:
+            yield requests.recv(2**16)
 
 
 @contextmanager

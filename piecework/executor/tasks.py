@@ -4,8 +4,10 @@ import fcntl
 import gc
 import hashlib
 import json
+import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -87,7 +89,7 @@ def install_once(install: Callable[..., Path]) -> Callable[..., Path]:
     """Return a function that installs a bundle if it is not installed yet.
 
     Flower's own unpacks it for each task, which takes longer than importing the app, and drops that if a folder is there, also
-    if another task is still filling it: here the others wait.
+    if another task is still filling it, or one died over it: here the others wait, and the folder is there when it is whole.
     """
 
     def installed(bundle: bytes, **options: Any) -> Path:
@@ -100,7 +102,12 @@ def install_once(install: Callable[..., Path]) -> Callable[..., Path]:
             if known and Path(known).is_dir():
                 return Path(known)
             note.truncate(0)
-            path = install(bundle, **options)
+            with tempfile.TemporaryDirectory(prefix=".", dir=apps) as unfinished:
+                new = install(bundle, install_dir=Path(unfinished), **options)
+                path = apps / new.name
+                if path.exists():  # what nobody noted
+                    shutil.rmtree(path)
+                new.rename(path)
             note.write(str(path))
             return path
 
@@ -108,10 +115,12 @@ def install_once(install: Callable[..., Path]) -> Callable[..., Path]:
 
 
 def run_task(words: list[str], note: int) -> None:
-    """Run `flwr-clientapp`, and write to the pipe `note` which message it answers."""
+    """Run `flwr-clientapp`, and write to the pipe `note` which message it has, and that it answers (crash_reply.py)."""
     flower = vars(import_module("flwr.supernode.runtime.run_clientapp"))
     flower["install_from_fab"] = install_once(flower["install_from_fab"])
-    flower["pull_task_input"] = import_module("piecework.executor.crash_reply").noting(flower["pull_task_input"], note)
+    notes = import_module("piecework.executor.crash_reply").Notes(note)
+    flower["pull_task_input"] = notes.of_message(flower["pull_task_input"])
+    flower["push_message"] = notes.of_answer(flower["push_message"])
     for name in [name for name in sys.modules if name.partition(".")[0] == "piecework"]:
         del sys.modules[name]  # the bundle has its own
     if "numpy" in sys.modules:
@@ -133,6 +142,6 @@ def run_poller(words: list[str], requests: socket.socket, parent: int) -> None:
     lone_command("supercore", "flower_superexec").flower_superexec()
 
 
-def answer_for(words: list[str], note: bytes, reason: str) -> None:
+def answer_for(words: list[str], notes: bytes, reason: str) -> None:
     """Answer the message of a task that was killed."""
-    import_module("piecework.executor.crash_reply").answer(words, note, reason)
+    import_module("piecework.executor.crash_reply").answer(words, notes, reason)

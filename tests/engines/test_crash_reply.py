@@ -1,10 +1,10 @@
 """A SuperNode's own API is told at once that the process of a task was killed, and answers the task's message."""
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import uvicorn
@@ -20,7 +20,8 @@ from flwr.supernode.nodestate import NodeState, NodeStateFactory
 from flwr.supernode.runtime import run_clientapp
 from flwr.supernode.start_client_internal import _insert_message
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Flower's own executor runs the tasks")
+from piecework.executor.crash_reply import Notes, answer, client_of, unanswered
+
 NODE, RUN = 7, 5
 
 
@@ -66,22 +67,61 @@ def served() -> Iterator[Served]:
     thread.join()
 
 
-def test_a_killed_task_is_answered_with_its_reason(served: Served) -> None:
-    from piecework.executor.crash_reply import answer, client_of, noting
-
+def pulled(served: Served) -> tuple[Notes, int]:
+    """The notes of a task that has pulled its message, and the end of the pipe where they come out."""
     reader, writer = os.pipe()
-    client = client_of(served.words())
-    pulled = noting(run_clientapp.pull_task_input, writer)(client)[0]
+    notes, client = Notes(writer), client_of(served.words())
+    message = notes.of_message(run_clientapp.pull_task_input)(client)[0]
     client.close()
-    with os.fdopen(reader, "rb") as pipe:
-        note = pipe.read()
-    assert pulled.metadata.message_id == served.message_id
-    assert len(note) < 4096  # which a pipe holds until it is read
-    answer(served.words(), note, "killed by signal 9 (SIGKILL)")
+    assert message.metadata.message_id == served.message_id
+    return notes, reader
+
+
+def test_a_killed_task_is_answered_with_its_reason(served: Served) -> None:
+    _, reader = pulled(served)
+    noted = os.read(reader, 2**16)
+    assert len(noted) < 4096  # which a pipe holds until it is read
+    answer(served.words(), noted, "killed by signal 9 (Killed)")
     (reply,) = served.state.get_messages_legacy(is_reply=True)
-    assert (reply.error.code, reply.error.reason) == (ErrorCode.CLIENT_APP_CRASHED, "killed by signal 9 (SIGKILL)")
+    assert (reply.error.code, reply.error.reason) == (ErrorCode.CLIENT_APP_CRASHED, "killed by signal 9 (Killed)")
     assert reply.metadata.reply_to_message_id == served.message_id
-    assert (reply.metadata.src_node_id, reply.metadata.dst_node_id) == (NODE, pulled.metadata.src_node_id)
+    assert (reply.metadata.src_node_id, reply.metadata.dst_node_id) == (NODE, 1)
     assert (reply.metadata.run_id, reply.metadata.group_id, reply.metadata.message_type) == (RUN, "1", "train")
     (task,) = served.state.get_tasks(task_ids=[served.task])
     assert (task.status.status, task.status.sub_status) == (Status.FINISHED, SubStatus.FAILED)
+
+
+def test_a_task_that_was_killed_after_its_answer_is_not_answered_twice(served: Served) -> None:
+    notes, reader = pulled(served)
+    pushed = list[str]()
+    notes.of_answer(lambda *words: pushed.extend(words))("a reply")
+    answer(served.words(), os.read(reader, 2**16), "killed by signal 9 (Killed)")
+    assert pushed == ["a reply"]
+    assert served.state.get_messages_legacy(is_reply=True) == []
+
+
+def test_a_message_that_could_not_be_pulled_whole_is_answered_too(served: Served) -> None:
+    """Its process ran out of memory over it."""
+    reader, writer = os.pipe()
+    client = client_of(served.words())
+
+    def pull_object(*_: Any) -> None:
+        raise MemoryError
+
+    client.PullObject = pull_object  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        Notes(writer).of_message(run_clientapp.pull_task_input)(client)
+    client.close()
+    answer(served.words(), os.read(reader, 2**16), "killed by signal 9 (Killed)")
+    (reply,) = served.state.get_messages_legacy(is_reply=True)
+    assert reply.metadata.reply_to_message_id == served.message_id
+
+
+@pytest.mark.parametrize("notes", [b"", b"0a0b", b"0a\nanswered\n"])
+def test_what_no_answer_is_made_of(notes: bytes) -> None:
+    """Nothing was noted, or not whole, or the task answered."""
+    assert unanswered(notes) == b""
+
+
+def test_what_an_answer_is_made_of() -> None:
+    assert unanswered(b"0a0b\n") == unanswered(b"0a0b\nans") == b"\x0a\x0b"

@@ -37,9 +37,11 @@ def poll(words, requests, parent):
     sys.exit(3)
 
 def work(words, note):
-    threads = len(os.listdir("/proc/self/task"))
     score, name = (open(f"/proc/self/{file}").read().strip() for file in ("oom_score_adj", "comm"))
-    say("task", os.getpid(), *words, "ppid", os.getppid(), "threads", threads, "score", score, name)
+    say("task", os.getpid(), *words, "ppid", os.getppid(), "score", score, name)
+    if words[4] == "noted":
+        os.write(note, b"0a\\n")
+        say("noted")
     if words[4] == "compute":
         torch.set_num_threads(2)
         ones = torch.ones(400, 400, requires_grad=True)
@@ -48,6 +50,10 @@ def work(words, note):
     else:
         time.sleep(600)
 
+def answer(words, notes, reason):
+    say("answer", words[4], notes, reason.replace(" ", "_"))
+
+tasks.answer_for = answer
 tasks.run_poller, tasks.run_task, tasks.IMPORTED, fork_server.PAUSE_SECONDS = poll, work, ("torch",), 0.0
 """
 
@@ -145,8 +151,8 @@ def test_tasks_are_children_that_harm_nobody_and_end_with_their_parent(server: S
     warm = psutil.Process(int(first)).parent()
     assert warm is not None
     assert (warm.name(), warm.ppid()) == ("piecework-warm", server.child.pid)
-    # when memory ends the kernel ends the task first, which has no threads of its parents'
-    assert words == [*command, "ppid", str(warm.pid), "threads", "1", "score", "500", "flwr-clientapp"]
+    # when memory ends the kernel ends the task first
+    assert words == [*command, "ppid", str(warm.pid), "score", "500", "flwr-clientapp"]
     assert [score_of(pid) for pid in (warm.pid, server.child.pid)] == ["250", score_of(os.getpid())]
 
     server.tell("compute")  # while the first task runs
@@ -156,6 +162,13 @@ def test_tasks_are_children_that_harm_nobody_and_end_with_their_parent(server: S
     killed = psutil.Process(int(first))
     killed.kill()  # as the kernel does when memory ends
     assert psutil.wait_procs([killed], timeout=60)[1] == []  # reaped: a zombie would still be there
+    reason = "the_process_of_the_task_was_killed_by_signal_9_(Killed)"
+    assert server.said("answer") == ["sleep", "b''", reason]
+    server.tell("noted")
+    noted = server.named("task")
+    server.said("noted")
+    noted.kill()
+    assert server.said("answer") == ["noted", r"b'0a\n'", reason]
     second = server.task()
 
     psutil.Process(int(poller)).kill()
@@ -190,6 +203,7 @@ def test_what_forks_is_there_only_while_there_are_tasks(alone: Server) -> None:
     assert {*alone.process.children()} == {poller, warm}
 
     task.kill()
+    alone.said("answer")
     assert psutil.wait_procs([task, warm], timeout=60)[1] == []  # for it was idle
     assert alone.process.children() == [poller]
 
@@ -262,16 +276,25 @@ def test_a_bundle_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     unpacked = list[bytes]()
 
-    def install(bundle: bytes, skip_prompt: bool) -> Path:
+    def install(bundle: bytes, install_dir: Path, skip_prompt: bool) -> Path:
         assert skip_prompt
-        unpacked.append(bundle)
-        (tmp_path / bundle.decode()).mkdir()
-        return tmp_path / bundle.decode()
+        path = install_dir / bundle.decode()
+        path.mkdir()
+        (path / "part").write_bytes(b"")
+        first, _ = bundle not in unpacked, unpacked.append(bundle)
+        if bundle == b"bad" and first:
+            raise OSError(28, "No space left on device")
+        return path
 
     once = tasks.install_once(install)
     found = [once(bundle, skip_prompt=True) for bundle in (b"old", b"old", b"new", b"old")]
     assert [path.name for path in found] == ["old", "old", "new", "old"]
     assert unpacked == [b"old", b"new"]
-    (tmp_path / "new").rmdir()  # a user may do so
+    shutil.rmtree(found[2])  # a user may do so
     once(b"new", skip_prompt=True)
     assert unpacked == [b"old", b"new", b"new"]
+    with pytest.raises(OSError, match="No space"):
+        once(b"bad", skip_prompt=True)
+    (found[0].with_name("bad") / "of Flower's own, which was killed").mkdir(parents=True)
+    assert [each.name for each in once(b"bad", skip_prompt=True).iterdir()] == ["part"]
+    assert sorted(each.name for each in found[0].parent.iterdir() if each.is_dir()) == ["bad", "new", "old"]
