@@ -52,7 +52,7 @@ services:
         PIP_OPTIONS: "${{PIP_OPTIONS:-}}"
     # Nodes reach the Fleet API alone, and starting a run is for the network in which this name is known.
     command: >-
-      piecework-superlink --control control.superlink --insecure --isolation process --host 0.0.0.0 --port 8000
+      piecework-superlink --control network-of:control.superlink --insecure --isolation process --host 0.0.0.0 --port 8000
       --database /state/state.db
     # The clients train on the same cores; an answer that waits for the processor longer than 5 s is lost.
     cpu_shares: 4096
@@ -123,7 +123,7 @@ TLS = """\
 services:
   superlink:
     command: >-
-      piecework-superlink --control control.superlink --isolation process --host 0.0.0.0 --port 8000
+      piecework-superlink --control network-of:control.superlink --isolation process --host 0.0.0.0 --port 8000
       --database /state/state.db
       --ssl-ca-certfile /certs/ca.crt --ssl-certfile /certs/server.crt --ssl-keyfile /certs/server.key
       --enable-supernode-auth --superexec-auth-secret-file /certs/executor.secret

@@ -27,6 +27,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 AsgiApp = Callable[[Scope, Any, Send], Awaitable[None]]
 FLEET = "/v1/fleet/"
 HEALTH = "/health"
+NETWORK_OF = "network-of:"
 OLD_APIS = "FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"  # they open ports that nothing guards
 REFUSED = b"This address may use the Fleet API alone. piecework-superlink --control admits others.\n"
 
@@ -53,17 +54,26 @@ def main() -> None:
 def networks_of(name: str) -> set[Network]:
     """Return what `--control` admits by a name: a network (10.8.0.0/24), an address, or the addresses of a host.
 
-    An address of this machine itself stands for the network that it has there. Raises ValueError.
+    `network-of:` in front of an address or a host, which must be this machine's, stands for the network that it has there.
+    Raises ValueError.
     """
-    if "/" in name:
+    host = name.removeprefix(NETWORK_OF)
+    if "/" in host:
         return {ip_network(name)}
     try:
-        found = {plain(ip_address(entry[4][0])) for entry in socket.getaddrinfo(name, None)}
+        found = {plain(ip_address(entry[4][0])) for entry in socket.getaddrinfo(host, None)}
     except OSError as error:
         raise ValueError(
-            f"{name!r} is no address, no network such as 10.8.0.0/24, and no host that is known here: {error}"
+            f"{host!r} is no address, no network such as 10.8.0.0/24, and no host that is known here: {error}"
         ) from None
-    return {own_networks().get(address, ip_network(address)) for address in found}
+    if host == name:
+        return {ip_network(address) for address in found}
+    own = own_networks()
+    if strange := sorted(map(str, found - own.keys())):
+        raise ValueError(
+            f"{name!r}: this machine does not have {strange[0]}; write the network itself, as in 10.8.0.0/24"
+        )
+    return {own[address] for address in found}
 
 
 def own_networks() -> dict[Address, Network]:

@@ -103,7 +103,7 @@ def test_only_the_server_and_the_command_line_are_where_runs_are_started() -> No
             assert service["networks"] == ["control" if name in ("server", "piecework") else "fleet"], name
     for options in ([], ["--tls"]):
         link = services("--preset", "fedepth-containers", "--nodes", "2", *options)["superlink"]
-        assert shlex.split(link["command"])[:3] == ["piecework-superlink", "--control", "control.superlink"]
+        assert shlex.split(link["command"])[:3] == ["piecework-superlink", "--control", "network-of:control.superlink"]
 
 
 def test_a_ratio_is_of_the_reference_step() -> None:
