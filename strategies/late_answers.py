@@ -201,8 +201,11 @@ def is_step(name: str, array: np.ndarray) -> bool:
 
 
 def changed(name: str, array: np.ndarray, sent: np.ndarray) -> np.ndarray:
-    """Return what a client changed of an array that it was sent, in the array's dtype; statistics as they are."""
-    return np.subtract(array, sent, dtype=np.float64).astype(array.dtype) if is_step(name, array) else array
+    """Return what a client changed of an array that it was sent, in the array's dtype; statistics as they are.
+
+    The result is no view of the client's message, which would stay in memory with it.
+    """
+    return np.subtract(array, sent, dtype=np.float64).astype(array.dtype) if is_step(name, array) else array.copy()
 
 
 def added(name: str, change: np.ndarray, present: np.ndarray) -> np.ndarray:
