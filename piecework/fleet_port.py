@@ -28,6 +28,7 @@ AsgiApp = Callable[[Scope, Any, Send], Awaitable[None]]
 FLEET = "/v1/fleet/"
 HEALTH = "/health"
 NETWORK_OF = "network-of:"
+PROXIES = "127.0.0.0/8,::1"  # whose X-Forwarded-For is believed, whatever FORWARDED_ALLOW_IPS of the environment says
 OLD_APIS = "FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"  # they open ports that nothing guards
 REFUSED = b"This address may use the Fleet API alone. piecework-superlink --control admits others.\n"
 
@@ -46,7 +47,7 @@ def main() -> None:
         os.environ.pop(name, None)
     busy_superlink.prepare()
     run = uvicorn.run
-    uvicorn.run = lambda app, **options: run(Gate(app, networks), **options)
+    uvicorn.run = lambda app, **options: run(Gate(app, networks), **options | {"forwarded_allow_ips": PROXIES})
     (command,) = entry_points(group="console_scripts", name="flower-superlink")
     command.load()()
 

@@ -120,7 +120,11 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, psutil
     home = tmp_path_factory.mktemp("superlink")
     call = [sys.executable, "-m", "piecework.fleet_port", "--control", "10.8.0.0/16", "--insecure"]
     call += ["--host", "0.0.0.0", "--port", str(port), "--isolation", "process"]
-    environment = os.environ | {"FLWR_HOME": str(home), "FLWR_INTERNAL_GRPC_CONTROL_API": "1"}
+    environment = os.environ | {
+        "FLWR_HOME": str(home),
+        "FLWR_INTERNAL_GRPC_CONTROL_API": "1",
+        "FORWARDED_ALLOW_IPS": "*",
+    }
     with (home / "log").open("wb") as log, subprocess.Popen(call, env=environment, stdout=log, stderr=log) as child:
         try:
             deadline = time.monotonic() + 60
@@ -164,6 +168,13 @@ def test_a_superlink_refuses_devices_all_but_the_fleet_api(port: int) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("forwarded_for", [f"127.0.0.1, {ABROAD}", f"10.8.1.2, {ABROAD}"])
+def test_a_strangers_own_word_for_where_it_is_is_not_believed(port: int, forwarded_for: str) -> None:
+    """A proxy appends from where it was called; the environment of this SuperLink asks to believe everybody."""
+    assert status(port, "/v1/control/list-runs", forwarded_for=forwarded_for) == 403
+
+
+@pytest.mark.processes
 def test_an_address_without_a_proxy(port: int) -> None:
     """The machine's own other addresses are the only ones that a test can come from; to 127.0.0.1 they are strange."""
     addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
@@ -172,6 +183,7 @@ def test_an_address_without_a_proxy(port: int) -> None:
         pytest.skip("this machine has no address beside 127.0.0.1 from which a stranger could call")
     address = others[0]
     assert status(port, "/v1/control/list-runs", source=address) == 403
+    assert status(port, "/v1/control/list-runs", source=address, forwarded_for="127.0.0.1") == 403
     assert status(port, "/v1/fleet/register-node", source=address) not in (403, 404)
     with socket.create_connection((address, port), timeout=30) as here:  # from this address to itself
         here.sendall(b"POST /v1/control/list-runs HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
