@@ -1,9 +1,10 @@
-"""Run Flower's SuperLink so that devices reach what they need, and nothing else: `piecework-superlink ARGUMENTS`.
+"""Run Flower's SuperLink so that devices reach what they need, no more: `piecework-superlink [--control A,B] ARGUMENTS`.
 
 All of Flower's APIs share one port, and the Control API starts apps for whoever reaches it. Here the paths of devices
-(FLEET) answer everybody, and all others only who is admitted: this machine, and what `--control` names. Everybody else gets
-403, before the body of a request is read. A proxy on this machine that names whom it forwards for (X-Forwarded-For) does not
-admit them. The other arguments are those of `flower-superlink`.
+(FLEET) answer everybody, and all others only who is admitted: this machine, and what `--control` names. These are addresses,
+networks (10.8.0.0/24) and hosts; network-of:HOST is the network in which this machine is HOST. Everybody else gets 403,
+before the body of a request is read. A proxy on this machine that names whom it forwards for (X-Forwarded-For) does not admit
+them. The other arguments are those of `flower-superlink`.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any
 
 import psutil
 import uvicorn
+from starlette.responses import JSONResponse
 
 from piecework import busy_superlink
 
@@ -30,7 +32,10 @@ HEALTH = "/health"
 NETWORK_OF = "network-of:"
 PROXIES = "127.0.0.0/8,::1"  # whose X-Forwarded-For is believed, whatever FORWARDED_ALLOW_IPS of the environment says
 OLD_APIS = "FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"  # they open ports that nothing guards
-REFUSED = b"This address may use the Fleet API alone. piecework-superlink --control admits others.\n"
+REFUSED = (
+    "{} may use the Fleet API alone: start runs and register keys on the SuperLink's machine, or let the --control of "
+    "its piecework-superlink name this address"
+)
 
 
 def main() -> None:
@@ -38,6 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="piecework-superlink", add_help=False, allow_abbrev=False)
     parser.add_argument("--control", default="")
     known, rest = parser.parse_known_args()
+    if {"-h", "--help"} & {*rest}:
+        print(__doc__)
     try:
         networks = {network for name in filter(None, known.control.split(",")) for network in networks_of(name)}
     except ValueError as error:
@@ -119,11 +126,11 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
         """Pass a request on, or refuse it."""
+        peer = (scope.get("client") or ("this address", 0))[0]
         if scope["type"] == "lifespan" or open_to_all(scope["path"]) or self._admits(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
-            await send({"type": "http.response.body", "body": REFUSED})
+            await JSONResponse({"detail": REFUSED.format(peer)}, 403)(scope, receive, send)
         else:
             await send({"type": "websocket.close"})  # which uvicorn answers with 403
 

@@ -12,11 +12,15 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
+import click
+import httpx
 import psutil
 import pytest
+from flwr.cli.utils import flwr_cli_exc_handler
 
 from piecework.fleet_port import Gate, networks_of, own_networks
 from piecework.processes import free_ports
+from piecework.registration import detail
 
 ABROAD = "198.51.100.7"  # reserved for documentation
 FLEET = ["/v1/fleet/pull-messages", "/health"]
@@ -113,6 +117,24 @@ def test_a_word_for_no_network_is_refused(name: str, why: str) -> None:
         networks_of(name)
 
 
+def test_who_is_refused_is_told_why() -> None:
+    """By `piecework register` and by Flower's command line, in the words of the gate."""
+
+    async def refused() -> httpx.Response:
+        gate = httpx.ASGITransport(Gate(app, []), client=(ABROAD, 1234))
+        async with httpx.AsyncClient(transport=gate, base_url="http://192.0.2.1:8000") as client:
+            return await client.post("/v1/control/list-runs")
+
+    answer = asyncio.run(refused())
+    assert answer.status_code == 403
+    assert detail(answer).startswith(
+        f"{ABROAD} may use the Fleet API alone: start runs and register keys on the SuperLink"
+    )
+    with pytest.raises(click.ClickException) as told, flwr_cli_exc_handler():
+        answer.raise_for_status()
+    assert told.value.message == detail(answer)
+
+
 @pytest.fixture(scope="module")
 def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, psutil.Process]]:
     """A real SuperLink on all of the machine's addresses: its port, and its process."""
@@ -204,3 +226,11 @@ def test_a_network_that_cannot_be_found_is_named(tmp_path: Path) -> None:
     done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("--control no-such-host.invalid: 'no-such-host.invalid' is no address")
+
+
+@pytest.mark.processes
+def test_the_help_names_our_option_and_flowers() -> None:
+    call = [sys.executable, "-m", "piecework.fleet_port", "--help"]
+    told = subprocess.run(call, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "[--control A,B]" in told
+    assert told.index("network-of:HOST") < told.index("--superexec-auth-secret-file")
