@@ -27,7 +27,7 @@ def tell_start(grid: Grid, settings: Settings, run_dir: RunDir) -> None:
     LOG.info("%s, %d rounds, on %s", settings.strategy, settings.num_rounds, settings.dataset)
     nodes = len(list(grid.get_node_ids()))
     if is_simulation(grid):
-        tell_simulated(nodes, settings.clients)
+        tell_simulated(nodes, settings)
     else:
         tell_connected(nodes, settings)
     LOG.info("results: %s", run_dir.path.resolve())
@@ -44,16 +44,21 @@ def is_simulation(grid: Grid) -> bool:
     return type(grid).__name__ == "InMemoryGrid"  # importing it to compare would take seconds
 
 
-def tell_simulated(nodes: int, clients: int) -> None:
+def tell_simulated(nodes: int, settings: Settings) -> None:
     """Log how many clients Flower simulates, and how to have another number."""
-    default = DEFAULT_SIMULATION_CONFIG.num_supernodes
-    why = f"Flower simulates {nodes} nodes{', its default,' if nodes == default else ''}"
+    clients, enough = settings.clients, settings.faults.min_clients
+    default = nodes == DEFAULT_SIMULATION_CONFIG.num_supernodes  # or chosen: a ServerApp cannot tell
+    why = f"Flower simulates {nodes} nodes{', as many as by default' if default else ''}"
     if clients > nodes:
-        LOG.warning("clients = %d, but %s: the run will not begin; %s", clients, why.rstrip(","), more_nodes(clients))
+        then = "the run will not begin"
+        if 0 < enough <= nodes:
+            timeout = settings.messages.node_timeout
+            then = f"the run begins without the others after {timeout:g} s (messages.node-timeout, faults.min-clients)"
+        LOG.warning("clients = %d, but %s: %s; %s", clients, why, then, more_nodes(clients))
     elif clients:
-        LOG.info("clients: %d, as the setting clients says; %s", clients, why.rstrip(","))
+        LOG.info("clients: %d, as the setting clients says; %s", clients, why)
     else:
-        LOG.info("clients: %d, because %s and clients = 0 takes all of them; %s", nodes, why, more_nodes(20))
+        LOG.info("clients: %d, because clients = 0 takes all, and %s; %s", nodes, why, more_nodes(20))
 
 
 def more_nodes(number: int) -> str:

@@ -78,28 +78,47 @@ def simulated(nodes: int) -> InMemoryGrid:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "clients", "level", "told"),
+    ("nodes", "clients", "enough", "level", "told"),
     [
         (
             2,
             0,
+            0,
             "INFO",
-            "clients: 2, because Flower simulates 2 nodes, its default, and clients = 0 takes all of them; for 20 add "
+            "clients: 2, because clients = 0 takes all, and Flower simulates 2 nodes, as many as by default; for 20 add "
             "--federation-config 'num-supernodes=20' to flwr run",
         ),
-        (3, 3, "INFO", "clients: 3, as the setting clients says; Flower simulates 3 nodes"),
+        (3, 3, 0, "INFO", "clients: 3, as the setting clients says; Flower simulates 3 nodes"),
         (
             2,
             6,
+            0,
             "WARNING",
-            "clients = 6, but Flower simulates 2 nodes, its default: the run will not begin; for 6 add --federation-config "
+            "clients = 6, but Flower simulates 2 nodes, as many as by default: the run will not begin; for 6 add "
+            "--federation-config 'num-supernodes=6' to flwr run",
+        ),
+        (
+            3,
+            6,
+            4,
+            "WARNING",
+            "clients = 6, but Flower simulates 3 nodes: the run will not begin; for 6 add --federation-config "
             "'num-supernodes=6' to flwr run",
+        ),
+        (
+            3,
+            6,
+            3,
+            "WARNING",
+            "clients = 6, but Flower simulates 3 nodes: the run begins without the others after 120 s (messages.node-timeout, "
+            "faults.min-clients); for 6 add --federation-config 'num-supernodes=6' to flwr run",
         ),
     ],
 )
 def test_a_simulation_says_how_many_nodes_it_has_and_why(
-    nodes: int, clients: int, level: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    nodes: int, clients: int, enough: int, level: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "piecework")
-    tell_start(simulated(nodes), tiny_settings(clients=clients, dataset="digits"), RunDir(tmp_path / "run"))
+    settings = tiny_settings(clients=clients, clients_per_round=0, dataset="digits", faults__min_clients=enough)
+    tell_start(simulated(nodes), settings, RunDir(tmp_path / "run"))
     assert [(record.levelname, record.message) for record in caplog.records][1] == (level, told)
