@@ -47,8 +47,8 @@ RUN useradd --uid 10001 --gid 0 --home-dir /tmp piecework \
  && chown 10001:0 /state /store /runs \
  && chmod 0775 /state /store /runs
 # Python may write compiled modules: without them every message to a client compiles torch again, which takes twice as long.
-# A message is pushed and pulled array by array, two at once by default; with many nodes on one machine the SuperLink's SQLite
-# then refuses some ("database is locked"), and what a client trained is lost.
+# A message is pushed and pulled array by array, two at once by default; with many nodes on one machine the SQLite of Flower's own
+# SuperLink then refuses some ("database is locked"), and what a client trained is lost. piecework-superlink refuses none.
 ENV PATH=/opt/piecework/bin:$PATH \
     HOME=/tmp \
     USER=piecework \

@@ -1,12 +1,14 @@
 """Measure a SuperLink under load: nodes that answer without training, more and more of them.
 
-    python -m benchmarks.superlink [--nodes 25,50,100,200] [--rounds 5] [--arrays 16] [--bytes 20000] [--plain] [--json]
+    python -m benchmarks.superlink [--nodes 25,50,100,200] [--rounds 5] [--arrays 16] [--bytes 20000]
+                                   [--seconds 120] [--plain] [--memory] [--json]
 
 One SuperLink with its database in a file, as the engine `deployment` starts it, and one ServerApp, which in each round sends
 every node new arrays and pulls as many from it. A node is no process of its own: 25 of them are threads of one process, each
 with a connection of Flower's SuperNode (benchmarks/superlink_nodes.py). What a task takes on a device is not measured. A round
 counts from the first message to the last answer; each answer that has not come after `--seconds` is lost. The SuperLink's
-processor seconds are those of a round, its MB the VmHWM at the end. With `--plain` it is Flower's own `flower-superlink`.
+processor seconds are those of a round, with what comes before the first, its MB the VmHWM at the end. With `--plain` it is
+Flower's own `flower-superlink`, with `--memory` one without a database.
 It runs on Linux only.
 """
 
@@ -48,7 +50,9 @@ Line = dict[str, Any]
 def measure(nodes: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run the rounds with so many nodes, and return the figures."""
     with flower_home() as home, ExitStack() as stack:
-        database = ["--isolation", "process", "--database", str(home.path / "state.db")]
+        database = ["--isolation", "process"]
+        if not options.memory:
+            database += ["--database", str(home.path / "state.db")]
         if options.plain:
             address = ["--insecure", "--host", "127.0.0.1", "--port", str(home.port)]
             stack.enter_context(process(home, "superlink", "flower-superlink", *address, *database))
@@ -145,6 +149,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=20_000, help="of an array")
     parser.add_argument("--seconds", type=int, default=120, help="after which an answer is lost")
     parser.add_argument("--plain", action="store_true", help="Flower's own SuperLink")
+    parser.add_argument("--memory", action="store_true", help="a state in memory instead of a file, without SQLite")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not options.json:

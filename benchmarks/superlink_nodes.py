@@ -1,4 +1,6 @@
-"""Nodes for `benchmarks.superlink` in one process: `python -m benchmarks.superlink_nodes ADDRESS FIRST COUNT ARRAYS BYTES`.
+"""Nodes in one process, as `benchmarks.superlink` starts them: the first number, how many, arrays of an answer, bytes of each.
+
+    python -m benchmarks.superlink_nodes 127.0.0.1:8000 0 25 16 20000
 
 Each node is a thread with a connection of Flower's own SuperNode: it registers a key, signs, sends heartbeats, asks for
 messages every three seconds, pulls and pushes each object by a request, two at once, and tries again where Flower does. It
@@ -6,7 +8,7 @@ answers at once, with arrays of its own, as many and as large as it was told. Ea
 an answer is a line on stdout.
 """
 
-import sys
+import argparse
 import threading
 import time
 
@@ -61,9 +63,13 @@ def serve(address: str, number: int, arrays: int, size: int) -> None:
 
 def main() -> None:
     """Run the nodes of this process."""
-    address, (first, count, arrays, size) = sys.argv[1], map(int, sys.argv[2:])
-    for number in range(first, first + count):
-        threading.Thread(target=serve, args=(address, number, arrays, size), daemon=True).start()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address", help="of the SuperLink")
+    for name in ("first", "count", "arrays", "bytes"):
+        parser.add_argument(name, type=int)
+    of = parser.parse_args()
+    for number in range(of.first, of.first + of.count):
+        threading.Thread(target=serve, args=(of.address, number, of.arrays, of.bytes), daemon=True).start()
     threading.Event().wait()  # until the benchmark ends this process
 
 
