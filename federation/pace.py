@@ -57,8 +57,9 @@ class Pace:
     """The latest tasks of each client, and the deadlines that follow from them.
 
     `factor` and `floor` (seconds) are those of the settings, and `longest` is the seconds after which no answer is awaited any
-    more. A client without a task takes as long as the slowest client of its device class; devices that measure themselves have
-    no class. If that is unknown too, its answer is awaited for `longest`.
+    more. A client without a task takes as long as the slowest client of its device class, if two of these are known, because
+    one may be an exception, or lie; devices that measure themselves have no class. If nothing is known, its answer is awaited
+    for `longest`.
     """
 
     factor: float
@@ -82,7 +83,7 @@ class Pace:
 
     def _of_class(self, device: str) -> list[Done]:
         alike = [client for client, name in self.devices.items() if name == device != UNKNOWN]
-        return [done for client in alike for done in self.tasks[client]]
+        return [done for client in alike for done in self.tasks[client]] if len(alike) > 1 else []
 
     def to_values(self) -> dict[str, Any]:
         """Return the tasks by client as JSON values."""

@@ -69,7 +69,7 @@ def close(settings: Settings, pace: Pace, answers: Mapping[int, Timed]) -> Closi
     seconds = {client: task.done.total for client, task in answers.items()}
     loads = {client: Load(task.done.work, task.done.bytes) for client, task in answers.items()}
     deadlines = {client: pace.deadline(client, task.device, loads[client]) for client, task in answers.items()}
-    return closing(seconds, deadlines, settings.enough, settings.least)
+    return closing(seconds, deadlines, settings.enough, settings.before_deadlines(len(seconds)))
 
 
 def awaited_seconds(settings: Settings, rounds: Sequence[Tasks]) -> list[float]:

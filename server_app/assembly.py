@@ -33,13 +33,17 @@ class Assembly:
         self.stragglers = Stragglers(tasks)
 
     def pass_time(self, server_round: int) -> None:
-        """Let the simulated seconds of the round's training pass, and note who is still at work when it ends."""
+        """Let the simulated seconds of the round's training pass, and note who is still at work when it ends.
+
+        Those are not asked to measure batch norms.
+        """
         seconds = training_seconds(self.strategy)
         self.stragglers.wait(seconds)
         for report in self.strategy.reports.values() if self.settings.simulated else ():
             if report.status == "late":
                 done = self.deadlines.simulated_task(report)
                 self.stragglers.add(report.client, server_round, done.total - seconds, (report.device, *done))
+        self._note_busy()
 
     def assemble(self) -> tuple[list[dict[str, Any]], float]:
         """Wait for enough idle clients, at most `messages.node-timeout` seconds.
@@ -76,7 +80,10 @@ class Assembly:
 
     def _idle(self) -> list[int]:
         """Return the clients that are connected and not at work, after telling the registry who is."""
+        self._note_busy()
+        return self.registry.present(self.grid)
+
+    def _note_busy(self) -> None:
         members = self.registry.members
         at_work = {members[client].node_id for client in self.stragglers.clients if client in members}
         self.registry.busy = self.transport.busy() | at_work
-        return self.registry.present(self.grid)

@@ -16,12 +16,13 @@ from piecework.training.answers import UNUSABLE, read_answer
 from piecework.training.messages import Task
 
 TRAIN = "train"  # the kind of training messages
+TRAINED = ("ok", "rejected")  # the statuses of clients that have trained, also if the update is not used
 
 
 class Deadlines:
     """The deadlines of a strategy's training messages, and of messages with frozen units; see federation/pace.py.
 
-    Deadlines are in force once `faults.min-clients` updates are there, at least one, so that they leave no round empty. On real
+    Deadlines are in force once half of the updates that may come are there, and `faults.min-clients`. On real
     devices a transport asks for them while it waits (`seconds`, `ended`), and a client without a task so far is compared with
     those that have answered in the meantime. Where clients are emulated, the gate asks for them on the simulated clock.
 
@@ -74,7 +75,7 @@ class Deadlines:
             there = len(self.strategy.reports) - len(self.strategy.weight_cache.unreached)
         else:
             there = sum(report.status == "ok" for report in self.strategy.reports.values())
-        return there >= self.settings.least
+        return there >= self.strategy.gate.before_deadlines()
 
     def _deadline(self, sent: Sent) -> float:
         client = self.registry.client_of(sent.node_id)
@@ -100,12 +101,14 @@ class Deadlines:
     def _note_answers(self) -> None:
         """Note the pace of the clients whose answers have come and been read."""
         for client, (sent, waited) in self._answered.items():
-            self._note(client, self.strategy.reports[client].seconds, waited, sent.bytes)
+            report = self.strategy.reports[client]
+            if report.status in TRAINED:
+                self._note(client, report.seconds, waited, sent.bytes)
         self._answered = {}
 
     def _note(self, client: int, training: float, total: float, sent: int) -> None:
-        """Note a task that took `total` seconds, unless the client did not train in it."""
-        if training > 0 and client in self._works and self.settings.faults.deadline_factor:
+        """Note a task that took `total` seconds."""
+        if client in self._works and self.settings.faults.deadline_factor:
             device, work = self._works[client]
             self.pace.note(client, device, Done(training, total, work, sent))
 
@@ -114,8 +117,10 @@ class Deadlines:
         if sent.kind != TRAIN or reply.has_error():
             return
         with suppress(*UNUSABLE):
-            metrics: dict[str, Any] = dict(read_answer(reply.content).metrics)
-            self._note(client, metrics.get("seconds", 0.0), seconds, sent.bytes)
+            answer = read_answer(reply.content)
+            metrics: dict[str, Any] = dict(answer.metrics)
+            if answer.outcome.status in TRAINED:
+                self._note(client, metrics.get("seconds", 0.0), seconds, sent.bytes)
 
     def finish(self) -> None:
         """End the training of a round: clients that were given up are late."""
@@ -126,7 +131,7 @@ class Deadlines:
             if reports[client].status == "timeout":
                 reports[client].end("late", missed(deadline))
         for report in reports.values() if self.simulated else ():
-            if report.status in ("ok", "rejected"):
+            if report.status in TRAINED:
                 self.note_simulated(report.client, report.device, self.simulated_task(report))
 
     def _on_simulated_clock(self, report: ClientReport) -> float:

@@ -61,7 +61,7 @@ class UpdateGate:
         known, factor = strategy.state.norms, strategy.settings.faults.update_norm_limit
         self.closed_at, self.updates = math.inf, {}
         for report, update, limits in compared(self._in_order(replies), factor, known, enough):
-            if len(accepted) >= least and self._overdue(report):
+            if len(accepted) >= self.before_deadlines() and self._overdue(report):
                 continue
             try:
                 require_within(update.norms, limits)
@@ -75,7 +75,8 @@ class UpdateGate:
                 self._close(accepted)
                 break
         if strategy.settings.simulated:
-            self._note_waiting(accepted[least - 1].simulated_seconds if len(accepted) >= least else math.inf)
+            needed = self.before_deadlines()
+            self._note_waiting(accepted[needed - 1].simulated_seconds if len(accepted) >= needed else math.inf)
         if len(accepted) < least:
             return False
         strategy.late.merge(server_round)
@@ -90,6 +91,11 @@ class UpdateGate:
         pairs = list(received)
         self.updates = {report.client: update for report, update in pairs}
         return iter(sorted(pairs, key=lambda pair: (pair[0].simulated_seconds, pair[0].client)))
+
+    def before_deadlines(self) -> int:
+        """Return how many updates must be there before a client may be late, of those that may still bring one."""
+        possible = sum(report.status in ("ok", "timeout", "late") for report in self.strategy.reports.values())
+        return self.strategy.settings.before_deadlines(possible)
 
     def _overdue(self, report: ClientReport) -> bool:
         """Return whether a client answers after its deadline on the simulated clock. If so it is late."""
