@@ -10,6 +10,7 @@ from flwr.app import Message
 
 from piecework.training.messages import content_bytes
 
+LEAST_PAUSE, MOST_PAUSE = 0.01, 0.5  # seconds between looks for replies
 LIFE = 2  # after this multiple of messages.round-timeout Flower drops a message, and its node is free again
 
 
@@ -66,7 +67,8 @@ class Transport:
         `watch` says, before the exchange ends; late replies are then taken in when they arrive.
         """
         waiting, pending = iter(messages), dict[str, Sent]()
-        deadline, pause, exhausted = time.monotonic() + self.timeout, 0.01, False
+        last, exhausted = time.monotonic(), False
+        deadline = last + self.timeout
         self.grid.answer_by(deadline)
         try:
             while time.monotonic() < deadline:
@@ -90,9 +92,10 @@ class Transport:
                     self._give_up(
                         pending, watch, looked
                     )  # replies that came while the caller dealt with others are in time
-                pause = 0.01 if replies else min(2 * pause, 0.5)
-                if not replies:
-                    time.sleep(pause)
+                if replies:
+                    last = time.monotonic()
+                else:  # a reply is then seen at most a tenth later than it came
+                    time.sleep(min(MOST_PAUSE, max(LEAST_PAUSE, (came - last) / 10)))
         finally:
             self.grid.answer_by(math.inf)
             if watch is not None:
