@@ -9,6 +9,7 @@ and its answer is awaited for min(`messages.round-timeout`, max(`faults.deadline
 Less work is never predicted to take less time, because what a task costs beside its work (the start of a process) is unknown.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,6 +46,14 @@ def _as_in(done: Done, load: Load) -> float:
 
 def _growth(now: float, then: float) -> float:
     return max(1.0, now / then) if then else 1.0
+
+
+def before_deadlines(clients: int, least: int) -> int:
+    """Return how many of so many clients must have answered before others may be too late: half of them, and `least`.
+
+    A client that is much faster than others, or says so, would else train alone.
+    """
+    return max(least, math.ceil(clients / 2))
 
 
 def missed(deadline: float) -> str:

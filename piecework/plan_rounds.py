@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from piecework.device_profiles.clock import Closing, Stragglers, closing, round_seconds
-from piecework.federation.pace import Done, Load, Pace
+from piecework.federation.pace import Done, Load, Pace, before_deadlines
 from piecework.federation.registry import sampled
 from piecework.training.settings import Settings
 
@@ -69,7 +69,7 @@ def close(settings: Settings, pace: Pace, answers: Mapping[int, Timed]) -> Closi
     seconds = {client: task.done.total for client, task in answers.items()}
     loads = {client: Load(task.done.work, task.done.bytes) for client, task in answers.items()}
     deadlines = {client: pace.deadline(client, task.device, loads[client]) for client, task in answers.items()}
-    return closing(seconds, deadlines, settings.enough, settings.before_deadlines(len(seconds)))
+    return closing(seconds, deadlines, settings.enough, before_deadlines(len(seconds), settings.least))
 
 
 def awaited_seconds(settings: Settings, rounds: Sequence[Tasks]) -> list[float]:

@@ -23,7 +23,7 @@ from piecework.federation.aggregation import (
     require_within,
     spec_of,
 )
-from piecework.federation.pace import missed
+from piecework.federation.pace import before_deadlines, missed
 from piecework.federation.reports import ClientReport, require_at_most
 from piecework.training.answers import Answer, Outcome
 
@@ -95,7 +95,7 @@ class UpdateGate:
     def before_deadlines(self) -> int:
         """Return how many updates must be there before a client may be late, of those that may still bring one."""
         possible = sum(report.status in ("ok", "timeout", "late") for report in self.strategy.reports.values())
-        return self.strategy.settings.before_deadlines(possible)
+        return before_deadlines(possible, self.strategy.settings.least)
 
     def _overdue(self, report: ClientReport) -> bool:
         """Return whether a client answers after its deadline on the simulated clock. If so it is late."""

@@ -13,7 +13,7 @@ from helpers import FEW, TRIO, RecordingGrid, clients_of, model_of, run_local, s
 
 from piecework.device_profiles.clock import awaited, closing
 from piecework.federation import transport
-from piecework.federation.pace import KEPT, Done, Load, Pace, predicted
+from piecework.federation.pace import KEPT, Done, Load, Pace, before_deadlines, predicted
 from piecework.federation.transport import Transport
 from piecework.plan_rounds import Timed, timed_rounds
 from piecework.server_app.local_grid import FIRST_NODE, identify
@@ -334,6 +334,5 @@ def test_an_answer_that_comes_while_another_is_dealt_with_is_in_time(monkeypatch
 
 
 def test_half_of_the_clients_answer_before_others_are_late() -> None:
-    settings = Settings.from_run_config({})
-    assert [settings.before_deadlines(clients) for clients in (0, 1, 2, 3, 10)] == [1, 1, 1, 2, 5]
-    assert Settings.from_run_config({"faults.min-clients": 4}).before_deadlines(3) == 4
+    assert [before_deadlines(clients, 1) for clients in (0, 1, 2, 3, 10)] == [1, 1, 1, 2, 5]
+    assert before_deadlines(3, 4) == 4

@@ -6,7 +6,6 @@ string), so it is only read through `Settings.from_run_config`. An error names t
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache, lru_cache
@@ -215,13 +214,6 @@ class Settings(Table):
     def least(self) -> int:
         """The least number of clients whose updates make a new model."""
         return max(1, self.faults.min_clients)
-
-    def before_deadlines(self, clients: int) -> int:
-        """Return how many of so many clients must have answered before others may be too late: half of them, at least `least`.
-
-        A client that is much faster than others, or says so, would else train alone.
-        """
-        return max(self.least, math.ceil(clients / 2))
 
     @property
     def asked(self) -> int:
