@@ -4,6 +4,7 @@ Every task holds a shared flock on a file in its experiment's folder, `in-use`, 
 one. So an experiment in which any task works is never removed, and a task that begins meanwhile waits and starts a new folder.
 """
 
+import os
 import re
 import shutil
 from contextlib import suppress
@@ -43,8 +44,21 @@ def remove_old(state_dir: Path, current: str, kept: int) -> list[str]:
     """Remove all experiments but the current one and the `kept` others that were used last; return notes of what was done.
 
     One in use is kept, and counts among the others. Without working locks nothing is removed. With `kept` = 0 all stay. Other
-    clients may do the same in this folder at the same time. What cannot be removed stays, with a note.
+    clients may do the same in this folder: one after another, because a folder that is being removed looks as if it were used
+    now. What cannot be removed stays, with a note.
     """
+    if not kept or fcntl is None:
+        return []
+    folder = os.open(state_dir, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        return _remove_each(state_dir, current, kept)
+    finally:
+        os.close(folder)
+
+
+def _remove_each(state_dir: Path, current: str, kept: int) -> list[str]:
     notes = []
     for experiment in old_experiments(state_dir, current, kept):
         try:

@@ -25,6 +25,7 @@ def other(value: object) -> object:
 
 
 CHOICES = {
+    "faults.deadline-factor": 2.0,
     "architecture.batch-norm": "local",
     "architecture.norm": "group",
     "training.accelerator": "cuda",

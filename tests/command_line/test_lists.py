@@ -41,7 +41,7 @@ def test_settings_about_a_word() -> None:
     assert row["allowed"] == "float32 | bfloat16"
     with pytest.raises(SettingsError, match="no setting is about 'momentm': piecework settings lists all"):
         setting_rows("momentm")
-    assert keys("fedavg") == ["architecture.norm", "training.optimiser-state", "memory.fit"]
+    assert keys("fedavg") == ["architecture.norm", "training.optimiser-state", "memory.fit", "faults.accept-late"]
 
 
 def test_every_strategy_is_listed() -> None:

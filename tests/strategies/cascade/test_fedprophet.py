@@ -73,6 +73,7 @@ def settled(run_dir: RunDir) -> list[dict[str, Any]]:
         "rss_growth",
         "seconds",
         "simulated_seconds",
+        "waited_seconds",
         "bytes_down",
         "bytes_up",
         "message_bytes",
