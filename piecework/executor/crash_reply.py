@@ -19,7 +19,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
 
-from piecework.executor.tasks import lone_command
+from piecework.executor.lone_command import lone_command
 
 ANSWERED = b"answered"
 TRIES = 5  # of a request: where the SuperNode is gone too nobody waits for an answer

@@ -10,16 +10,17 @@ import sys
 import tempfile
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import flwr
 from flwr.common.constant import APP_DIR
 from flwr.supercore.constant import ExecutorType, TaskType
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult, SubprocessExecutor
 from flwr.supercore.utils import get_flwr_home
+
+from piecework.executor.lone_command import lone_command
 
 IMPORTED = (
     "torch",
@@ -27,19 +28,6 @@ IMPORTED = (
     "safetensors.numpy",
     "psutil",
 )  # by tasks beside Flower; what is not installed is left out
-
-
-def lone_command(package: str, name: str) -> Any:
-    """Import a command of Flower without the others of its package, which bring a database and a web server: 36 MB."""
-    known = f"piecework-{name}"
-    if known not in sys.modules:
-        path = Path(flwr.__file__).parent / package / "cli" / f"{name}.py"
-        spec = spec_from_file_location(known, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[known] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[known])
-    return sys.modules[known]
 
 
 def import_poller() -> None:

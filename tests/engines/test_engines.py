@@ -112,7 +112,7 @@ def test_a_node_is_killed_and_started_again_then_the_launcher_is_killed(tmp_path
         "num-rounds": 1,
         "clients-per-round": 0,
         "training.local-iterations": 2,
-        "architecture.batch-norm": "running",  # a measurement would start a process more for each client and round
+        "architecture.batch-norm": "running",  # a measurement would be a message more for each client and round
         "run-name": "run",
     }
     sets = [f"--set={key}={value}" for key, value in values.items()]

@@ -266,7 +266,7 @@ def test_one_process_serves_all_clients_and_has_nothing_of_the_app() -> None:
     names = ["piecework", "piecework.executor"]
     assert found.stdout.split() == [
         *names,
-        *(f"piecework.executor.{name}" for name in ("__main__", "fork_server", "tasks")),
+        *(f"piecework.executor.{name}" for name in ("__main__", "fork_server", "lone_command", "tasks")),
     ]
 
 
