@@ -19,7 +19,7 @@ from piecework.read_records import read_summary
 from piecework.server_app.failures import excluded_classes, failure_text, failures
 from piecework.server_app.records import RunDir
 from piecework.server_app.round_line import accuracy_name, percent
-from piecework.server_app.summary import best_round, worst_and_mean
+from piecework.server_app.summary import best_round, late_answers, worst_and_mean
 
 Record = dict[str, Any]
 BATCH_NORMS = {
@@ -44,6 +44,7 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
         *device_model_rows(summary.get("models", {})),
         *batch_norm_rows(rounds, ("batch",)),
         ("clients", ", ".join(f"{key} {summary.get(f'clients_{key}', 0)}" for key in COUNTS)),
+        *late_rows(rounds),
         *(("failed", failure_text(row)) for row in failures(rounds)),
         *trained_rows(summary.get("trained", [])),
         ("bytes down", format_bytes(summary.get("bytes_down", 0))),
@@ -72,6 +73,12 @@ def batch_norm_rows(rounds: Sequence[Record], shown: Iterable[str] = BATCH_NORMS
     """Return a row with the statistics that evaluated the model, if they are among `shown`."""
     norms = rounds[-1].get("batch_norm", "none") if rounds else "none"
     return [("batch norm", BATCH_NORMS[norms])] if norms in BATCH_NORMS and norms in shown else []
+
+
+def late_rows(rounds: Sequence[Record]) -> list[tuple[str, str]]:
+    """Return a row that counts the answers that came after their round; none if there was no such answer."""
+    found = late_answers(rounds)
+    return [("late answers", ", ".join(f"{name} {n}" for name, n in found.items()))] if any(found.values()) else []
 
 
 def trained_rows(parts: Sequence[Record]) -> list[tuple[str, str]]:

@@ -46,6 +46,13 @@ class _Trained(_Row):
     distilled: bool
 
 
+class _Late(_Row):
+    client: Number
+    device: str
+    examples: Number
+    trained: list[str]
+
+
 class _Answers(_Row):
     peak_over_budget: Annotated[float, Field(ge=0)] | None = None
 
@@ -81,6 +88,9 @@ class _Round(_Row):
     evaluation: _Answers | None = None
     query: _Answers | None = None
     statistics: _Answers | None = None
+    late_replies: list[Any] = []
+    late_used: list[_Late] = []
+    late_dropped: list[Any] = []
 
 
 class _WithTrained(_Round):

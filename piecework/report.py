@@ -89,6 +89,7 @@ def overview(
         *((name[0].upper() + name[1:], value) for name, value in display.batch_norm_rows(rounds)),
         *([("Learning rate", plan)] if (plan := rate_plan(rounds)) else []),
         ("Requests", f"{total['asked']} clients asked, {total['answered']} answered, {total['failed']} failed"),
+        *((name[0].upper() + name[1:], value) for name, value in display.late_rows(rounds)),
         ("Bytes down / up", f"{format_bytes(total['bytes_down'])} / {format_bytes(total['bytes_up'])}"),
         ("Bytes for evaluation", format_bytes(total["bytes_evaluation"])),
         *([("Bytes before stages", format_bytes(query))] if (query := query_bytes(rounds)) else []),

@@ -135,6 +135,16 @@ def peak_over_budget(rounds: Sequence[dict[str, Any]]) -> float | None:
     return max(found, default=None)
 
 
+def late_answers(rounds: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """Return how many answers `arrived` after their round was closed, and how many of them were `used` and `dropped`.
+
+    What was neither could not enter a model: an error, an evaluation, or any answer without `faults.accept-late`.
+    """
+    records = list(rounds)  # those of older versions lack some of these lists
+    keys = {"arrived": "late_replies", "used": "late_used", "dropped": "late_dropped"}
+    return {name: sum(len(record.get(key, [])) for record in records) for name, key in keys.items()}
+
+
 def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict[str, Any]:
     """Return the content of `summary.json` from the round records; `seconds` is the duration of all processes of the run."""
     rounds = run_dir.rounds()
@@ -163,6 +173,7 @@ def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict
         "clients_asked": sum(record["asked"] for record in rounds),
         "clients_answered": sum(record["answered"] for record in rounds),
         "clients_failed": sum(record["failed"] for record in rounds),
+        "late_answers": late_answers(rounds),
         "failures": failures(rounds),
         "excluded_classes": excluded_classes(rounds),
         "bytes_down": sum(record["bytes_down"] for record in rounds),

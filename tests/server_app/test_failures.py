@@ -84,6 +84,25 @@ def test_the_table_and_the_page_say_it_in_bold(tmp_path: Path) -> None:
     assert "memory 4: needed 9,014,480, allowed 9,000,000" in page
 
 
+def test_late_answers_are_counted_over_all_rounds(tmp_path: Path) -> None:
+    """Three came late: one counted two rounds later, one was rejected, and one was an error."""
+    came = [{"client": number, "round": 1, "status": status} for number, status in enumerate(("ok", "ok", "crashed"))]
+    used = {"client": 0, "round": 1, "device": "pi-zero", "examples": 10, "trained": ["head"], "age": 2, "weight": 5.8}
+    dropped = {"client": 1, "round": 1, "reason": "rejected: its norm"}
+    late: list[dict[str, Any]] = [
+        {"late_replies": came[:1], "late_used": [], "late_dropped": []},
+        {"late_replies": came[1:], "late_used": [used], "late_dropped": [dropped]},
+    ]
+    rounds = [record | more for record, more in zip(LOST, late, strict=True)]
+    run = make_run(tmp_path / "a", rounds)
+    assert summarise(run, "completed", "", 1.0)["late_answers"] == {"arrived": 3, "used": 1, "dropped": 1}
+    shown = "arrived 3, used 1, dropped 1"
+    assert shown in text_of(summary_table({"status": "completed", "rounds": 2}, rounds), width=120)
+    assert "late answers" not in text_of(summary_table({"status": "completed", "rounds": 2}, LOST), width=120)
+    pytest.importorskip("plotly")
+    assert f"<th>Late answers</th><td>{shown}</td>" in write_report(run).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(("options", "code"), [(["--fail-on-excluded-class"], 1), ([], 0)], ids=["asked", "not-asked"])
 def test_scripts_can_ask_for_an_exit_code(tmp_path: Path, options: list[str], code: int) -> None:
     """One of two device classes is too small for the whole model."""
