@@ -29,7 +29,7 @@ import psutil
 
 from benchmarks.containers import amounts
 from piecework.device_profiles.profile import format_bytes
-from piecework.processes import flower_home, free_ports, superlink
+from piecework.engines.processes import flower_home, free_ports, superlink
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCHES, CLASSES = 2, 10

@@ -32,8 +32,8 @@ from typing import Any
 
 import psutil
 
-from piecework import launch
-from piecework.options import settings_from
+from piecework.commands.options import settings_from
+from piecework.engines import launch
 from piecework.server_app.records import RunDir
 
 TRACE = Path(__file__).with_name("deployment_trace.py")

@@ -28,19 +28,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from piecework.app_folder import PRESETS
+from piecework.commands.options import settings_from
+from piecework.commands.presets import preset_rows
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
 from piecework.federated_data.datasets import PUBLISHED
 from piecework.models.partition import AtomTooLargeError
 from piecework.models.zoo import is_token_model
-from piecework.options import settings_from
-from piecework.plan import policy_for
 from piecework.planning.part import Part, whole_model
 from piecework.planning.partition_policy import PartitionPolicy
 from piecework.planning.timing import local_work, work_flops
-from piecework.presets import preset_rows
-from piecework.question import PlanQuestion, ask
+from piecework.plans.plan import policy_for
+from piecework.plans.question import PlanQuestion, ask
 from piecework.training.settings import Settings
 
 SPEED = 1e11  # FLOP/s of two cores, which decides only how a preset is measured

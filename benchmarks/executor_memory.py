@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from piecework import launch
-from piecework.options import settings_from
+from piecework.commands.options import settings_from
+from piecework.engines import launch
 from piecework.server_app.records import RunDir
 
 SAMPLE_SECONDS = 0.05

@@ -20,7 +20,7 @@ from piecework.federation.registry import sampled
 from piecework.models.partition import Piece
 from piecework.planning.costs import cost_model_for
 from piecework.planning.paper_memory.fedprophet import macs
-from piecework.question import budget_bytes
+from piecework.plans.question import budget_bytes
 from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 from piecework.training.setup import blueprint_of_shape
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from piecework.launch import launch
+from piecework.engines.launch import launch
 from piecework.server_app.records import RunDir, read_arrays
 from piecework.strategies import STRATEGIES
 from piecework.training.settings import Settings

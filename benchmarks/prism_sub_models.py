@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import nn
 
 from piecework import load
-from piecework.console import PlainConsole
+from piecework.commands.console import PlainConsole
 from piecework.federated_data.datasets import ArrayDataset
 from piecework.models.cascade import Blueprint, Cascade
 from piecework.models.kernels import decompose, sample

@@ -25,9 +25,9 @@ import torch
 import torch.multiprocessing as mp
 from torch.nn import functional as F
 
+from piecework.engines.launch import launch
 from piecework.federated_data.datasets import ArrayDataset, default_cache, load, prepare
 from piecework.federated_data.partition import iid
-from piecework.launch import launch
 from piecework.models.cascade import Cascade
 from piecework.models.zoo import build_blueprint
 from piecework.server_app.records import RunDir

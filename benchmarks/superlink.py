@@ -26,8 +26,8 @@ from typing import Any
 import psutil
 import tomli_w
 
-from piecework.launch import executor
-from piecework.processes import FlowerHome, flower_home, process, superlink, wait_until_healthy
+from piecework.engines.launch import executor
+from piecework.engines.processes import FlowerHome, flower_home, process, superlink, wait_until_healthy
 
 ROOT = Path(__file__).resolve().parents[1]
 TOGETHER = 25  # nodes in one process

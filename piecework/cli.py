@@ -1,4 +1,4 @@
-"""The command line on this machine; `cli_deploy` adds the commands of real federations."""
+"""The command line on this machine; `commands.deploy` adds the commands of real federations."""
 
 import json
 import shlex
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from piecework.cli_base import (
+from piecework.commands.base import (
     COUNTED,
     FAILED,
     INTERRUPTED,
@@ -29,15 +29,15 @@ from piecework.cli_base import (
     user_errors,
     with_shorthands,
 )
-from piecework.cli_deploy import commands
-from piecework.cli_lists import lists
-from piecework.options import Scalars, connection_to, run_command, seeds_from, settings_from
-from piecework.processes import Connection, EngineError
+from piecework.commands.deploy import commands
+from piecework.commands.lists import lists
+from piecework.commands.options import Scalars, connection_to, run_command, seeds_from, settings_from
+from piecework.engines.processes import Connection, EngineError
 from piecework.server_app.signals import end_on_hangup
 from piecework.training.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
-    from piecework.question import PlanQuestion
+    from piecework.plans.question import PlanQuestion
     from piecework.server_app.records import RunDir
 
 app = typer.Typer(
@@ -115,7 +115,7 @@ def run_seeds(
         if ended_by and (rest or summary["status"] != "completed"):
             raise typer.Exit(ended_by)
     if len(seeds) > 1:
-        from piecework.seeds import conclusion
+        from piecework.report.seeds import conclusion
 
         told.print(conclusion(seeds, summaries), soft_wrap=True, highlight=False)
         if as_json:
@@ -131,9 +131,9 @@ def run_one(
     Returns the summary, and the exit code of the signal that ended the run, or 0.
     """
     from piecework.client_app.disk import StorageError
+    from piecework.engines.launch import SuperLinkLostError, launch
     from piecework.federation.errors import RunAbortedError, TooFewNodesError
-    from piecework.launch import SuperLinkLostError, launch
-    from piecework.progress import RoundProgress
+    from piecework.report.progress import RoundProgress
     from piecework.server_app.preflight import preflight
     from piecework.server_app.run_folder import STOPPED, resolve_run_dir
     from piecework.server_app.summary import summarise
@@ -171,7 +171,7 @@ def run_one(
 
 def show_run(run_dir: "RunDir", summary: dict[str, Any], reason: str, as_json: bool) -> None:
     """Print a run's summary on stdout, and on stderr why it did not complete."""
-    from piecework.display import memory_table, step_rows, step_table, summary_table
+    from piecework.report.display import memory_table, step_rows, step_table, summary_table
 
     if as_json:
         print(json.dumps(summary))
@@ -202,7 +202,7 @@ def how_to_go_on(run_dir: "RunDir", connection: Connection | None) -> str:
 
 def over_seeds(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarise several runs: sums, accuracies with their spreads, the largest peak, and the runs themselves."""
-    from piecework.seeds import accuracies
+    from piecework.report.seeds import accuracies
 
     finished = [s for s in summaries if s["status"] == "completed"]
     peaks = [s["max_peak_over_budget"] for s in finished if s["max_peak_over_budget"] is not None]
@@ -242,9 +242,9 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show which pieces a model falls into, which device can train which, and how long a round takes; nothing is trained."""
-    from piecework.plan import make_plan
-    from piecework.progress import waiting
-    from piecework.question import ask
+    from piecework.plans.plan import make_plan
+    from piecework.plans.question import ask
+    from piecework.report.progress import waiting
 
     with user_errors(as_json, {}):
         own: Scalars = {"memory.model": memory_model, "training.batch-size": batch_size or 0}
@@ -271,8 +271,8 @@ def plan(
 
 def show_advice(settings: Settings, question: "PlanQuestion", command: Callable[[Scalars], str], as_json: bool) -> None:
     """Print advice; `command` makes the command line of a run with the recommended settings."""
-    from piecework.suggest import advise
-    from piecework.suggest_view import advice_tables
+    from piecework.plans.suggest import advise
+    from piecework.plans.suggest_view import advice_tables
 
     with telling("planning", silent=as_json) as tell:
         advice = advise(settings, question, tell)
@@ -283,7 +283,7 @@ def show_advice(settings: Settings, question: "PlanQuestion", command: Callable[
 
 def show_plan(found: dict[str, Any], picture: str, preset: str, as_json: bool) -> None:
     """Print a plan, and draw its picture where a file for it is named."""
-    from piecework.plan_view import draw, plan_tables
+    from piecework.plans.plan_view import draw, plan_tables
 
     if picture:
         draw(found, Path(picture))
@@ -307,7 +307,7 @@ def show(lines: Iterable[Any]) -> None:
 @app.command()
 def report(run_dir: Path, as_json: Json = False) -> None:
     """Write one self-contained HTML page about a run."""
-    from piecework.report import write_report
+    from piecework.report.run_page import write_report
     from piecework.server_app.records import RunDir
 
     with user_errors(as_json):
@@ -325,8 +325,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Show runs below each other; those that differ only in the seed have a mean and its spread too."""
-    from piecework.compare import compare_json, group_runs, runs_at
-    from piecework.compare_view import compare_tables, write_curves
+    from piecework.report.compare import compare_json, group_runs, runs_at
+    from piecework.report.compare_view import compare_tables, write_curves
 
     with user_errors(as_json):
         groups = group_runs(run for path in run_dirs for run in runs_at(path))
@@ -345,8 +345,8 @@ def clean(
     as_json: Json = False,
 ) -> None:
     """Remove the stores of emulated clients. A run cleaned this way cannot resume clients that keep state."""
+    from piecework.commands.runs import converted, remove, stores
     from piecework.federated_data.datasets import default_cache
-    from piecework.runs import converted, remove, stores
 
     with user_errors(as_json):
         paths = stores(output_dir) + (converted(default_cache()) if cache else [])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from settings_helpers import key_of
 
-from piecework.console import PlainConsole
+from piecework.commands.console import PlainConsole
 from piecework.server_app.records import RunDir
 from piecework.training.settings import Settings
 

@@ -33,7 +33,7 @@ from benchmarks.claims.queue import Options
 from benchmarks.claims.records import DOCS
 from benchmarks.claims.runner import run
 from benchmarks.claims.status import STATES, ClaimStatus, RowStatus, status_of
-from piecework.display import format_seconds
+from piecework.report.display import format_seconds
 from piecework.server_app.records import CheckpointError
 from piecework.server_app.signals import end_on_hangup
 

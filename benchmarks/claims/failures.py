@@ -9,7 +9,7 @@ that ended or did not answer, a device that ran out of memory although its budge
 import re
 from collections.abc import Sequence
 
-from piecework.read_records import Record
+from piecework.report.read_records import Record
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import STOPPED
 

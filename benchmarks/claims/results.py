@@ -13,9 +13,9 @@ from benchmarks.claims.jobs import Place, best_rate, search_jobs
 from benchmarks.claims.notes import Note, state_of
 from benchmarks.claims.records import RunRecord, SearchRecord, thinned
 from benchmarks.claims.storage import STORAGE, Devices, seconds_of_rounds
-from piecework import display
 from piecework.device_profiles.fleet import load_fleet
-from piecework.read_records import Record, read_final, read_models, read_rounds, read_summary, with_details
+from piecework.report import display
+from piecework.report.read_records import Record, read_final, read_models, read_rounds, read_summary, with_details
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import COMPLETED
 from piecework.server_app.summary import peak_over_budget, worst_and_mean

@@ -17,7 +17,7 @@ from benchmarks.claims.recorded import Recorded
 from benchmarks.claims.records import DOCS
 from benchmarks.claims.results import rate_or_damage
 from benchmarks.claims.standings import cannot_train
-from piecework.read_records import Record
+from piecework.report.read_records import Record
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import has_completed
 from piecework.training.settings import Settings

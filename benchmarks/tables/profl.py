@@ -20,9 +20,9 @@ from benchmarks.tables.shared import (
 from piecework.device_profiles.fleet import load_fleet
 from piecework.models.basic_layers import blocks_of
 from piecework.models.vgg import PROFL_POOLS
-from piecework.plan import fleet_states
 from piecework.planning.paper_memory.profl import fitted_mb
 from piecework.planning.part import Part, whole_model
+from piecework.plans.plan import fleet_states
 
 OF_PROFL_MEMORY = "--memory-model profl --batch-size 64 --fleet profl"
 RES18 = f"--model resnet18 --strategy profl {OF_PROFL_MEMORY}"

@@ -13,16 +13,16 @@ from typing import Any
 import typer
 
 from piecework.cli import app
+from piecework.commands.options import settings_from
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import Layer, layer_statistics
-from piecework.options import settings_from
-from piecework.plan import fleet_states
 from piecework.planning.costs import cost_model_for
 from piecework.planning.part import Part, whole_model
 from piecework.planning.partition_policy import PartitionPolicy
-from piecework.question import PlanQuestion, ask, budget_bytes
+from piecework.plans.plan import fleet_states
+from piecework.plans.question import PlanQuestion, ask, budget_bytes
 from piecework.strategies import find_policy
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from piecework.cli import app
 from piecework.client_app.seal import damage
+from piecework.commands.options import assignment, settings_from
 from piecework.device_profiles.documents import DEEPEST, read_json, read_toml, shown
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.fleet_file import FleetError
 from piecework.models.mix import MOST_NETS
 from piecework.models.variant import MOST_RATIOS, Variant
-from piecework.options import assignment, settings_from
 from piecework.server_app.run_lock import killed_writer
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.settings import table as settings_table

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from benchmarks import boards, container_piece, containers, durations, prism_step, simulation
 from piecework.cli import app
-from piecework.options import settings_from
+from piecework.commands.options import settings_from
 
 Say = Callable[..., str]
 

@@ -30,8 +30,8 @@ from sqlalchemy.exc import OperationalError
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
-from piecework import busy_superlink
-from piecework.busy_superlink import CONCERNS, Only, concerned, in_turn, node_heard, task_heard
+from piecework.deploy import busy_superlink
+from piecework.deploy.busy_superlink import CONCERNS, Only, concerned, in_turn, node_heard, task_heard
 
 
 class InTurn(SqlObjectStore):

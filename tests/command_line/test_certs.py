@@ -16,9 +16,9 @@ from flwr.cli.supernode.register import try_load_public_key
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from typer.testing import CliRunner
 
-from piecework import certs, registration
 from piecework.cli import app
-from piecework.processes import free_ports
+from piecework.deploy import certs, registration
+from piecework.engines.processes import free_ports
 
 OF_A_NODE = {".key", ".pub", ".crt", ".tls.key", ".secret"}
 

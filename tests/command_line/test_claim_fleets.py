@@ -6,8 +6,8 @@ from benchmarks.claims.definition import FOLDER, read
 from benchmarks.claims.jobs import merged
 from piecework.device_profiles.fleet import load_fleet
 from piecework.planning.part import whole_model
-from piecework.question import PlanQuestion
-from piecework.suggest import blueprint_of, cost_model_of
+from piecework.plans.question import PlanQuestion
+from piecework.plans.suggest import blueprint_of, cost_model_of
 from piecework.training.settings import Settings
 
 SHAPES = {"cifar10-16": (3, 16, 16), "fashion-mnist": (1, 28, 28)}

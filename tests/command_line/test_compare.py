@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from report_helpers import make_run, refused, round_record, text_of, two_rounds
 
-from piecework.compare import compare_json, fleet_names, group_runs
-from piecework.compare_view import compare_tables, marks, write_curves
 from piecework.device_profiles.fleet import load_fleet
-from piecework.page import LAYOUT, Section, height, label, line, panels, sections_html, table
-from piecework.report import write_report
+from piecework.report.compare import compare_json, fleet_names, group_runs
+from piecework.report.compare_view import compare_tables, marks, write_curves
+from piecework.report.page import LAYOUT, Section, height, label, line, panels, sections_html, table
+from piecework.report.run_page import write_report
 
 DEMO, BOARDS = (load_fleet(name).to_json() for name in ("demo", "boards"))
 LONG = "fedepth-fashion-mnist-seed1-20261124-210828-ab12"

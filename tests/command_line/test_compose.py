@@ -15,8 +15,8 @@ from helpers import fleet_json
 from typer.testing import CliRunner
 
 from piecework.cli import app
+from piecework.commands.options import settings_from
 from piecework.device_profiles.fleet import load_fleet
-from piecework.options import settings_from
 from piecework.planning.costs import cost_model_for
 from piecework.training.setup import blueprint_for, open_dataset
 

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 from typer.testing import CliRunner
 
-from piecework import cli_base
 from piecework.cli import app
-from piecework.console import PlainConsole
+from piecework.commands import base
+from piecework.commands.console import PlainConsole
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "a[/b] [red]c :bug: \x1b]0;title\x07\x9b2J\udcff"
@@ -43,7 +43,7 @@ def test_no_other_console_and_no_markup() -> None:
         for node in ast.walk(ast.parse(source)) if "rich" in source or "status" in source else ():
             if found := markup_in(node):
                 wrong.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {found}")
-    assert wrong == ["piecework/console.py:12: rich.console.Console"]
+    assert wrong == ["piecework/commands/console.py:12: rich.console.Console"]
 
 
 def sources(folder: Path) -> list[Path]:
@@ -75,9 +75,9 @@ def said(*words: str) -> str:
 
 def test_commands_show_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli_base.out, "_width", 300)  # or long paths, as of parallel tests, are broken within the table
-    monkeypatch.setattr("piecework.plan_view.draw", lambda plan, path: None)
-    monkeypatch.setattr("piecework.report.write_report", lambda run_dir: run_dir.path / "report.html")
+    monkeypatch.setattr(base.out, "_width", 300)  # or long paths, as of parallel tests, are broken within the table
+    monkeypatch.setattr("piecework.plans.plan_view.draw", lambda plan, path: None)
+    monkeypatch.setattr("piecework.report.run_page.write_report", lambda run_dir: run_dir.path / "report.html")
     speeds = '"memory-ratio": 3.0, "flops": 1e9, "bandwidth": 1e6, "disk-bandwidth": 1e7'
     fleet = f'{{"name": "f[/a]", "assignment": "round-robin", "device": [{{"name": "d[/a][red]", {speeds}}}]}}'
     data = f"--dataset=npz:{few_digits()}"

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_plans_in_the_documents_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = ("fedavg", "fedepth")  # advice plans every system; these decide what it recommends
-    monkeypatch.setattr("piecework.suggest.STRATEGIES", {name: STRATEGIES[name] for name in few})
+    monkeypatch.setattr("piecework.plans.suggest.STRATEGIES", {name: STRATEGIES[name] for name in few})
     text = "".join((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/plan.md", "docs/memory.md"))
     commands = re.findall(r"^    piecework plan(.*)$", text.replace("\\\n", " "), re.MULTILINE)
     assert len(commands) == 7

@@ -12,8 +12,8 @@ import pytest
 import typer
 
 from piecework.cli import app
-from piecework.cli_base import SHORTHANDS
-from piecework.options import Scalars, settings_from
+from piecework.commands.base import SHORTHANDS
+from piecework.commands.options import Scalars, settings_from
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

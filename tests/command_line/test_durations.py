@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.durations import in_words, stage_rounds, write
-from piecework.options import settings_from
-from piecework.presets import header
+from piecework.commands.options import settings_from
+from piecework.commands.presets import header
 
 
 @pytest.mark.parametrize(

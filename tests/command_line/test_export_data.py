@@ -11,12 +11,12 @@ from helpers import FEW, clients_of, few_digits, model_of, run_local, same, tiny
 from typer.testing import CliRunner
 
 from piecework.cli import app
-from piecework.export_data import export_data
+from piecework.commands.export_data import export_data
+from piecework.commands.options import settings_from
 from piecework.federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare
 from piecework.federated_data.personal import client_test_rows
 from piecework.federation.errors import TooFewNodesError
-from piecework.options import settings_from
-from piecework.question import data_shape
+from piecework.plans.question import data_shape
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.preflight import preflight
 from piecework.server_app.records import RunDir

@@ -18,9 +18,9 @@ import psutil
 import pytest
 from flwr.cli.utils import flwr_cli_exc_handler
 
-from piecework.fleet_port import Gate, networks_of, own_networks
-from piecework.processes import free_ports
-from piecework.registration import detail
+from piecework.deploy.fleet_port import Gate, networks_of, own_networks
+from piecework.deploy.registration import detail
+from piecework.engines.processes import free_ports
 
 ABROAD = "198.51.100.7"  # reserved for documentation
 FLEET = ["/v1/fleet/pull-messages", "/health"]
@@ -140,7 +140,7 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, psutil
     """A real SuperLink on all of the machine's addresses: its port, and its process."""
     (port,) = free_ports(1)
     home = tmp_path_factory.mktemp("superlink")
-    call = [sys.executable, "-m", "piecework.fleet_port", "--control", "10.8.0.0/16", "--insecure"]
+    call = [sys.executable, "-m", "piecework.deploy.fleet_port", "--control", "10.8.0.0/16", "--insecure"]
     call += ["--host", "0.0.0.0", "--port", str(port), "--isolation", "process"]
     environment = os.environ | {
         "FLWR_HOME": str(home),
@@ -222,7 +222,7 @@ def test_nothing_else_listens(link: tuple[int, psutil.Process]) -> None:
 
 @pytest.mark.processes
 def test_a_network_that_cannot_be_found_is_named(tmp_path: Path) -> None:
-    call = [sys.executable, "-m", "piecework.fleet_port", "--control", "no-such-host.invalid", "--insecure"]
+    call = [sys.executable, "-m", "piecework.deploy.fleet_port", "--control", "no-such-host.invalid", "--insecure"]
     done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("--control no-such-host.invalid: 'no-such-host.invalid' is no address")
@@ -230,7 +230,7 @@ def test_a_network_that_cannot_be_found_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_the_help_names_our_option_and_flowers() -> None:
-    call = [sys.executable, "-m", "piecework.fleet_port", "--help"]
+    call = [sys.executable, "-m", "piecework.deploy.fleet_port", "--help"]
     told = subprocess.run(call, capture_output=True, text=True, check=True, timeout=120).stdout
     assert "[--control A,B]" in told
     assert told.index("network-of:HOST") < told.index("--superexec-auth-secret-file")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from piecework import certs
-from piecework.processes import free_ports
+from piecework.deploy import certs
+from piecework.engines.processes import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = ROOT / "deploy" / "piecework-health"

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from piecework.cli import app
-from piecework.settings_list import setting_rows
+from piecework.commands.settings_list import setting_rows
+from piecework.commands.strategies_list import strategy_rows
 from piecework.strategies import STRATEGIES
-from piecework.strategies_list import strategy_rows
 from piecework.training.settings import Settings, SettingsError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 import piecework
 from piecework.cli import app
-from piecework.cli_base import SHORTHANDS, with_shorthands
+from piecework.commands.base import SHORTHANDS, with_shorthands
+from piecework.commands.options import OPTIONS, settings_from
 from piecework.device_profiles.names import did_you_mean
-from piecework.options import OPTIONS, settings_from
 
 GIVEN = {
     "strategy": "fedavg",

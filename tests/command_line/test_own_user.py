@@ -15,9 +15,10 @@ import uvicorn
 from flwr.supernode import start_client_internal
 from other_users import NOBODY, status_for
 
-from piecework import own_user, processes, supernode
-from piecework.own_user import OwnUserProtocol, in_hex, owner, possible
-from piecework.processes import superlink
+from piecework.deploy import supernode
+from piecework.engines import own_user, processes
+from piecework.engines.own_user import OwnUserProtocol, in_hex, owner, possible
+from piecework.engines.processes import superlink
 
 # The server of user 1000 on 127.0.0.1:8000; clients of users 1000 and 1001, and one that its process has closed.
 CONNECTIONS = """\

@@ -9,11 +9,11 @@ from benchmarks.tables.__main__ import TABLES, document
 from benchmarks.tables.shared import MIB, asked, beside, full_bytes, participation, policy_for
 from piecework.models.basic_layers import blocks_of
 from piecework.models.low_rank import low_rank
-from piecework.plan import make_plan
 from piecework.planning.paper_memory.fedprophet import macs
 from piecework.planning.paper_memory.profl import AUTHORS_MB, BLOCK1
 from piecework.planning.part import whole_model
 from piecework.planning.partition_policy import label
+from piecework.plans.plan import make_plan
 
 
 def within(found: float, printed: float, percent: float) -> bool:

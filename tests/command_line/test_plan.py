@@ -13,9 +13,9 @@ from piecework.cli import app
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import format_bytes
 from piecework.federation.registry import sampled
-from piecework.plan import fleet_states, make_plan
-from piecework.plan_view import over_sampling
-from piecework.question import ask, budget_bytes
+from piecework.plans.plan import fleet_states, make_plan
+from piecework.plans.plan_view import over_sampling
+from piecework.plans.question import ask, budget_bytes
 from piecework.training.settings import Settings, SettingsError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -269,8 +269,8 @@ import resource, sys
 from piecework.planning.step_cost import piece_cost
 from piecework.training.sgd import TrainingConfig
 from piecework.models.zoo import build_blueprint
-from piecework.plan import make_plan
-from piecework.question import ask
+from piecework.plans.plan import make_plan
+from piecework.plans.question import ask
 from piecework.training.settings import Settings
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 one = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8))

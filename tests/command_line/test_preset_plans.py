@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from piecework.app_folder import PRESETS
+from piecework.commands.options import settings_from
+from piecework.commands.presets import header, preset_rows
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.memory import StepCost
-from piecework.options import settings_from
-from piecework.plan import make_plan
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.part import Part
-from piecework.presets import header, preset_rows
-from piecework.question import PlanQuestion, ask
+from piecework.plans.plan import make_plan
+from piecework.plans.question import PlanQuestion, ask
 from piecework.strategies import find_policy, find_strategy
 from piecework.training.settings import Scalar, Settings
 from piecework.training.setup import blueprint_of_shape

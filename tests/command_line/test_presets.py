@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from piecework.cli import app
-from piecework.options import read_preset
-from piecework.presets import preset_rows
+from piecework.commands.options import read_preset
+from piecework.commands.presets import preset_rows
 from piecework.training.settings import SettingsError
 
 FILES = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "conf").glob("*.toml"))

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from report_helpers import assert_self_contained, client, make_run, round_record, two_rounds
 
-from piecework.prism_report import kernel_figure, layer_rows
-from piecework.report import write_report
+from piecework.report.prism_report import kernel_figure, layer_rows
+from piecework.report.run_page import write_report
 
 pytest.importorskip("plotly")
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from report_helpers import assert_self_contained, client, make_run, round_record, two_rounds
 
-from piecework.profl_report import movement_figure, phase_rows
-from piecework.report import write_report
+from piecework.report.profl_report import movement_figure, phase_rows
+from piecework.report.run_page import write_report
 
 pytest.importorskip("plotly")
 

@@ -6,12 +6,12 @@ import re
 import pytest
 from report_helpers import client, refused, round_record
 
-from piecework.console import PlainConsole
+from piecework.commands.console import PlainConsole
 from piecework.models.zoo import build_blueprint
 from piecework.planning import costs
 from piecework.planning.now import NOW, doing, tracing
 from piecework.planning.part import whole_model
-from piecework.progress import Now, RoundProgress, waiting
+from piecework.report.progress import Now, RoundProgress, waiting
 from piecework.training.settings import Settings
 
 ATTACKED = {"adversarial_accuracy": 0.375, "stage": "module 1", "modules": 7}

@@ -11,9 +11,16 @@ from report_helpers import make_run, two_rounds
 from typer.testing import CliRunner
 
 from piecework.cli import app
-from piecework.compare import read_run
-from piecework.read_records import read_coverage, read_final, read_models, read_rounds, read_summary, with_details
-from piecework.report import write_report
+from piecework.report.compare import read_run
+from piecework.report.read_records import (
+    read_coverage,
+    read_final,
+    read_models,
+    read_rounds,
+    read_summary,
+    with_details,
+)
+from piecework.report.run_page import write_report
 from piecework.server_app.records import CheckpointError, RunDir
 
 WRONG = ("missing", -1, "x", [[]], {"a": {}}, 10**400, 1e308, float("nan"))

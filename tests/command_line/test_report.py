@@ -15,11 +15,11 @@ from report_helpers import (
     two_rounds,
 )
 
-from piecework.compare import compare_json, group_runs
-from piecework.compare_view import compare_tables, write_curves
-from piecework.display import memory_rows, memory_table, reasons, summary_table
-from piecework.page import ReportError
-from piecework.report import write_report
+from piecework.report.compare import compare_json, group_runs
+from piecework.report.compare_view import compare_tables, write_curves
+from piecework.report.display import memory_rows, memory_table, reasons, summary_table
+from piecework.report.page import ReportError
+from piecework.report.run_page import write_report
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.round_line import percent
 from piecework.server_app.summary import best_round, summarise

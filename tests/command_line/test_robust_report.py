@@ -14,15 +14,15 @@ from safetensors import safe_open
 
 import piecework
 from piecework.cli import over_seeds
-from piecework.compare import compare_json, group_runs
-from piecework.compare_view import compare_tables, write_curves
-from piecework.console import PlainConsole
-from piecework.display import memory_rows, summary_table
+from piecework.commands.console import PlainConsole
 from piecework.models.model_file import ModelFileError
-from piecework.page import ReportError
-from piecework.progress import RoundProgress
-from piecework.report import write_report
-from piecework.robust_report import cascade_sections, depth_rows, robust_curves, stage_rows
+from piecework.report.compare import compare_json, group_runs
+from piecework.report.compare_view import compare_tables, write_curves
+from piecework.report.display import memory_rows, summary_table
+from piecework.report.page import ReportError
+from piecework.report.progress import RoundProgress
+from piecework.report.robust_report import cascade_sections, depth_rows, robust_curves, stage_rows
+from piecework.report.run_page import write_report
 from piecework.server_app.records import RunDir
 from piecework.server_app.summary import peak_over_budget
 from piecework.training.examples import normalised

@@ -11,8 +11,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from piecework.cli import app
-from piecework.compare import runs_at
-from piecework.seeds import conclusion
+from piecework.report.compare import runs_at
+from piecework.report.seeds import conclusion
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import resolve_run_dir
 from piecework.training.settings import Settings

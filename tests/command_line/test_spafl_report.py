@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from report_helpers import assert_self_contained, client, make_run, round_record, two_rounds
 
-from piecework.report import write_report
-from piecework.spafl_report import density_section, pattern_figure, rows
+from piecework.report.run_page import write_report
+from piecework.report.spafl_report import density_section, pattern_figure, rows
 
 pytest.importorskip("plotly")
 

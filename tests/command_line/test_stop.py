@@ -20,10 +20,10 @@ from helpers import TRIO, RecordingGrid, run_local, tiny_settings
 from typer.testing import CliRunner
 
 from piecework.cli import app, how_to_go_on, main
-from piecework.cli_base import TERMINATED
-from piecework.guardian import lives
-from piecework.launch import halt, note_stop
-from piecework.processes import Connection, EngineError, FlowerHome, free_ports, process, wait_until_healthy
+from piecework.commands.base import TERMINATED
+from piecework.engines.guardian import lives
+from piecework.engines.launch import halt, note_stop
+from piecework.engines.processes import Connection, EngineError, FlowerHome, free_ports, process, wait_until_healthy
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_lock import run_lock, writer
 from piecework.server_app.signals import end_on_hangup, without_interrupts
@@ -132,7 +132,7 @@ def test_what_the_tests_start_heeds_ctrl_c_in_a_background_job_too() -> None:
 
 LAUNCHER = """
 import multiprocessing, sys, time
-from piecework.processes import flower_home, process
+from piecework.engines.processes import flower_home, process
 for step in sys.argv[3:]:
     multiprocessing.get_context("spawn").Process(target=exec, args=(sys.argv[1], {"step": step})).start()
 with flower_home() as home, process(home, "superlink", sys.executable, "-SEc", sys.argv[2]):

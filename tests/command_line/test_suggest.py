@@ -10,23 +10,23 @@ from model_helpers import mlp
 from settings_helpers import settings_with
 from typer.testing import CliRunner
 
-from piecework import cli_base
 from piecework.cli import app
-from piecework.console import PlainConsole
+from piecework.commands import base
+from piecework.commands.console import PlainConsole
+from piecework.commands.options import run_command
 from piecework.models.zoo import MODELS, build_blueprint
-from piecework.options import run_command
-from piecework.plan import make_plan
 from piecework.planning import costs
-from piecework.question import ask
+from piecework.plans.plan import make_plan
+from piecework.plans.question import ask
+from piecework.plans.suggest import advise, cost_model_of, fedavg_verdict, planned, recommended, suits
 from piecework.strategies import STRATEGIES
-from piecework.suggest import advise, cost_model_of, fedavg_verdict, planned, recommended, suits
 from piecework.training.settings import Settings
 
 SOME = ("allsmall", "exclusivefl", "fedavg", "fedepth", "feddf", "heterofl", "jfat", "profl", "spafl")
 
 
 def only(patch: pytest.MonkeyPatch, *names: str) -> None:
-    patch.setattr("piecework.suggest.STRATEGIES", {name: STRATEGIES[name] for name in names})
+    patch.setattr("piecework.plans.suggest.STRATEGIES", {name: STRATEGIES[name] for name in names})
 
 
 @pytest.fixture(scope="module")
@@ -242,8 +242,8 @@ def test_the_advice_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for terminal, silent in ((True, False), (True, True), (False, False)):
         console = PlainConsole(file=io.StringIO(), force_terminal=terminal)
-        monkeypatch.setattr(cli_base, "err", console)
-        with cli_base.telling("planning", silent=silent) as tell:
+        monkeypatch.setattr(base, "err", console)
+        with base.telling("planning", silent=silent) as tell:
             tell("fedepth")
         assert ("planning fedepth" in console.file.getvalue()) == (terminal and not silent)  # type: ignore[attr-defined]
 

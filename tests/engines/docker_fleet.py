@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from piecework.processes import free_ports
+from piecework.engines.processes import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "piecework:tests"

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from docker_fleet import IMAGE, ROOT, Containers, Memory, Run, checked, docker, federation, missing, wait_for
 
-from piecework.certs import issue
+from piecework.deploy.certs import issue
 from piecework.federation.registry import sampled
 
 PRESET = ("--preset", "fedepth-containers")

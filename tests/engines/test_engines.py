@@ -25,14 +25,14 @@ from typer.testing import CliRunner
 
 import piecework
 from benchmarks.defaults import with_defaults
-from piecework import processes
 from piecework.cli import app
 from piecework.client_app import prepare
-from piecework.guardian import lives
-from piecework.launch import launch
-from piecework.options import settings_from
-from piecework.processes import free_ports
-from piecework.runs import stores
+from piecework.commands.options import settings_from
+from piecework.commands.runs import stores
+from piecework.engines import processes
+from piecework.engines.guardian import lives
+from piecework.engines.launch import launch
+from piecework.engines.processes import free_ports
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import resolve_run_dir
 from piecework.server_app.run_lock import run_lock
@@ -204,7 +204,7 @@ import piecework, piecework.app_folder, piecework.server_app
 from typer.testing import CliRunner
 from piecework.cli import app
 places = [piecework.__file__, piecework.server_app.__file__, str(piecework.app_folder.PRESETS)]
-others = [name for name in ("numpy", "flwr", "tests") if importlib.util.find_spec("piecework." + name)]
+others = [name for name in ("numpy", "flwr", "tests", "piecework") if importlib.util.find_spec("piecework." + name)]
 found = [CliRunner().invoke(app, command) for command in json.loads(sys.argv[1])]
 print(json.dumps([places, others, [[done.exit_code, done.stdout, done.stderr] for done in found]]))
 """

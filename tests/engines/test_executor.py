@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from piecework import supernode
-from piecework.launch import client_executors
+from piecework.deploy import supernode
+from piecework.engines.launch import client_executors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Flower's own executor runs the tasks")
 ROOT = Path(__file__).resolve().parents[2]

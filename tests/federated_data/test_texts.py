@@ -13,7 +13,7 @@ import torch
 from helpers import TRIO, run_local, tiny_settings
 
 from piecework import load as load_model
-from piecework.export_data import export_data
+from piecework.commands.export_data import export_data
 from piecework.federated_data.datasets import PUBLISHED, ArrayDataset, DatasetError, load, prepare
 from piecework.federated_data.texts import LENGTH, WORDS, text_files, tokenised
 from piecework.models.zoo import build_blueprint

@@ -15,7 +15,7 @@ from piecework.device_profiles.clock import awaited, closing
 from piecework.federation import transport
 from piecework.federation.pace import KEPT, Done, Load, Pace, before_deadlines, predicted
 from piecework.federation.transport import Transport
-from piecework.plan_rounds import Timed, timed_rounds
+from piecework.plans.plan_rounds import Timed, timed_rounds
 from piecework.server_app.local_grid import FIRST_NODE, identify
 from piecework.server_app.records import RunDir
 from piecework.training.settings import Settings, SettingsError

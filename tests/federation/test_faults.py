@@ -25,11 +25,11 @@ from helpers import (
     training,
 )
 
+from piecework.engines.launch import launch
 from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.federation.faults import CrashHistory, status_of
 from piecework.federation.reply_guard import ReplyGuard
 from piecework.federation.transport import Transport
-from piecework.launch import launch
 from piecework.server_app.local_grid import FIRST_NODE, READY, LocalGrid, identify
 from piecework.server_app.records import RunDir
 from piecework.strategies.state import StrategyState

@@ -11,7 +11,7 @@ from helpers import FEW, RecordingGrid, average, clients_of, model_of, run_local
 from piecework.device_profiles.clock import Stragglers, closing
 from piecework.federation.pace import Done
 from piecework.federation.registry import sampled
-from piecework.plan_rounds import Timed, awaited_seconds, timed_rounds
+from piecework.plans.plan_rounds import Timed, awaited_seconds, timed_rounds
 from piecework.server_app.local_grid import FIRST_NODE
 from piecework.training.settings import Settings, SettingsError
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import tiny_settings
 
-from piecework.export_data import export_data
+from piecework.commands.export_data import export_data
 from piecework.federated_data.datasets import load
 from piecework.federation.public_data import public_examples
 from piecework.training.setup import client_rows, open_dataset, public_rows

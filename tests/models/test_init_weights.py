@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from piecework.commands.options import settings_from
 from piecework.models.cascade import Blueprint, Cascade, isolated_rng
 from piecework.models.init_weights import account, pretrained
 from piecework.models.zoo import build_blueprint
-from piecework.options import settings_from
 
 
 def blueprint_of(name: str, edge: int = 32, classes: int = 10, **options: object) -> Blueprint:

@@ -15,8 +15,8 @@ from torch import nn
 from piecework.models.basic_layers import without_bare_blocks
 from piecework.models.cascade import Atom, Blueprint, unit_of
 from piecework.models.zoo import MODELS
-from piecework.plan import make_plan
-from piecework.question import ask
+from piecework.plans.plan import make_plan
+from piecework.plans.question import ask
 from piecework.strategies import STRATEGIES
 
 

@@ -10,18 +10,18 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from piecework.cli import app
-from piecework.console import PlainConsole
+from piecework.commands.console import PlainConsole
+from piecework.commands.options import settings_from
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import DeviceState
-from piecework.display import summary_table
 from piecework.models.cascade import initial_state
 from piecework.models.zoo import build_blueprint
-from piecework.options import settings_from
-from piecework.plan import policy_for, trainers
 from piecework.planning.costs import CostModel
 from piecework.planning.coverage import Trainer, consecutive, coverage, coverage_sentence, judged, trained_rows
-from piecework.question import ask
-from piecework.report import write_report
+from piecework.plans.plan import policy_for, trainers
+from piecework.plans.question import ask
+from piecework.report.display import summary_table
+from piecework.report.run_page import write_report
 from piecework.server_app.start import covered
 from piecework.strategies import find_policy
 from piecework.strategies.width.heterofl import HeteroFLPolicy

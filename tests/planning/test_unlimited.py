@@ -7,14 +7,14 @@ import pytest
 from helpers import TRIO, clients_of, fleet_json, model_of, run_local, same
 from typer.testing import CliRunner
 
-from piecework import display
 from piecework.cli import app
-from piecework.compose import places
+from piecework.commands.options import settings_from
+from piecework.deploy.compose import places
 from piecework.device_profiles.fleet import device_state, load_fleet
 from piecework.device_profiles.fleet_file import FleetError
 from piecework.device_profiles.profile import UNLIMITED, format_bytes, is_limit, is_unlimited
-from piecework.options import settings_from
-from piecework.report import memory_figure
+from piecework.report import display
+from piecework.report.run_page import memory_figure
 from piecework.server_app.records import RunDir
 from piecework.training.settings import SettingsError
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from piecework.client_app.trainers.cascade.depthfl import ExitsModel
 from piecework.client_app.trainers.width.heterofl import input_ratios, scale_up
-from piecework.display import device_model_rows
 from piecework.models.basic_layers import blocks_of
 from piecework.models.cascade import Blueprint
 from piecework.models.channels import channel_axes
@@ -21,6 +20,7 @@ from piecework.models.static_norms import with_statistics
 from piecework.models.variant import Variant, vary
 from piecework.models.width import Select, ordered, rolling, shapes, sub_indices, take
 from piecework.models.zoo import build_blueprint
+from piecework.report.display import device_model_rows
 from piecework.server_app.served_model import Moments
 from piecework.server_app.summary import worst_and_mean
 from piecework.training.examples import as_inputs

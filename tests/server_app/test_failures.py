@@ -10,9 +10,9 @@ from report_helpers import client, make_run, round_record, text_of
 from typer.testing import CliRunner
 
 from piecework.cli import app
-from piecework.console import PlainConsole
-from piecework.display import summary_table
-from piecework.report import write_report
+from piecework.commands.console import PlainConsole
+from piecework.report.display import summary_table
+from piecework.report.run_page import write_report
 from piecework.server_app.failures import excluded_classes, failure_text, failures
 from piecework.server_app.records import RunDir
 from piecework.server_app.summary import summarise

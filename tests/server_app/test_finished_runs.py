@@ -11,9 +11,9 @@ import pytest
 from helpers import TRIO, run_local, tiny_settings
 from typer.testing import CliRunner
 
-import piecework.launch as launching
+import piecework.engines.launch as launching
 from piecework.cli import app
-from piecework.options import settings_from
+from piecework.commands.options import settings_from
 from piecework.server_app import rounds
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir

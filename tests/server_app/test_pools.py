@@ -11,12 +11,12 @@ import pytest
 from helpers import budgets
 from typer.testing import CliRunner
 
-from piecework import cli_base
 from piecework.cli import app
+from piecework.commands import base
+from piecework.commands.devices import fleet_rows
 from piecework.device_profiles.fleet import Fleet, device_of, device_state, load_fleet
 from piecework.device_profiles.fleet_file import FleetError, shipped_fleets, shipped_pools
 from piecework.device_profiles.profile import DeviceProfile
-from piecework.devices import fleet_rows
 
 POOL = """
 description = "mine"
@@ -222,7 +222,7 @@ def test_devices_of_a_pool() -> None:
 
 def test_the_tables_of_devices_fit_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device on a line of its own with its whole name, each fleet and pool once and whole."""
-    monkeypatch.setattr(cli_base.out, "width", 80)
+    monkeypatch.setattr(base.out, "width", 80)
     rows, lines = fleet_rows(""), CliRunner().invoke(app, ["devices"]).stdout.splitlines()
     assert max(map(len, lines)) <= 80
     devices = [row["name"] for row in rows]

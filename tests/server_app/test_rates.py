@@ -8,7 +8,7 @@ import pytest
 from helpers import TRIO, run_local, tiny_settings
 from settings_helpers import settings_with
 
-from piecework.report import rate_plan, write_report
+from piecework.report.run_page import rate_plan, write_report
 from piecework.server_app.rates import describe, require_rates, starved
 from piecework.server_app.records import RunDir
 from piecework.strategies.cascade.fedprophet import FedProphet

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from helpers import TRIO, run_local, tiny_settings
 
-from piecework.launch import attempts, launch, watch
-from piecework.processes import EngineError, FlowerHome
+from piecework.engines.launch import attempts, launch, watch
+from piecework.engines.processes import EngineError, FlowerHome
 from piecework.server_app import run_lock as locking
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir

@@ -30,12 +30,12 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from helpers import TRIO, clients_of, model_of, run_local
 from typer.testing import CliRunner
 
-from piecework import certs, registration
 from piecework.cli import app
+from piecework.commands.options import settings_from
+from piecework.deploy import certs, registration
+from piecework.engines.launch import launch
+from piecework.engines.processes import Connection, FlowerHome, flower_home, free_ports, stop
 from piecework.federation.errors import RunAbortedError
-from piecework.launch import launch
-from piecework.options import settings_from
-from piecework.processes import Connection, FlowerHome, flower_home, free_ports, stop
 from piecework.server_app.records import RunDir
 
 DEADLINE = 60.0

@@ -10,8 +10,8 @@ from settings_helpers import ALL, CHOICES, key_of, other, settings_with
 from typer.testing import CliRunner
 
 from piecework.cli import app
-from piecework.options import read_preset, settings_from
-from piecework.presets import preset_rows
+from piecework.commands.options import read_preset, settings_from
+from piecework.commands.presets import preset_rows
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.used_settings import require_used, unused
 from piecework.strategies import STRATEGIES
@@ -131,7 +131,7 @@ def test_a_given_setting_of_another_method_is_refused(tmp_path: Path) -> None:
 
 def test_a_suggestion_gives_each_system_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     some = ("allsmall", "fedavg", "prism", "spafl")
-    monkeypatch.setattr("piecework.suggest.STRATEGIES", {name: STRATEGIES[name] for name in some})
+    monkeypatch.setattr("piecework.plans.suggest.STRATEGIES", {name: STRATEGIES[name] for name in some})
     call = ["plan", "--model", "convnet", "--dataset", "digits", "--suggest", "--json"]
     done = CliRunner().invoke(app, [*call, "--strategy", "prism", "--set", "prism.kappa=7"])
     assert done.exit_code == 0, done.stderr

@@ -10,10 +10,10 @@ from helpers import TRIO, a_blueprint, a_client, fleet_json, run_local, tiny_set
 
 from piecework.client_app.validation import evaluate_whole
 from piecework.device_profiles.memory import MemoryBudgetExceededError
-from piecework.plan_evaluation import evaluation_row, evaluation_warning, needed_to_evaluate
 from piecework.planning.costs import cost_model_for
 from piecework.planning.evaluation_cost import chosen, evaluation_steps, sizes
 from piecework.planning.partition_policy import PartitionPolicy
+from piecework.plans.plan_evaluation import evaluation_row, evaluation_warning, needed_to_evaluate
 from piecework.server_app.records import RunDir
 from piecework.strategies import STRATEGIES, find_policy
 from piecework.strategies.client_evaluation import ClientEvaluation

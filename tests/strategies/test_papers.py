@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from piecework.settings_list import setting_rows
+from piecework.commands.settings_list import setting_rows
 from piecework.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]

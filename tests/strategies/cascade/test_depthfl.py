@@ -13,15 +13,15 @@ from settings_helpers import settings_with
 
 from piecework import load
 from piecework.client_app.trainers.cascade.depthfl import corrected, distillation_weight, exits_loss, item_of_depth
+from piecework.commands.options import read_preset
 from piecework.models.basic_layers import blocks_of
 from piecework.models.cascade import num_logits, unit_of
 from piecework.models.depth_exits import ExitCascade, exits_of, with_exits
 from piecework.models.variant import Variant
 from piecework.models.zoo import MODELS, build_blueprint
-from piecework.options import read_preset
-from piecework.plan import make_plan
 from piecework.planning.costs import cost_model_for
-from piecework.question import PlanQuestion, ask
+from piecework.plans.plan import make_plan
+from piecework.plans.question import PlanQuestion, ask
 from piecework.strategies.cascade.depthfl import DepthFLPolicy
 from piecework.training.examples import normalised
 from piecework.training.settings import Settings

@@ -3,12 +3,12 @@
 import pytest
 from helpers import fleet_json
 
+from piecework.commands.options import settings_from
 from piecework.device_profiles.fleet import load_fleet
 from piecework.models.partition import runs
 from piecework.models.work_item import WorkItem
-from piecework.options import settings_from
-from piecework.plan import policy_for
-from piecework.question import ask
+from piecework.plans.plan import policy_for
+from piecework.plans.question import ask
 from piecework.strategies.cascade.fedepth import FeDepthPolicy
 
 SIXTH, THIRD, HALF, ONE = "0-1 | 2 | 3 | 4 | 5-6 | 7-9", "0-2 | 3-4 | 5-9", "0-3 | 4-9", "0-9"

@@ -4,10 +4,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from piecework.commands.options import read_preset, settings_from
 from piecework.device_profiles.fleet import load_fleet
 from piecework.federated_data.datasets import PUBLISHED
 from piecework.federated_data.partition import client_class_counts
-from piecework.options import read_preset, settings_from
 from piecework.training.setup import client_rows
 
 SETTINGS = [

@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 
 from piecework import load
 from piecework.models.cascade import unit_of
-from piecework.plan import make_plan
-from piecework.question import ask
+from piecework.plans.plan import make_plan
+from piecework.plans.question import ask
 from piecework.server_app.records import RunDir
 from piecework.strategies.cascade.profl_phases import Phase, phases_of
 from piecework.training.examples import normalised

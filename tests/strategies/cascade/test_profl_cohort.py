@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from helpers import FEW, clients_of, fleet_json, run_local, tiny_settings
 
-from piecework.plan import make_plan
-from piecework.question import ask
+from piecework.plans.plan import make_plan
+from piecework.plans.question import ask
 from piecework.server_app.records import RunDir
 
 # Steps 1, 2 and 3 need 854,416, 807,184 and 499,976 bytes, the output layer alone 253,976 (in step 3 255,008). Of the four

@@ -31,8 +31,8 @@ from piecework import load
 from piecework.device_profiles.memory import PeakMemory
 from piecework.models.cascade import initial_state
 from piecework.models.zoo import build_blueprint
-from piecework.plan import make_plan
-from piecework.question import ask
+from piecework.plans.plan import make_plan
+from piecework.plans.question import ask
 from piecework.strategies.distillation.server_training import (
     AdamPiece,
     Ensemble,

@@ -34,10 +34,10 @@ from piecework.federated_data.datasets import default_cache, prepare
 from piecework.federation.public_data import public_examples
 from piecework.models.dual_norm import DualBatchNorm1d, DualBatchNorm2d, begin_adversarial, is_adversarial, use
 from piecework.models.zoo import build_blueprint
-from piecework.plan import make_plan
 from piecework.planning.costs import cost_model_for
 from piecework.planning.part import Part
-from piecework.question import ask
+from piecework.plans.plan import make_plan
+from piecework.plans.question import ask
 from piecework.server_app.records import RunDir
 from piecework.strategies.whole.fedrbn import begun, propagated, similarity
 from piecework.strategies.whole.fedrbn_detector import DetectingPiece, fit_detector

@@ -41,8 +41,8 @@ from piecework.models.channels import channel_axes
 from piecework.models.variant import Variant, vary
 from piecework.models.width import ordered, shapes, sub_indices, take
 from piecework.models.zoo import build_blueprint
-from piecework.plan import make_plan
-from piecework.question import ask
+from piecework.plans.plan import make_plan
+from piecework.plans.question import ask
 from piecework.strategies.width.heterofl import HeteroFL, classes
 from piecework.training.loop import PieceModel
 

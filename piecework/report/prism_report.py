@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from piecework.display import Record
-from piecework.page import Section, line, over_rounds, panels, table
+from piecework.report.display import Record
+from piecework.report.page import Section, line, over_rounds, panels, table
 
 COLUMNS = ("layer", "kernels", "needed at first", "needed at the end", "clients per kernel, by tenths of the kernels")
 

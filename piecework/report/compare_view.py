@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from piecework import display
-from piecework.compare import ACCURACIES, UNDER_ATTACK, Group, figures
 from piecework.device_profiles.profile import format_bytes
+from piecework.report import display
+from piecework.report.compare import ACCURACIES, UNDER_ATTACK, Group, figures
 from piecework.server_app.records import write_atomically
 from piecework.server_app.round_line import percent
 
@@ -131,7 +131,7 @@ def size(amount: float | None) -> str:
 
 def write_curves(groups: Sequence[Group], path: Path) -> Path:
     """Write one page with accuracy over rounds and over bytes. Raises ReportError without plotly."""
-    from piecework.page import Section, page, sections_html, table
+    from piecework.report.page import Section, page, sections_html, table
 
     caption = (
         "Line: mean of the runs of a group that were evaluated in the round; band: from the lowest to the highest."
@@ -157,7 +157,7 @@ def write_curves(groups: Sequence[Group], path: Path) -> Path:
 
 def curves_figure(groups: Sequence[Group], key: str, *, over_bytes: bool) -> Any:
     """Draw a line and a band per group for the record key `key`."""
-    from piecework.page import COLOURS, graph_objects, line
+    from piecework.report.page import COLOURS, graph_objects, line
 
     figure = graph_objects().Figure()
     for i, (mark, group) in enumerate(zip(marks(groups), groups, strict=True)):

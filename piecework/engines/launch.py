@@ -19,9 +19,7 @@ import tomli_w
 import torch
 
 from piecework.app_folder import app_folder
-from piecework.federated_data.labels import label_remarks
-from piecework.federation.errors import RunAbortedError, TooFewNodesError
-from piecework.processes import (
+from piecework.engines.processes import (
     Connection,
     EngineError,
     FlowerHome,
@@ -33,7 +31,9 @@ from piecework.processes import (
     superlink,
     wait_until_healthy,
 )
-from piecework.ray_cluster import OWN_RAY, ray_address, require_cluster
+from piecework.engines.ray_cluster import OWN_RAY, ray_address, require_cluster
+from piecework.federated_data.labels import label_remarks
+from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.preflight import preflight
 from piecework.server_app.records import RunDir

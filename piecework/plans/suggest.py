@@ -12,11 +12,11 @@ from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import DeviceState, format_bytes, format_compared
 from piecework.models.cascade import Blueprint
 from piecework.models.static_norms import mixes_examples
-from piecework.plan import fleet_states, make_plan, policy_for
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.less_memory import FIT, in_less_memory
 from piecework.planning.part import whole_model
-from piecework.question import PlanQuestion
+from piecework.plans.plan import fleet_states, make_plan, policy_for
+from piecework.plans.question import PlanQuestion
 from piecework.strategies import STRATEGIES, find_policy
 from piecework.strategies.whole.fedavg import FedAvgPolicy
 from piecework.training.settings import Settings

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from piecework.compare import mean, spread
-from piecework.compare_view import with_spread
+from piecework.report.compare import mean, spread
+from piecework.report.compare_view import with_spread
 
 ACCURACIES = {
     "accuracy": "accuracy",

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.app_folder import PRESETS
+from piecework.commands.options import read_preset
 from piecework.device_profiles.names import did_you_mean
-from piecework.options import read_preset
 from piecework.training.settings import Settings, SettingsError
 
 

@@ -4,7 +4,7 @@ import os
 import re
 import socket
 
-from piecework.processes import EngineError
+from piecework.engines.processes import EngineError
 
 OWN_RAY = "local"  # the address with which Ray starts a cluster
 CONNECT_SECONDS = 5.0

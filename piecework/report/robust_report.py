@@ -11,9 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from piecework.display import Record
 from piecework.models.model_file import description
-from piecework.page import COLOURS, Section, graph_objects, label, line, mark_stages, over_rounds, panels, table
+from piecework.report.display import Record
+from piecework.report.page import COLOURS, Section, graph_objects, label, line, mark_stages, over_rounds, panels, table
 from piecework.server_app.round_line import percent
 
 ATTACKS = {"apgd-ce": "APGD-CE", "apgd-t": "APGD-T", "fab-t": "FAB-T", "square": "Square"}

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from piecework.cli_base import Json, out, user_errors
+from piecework.commands.base import Json, out, user_errors
 
 lists = typer.Typer()
 
@@ -19,7 +19,7 @@ def devices(
     as_json: Json = False,
 ) -> None:
     """Show the shipped fleets and pools, the devices of one of them, or the figures of this machine."""
-    from piecework.devices import fleet_rows, fleet_tables, measured_here
+    from piecework.commands.devices import fleet_rows, fleet_tables, measured_here
 
     with user_errors(as_json):
         rows = measured_here() if measure else fleet_rows(fleet)
@@ -35,7 +35,7 @@ def presets(
     as_json: Json = False,
 ) -> None:
     """List the shipped presets, which run published settings and our own comparisons, and the purpose of each."""
-    from piecework.presets import preset_rows, preset_table
+    from piecework.commands.presets import preset_rows, preset_table
 
     with user_errors(as_json):
         rows = preset_rows(word)
@@ -52,7 +52,7 @@ def settings(
     as_json: Json = False,
 ) -> None:
     """List the settings of a run: the meaning, default, allowed values and strategies of each."""
-    from piecework.settings_list import setting_rows, setting_table
+    from piecework.commands.settings_list import setting_rows, setting_table
 
     with user_errors(as_json):
         rows = setting_rows(word)
@@ -66,7 +66,7 @@ def settings(
 @lists.command()
 def strategies(as_json: Json = False) -> None:
     """List the systems that can train: the method, paper and requirements of each."""
-    from piecework.strategies_list import strategy_rows, strategy_table
+    from piecework.commands.strategies_list import strategy_rows, strategy_table
 
     with user_errors(as_json):
         rows = strategy_rows()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from piecework.device_profiles.fleet import device_of, load_fleet, named_device
 from piecework.device_profiles.profile import format_bytes, is_unlimited, parse_bytes
 from piecework.planning.costs import cost_model_for
-from piecework.question import data_shape
+from piecework.plans.question import data_shape
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.setup import blueprint_of_shape
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from piecework.display import Record
-from piecework.page import COLOURS, Section, graph_objects, line, over_rounds, panels, table
-from piecework.prism_report import short
+from piecework.report.display import Record
+from piecework.report.page import COLOURS, Section, graph_objects, line, over_rounds, panels, table
+from piecework.report.prism_report import short
 
 COLUMNS = ("layer", "filters", "density at first", "minimum", "at the end", "mean threshold")
 PICTURES = 4  # layers whose filters are shown, the first ones

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes, format_compared, is_limit
 from piecework.planning.coverage import consecutive
-from piecework.read_records import read_summary
+from piecework.report.read_records import read_summary
 from piecework.server_app.failures import excluded_classes, failure_text, failures
 from piecework.server_app.records import RunDir
 from piecework.server_app.round_line import accuracy_name, percent

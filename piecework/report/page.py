@@ -10,7 +10,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from piecework.display import Record
+from piecework.report.display import Record
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish; yellow is too pale on white.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#8A8A8A")

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes
-from piecework.plan_view import columns, duration
+from piecework.plans.plan_view import columns, duration
 
 COLUMNS = ("strategy", "take part", "each", "together", "bytes", "time", "notes")
 LEGEND = (

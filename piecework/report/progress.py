@@ -10,9 +10,9 @@ from typing import Self
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from piecework.console import PlainConsole
-from piecework.display import Record, format_seconds
+from piecework.commands.console import PlainConsole
 from piecework.planning.now import NOW
+from piecework.report.display import Record, format_seconds
 from piecework.server_app.round_line import round_line
 
 BAR = 16  # columns

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import tomli_w
 
-from piecework import own_user
+from piecework.engines import own_user
 from piecework.server_app.signals import HANGUP, blocked
 
 EXPOSED = (

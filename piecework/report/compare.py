@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from piecework import display
 from piecework.device_profiles.documents import read_json
-from piecework.display import UnderAttack
-from piecework.read_records import read_final, read_rounds, with_details
+from piecework.report import display
+from piecework.report.display import UnderAttack
+from piecework.report.read_records import read_final, read_rounds, with_details
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.summary import best_round, peak_over_budget
 from piecework.training.settings import CHANGEABLE, Scalar, Settings, SettingsError

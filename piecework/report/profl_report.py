@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from piecework.display import Record
-from piecework.page import Section, line, mark_stages, over_rounds, panels, table
-from piecework.robust_report import by_stage, span
+from piecework.report.display import Record
+from piecework.report.page import Section, line, mark_stages, over_rounds, panels, table
+from piecework.report.robust_report import by_stage, span
 
 COLUMNS = (
     "part of the run",

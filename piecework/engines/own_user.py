@@ -17,7 +17,7 @@ from typing import Any, cast
 from uvicorn import config
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from piecework.supernode import look_every
+from piecework.deploy.supernode import look_every
 
 CONNECTIONS = Path("/proc/net/tcp")
 LOOK_SECONDS = 0.2  # instead of 3 for the next message and 0.5 for the reply: the SuperLink is on this machine
@@ -76,7 +76,7 @@ def main() -> None:
     if name == "flower-supernode":
         look_every(LOOK_SECONDS)
     if name == "flower-superlink":
-        from piecework.busy_superlink import prepare
+        from piecework.deploy.busy_superlink import prepare
 
         prepare()
     (command,) = entry_points(group="console_scripts", name=name)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from piecework.cli_base import Json, Named, Preset, Set, err, out, user_errors, with_shorthands
-from piecework.options import OPTIONS, settings_from
+from piecework.commands.base import Json, Named, Preset, Set, err, out, user_errors, with_shorthands
+from piecework.commands.options import OPTIONS, settings_from
 
 commands = typer.Typer()
 
@@ -24,8 +24,8 @@ def export_data(
     as_json: Json = False,
 ) -> None:
     """Write each client's data and the server's part into folders of their own, for devices and containers."""
-    from piecework.export_data import export_data as export
-    from piecework.export_data import export_table
+    from piecework.commands.export_data import export_data as export
+    from piecework.commands.export_data import export_table
 
     with user_errors(as_json, {}):
         rows = export(settings_from(preset, assignments, nodes=nodes, named=named), folder, force)
@@ -48,7 +48,7 @@ def profile(
     r"""Measure this machine into a \[\[device]] table for a fleet, by the settings training.torch-threads and reserve."""
     import platform
 
-    from piecework.profile_device import check_new, profile_device, toml_text, write_new
+    from piecework.commands.profile_device import check_new, profile_device, toml_text, write_new
 
     with user_errors(as_json, {}):
         settings = settings_from("", assignments)
@@ -86,7 +86,7 @@ def certs(
 
     from rich.table import Table
 
-    from piecework.certs import issue
+    from piecework.deploy.certs import issue
 
     with user_errors(as_json, {}):
         made = issue(names or [], nodes, folder, days)
@@ -113,7 +113,7 @@ def register(
 
     from rich.table import Table
 
-    from piecework import registration
+    from piecework.deploy import registration
 
     with user_errors(as_json, {}):
         trusted = root_certificates or folder / "ca.crt"
@@ -150,7 +150,7 @@ def compose(
     assignments: Set = [],  # noqa: B006
 ) -> None:
     """Print a compose file in which each client is a container whose memory limit is its device's memory."""
-    from piecework.compose import FLOOR, clients_in_containers, command_line, compose_file, tls_overlay
+    from piecework.deploy.compose import FLOOR, clients_in_containers, command_line, compose_file, tls_overlay
 
     with user_errors(False):
         settings = settings_from(preset, assignments, nodes=nodes, named=named)

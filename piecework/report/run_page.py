@@ -6,11 +6,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from piecework import display
-from piecework.compare import fleet_name
 from piecework.device_profiles.profile import format_bytes, is_limit
-from piecework.display import Record
-from piecework.page import (
+from piecework.planning.coverage import consecutive
+from piecework.report import display
+from piecework.report.compare import fleet_name
+from piecework.report.display import Record
+from piecework.report.page import (
     COLOURS,
     Section,
     bars,
@@ -24,16 +25,15 @@ from piecework.page import (
     sections_html,
     table,
 )
-from piecework.planning.coverage import consecutive
-from piecework.prism_report import has_kernels, kernel_section
-from piecework.profl_report import is_progressive, movement_section
-from piecework.read_records import read_coverage, read_final, read_models, read_rounds, with_details
-from piecework.robust_report import cascade_sections, final_section, is_adversarial, is_cascade, robust_curves
+from piecework.report.prism_report import has_kernels, kernel_section
+from piecework.report.profl_report import is_progressive, movement_section
+from piecework.report.read_records import read_coverage, read_final, read_models, read_rounds, with_details
+from piecework.report.robust_report import cascade_sections, final_section, is_adversarial, is_cascade, robust_curves
+from piecework.report.spafl_report import density_section, has_thresholds, pattern_section
 from piecework.server_app.failures import excluded_classes, failures
 from piecework.server_app.records import RunDir, write_atomically
 from piecework.server_app.round_line import percent
 from piecework.server_app.summary import peak_over_budget, trained_parts
-from piecework.spafl_report import density_section, has_thresholds, pattern_section
 
 
 def write_report(run_dir: RunDir) -> Path:

@@ -12,9 +12,9 @@ import typer
 from rich.text import Text
 
 from piecework import __version__
-from piecework.console import PlainConsole
+from piecework.commands.console import PlainConsole
+from piecework.commands.options import OPTIONS, Scalars
 from piecework.device_profiles.fleet_file import FleetError
-from piecework.options import OPTIONS, Scalars
 from piecework.training.settings import SettingsError
 
 out, err = PlainConsole(), PlainConsole(stderr=True)

@@ -15,16 +15,16 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.federation.pace import Done
 from piecework.federation.registry import sampled
 from piecework.models.partition import AtomTooLargeError
-from piecework.parts import simulated_swapping, trained_fractions
-from piecework.plan_evaluation import evaluation_row
-from piecework.plan_rounds import Timed, awaited_seconds, timed_rounds
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.coverage import Trainer, richest
 from piecework.planning.paper_memory import MACS
 from piecework.planning.part import Part, whole_model
 from piecework.planning.partition_policy import PartitionPolicy, label
 from piecework.planning.timing import local_work, swapped_seconds, work_flops, work_seconds
-from piecework.question import PlanQuestion, budget_bytes
+from piecework.plans.parts import simulated_swapping, trained_fractions
+from piecework.plans.plan_evaluation import evaluation_row
+from piecework.plans.plan_rounds import Timed, awaited_seconds, timed_rounds
+from piecework.plans.question import PlanQuestion, budget_bytes
 from piecework.server_app.rates import starved
 from piecework.server_app.start import covered
 from piecework.strategies import find_policy

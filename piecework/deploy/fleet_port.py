@@ -20,7 +20,7 @@ import psutil
 import uvicorn
 from starlette.responses import JSONResponse
 
-from piecework import busy_superlink
+from piecework.deploy import busy_superlink
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network

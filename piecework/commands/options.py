@@ -9,7 +9,7 @@ from piecework.app_folder import PRESETS
 from piecework.device_profiles.documents import read_toml, shown
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.names import did_you_mean
-from piecework.processes import Connection
+from piecework.engines.processes import Connection
 from piecework.server_app.used_settings import require_used, unused, without_unused
 from piecework.strategies import require_strategy
 from piecework.training.settings import Scalar, Settings, SettingsError
