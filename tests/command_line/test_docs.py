@@ -140,7 +140,7 @@ print(json.dumps([[done.exit_code, done.stdout, done.stderr] for done in found])
 def test_add_a_strategy_and_its_setting_to_the_repository(tmp_path: Path) -> None:
     """In a copy, by touching the files that the page lists."""
     copy = tmp_path / "copy"
-    others = shutil.ignore_patterns(".*", "__pycache__", "docs", "tests", "runs", "deploy")
+    others = shutil.ignore_patterns(".*", "__pycache__", "docs", "tests", "runs")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=others)
     code, tables = dict(python_blocks(r"(\w+)\.py")), dict(python_blocks(r"(training/settings/\w+\.py)"))
     trainer = "piecework.client_app.trainers.whole.fedprox"
