@@ -87,6 +87,19 @@ def format_compared(*amounts: int) -> list[str]:
     return next(found for found in texts if len(set(found)) == different)
 
 
+def percent(fraction: float | None, digits: int = 2) -> str:
+    """Format a fraction; `-` for None. Only 1 itself is shown as 100 %: a peak just over its budget must not seem to fit."""
+    if fraction is None:
+        return "-"
+    step = 10**-digits
+    near = (
+        100 * fraction
+        if fraction == 1 or abs(100 * fraction - 100) >= step
+        else 100 + (step if fraction > 1 else -step)
+    )
+    return f"{near:.{digits}f}%"
+
+
 @dataclass(frozen=True)
 class DeviceProfile:
     """A device as a fleet describes it, before the degradation of a round.

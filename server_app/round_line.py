@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from piecework.device_profiles.profile import percent
 from piecework.server_app.summary import peak_over_budget
 
 Record = dict[str, Any]
@@ -38,16 +39,3 @@ def accuracy_now(record: Record) -> str:
 def accuracy_name(rounds: Sequence[Record]) -> str:
     """Return what `accuracy` means in a run's records."""
     return "personal accuracy" if rounds and rounds[-1].get("personal") else "accuracy"
-
-
-def percent(fraction: float | None, digits: int = 2) -> str:
-    """Format a fraction; `-` for None. Only 1 itself is shown as 100 %: a peak just over its budget must not seem to fit."""
-    if fraction is None:
-        return "-"
-    step = 10**-digits
-    near = (
-        100 * fraction
-        if fraction == 1 or abs(100 * fraction - 100) >= step
-        else 100 + (step if fraction > 1 else -step)
-    )
-    return f"{near:.{digits}f}%"

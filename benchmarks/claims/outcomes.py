@@ -9,9 +9,9 @@ from benchmarks.claims.failures import reason_of, result_of
 from benchmarks.claims.notes import beside
 from benchmarks.claims.results import last_accuracy
 from piecework.commands.runs import remove
+from piecework.device_profiles.profile import percent
 from piecework.report.display import format_seconds
 from piecework.server_app.records import CheckpointError, RunDir
-from piecework.server_app.round_line import percent
 from piecework.server_app.run_folder import has_completed
 from piecework.server_app.run_lock import writer
 

@@ -13,12 +13,12 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from piecework.device_profiles.profile import format_bytes, format_compared, is_limit
+from piecework.device_profiles.profile import format_bytes, format_compared, is_limit, percent
 from piecework.planning.coverage import consecutive
 from piecework.report.read_records import read_summary
 from piecework.server_app.failures import excluded_classes, failure_text, failures
 from piecework.server_app.records import RunDir
-from piecework.server_app.round_line import accuracy_name, percent
+from piecework.server_app.round_line import accuracy_name
 from piecework.server_app.summary import best_round, late_answers, worst_and_mean
 
 Record = dict[str, Any]

@@ -69,12 +69,12 @@ def graph_objects() -> Any:
     return plotly.graph_objects
 
 
-def panels(count: int, **layout: Any) -> Any:
-    """Return a figure with panels below each other, so that they have the whole width. Raises ReportError."""
+def subplots(count: int, **layout: Any) -> Any:
+    """Return a figure with plots below each other, so that they have the whole width. Raises ReportError."""
     graph_objects()
     from plotly.subplots import make_subplots
 
-    return make_subplots(rows=count, vertical_spacing=0.3 / count, **layout)
+    return make_subplots(rows=count, **{"vertical_spacing": 0.3 / count} | layout)
 
 
 def height(figure: Any) -> int:

@@ -6,11 +6,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from piecework.device_profiles.profile import format_bytes, is_limit
+from piecework.device_profiles.profile import format_bytes, is_limit, percent
 from piecework.planning.coverage import consecutive
 from piecework.report import display
 from piecework.report.compare import fleet_name
 from piecework.report.display import Record
+from piecework.report.draw_panels import section
 from piecework.report.page import (
     COLOURS,
     Section,
@@ -21,19 +22,16 @@ from piecework.report.page import (
     mark_stages,
     over_rounds,
     page,
-    panels,
     sections_html,
+    subplots,
     table,
 )
-from piecework.report.prism_report import has_kernels, kernel_section
-from piecework.report.profl_report import is_progressive, movement_section
 from piecework.report.read_records import read_coverage, read_final, read_models, read_rounds, with_details
-from piecework.report.robust_report import cascade_sections, final_section, is_adversarial, is_cascade, robust_curves
-from piecework.report.spafl_report import density_section, has_thresholds, pattern_section
+from piecework.report.under_attack import final_section, is_adversarial, robust_curves
 from piecework.server_app.failures import excluded_classes, failures
 from piecework.server_app.records import RunDir, write_atomically
-from piecework.server_app.round_line import percent
 from piecework.server_app.summary import peak_over_budget, trained_parts
+from piecework.strategies.panels import panels_of
 
 
 def write_report(run_dir: RunDir) -> Path:
@@ -111,14 +109,7 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
         where = "the clients' own parts of the test data" if rounds[-1].get("personal") else "the central test data"
         caption = f"On {where}; training loss: mean of the clients."
         found.append(Section("Accuracy and loss", caption, curves(rounds)))
-    if is_cascade(rounds):
-        found += cascade_sections(rounds, settings)
-    if is_progressive(rounds):
-        found.append(movement_section(rounds, settings))
-    if has_kernels(rounds):
-        found.append(kernel_section(rounds))
-    if has_thresholds(rounds):
-        found += [density_section(rounds), pattern_section(rounds)]
+    found += [section(panel, rounds) for panel in panels_of(str(settings["strategy"]), rounds, settings)]
     by_device = device_figure(rounds)
     if by_device or not robust:  # adversarial training validates after averaging
         found.append(device_section(by_device))
@@ -232,7 +223,7 @@ def time_section(rounds: Sequence[Record]) -> Section:
 
 def curves(rounds: Sequence[Record]) -> Any:
     """Draw accuracy above loss; rounds without evaluation have no point."""
-    figure = panels(2)
+    figure = subplots(2)
     lines = (
         ("accuracy", "mean accuracy on own test data" if rounds[-1].get("personal") else "test accuracy", 1),
         ("client_accuracy", "accuracy on the clients", 1),

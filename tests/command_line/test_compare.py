@@ -10,7 +10,7 @@ from report_helpers import make_run, refused, round_record, text_of, two_rounds
 from piecework.device_profiles.fleet import load_fleet
 from piecework.report.compare import compare_json, fleet_names, group_runs
 from piecework.report.compare_view import compare_tables, marks, write_curves
-from piecework.report.page import LAYOUT, Section, height, label, line, panels, sections_html, table
+from piecework.report.page import LAYOUT, Section, height, label, line, sections_html, subplots, table
 from piecework.report.run_page import write_report
 
 DEMO, BOARDS = (load_fleet(name).to_json() for name in ("demo", "boards"))
@@ -86,7 +86,7 @@ def test_names_in_figures_are_escaped_once() -> None:
 
 @pytest.mark.parametrize("kind", ["report", "compare"])
 def test_pages_fit_a_telephone(tmp_path: Path, kind: str) -> None:
-    """In Chromium at 390 pixels nothing of such pages overflows: wide tables scroll, and legends are below the panels."""
+    """In Chromium at 390 pixels nothing of such pages overflows: wide tables scroll, and legends are below the plots."""
     rounds = [round_record(1, 0.5, [refused(0, "x" * 200)]), *two_rounds(0.5, 0.6)[1:]]
     run = make_run(tmp_path / LONG, rounds, fleet=BOARDS)
     path = write_report(run) if kind == "report" else write_curves(group_runs([run]), tmp_path / "curves.html")
@@ -105,7 +105,7 @@ def test_pages_fit_a_telephone(tmp_path: Path, kind: str) -> None:
 
 def test_panels_have_the_whole_width_and_the_legend_room_below() -> None:
     pytest.importorskip("plotly")
-    figure = panels(2)
+    figure = subplots(2)
     assert [axis.domain for axis in figure.select_xaxes()] == [(0.0, 1.0)] * 2
     alone = height(figure)
     for number, name in enumerate(("short", "x" * 100)):

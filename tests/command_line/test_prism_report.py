@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from report_helpers import assert_self_contained, client, make_run, round_record, two_rounds
 
-from piecework.report.prism_report import kernel_figure, layer_rows
+from piecework.report.draw_panels import section
 from piecework.report.run_page import write_report
+from piecework.strategies.low_rank.prism_panels import panels, rows
 
 pytest.importorskip("plotly")
 
@@ -28,17 +29,21 @@ def rounds() -> list[dict[str, Any]]:
 
 
 def test_ranks_and_draws() -> None:
-    found = [(trace.name, list(trace.x), list(trace.y), trace.xaxis) for trace in kernel_figure(rounds()).data]
-    assert found == [
+    (panel,) = panels(rounds(), {})
+    traces = section(panel, rounds()).figure.data
+    assert [(trace.name, list(trace.x), list(trace.y), trace.xaxis) for trace in traces] == [
         ("atoms.1.conv", [1, 2], [1.0, 0.5], "x"),
-        ("atoms.1.conv", [1, 2], [2.5, 1.0], "x2"),
         ("atoms.2.conv", [1, 2], [0.75, 0.75], "x"),
+        ("atoms.1.conv", [1, 2], [2.5, 1.0], "x2"),
         ("atoms.2.conv", [1, 2], [2.0, 0.0], "x2"),
     ]
+    first, second, again, _ = traces
+    assert first.line.color == again.line.color != second.line.color
+    assert [trace.showlegend for trace in traces] == [None, None, False, False]
 
 
 def test_a_layers_row() -> None:
-    assert layer_rows(rounds()) == [
+    assert rows(rounds()) == [
         ("atoms.1.conv", "8", "8.0", "4.0", "2.5 1"),
         ("atoms.2.conv", "4", "3.0", "3.0", "2 0"),
     ]
@@ -47,6 +52,8 @@ def test_a_layers_row() -> None:
 def test_page(tmp_path: Path) -> None:
     page = write_report(make_run(tmp_path / "a", rounds(), strategy="prism")).read_text(encoding="utf-8")
     assert_self_contained(page)
+    assert "<h2>Principal kernels</h2>" in page
+    page = write_report(make_run(tmp_path / "c", rounds(), strategy="orthdrop")).read_text(encoding="utf-8")
     assert "<h2>Principal kernels</h2>" in page
     other = write_report(make_run(tmp_path / "b", two_rounds(0.25, 0.75))).read_text(encoding="utf-8")
     assert "Principal kernels" not in other[other.index("<body>") : other.index("<h2>Settings</h2>")]

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from report_helpers import assert_self_contained, client, make_run, round_record, two_rounds
 
-from piecework.report.profl_report import movement_figure, phase_rows
+from piecework.report.draw_panels import section
 from piecework.report.run_page import write_report
+from piecework.strategies.cascade.profl_panels import panels, rows
 
 pytest.importorskip("plotly")
 
@@ -17,6 +18,9 @@ def progress(
 ) -> dict[str, Any]:
     record: dict[str, Any] = {"stage": phase, "effective_movement": movement, "slope": slope, "slope_threshold": None}
     return round_record(number, 0.5, [client(0)], **record | {"times_below": 0, "ended": ""} | more)
+
+
+SETTINGS = {f"profl.movement-{key}": 1 for key in ("window", "fraction", "times")} | {"profl.freezing": "movement"}
 
 
 def rounds() -> list[dict[str, Any]]:
@@ -33,7 +37,8 @@ def rounds() -> list[dict[str, Any]]:
 
 
 def test_lines_end_where_a_part_of_the_run_does() -> None:
-    found = {trace.name: (list(trace.x), list(trace.y)) for trace in movement_figure(rounds()).data}
+    (panel,) = panels(rounds(), SETTINGS)
+    found = {trace.name: (list(trace.x), list(trace.y)) for trace in section(panel, rounds()).figure.data}
     assert found == {
         "effective movement": ([2, 3, 4, 4.5, 5.5, 7, 7.5], [1.0, 0.75, 0.75, None, None, 0.5, None]),
         "slope, its size": ([3, 4, 4.5, 5.5, 7.5], [0.25, 0.01, None, None, None]),
@@ -42,7 +47,7 @@ def test_lines_end_where_a_part_of_the_run_does() -> None:
 
 
 def test_how_each_part_of_the_run_ended() -> None:
-    assert phase_rows(rounds()) == [
+    assert rows(rounds()) == [
         ("shrinking, step 2", "1 to 4", "-", "0.75", "-0.01", "1", "frozen"),
         ("map, block 2", "5", "-", "-", "-", "-", "its rounds"),
         ("growing, step 1", "6 to 7", "4.5, 5.5", "0.5", "-", "-", "-"),

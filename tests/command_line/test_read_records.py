@@ -148,6 +148,6 @@ def test_a_cascade_without_its_figures_is_named(tmp_path: Path) -> None:
     rounds = [
         record | {"stage": f"module {n}", "modules": 2} for n, record in enumerate(two_rounds(0.5, 0.75), start=1)
     ]
-    done = CliRunner().invoke(app, ["report", str(make_run(tmp_path / "run", rounds).path)])
+    done = CliRunner().invoke(app, ["report", str(make_run(tmp_path / "run", rounds, strategy="fedprophet").path)])
     assert done.exit_code == 2
     assert "run: the run's records or settings have no 'clean_round', which its report needs" in done.output

@@ -1,6 +1,7 @@
 """The report page, the comparison and the terminal's tables, on small run folders written by hand."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,13 +16,13 @@ from report_helpers import (
     two_rounds,
 )
 
+from piecework.device_profiles.profile import percent
 from piecework.report.compare import compare_json, group_runs
 from piecework.report.compare_view import compare_tables, write_curves
 from piecework.report.display import memory_rows, memory_table, reasons, summary_table
 from piecework.report.page import ReportError
 from piecework.report.run_page import write_report
 from piecework.server_app.records import CheckpointError, RunDir
-from piecework.server_app.round_line import percent
 from piecework.server_app.summary import best_round, summarise
 
 
@@ -237,3 +238,18 @@ def test_only_a_full_budget_is_shown_as_full() -> None:
         "100.0%",
         "100.1%",
     ]
+
+
+def test_panels_of_methods_are_light_and_a_method_without_any_has_none() -> None:
+    """Each method's module of panels, and nothing that trains."""
+    code = (
+        "import sys; from piecework.strategies import STRATEGIES; from piecework.strategies.panels import panels_of;"
+        "found = [name for name in STRATEGIES if panels_of(name, [{}], {})]; assert not found;"
+        "assert panels_of('a method of one\\'s own', [{}], {}) == [];"
+        "print(sorted(name.rpartition('.')[2] for name in sys.modules if name.endswith('_panels')),"
+        "{'torch', 'flwr', 'plotly', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == (
+        "['fedprophet_panels', 'orthdrop_panels', 'prism_panels', 'profl_panels', 'spafl_panels'] set()"
+    )

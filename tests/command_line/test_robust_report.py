@@ -19,12 +19,14 @@ from piecework.models.model_file import ModelFileError
 from piecework.report.compare import compare_json, group_runs
 from piecework.report.compare_view import compare_tables, write_curves
 from piecework.report.display import memory_rows, summary_table
+from piecework.report.draw_panels import section
 from piecework.report.page import ReportError
 from piecework.report.progress import RoundProgress
-from piecework.report.robust_report import cascade_sections, depth_rows, robust_curves, stage_rows
 from piecework.report.run_page import write_report
+from piecework.report.under_attack import robust_curves
 from piecework.server_app.records import RunDir
 from piecework.server_app.summary import peak_over_budget
+from piecework.strategies.cascade.fedprophet_panels import depth_rows, panels, stage_rows
 from piecework.training.examples import normalised
 from piecework.training.setup import open_dataset
 
@@ -121,8 +123,8 @@ def test_losses_of_plain_clients_are_said_to_be_clean() -> None:
 
 
 def test_the_perturbation_is_shown_where_there_was_an_attack() -> None:
-    perturbation, _ = cascade_sections(cascade_rounds(), SETTINGS)
-    assert series(perturbation.figure) == [
+    perturbation, _ = panels(cascade_rounds(), SETTINGS)
+    assert series(section(perturbation, cascade_rounds()).figure) == [
         ("epsilon, features (L2)", [2.5, 3, 4, 4.5], [None, 0.5, 0.6, None]),
         ("epsilon, images (L-infinity)", [2, 2.5, 4.5], [0.03, None, None]),
         ("alpha", [2.5, 3, 4, 4.5], [None, 0.25, 0.3, None]),
@@ -136,8 +138,8 @@ def test_the_perturbation_is_shown_where_there_was_an_attack() -> None:
 
 
 def test_who_trained_which_part() -> None:
-    _, depths = cascade_sections(cascade_rounds(), SETTINGS)
-    (heatmap,) = depths.figure.data
+    _, depths = panels(cascade_rounds(), SETTINGS)
+    (heatmap,) = section(depths, cascade_rounds()).figure.data
     assert list(heatmap.x) == ["module 1", "module 2"]
     assert [list(row) for row in heatmap.z] == [
         [pytest.approx(1), None],
@@ -152,7 +154,7 @@ def test_who_trained_which_part() -> None:
     ]
     nobody = [robust_round(1, 1, [client(0, status="memory", pieces=[])])]
     assert depth_rows(nobody) == []
-    assert cascade_sections(nobody, SETTINGS)[1].figure.data[0].z is not None
+    assert section(panels(nobody, SETTINGS)[1], nobody).figure.data[0].z is not None
 
 
 def test_page_with_the_final_evaluation(tmp_path: Path) -> None:

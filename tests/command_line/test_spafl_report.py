@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from report_helpers import assert_self_contained, client, make_run, round_record, two_rounds
 
+from piecework.report.draw_panels import section
 from piecework.report.run_page import write_report
-from piecework.report.spafl_report import density_section, pattern_figure, rows
+from piecework.strategies.sparse.spafl_panels import density_panel, pattern_panel, rows
 
 pytest.importorskip("plotly")
 
@@ -27,16 +28,16 @@ def rounds() -> list[dict[str, Any]]:
 
 def test_rows_and_lines() -> None:
     assert rows(rounds()) == [("atoms.0.conv", "2", "100.0%", "75.0%", "75.0%", "0.02")]
-    section = density_section(rounds())
-    assert "the mean density over layers is 80.0%" in section.caption
-    assert [(list(trace.x), list(trace.y)) for trace in section.figure.data] == [
+    panel = density_panel(rounds())
+    assert "the mean density over layers is 80.0%" in panel.sentence
+    assert [(list(trace.x), list(trace.y)) for trace in section(panel, rounds()).figure.data] == [
         ([1, 2, 3], [1.0, None, 0.75]),
         ([1, 2, 3], [0.0, 0.0, 0.02]),
     ]
 
 
 def test_a_picture_has_a_row_a_filter_and_a_column_a_round() -> None:
-    (picture,) = pattern_figure(rounds()).data
+    (picture,) = section(pattern_panel(rounds()), rounds()).figure.data
     assert [list(each) for each in picture.z] == [[100, 0, 100], [100, 0, 50]]
     assert list(picture.x) == [1, 2, 3]
 

@@ -1,0 +1,5 @@
+"""OrthDrop in a run's page: its records are those of PriSM."""
+
+from piecework.strategies.low_rank.prism_panels import panels
+
+__all__ = ["panels"]
