@@ -108,7 +108,8 @@ def run_task(words: list[str], note: int) -> None:
     flower["install_from_fab"] = install_once(flower["install_from_fab"])
     notes = import_module("piecework.executor.crash_reply").Notes(note)
     flower["pull_task_input"] = notes.of_message(flower["pull_task_input"])
-    flower["push_message"] = notes.of_answer(flower["push_message"])
+    flower["push_message"] = notes.of_failure("its reply was made", flower["push_message"])
+    flower["push_task_output"] = notes.of_end(flower["push_task_output"])
     for name in [name for name in sys.modules if name.partition(".")[0] == "piecework"]:
         del sys.modules[name]  # the bundle has its own
     if "numpy" in sys.modules:
