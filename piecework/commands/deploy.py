@@ -140,7 +140,7 @@ def compose(
     preset: Preset = "",
     named: Named = {},  # noqa: B006
     nodes: Annotated[int, typer.Option(min=0, help="number of clients; default: the preset's")] = 0,
-    floor: Annotated[str, typer.Option(help="memory that a client takes besides training; default: 360MB")] = "",
+    floor: Annotated[str, typer.Option(help="memory that a client takes besides training; default: 320MB")] = "",
     limit: Annotated[str, typer.Option(help="memory of each client, which measures what it leaves to train with")] = "",
     data: Annotated[str, typer.Option(help="what `export-data` wrote, as seen from the compose file")] = "./data",
     tls: Annotated[bool, typer.Option("--tls", help="print the overlay for certificates and keys instead")] = False,

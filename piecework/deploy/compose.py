@@ -20,7 +20,7 @@ from piecework.training.setup import blueprint_of_shape
 
 CPUS = 1.0  # if the profile has no figure
 AUTHORITY = "/certs/ca.crt"  # in the containers
-FLOOR = "360MB"  # of a client, before it trains: docs/containers.md has the measurement
+FLOOR = "320MB"  # of a client, before it trains: docs/containers.md has the measurement
 NAME = re.compile(r"[\w .()+-]+")  # of a device, as it can stand in a node-config inside YAML
 
 HEAD = """\

@@ -156,7 +156,7 @@ def test_the_overlay_changes_only_what_security_needs() -> None:
         (["--set", "memory.model=fedepth"], "memory.model = 'fedepth'"),
         (["--floor", "much"], "--floor much"),
         (["--limit", "much"], "--limit much"),
-        (["--limit", "360MB"], "--limit 360 MB"),
+        (["--limit", "320MB"], "--limit 320 MB"),
         (["--limit", "1GB", "--floor", "1MB"], "--floor 1MB --limit 1GB: give one of them"),
         (["--limit", "1GB", "--set", "memory.model=fedepth"], "memory.model = 'fedepth'"),
         (["--fleet", "nowhere"], "nowhere"),
