@@ -1,6 +1,6 @@
 """Which experiments a device keeps on its disk: the newest few, whose stores a resumed run finds again.
 
-Every task holds a shared flock on a file in its experiment's folder, `in-use`, and a folder is removed only under an exclusive
+Every task holds a shared lock on a file in its experiment's folder, `in-use`, and a folder is removed only under an exclusive
 one. So an experiment in which any task works is never removed, and a task that begins meanwhile waits and starts a new folder.
 """
 
@@ -11,12 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from piecework.client_app.task_folder import is_still
-
-try:
-    import fcntl
-except ImportError:  # Windows: nothing is locked, and nothing removed
-    fcntl = None  # type: ignore[assignment]
+from piecework.client_app.file_lock import have_locks, is_still, lock
 
 IN_USE = "in-use"
 EXPERIMENT = re.compile("[0-9a-f]{32}")  # as server_app/run_values.py makes them; other folders are not ours to remove
@@ -31,8 +26,7 @@ def hold(experiment: Path) -> BinaryIO:
         except FileNotFoundError:
             continue  # the folder was removed in between
         try:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_SH)
+            lock(file, shared=True, wait=True)
         except OSError:
             return file  # no locks here: remove_old removes nothing either
         if is_still(experiment / IN_USE, file):
@@ -47,12 +41,12 @@ def remove_old(state_dir: Path, current: str, kept: int) -> list[str]:
     clients may do the same in this folder: one after another, because a folder that is being removed looks as if it were used
     now. What cannot be removed stays, with a note.
     """
-    if not kept or fcntl is None:
+    if not kept or not have_locks():
         return []
     folder = os.open(state_dir, os.O_RDONLY)
     try:
         with suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            lock(folder, wait=True)
         return _remove_each(state_dir, current, kept)
     finally:
         os.close(folder)
@@ -73,7 +67,7 @@ def _remove_each(state_dir: Path, current: str, kept: int) -> list[str]:
 
 def old_experiments(state_dir: Path, current: str, kept: int) -> list[Path]:
     """Return the experiments that may be removed, the oldest first."""
-    if not kept or fcntl is None:
+    if not kept or not have_locks():
         return []
     folders = [path for path in state_dir.iterdir() if EXPERIMENT.fullmatch(path.name) and path.name != current]
     return sorted(filter(Path.is_dir, folders), key=lambda path: (_last_use(path), path.name))[:-kept]
@@ -98,8 +92,9 @@ def removed(experiment: Path) -> bool:
 def removed_under(file: BinaryIO, experiment: Path) -> bool:
     """Remove an experiment whose file IN_USE is open, as `removed` does."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        if not lock(file):
+            return False
+    except OSError:  # no locks here
         return False
     if not is_still(experiment / IN_USE, file):
         return False  # another client removed it before we had the lock, and a task may have begun a new one

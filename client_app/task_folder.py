@@ -1,20 +1,15 @@
 """The folder of a running task, and the removal of folders whose task's process died.
 
 A task that the server gave up on may still run beside the next one. Therefore each task has its own folder, and other tasks
-remove it only when no process works in it. This is known from an flock on a file in the folder, which the kernel releases when
-its holder ends, even by kill -9 or a power cut. Process ids cannot be used, because a restarted container reuses them.
+remove it only when no process works in it. This is known from a lock on a file in the folder.
 """
 
-import os
 import shutil
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
-try:
-    import fcntl
-except ImportError:  # Windows: folders are not locked, and leftovers of killed tasks stay until `piecework clean`
-    fcntl = None  # type: ignore[assignment]
+from piecework.client_app.file_lock import is_still, lock
 
 LOCK = "lock"
 
@@ -23,12 +18,12 @@ def claim(root: Path, task: str) -> tuple[Path, BinaryIO, bool]:
     """Return an empty folder for a task, `<task>` or `<task>-<n>`, the open file that locks it, and whether it held files."""
     for number in count(1):
         folder = root / (task if number == 1 else f"{task}-{number}")
-        lock = take(folder)
-        if lock is not None:
+        held = take(folder)
+        if held is not None:
             left = [path for path in folder.iterdir() if path.name != LOCK]
             for path in left:
                 remove(path)
-            return folder, lock, bool(left)
+            return folder, held, bool(left)
     raise AssertionError("there is always a next number")
 
 
@@ -44,24 +39,14 @@ def take(folder: Path) -> BinaryIO | None:
         except FileNotFoundError:
             continue  # another task removed the folder in between
         try:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return None
-        except OSError:
+            if not lock(file):
+                file.close()
+                return None
+        except OSError:  # no locks here: leftovers of killed tasks stay until `piecework clean`
             return file
         if is_still(folder / LOCK, file):
             return file
         file.close()
-
-
-def is_still(path: Path, file: BinaryIO) -> bool:
-    """Return whether a path still leads to this open file."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
 
 
 def remove_leftovers(root: Path, own: Path, kept: set[str]) -> list[str]:
@@ -74,9 +59,9 @@ def remove_leftovers(root: Path, own: Path, kept: set[str]) -> list[str]:
         return []
     removed = []
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and path.name not in kept and path != own):
-        lock = take(folder)
-        if lock is not None:
-            with lock:
+        held = take(folder)
+        if held is not None:
+            with held:
                 shutil.rmtree(folder, ignore_errors=True)  # another task may be removing it too
             if not folder.exists():
                 removed.append(folder.name)

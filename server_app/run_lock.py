@@ -1,7 +1,6 @@
 """The lock of a run's folder, so that only one process writes a run.
 
-It is `fcntl.flock` on an open file. The kernel releases it when the process ends, in whatever way, so a killed run leaves no
-lock behind. The file remains; while the lock is held, its content names the holder.
+It is a lock on an open file, so a killed run leaves none behind. The file remains; while the lock is held, it names the holder.
 """
 
 import json
@@ -17,12 +16,8 @@ from typing import IO
 
 import psutil
 
+from piecework.client_app.file_lock import lock
 from piecework.device_profiles.documents import read_json
-
-try:
-    import fcntl
-except ImportError:  # a platform without fcntl, such as Windows
-    fcntl = None  # type: ignore[assignment]
 
 LOG = logging.getLogger("piecework")
 LOCK_FILE = "lock"
@@ -83,16 +78,11 @@ def in_use(folder: Path, holder: str) -> str:
 
 def _take(file: IO[str], folder: Path, *, shared: bool = False) -> bool:
     """Take the lock. Returns False if another process holds it, and True if there are no locks here."""
-    if fcntl is None:
-        LOG.warning("this platform has no file locks: make sure that no other process writes to %s", folder)
-        return True
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return lock(file, shared=shared)
     except OSError as error:
         LOG.warning("%s cannot be locked (%s): see to it that no other process writes it", folder, error)
-    return True
+        return True
 
 
 def killed_writer(folder: Path) -> str | None:

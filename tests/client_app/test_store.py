@@ -19,7 +19,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from helpers import TRIO, run_local
 from torch import nn
 
-from piecework.client_app import kept_experiments, task_folder
+from piecework.client_app import file_lock
 from piecework.client_app.local_norms import lay, spread
 from piecework.client_app.store import FeatureWriter, Store
 from piecework.models.variant import Variant
@@ -311,7 +311,7 @@ def test_what_a_killed_task_left_is_removed(tmp_path: Path, store: Store, follow
 
 
 def test_without_locks_nothing_of_others_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_folder, "fcntl", None)
+    monkeypatch.setattr(file_lock, "fcntl", None)
     (tmp_path / "experiment" / "3" / "train-1").mkdir(parents=True)
     one, other = (Store(tmp_path, "experiment", 3, f"train-{number}") for number in (2, 3))
     assert one.notes == other.notes == []
@@ -370,7 +370,7 @@ def test_an_experiment_in_use_is_not_removed(tmp_path: Path, monkeypatch: pytest
     busy.close()
     os.utime(busy.root, (0, 0))
     with monkeypatch.context() as without:
-        without.setattr(kept_experiments, "fcntl", None)
+        without.setattr(file_lock, "fcntl", None)
         now.remove_other_experiments(1)
     assert a.is_dir()
     now.remove_other_experiments(1)

@@ -6,6 +6,7 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +14,9 @@ from pathlib import Path
 import pytest
 from helpers import TRIO, run_local, tiny_settings
 
+from piecework.client_app import file_lock
 from piecework.engines.launch import attempts, launch, watch
 from piecework.engines.processes import EngineError, FlowerHome
-from piecework.server_app import run_lock as locking
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import run_experiment
@@ -144,7 +145,7 @@ def test_a_restart_waits_for_what_still_writes(tmp_path: Path, monkeypatch: pyte
         def end(_: float) -> None:
             other.communicate("")
 
-        monkeypatch.setattr(locking.time, "sleep", end)
+        monkeypatch.setattr(time, "sleep", end)
         require_free(tmp_path, seconds=60)
     require_free(tmp_path)
     require_free(tmp_path / "nothing")
@@ -162,7 +163,7 @@ def test_without_locks_the_log_says_so(
     def unsupported(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(locking.fcntl, "flock", unsupported)
+    monkeypatch.setattr(file_lock.fcntl, "flock", unsupported)
     with run_lock(tmp_path):
         pass
     assert f"{tmp_path} cannot be locked ([Errno 37] No locks available)" in caplog.text
