@@ -1,6 +1,7 @@
-"""Errors of a disk that cannot be written, most often because it is full: what was written, what is free, what to do."""
+"""Files replaced whole or not at all; and errors of a disk that cannot be written: what is free, and what to do."""
 
 import errno
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -27,6 +28,33 @@ def writing(path: Path, then: str = "") -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         lines = [f"{path} cannot be written: {error}", what_to_free(path.parent, error), then]
         raise StorageError("\n".join(filter(None, lines))) from error
+
+
+def write_atomically(path: Path, content: bytes, then: str = "", mode: int | None = None) -> None:
+    """Replace a file's content entirely or, if the process is interrupted, not at all. Raises StorageError.
+
+    `then` is what to do when it can be written again. The file is never more accessible than `mode`; None = as the user's umask
+    has it.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    with writing(path, then):
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        if mode is not None:
+            temporary.chmod(mode)
+        sync(temporary)
+        temporary.replace(path)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk with fsync."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def what_to_free(folder: Path, error: Exception) -> str:

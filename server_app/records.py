@@ -19,7 +19,7 @@ from flwr.app import Array, ArrayRecord
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from piecework.client_app.disk import StorageError, writing
+from piecework.client_app.disk import StorageError, sync, write_atomically, writing
 from piecework.client_app.seal import MANIFEST, damage, seal
 from piecework.device_profiles.documents import read_json, read_toml
 from piecework.training.settings import Scalar, Settings
@@ -291,24 +291,3 @@ def read_arrays(path: Path) -> ArrayRecord:
 def numpy_arrays(arrays: ArrayRecord) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the arrays of a record with their names."""
     return ((name, array.numpy()) for name, array in arrays.items())
-
-
-def write_atomically(path: Path, content: bytes, then: str = "") -> None:
-    """Replace a file's content entirely or, if the process is interrupted, not at all. Raises StorageError.
-
-    `then` is what to do when it can be written again.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    with writing(path, then):
-        temporary.write_bytes(content)
-        sync(temporary)
-        temporary.replace(path)
-
-
-def sync(path: Path) -> None:
-    """Flush a file or folder to disk with fsync."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,9 +18,10 @@ from typing import Any, Literal, Self
 from benchmarks.claims.definition import ClaimError
 from benchmarks.claims.failures import reason_of, result_of
 from benchmarks.claims.jobs import Job
+from piecework.client_app.disk import write_atomically
 from piecework.device_profiles.documents import read_json
 from piecework.device_profiles.profile import usable_cpus
-from piecework.server_app.records import RunDir, write_atomically
+from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import has_completed
 from piecework.server_app.run_lock import writer
 

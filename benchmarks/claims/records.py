@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.claims.definition import Claim, ClaimError
+from piecework.client_app.disk import write_atomically
 from piecework.device_profiles.documents import read_json, shown
-from piecework.server_app.records import write_atomically
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "claims"
 POINTS = 20  # of a curve, at most

@@ -11,7 +11,6 @@ Every node has its own secret, because with the server's a node could take the t
 """
 
 import ipaddress
-import os
 import re
 import secrets
 from collections.abc import Iterable, Sequence
@@ -25,12 +24,15 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from piecework.client_app.disk import write_atomically
+
 MOST_NODES = 10_000  # whose keys and certificates are made at once
 AUTHORITY_DAYS = 3650
 LAST_PART = 0.1  # last fraction of its validity in which a certificate is issued again
 EARLY = timedelta(days=1)  # certificates are valid from yesterday, for boards whose clock is behind
 HERE = ("localhost", "127.0.0.1")
 LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+PUBLIC, PRIVATE = 0o644, 0o600  # modes of files: keys and secrets are their owner's
 PEM, OPENSSH = serialization.Encoding.PEM, serialization.Encoding.OpenSSH
 
 
@@ -93,8 +95,8 @@ def open_authority(folder: Path) -> tuple[Authority, list[Made]]:
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         builder = builder.add_extension(key_usage(signs=True), critical=True)
         certificate = builder.sign(key, hashes.SHA384())
-        write_private(key_file, pem_of(key))
-        write(certificate_file, certificate.public_bytes(PEM))
+        write_atomically(key_file, pem_of(key), mode=PRIVATE)
+        write_atomically(certificate_file, certificate.public_bytes(PEM), mode=PUBLIC)
     certificate = read_certificate(certificate_file)
     private = read_key(key_file) if key_file.exists() else None
     if private is not None and private.public_key() != certificate.public_key():
@@ -129,8 +131,8 @@ def certify(
     builder = builder.add_extension(x509.SubjectAlternativeName(wanted), critical=False)
     builder = builder.add_extension(signer, critical=False)
     certificate = builder.sign(authority.key, hashes.SHA256())
-    write_private(key_file, pem_of(key))
-    write(certificate_file, certificate.public_bytes(PEM))
+    write_atomically(key_file, pem_of(key), mode=PRIVATE)
+    write_atomically(certificate_file, certificate.public_bytes(PEM), mode=PUBLIC)
     return Made(f"{stem}.crt", "made", texts(wanted), day(certificate)), Made(f"{stem}{key_suffix}", "made")
 
 
@@ -152,13 +154,13 @@ def identity(folder: Path, node: str) -> tuple[Made, ...]:
     done = "kept" if private_file.exists() else "made"
     if done == "made":
         key = ec.generate_private_key(ec.SECP384R1())
-        write_private(private_file, pem_of(key, serialization.PrivateFormat.OpenSSH))
+        write_atomically(private_file, pem_of(key, serialization.PrivateFormat.OpenSSH), mode=PRIVATE)
     try:
         private = serialization.load_ssh_private_key(private_file.read_bytes(), None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ValueError(f"{private_file} is not an unencrypted private key in OpenSSH format: {error}") from None
     public = private.public_key().public_bytes(OPENSSH, serialization.PublicFormat.OpenSSH)
-    write(public_file, public + f" {node}\n".encode())
+    write_atomically(public_file, public + f" {node}\n".encode(), mode=PUBLIC)
     return Made(f"nodes/{node}.key", done), Made(f"nodes/{node}.pub", done)
 
 
@@ -167,7 +169,7 @@ def secret(folder: Path, file: str) -> Made:
     path = folder / file
     if path.exists():
         return Made(file, "kept")
-    write_private(path, secrets.token_bytes(48))
+    write_atomically(path, secrets.token_bytes(48), mode=PRIVATE)
     return Made(file, "made")
 
 
@@ -260,19 +262,3 @@ def pem_of(
 ) -> bytes:
     """Encode a private key without encryption, because processes that start by themselves cannot be asked for a password."""
     return key.private_bytes(PEM, form, serialization.NoEncryption())
-
-
-def write(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Replace a file atomically; it is never more accessible than `mode`."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    temporary.chmod(mode)
-    temporary.replace(path)
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read."""
-    write(path, content, 0o600)

@@ -10,10 +10,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from piecework.client_app.disk import write_atomically
 from piecework.device_profiles.profile import format_bytes, percent
 from piecework.report import display
 from piecework.report.compare import ACCURACIES, UNDER_ATTACK, Group, figures
-from piecework.server_app.records import write_atomically
 
 # The tables of a terminal of 80 columns, and their columns; a page has one table with all of them.
 TABLES = {

@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from piecework.client_app.disk import write_atomically
 from piecework.device_profiles.profile import format_bytes, is_limit, percent
 from piecework.planning.coverage import consecutive
 from piecework.report import display
@@ -29,7 +30,7 @@ from piecework.report.page import (
 from piecework.report.read_records import read_coverage, read_final, read_models, read_rounds, with_details
 from piecework.report.under_attack import final_section, is_adversarial, robust_curves
 from piecework.server_app.failures import excluded_classes, failures
-from piecework.server_app.records import RunDir, write_atomically
+from piecework.server_app.records import RunDir
 from piecework.server_app.summary import peak_over_budget, trained_parts
 from piecework.strategies.panels import panels_of
 

@@ -10,14 +10,14 @@ from flwr.app import Array, ArrayRecord
 from helpers import numpy_of, same, tiny_settings
 from safetensors import safe_open
 
+from piecework.client_app import disk
+from piecework.client_app.disk import write_atomically
 from piecework.client_app.seal import seal
-from piecework.server_app import records
 from piecework.server_app.records import (
     CheckpointError,
     RunDir,
     read_arrays,
     read_checkpoint,
-    write_atomically,
 )
 
 
@@ -271,7 +271,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(records, "sync", full)
+        patch.setattr(disk, "sync", full)
         with pytest.raises(OSError, match="no space"):
             write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
