@@ -1,13 +1,28 @@
 """The commands that list what there is: devices, presets, settings, strategies."""
 
 import json
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
 
 from piecework.commands.base import Json, out, user_errors
 
 lists = typer.Typer()
+Rows = list[dict[str, Any]]
+
+
+def show(find: Callable[[], Rows], table: Callable[[Rows], RenderableType], hint: str, *, as_json: bool) -> None:
+    """Print what `find` returns as JSON, or as a table with a `hint` what to do with it."""
+    with user_errors(as_json):
+        rows = find()
+        if as_json:
+            print(json.dumps(rows))
+            return
+        out.print(table(rows))
+        if hint:
+            out.print(hint, soft_wrap=True)
 
 
 @lists.command()
@@ -21,12 +36,7 @@ def devices(
     """Show the shipped fleets and pools, the devices of one of them, or the figures of this machine."""
     from piecework.commands.devices import fleet_rows, fleet_tables, measured_here
 
-    with user_errors(as_json):
-        rows = measured_here() if measure else fleet_rows(fleet)
-        if as_json:
-            print(json.dumps(rows))
-        else:
-            out.print(fleet_tables(rows))
+    show(lambda: measured_here() if measure else fleet_rows(fleet), fleet_tables, "", as_json=as_json)
 
 
 @lists.command()
@@ -37,13 +47,7 @@ def presets(
     """List the shipped presets, which run published settings and our own comparisons, and the purpose of each."""
     from piecework.commands.presets import preset_rows, preset_table
 
-    with user_errors(as_json):
-        rows = preset_rows(word)
-        if as_json:
-            print(json.dumps(rows))
-        else:
-            out.print(preset_table(rows))
-            out.print("run one: piecework run --preset NAME", soft_wrap=True)
+    show(lambda: preset_rows(word), preset_table, "run one: piecework run --preset NAME", as_json=as_json)
 
 
 @lists.command()
@@ -54,13 +58,7 @@ def settings(
     """List the settings of a run: the meaning, default, allowed values and strategies of each."""
     from piecework.commands.settings_list import setting_rows, setting_table
 
-    with user_errors(as_json):
-        rows = setting_rows(word)
-        if as_json:
-            print(json.dumps(rows))
-        else:
-            out.print(setting_table(rows))
-            out.print("change one: piecework run --set KEY=VALUE", soft_wrap=True)
+    show(lambda: setting_rows(word), setting_table, "change one: piecework run --set KEY=VALUE", as_json=as_json)
 
 
 @lists.command()
@@ -68,10 +66,4 @@ def strategies(as_json: Json = False) -> None:
     """List the systems that can train: the method, paper and requirements of each."""
     from piecework.commands.strategies_list import strategy_rows, strategy_table
 
-    with user_errors(as_json):
-        rows = strategy_rows()
-        if as_json:
-            print(json.dumps(rows))
-        else:
-            out.print(strategy_table(rows))
-            out.print("run one: piecework run --strategy NAME", soft_wrap=True)
+    show(strategy_rows, strategy_table, "run one: piecework run --strategy NAME", as_json=as_json)
