@@ -88,12 +88,6 @@ def test_memory_with_fit(said: Say, tmp_path: Path) -> None:
     assert "lenet5, whole" in picture.read_text("utf-8")
 
 
-def test_start_of_a_client(said: Say) -> None:
-    found = json.loads(said("client_start", "--repeats", "1", "--limit-mb", "1e9", "--json"))
-    assert found["repeats"] == 1
-    assert found["floor_mb"] >= found["task_mb"] > 0
-
-
 def test_steps_of_small_models(said: Say) -> None:
     rows = json.loads(said("spafl_step", "--densities", "0.5", "--steps", "1", "--batch-size", "8", "--json"))
     assert [row["form"] for row in rows] == ["dense", "masked", "compact"]
