@@ -178,6 +178,24 @@ def test_a_client_killed_in_mid_round(fleet: Containers, say: Callable[[str], No
     assert all(record["answered"] >= CLIENTS - 1 for record in records)
 
 
+def test_a_client_that_stays_down_holds_no_round_beyond_its_deadline(
+    fleet: Containers, say: Callable[[str], None]
+) -> None:
+    """Its task of round 2 fails when Flower misses its heartbeats; nothing takes a later one."""
+    run = fleet.start_run(*BRIEF, "--set=num-rounds=6", "--set=faults.deadline-factor=1.5")
+    fleet.wait_in_round(run, 2, client=0)
+    docker("kill", fleet.id("client-0"))
+    fleet.finish(run)
+    records = fleet.rounds(run)
+    down = {record["round"]: each for record in records[1:] for each in record["clients"] if each["client"] == 0}
+    waited = {number: (each["waited_seconds"], each["deadline_seconds"]) for number, each in down.items()}
+    say(f"a client down: {story(records)}; waited for it, and its deadline: {waited}")
+    assert {each["status"] for each in down.values()} <= {"crashed", "late"}
+    assert any(each["status"] == "late" for each in down.values())
+    assert all(record["answered"] == CLIENTS - 1 for record in records[1:])
+    assert len(records) == 6
+
+
 def test_a_client_paused_beyond_the_timeout(fleet: Containers, say: Callable[[str], None]) -> None:
     """Two clients a round, so that the other answers well within the timeout."""
     paused, other = sampled(range(CLIENTS), 2, seed=1, server_round=2)
