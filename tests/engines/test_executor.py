@@ -66,7 +66,7 @@ for _ in range(3):
     say("ended", code)
 """
 ALONE = """
-sys.argv += ["--idle-seconds", "0.3", "--parent-pid", str(os.getppid())]
+sys.argv += ["--idle-seconds", "0", "--parent-pid", str(os.getppid())]
 sys.exit(command.main())
 """
 
