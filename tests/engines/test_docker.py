@@ -178,6 +178,19 @@ def test_a_client_killed_in_mid_round(fleet: Containers, say: Callable[[str], No
     assert all(record["answered"] >= CLIENTS - 1 for record in records)
 
 
+def test_a_client_that_is_stopped_answers_before_it_ends(fleet: Containers, say: Callable[[str], None]) -> None:
+    run = fleet.start_run(*BRIEF, "--set=num-rounds=3")
+    fleet.wait_in_round(run, 2, client=0)
+    docker("stop", fleet.id("client-0"))
+    docker("start", fleet.id("client-0"))
+    fleet.finish(run)
+    records = fleet.rounds(run)
+    say(f"a client stopped: {story(records)}")
+    (stopped,) = (each for each in records[1]["clients"] if each["client"] == 0)
+    assert (stopped["status"], stopped["reason"]) == ("gone", "error 3: the task was ended before it answered")
+    assert status(records[2], 0) == "ok"
+
+
 def test_a_client_that_stays_down_holds_no_round_beyond_its_deadline(
     fleet: Containers, say: Callable[[str], None]
 ) -> None:
