@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from piecework.device_profiles.documents import read_json, shown
 from piecework.device_profiles.names import did_you_mean
+from piecework.device_profiles.user_cache import default_cache
 from piecework.federated_data import caltech, own_sources, sources, texts
 from piecework.federated_data.partition import client_class_counts
 from piecework.federated_data.sources import DatasetError, Source
@@ -112,13 +113,6 @@ PUBLISHED: Mapping[str, tuple[tuple[int, ...], int, int]] = {
     "caltech256": ((3, 224, 224), 256, 23_380),
     "imdb": ((texts.LENGTH,), 2, 25_000),
 }
-
-
-def default_cache() -> Path:
-    """Return $PIECEWORK_CACHE, else $XDG_CACHE_HOME/piecework, else ~/.cache/piecework."""
-    if own := os.environ.get("PIECEWORK_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "piecework"
 
 
 def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False) -> Path:

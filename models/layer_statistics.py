@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from piecework.device_profiles.trace_cache import recall
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.masked import Masked
 
@@ -64,7 +65,7 @@ def layer_statistics(blueprint: Blueprint, unit: str) -> LayerStatistics:
     """Return the statistics of a unit (`atoms.<i>`, `head`, `exits.<i>`, `aux.<i>`). Units built alike are examined once."""
     key = unit_signature(blueprint, unit)
     if key not in _KNOWN:
-        _KNOWN[key] = _examine(blueprint, unit)
+        _KNOWN[key] = recall(_examine, blueprint, unit)
     return _KNOWN[key]
 
 

@@ -19,6 +19,7 @@ from piecework.commands.base import (
     TERMINATED,
     Json,
     Named,
+    NoCache,
     Preset,
     Set,
     err,
@@ -32,6 +33,7 @@ from piecework.commands.base import (
 from piecework.commands.deploy import commands
 from piecework.commands.lists import lists
 from piecework.commands.options import Scalars, connection_to, run_command, seeds_from, settings_from
+from piecework.device_profiles.user_cache import traced_anew
 from piecework.engines.processes import Connection, EngineError
 from piecework.server_app.signals import end_on_hangup
 from piecework.training.settings import Settings, SettingsError
@@ -76,10 +78,11 @@ def run(
         bool,
         typer.Option("--fail-on-excluded-class", help="exit code 1 where no client of a device class ever trained"),
     ] = False,
+    no_cache: NoCache = False,
     as_json: Json = False,
 ) -> None:
     """Train. Without options: FeDepth on handwritten digits over 20 emulated boards."""
-    with user_errors(as_json):
+    with user_errors(as_json), traced_anew(no_cache):
         connection = connection_to(superlink, root_certificates, insecure)
         settings = settings_from(
             preset,
@@ -239,6 +242,7 @@ def plan(
     picture: Annotated[str, typer.Option(metavar="FILE", help="draw memory against budgets: .svg, .png or .pdf")] = "",
     suggest: Annotated[bool, typer.Option("--suggest", help="recommend systems for this fleet and model")] = False,
     assignments: Set = [],  # noqa: B006
+    no_cache: NoCache = False,
     as_json: Json = False,
 ) -> None:
     """Show which pieces a model falls into, which device can train which, and how long a round takes; nothing is trained."""
@@ -246,7 +250,7 @@ def plan(
     from piecework.plans.question import ask
     from piecework.report.progress import waiting
 
-    with user_errors(as_json, {}):
+    with user_errors(as_json, {}), traced_anew(no_cache):
         own: Scalars = {"memory.model": memory_model, "training.batch-size": batch_size or 0}
         given = named | {key: value for key, value in own.items() if value}
         settings = settings_from(preset, assignments, nodes=nodes, named=given)
@@ -341,15 +345,15 @@ def compare(
 @app.command()
 def clean(
     output_dir: Annotated[Path, typer.Option(help="where runs are written")] = Path("runs"),
-    cache: Annotated[bool, typer.Option(help="also remove converted data sets")] = False,
+    cache: Annotated[bool, typer.Option(help="also remove converted data sets and kept traces")] = False,
     as_json: Json = False,
 ) -> None:
     """Remove the stores of emulated clients. A run cleaned this way cannot resume clients that keep state."""
-    from piecework.commands.runs import converted, remove, stores
-    from piecework.federated_data.datasets import default_cache
+    from piecework.commands.runs import cached, remove, stores
+    from piecework.device_profiles.user_cache import default_cache
 
     with user_errors(as_json):
-        paths = stores(output_dir) + (converted(default_cache()) if cache else [])
+        paths = stores(output_dir) + (cached(default_cache()) if cache else [])
         freed = remove(paths)
         print(
             json.dumps({"removed": [str(path) for path in paths], "bytes": freed})

@@ -1,7 +1,7 @@
 """The costs of training parts of a model on a device: traced, or by a paper's own memory model.
 
 Strategies list these costs in their tasks, and plans report them. Each cost is computed once in a process: systems share the
-traces of parts that they train alike.
+traces of parts that they train alike. Processes share what was traced by device_profiles/trace_cache.py.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -11,11 +11,11 @@ from functools import cached_property
 from piecework.device_profiles.clock import Batch
 from piecework.device_profiles.memory import StepCost
 from piecework.device_profiles.profile import parse_bytes
+from piecework.device_profiles.trace_cache import recall
 from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import unit_signature
 from piecework.models.partition import Piece
 from piecework.planning.fit import cheapest, smallest
-from piecework.planning.now import tracing
 from piecework.planning.paper_memory import MEMORY_MODELS, MemoryModel
 from piecework.planning.part import Part, whole_model
 from piecework.planning.step_cost import piece_cost, stream_cost
@@ -34,10 +34,9 @@ def forward_only(training_config: TrainingConfig, size: int = 0) -> TrainingConf
     return TrainingConfig(1.0, 0.0, 0.0, batch_size=size, epochs=1, precision=training_config.precision)
 
 
-def once(key: Hashable, blueprint: Blueprint, traced: Callable[[], int]) -> int:
-    """Return the peak bytes of running parts of a model without training them, traced once in a process for each key."""
+def once(key: Hashable, traced: Callable[[], int]) -> int:
+    """Return the peak bytes of running parts of a model without training them, asked for once in a process for each key."""
     if key not in _EVALUATED:
-        tracing(blueprint.name)
         _EVALUATED[key] = traced()
     return _EVALUATED[key]
 
@@ -83,8 +82,8 @@ class CostModel:
         training_config = self._config_of(part)
         key = training_config, part.signature()
         if key not in _TRACED:
-            tracing(part.blueprint.name)
-            _TRACED[key] = piece_cost(
+            _TRACED[key] = recall(
+                piece_cost,
                 part.blueprint,
                 part.atoms,
                 part.head,
@@ -123,7 +122,7 @@ class CostModel:
         rounded = self.rounded and not measured and head is None
         options = {"training": training, "measured": measured, "rounded": rounded}
         key = config, units, head is None, *options.values()
-        return once(key, blueprint, lambda: stream_cost(blueprint, piece, config, head=head, **options))
+        return once(key, lambda: recall(stream_cost, blueprint, piece, config, head=head, **options))
 
     def _config_of(self, part: Part) -> TrainingConfig:
         own = replace(self.training_config, micro_batch=part.micro_batch, recompute=part.recompute)

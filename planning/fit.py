@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from piecework.device_profiles.memory import StepCost
+from piecework.device_profiles.trace_cache import recall
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.static_norms import mixes_examples
 from piecework.planning.part import Part
@@ -114,7 +115,7 @@ def _profile(costs: Costs, part: Part) -> tuple[ActivationProfile, list[int]]:
     flops = [layer_statistics(part.blueprint, f"atoms.{atom}").flops for atom in part.atoms]
     key = training_config, part.signature()
     if key not in _PROFILES:
-        _PROFILES[key] = activation_profile(part, training_config)
+        _PROFILES[key] = recall(activation_profile, part, training_config)
     return _PROFILES[key], flops
 
 

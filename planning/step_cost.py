@@ -12,6 +12,7 @@ from piecework.device_profiles.memory import FlopCount, PeakMemory, StepCost, tr
 from piecework.models.cascade import Blueprint, outputs
 from piecework.models.partition import Piece
 from piecework.models.static_norms import measure_norms
+from piecework.planning.now import tracing
 from piecework.planning.part import Part
 from piecework.training.attacks import Gradient, Loss, by_backward, micro_batches
 from piecework.training.loop import (
@@ -50,6 +51,7 @@ def piece_cost(
 
     With `targets`, the piece learns logits instead of labels.
     """
+    tracing(blueprint.name)
     attack, attack_flops, traced = training_config.attack, FlopCount(), [0]
 
     def first_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -89,6 +91,7 @@ class ActivationProfile:
 
 def activation_profile(part: Part, training_config: TrainingConfig) -> ActivationProfile:
     """Return what a plain step of a part keeps of each atom, and its peaks while the gradient passes them."""
+    tracing(part.blueprint.name)
     memory = PeakMemory()
     kept, outputs, peaks = list[int](), list[int](), list[int]()
 
@@ -136,6 +139,7 @@ def stream_cost(
     `training`: they run in training mode. `measured`: their batch norms measure statistics meanwhile. `rounded`: features are
     read and written in bfloat16.
     """
+    tracing(blueprint.name)
 
     @torch.no_grad()
     def work() -> None:

@@ -1,9 +1,6 @@
 """Where the tests find data: env PIECEWORK_DATA, else the folder beside the checkout, if it is there."""
 
-import hashlib
-import io
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -13,15 +10,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import pytest
 from filelock import FileLock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: pytest's workers share the cores
-import torch
-
 ROOT = Path(__file__).resolve().parents[1]
 ROOM = 8 * 2**30  # bytes
 sys.path.insert(0, str(ROOT))
@@ -57,12 +51,6 @@ def data_dir() -> Path:
     return Path(folder)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Converted data sets of a test session do not touch the user's cache."""
-    os.environ["PIECEWORK_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-
-
 @pytest.fixture(scope="session")
 def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of this test session, which its workers share."""
@@ -71,62 +59,9 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def traced_once(session_folder: Path) -> Iterator[None]:
-    """Trace the cost of each part and examine each unit once a session, although many runs need those of the same model.
-
-    The key is the pickled call. Local functions enter it with their closures, local classes by identity; only calls without
-    local classes are shared among workers. Tests of the tracing itself call `piece_cost` directly and are not affected.
-    """
-    from piecework.models import layer_statistics
-    from piecework.planning import costs
-    from piecework.strategies.cascade import fedprophet_evaluation
-
-    known: dict[bytes, Any] = {}
-    classes: dict[int, type] = {}  # kept, so that no other class gets their id
-    shared = session_folder / "costs"
-    shared.mkdir(exist_ok=True)
-
-    class Key(pickle.Pickler):
-        portable = True
-
-        def persistent_id(self, found: object) -> object:
-            if isinstance(found, FunctionType) and "<" in found.__qualname__:
-                closure = tuple(cell.cell_contents for cell in found.__closure__ or ())
-                return found.__module__, found.__qualname__, found.__code__.co_firstlineno, found.__defaults__, closure
-            if isinstance(found, type) and "<" in found.__qualname__:
-                classes[id(found)] = found
-                self.portable = False
-                return id(found)
-            return None
-
-    def once(trace: Callable[..., Any]) -> Callable[..., Any]:
-        def cost(*arguments: Any, **options: Any) -> Any:
-            pickled = io.BytesIO()
-            pickler = Key(pickled)
-            pickler.dump((trace.__qualname__, arguments, options, torch.get_num_threads()))
-            key = pickled.getvalue()
-            if key in known:
-                return known[key]
-            path = shared / hashlib.sha256(key).hexdigest()
-            if pickler.portable and path.exists():
-                known[key] = pickle.loads(path.read_bytes())
-            else:
-                known[key] = trace(*arguments, **options)
-                if pickler.portable:
-                    written = path.with_suffix(f".{os.getpid()}")
-                    written.write_bytes(pickle.dumps(known[key]))
-                    written.replace(path)
-            return known[key]
-
-        return cost
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(costs, "piece_cost", once(costs.piece_cost))
-        patch.setattr(costs, "stream_cost", once(costs.stream_cost))
-        for name in ("validation_cost", "query_cost"):
-            patch.setattr(fedprophet_evaluation, name, once(getattr(fedprophet_evaluation, name)))
-        patch.setattr(layer_statistics, "_examine", once(layer_statistics._examine))
-        yield
+def own_cache(session_folder: Path) -> None:
+    """The workers of a test session share converted data sets and traces, and do not touch the user's cache."""
+    os.environ["PIECEWORK_CACHE"] = str(session_folder / "cache")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -40,6 +40,9 @@ NO_RUN: dict[str, Any] = {
 
 Preset = Annotated[str, typer.Option("--preset", help="a .toml file, or the name of a shipped one (piecework presets)")]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="a setting; may be repeated")]
+NoCache = Annotated[
+    bool, typer.Option("--no-cache", help="trace costs anew, neither reading nor writing those kept by other commands")
+]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 Named = Scalars  # a command's parameter that `with_shorthands` replaces by options

@@ -13,9 +13,10 @@ def stores(output_dir: Path) -> list[Path]:
     )
 
 
-def converted(cache: Path) -> list[Path]:
-    """List the converted data sets in a cache."""
-    return sorted(path.parent for path in cache.glob("*/meta.json"))
+def cached(cache: Path) -> list[Path]:
+    """List the folders of a cache: its converted data sets, and its kept traces."""
+    made = *cache.glob("*/meta.json"), *cache.glob("traces/traces.sqlite")
+    return sorted(path.parent for path in made)
 
 
 def remove(paths: list[Path]) -> int:

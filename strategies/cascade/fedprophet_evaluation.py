@@ -24,12 +24,14 @@ from piecework.client_app.trainers.cascade.fedprophet import (
 )
 from piecework.client_app.validation import InMemory, StreamedCascade, attack_batch
 from piecework.device_profiles.memory import trace
+from piecework.device_profiles.trace_cache import recall
 from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import unit_signature
 from piecework.models.partition import Piece
 from piecework.models.work_item import WorkItem
 from piecework.planning.costs import forward_only, on_images, once
 from piecework.planning.evaluation_cost import chosen
+from piecework.planning.now import tracing
 from piecework.planning.step_cost import fake_load, read_batch
 from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
 from piecework.training.attacks import Attack
@@ -59,6 +61,7 @@ def validation_cost(
     blueprint: Blueprint, pieces: Sequence[Piece], training_config: TrainingConfig, attack: Attack, *, held: bool
 ) -> int:
     """Return the peak bytes of validating pieces on a batch, clean and under an attack, with all pieces `held` or one."""
+    tracing(blueprint.name)
 
     def work() -> None:
         head, inputs = head_behind(blueprint, pieces[-1][-1]), InMemory() if held else Away()
@@ -75,6 +78,7 @@ def query_cost(
     blueprint: Blueprint, item: WorkItem, training_config: TrainingConfig, attack: Attack, *, rounded: bool
 ) -> int:
     """Return the peak bytes of measuring how far an attack moves the features behind a work item's atoms, for a batch."""
+    tracing(blueprint.name)
 
     def work() -> None:
         piece = unmoved(blueprint, item, fake_load(blueprint))
@@ -97,8 +101,7 @@ def validation_steps(
         config, (pieces, all_held) = forward_only(policy.cost_model.training_config, size), pieces_held(modules, held)
         return once(
             ("validation", config, units, head, held),
-            blueprint,
-            lambda: validation_cost(blueprint, pieces, config, attack, held=all_held),
+            lambda: recall(validation_cost, blueprint, pieces, config, attack, held=all_held),
         )
 
     return chosen(policy, blueprint, needed, allowed, examples, ways=(WHOLE, MODULES, MODULE, ATOM))
@@ -120,8 +123,7 @@ def query_steps(
         config = forward_only(costs.training_config, size)
         own = once(
             ("query", config, units, item.recompute, attack, costs.rounded),
-            blueprint,
-            lambda: query_cost(blueprint, item, config, attack, rounded=costs.rounded),
+            lambda: recall(query_cost, blueprint, item, config, attack, rounded=costs.rounded),
         )
         streams = [
             costs.streamed(

@@ -7,6 +7,7 @@ import pytest
 from report_helpers import client, refused, round_record
 
 from piecework.commands.console import PlainConsole
+from piecework.device_profiles.user_cache import NO_CACHE
 from piecework.models.zoo import build_blueprint
 from piecework.planning import costs
 from piecework.planning.now import NOW, doing, tracing
@@ -80,7 +81,7 @@ def test_no_text_takes_the_place_of_bar_and_time(width: int) -> None:
 
 
 def test_tracing_says_that_it_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "piece_cost", lambda *_, **__: None)
+    monkeypatch.setenv(NO_CACHE, "1")
     blueprint = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8))
     terminal_now, plain = terminal(), PlainConsole(file=io.StringIO(), width=80)
     for console in (terminal_now, plain):
