@@ -16,7 +16,7 @@ from benchmarks.tables.shared import asked
 from piecework.device_profiles.clock import Batch, batch_access_seconds, task_seconds
 from piecework.device_profiles.fleet import Fleet, device_state, load_fleet
 from piecework.device_profiles.profile import DeviceState
-from piecework.federation.registry import sampled
+from piecework.federation.registry import sample_clients
 from piecework.models.partition import Piece
 from piecework.planning.costs import cost_model_for
 from piecework.planning.paper_memory.fedprophet import macs
@@ -112,7 +112,7 @@ def fleet_of(setting: Setting, authors: bool) -> Fleet:
 def draw(fleet: Fleet, seeds: Sequence[int], rounds: int) -> Rounds:
     """Draw the clients of all rounds, seed after seed; each seed gives the clients other devices."""
     return [
-        [device_state(fleet, client, CLIENTS, seed, r, 1) for client in sampled(range(CLIENTS), ASKED, seed, r)]
+        [device_state(fleet, client, CLIENTS, seed, r, 1) for client in sample_clients(range(CLIENTS), ASKED, seed, r)]
         for seed in seeds
         for r in range(1, rounds + 1)
     ]

@@ -192,8 +192,8 @@ class Target:
         self.grid = HostileGrid(config.clients, config.to_run_config(), 1)
         self.folder = RunDir(folder / strategy)
         self.run = Run(self.grid, config, self.folder)
-        self.run.take_over()
-        self.run.gather()
+        self.run.prepare_run_dir()
+        self.run.wait_for_clients()
         self.states = [self._state()]
         for server_round in (1, 2):
             self.run.one_round(server_round)

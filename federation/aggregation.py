@@ -199,7 +199,7 @@ def factor_of(unit: str, factor: float) -> float:
     return factor**2 if unit.endswith(STATISTICS) else factor
 
 
-def compared(
+def add_norm_limits(
     updates: Iterable[tuple[Who, CheckedUpdate]], factor: float, known: Container[str], enough: int = 0
 ) -> Iterator[tuple[Who, CheckedUpdate, Norms]]:
     """Yield each update with limits for units without a history: factor x the median norm of the first HELD updates of a unit.

@@ -110,7 +110,7 @@ def autoattack(
         for name, attack in standard_attacks(library, model, epsilon, seed, classes).items():
             for rows in torch.split(right.nonzero().flatten(), batch_size):
                 if len(rows):
-                    right[rows] = ~fooled(
+                    right[rows] = ~is_fooled(
                         model, attack(images[rows], labels[rows]), images[rows], labels[rows], epsilon
                     )
                 return_free_memory()  # batches shrink as attacks succeed, and each size leaves holes in the heap
@@ -214,7 +214,7 @@ def fixed_statistics(model: nn.Module, images: Tensor, batch_size: int) -> Itera
 
 
 @torch.no_grad()
-def fooled(model: nn.Module, adversarial: Tensor, x: Tensor, y: Tensor, epsilon: float) -> Tensor:
+def is_fooled(model: nn.Module, adversarial: Tensor, x: Tensor, y: Tensor, epsilon: float) -> Tensor:
     """Return bool [B]: the adversarial example is misclassified, in [0, 1], and within `epsilon` of its image in x."""
     allowed = (adversarial - x).abs().flatten(1).amax(1) <= epsilon + OUTSIDE
     allowed &= (adversarial.flatten(1) >= 0).all(1) & (adversarial.flatten(1) <= 1).all(1)

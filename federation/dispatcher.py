@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from piecework.device_profiles.profile import is_limit
 from piecework.federation.registry import ClientRegistry
 from piecework.federation.reports import ClientReport
-from piecework.federation.transport import LIFE
+from piecework.federation.transport import MESSAGE_LIFETIME
 from piecework.federation.weight_cache import WeightCache
 from piecework.training.answers import Answer
 from piecework.training.messages import Task, content_bytes
@@ -58,7 +58,7 @@ class Dispatcher:
             self.log[client].bytes_down += content_bytes(content)
             self.log[client].reason = "no answer within messages.round-timeout"
             node = self.registry.members[client].node_id
-            ttl = LIFE * self.timeout
+            ttl = MESSAGE_LIFETIME * self.timeout
             yield Message(content, dst_node_id=node, message_type=kind, group_id=str(task.round), ttl=ttl)
 
     def batches(self) -> Iterator[Iterator[Message]]:

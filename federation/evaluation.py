@@ -76,7 +76,7 @@ class Evaluator:
 
     def clean(self, arrays: ArrayRecord, atoms: Piece | None = None, head: str = "head") -> Evaluation:
         """Evaluate as `__call__`, but without an attack."""
-        model = self._filled(arrays, atoms, head)
+        model = self._fill(arrays, atoms, head)
         loss, correct, seen = 0.0, 0, 0
         with at_full_speed(), torch.no_grad():
             for z, y in self._batches(np.arange(len(self.data.test_labels))):
@@ -90,7 +90,7 @@ class Evaluator:
         self, arrays: ArrayRecord, images: int, epsilon: float, atoms: Piece | None = None, head: str = "head"
     ) -> AutoAttackResult:
         """Run AutoAttack on that many test images; `epsilon` is in pixels of [0, 1]. Raises SettingsError, ValueError."""
-        model, rows = self._filled(arrays, atoms, head), self._chosen(images)
+        model, rows = self._fill(arrays, atoms, head), self._chosen(images)
         pixels = torch.tensor(self.data.test_inputs[rows]).permute(0, 3, 1, 2).float().div_(255)
         on_pixels = OnPixels(model.logits, model.units().values(), self.data.mean, self.data.std)
         labels, seed = torch.tensor(self.data.test_labels[rows]), integer(self.seed, "autoattack")
@@ -129,7 +129,7 @@ class Evaluator:
                 return  # batch statistics of one image are meaningless
             yield as_inputs(self.data.test_inputs[chosen], self.data), torch.tensor(self.data.test_labels[chosen])
 
-    def _filled(self, arrays: Mapping[str, Array], atoms: Piece | None, head: str) -> PieceModel:
+    def _fill(self, arrays: Mapping[str, Array], atoms: Piece | None, head: str) -> PieceModel:
         """Return the model of these atoms and this head, filled with these weights."""
         atoms = tuple(range(len(self.blueprint.atoms))) if atoms is None else tuple(atoms)
         if self._model is None or (self._model.atoms, self._model.head_unit) != (atoms, head):

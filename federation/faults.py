@@ -12,7 +12,8 @@ from flwr.app import Error
 UNAVAILABLE = 3  # Flower's code of a reply that is lost
 REFUSED = 400  # our own code of a reply that is not taken (federation/reply_guard.py); Flower's are below 10
 STATUS = {0: "crashed", UNAVAILABLE: "gone", 4: "gone", 5: "gone", 8: "crashed", REFUSED: "rejected"}
-SILENT = ("crashed", "gone", "timeout", "late")  # clients with these statuses get no evaluation task in the same round
+# Clients with these statuses get no evaluation task in the same round.
+UNRESPONSIVE_STATUSES = ("crashed", "gone", "timeout", "late")
 SHRINK, GROW = 0.75, 0.02  # after a crash the fraction of the budget is multiplied by SHRINK; a good answer adds GROW
 
 
@@ -33,7 +34,7 @@ class CrashHistory:
     fractions: dict[str, float] = field(default_factory=dict)
     until: dict[str, int] = field(default_factory=dict)
 
-    def crashed(self, client: int, server_round: int, cuts: bool) -> None:
+    def note_crash(self, client: int, server_round: int, cuts: bool) -> None:
         """Record that the client's process died in a round. `cuts`: the strategy can give it a smaller part of the model."""
         key = str(client)
         self.crashes[key] = self.crashes.get(key, 0) + 1
@@ -42,7 +43,7 @@ class CrashHistory:
         else:
             self.until[key] = server_round + 2 ** (self.crashes[key] - 1)
 
-    def answered(self, client: int) -> None:
+    def note_answer(self, client: int) -> None:
         """Record that the client did its task. Its fraction grows only slowly, because the cause of the crash is unknown."""
         self.crashes.pop(str(client), None)
         self.until.pop(str(client), None)
@@ -53,6 +54,6 @@ class CrashHistory:
         """Return the fraction of its budget that the client is given, 0 to 1."""
         return self.fractions.get(str(client), 1.0)
 
-    def excluded(self, server_round: int) -> dict[int, int]:
+    def excluded_clients(self, server_round: int) -> dict[int, int]:
         """Return the clients excluded from a round, and how often each crashed in a row."""
         return {int(c): self.crashes.get(c, 0) for c, until in self.until.items() if server_round <= until}

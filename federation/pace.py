@@ -34,7 +34,7 @@ class Done(NamedTuple):
     bytes: int
 
 
-def predicted(tasks: Iterable[Done], load: Load) -> float | None:
+def predict_seconds(tasks: Iterable[Done], load: Load) -> float | None:
     """Return the seconds that a task will take after these (P in the module's head), or None after none."""
     return max((_as_in(done, load) for done in tasks), default=None)
 
@@ -56,7 +56,7 @@ def before_deadlines(clients: int, least: int) -> int:
     return max(least, math.ceil(clients / 2))
 
 
-def missed(deadline: float) -> str:
+def deadline_message(deadline: float) -> str:
     """Return why a client is late whose answer was awaited for `deadline` seconds."""
     return f"no answer within its deadline of {deadline:.4g} s (faults.deadline-factor)"
 
@@ -87,7 +87,7 @@ class Pace:
         """Return the seconds for which the answer to a task is awaited; `longest` without `faults.deadline-factor`."""
         if not self.factor:
             return self.longest
-        found = predicted(self.tasks.get(client, []) or self._of_class(device), load)
+        found = predict_seconds(self.tasks.get(client, []) or self._of_class(device), load)
         return self.longest if found is None else min(self.longest, max(self.floor, self.factor * found))
 
     def _of_class(self, device: str) -> list[Done]:

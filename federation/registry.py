@@ -29,7 +29,7 @@ MEASURED = "memory-available", "flops-per-second", "disk-bandwidth"  # by a devi
 MIN_EXAMPLES = 2  # batch norm has no statistics of one example
 
 
-def sampled(present: Sequence[int], wanted: int, seed: int, server_round: int) -> list[int]:
+def sample_clients(present: Sequence[int], wanted: int, seed: int, server_round: int) -> list[int]:
     """Draw `wanted` of the present clients (0 = all), in order: a function of the seed, the round and `present`."""
     chosen = generator(seed, server_round, "sample").choice(
         np.array(present), size=min(wanted or len(present), len(present)), replace=False
@@ -90,7 +90,7 @@ class ClientRegistry:
         """The clients whose devices measure themselves (device = 'auto')."""
         return [client for client, member in self.members.items() if member.device == "auto"]
 
-    def gather(self, grid: Grid, timeout: float, enough: int = 0) -> None:
+    def wait_for_clients(self, grid: Grid, timeout: float, enough: int = 0) -> None:
         """Wait until all clients are connected. After `timeout` seconds, `enough` of them suffice, unless that is 0.
 
         Raises TooFewNodesError.
@@ -203,10 +203,10 @@ class ClientRegistry:
         """Refuse `rivals` too, unless one of them works as this client in a run that has started. Return the reason."""
         holder = self.members.get(client)
         if self.started and holder is not None and holder.node_id in rivals:
-            held, other = self._called(holder.node_id), self._called(node)
+            held, other = self._describe_node(holder.node_id), self._describe_node(node)
             del self._claims[node]
             return f"partition-id {client} is that of {held}, which is online: {other} needs its own"
-        claimants = " and ".join(self._called(each) for each in sorted([node, *rivals]))
+        claimants = " and ".join(self._describe_node(each) for each in sorted([node, *rivals]))
         reason = f"partition-id {client} is claimed by {claimants}: none of them takes part until each has its own"
         self.members.pop(client, None)
         for rival in rivals:
@@ -214,7 +214,7 @@ class ClientRegistry:
             self._failed[rival] = reason, time.monotonic()
         return reason
 
-    def _called(self, node: int) -> str:
+    def _describe_node(self, node: int) -> str:
         name = self._names.get(node, "")
         return f"node {node} ({name!r})" if name else f"node {node}"
 

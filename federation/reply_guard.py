@@ -72,16 +72,16 @@ class ReplyGuard(Grid):
         """Return the replies that have arrived; what is no reply of the node that was asked becomes an error."""
         if self._http:
             found = self._http.pull(message_ids, self.limit)
-            return [self._checked(asked, answer) for asked, answer in found if asked in self._asked]
+            return [self._check(asked, answer) for asked, answer in found if asked in self._asked]
         replies = [(reply.metadata.reply_to_message_id, reply) for reply in self.grid.pull_messages(message_ids)]
-        return [self._checked(asked, reply) for asked, reply in replies if asked in self._asked]
+        return [self._check(asked, reply) for asked, reply in replies if asked in self._asked]
 
     def answer_by(self, deadline: float) -> None:
         """Tell a grid that waits for replies until when, as a time of the monotonic clock."""
         if isinstance(self.grid, WaitingGrid):
             self.grid.answer_by(deadline)
 
-    def _checked(self, asked: str, answer: Message | Error) -> Message:
+    def _check(self, asked: str, answer: Message | Error) -> Message:
         node = self._asked.pop(asked)
         if isinstance(answer, Error):
             return error_of(node, asked, answer)

@@ -11,7 +11,7 @@ from flwr.app import Message
 from piecework.training.messages import content_bytes
 
 LEAST_PAUSE, MOST_PAUSE = 0.01, 0.5  # seconds between looks for replies
-LIFE = 2  # after this multiple of messages.round-timeout Flower drops a message, and its node is free again
+MESSAGE_LIFETIME = 2  # after this multiple of messages.round-timeout Flower drops a message, and its node is free again
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Watch(Protocol):
     def seconds(self, sent: Sent, /) -> float:
         """Return the seconds for which the answer to a message is awaited, counted from its sending."""
 
-    def ended(self, sent: Sent, waited: float, /, *, answered: bool) -> None:
+    def note_end(self, sent: Sent, waited: float, /, *, answered: bool) -> None:
         """Take note that a message was answered after `waited` seconds, or is not awaited any more."""
 
 
@@ -85,7 +85,7 @@ class Transport:
                 for reply in replies:
                     sent = pending.pop(reply.metadata.reply_to_message_id, None)
                     if watch is not None and sent is not None:
-                        watch.ended(sent, came - sent.time, answered=True)
+                        watch.note_end(sent, came - sent.time, answered=True)
                     yield reply
                 if watch is not None:
                     self._take_late()
@@ -100,14 +100,14 @@ class Transport:
             self.grid.answer_by(math.inf)
             if watch is not None:
                 for sent in pending.values():
-                    watch.ended(sent, time.monotonic() - sent.time, answered=False)
+                    watch.note_end(sent, time.monotonic() - sent.time, answered=False)
             self.overdue |= pending
 
     def _give_up(self, pending: dict[str, Sent], watch: Watch, now: float) -> None:
         """Make those of the pending messages overdue that had been awaited long enough by `now`."""
         for identifier, sent in [*pending.items()]:
             if now - sent.time >= watch.seconds(sent):
-                watch.ended(sent, now - sent.time, answered=False)
+                watch.note_end(sent, now - sent.time, answered=False)
                 self.overdue[identifier] = pending.pop(identifier)
 
     def _send(self, server_round: int, message: Message) -> dict[str, Sent]:

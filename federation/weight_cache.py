@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from piecework.client_app.frozen import content_hash
 from piecework.federation.registry import ClientRegistry
 from piecework.federation.reports import ClientReport
-from piecework.federation.transport import LIFE
+from piecework.federation.transport import MESSAGE_LIFETIME
 from piecework.models.cascade import unit_of
 from piecework.training.messages import Question, Task, content_bytes
 from piecework.training.parcels import pack
@@ -78,7 +78,7 @@ class WeightCache:
             named[unit] = digest
         return named
 
-    def named(self, task: Task, arrays: ArrayRecord, units: Iterable[str]) -> Task:
+    def with_frozen_hashes(self, task: Task, arrays: ArrayRecord, units: Iterable[str]) -> Task:
         """Return the task with the content hashes of these frozen units, which the client must hold before it begins."""
         return replace(task, frozen=self.hashes(arrays, units))
 
@@ -141,7 +141,7 @@ class WeightCache:
                 dst_node_id=self.registry.members[client].node_id,
                 message_type="query.units",
                 group_id=str(tasks[client].round),
-                ttl=LIFE * self.settings.messages.round_timeout,
+                ttl=MESSAGE_LIFETIME * self.settings.messages.round_timeout,
             )
 
     def note(self, replies: Iterable[Message], reports: Mapping[int, ClientReport]) -> Iterator[tuple[int, Message]]:

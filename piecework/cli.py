@@ -26,7 +26,7 @@ from piecework.commands.base import (
     listen,
     out,
     show_version,
-    telling,
+    tell_steps,
     user_errors,
     with_shorthands,
 )
@@ -248,7 +248,7 @@ def plan(
     """Show which pieces a model falls into, which device can train which, and how long a round takes; nothing is trained."""
     from piecework.plans.plan import make_plan
     from piecework.plans.question import ask
-    from piecework.report.progress import waiting
+    from piecework.report.progress import show_waiting
 
     with user_errors(as_json, {}), traced_anew(no_cache):
         own: Scalars = {"memory.model": memory_model, "training.batch-size": batch_size or 0}
@@ -268,7 +268,7 @@ def plan(
             given |= {key: value for key, value in asked.items() if value}
             show_advice(settings, question, lambda own: run_command(preset, assignments, given | own, nodes), as_json)
             return
-        with waiting(err, "planning"):
+        with show_waiting(err, "planning"):
             found = make_plan(settings, question)
         show_plan(found, picture, preset, as_json)
 
@@ -278,7 +278,7 @@ def show_advice(settings: Settings, question: "PlanQuestion", command: Callable[
     from piecework.plans.suggest import advise
     from piecework.plans.suggest_view import advice_tables
 
-    with telling("planning", silent=as_json) as tell:
+    with tell_steps("planning", silent=as_json) as tell:
         advice = advise(settings, question, tell)
     if (found := advice["recommended"]) is not None:
         found["command"] = command(found["settings"])
@@ -349,11 +349,11 @@ def clean(
     as_json: Json = False,
 ) -> None:
     """Remove the stores of emulated clients. A run cleaned this way cannot resume clients that keep state."""
-    from piecework.commands.runs import cached, remove, stores
+    from piecework.commands.runs import find_cached, remove, stores
     from piecework.device_profiles.user_cache import default_cache
 
     with user_errors(as_json):
-        paths = stores(output_dir) + (cached(default_cache()) if cache else [])
+        paths = stores(output_dir) + (find_cached(default_cache()) if cache else [])
         freed = remove(paths)
         print(
             json.dumps({"removed": [str(path) for path in paths], "bytes": freed})

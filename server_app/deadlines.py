@@ -7,7 +7,7 @@ from typing import Any
 from flwr.app import Message
 
 from piecework.device_profiles.clock import simulated_seconds
-from piecework.federation.pace import Done, Load, Pace, missed
+from piecework.federation.pace import Done, Load, Pace, deadline_message
 from piecework.federation.reports import ClientReport
 from piecework.federation.transport import Sent
 from piecework.planning.timing import local_work, work_flops
@@ -84,7 +84,7 @@ class Deadlines:
         device, work = self._works[client]
         return self.pace.deadline(client, device, Load(work if sent.kind == TRAIN else 0.0, sent.bytes))
 
-    def ended(self, sent: Sent, waited: float, *, answered: bool) -> None:
+    def note_end(self, sent: Sent, waited: float, *, answered: bool) -> None:
         """Take note of how long the answer to a message was awaited. If it came, it is read after this."""
         self._note_answers()
         client = self.registry.client_of(sent.node_id)
@@ -129,7 +129,7 @@ class Deadlines:
             self._note_answers()
         for client, deadline in self._given_up.items():
             if reports[client].status == "timeout":
-                reports[client].end("late", missed(deadline))
+                reports[client].end("late", deadline_message(deadline))
         for report in reports.values() if self.simulated else ():
             if report.status in TRAINED:
                 self.note_simulated(report.client, report.device, self.simulated_task(report))

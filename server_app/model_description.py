@@ -7,7 +7,7 @@ from piecework.models.model_file import FORMAT
 from piecework.training.settings import Settings
 
 
-def described(settings: Settings, data: ArrayDataset) -> dict[str, Any]:
+def describe_model(settings: Settings, data: ArrayDataset) -> dict[str, Any]:
     """Return the metadata on the network, its inputs and the run's settings, as JSON values."""
     return {
         "format": FORMAT,

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterable, Mapping
 
+from piecework.server_app.used_settings import find_settable
 from piecework.training.settings import Settings, SettingsError, learning_rate
 
 
@@ -16,7 +17,7 @@ def describe(settings: Settings) -> str:
     return f"cosine over {settings.training.lr_rounds or settings.num_rounds} rounds{again}"
 
 
-def starved(settings: Settings, rates: Mapping[str, float]) -> str:
+def low_lr_warning(settings: Settings, rates: Mapping[str, float]) -> str:
     """Return a sentence on the stages whose largest rate is below 1 % of `training.lr`; empty if there are none.
 
     `rates` has the largest rate of every stage, that of its first round.
@@ -25,7 +26,8 @@ def starved(settings: Settings, rates: Mapping[str, float]) -> str:
     if not low:
         return ""
     listed = ", ".join(f"{stage} ({rate:.2g})" for stage, rate in low.items())
-    remedy = "fedprophet.lr-restart = true, or " if settings.strategy == "fedprophet" else ""
+    restarts = next((key for key in find_settable(settings) if key.endswith(".lr-restart")), "")
+    remedy = f"{restarts} = true, or " if restarts else ""
     longer = "training.lr-rounds" if settings.training.lr_schedule == "cosine" else "training.lr-decay"
     return (
         f"the learning rate never exceeds 1 % of training.lr = {settings.training.lr:g} in {listed}: the schedule "

@@ -49,7 +49,7 @@ def find_recovery(run_dir: RunDir) -> Recovery:
     raise CheckpointError("\n".join(lines))
 
 
-def put_aside(run_dir: RunDir, recovery: Recovery) -> None:
+def quarantine(run_dir: RunDir, recovery: Recovery) -> None:
     """Keep damaged files and unrecorded checkpoints under another name, and log each of them."""
     if recovery.checkpoint is None:
         return

@@ -23,18 +23,18 @@ from piecework.planning.now import doing
 from piecework.server_app.assembly import Assembly
 from piecework.server_app.deadlines import Deadlines
 from piecework.server_app.device_models import evaluate_device_models
-from piecework.server_app.model_description import described
+from piecework.server_app.model_description import describe_model
 from piecework.server_app.preflight import preflight
 from piecework.server_app.rates import require_rates
 from piecework.server_app.records import RunDir
-from piecework.server_app.recovery import Recovery, find_recovery, put_aside
+from piecework.server_app.recovery import Recovery, find_recovery, quarantine
 from piecework.server_app.round_record import ModelEvaluation, Opening, RoundRecord, TrainingPhase, record_of
 from piecework.server_app.run_folder import COMPLETED, nothing_left, require_new
 from piecework.server_app.run_lock import run_lock
 from piecework.server_app.run_values import ends_early, first_values, note_round, resumed_values
 from piecework.server_app.served_model import ServedModel
 from piecework.server_app.start import check_coverage
-from piecework.server_app.summary import about_stages, how_stopped, summarise, why_empty
+from piecework.server_app.summary import empty_round_message, how_stopped, stage_warnings, summarise
 from piecework.strategies.base import PieceStrategy
 from piecework.strategies.staged import StagedStrategy
 from piecework.strategies.state import Experiment
@@ -89,12 +89,12 @@ class Run:
         """Return the seconds that all processes of the run have taken so far."""
         return self.earlier + time.perf_counter() - self.started
 
-    def take_over(self) -> None:
+    def prepare_run_dir(self) -> None:
         """Prepare the run's folder: delete the files of an earlier run, or of rounds to be repeated, and write the settings.
 
         This is the first time that the run changes the folder.
         """
-        put_aside(self.run_dir, self.recovery)
+        quarantine(self.run_dir, self.recovery)
         if self.recovery.checkpoint is None:
             if self.run_dir.has_begun():
                 LOG.warning("%s: its run ended before its first checkpoint, and begins again", self.run_dir.path)
@@ -108,7 +108,7 @@ class Run:
         """Run all remaining rounds and write the model. Returns "completed". Raises RunAbortedError or TooFewNodesError."""
         settings, strategy = self.settings, self.strategy
         doing("waiting for the clients")
-        self.gather()
+        self.wait_for_clients()
         self.run_dir.write_coverage(check_coverage(strategy))
         for server_round in range(self.values["round"] + 1, settings.num_rounds + 1):
             if strategy.progress.finished:
@@ -119,18 +119,20 @@ class Run:
             self.run_dir.append_round(values)
             on_round(values)
             if self.values["empty-rounds"] >= settings.faults.max_empty_rounds:
-                raise RunAbortedError(why_empty(values, strategy))  # without a checkpoint, so that resuming repeats it
+                raise RunAbortedError(
+                    empty_round_message(values, strategy)
+                )  # without a checkpoint, so that resuming repeats it
             self._checkpoint(server_round)
             if ends_early(self.values, record, settings):
                 break
-        for warning in about_stages(strategy, settings, self.values["round"]):
+        for warning in stage_warnings(strategy, settings, self.values["round"]):
             LOG.warning("%s", warning)
-        self._leave()
+        self.finalize()
         return COMPLETED
 
-    def gather(self) -> None:
+    def wait_for_clients(self) -> None:
         """Wait for the clients, then set up the model, which may depend on them. Raises TooFewNodesError or ValueError."""
-        self.registry.gather(self.grid, self.settings.messages.node_timeout, self.settings.faults.min_clients)
+        self.registry.wait_for_clients(self.grid, self.settings.messages.node_timeout, self.settings.faults.min_clients)
         if warning := too_many_asked(self.settings, self.registry.clients):
             LOG.warning("%s; until then each round asks all of them", warning)
         if self.strategy.personal and not any(member.test for member in self.registry.members.values()):
@@ -155,7 +157,7 @@ class Run:
             self.values["init-weights"] = account(path, taken, excluded)
         return ArrayRecord({name: Array(value) for name, value in arrays.items()})
 
-    def _leave(self) -> None:
+    def finalize(self) -> None:
         """Write the trained model, evaluate it if it is to be attacked, and delete the cached features of emulated clients."""
         settings, strategy = self.settings, self.strategy
         doing("writing the trained model")
@@ -178,7 +180,7 @@ class Run:
         self.run_dir.save_model(
             arrays,
             {
-                **described(settings, self.data),
+                **describe_model(settings, self.data),
                 "experiment-id": self.values["experiment-id"],
                 "atoms": list(atoms),
                 "head": head,
@@ -282,7 +284,10 @@ class Run:
         self.evaluate.show(self.served.blueprint)
         central = self.evaluate(self.served.complete(self.arrays), *model) if known else None
         answers = strategy.dispatcher.account() if strategy.dispatcher.log else None
-        message_bytes, norms = measured_bytes + strategy.dispatcher.bytes(), self.served.recorded(strategy.personal)
+        message_bytes, norms = (
+            measured_bytes + strategy.dispatcher.bytes(),
+            self.served.statistics_name(strategy.personal),
+        )
         return ModelEvaluation(central, clients, answers, statistics, message_bytes, norms)
 
     def _deliver(self, server_round: int, watch: Watch | None = None) -> None:
@@ -349,7 +354,7 @@ def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: On
             require_new(run_dir)  # only now: a run of this name may have completed since the first look
         if settings.resume_from and nothing_left(run_dir, settings, run.recovery):
             return
-        run.take_over()
+        run.prepare_run_dir()
         status, reason = "failed", ""
         try:
             status = run.run(on_round)

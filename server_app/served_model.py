@@ -23,8 +23,8 @@ from flwr.serverapp import Grid
 from piecework.federation.aggregation import (
     CheckedUpdate,
     UpdateRejectedError,
+    add_norm_limits,
     check_update,
-    compared,
     require_all,
     require_within,
     spec_of,
@@ -64,7 +64,7 @@ class ServedModel:
         """The kind of batch norm for the records: the resolved setting, or `none` if the model has no batch norms."""
         return self.strategy.settings.norms if has_batch_norms(self.strategy.blueprint) else "none"
 
-    def recorded(self, personal: bool) -> str:
+    def statistics_name(self, personal: bool) -> str:
         """Return the statistics that evaluation used, for the records: with `personal`, clients use those of their batches."""
         return "batch" if personal and self.norms in ("measured", "static") else self.norms
 
@@ -132,7 +132,7 @@ class ServedModel:
         needed, weights = self.needed(atoms, head), self.weights(arrays)
         sent = ArrayRecord({name: array for name, array in weights.items() if unit_of(name) in {*units(atoms), head}})
         tasks = {
-            client: self._named(self.task(client, server_round, model, needed), sent)
+            client: self._with_frozen_hashes(self.task(client, server_round, model, needed), sent)
             for client in self.clients(server_round, grid, last=last)
             if strategy.resources.affords(client, server_round, needed)
         }
@@ -140,9 +140,9 @@ class ServedModel:
             "query.statistics", tasks, sent, travelling=lambda task, model: without_units(model, task.frozen)
         )
 
-    def _named(self, task: Task, sent: ArrayRecord) -> Task:
+    def _with_frozen_hashes(self, task: Task, sent: ArrayRecord) -> Task:
         """Return the task with the content hashes of the strategy's frozen units."""
-        return self.strategy.weight_cache.named(task, sent, self.strategy.frozen_units(task))
+        return self.strategy.weight_cache.with_frozen_hashes(task, sent, self.strategy.frozen_units(task))
 
     def clients(self, server_round: int, grid: Grid, *, last: bool) -> list[int]:
         """Return the reachable clients that trained in the round, or a new sample for the round if there are none.
@@ -181,28 +181,28 @@ class ServedModel:
         """Pool the statistics that clients measured. Returns whether there are any."""
         strategy, moments = self.strategy, Moments()
         dispatcher, factor = strategy.dispatcher, strategy.settings.faults.update_norm_limit
-        for client, update, limits in compared(self.received(server_round, replies), factor, ()):
+        for client, update, limits in add_norm_limits(self.valid_statistics(server_round, replies), factor, ()):
             try:
                 require_within(update.norms, limits)
             except UpdateRejectedError as error:
                 dispatcher.reject(client, str(error))
                 continue
             moments.add(update.arrays, update.examples)
-        self.statistics = moments.pooled()
+        self.statistics = moments.pool()
         if not self.statistics:
             self._of = None
         return bool(self.statistics)
 
-    def received(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[int, CheckedUpdate]]:
+    def valid_statistics(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[int, CheckedUpdate]]:
         """Yield each client's statistics if they are valid on their own. They are compared with other clients' later."""
         strategy = self.strategy
         return strategy.dispatcher.answers(
             replies,
             lambda client, status: strategy.gate.note_error(client, server_round, status),
-            lambda client, answer: self.checked(client, answer.metrics, answer.arrays),
+            lambda client, answer: self.check_statistics(client, answer.metrics, answer.arrays),
         )
 
-    def checked(self, client: int, metrics: Mapping[str, object], arrays: ArrayRecord) -> CheckedUpdate:
+    def check_statistics(self, client: int, metrics: Mapping[str, object], arrays: ArrayRecord) -> CheckedUpdate:
         """Return a client's statistics and number of examples. Raises UpdateRejectedError if they are invalid."""
         atoms, head = self._of[1:] if self._of else ((), "head")
         blank = empty_statistics(self.blueprint, [*units(atoms), head])
@@ -257,7 +257,7 @@ class Moments:
                 self.second[norm] = self.second.get(norm, 0) + examples * (variance + mean**2)
                 self.batches[norm] = np.maximum(self.batches.get(norm, 0), arrays[f"{norm}.num_batches_tracked"])
 
-    def pooled(self) -> ArrayRecord:
+    def pool(self) -> ArrayRecord:
         """Return the statistics over all clients' data; no arrays if no client was added."""
         found: dict[str, Array] = {}
         for norm, first in self.first.items():

@@ -22,7 +22,7 @@ def end_on_hangup() -> None:
 
 
 @contextmanager
-def blocked(*signals: signal.Signals | None) -> Iterator[None]:
+def block_signals(*signals: signal.Signals | None) -> Iterator[None]:
     """Block signals in the body: processes that are started there never receive them."""
     known = {each for each in signals if each is not None}
     if not hasattr(signal, "pthread_sigmask"):
@@ -38,10 +38,10 @@ def blocked(*signals: signal.Signals | None) -> Iterator[None]:
 @contextmanager
 def without_interrupts() -> Iterator[None]:
     """Processes started in the body never see Ctrl-C or SIGHUP, which a terminal sends to all, even while they import torch."""
-    with blocked(HANGUP):
+    with block_signals(HANGUP):
         if hasattr(signal, "pthread_sigmask"):
             resource_tracker.ensure_running()  # if multiprocessing started it later, that would unblock Ctrl-C
-        with blocked(signal.SIGINT):
+        with block_signals(signal.SIGINT):
             yield
 
 

@@ -18,14 +18,14 @@ def check_coverage(strategy: PieceStrategy) -> dict[str, Any]:
 
     Raises ValueError if a part of the model would stay random and the settings do not allow that.
     """
-    found = covered(strategy.policy, strategy.resources.trainers())
+    found = describe_coverage(strategy.policy, strategy.resources.trainers())
     if found["level"] == "error":
         raise ValueError(found["says"])
     say(found)
     return found
 
 
-def covered(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> dict[str, Any]:
+def describe_coverage(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> dict[str, Any]:
     """Return the coverage by these clients and what it means, as JSON values. Plans and runs use the same form."""
     rows = coverage(policy, trainers)
     finding = judged(policy, rows, trainers, pretrained_parts(policy))

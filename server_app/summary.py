@@ -27,7 +27,7 @@ def accuracy_by_device(reports: list[ClientReport]) -> dict[str, float]:
     return {device: correct / count for device, (correct, count) in sorted(by_device.items())}
 
 
-def why_empty(record: dict[str, Any], strategy: PieceStrategy) -> str:
+def empty_round_message(record: dict[str, Any], strategy: PieceStrategy) -> str:
     """Return the error message for a round without a new model, which says why, and what to change."""
     settings, clients, trained = strategy.settings, record["clients"], record["answered"]
     refused = [c for c in clients if c["status"] == "memory"]
@@ -61,7 +61,7 @@ def how_stopped(run_dir: RunDir) -> tuple[str, str]:
     return STOPPED, f"stopped by a signal, {f'after round {last}' if last else 'before its first round was complete'}"
 
 
-def about_stages(strategy: PieceStrategy, settings: Settings, last_round: int) -> list[str]:
+def stage_warnings(strategy: PieceStrategy, settings: Settings, last_round: int) -> list[str]:
     """Return warnings if a run's stages and its rounds did not end together; an empty list if they did."""
     if strategy.progress.finished:
         if not settings.resume_from or last_round >= settings.num_rounds:

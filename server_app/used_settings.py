@@ -12,14 +12,16 @@ from piecework.training.settings.run import cases, fields
 from piecework.training.settings.table import Case
 
 
-def unused(settings: Settings) -> list[str]:
-    """Return the keys whose values differ from their defaults although no run with these settings uses them."""
+def find_settable(settings: Settings) -> list[str]:
+    """Return the keys that only some runs use, and those with these settings do."""
     values = settings.to_run_config()
-    return [
-        key
-        for key, allowed in cases().items()
-        if values[key] != default(key) and not any(holds(case, values) for case in allowed)
-    ]
+    return [key for key, allowed in cases().items() if any(holds(case, values) for case in allowed)]
+
+
+def find_unused(settings: Settings) -> list[str]:
+    """Return the keys whose values differ from their defaults although no run with these settings uses them."""
+    values, settable = settings.to_run_config(), find_settable(settings)
+    return [key for key in cases() if values[key] != default(key) and key not in settable]
 
 
 def require_used(settings: Settings, among: Collection[str] | None = None) -> None:
@@ -28,7 +30,7 @@ def require_used(settings: Settings, among: Collection[str] | None = None) -> No
     Only keys in `among` are checked; None = all.
     """
     values = settings.to_run_config()
-    if lines := [refusal(key, values) for key in unused(settings) if among is None or key in among]:
+    if lines := [refusal(key, values) for key in find_unused(settings) if among is None or key in among]:
         raise SettingsError("\n".join(lines))
 
 
@@ -36,7 +38,7 @@ def refusal(key: str, values: Mapping[str, Scalar]) -> str:
     """Return why a run with these values does not use a setting."""
     governing = {name for case in cases()[key] for name in case if not holds({name: case[name]}, values)}
     have = ", ".join(f"{name} is {values[name]!r}" for name in sorted(governing))
-    owners = ", or to ".join(map(written, cases()[key]))
+    owners = ", or to ".join(map(describe_case, cases()[key]))
     return (
         f"setting {key} = {values[key]!r} has no effect here: it belongs to {owners}, and {have}. "
         f"Leave it out, or set it to its default, {default(key)!r}"
@@ -53,7 +55,7 @@ def without_unused(given: Mapping[str, Scalar], preset: Mapping[str, Scalar]) ->
     changed = {key for key, value in given.items() if value != preset.get(key, default(key))}
     dropped = [
         key
-        for key in unused(Settings.from_run_config(values))
+        for key in find_unused(Settings.from_run_config(values))
         if key in preset and key not in given and changed & {name for case in cases()[key] for name in case}
     ]
     return {key: value for key, value in values.items() if key not in dropped}, dropped
@@ -75,12 +77,12 @@ def lineage(strategy: str) -> list[str]:
     return [strategy, *(found for base in find_strategy(strategy).__mro__ if (found := base.__dict__.get("name")))]
 
 
-def written(case: Case) -> str:
+def describe_case(case: Case) -> str:
     """Return a case in words: `strategy = prism with prism.kernel-sampling = importance`."""
-    return " with ".join(f"{key} = {listed(allowed)}" for key, allowed in case.items())
+    return " with ".join(f"{key} = {join_values(allowed)}" for key, allowed in case.items())
 
 
-def listed(values: Iterable[Scalar]) -> str:
+def join_values(values: Iterable[Scalar]) -> str:
     """Return `fedepth or m-fedepth`, with true and false in TOML's spelling."""
     *others, last = (str(value).lower() if isinstance(value, bool) else str(value) for value in values)
     return f"{', '.join(others)} or {last}" if others else last

@@ -173,7 +173,10 @@ class PieceStrategy(Strategy):
             states[client] = replace(state, budget_bytes=self._reduced_budget(state, client))
         self.slowest = min((state.flops_per_second for state in states.values()), default=math.inf)
         tasks = {client: self.task(server_round, state) for client, state in states.items()}
-        return {c: (self.weight_cache.named(t, arrays, self.frozen_units(t)), states[c]) for c, t in tasks.items()}
+        return {
+            c: (self.weight_cache.with_frozen_hashes(t, arrays, self.frozen_units(t)), states[c])
+            for c, t in tasks.items()
+        }
 
     def _reduced_budget(self, state: DeviceState, client: int) -> int:
         """Return the budget (bytes) that a client is given: less after crashes, but enough to train if it can at all."""

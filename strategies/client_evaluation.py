@@ -8,8 +8,8 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from piecework.device_profiles.profile import allowance
-from piecework.federation.faults import SILENT
-from piecework.federation.registry import sampled
+from piecework.federation.faults import UNRESPONSIVE_STATUSES
+from piecework.federation.registry import sample_clients
 from piecework.federation.reports import verdict
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
@@ -43,7 +43,10 @@ class ClientEvaluation:
     def reachable(self, client: int) -> bool:
         """Return whether a client of the round can get another task: it was not silent and holds its frozen units."""
         strategy = self.strategy
-        return client not in strategy.weight_cache.unreached and strategy.reports[client].status not in SILENT
+        return (
+            client not in strategy.weight_cache.unreached
+            and strategy.reports[client].status not in UNRESPONSIVE_STATUSES
+        )
 
     def tasks(self, server_round: int, arrays: ArrayRecord, grid: Grid, asked: Mapping[int, Task]) -> dict[int, Task]:
         """Return the tasks of clients that evaluate the new model. `asked` are the training tasks of the round's clients."""
@@ -82,7 +85,9 @@ class ClientEvaluation:
     ) -> dict[int, Task]:
         """Return the tasks of all clients, or of `evaluation.clients` drawn ones, without those that were silent."""
         strategy, settings = self.strategy, self.strategy.settings
-        chosen = sampled(strategy.registry.present(grid), settings.evaluation.clients, settings.seed + 1, server_round)
+        chosen = sample_clients(
+            strategy.registry.present(grid), settings.evaluation.clients, settings.seed + 1, server_round
+        )
         tasks = {client: task for client, task in asked.items() if client in chosen and self.reachable(client)}
         if others := [client for client in chosen if client not in asked]:
             tasks |= {client: task for client, (task, _) in strategy.ask(others, server_round, arrays).items()}

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from flwr.serverapp import Grid
 
-from piecework.federation.registry import sampled
+from piecework.federation.registry import sample_clients
 
 if TYPE_CHECKING:
     from piecework.strategies.base import PieceStrategy
@@ -30,13 +30,13 @@ class Cohort:
         The draw is a function of the seed, the round and these clients.
         """
         settings = self.strategy.settings
-        excluded = self.strategy.state.crash_history.excluded(server_round)
+        excluded = self.strategy.state.crash_history.excluded_clients(server_round)
         present = [client for client in self.strategy.registry.present(grid) if self.may_be_asked(client, server_round)]
         chosen = [client for client in present if client not in excluded]
         if len(chosen) < max(1, settings.faults.min_clients):
             chosen = present  # excluded clients are better than too few
         self.excluded = {client: excluded[client] for client in present if client not in chosen}
-        return sampled(chosen, settings.asked, settings.seed, server_round) if chosen else []
+        return sample_clients(chosen, settings.asked, settings.seed, server_round) if chosen else []
 
     def may_be_asked(self, client: int, server_round: int) -> bool:
         """Return whether a client has the memory to take part in a round."""

@@ -15,15 +15,15 @@ from piecework.federation.aggregation import (
     CheckedUpdate,
     Norms,
     UpdateRejectedError,
+    add_norm_limits,
     check_update,
-    compared,
     first_limit,
     norm_limits,
     note_norms,
     require_within,
     spec_of,
 )
-from piecework.federation.pace import before_deadlines, missed
+from piecework.federation.pace import before_deadlines, deadline_message
 from piecework.federation.reports import ClientReport, require_at_most
 from piecework.training.answers import Answer, Outcome
 
@@ -60,7 +60,7 @@ class UpdateGate:
         accepted, norms = list[ClientReport](), dict[str, list[float]]()
         known, factor = strategy.state.norms, strategy.settings.faults.update_norm_limit
         self.closed_at, self.updates = math.inf, {}
-        for report, update, limits in compared(self._in_order(replies), factor, known, enough):
+        for report, update, limits in add_norm_limits(self._in_order(replies), factor, known, enough):
             if len(accepted) >= self.before_deadlines() and self._overdue(report):
                 continue
             try:
@@ -101,7 +101,7 @@ class UpdateGate:
         """Return whether a client answers after its deadline on the simulated clock. If so it is late."""
         if not self.strategy.settings.simulated or report.simulated_seconds <= (deadline := self.deadline(report)):
             return False
-        report.end("late", missed(deadline))
+        report.end("late", deadline_message(deadline))
         return True
 
     def _note_waiting(self, there: float) -> None:
@@ -144,7 +144,7 @@ class UpdateGate:
         update = report.take(message, lambda answer: self._read(answer, report, limits, maximum))
         if update is not None:
             report.end("ok")
-            self.strategy.state.crash_history.answered(report.client)
+            self.strategy.state.crash_history.note_answer(report.client)
         return update
 
     def _read(
@@ -192,4 +192,4 @@ class UpdateGate:
         """Record a crash of a client, whether it is reported in its round or late. Other statuses are ignored."""
         policy = self.strategy.policy
         if status == "crashed":
-            self.strategy.state.crash_history.crashed(client, server_round, policy.cuts or policy.adapts)
+            self.strategy.state.crash_history.note_crash(client, server_round, policy.cuts or policy.adapts)

@@ -83,7 +83,7 @@ def a_run(folder: Path, **changes: Any) -> Iterator[Run]:
     run_dir.create(settings)
     with LocalGrid(3, settings.to_run_config()) as grid:
         run = Run(grid, settings, run_dir)
-        run.gather()
+        run.wait_for_clients()
         yield run
 
 

@@ -92,7 +92,7 @@ def show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-class Said(logging.Handler):
+class ConsoleHandler(logging.Handler):
     """Handler for a run's log: lines on stderr, warnings in bold."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -104,8 +104,8 @@ class Said(logging.Handler):
 def listen() -> None:
     """Print what the run logs; installs the handler once per process."""
     log = logging.getLogger("piecework")
-    if not any(isinstance(handler, Said) for handler in log.handlers):
-        log.addHandler(Said())
+    if not any(isinstance(handler, ConsoleHandler) for handler in log.handlers):
+        log.addHandler(ConsoleHandler())
         log.setLevel(logging.INFO)
 
 
@@ -127,7 +127,7 @@ def user_errors(as_json: bool, answer: dict[str, Any] = NO_RUN) -> Iterator[None
 
 
 @contextmanager
-def telling(doing: str, *, silent: bool) -> Iterator[Callable[[str], None]]:
+def tell_steps(doing: str, *, silent: bool) -> Iterator[Callable[[str], None]]:
     """Show on a terminal's stderr what is being done, from a function that is told each step; `silent` shows nothing."""
     if silent or not err.is_terminal:
         yield lambda _: None

@@ -10,7 +10,7 @@ from piecework.device_profiles.documents import read_toml, shown
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.names import did_you_mean
 from piecework.engines.processes import Connection
-from piecework.server_app.used_settings import require_used, unused, without_unused
+from piecework.server_app.used_settings import find_unused, require_used, without_unused
 from piecework.strategies import require_strategy
 from piecework.training.settings import Scalar, Settings, SettingsError
 from piecework.training.settings.run import fields
@@ -55,7 +55,7 @@ def settings_from(
     from piecework.server_app.local_grid import default_workers
 
     options: Scalars = {"engine": engine, "clients": nodes, "output-dir": output_dir}
-    asked_for = agreed(assignments, {key: value for key, value in options.items() if value} | (named or {}))
+    asked_for = merge_assignments(assignments, {key: value for key, value in options.items() if value} | (named or {}))
     require_strategy(str(asked_for.get("strategy", fields()["strategy"].default)))
     if there and asked_for.get("engine", "deployment") != "deployment":
         raise SettingsError(f"engine = {asked_for['engine']} with --superlink: a SuperLink's nodes are real processes")
@@ -91,7 +91,7 @@ def default_clients(values: Scalars, there: bool) -> int:
     return fleet.prescribed_clients or (0 if there else 4 if values.get("engine") == "deployment" else 20)
 
 
-def agreed(assignments: list[str], options: Scalars) -> Scalars:
+def merge_assignments(assignments: list[str], options: Scalars) -> Scalars:
     """Return the settings of --set and of other options. Raises SettingsError if an option and --set differ in one."""
     assigned = dict(map(assignment, assignments))
     for key, value in options.items():
@@ -109,7 +109,7 @@ def run_command(preset: str, assignments: list[str], options: Scalars, nodes: in
     words = ["piecework", "run", *(["--preset", preset] if preset else [])]
     asked = dict(map(assignment, assignments)) | options
     known = {key: value for key, value in asked.items() if key != "dataset"}  # which may be a placeholder
-    without_effect = unused(Settings.from_run_config((read_preset(preset) if preset else {}) | known))
+    without_effect = find_unused(Settings.from_run_config((read_preset(preset) if preset else {}) | known))
     for key, value in asked.items():
         if key in without_effect:
             continue
@@ -217,7 +217,7 @@ def seeds_from(seeds: str, assignments: list[str], named: Scalars, settings: Set
     """Return the seeds of the runs: those of `--seeds`, else that of the settings. Raises SettingsError for both."""
     if not seeds:
         return [settings.seed]
-    asked_for = agreed(assignments, named)
+    asked_for = merge_assignments(assignments, named)
     if "seed" in asked_for:
         option = f"--seed {named['seed']}" if "seed" in named else f"--set seed={asked_for['seed']}"
         raise SettingsError(f"--seeds {seeds} contradicts {option}: give one of them")

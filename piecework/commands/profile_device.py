@@ -60,9 +60,9 @@ class Profile:
         return {
             "name": self.name,
             "memory": self.memory,
-            "flops": _rounded(self.sustained_flops),
-            "disk-bandwidth": _rounded(min(self.disk.write, self.disk.read)),
-            "disk-latency": _rounded(self.disk.latency),
+            "flops": _round_figure(self.sustained_flops),
+            "disk-bandwidth": _round_figure(min(self.disk.write, self.disk.read)),
+            "disk-latency": _round_figure(self.disk.latency),
             "cpus": self.cpus,
         }
 
@@ -154,6 +154,6 @@ def check_new(path: Path) -> None:
         raise ValueError(f"--out {path}: there is no folder {path.absolute().parent}")
 
 
-def _rounded(figure: float) -> float:
+def _round_figure(figure: float) -> float:
     """Round to three digits; more would not be justified by the measurement."""
     return float(f"{figure:.3g}")

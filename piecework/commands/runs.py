@@ -13,7 +13,7 @@ def stores(output_dir: Path) -> list[Path]:
     )
 
 
-def cached(cache: Path) -> list[Path]:
+def find_cached(cache: Path) -> list[Path]:
     """List the folders of a cache: its converted data sets, and its kept traces."""
     made = *cache.glob("*/meta.json"), *cache.glob("traces/traces.sqlite")
     return sorted(path.parent for path in made)

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.device_profiles.names import did_you_mean
-from piecework.server_app.used_settings import written
+from piecework.server_app.used_settings import describe_case
 from piecework.strategies import STRATEGIES
 from piecework.training.settings import SettingsError
 from piecework.training.settings.run import cases, fields, tables
@@ -28,9 +28,9 @@ def setting_rows(word: str = "") -> list[dict[str, Any]]:
         row = {
             "key": key,
             "default": schema["default"],
-            "allowed": allowed(schema),
+            "allowed": describe_allowed(schema),
             "meaning": schema["description"],
-            "belongs": ", or ".join(map(written, belongs)),
+            "belongs": ", or ".join(map(describe_case, belongs)),
         }
         strategies = {name for case in belongs for name in case.get("strategy", ())}
         if word in tables() or word in STRATEGIES:
@@ -45,12 +45,12 @@ def setting_rows(word: str = "") -> list[dict[str, Any]]:
     return rows
 
 
-def allowed(field: dict[str, Any]) -> str:
+def describe_allowed(field: dict[str, Any]) -> str:
     """Return the values that a setting may have, from its JSON schema: `0 <= value < 1`, choices, or its type."""
     if "enum" in field:
         return " | ".join(map(str, field["enum"]))
     if "anyOf" in field:
-        return ", or ".join(map(allowed, field["anyOf"]))
+        return ", or ".join(map(describe_allowed, field["anyOf"]))
     limits = [f"{sign} {field[name]:g}" for name, sign in LIMITS.items() if name in field]
     kind = {"boolean": "true | false", "string": "text"}.get(field["type"], field["type"])
     return f"{kind} {' and '.join(limits)}" if limits else kind
@@ -62,12 +62,12 @@ def setting_table(rows: list[dict[str, Any]]) -> Table:
     table.add_column("setting", no_wrap=True)
     table.add_column("meaning")
     for row in rows:
-        text = Text(f"default {shown(row['default'])}; {row['allowed']}", style="dim")
+        text = Text(f"default {format_default(row['default'])}; {row['allowed']}", style="dim")
         lines = [row["meaning"], f"only with {row['belongs']}" if row["belongs"] else ""]
         table.add_row(Text(row["key"]), Text("\n").join([text, *(Text(line) for line in lines if line)]))
     return table
 
 
-def shown(value: Any) -> str:
+def format_default(value: Any) -> str:
     """Return a default as TOML has it."""
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -45,7 +45,7 @@ def prepare() -> None:
     tasks: Any = import_module("flwr.supercore.dependencies.runtime")
     tasks.authenticate_task = task_heard(tasks.authenticate_task)
     chosen = link._get_middleware
-    link._get_middleware = lambda: [concerned(each) for each in chosen()]
+    link._get_middleware = lambda: [limit_middleware(each) for each in chosen()]
 
 
 def in_turn(session: Any) -> Any:
@@ -125,7 +125,7 @@ class Only:
         await (self.inner if concerned else self.app)(scope, receive, send)
 
 
-def concerned(middleware: Middleware) -> Middleware:
+def limit_middleware(middleware: Middleware) -> Middleware:
     """Return middleware that costs nothing for the paths with which Flower's does nothing.
 
     Each layer takes a request half a millisecond of the SuperLink's only core, with a task and two channels of its own.

@@ -280,7 +280,7 @@ def compose_file(clients: list[Place], data: str, command: str) -> str:
     """Return the file of a federation without TLS, for a trusted host. `data` is the folder written by `export-data`."""
     what = "A federation in containers, each client with its device's memory as the kernel's limit."
     folder = source("PIECEWORK_EXPORT", data)
-    text = HEAD.format(what=what, command=commented(command)) + "\n"
+    text = HEAD.format(what=what, command=comment_out(command)) + "\n"
     text += BASE.format(server_data=json.dumps(f"{folder}/server"), superlink_health=health(8000))
     for client in clients:
         text += CLIENT.format(
@@ -301,7 +301,7 @@ def tls_overlay(clients: list[Place], certs: str, command: str) -> str:
     what = "Over the compose file of the same fleet: TLS, nodes known by their keys, executors by secrets."
     nodes = [client.number for client in clients]
     public = [f"nodes/node-{i}.pub" for i in nodes]
-    text = HEAD.format(what=what, command=commented(command)) + "\n"
+    text = HEAD.format(what=what, command=comment_out(command)) + "\n"
     text += TLS.format(
         superlink_files=files(certs, "ca.crt", "server.crt", "server.key", "executor.secret"),
         superlink_health=health(8000, AUTHORITY),
@@ -321,7 +321,7 @@ def tls_overlay(clients: list[Place], certs: str, command: str) -> str:
     return text
 
 
-def commented(text: str) -> str:
+def comment_out(text: str) -> str:
     """Return text as comments of YAML, each of its lines in one; what no YAML file may contain is shown as Python writes it."""
     lines = text.splitlines() or [""]
     return "\n".join(f"#   {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}" for line in lines)

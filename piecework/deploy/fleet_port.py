@@ -108,7 +108,7 @@ def open_to_all(path: str) -> bool:
     return path == HEALTH or path.startswith(FLEET)
 
 
-def admitted(peer: object, ours: object, networks: Collection[Network]) -> bool:
+def is_admitted(peer: object, ours: object, networks: Collection[Network]) -> bool:
     """Return whether a connection from host `peer` to `ours` may use every path: from this machine, or one of the networks."""
     try:
         address = plain(ip_address(str(peer)))
@@ -136,7 +136,7 @@ class Gate:
 
     def _admits(self, scope: Scope) -> bool:
         (peer, _), (ours, _) = scope.get("client") or (None, 0), scope.get("server") or (None, 0)
-        return admitted(peer, ours, self.networks)
+        return is_admitted(peer, ours, self.networks)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def register(folder: Path, superlink: str, root_certificates: Path) -> list[Regi
             if key not in known:
                 client.RegisterNode(RegisterNodeRequest(public_key=key, name=node))
         now = nodes_by_key(client)
-    return [described(node, now[key], "kept" if key in known else "registered") for node, key in keys.items()]
+    return [describe_node(node, now[key], "kept" if key in known else "registered") for node, key in keys.items()]
 
 
 def revoke(folder: Path, node: str, superlink: str, root_certificates: Path) -> Registered:
@@ -58,12 +58,12 @@ def revoke(folder: Path, node: str, superlink: str, root_certificates: Path) -> 
         if known is None:
             raise ValueError(f"{node} is not registered at {superlink}: there is nothing to revoke")
         if known.status == REVOKED:
-            return described(node, known, "kept")
+            return describe_node(node, known, "kept")
         client.UnregisterNode(UnregisterNodeRequest(node_id=known.node_id))
-        return described(node, nodes_by_key(client)[keys[node]], "revoked")
+        return describe_node(node, nodes_by_key(client)[keys[node]], "revoked")
 
 
-def described(node: str, info: NodeInfo, done: str) -> Registered:
+def describe_node(node: str, info: NodeInfo, done: str) -> Registered:
     """Return a node as the SuperLink sees it, in our words."""
     return Registered(node, info.node_id, done, "revoked" if info.status == REVOKED else info.status)
 

@@ -104,10 +104,10 @@ def attempts(engine: Engine, settings: Settings, run_dir: RunDir, on_round: OnRo
             LOG.warning("the run ended (%s): restart %d of %d", str(error).splitlines()[0], attempt + 1, restarts)
             time.sleep(min(60, PAUSE_SECONDS * attempt))  # the cause may need time to go away
             require_free(run_dir.path, ENDING_SECONDS)  # a ServerApp without us may still be writing
-            settings = resumed(settings, run_dir)
+            settings = resume_settings(settings, run_dir)
 
 
-def resumed(settings: Settings, run_dir: RunDir) -> Settings:
+def resume_settings(settings: Settings, run_dir: RunDir) -> Settings:
     """Return the settings that resume a run from its last checkpoint, or start it again if it has none."""
     begun = (run_dir.path / "settings.toml").is_file()
     return settings.changed({"resume-from": str(run_dir.path)}) if begun else settings

@@ -23,7 +23,7 @@ import psutil
 import tomli_w
 
 from piecework.engines import own_user
-from piecework.server_app.signals import HANGUP, blocked
+from piecework.server_app.signals import HANGUP, block_signals
 
 EXPOSED = (
     "this system does not tell whose a local connection is: while the run lasts, every user of this machine can start apps as "
@@ -74,7 +74,7 @@ class FlowerHome:
         """Start a process whose output goes to `<home>/<name>.log`."""
         with (
             (self.path / f"{name}.log").open("ab") as log,
-            blocked(HANGUP),
+            block_signals(HANGUP),
         ):  # a closed terminal ends the launcher alone
             child = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, cwd=self.path)
         self.processes[name] = command, child
@@ -108,12 +108,12 @@ class FlowerHome:
 @contextmanager
 def flower_home(connection: Connection | None = None) -> Iterator[FlowerHome]:
     """Yield a FLWR_HOME that is removed afterwards, by another process if this one is killed."""
-    with tempfile.TemporaryDirectory(prefix="piecework-", ignore_cleanup_errors=True) as folder, guarded(folder):
+    with tempfile.TemporaryDirectory(prefix="piecework-", ignore_cleanup_errors=True) as folder, guard_folder(folder):
         yield FlowerHome(Path(folder), connection)
 
 
 @contextmanager
-def guarded(folder: str) -> Iterator[None]:
+def guard_folder(folder: str) -> Iterator[None]:
     """Have the guardian wait for the end of the body, or of this process, to end what still uses a FLWR_HOME."""
     call = [sys.executable, "-P", str(Path(__file__).with_name("guardian.py")), folder]
     guardian = subprocess.Popen(call, stdin=subprocess.PIPE, start_new_session=True)  # else Ctrl-C would end it too

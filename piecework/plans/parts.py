@@ -46,13 +46,13 @@ def trained_fractions(full: Blueprint, tasks: list[list[list[Any]]], *, moving: 
         for client in range(len(tasks[0][number])):
             own: list[Trains] = [stage[number][client] for stage in tasks]
             trained = union(fractions(full, task.parts) for task in own)
-            by_device.setdefault(own[0].state.device, []).append(weighed(trained, sizes))
+            by_device.setdefault(own[0].state.device, []).append(weigh(trained, sizes))
             everyone.append(trained)
     together = union(everyone)
     return {
         "devices": {name: sum(found) / len(found) for name, found in by_device.items()},
         "minimum": min(min(found) for found in by_device.values()),
-        "together": weighed(dict.fromkeys(together, 1.0) if moving else together, sizes),
+        "together": weigh(dict.fromkeys(together, 1.0) if moving else together, sizes),
     }
 
 
@@ -75,7 +75,7 @@ def union(found: Iterable[Fractions]) -> Fractions:
     return total
 
 
-def weighed(trained: Fractions, sizes: Mapping[str, int]) -> float:
+def weigh(trained: Fractions, sizes: Mapping[str, int]) -> float:
     """Return the fraction of all parameters."""
     return sum(fraction * sizes[unit] for unit, fraction in trained.items()) / sum(sizes.values())
 

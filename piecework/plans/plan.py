@@ -13,7 +13,7 @@ from piecework.device_profiles.fleet import Fleet, device_state, load_fleet
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.pace import Done
-from piecework.federation.registry import sampled
+from piecework.federation.registry import sample_clients
 from piecework.models.partition import AtomTooLargeError
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.coverage import Trainer, richest
@@ -25,8 +25,8 @@ from piecework.plans.parts import simulated_swapping, trained_fractions
 from piecework.plans.plan_evaluation import evaluation_row
 from piecework.plans.plan_rounds import Timed, awaited_seconds, timed_rounds
 from piecework.plans.question import PlanQuestion, budget_bytes
-from piecework.server_app.rates import starved
-from piecework.server_app.start import covered
+from piecework.server_app.rates import low_lr_warning
+from piecework.server_app.start import describe_coverage
 from piecework.strategies import find_policy
 from piecework.training.settings import Settings, learning_rate
 from piecework.training.setup import blueprint_of_shape
@@ -88,7 +88,7 @@ def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel 
         "swapping": simulated_swapping(full, tasks) if policy.swaps else None,
         "evaluation": evaluation_row(policy, allowed_to_train(tasks), question.examples),
         "learning_rates": rates_row(policy),
-        "coverage": covered(policy, trainers(states, settings)),
+        "coverage": describe_coverage(policy, trainers(states, settings)),
     }
 
 
@@ -107,7 +107,7 @@ def rates_row(policy: PartitionPolicy) -> dict[str, Any]:
     found = {
         stage: learning_rate(policy.settings, place) for stage, place in zip(stages, policy.first_places(), strict=True)
     }
-    return {"first": found, "says": starved(policy.settings, found)}
+    return {"first": found, "says": low_lr_warning(policy.settings, found)}
 
 
 def policy_for(
@@ -183,16 +183,16 @@ def tasks_of_round(
     policy: PartitionPolicy, stage: int, number: int, states: list[DeviceState], examples: int
 ) -> list[PlannedTask]:
     """Return the task of every client in a round of a stage, as if it were asked; `number` decides which clients are."""
-    speeds = [states[client].flops_per_second for client in asked(policy.settings, states, number)]
+    speeds = [states[client].flops_per_second for client in draw_clients(policy.settings, states, number)]
     return [
         client_task(policy, stage, client, state, min(*speeds, state.flops_per_second), examples)
         for client, state in enumerate(states)
     ]
 
 
-def asked(settings: Settings, states: Sequence[object], number: int) -> list[int]:
+def draw_clients(settings: Settings, states: Sequence[object], number: int) -> list[int]:
     """Return the clients that a run asks in round `number`."""
-    return sampled(range(len(states)), settings.asked, settings.seed, number)
+    return sample_clients(range(len(states)), settings.asked, settings.seed, number)
 
 
 def client_task(
@@ -223,7 +223,7 @@ def seconds_of(policy: PartitionPolicy, parts: Sequence[Part], state: DeviceStat
     return work_seconds(policy, policy.cost_model, parts, [seen] * len(parts), state, totals(policy, tuple(parts))[1])
 
 
-def swapping(policy: PartitionPolicy, part: Part, state: DeviceState, examples: int) -> float:
+def swap_seconds(policy: PartitionPolicy, part: Part, state: DeviceState, examples: int) -> float:
     """Return the seconds of a round of a device that trains a part beyond its memory by swapping to its disk."""
     _, seen = local_work(policy.settings, examples)
     return swapped_seconds(policy.settings, policy.cost_model, part, seen, state, policy.wire([part]))
@@ -337,5 +337,5 @@ def stage_row(policy: PartitionPolicy, part: Part, tasks: list[PlannedTask], exa
         "needed_bytes": poorest.needed if poorest else None,
         "missing_bytes": poorest.needed - poorest.state.budget_bytes if poorest else 0,
         "seconds": max((task.seconds for task in tasks if task.parts), default=None),
-        "swap_seconds": swapping(policy, part, poorest.state, examples) if poorest else None,
+        "swap_seconds": swap_seconds(policy, part, poorest.state, examples) if poorest else None,
     }

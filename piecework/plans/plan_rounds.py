@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from piecework.device_profiles.clock import Closing, Stragglers, closing, round_seconds
 from piecework.federation.pace import Done, Load, Pace, before_deadlines
-from piecework.federation.registry import sampled
+from piecework.federation.registry import sample_clients
 from piecework.training.settings import Settings
 
 
@@ -42,7 +42,7 @@ def timed_rounds(settings: Settings, rounds: Sequence[Tasks]) -> list[TimedRound
         for late in stragglers.answered():
             pace.note(late["client"], str(late["done"][0]), Done(*late["done"][1:]))
         idle = [client for client in range(len(tasks)) if client not in stragglers.clients]
-        chosen = sampled(idle, settings.asked, settings.seed, number)
+        chosen = sample_clients(idle, settings.asked, settings.seed, number)
         answers = {client: task for client in chosen if (task := tasks[client]) is not None}
         counted, seconds = close(settings, pace, answers)
         stragglers.wait(seconds)
@@ -77,7 +77,7 @@ def awaited_seconds(settings: Settings, rounds: Sequence[Tasks]) -> list[float]:
     return [
         round_seconds(
             task.done.total
-            for client in sampled(range(len(tasks)), settings.clients_per_round, settings.seed, number)
+            for client in sample_clients(range(len(tasks)), settings.clients_per_round, settings.seed, number)
             if (task := tasks[client]) is not None
         )
         for number, tasks in enumerate(rounds, start=1)

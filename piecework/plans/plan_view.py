@@ -72,14 +72,14 @@ def over_sampling(fleet: dict[str, Any]) -> list[str]:
 
 def evaluation_text(plan: dict[str, Any]) -> list[Text]:
     """Return a bold warning if clients train but have no memory to evaluate."""
-    says = evaluation_warning(plan["evaluation"])
-    return [Text(says, "bold", no_wrap=True)] if says else []
+    message = evaluation_warning(plan["evaluation"])
+    return [Text(message, "bold", no_wrap=True)] if message else []
 
 
 def rates_warning(plan: dict[str, Any]) -> list[Text]:
     """Return a bold warning if the schedule leaves stages next to no learning rate."""
-    says = plan["learning_rates"]["says"]
-    return [Text(f"warning: {says}", "bold", no_wrap=True)] if says else []
+    message = plan["learning_rates"]["says"]
+    return [Text(f"warning: {message}", "bold", no_wrap=True)] if message else []
 
 
 def coverage_text(found: dict[str, Any]) -> list[str | Text | Table]:
@@ -92,10 +92,10 @@ def coverage_text(found: dict[str, Any]) -> list[str | Text | Table]:
         for parts, by in lines:
             table.add_row(parts, by)
         shown = [table]
-    return [*shown, *emphasised(found)]
+    return [*shown, *emphasise(found)]
 
 
-def emphasised(found: dict[str, Any]) -> list[Text]:
+def emphasise(found: dict[str, Any]) -> list[Text]:
     """Return what a coverage means for the trained model: a bold warning, a plain note, or nothing."""
     if not found["says"]:
         return []

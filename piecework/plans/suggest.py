@@ -48,13 +48,13 @@ def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], Non
         for name in sorted(STRATEGIES):
             if name != "fedavg" and suits(name, attacked):
                 tell(name)
-                found.append(planned(settings.changed({"strategy": name}), question, simple["attack_steps"]))
+                found.append(plan_system(settings.changed({"strategy": name}), question, simple["attack_steps"]))
     able = [row for row in found if not row["reason"]]
     first += [row for name in FIRST for row in able if row["strategy"] == name]
     return {
         "adversarial": attacked,
         "simple": simple,
-        "recommended": recommended(simple, first, attacked),
+        "recommended": recommend(simple, first, attacked),
         "first": first,
         "others": [row for row in able if row["strategy"] not in FIRST],
         "refused": [row for row in found if row["reason"]],
@@ -74,7 +74,7 @@ def blueprint_of(settings: Settings, question: PlanQuestion) -> Blueprint:
 # ---- the recommendation
 
 
-def recommended(simple: Row, rows: list[Row], attacked: bool) -> Row | None:
+def recommend(simple: Row, rows: list[Row], attacked: bool) -> Row | None:
     """Return the row to try first, as `strategy`, `settings` to give and `text`, which says why; None if nothing can train.
 
     The whole model comes first, if every device can train it: in a plain step, then in one that takes less memory, then in
@@ -262,7 +262,7 @@ def fitted_text(fitted: Row) -> str:
 # ---- the others
 
 
-def planned(settings: Settings, question: PlanQuestion, attack_steps: int) -> Row:
+def plan_system(settings: Settings, question: PlanQuestion, attack_steps: int) -> Row:
     """Plan one system; `reason` says why it cannot train the model, or why no device can take part."""
     refused = {"strategy": settings.strategy, "fit": False, "participation": 0.0}
     try:

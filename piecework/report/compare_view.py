@@ -53,8 +53,8 @@ def legend(groups: Sequence[Group]) -> list[str]:
     found = []
     for name, group in zip(marks(groups), groups, strict=True):
         twice = " and ".join(f"{count} runs have seed {seed}" for seed, count in group.repeated.items())
-        says = f" ({twice}, so they are repetitions)" if twice else ""
-        found.append(f"{name}: {group.label}{says}")
+        note = f" ({twice}, so they are repetitions)" if twice else ""
+        found.append(f"{name}: {group.label}{note}")
     return found
 
 

@@ -65,8 +65,8 @@ def device_model_rows(models: Mapping[str, Record]) -> list[tuple[str, str]]:
         return []
     found, clients = worst_and_mean(models), sum(each["clients"] for each in models.values())
     rows = [(name, f"{percent(each['accuracy'])} on {each['clients']} clients") for name, each in models.items()]
-    says = f"worst {percent(found['worst'])}, mean over {clients} clients {percent(found['mean'])}"
-    return [("devices' models", says), *rows]
+    message = f"worst {percent(found['worst'])}, mean over {clients} clients {percent(found['mean'])}"
+    return [("devices' models", message), *rows]
 
 
 def batch_norm_rows(rounds: Sequence[Record], shown: Iterable[str] = BATCH_NORMS) -> list[tuple[str, str]]:

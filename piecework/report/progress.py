@@ -106,7 +106,7 @@ class Now(logging.Handler):
 
 
 @contextmanager
-def waiting(console: PlainConsole, text: str) -> Iterator[None]:
+def show_waiting(console: PlainConsole, text: str) -> Iterator[None]:
     """Show on a terminal that the body works, and what it is doing; elsewhere nothing."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield

@@ -155,14 +155,14 @@ def read_rounds(run_dir: RunDir) -> list[Record]:
 
 def read_summary(run_dir: RunDir) -> Record | None:
     """Return how a run ended, or None. Raises CheckpointError."""
-    return _required(_Summary, run_dir.summary(), run_dir, "summary.json")
+    return _check_present(_Summary, run_dir.summary(), run_dir, "summary.json")
 
 
 def read_final(run_dir: RunDir) -> Record | None:
     """Return the evaluation of the trained model, or None. Raises CheckpointError."""
     found = run_dir.final()
     attacked = found is not None and found.get("adversarial_accuracy") is not None
-    return _required(_FinalUnderAttack if attacked else _Final, found, run_dir, "final.json")
+    return _check_present(_FinalUnderAttack if attacked else _Final, found, run_dir, "final.json")
 
 
 def read_models(run_dir: RunDir) -> dict[str, Record]:
@@ -174,7 +174,7 @@ def read_models(run_dir: RunDir) -> dict[str, Record]:
 
 def read_coverage(run_dir: RunDir) -> Record | None:
     """Return which clients can train which part of the model, or None. Raises CheckpointError."""
-    return _required(_Coverage, run_dir.coverage(), run_dir, "coverage.json")
+    return _check_present(_Coverage, run_dir.coverage(), run_dir, "coverage.json")
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def with_details(run_dir: RunDir) -> Iterator[None]:
         ) from error
 
 
-def _required(kind: type[_Row], found: Record | None, run_dir: RunDir, name: str) -> Record | None:
+def _check_present(kind: type[_Row], found: Record | None, run_dir: RunDir, name: str) -> Record | None:
     if found is not None:
         _require(kind, found, str(run_dir.path / name))
     return found

@@ -206,9 +206,9 @@ def trained_section(parts: Sequence[Record], coverage: Record | None) -> Section
         "Clients whose updates entered the model in any round, and their fraction of all clients' training examples."
     )
     never = [row["part"] for row in parts if not row["rounds"]]
-    says = [f"Never trained in this run: {consecutive(never, [row['part'] for row in parts])}."] if never else []
-    says += [f"At the start: {coverage['says']}."] if coverage and coverage["says"] else []
-    bold = "".join(f"<p><strong>{escape(line)}</strong></p>" for line in says)
+    messages = [f"Never trained in this run: {consecutive(never, [row['part'] for row in parts])}."] if never else []
+    messages += [f"At the start: {coverage['says']}."] if coverage and coverage["says"] else []
+    bold = "".join(f"<p><strong>{escape(line)}</strong></p>" for line in messages)
     below = bold + table(display.trained_table(parts), display.TRAINED_COLUMNS)
     return Section("What was trained", caption, below=below)
 

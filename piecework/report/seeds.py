@@ -30,16 +30,16 @@ def conclusion(seeds: Sequence[int], summaries: Sequence[dict[str, Any]]) -> str
     """Summarise the runs of some seeds in a sentence."""
     finished = {seed: s for seed, s in zip(seeds, summaries, strict=True) if s["status"] == "completed"}
     if not finished:
-        return f"no run of seeds {listed(seeds)} completed"
+        return f"no run of seeds {join_seeds(seeds)} completed"
     found = accuracies(list(finished.values()))
     shown = [
         f"{name} {with_spread(found[key], found[f'{key}_std'])}" for key, name in ACCURACIES.items() if key in found
     ]
     failed = [seed for seed in seeds if seed not in finished]
-    without = f"; without seeds that failed: {listed(failed)}" if failed else ""
-    return f"seeds {listed(list(finished))}: {', '.join(shown)} (mean ± sample standard deviation{without})"
+    without = f"; without seeds that failed: {join_seeds(failed)}" if failed else ""
+    return f"seeds {join_seeds(list(finished))}: {', '.join(shown)} (mean ± sample standard deviation{without})"
 
 
-def listed(seeds: Sequence[int]) -> str:
+def join_seeds(seeds: Sequence[int]) -> str:
     """Format as `1, 2, 3`."""
     return ", ".join(map(str, seeds))

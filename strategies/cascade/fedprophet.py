@@ -245,7 +245,9 @@ class FedProphet(StagedStrategy):
         for client, (task, device_state) in self.ask(self.registry.present(grid), server_round, arrays).items():
             asked = self._ordered(task, device_state, before, [])
             steps = query_steps(self.policy, asked, before, device_state.allowed_bytes, members[client].examples)
-            tasks[client] = replace(self.weight_cache.named(asked, arrays, self.frozen_units(asked)), evaluation=steps)
+            tasks[client] = replace(
+                self.weight_cache.with_frozen_hashes(asked, arrays, self.frozen_units(asked)), evaluation=steps
+            )
         return self.dispatcher.configure("query.query", tasks, arrays)
 
     def aggregate_query(self, server_round: int, replies: Iterable[Message]) -> bool:

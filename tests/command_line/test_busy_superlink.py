@@ -31,7 +31,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from piecework.deploy import busy_superlink
-from piecework.deploy.busy_superlink import CONCERNS, Only, concerned, in_turn, node_heard, task_heard
+from piecework.deploy.busy_superlink import CONCERNS, Only, in_turn, limit_middleware, node_heard, task_heard
 
 
 class InTurn(SqlObjectStore):
@@ -181,7 +181,7 @@ def test_middleware_sees_the_requests_that_concern_it(path: str, passed: int) ->
     async def send(message: Any) -> None:
         sent.append(message)
 
-    middleware = concerned(Middleware(ControlAuthenticationMiddleware))
+    middleware = limit_middleware(Middleware(ControlAuthenticationMiddleware))
     guarded = middleware.cls(app, *middleware.args, **middleware.kwargs)
     assert isinstance(guarded, Only)
     scope = {"type": "http", "path": path, "method": "POST", "headers": [], "query_string": b"", "app": Starlette()}

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from piecework.cli import app
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import format_bytes
-from piecework.federation.registry import sampled
+from piecework.federation.registry import sample_clients
 from piecework.plans.plan import fleet_states, make_plan
 from piecework.plans.plan_view import over_sampling
 from piecework.plans.question import ask, budget_bytes
@@ -256,7 +256,7 @@ def test_a_module_is_timed_against_the_slowest_that_is_asked(tmp_path: Path) -> 
     options = ("--model", "cnn3", "--dataset", "cifar10", *FEDPROPHET, "--budget", "9MB", "--batch-size", "16")
     found = plan(*options, "--fleet", str(tmp_path / "mine.toml"), "--set", "clients-per-round=2")
     trains = {row["what"]: row["fraction"] for row in found["devices"][0]["stages"][0]["trains"]}
-    rounds = [sampled(range(4), 2, 1, number) for number in range(1, 21)]
+    rounds = [sample_clients(range(4), 2, 1, number) for number in range(1, 21)]
     with_slow = sum(3 in asked for asked in rounds) / 20
     assert 0 < with_slow < 1
     assert trains == pytest.approx({"the whole model": with_slow, "conv1": 1 - with_slow})

@@ -12,7 +12,7 @@ from piecework.models.zoo import build_blueprint
 from piecework.planning import costs
 from piecework.planning.now import NOW, doing, tracing
 from piecework.planning.part import whole_model
-from piecework.report.progress import Now, RoundProgress, waiting
+from piecework.report.progress import Now, RoundProgress, show_waiting
 from piecework.training.settings import Settings
 
 ATTACKED = {"adversarial_accuracy": 0.375, "stage": "module 1", "modules": 7}
@@ -98,7 +98,7 @@ def test_tracing_says_that_it_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_says_so_on_a_terminal_only() -> None:
     console, plain = terminal(), PlainConsole(file=io.StringIO(), width=80)
     for each in (console, plain):
-        with waiting(each, "planning"):
+        with show_waiting(each, "planning"):
             tracing("[convnet]")
     assert "tracing the parts of [convnet]" in console.file.getvalue()  # type: ignore[attr-defined]
     assert plain.file.getvalue() == ""  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from piecework.models.zoo import MODELS, build_blueprint
 from piecework.planning import costs
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
-from piecework.plans.suggest import advise, cost_model_of, fedavg_verdict, planned, recommended, suits
+from piecework.plans.suggest import advise, cost_model_of, fedavg_verdict, plan_system, recommend, suits
 from piecework.strategies import STRATEGIES
 from piecework.training.settings import Settings
 
@@ -90,17 +90,17 @@ SIMPLE = {"fits": False, "participation": 0.0, "fitted": FITTED}
     ],
 )
 def test_the_whole_model_comes_first_by_what_every_device_can(rows: Any, settings: Any, says: str) -> None:
-    found = recommended(SIMPLE, rows, attacked=False)
+    found = recommend(SIMPLE, rows, attacked=False)
     assert found is not None
     assert found["settings"] == settings
     assert says in found["text"]
 
 
 def test_nothing_is_recommended_where_nothing_can_train_and_attacks_are_asked_for() -> None:
-    assert recommended(SIMPLE, [row("fedavg", 0.0)], attacked=False) is None
-    assert recommended(SIMPLE, [row("allsmall", 1.0, 0.004)], attacked=False) is None
-    attacked = recommended(SIMPLE, [row("allsmall", 1.0, 0.3)], attacked=True)
-    always = recommended(SIMPLE, [row("fedprophet", 1.0)], attacked=True)
+    assert recommend(SIMPLE, [row("fedavg", 0.0)], attacked=False) is None
+    assert recommend(SIMPLE, [row("allsmall", 1.0, 0.004)], attacked=False) is None
+    attacked = recommend(SIMPLE, [row("allsmall", 1.0, 0.3)], attacked=True)
+    always = recommend(SIMPLE, [row("fedprophet", 1.0)], attacked=True)
     assert attacked is not None
     assert always is not None
     assert attacked["settings"] == {"strategy": "allsmall", "training.adversarial": True}
@@ -219,7 +219,7 @@ def test_the_reason_of_a_refusal_does_not_contradict_itself() -> None:
     smallest = min(piece["memory_bytes"] for piece in plan["modules"])
     assert plan["fleet"]["participation"] == 0
     assert smallest < budget == int(0.42 * plan["full_memory_bytes"]) < needed
-    assert planned(settings, ask(settings), 0)["reason"].startswith("no device can: the one that is closest needs ")
+    assert plan_system(settings, ask(settings), 0)["reason"].startswith("no device can: the one that is closest needs ")
 
 
 def test_the_advice_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) 
     for terminal, silent in ((True, False), (True, True), (False, False)):
         console = PlainConsole(file=io.StringIO(), force_terminal=terminal)
         monkeypatch.setattr(base, "err", console)
-        with base.telling("planning", silent=silent) as tell:
+        with base.tell_steps("planning", silent=silent) as tell:
             tell("fedepth")
         assert ("planning fedepth" in console.file.getvalue()) == (terminal and not silent)  # type: ignore[attr-defined]
 
@@ -277,7 +277,7 @@ def test_a_system_that_cannot_take_a_model_of_ones_own_does_not_stop_the_others(
     monkeypatch.setitem(MODELS, "mlp", mlp)
     settings = Settings(model="mlp", clients=4)
     question = ask(settings)
-    rows = {n: planned(settings.changed({"strategy": n}), question, 0) for n in ("prism", "fedepth")}
+    rows = {n: plan_system(settings.changed({"strategy": n}), question, 0) for n in ("prism", "fedepth")}
     assert rows["prism"]["reason"].startswith("atom 'fc2' of mlp cannot be cut by rank: it is a chain of 0 (Linear)")
     assert rows["fedepth"]["participation"] > 0
 

@@ -20,7 +20,7 @@ import pytest
 from docker_fleet import IMAGE, ROOT, Containers, Memory, Run, checked, docker, federation, missing, wait_for
 
 from piecework.deploy.certs import issue
-from piecework.federation.registry import sampled
+from piecework.federation.registry import sample_clients
 
 PRESET = ("--preset", "fedepth-containers")
 CLIENTS, LARGE = 6, (2, 5)
@@ -211,7 +211,7 @@ def test_a_client_that_stays_down_holds_no_round_beyond_its_deadline(
 
 def test_a_client_paused_beyond_the_timeout(fleet: Containers, say: Callable[[str], None]) -> None:
     """Two clients a round, so that the other answers well within the timeout."""
-    paused, other = sampled(range(CLIENTS), 2, seed=1, server_round=2)
+    paused, other = sample_clients(range(CLIENTS), 2, seed=1, server_round=2)
     few = [f"--set={text}" for text in ("num-rounds=6", "clients-per-round=2", "messages.round-timeout=50")]
     run = fleet.start_run(*BRIEF, *few)
     fleet.wait_in_round(run, 2, paused)

@@ -15,8 +15,8 @@ from piecework.federation.aggregation import (
     CheckedUpdate,
     UpdateRejectedError,
     WeightedMean,
+    add_norm_limits,
     check_update,
-    compared,
     first_limit,
     norm_limits,
     note_norms,
@@ -311,7 +311,7 @@ def test_what_batch_norms_have_seen_has_no_first_limit() -> None:
 
 def limits_of(updates: list[dict[str, float]], factor: float, known: set[str]) -> list[tuple[int, dict[str, float]]]:
     pairs = [(number, CheckedUpdate({}, 1, norms)) for number, norms in enumerate(updates)]
-    return [(number, limits) for number, _, limits in compared(pairs, factor, known)]
+    return [(number, limits) for number, _, limits in add_norm_limits(pairs, factor, known)]
 
 
 def test_units_without_a_history_are_compared_with_each_other() -> None:

@@ -17,7 +17,7 @@ from piecework.federated_data.datasets import ArrayDataset, DatasetError
 from piecework.federation.autoattack import (
     autoattack,
     fixed_statistics,
-    fooled,
+    is_fooled,
     require_autoattack,
     standard_attacks,
     still,
@@ -135,13 +135,13 @@ def test_only_allowed_examples_count() -> None:
     x = torch.tensor([0.5, 0.4, 0.0, 0.0]).view(1, 1, 1, 4)
     y = torch.tensor([0])
     assert not bool(
-        fooled(Brightest(), x + torch.tensor([0.0, 0.09, 0.0, 0.0]), x, y, EPSILON)
+        is_fooled(Brightest(), x + torch.tensor([0.0, 0.09, 0.0, 0.0]), x, y, EPSILON)
     )  # still the first pixel
     within = x + torch.tensor([-0.06, 0.06, 0.0, 0.0])
-    assert bool(fooled(Brightest(), within, x, y, EPSILON))
-    assert not bool(fooled(Brightest(), within, x, y, 0.05))  # out of the ball
+    assert bool(is_fooled(Brightest(), within, x, y, EPSILON))
+    assert not bool(is_fooled(Brightest(), within, x, y, 0.05))  # out of the ball
     dark = x + torch.tensor([-0.06, 0.06, -0.01, 0.0])
-    assert not bool(fooled(Brightest(), dark, x, y, EPSILON))  # out of the range of pixels
+    assert not bool(is_fooled(Brightest(), dark, x, y, EPSILON))  # out of the range of pixels
 
 
 def test_a_sound_model_raises_no_suspicion() -> None:

@@ -13,7 +13,7 @@ from helpers import FEW, TRIO, RecordingGrid, clients_of, model_of, run_local, s
 
 from piecework.device_profiles.clock import awaited, closing
 from piecework.federation import transport
-from piecework.federation.pace import KEPT, Done, Load, Pace, before_deadlines, predicted
+from piecework.federation.pace import KEPT, Done, Load, Pace, before_deadlines, predict_seconds
 from piecework.federation.transport import Transport
 from piecework.plans.plan_rounds import Timed, timed_rounds
 from piecework.server_app.local_grid import FIRST_NODE, identify
@@ -36,7 +36,7 @@ TASKS = [Done(10, 16, 100, 1000), Done(8, 20, 50, 2000)]
     ],
 )
 def test_a_task_is_predicted_from_those_before(load: Load, seconds: float) -> None:
-    assert predicted(TASKS, load) == seconds
+    assert predict_seconds(TASKS, load) == seconds
 
 
 def test_a_deadline_lies_between_its_floor_and_the_timeout() -> None:
@@ -324,7 +324,7 @@ def test_an_answer_that_comes_while_another_is_dealt_with_is_in_time(monkeypatch
         answer_by=lambda _: None,
     )
     watch = SimpleNamespace(
-        seconds=lambda _: 60.0, ended=lambda sent, waited, answered: ended.append((sent.node_id, answered))
+        seconds=lambda _: 60.0, note_end=lambda sent, waited, answered: ended.append((sent.node_id, answered))
     )
     identify(1)
     asked = [Message(RecordDict(), dst_node_id=node, message_type="train") for node in (1, 2)]

@@ -75,37 +75,37 @@ def test_kinds_of_errors_are_distinguished(code: int, status: str) -> None:
 def test_a_budget_shrinks_by_a_quarter_and_grows_by_a_fiftieth() -> None:
     crash_history = CrashHistory()
     assert crash_history.fraction(3) == 1
-    crash_history.crashed(3, 1, cuts=True)
-    crash_history.crashed(3, 2, cuts=True)
+    crash_history.note_crash(3, 1, cuts=True)
+    crash_history.note_crash(3, 2, cuts=True)
     assert crash_history.fraction(3) == 0.75 * 0.75
-    crash_history.answered(3)
+    crash_history.note_answer(3)
     assert crash_history.fraction(3) == pytest.approx(0.5825)
-    assert crash_history.excluded(3) == {}
+    assert crash_history.excluded_clients(3) == {}
     for _ in range(21):  # 0.5825 + 21 * 0.02 = 1.0025
-        crash_history.answered(3)
+        crash_history.note_answer(3)
     assert crash_history == CrashHistory()
 
 
 def test_without_a_smaller_cut_a_client_is_excluded_for_1_2_4_rounds() -> None:
     crash_history, rounds_excluded = CrashHistory(), []
     for server_round in range(1, 12):
-        if 5 in crash_history.excluded(server_round):
+        if 5 in crash_history.excluded_clients(server_round):
             rounds_excluded.append(server_round)
         else:
-            crash_history.crashed(5, server_round, cuts=False)
+            crash_history.note_crash(5, server_round, cuts=False)
     assert rounds_excluded == [2, 4, 5, 7, 8, 9, 10]
     assert crash_history.fraction(5) == 1
-    crash_history.answered(5)
+    crash_history.note_answer(5)
     assert crash_history == CrashHistory()
 
 
 def test_the_crash_history_is_part_of_the_checkpoint() -> None:
     state = StrategyState()
-    state.crash_history.crashed(1, 4, cuts=True)
-    state.crash_history.crashed(2, 4, cuts=False)
+    state.crash_history.note_crash(1, 4, cuts=True)
+    state.crash_history.note_crash(2, 4, cuts=False)
     again = StrategyState.from_values(state.to_values())
     assert again == state
-    assert (again.crash_history.fraction(1), again.crash_history.excluded(5)) == (0.75, {2: 1})
+    assert (again.crash_history.fraction(1), again.crash_history.excluded_clients(5)) == (0.75, {2: 1})
 
 
 def test_fedavg_leaves_a_client_out_after_a_crash(tmp_path: Path, grids: Any) -> None:

@@ -10,7 +10,7 @@ from helpers import FEW, RecordingGrid, average, clients_of, model_of, run_local
 
 from piecework.device_profiles.clock import Stragglers, closing
 from piecework.federation.pace import Done
-from piecework.federation.registry import sampled
+from piecework.federation.registry import sample_clients
 from piecework.plans.plan_rounds import Timed, awaited_seconds, timed_rounds
 from piecework.server_app.local_grid import FIRST_NODE
 from piecework.training.settings import Settings, SettingsError
@@ -70,7 +70,7 @@ def test_a_plan_leaves_out_who_is_still_at_work() -> None:
     settings = Settings.from_run_config({"clients-per-round": 1, "faults.over-sample": 1, "seed": 2})
     seconds, left, found = [10.0, 1.0, 2.0, None], dict[int, float](), []
     for number in range(1, 7):
-        chosen = sampled([client for client in range(4) if client not in left], 2, 2, number)
+        chosen = sample_clients([client for client in range(4) if client not in left], 2, 2, number)
         answers = {client: needs for client in chosen if (needs := seconds[client]) is not None}
         end = min(answers.values())
         left = {c: s - end for c, s in (left | answers).items() if s > end}
@@ -78,7 +78,7 @@ def test_a_plan_leaves_out_who_is_still_at_work() -> None:
     timed = timed_rounds(settings, [tasks(*seconds)] * 6)
     assert [(each.asked, each.seconds) for each in timed] == found
     assert any(0 not in chosen and 0 in before for (before, _), (chosen, _) in pairwise(found))
-    alone = [seconds[sampled(range(4), 1, 2, number)[0]] or 0.0 for number in range(1, 7)]
+    alone = [seconds[sample_clients(range(4), 1, 2, number)[0]] or 0.0 for number in range(1, 7)]
     assert awaited_seconds(settings, [tasks(*seconds)] * 6) == alone
 
 

@@ -22,7 +22,7 @@ from piecework.plans.plan import policy_for, trainers
 from piecework.plans.question import ask
 from piecework.report.display import summary_table
 from piecework.report.run_page import write_report
-from piecework.server_app.start import covered
+from piecework.server_app.start import describe_coverage
 from piecework.strategies import find_policy
 from piecework.strategies.width.heterofl import HeteroFLPolicy
 from piecework.training.settings import SettingsError, check_resume
@@ -36,7 +36,7 @@ def found_for(fleet: str, **changes: Any) -> dict[str, Any]:
     """What a plan says."""
     settings = tiny_settings(**{"clients": 4, "fleet": fleet} | CONV | changes)
     policy, states = policy_for(load_fleet(settings.fleet), settings, ask(settings))
-    return covered(policy, trainers(states, settings))
+    return describe_coverage(policy, trainers(states, settings))
 
 
 def by_part(found: dict[str, Any]) -> dict[str, int]:
@@ -107,7 +107,7 @@ def test_that_no_client_can_train_anything_is_a_warning() -> None:
 def test_clients_without_two_examples_are_an_error() -> None:
     settings = tiny_settings(clients=4, fleet=fleet_json(large=2.2))
     policy, _ = policy_for(load_fleet(settings.fleet), settings, ask(settings))
-    found = covered(policy, {})
+    found = describe_coverage(policy, {})
     assert (found["level"], found["says"]) == (
         "error",
         "no client has two training examples or more: give clients more data, or lower `clients`",
@@ -190,7 +190,7 @@ def test_a_server_that_distils(ratio: float, clients: int, level: str) -> None:
 def test_who_trains_nothing_of_the_servers_model_is_a_note() -> None:
     settings = settings_from("robust-fmnist-fedet", [])
     policy, states = policy_for(load_fleet(settings.fleet), settings, ask(settings))
-    found = covered(policy, trainers(states, settings))
+    found = describe_coverage(policy, trainers(states, settings))
     assert (found["level"], found["says"]) == (
         "note",
         "no client can train conv1..conv13: the server trains the whole model by distillation",
@@ -202,7 +202,7 @@ def test_who_trains_nothing_of_the_servers_model_is_a_note() -> None:
 def test_presets_train_every_part(preset: str) -> None:
     settings = settings_from(preset, [])
     policy, states = policy_for(load_fleet(settings.fleet), settings, ask(settings))
-    found = covered(policy, trainers(states, settings))
+    found = describe_coverage(policy, trainers(states, settings))
     assert found["level"] == ""
     assert all(row["clients"] == found["clients"] for row in found["parts"])
 

@@ -215,7 +215,7 @@ def a_round(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], t
     run_dir.create(settings)
     with LocalGrid(3, settings.to_run_config()) as grid:
         run = rounds.Run(grid, settings, run_dir)
-        run.gather()
+        run.wait_for_clients()
 
         def ask() -> list[Message]:
             return list(run.strategy.configure_train(1, run.arrays, ConfigRecord(), grid))

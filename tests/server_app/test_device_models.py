@@ -93,7 +93,7 @@ def test_clients_measure_the_norms_of_each_net(tmp_path: Path) -> None:
         if found.get("atoms.0.bn.running_mean", np.zeros(0)).shape == (4,):
             moments.add(found, int(reply.content.metric_records["metrics"]["num-examples"]))  # type: ignore[call-overload]
     small, arrays = narrow(model_of(run), 0.25, ordered)
-    pooled = {name: array.numpy() for name, array in moments.pooled().items()}
+    pooled = {name: array.numpy() for name, array in moments.pool().items()}
     ratios = iter(input_ratios(small, FULL))
     for name in arrays:
         if name.endswith((".conv.weight", ".fc.weight")):

@@ -9,7 +9,7 @@ from helpers import TRIO, run_local, tiny_settings
 from settings_helpers import settings_with
 
 from piecework.report.run_page import rate_plan, write_report
-from piecework.server_app.rates import describe, require_rates, starved
+from piecework.server_app.rates import describe, low_lr_warning, require_rates
 from piecework.server_app.records import RunDir
 from piecework.strategies.cascade.fedprophet import FedProphet
 from piecework.strategies.cascade.profl import ProFL
@@ -101,13 +101,13 @@ def test_stages_that_a_schedule_leaves_no_rate() -> None:
     paper = {"strategy": "fedprophet", "fedprophet__lr_restart": False, "training__lr": 0.005}
     settings = tiny_settings(**paper, training__lr_schedule="exponential", training__lr_decay=0.994)
     rates = {f"module {n}": learning_rate(settings, 500 * n - 499) for n in (1, 2, 3)}
-    assert starved(settings, rates) == (
+    assert low_lr_warning(settings, rates) == (
         "the learning rate never exceeds 1 % of training.lr = 0.005 in module 3 (1.2e-05): the schedule (times 0.994 a round) "
         "goes on over all stages. Set fedprophet.lr-restart = true, or a larger training.lr-decay"
     )
-    assert starved(settings, {"module 1": 0.005, "module 2": 0.00005}) == ""
+    assert low_lr_warning(settings, {"module 1": 0.005, "module 2": 0.00005}) == ""
     cosine = tiny_settings(**COSINE)
-    assert starved(cosine, {"step 2": 0.0}).endswith("Set a larger training.lr-rounds")
+    assert low_lr_warning(cosine, {"step 2": 0.0}).endswith("Set a larger training.lr-rounds")
 
 
 def test_plans_in_words() -> None:

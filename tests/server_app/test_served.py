@@ -97,12 +97,12 @@ def test_moments_of_two_clients_by_hand() -> None:
     moments = Moments()
     for examples, mean in ((1, 0.0), (3, 4.0)):
         moments.add(statistics(mean, 1.0, batches=examples), examples)
-    found = {name: array.numpy() for name, array in moments.pooled().items()}
+    found = {name: array.numpy() for name, array in moments.pool().items()}
     assert found["head.bn.running_mean"] == 3.0  # (1 * 0 + 3 * 4) / 4
     assert found["head.bn.running_var"] == 4.0  # (1 * (1 + 0) + 3 * (1 + 16)) / 4 - 9
     assert found["head.bn.num_batches_tracked"] == 3
     assert {array.dtype for array in found.values()} == {np.dtype(np.float32), np.dtype(np.int64)}
-    assert not Moments().pooled()
+    assert not Moments().pool()
 
 
 def statistics(mean: float, variance: float, batches: int) -> dict[str, np.ndarray]:
@@ -129,7 +129,7 @@ def test_what_clients_measure_is_what_all_their_data_have(tmp_path: Path) -> Non
         with torch.no_grad():
             outputs.append(plain.modules["atoms.0"].conv(client.local_data(0).read(np.arange(rows))))
         moments.add({n: a for n, a in client.store.read(["atoms.0"]) if n in empty(client.blueprint)}, rows)
-    found = moments.pooled()
+    found = moments.pool()
     values = torch.cat(outputs).double()
     np.testing.assert_allclose(found["atoms.0.bn.running_mean"].numpy(), values.mean((0, 2, 3)), rtol=1e-4, atol=1e-6)
     # a batch's variance is unbiased by its own mean: 2,560 of 1/1280 and 1/2560 in one sum

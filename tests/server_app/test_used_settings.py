@@ -13,7 +13,7 @@ from piecework.cli import app
 from piecework.commands.options import read_preset, settings_from
 from piecework.commands.presets import preset_rows
 from piecework.server_app.local_grid import LocalGrid
-from piecework.server_app.used_settings import require_used, unused
+from piecework.server_app.used_settings import find_unused, require_used
 from piecework.strategies import STRATEGIES
 from piecework.strategies.low_rank.prism import PriSM
 from piecework.strategies.whole.fedavg import FedAvg
@@ -41,7 +41,7 @@ def test_a_setting_is_used_with_what_it_belongs_to_and_refused_without(key: str)
             for value in allowed:
                 assert choices is None or value in choices
                 beside = {name: values[0] for name, values in case.items()} | {governing: value}
-                assert unused(changed(key, **beside)) == []
+                assert find_unused(changed(key, **beside)) == []
     methods = {str(method) for case in cases()[key] for method in case.get("strategy", ())}
     stranger = next(name for name in ("fedavg", "fjord", "fedrbn", "fedpm") if name not in methods)
     elsewhere = {"strategy": stranger, "data.partition": "iid", "training.lr-schedule": "constant"}
@@ -75,8 +75,8 @@ def test_defaults_belong_to_no_method() -> None:
 def test_strategies_of_ones_own_use_what_those_use_that_they_are_built_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES, "mine", (__name__, "Mine"))
     monkeypatch.setitem(STRATEGIES, "plain", (__name__, "Plain"))
-    assert unused(settings_with(strategy="mine", prism__kappa=7.0)) == []
-    assert unused(settings_with(strategy="plain", prism__kappa=7.0)) == ["prism.kappa"]
+    assert find_unused(settings_with(strategy="mine", prism__kappa=7.0)) == []
+    assert find_unused(settings_with(strategy="plain", prism__kappa=7.0)) == ["prism.kappa"]
 
 
 class Mine(PriSM):
@@ -101,7 +101,7 @@ def test_run_and_plan_refuse_it() -> None:
 
 @pytest.mark.parametrize("name", [row["preset"] for row in preset_rows()])
 def test_a_run_uses_all_of_a_shipped_preset(name: str) -> None:
-    assert unused(Settings.from_run_config(read_preset(name))) == []
+    assert find_unused(Settings.from_run_config(read_preset(name))) == []
 
 
 def test_a_rival_in_a_presets_place_takes_none_of_its_systems_settings(caplog: pytest.LogCaptureFixture) -> None:
