@@ -1,5 +1,5 @@
-"""Momentum and Adam's moments carried over between rounds, as in the code of PriSM's, SpaFL's and FedPM's authors
-(`prism.server-momentum`, `spafl.client-momentum`, `fedpm.keep-adam`).
+"""Momentum and Adam's moments carried over between rounds, as in the code of PriSM's, SpaFL's and FedPM's authors, where a
+setting of theirs asks for it: `server-momentum`, `client-momentum`, `keep-adam`.
 
 The server averages the momentum buffers of PriSM's factors and of their norms. They travel with the model's arrays, named
 `momentum_` and the name of the parameter, so that every atom has a separate unit for them. The buffers of all other parameters

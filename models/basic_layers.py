@@ -1,10 +1,10 @@
 """ProFL's blocks, and the basic layers that stand in for blocks not trained yet (section 2 and the authors' code).
 
 The output module of step t has a basic layer for every block after block t, then the model's own pooling and classifier. A
-basic layer is one 3 x 3 convolution to the block's channels, without bias or ReLU, and if asked for (ours:
-`profl.output-norm`) with a batch norm. Its stride is the factor by which the
-block shrinks its feature map: 2 throughout ResNet, as in the authors' code, and 4 in VGG-11, which they do not mention. The
-basic layer of a transformer is one encoder (section 3.6), that of an LSTM one layer.
+basic layer is one 3 x 3 convolution to the block's channels, without bias or ReLU, and if asked for (ours: the setting
+`output-norm`) with a batch norm. Its stride is the factor by which the block shrinks its feature map: 2 throughout ResNet, as
+in the authors' code, and 4 in VGG-11, which they do not mention. The basic layer of a transformer is one encoder (section 3.6),
+that of an LSTM one layer.
 """
 
 from collections import OrderedDict

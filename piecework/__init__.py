@@ -21,8 +21,8 @@ def load(path: str | Path, *, normalise: bool = True) -> "TrainedModel":
     The model takes images [B, C, H, W], uint8 or floats in [0, 1], and scales them itself; with `normalise=False` they must be
     standardised already. `model(images)` returns logits, `model.predict(images)` classes and probabilities. If the run ended in
     the middle of a cascade, the model has the trained atoms and the head after them. A model with exits predicts by the mean of
-    their logits. A FedRBN model has the statistics of its `fedrbn.evaluation-branch`, or the clean ones if that setting chooses
-    per image.
+    their logits. A model with separate statistics for attacked images (FedRBN) has those of its setting `evaluation-branch`, or
+    the clean ones if that setting chooses per image.
 
     Neither the data set nor Flower is needed. Raises ModelFileError (in piecework.models.trained_model) if the file does not
     exist or cannot be read.

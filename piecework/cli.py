@@ -233,7 +233,7 @@ def plan(
     budget: Annotated[
         str, typer.Option(help="cut for 60MB, 57MiB or 0.2x of the full model; default: the fleet's minimum")
     ] = "",
-    memory_model: Annotated[str, typer.Option(help="traced, or a paper's: fedepth, fedprophet, prism, profl")] = "",
+    memory_model: Annotated[str, typer.Option(help="traced, or a paper's (piecework settings memory.model)")] = "",
     precision: Annotated[str, typer.Option(help="float32 or bfloat16 (traced); default: that of the settings")] = "",
     attack_steps: Annotated[
         int | None, typer.Option(min=0, max=1000, help="PGD steps of a training step; default: the system's own")

@@ -48,7 +48,7 @@ def refusal(key: str, values: Mapping[str, Scalar]) -> str:
 def without_unused(given: Mapping[str, Scalar], preset: Mapping[str, Scalar]) -> tuple[dict[str, Scalar], list[str]]:
     """Return a preset's values overridden by the `given` ones, without those that become unused, and the keys of these.
 
-    If `given` replaces the preset's strategy, as with `--set strategy=allsmall`, the settings of the preset's own strategy are
+    If `given` replaces the preset's strategy, as with `--set strategy=NAME`, the settings of the preset's own strategy are
     unused. Raises SettingsError.
     """
     values = dict(preset) | dict(given)
@@ -78,12 +78,12 @@ def lineage(strategy: str) -> list[str]:
 
 
 def describe_case(case: Case) -> str:
-    """Return a case in words: `strategy = prism with prism.kernel-sampling = importance`."""
+    """Return a case in words: `strategy = A or B with training.precision = float32`."""
     return " with ".join(f"{key} = {join_values(allowed)}" for key, allowed in case.items())
 
 
 def join_values(values: Iterable[Scalar]) -> str:
-    """Return `fedepth or m-fedepth`, with true and false in TOML's spelling."""
+    """Return `A, B or C`, with true and false in TOML's spelling."""
     *others, last = (str(value).lower() if isinstance(value, bool) else str(value) for value in values)
     return f"{', '.join(others)} or {last}" if others else last
 

@@ -1,6 +1,7 @@
 """The folders of the repository: what each may import, and that a checkout's packages hide behind one name."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from statistics import median
 import pytest
 
 import piecework
+from piecework.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
 # From the ground up: a folder imports what stands before it, and nothing that stands behind it.
@@ -134,6 +136,24 @@ def test_functions_and_classes_can_be_seen_at_once(folder: str) -> None:
             elif isinstance(node, ast.ClassDef):
                 methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"]
                 assert len(methods) <= 25, f"{path}: {node.name}"
+
+
+NEUTRAL = ("device_profiles", "federated_data", "federation", "server_app", "client_app", "piecework")
+STILL_NAMED = {
+    "piecework/plans/plan.py",
+    "piecework/plans/plan_evaluation.py",
+    "piecework/plans/suggest.py",
+    "server_app/remedies.py",
+}
+
+
+def test_neutral_code_names_no_method() -> None:
+    """Nor does a comment; `local` is also a word."""
+    names = re.compile(rf"(?<![\w-])({'|'.join(STRATEGIES.keys() - {'local'})})(?![\w-])")
+    own = ROOT / "client_app" / "trainers"
+    files = [path for folder in NEUTRAL for path in files_of(folder) if own not in path.parents]
+    found = {str(path.relative_to(ROOT)) for path in files if names.search(path.read_text(encoding="utf-8"))}
+    assert found - STILL_NAMED == set()
 
 
 def test_a_checkout_has_no_other_folder_in_piecework() -> None:
