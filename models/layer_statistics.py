@@ -69,6 +69,7 @@ def layer_statistics(blueprint: Blueprint, unit: str) -> LayerStatistics:
     return _KNOWN[key]
 
 
+@lru_cache(maxsize=4096)  # a plan asks for those of each client's parts in each round
 def unit_signature(blueprint: Blueprint, unit: str) -> Hashable:
     """Return a key that is equal for units built alike with inputs of the same shape, so that they cost the same."""
     kind, _, index = unit.partition(".")

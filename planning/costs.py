@@ -125,8 +125,12 @@ class CostModel:
         return once(key, lambda: recall(stream_cost, blueprint, piece, config, head=head, **options))
 
     def _config_of(self, part: Part) -> TrainingConfig:
-        own = replace(self.training_config, micro_batch=part.micro_batch, recompute=part.recompute)
-        if own.attack is None or part.clean:
+        own = self.training_config
+        if (own.micro_batch, own.recompute) != (part.micro_batch, part.recompute):
+            own = replace(own, micro_batch=part.micro_batch, recompute=part.recompute)
+        if own.attack is None:
+            return own
+        if part.clean:
             return replace(own, attack=None)
         return own if part.at_input else replace(own, attack=replace(own.attack, norm=self.feature_norm, std=()))
 
@@ -146,7 +150,8 @@ class CostModel:
             return part
         key = part.signature(), part.at_input, allowed
         if key not in self._steps:
-            found = (cheapest(self, part, allowed, ways) if allowed else None) or smallest(self, part, ways)
+            found = cheapest(self, part, allowed, ways) if allowed else smallest(self, part, ways)
+            found = found or self.fitted(part, 0)
             self._steps[key] = found.micro_batch, found.recompute
         micro_batch, recompute = self._steps[key]
         return replace(part, micro_batch=micro_batch, recompute=recompute)
