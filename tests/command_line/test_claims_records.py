@@ -16,6 +16,7 @@ from benchmarks.claims.jobs import Job, Wanted
 from benchmarks.claims.notes import Note
 from benchmarks.claims.records import Records
 from benchmarks.claims.results import evaluations, found_rate, run_record, search_record
+from piecework.client_app import disk
 from piecework.server_app.records import RunDir
 
 WEAK = ("weak", "FeDepth")
@@ -205,12 +206,10 @@ def test_records_that_cannot_be_written_stay_as_they_were(
     path = Records("tiny", [], []).write(claim, tmp_path)
     before = path.read_bytes()
 
-    def full(self: Path, *_: object) -> int:
-        self.open("wb").close()
+    def full(_: Path) -> None:
         raise OSError(28, "no space is left")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(disk, "sync", full)
     with pytest.raises(OSError, match="no space is left"):
         Records("tiny", [], []).write(claim, tmp_path)
     assert path.read_bytes() == before
