@@ -36,10 +36,11 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.federated_data.datasets import PUBLISHED
 from piecework.models.partition import AtomTooLargeError
 from piecework.models.zoo import is_token_model
+from piecework.planning.assignment import Planner
+from piecework.planning.cut import Cut
 from piecework.planning.part import Part, whole_model
-from piecework.planning.partition_policy import PartitionPolicy
 from piecework.planning.timing import local_work, work_flops
-from piecework.plans.plan import policy_for
+from piecework.plans.plan import planner_for
 from piecework.plans.question import PlanQuestion, ask
 from piecework.training.settings import Settings
 
@@ -180,14 +181,15 @@ def work_of(settings: Settings) -> Work:
     shape, classes = shape_of(settings)
     own = settings.dataset.startswith("npz:")
     question = PlanQuestion(shape, classes, FEMNIST[2] // settings.clients) if own else ask(settings)
-    policy, states = policy_for(load_fleet(settings.fleet), settings, question)
+    planner, states = planner_for(load_fleet(settings.fleet), settings, question)
+    policy = planner.cut
     seen = local_work(settings, question.examples)[1]
     rounds = stage_rounds(settings, policy)
     clean = settings.attack.warmup / max(1, rounds[0]) if policy.cost_model.training_config.attack else 0.0
     client, asked = [], states[0] if load_fleet(settings.fleet).memories else states[0][:20]
     slowest = min(state.flops_per_second for state in asked)
     for stage in range(len(policy.stages)):
-        parts = [parts_of(policy, stage, state, slowest) for state in asked]
+        parts = [parts_of(planner, stage, state, slowest) for state in asked]
         flops = [
             clean * work_flops(policy.cost_model.unattacked, some, [seen] * len(some))
             + (1 - clean) * work_flops(policy.cost_model, some, [seen] * len(some))
@@ -199,15 +201,15 @@ def work_of(settings: Settings) -> Work:
     return Work(client, rounds, other_flops(settings, policy, question.examples), step)
 
 
-def parts_of(policy: PartitionPolicy, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+def parts_of(planner: Planner, stage: int, state: DeviceState, slowest: float) -> list[Part]:
     """Return what a device trains in a stage; nothing if it has no memory for it."""
     try:
-        return policy.work(stage, state, slowest)
+        return planner.parts(stage, state, slowest)
     except (MemoryBudgetExceededError, AtomTooLargeError):
         return []
 
 
-def stage_rounds(settings: Settings, policy: PartitionPolicy) -> list[int]:
+def stage_rounds(settings: Settings, policy: Cut) -> list[int]:
     """Return how many rounds train each stage of a plan at most; a map of ProFL counts as a round of its block."""
     count, own = len(policy.stages), settings.profl
     if settings.strategy == "fedprophet":
@@ -218,7 +220,7 @@ def stage_rounds(settings: Settings, policy: PartitionPolicy) -> list[int]:
     return [own.stage_rounds] + [own.stage_rounds * (1 + twice) + own.distil_rounds * twice] * (count - 1)
 
 
-def other_flops(settings: Settings, policy: PartitionPolicy, examples: int) -> float:
+def other_flops(settings: Settings, policy: Cut, examples: int) -> float:
     """Return the FLOPs of evaluating, of measuring norms, and of the validation that steers FedProphet and jFAT."""
     forward = whole_model(policy.model).forward_flops
     each = TEST.get(settings.dataset, 10_000) * forward

@@ -21,7 +21,8 @@ from piecework.models.partition import Piece
 from piecework.planning.costs import cost_model_for
 from piecework.planning.paper_memory.fedprophet import macs
 from piecework.plans.question import budget_bytes
-from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
+from piecework.strategies.cascade.fedprophet import FedProphet
+from piecework.strategies.cascade.fedprophet_modules import FedProphetCut
 from piecework.training.setup import blueprint_of_shape
 
 CLIENTS, ASKED, ITERATIONS, ATTACK_STEPS = 100, 10, 30, 10
@@ -70,12 +71,12 @@ class How:
 
 
 @cache
-def policy_for(flags: str) -> FedProphetPolicy:
+def policy_for(flags: str) -> FedProphetCut:
     """Return FedProphet's policy for a table's model and R_min, with the authors' memory model."""
     settings, question = asked(flags)
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
     cost_model = cost_model_for(settings, blueprint, ATTACK_STEPS)
-    return FedProphetPolicy(blueprint, cost_model, settings, budget_bytes(question.budget, 0))
+    return FedProphetCut(blueprint, cost_model, settings, budget_bytes(question.budget, 0), method=FedProphet)
 
 
 @cache

@@ -27,7 +27,7 @@ from benchmarks.fedprophet_rounds import (
     whole_model,
 )
 from benchmarks.tables.shared import table
-from piecework.planning.partition_policy import label
+from piecework.planning.cut import label
 
 LONGEST = 500  # rounds of jFAT, and the maximum of a FedProphet stage
 WARM_UP = 100  # clean rounds of a stage in the authors' code

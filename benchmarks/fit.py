@@ -17,12 +17,12 @@ import torch
 
 from piecework.models.zoo import build_blueprint, is_token_model, usual_input
 from piecework.planning.costs import CostModel, cost_model_for
+from piecework.planning.cut import Cut
 from piecework.planning.fit import smallest
 from piecework.planning.part import Part, whole_model
-from piecework.planning.partition_policy import PartitionPolicy
 from piecework.planning.step_cost import fake_examples
-from piecework.strategies import find_policy
-from piecework.strategies.cascade.profl_steps import ProFLPolicy
+from piecework.strategies import find_method
+from piecework.strategies.cascade.profl_steps import ProFLCut
 from piecework.training.attacks import micro_batches
 from piecework.training.loop import start, train_step
 from piecework.training.settings import Settings
@@ -79,15 +79,19 @@ def cell(costs: CostModel, plain: Part, part: Part, factor: float) -> str:
 def largest(costs: CostModel, strategy: str, settings: Settings) -> int:
     """Return the bytes of the largest piece when a strategy cuts the model as finely as it can."""
     policy = finest(costs, strategy, settings)
-    if isinstance(policy, ProFLPolicy):  # whose clients also run the frozen blocks, one atom at a time
+    if isinstance(policy, ProFLCut):  # whose clients also run the frozen blocks, one atom at a time
         return policy.largest()[1]
     return max(costs.bytes(part) for stage in policy.stages for part in stage.parts)
 
 
-def finest(costs: CostModel, strategy: str, settings: Settings) -> PartitionPolicy:
+def finest(costs: CostModel, strategy: str, settings: Settings) -> Cut:
     """Return the policy that cuts a model as finely as a strategy can, so that every atom is in a piece."""
-    policy = find_policy(strategy)(costs.reference, costs, settings.changed({"strategy": strategy}))
-    alone = [policy.needed(policy.item((atom,))) for atom in range(len(policy.blueprint.atoms))] if policy.alone else []
+    policy = find_method(strategy).make_cut(costs.reference, costs, settings.changed({"strategy": strategy}))
+    alone = (
+        [policy.needed(policy.item((atom,))) for atom in range(len(policy.blueprint.atoms))]
+        if policy.can.single_atoms
+        else []
+    )
     return policy.with_smallest(max(policy.min_budget(), *alone, 0))
 
 

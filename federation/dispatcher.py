@@ -15,7 +15,7 @@ from piecework.training.answers import Answer
 from piecework.training.messages import Task, content_bytes
 from piecework.training.parcels import pack
 
-Travelling = Callable[[Task, ArrayRecord], ArrayRecord]
+Select = Callable[[int, Task, ArrayRecord], ArrayRecord]  # client, its task, the model -> what is sent
 OnError = Callable[[int, str], None]  # client, status
 Read = TypeVar("Read")
 
@@ -23,13 +23,11 @@ Read = TypeVar("Read")
 class Dispatcher:
     """Holds the tasks of the latest `configure`, by client, and in `log` a report of each: its bytes, status and reason.
 
-    `travelling` returns the arrays of a model that are sent with a task. `timeout` is in seconds.
+    `timeout` is in seconds.
     """
 
-    def __init__(
-        self, registry: ClientRegistry, weight_cache: WeightCache, timeout: float, travelling: Travelling
-    ) -> None:
-        self.registry, self.weight_cache, self.timeout, self.travelling = registry, weight_cache, timeout, travelling
+    def __init__(self, registry: ClientRegistry, weight_cache: WeightCache, timeout: float) -> None:
+        self.registry, self.weight_cache, self.timeout = registry, weight_cache, timeout
         self.tasks: dict[int, Task] = {}
         self.log: dict[int, ClientReport] = {}
         self.arrays = ArrayRecord()
@@ -39,22 +37,23 @@ class Dispatcher:
         kind: str,
         tasks: Mapping[int, Task],
         arrays: ArrayRecord,
+        select: Select,
         reports: Mapping[int, ClientReport] | None = None,
-        travelling: Travelling | None = None,
     ) -> Iterator[Message]:
         """Yield one message per client, built when it is sent. Clients whose frozen units did not arrive get none.
 
-        `reports` are the reports for `log` if these exist already; `travelling` replaces the dispatcher's for these tasks.
+        `select` returns the arrays of the model that are sent with a task. `reports` are the reports for `log` if these exist
+        already.
         """
         self.tasks, self.arrays = dict(tasks), arrays
         self.log = {client: ClientReport(client, "", 0) for client in tasks} if reports is None else dict(reports)
-        return self._messages(kind, travelling or self.travelling)
+        return self._messages(kind, select)
 
-    def _messages(self, kind: str, travelling: Travelling) -> Iterator[Message]:
+    def _messages(self, kind: str, select: Select) -> Iterator[Message]:
         for client, task in self.tasks.items():
             if client in self.weight_cache.unreached:
                 continue
-            content = RecordDict({"task": task.to_record(), "arrays": pack(travelling(task, self.arrays).items())})
+            content = RecordDict({"task": task.to_record(), "arrays": pack(select(client, task, self.arrays).items())})
             self.log[client].bytes_down += content_bytes(content)
             self.log[client].reason = "no answer within messages.round-timeout"
             node = self.registry.members[client].node_id

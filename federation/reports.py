@@ -12,7 +12,7 @@ from piecework.federation.faults import status_of
 from piecework.models.work_item import WorkItem
 from piecework.planning.costs import CostModel
 from piecework.planning.counts import bits, dense_flops
-from piecework.planning.partition_policy import PartitionPolicy
+from piecework.planning.cut import Cut
 from piecework.planning.timing import local_work, work_flops, work_seconds
 from piecework.training.answers import UNUSABLE, Answer, AnswerError, printable, read_answer
 from piecework.training.messages import Task, content_bytes
@@ -102,7 +102,7 @@ class ClientReport:
         seen: list[int],
         task: Task,
         state: DeviceState,
-        policy: PartitionPolicy,
+        policy: Cut,
         cost_model: CostModel,
         executed: float = 1.0,
     ) -> None:

@@ -1,6 +1,6 @@
 """Coverage: which parts of the model the clients of a fleet can train, and which they trained in rounds.
 
-A part is an atom of the run's model, or its head. Plans and runs use the same functions, which query the partition policy.
+A part is an atom of the run's model, or its head. Plans and runs use the same functions, which ask the method for assignments.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,8 +14,9 @@ from piecework.models.cascade import Blueprint
 from piecework.models.partition import AtomTooLargeError
 from piecework.models.static_norms import mixes_examples
 from piecework.models.work_item import WorkItem
+from piecework.planning.assignment import Planner
+from piecework.planning.cut import Cut
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import PartitionPolicy
 
 Row = dict[str, Any]
 
@@ -38,16 +39,16 @@ def richest(states: Iterable[DeviceState]) -> DeviceState:
     return max(states, key=lambda state: state.budget_bytes)
 
 
-def coverage(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> list[Row]:
+def coverage(planner: Planner, trainers: Mapping[int, Trainer]) -> list[Row]:
     """Return for each part the device classes and the number of clients that can train it in any stage.
 
     `fraction` is these clients' fraction of all examples. `channels` is the largest fraction of a layer's channels that
     any of them trains in any round.
     """
     slowest = min((each.state.flops_per_second for each in trainers.values()), default=1.0)
-    able = {state: abilities(policy, state, slowest) for state in {each.state for each in trainers.values()}}
+    able = {state: abilities(planner, state, slowest) for state in {each.state for each in trainers.values()}}
     total, rows = sum(each.examples for each in trainers.values()), []
-    for unit, name in part_names(policy.blueprint).items():
+    for unit, name in part_names(planner.cut.blueprint).items():
         covering = [each for each in trainers.values() if unit in able[each.state]]
         rows.append(
             {
@@ -61,30 +62,36 @@ def coverage(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> list[R
     return rows
 
 
-def abilities(policy: PartitionPolicy, state: DeviceState, slowest: float) -> dict[str, float]:
+def abilities(planner: Planner, state: DeviceState, slowest: float) -> dict[str, float]:
     """Return the units that a device can train in any stage, each with the fraction of its channels.
 
     `slowest` is the smallest FLOP/s among the clients.
     """
     found: dict[str, float] = {}
-    for stage in range(policy.stage_count):
-        for part in trainable(policy, stage, state, slowest):
-            for unit in policy.covered(part):
-                found[unit] = max(found.get(unit, 0.0), policy.channels(part))
+    for stage in range(planner.cut.stage_count):
+        for part in trainable(planner, stage, state, slowest):
+            for unit in in_model(planner.cut, part):
+                found[unit] = max(found.get(unit, 0.0), part.channels)
     return found
 
 
-def trainable(policy: PartitionPolicy, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-    """Return the parts that a device can train in a stage: those of the policy's `work`, or none if that raises."""
+def in_model(cut: Cut, part: Part) -> list[str]:
+    """Return the units of the run's own model, its atoms and its head, that training a part changes."""
+    names = part_names(cut.blueprint)
+    return [unit for unit in part.covered if unit in names]
+
+
+def trainable(planner: Planner, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+    """Return the parts that a device can train in a stage: those of its assignment, or none if that raises."""
     try:
-        return policy.work(stage, state, slowest)
+        return planner.parts(stage, state, slowest)
     except (MemoryBudgetExceededError, AtomTooLargeError):
         return []
 
 
-def learned_names(policy: PartitionPolicy, items: Sequence[WorkItem], seen: Sequence[int]) -> list[str]:
+def learned_names(policy: Cut, items: Sequence[WorkItem], seen: Sequence[int]) -> list[str]:
     """Return the names of the parts that a client trained: those of its work items with at least one example in `seen`."""
-    trained = {unit for item, n in zip(items, seen, strict=True) if n for unit in policy.covered(policy.part(item))}
+    trained = {unit for item, n in zip(items, seen, strict=True) if n for unit in in_model(policy, policy.part(item))}
     return [name for unit, name in part_names(policy.blueprint).items() if unit in trained]
 
 
@@ -121,7 +128,7 @@ class Finding:
 
 
 def judged(
-    policy: PartitionPolicy, rows: Sequence[Row], trainers: Mapping[int, Trainer], given: Collection[str] = ()
+    planner: Planner, rows: Sequence[Row], trainers: Mapping[int, Trainer], given: Collection[str] = ()
 ) -> Finding:
     """Judge a coverage: which parts no client can train, and how they end up. `given` are the pretrained parts."""
     if not trainers:
@@ -129,33 +136,36 @@ def judged(
             "error", "no client has two training examples or more: give clients more data, or lower `clients`"
         )
     missing = [row["part"] for row in rows if not row["clients"]]
-    if len(missing) == len(rows) and not any_can_train(policy, trainers):
+    if len(missing) == len(rows) and not any_can_train(planner, trainers):
         maximum = richest(each.state for each in trainers.values()).budget_bytes
-        minimum = policy.min_budget()
+        minimum = planner.cut.min_budget()
         needed = f": at least {minimum:,} bytes are needed, and" if minimum else ":"
         return Finding("warning", f"no client can train anything{needed} the richest client has {maximum:,} bytes")
     if missing:
         said = f"no client can train {consecutive(missing, [row['part'] for row in rows])}"
-        if policy.untrained == "random":
-            return left_random(policy, said, [part for part in missing if part not in given], trainers)
+        if planner.cut.can.untrained == "random":
+            return left_random(planner.cut, said, [part for part in missing if part not in given], trainers)
         meaning = {"distilled": "the server trains the whole model by distillation", "cut off": "the model ends there"}
-        return Finding("note" if policy.untrained == "distilled" else "warning", f"{said}: {meaning[policy.untrained]}")
+        return Finding(
+            "note" if planner.cut.can.untrained == "distilled" else "warning",
+            f"{said}: {meaning[planner.cut.can.untrained]}",
+        )
     if (widest := max(row["channels"] for row in rows)) < 1:
         rest = (
             "the others are 0 in the model that is evaluated and saved, which is a narrow network"
-            if policy.zeroed
+            if planner.cut.can.zeroed
             else "the model that is evaluated and saved has no others"
         )
         return Finding("warning", f"no client can train more than {widest:.4g} of the channels; {rest}")
-    return of_micro_batches(policy, trainers)
+    return of_micro_batches(planner, trainers)
 
 
-def of_micro_batches(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> Finding:
+def of_micro_batches(planner: Planner, trainers: Mapping[int, Trainer]) -> Finding:
     """Return the finding that batch norms see micro-batches only, if a client trains in these, else no finding."""
-    if not policy.settings.memory.ways or not mixes_examples(policy.blueprint):
+    if not planner.cut.settings.memory.ways or not mixes_examples(planner.cut.blueprint):
         return Finding()
     states = {each.state for each in trainers.values()}
-    if not any(part.micro_batch for state in states for part in trainable(policy, 0, state, 1.0)):
+    if not any(part.micro_batch for state in states for part in trainable(planner, 0, state, 1.0)):
         return Finding()
     return Finding(
         "note",
@@ -164,14 +174,16 @@ def of_micro_batches(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -
     )
 
 
-def any_can_train(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> bool:
+def any_can_train(planner: Planner, trainers: Mapping[int, Trainer]) -> bool:
     """Return whether any client can train anything, even if that is no part of the run's own model."""
     states = {each.state for each in trainers.values()}
     slowest = min((state.flops_per_second for state in states), default=1.0)
-    return any(trainable(policy, stage, state, slowest) for state in states for stage in range(policy.stage_count))
+    return any(
+        trainable(planner, stage, state, slowest) for state in states for stage in range(planner.cut.stage_count)
+    )
 
 
-def left_random(policy: PartitionPolicy, said: str, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> Finding:
+def left_random(policy: Cut, said: str, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> Finding:
     """Return the finding for parts that no client can train. `parts` are those of them that are not pretrained."""
     if not parts:
         return Finding("note", f"{said}: these parts keep the weights of training.init-weights")
@@ -187,10 +199,10 @@ def left_random(policy: PartitionPolicy, said: str, parts: Sequence[str], traine
     )
 
 
-def needs(policy: PartitionPolicy, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> str:
+def needs(policy: Cut, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> str:
     """Return in words the bytes that the first part needs and the richest client has, or "" if it is never trained alone."""
     atom = next((n for n, atom in enumerate(policy.blueprint.atoms) if atom.name == parts[0]), None)
-    if atom is None or not policy.alone:
+    if atom is None or not policy.can.single_atoms:
         return ""
     needed = policy.needed(policy.item((atom,)))
     maximum = richest(each.state for each in trainers.values()).budget_bytes

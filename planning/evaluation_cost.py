@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
 from piecework.models.static_norms import mixes_examples
-from piecework.planning.partition_policy import PartitionPolicy
+from piecework.planning.cut import Cut
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.settings import Settings
 
@@ -19,7 +19,7 @@ Needed = Callable[[int, int, str], int]
 
 
 def evaluation_steps(
-    policy: PartitionPolicy, blueprint: Blueprint, atoms: Piece, head: str, allowed: int, examples: int
+    policy: Cut, blueprint: Blueprint, atoms: Piece, head: str, allowed: int, examples: int
 ) -> list[EvaluationStep]:
     """Return the step in which a client with `examples` evaluates atoms and a head, with one atom in memory at a time.
 
@@ -34,7 +34,7 @@ def evaluation_steps(
 
 
 def chosen(
-    policy: PartitionPolicy,
+    policy: Cut,
     blueprint: Blueprint,
     needed: Needed,
     allowed: int,

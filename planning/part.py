@@ -20,7 +20,9 @@ class Part:
     `copies` is the number of copies that learn together. `name` is a display name that replaces the atoms' names. With
     `targets`, the part learns logits instead of labels. `piece_class` runs the part. With `clean`, it trains on clean examples
     even if the run's step is adversarial. `learns` are the units that learn; if empty, all units learn. A step computes
-    `micro_batch` > 0 examples at once, and recomputes the segments of atoms in `recompute` (planning/fit.py).
+    `micro_batch` > 0 examples at once, and recomputes the segments of atoms in `recompute` (planning/fit.py). Over all rounds,
+    clients with such parts train at most the fraction `channels` of a layer's channels. `covers` are the units of the run's own
+    model that training the part changes, if these are not the `learned` ones.
     """
 
     blueprint: Blueprint
@@ -35,6 +37,15 @@ class Part:
     learns: tuple[str, ...] = ()
     micro_batch: int = 0
     recompute: tuple[Segment, ...] = ()
+    channels: float = 1.0
+    covers: tuple[str, ...] | None = None
+
+    @property
+    def covered(self) -> list[str]:
+        """The units of the run's own model that training the part changes."""
+        if self.covers is not None:
+            return list(self.covers)
+        return self.learned
 
     @property
     def learned(self) -> list[str]:

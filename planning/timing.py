@@ -6,8 +6,8 @@ from math import ceil
 from piecework.device_profiles.clock import simulated_seconds, task_seconds
 from piecework.device_profiles.profile import DeviceState
 from piecework.planning.costs import CostModel
+from piecework.planning.cut import Cut
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import PartitionPolicy
 from piecework.training.settings import Settings
 
 
@@ -36,7 +36,7 @@ def work_flops(cost_model: CostModel, parts: Sequence[Part], seen: Sequence[int]
 
 
 def work_seconds(
-    policy: PartitionPolicy,
+    policy: Cut,
     cost_model: CostModel,
     parts: Sequence[Part],
     seen: Sequence[int],

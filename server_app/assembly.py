@@ -11,7 +11,7 @@ from piecework.federation.pace import Done
 from piecework.federation.transport import Transport
 from piecework.server_app.deadlines import TRAIN, Deadlines
 from piecework.server_app.round_record import training_seconds
-from piecework.strategies.base import PieceStrategy
+from piecework.strategies.server import MethodServer
 
 
 class Assembly:
@@ -24,7 +24,7 @@ class Assembly:
         self,
         grid: Grid,
         transport: Transport,
-        strategy: PieceStrategy,
+        strategy: MethodServer,
         deadlines: Deadlines,
         tasks: list[dict[str, Any]],
     ) -> None:
@@ -39,7 +39,7 @@ class Assembly:
         """
         seconds = training_seconds(self.strategy)
         self.stragglers.wait(seconds)
-        for report in self.strategy.reports.values() if self.settings.simulated else ():
+        for report in self.strategy.round.reports.values() if self.settings.simulated else ():
             if report.status == "late":
                 done = self.deadlines.simulated_task(report)
                 self.stragglers.add(report.client, server_round, done.total - seconds, (report.device, *done))

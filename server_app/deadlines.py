@@ -11,7 +11,7 @@ from piecework.federation.pace import Done, Load, Pace, deadline_message
 from piecework.federation.reports import ClientReport
 from piecework.federation.transport import Sent
 from piecework.planning.timing import local_work, work_flops
-from piecework.strategies.base import PieceStrategy
+from piecework.strategies.server import MethodServer
 from piecework.training.answers import UNUSABLE, read_answer
 from piecework.training.messages import Task
 
@@ -29,7 +29,7 @@ class Deadlines:
     `values` are those of a checkpoint. The paces in it are of one clock, and are forgotten if the run goes on by another.
     """
 
-    def __init__(self, strategy: PieceStrategy, values: dict[str, Any]) -> None:
+    def __init__(self, strategy: MethodServer, values: dict[str, Any]) -> None:
         self.strategy, self.settings, self.registry = strategy, strategy.settings, strategy.registry
         self.simulated, faults = self.settings.simulated, self.settings.faults
         longest = math.inf if self.simulated else self.settings.messages.round_timeout
@@ -49,7 +49,7 @@ class Deadlines:
         """Prepare for the tasks of a round, which the strategy has just made."""
         self._answered, self._given_up = {}, {}
         for client, task in self.strategy.dispatcher.tasks.items():
-            self._works[client] = self.strategy.reports[client].device, self._work(client, task)
+            self._works[client] = self.strategy.round.reports[client].device, self._work(client, task)
 
     def _work(self, client: int, task: Task) -> float:
         """Return the FLOPs of all work items in a task's cost list, on the client's examples; 0 if there are no deadlines.
@@ -58,7 +58,7 @@ class Deadlines:
         """
         if not self.settings.faults.deadline_factor:
             return 0.0
-        policy = self.strategy.policy
+        policy = self.strategy.method.cut
         cost_model = policy.cost_model if task.adversarial else policy.cost_model.unattacked
         _, seen = local_work(self.settings, self.registry.members[client].examples)
         parts = [policy.part(item) for item in task.costs]
@@ -72,9 +72,9 @@ class Deadlines:
     def _in_force(self, sent: Sent) -> bool:
         """Return whether enough clients have answered: trained, or taken in their frozen units."""
         if sent.kind != TRAIN:
-            there = len(self.strategy.reports) - len(self.strategy.weight_cache.unreached)
+            there = len(self.strategy.round.reports) - len(self.strategy.weight_cache.unreached)
         else:
-            there = sum(report.status == "ok" for report in self.strategy.reports.values())
+            there = sum(report.status == "ok" for report in self.strategy.round.reports.values())
         return there >= self.strategy.gate.before_deadlines()
 
     def _deadline(self, sent: Sent) -> float:
@@ -88,9 +88,9 @@ class Deadlines:
         """Take note of how long the answer to a message was awaited. If it came, it is read after this."""
         self._note_answers()
         client = self.registry.client_of(sent.node_id)
-        if client is None or client not in self.strategy.reports:
+        if client is None or client not in self.strategy.round.reports:
             return
-        report, deadline = self.strategy.reports[client], self._deadline(sent)
+        report, deadline = self.strategy.round.reports[client], self._deadline(sent)
         report.waited_seconds = waited
         report.deadline_seconds = deadline if deadline < self.pace.longest else None
         if not answered and self._in_force(sent) and deadline <= waited < self.pace.longest:
@@ -101,7 +101,7 @@ class Deadlines:
     def _note_answers(self) -> None:
         """Note the pace of the clients whose answers have come and been read."""
         for client, (sent, waited) in self._answered.items():
-            report = self.strategy.reports[client]
+            report = self.strategy.round.reports[client]
             if report.status in TRAINED:
                 self._note(client, report.seconds, waited, sent.bytes)
         self._answered = {}
@@ -124,7 +124,7 @@ class Deadlines:
 
     def finish(self) -> None:
         """End the training of a round: clients that were given up are late."""
-        reports = self.strategy.reports
+        reports = self.strategy.round.reports
         if not self.simulated:
             self._note_answers()
         for client, deadline in self._given_up.items():

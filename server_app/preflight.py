@@ -9,15 +9,15 @@ from piecework.models.cascade import Blueprint
 from piecework.models.init_weights import pretrained
 from piecework.models.layers import require_one_of
 from piecework.models.zoo import MODELS
-from piecework.strategies import find_strategy
-from piecework.strategies.base import PieceStrategy
+from piecework.planning.cut import trains_adversarially
+from piecework.strategies import find_method
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_for, check_augmentation, check_partition, dataset_of, image_attack
 
 
-def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayDataset, Blueprint]:
-    """Return the fleet, strategy, data set and model that settings name. Raises ValueError, which names the bad setting."""
-    fleet, strategy = load_fleet(settings.fleet), find_strategy(settings.strategy)
+def preflight(settings: Settings) -> tuple[Fleet, ArrayDataset, Blueprint]:
+    """Return the fleet, data set and model that settings name. Raises ValueError, which names the bad setting."""
+    fleet, can = load_fleet(settings.fleet), find_method(settings.strategy).can
     require_one_of(
         "model", settings.model, tuple(MODELS)
     )  # before data are looked for, which may have to be downloaded
@@ -28,10 +28,10 @@ def preflight(settings: Settings) -> tuple[Fleet, type[PieceStrategy], ArrayData
     data = dataset_of(settings)
     check_partition(settings, data)
     check_augmentation(settings, data)
-    if strategy.policy_class.attacks(settings):
+    if trains_adversarially(can, settings):
         image_attack(settings, data, settings.attack.steps)
     require_autoattack(settings, data)
     blueprint = blueprint_for(settings, data)
     if settings.training.init_weights:
         pretrained(Path(settings.training.init_weights), blueprint)
-    return fleet, strategy, data, blueprint
+    return fleet, data, blueprint

@@ -5,24 +5,24 @@ from typing import Any
 
 from piecework.device_profiles.profile import format_bytes
 from piecework.planning.less_memory import FIT, in_less_memory
-from piecework.strategies.base import PieceStrategy
+from piecework.strategies.server import MethodServer
 
 
-def remedies(strategy: PieceStrategy, refused: Sequence[dict[str, Any]]) -> list[str]:
+def remedies(strategy: MethodServer, refused: Sequence[dict[str, Any]]) -> list[str]:
     """Return the remedies, a line each; `refused` are the clients' entries of the round's record."""
-    policy = strategy.policy
-    whole = policy.stage_count == 1 and not (policy.cuts or policy.adapts or policy.cost_model.ways)
+    policy = strategy.method.cut
+    whole = policy.stage_count == 1 and not (policy.can.cuts or policy.can.adapts or policy.cost_model.ways)
     found = whole_in_less(strategy, refused) if whole else []
-    if not policy.cuts:
+    if not policy.can.cuts:
         found.append("strategy = fedepth trains the whole model in pieces")
     found.append("training.batch-size or architecture.width may be smaller, or the fleet may have more memory")
     return [f"{'try' if number == 0 else 'or'}: {remedy}" for number, remedy in enumerate(found)]
 
 
-def whole_in_less(strategy: PieceStrategy, refused: Sequence[dict[str, Any]]) -> list[str]:
+def whole_in_less(strategy: MethodServer, refused: Sequence[dict[str, Any]]) -> list[str]:
     """Return what `memory.fit` would do, in a list of at most one remedy; none if it helps no refusing client."""
     allowed = [client.get("allowed") or client["budget"] for client in refused]
-    found = in_less_memory(strategy.policy.cost_model, strategy.policy.part(strategy.policy.whole), allowed)
+    found = in_less_memory(strategy.method.cut.cost_model, strategy.method.cut.part(strategy.method.cut.whole), allowed)
     able = {c["device"] for c, amount in zip(refused, allowed, strict=True) if found and amount >= found.least}
     if found is None or not able:
         return []

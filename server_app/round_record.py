@@ -15,7 +15,7 @@ from piecework.federation.reports import ClientReport
 from piecework.planning.coverage import Row, part_names, trained_rows
 from piecework.server_app.rates import describe
 from piecework.server_app.summary import accuracy_by_device
-from piecework.strategies.base import PieceStrategy
+from piecework.strategies.server import MethodServer
 from piecework.training.settings import too_many_asked
 
 
@@ -123,7 +123,7 @@ class ModelEvaluation:
 
 
 def record_of(
-    strategy: PieceStrategy,
+    strategy: MethodServer,
     server_round: int,
     opening: Opening,
     training: TrainingPhase,
@@ -133,15 +133,15 @@ def record_of(
     seconds: float,
 ) -> RoundRecord:
     """Return the record of the round that a strategy has just finished. `seconds` is the duration of the round."""
-    registry, reports = strategy.registry, list(strategy.reports.values())
+    registry, reports = strategy.registry, list(strategy.round.reports.values())
     return RoundRecord(
         round=server_round,
-        stage=strategy.progress.stage,
+        stage=strategy.method.progress.stage,
         lr=strategy.rate(server_round),
         lr_schedule=describe(strategy.settings),
         init_weights=init_weights,
-        details={**strategy.details(), **strategy.evaluation_details},
-        **accuracies(evaluation, personal=strategy.personal),
+        details={**strategy.method.details(strategy.round), **strategy.method.evaluation_details},
+        **accuracies(evaluation, personal=strategy.method.personal),
         train_loss=metric(training.metrics, "train-loss"),
         distillation_loss=metric(training.metrics, "distillation-loss"),
         clients_evaluated=strategy.evaluation.evaluated,
@@ -179,9 +179,9 @@ def counts(reports: Sequence[ClientReport]) -> dict[str, Any]:
     return {"asked": len(reports), "answered": answered, "failed": len(reports) - answered}
 
 
-def training_seconds(strategy: PieceStrategy) -> float:
+def training_seconds(strategy: MethodServer) -> float:
     """Return the simulated seconds of the round's training: of its slowest client, or until it did not wait any more."""
-    reports = strategy.reports.values()
+    reports = strategy.round.reports.values()
     if strategy.settings.simulated:
         return round_seconds(report.waited_seconds for report in reports)
     return min(round_seconds(report.simulated_seconds for report in reports), strategy.gate.closed_at)
@@ -201,15 +201,15 @@ def accuracies(evaluation: ModelEvaluation, *, personal: bool) -> dict[str, Any]
     }
 
 
-def trained_rows_of(strategy: PieceStrategy, aggregated: bool) -> list[Row]:
+def trained_rows_of(strategy: MethodServer, aggregated: bool) -> list[Row]:
     """Return who trained each part of the model in this round: clients with accepted updates, if there is a new model."""
-    accepted = [report for report in strategy.reports.values() if aggregated and report.status == "ok"]
+    accepted = [report for report in strategy.round.reports.values() if aggregated and report.status == "ok"]
     trained = {report.client: report.trained for report in accepted}
     for late in strategy.late.used:
         trained[late["client"]] = [*trained.get(late["client"], []), *late["trained"]]
     examples = {client: member.examples for client, member in strategy.registry.members.items()}
-    distilled = bool(trained) and strategy.policy.untrained == "distilled"
-    return trained_rows([*part_names(strategy.policy.blueprint).values()], trained, examples, distilled=distilled)
+    distilled = bool(trained) and strategy.method.cut.can.untrained == "distilled"
+    return trained_rows([*part_names(strategy.method.cut.blueprint).values()], trained, examples, distilled=distilled)
 
 
 def metric(metrics: MetricRecord | None, key: str) -> float | None:

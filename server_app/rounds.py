@@ -35,8 +35,10 @@ from piecework.server_app.run_values import ends_early, first_values, note_round
 from piecework.server_app.served_model import ServedModel
 from piecework.server_app.start import check_coverage
 from piecework.server_app.summary import empty_round_message, how_stopped, stage_warnings, summarise
-from piecework.strategies.base import PieceStrategy
-from piecework.strategies.staged import StagedStrategy
+from piecework.strategies import find_method
+from piecework.strategies.method import StagedMethod
+from piecework.strategies.query import aggregate_query, configure_query
+from piecework.strategies.server import MethodServer
 from piecework.strategies.state import Experiment
 from piecework.training.settings import Settings, too_many_asked
 from piecework.training.setup import blueprint_for, image_attack
@@ -53,7 +55,7 @@ class Run:
         self.earlier = run_dir.seconds() if settings.resume_from else 0.0  # of earlier processes
         self.settings, self.run_dir = settings, run_dir
         self.grid = ReplyGuard(grid, reply_limit(settings.messages.max_bytes, 0), settings.messages.round_timeout)
-        fleet, strategy_class, self.data, blueprint = preflight(settings)
+        fleet, self.data, blueprint = preflight(settings)
         self.recovery = find_recovery(run_dir) if settings.resume_from else Recovery(None)
         checkpoint = self.recovery.checkpoint
         self.values = first_values(settings) if checkpoint is None else resumed_values(checkpoint, settings)
@@ -67,21 +69,21 @@ class Run:
         # A resumed run may have more rounds, but its learning rates follow the schedule of the first start.
         planned = settings.changed({"training.lr-rounds": self.values["lr-rounds"]})
         experiment = Experiment(planned, blueprint, reference, self.registry, self.values["experiment-id"], state_dir)
-        self.strategy: PieceStrategy = strategy_class(experiment)
+        self.strategy: MethodServer = MethodServer(experiment, find_method(settings.strategy))
         if checkpoint is not None:
-            self.strategy.state = type(self.strategy.state).from_values(self.values["strategy-state"])
+            self.strategy.method.state = type(self.strategy.method.state).from_values(self.values["strategy-state"])
         self.deadlines = Deadlines(self.strategy, self.values["pace"])
         stragglers = self.values["stragglers"]
         self.assembly = Assembly(self.grid, self.transport, self.strategy, self.deadlines, stragglers)
-        to_come = self.strategy.schedule(self.values["round"] + 1, settings.num_rounds)
+        to_come = self.strategy.method.schedule(self.values["round"] + 1, settings.num_rounds)
         require_rates(planned, to_come, str(run_dir.path) if checkpoint is not None else "")
         self.arrays = checkpoint.arrays if checkpoint is not None else ArrayRecord()
         self.served = ServedModel(self.strategy)
         if checkpoint is not None:
             kept = self.strategy.late.restore(self.values["late"], checkpoint.kept)
-            self.strategy.kept = self.served.restore(kept)
+            self.strategy.method.kept = self.served.restore(kept)
         attack, attacked = None, settings.evaluation.attack_examples
-        if self.strategy.policy.attacks(settings):
+        if self.strategy.attacks:
             attack = image_attack(settings, self.data, settings.evaluation.attack_steps)
         self.evaluate = Evaluator(blueprint, self.data, settings.evaluation.batch_size, attack, attacked, settings.seed)
 
@@ -111,7 +113,7 @@ class Run:
         self.wait_for_clients()
         self.run_dir.write_coverage(check_coverage(strategy))
         for server_round in range(self.values["round"] + 1, settings.num_rounds + 1):
-            if strategy.progress.finished:
+            if strategy.method.progress.finished:
                 break
             record = self.one_round(server_round)
             values = record.to_values()
@@ -135,24 +137,24 @@ class Run:
         self.registry.wait_for_clients(self.grid, self.settings.messages.node_timeout, self.settings.faults.min_clients)
         if warning := too_many_asked(self.settings, self.registry.clients):
             LOG.warning("%s; until then each round asks all of them", warning)
-        if self.strategy.personal and not any(member.test for member in self.registry.members.values()):
+        if self.strategy.method.personal and not any(member.test for member in self.registry.members.values()):
             raise ValueError(
                 "evaluation.mode is personal, but no client has a part of the test split: give them parts, as `piecework "
                 "export-data` does"
             )
-        self.strategy.begin()
+        self.strategy.method.begin(self.strategy.resources)
         self.served.require_capable_client()
         self.served.resume(self.arrays)
-        self.evaluate.piece_class = self.strategy.piece_class
-        self.evaluate.prepare = self.strategy.prepare
+        self.evaluate.piece_class = self.strategy.method.piece_class
+        self.evaluate.prepare = self.strategy.method.prepare
         if not self.arrays:
             self.arrays = self._initial_arrays()
 
     def _initial_arrays(self) -> ArrayRecord:
-        arrays = self.strategy.initial()
+        arrays = self.strategy.method.initial()
         if self.settings.training.init_weights:
             path = Path(self.settings.training.init_weights)
-            taken, excluded = pretrained(path, self.strategy.blueprint)
+            taken, excluded = pretrained(path, self.strategy.method.cut.model)
             arrays |= taken
             self.values["init-weights"] = account(path, taken, excluded)
         return ArrayRecord({name: Array(value) for name, value in arrays.items()})
@@ -161,9 +163,9 @@ class Run:
         """Write the trained model, evaluate it if it is to be attacked, and delete the cached features of emulated clients."""
         settings, strategy = self.settings, self.strategy
         doing("writing the trained model")
-        arrays, (atoms, head) = self.arrays, strategy.trained_model()
-        if isinstance(strategy, StagedStrategy):
-            arrays, (atoms, head) = strategy.final(arrays), strategy.final_model()
+        arrays, (atoms, head) = self.arrays, strategy.method.trained_model()
+        if isinstance(strategy.method, StagedMethod):
+            arrays, (atoms, head) = strategy.method.final(arrays), strategy.method.final_model()
         early = self.values["round"] < settings.num_rounds
         self._measure(
             self.values["round"], arrays, (atoms, head), last=True, again=early and settings.norms == "static"
@@ -174,7 +176,7 @@ class Run:
                 f"{settings.norms}): "
                 f"{strategy.dispatcher.why_unanswered()}"
             )
-        if not strategy.personal:
+        if not strategy.method.personal:
             self._evaluate_device_models(arrays, (atoms, head))
         arrays = self.served.complete(arrays)
         self.run_dir.save_model(
@@ -185,10 +187,10 @@ class Run:
                 "atoms": list(atoms),
                 "head": head,
                 "variant": self.served.variant.to_values(),
-                **strategy.model_details,
+                **strategy.method.model_details,
             },
         )
-        if strategy.policy.attacks(settings) or settings.evaluation.autoattack_examples:
+        if strategy.attacks or settings.evaluation.autoattack_examples:
             if settings.evaluation.autoattack_examples:
                 LOG.warning(
                     "starting AutoAttack on %s images, which takes minutes to an hour",
@@ -196,7 +198,7 @@ class Run:
                 )
             self.evaluate.show(self.served.blueprint)
             found = final_evaluation(self.evaluate, arrays, atoms, head, settings)
-            self.run_dir.write_final(found | strategy.evaluation_details)
+            self.run_dir.write_final(found | strategy.method.evaluation_details)
         for folder in Path(strategy.experiment.state_dir).glob(f"{self.values['experiment-id']}/*/features"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -236,7 +238,7 @@ class Run:
             init_weights=self.values.get("init-weights", "") if server_round == 1 else "",
             seconds=time.perf_counter() - started,
         )
-        self.arrays = self.strategy.conclude(server_round, self.arrays, evaluation.clients)
+        self.arrays = self.strategy.conclude(self.arrays)
         return record
 
     def _open(self, server_round: int) -> Opening:
@@ -244,15 +246,13 @@ class Run:
         late, waited = self.assembly.assemble()
         busy = self.registry.busy_clients()
         strategy = self.strategy
-        if not isinstance(strategy, StagedStrategy):
-            return Opening(late, busy, None, 0, waited)
-        questions = strategy.configure_query(server_round, self.arrays, self.grid)
+        questions = configure_query(strategy, server_round, self.arrays, self.grid)
         if questions is None:
             return Opening(late, busy, None, 0, waited)
         self._deliver(server_round)
-        if not strategy.aggregate_query(server_round, self.transport.exchange(server_round, questions)):
+        if not aggregate_query(strategy, server_round, self.transport.exchange(server_round, questions)):
             raise RunAbortedError(
-                f"no client could measure the features that {strategy.stage} starts from: "
+                f"no client could measure the features that {strategy.method.progress.stage} starts from: "
                 f"{strategy.dispatcher.why_unanswered()}"
             )
         return Opening(late, busy, strategy.dispatcher.account(), strategy.dispatcher.bytes(), waited)
@@ -273,8 +273,12 @@ class Run:
 
     def _evaluate(self, server_round: int) -> ModelEvaluation:
         """Evaluate the new model if it is due: on the server, if its batch norms are known, and on clients."""
-        strategy, model = self.strategy, self.strategy.trained_model()
-        due = self.settings.evaluation_due(server_round) and strategy.progress.measurable and not strategy.personal
+        strategy, model = self.strategy, self.strategy.method.trained_model()
+        due = (
+            self.settings.evaluation_due(server_round)
+            and strategy.method.progress.measurable
+            and not strategy.method.personal
+        )
         last = server_round == self.settings.num_rounds
         statistics, measured_bytes = self._measure(server_round, self.arrays, model, last=last) if due else (None, 0)
         questions = strategy.configure_evaluate(server_round, self.arrays, ConfigRecord(), self.grid)
@@ -286,7 +290,7 @@ class Run:
         answers = strategy.dispatcher.account() if strategy.dispatcher.log else None
         message_bytes, norms = (
             measured_bytes + strategy.dispatcher.bytes(),
-            self.served.statistics_name(strategy.personal),
+            self.served.statistics_name(strategy.method.personal),
         )
         return ModelEvaluation(central, clients, answers, statistics, message_bytes, norms)
 
@@ -327,10 +331,10 @@ class Run:
             "pace": self.deadlines.to_values(),
             "late": self.strategy.late.to_values(),
             "stragglers": self.assembly.stragglers.tasks,
-            "strategy-state": self.strategy.state.to_values(),
+            "strategy-state": self.strategy.method.state.to_values(),
             "seconds": self.seconds(),
         }
-        kept = ArrayRecord({**self.strategy.kept, **self.strategy.late.kept(), **self.served.kept(self.arrays)})
+        kept = ArrayRecord({**self.strategy.method.kept, **self.strategy.late.kept(), **self.served.kept(self.arrays)})
         self.run_dir.save_checkpoint(self.arrays, self.values, kept)
 
 

@@ -5,10 +5,11 @@ import time
 import uuid
 from pathlib import Path
 
+from piecework.planning.cut import trains_adversarially
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.recovery import Recovery
 from piecework.server_app.run_lock import LOCK_FILE
-from piecework.strategies import find_policy
+from piecework.strategies import find_method
 from piecework.training.settings import Settings, check_resume
 
 BEFORE_SETTINGS = {LOCK_FILE, "settings.toml.tmp"}  # what a run writes before its settings
@@ -130,5 +131,7 @@ def all_written(run_dir: RunDir) -> bool:
     Both are withdrawn when a run starts or resumes.
     """
     settings = Settings.from_run_config(run_dir.settings())
-    attacked = find_policy(settings.strategy).attacks(settings) or settings.evaluation.autoattack_examples
+    attacked = (
+        trains_adversarially(find_method(settings.strategy).can, settings) or settings.evaluation.autoattack_examples
+    )
     return (run_dir.path / "model.safetensors").is_file() and (not attacked or run_dir.final() is not None)

@@ -35,7 +35,7 @@ from piecework.models.partition import Piece
 from piecework.models.static_norms import has_batch_norms, is_statistic, with_statistics
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
-from piecework.strategies.base import PieceStrategy
+from piecework.strategies.server import MethodServer
 from piecework.strategies.serving import DeviceModel
 from piecework.training.messages import Task
 from piecework.training.settings import learning_rate
@@ -47,7 +47,7 @@ KEPT = "served/"  # prefix of the names of statistics in a checkpoint
 class ServedModel:
     """The strategy's model as it is evaluated and saved, or a device's: with the `statistics` of batch norms, if measured."""
 
-    def __init__(self, strategy: PieceStrategy, model: DeviceModel | None = None) -> None:
+    def __init__(self, strategy: MethodServer, model: DeviceModel | None = None) -> None:
         self.strategy, self.serving = strategy, model or strategy.serving
         self.statistics = ArrayRecord()
         self._of: tuple[ArrayRecord, Piece, str] | None = None
@@ -62,7 +62,7 @@ class ServedModel:
     @cached_property
     def norms(self) -> str:
         """The kind of batch norm for the records: the resolved setting, or `none` if the model has no batch norms."""
-        return self.strategy.settings.norms if has_batch_norms(self.strategy.blueprint) else "none"
+        return self.strategy.settings.norms if has_batch_norms(self.strategy.method.cut.model) else "none"
 
     def statistics_name(self, personal: bool) -> str:
         """Return the statistics that evaluation used, for the records: with `personal`, clients use those of their batches."""
@@ -78,8 +78,8 @@ class ServedModel:
         """The blueprint of the model that is evaluated."""
         strategy, variant = self.strategy, self.serving.variant
         if variant not in self._blueprints:
-            trained = variant == strategy.policy.variant
-            plain = strategy.blueprint if trained else vary(strategy.policy.blueprint, variant)
+            trained = variant == strategy.method.cut.variant
+            plain = strategy.method.cut.model if trained else vary(strategy.method.cut.blueprint, variant)
             self._blueprints[variant] = with_statistics(plain) if self.measured else plain
         return self._blueprints[variant]
 
@@ -102,21 +102,22 @@ class ServedModel:
 
     def needed(self, atoms: Piece, head: str) -> int:
         """Return the bytes for measuring, atom by atom: the forward pass of the largest atom; the head runs with the last."""
-        cost, model = self.strategy.policy.cost_model.streamed, self.blueprint
-        return max(cost(model, atom, head if atom == atoms[-1] else None, measured=True) for atom in atoms)
+        cost, model = self.strategy.method.cut.cost_model.streamed, self.blueprint
+        found: int = max(cost(model, atom, head if atom == atoms[-1] else None, measured=True) for atom in atoms)
+        return found
 
     def require_capable_client(self) -> None:
         """Raise ValueError if clients cannot measure: they do not hold the served model, or none has enough memory."""
-        if self.measured and not self.strategy.measures:
+        if self.measured and not self.strategy.method.can.measures:
             raise ValueError(
-                f"architecture.batch-norm = {self.norms!r}: clients of {self.strategy.name} do not hold the model that is "
-                "served, so they cannot measure it; use running or batch"
+                f"architecture.batch-norm = {self.norms!r}: clients of {self.strategy.method.name} do not hold the model that "
+                "is served, so they cannot measure it; use running or batch"
             )
-        atoms, head = self.strategy.trained_model()
+        atoms, head = self.strategy.method.trained_model()
         if not self.is_of(ArrayRecord(), atoms, head):
             needed, richest = self.needed(atoms, head), self.strategy.resources.richest
             # If no client can even train, the first round reports that instead.
-            if needed > richest.allowed_bytes >= self.strategy.min_budget():
+            if needed > richest.allowed_bytes >= self.strategy.min_budget(1):
                 raise ValueError(
                     f"architecture.batch-norm = {self.norms!r}: measuring the batch norms of the served model, one atom at a "
                     f"time, needs {needed:,} bytes, and the richest client has {richest.budget_bytes:,}; lower "
@@ -137,12 +138,12 @@ class ServedModel:
             if strategy.resources.affords(client, server_round, needed)
         }
         return strategy.dispatcher.configure(
-            "query.statistics", tasks, sent, travelling=lambda task, model: without_units(model, task.frozen)
+            "query.statistics", tasks, sent, lambda _, task, model: without_units(model, task.frozen)
         )
 
     def _with_frozen_hashes(self, task: Task, sent: ArrayRecord) -> Task:
         """Return the task with the content hashes of the strategy's frozen units."""
-        return self.strategy.weight_cache.with_frozen_hashes(task, sent, self.strategy.frozen_units(task))
+        return self.strategy.weight_cache.with_frozen_hashes(task, sent, self.strategy.frozen_units(task.round))
 
     def clients(self, server_round: int, grid: Grid, *, last: bool) -> list[int]:
         """Return the reachable clients that trained in the round, or a new sample for the round if there are none.
@@ -152,7 +153,7 @@ class ServedModel:
         strategy = self.strategy
         if last and strategy.settings.norms == "static":
             return strategy.registry.present(grid)
-        return [c for c in strategy.reports if strategy.evaluation.reachable(c)] or strategy.cohort.sample(
+        return [c for c in strategy.round.reports if strategy.evaluation.reachable(c)] or strategy.cohort.sample(
             server_round, grid
         )
 
@@ -165,7 +166,7 @@ class ServedModel:
             experiment_id=experiment.experiment_id,
             round=server_round,
             state_round=server_round,
-            strategy=strategy.name,
+            strategy=strategy.method.name,
             budget=state.budget_bytes,
             reference=strategy.resources.reference_bytes,
             lr=learning_rate(strategy.settings, server_round),
@@ -231,7 +232,7 @@ class ServedModel:
     def resume(self, arrays: ArrayRecord) -> None:
         """Assign the restored statistics to the model of the checkpoint, which has these arrays."""
         if self.statistics:
-            self._of = arrays, *self.strategy.trained_model()
+            self._of = arrays, *self.strategy.method.trained_model()
 
 
 def is_same(one: ArrayRecord, other: ArrayRecord) -> bool:

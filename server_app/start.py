@@ -6,33 +6,34 @@ from pathlib import Path
 from typing import Any
 
 from piecework.models.init_weights import pretrained_units
+from piecework.planning.assignment import Planner
 from piecework.planning.coverage import Trainer, coverage, coverage_sentence, judged, part_names
-from piecework.planning.partition_policy import PartitionPolicy
-from piecework.strategies.base import PieceStrategy
+from piecework.planning.cut import Cut
+from piecework.strategies.server import MethodServer
 
 LOG = logging.getLogger("piecework")
 
 
-def check_coverage(strategy: PieceStrategy) -> dict[str, Any]:
+def check_coverage(strategy: MethodServer) -> dict[str, Any]:
     """Return the coverage of the model by the connected clients, as JSON values, and log it.
 
     Raises ValueError if a part of the model would stay random and the settings do not allow that.
     """
-    found = describe_coverage(strategy.policy, strategy.resources.trainers())
+    found = describe_coverage(strategy.method, strategy.resources.trainers())
     if found["level"] == "error":
         raise ValueError(found["says"])
     say(found)
     return found
 
 
-def describe_coverage(policy: PartitionPolicy, trainers: Mapping[int, Trainer]) -> dict[str, Any]:
+def describe_coverage(planner: Planner, trainers: Mapping[int, Trainer]) -> dict[str, Any]:
     """Return the coverage by these clients and what it means, as JSON values. Plans and runs use the same form."""
-    rows = coverage(policy, trainers)
-    finding = judged(policy, rows, trainers, pretrained_parts(policy))
+    rows = coverage(planner, trainers)
+    finding = judged(planner, rows, trainers, pretrained_parts(planner.cut))
     return {"clients": len(trainers), "parts": rows, "level": finding.level, "says": finding.says}
 
 
-def pretrained_parts(policy: PartitionPolicy) -> set[str]:
+def pretrained_parts(policy: Cut) -> set[str]:
     """Return the parts that start with weights from `training.init-weights`; all parts if that file is not here.
 
     A plan may be made on a machine that does not have the file.

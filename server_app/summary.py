@@ -10,7 +10,7 @@ from piecework.server_app.failures import excluded_classes, failures
 from piecework.server_app.records import RunDir
 from piecework.server_app.remedies import remedies
 from piecework.server_app.run_folder import COMPLETED, STOPPED, all_written
-from piecework.strategies.base import PieceStrategy
+from piecework.strategies.server import MethodServer
 from piecework.training.settings import Settings
 
 
@@ -27,7 +27,7 @@ def accuracy_by_device(reports: list[ClientReport]) -> dict[str, float]:
     return {device: correct / count for device, (correct, count) in sorted(by_device.items())}
 
 
-def empty_round_message(record: dict[str, Any], strategy: PieceStrategy) -> str:
+def empty_round_message(record: dict[str, Any], strategy: MethodServer) -> str:
     """Return the error message for a round without a new model, which says why, and what to change."""
     settings, clients, trained = strategy.settings, record["clients"], record["answered"]
     refused = [c for c in clients if c["status"] == "memory"]
@@ -61,16 +61,16 @@ def how_stopped(run_dir: RunDir) -> tuple[str, str]:
     return STOPPED, f"stopped by a signal, {f'after round {last}' if last else 'before its first round was complete'}"
 
 
-def stage_warnings(strategy: PieceStrategy, settings: Settings, last_round: int) -> list[str]:
+def stage_warnings(strategy: MethodServer, settings: Settings, last_round: int) -> list[str]:
     """Return warnings if a run's stages and its rounds did not end together; an empty list if they did."""
-    if strategy.progress.finished:
+    if strategy.method.progress.finished:
         if not settings.resume_from or last_round >= settings.num_rounds:
             return []
         return [
             f"all stages ended after round {last_round} of num-rounds = {settings.num_rounds}: their lengths were planned when "
             "the run began, and a longer run begins again"
         ]
-    stage = strategy.progress.stage
+    stage = strategy.method.progress.stage
     if not stage or last_round != settings.num_rounds:
         return []
     return [f"num-rounds = {settings.num_rounds} ended before {stage} did: the model is the one trained so far"]

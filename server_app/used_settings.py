@@ -6,7 +6,7 @@ checked, because Flower passes all keys, whether the user set them or not.
 
 from collections.abc import Collection, Iterable, Mapping
 
-from piecework.strategies import STRATEGIES, find_strategy
+from piecework.strategies import STRATEGIES, find_method
 from piecework.training.settings import Scalar, Settings, SettingsError
 from piecework.training.settings.run import cases, fields
 from piecework.training.settings.table import Case
@@ -74,7 +74,7 @@ def lineage(strategy: str) -> list[str]:
     module, _ = STRATEGIES.get(strategy, ("piecework.strategies.", ""))
     if module.startswith("piecework.strategies."):
         return [strategy]
-    return [strategy, *(found for base in find_strategy(strategy).__mro__ if (found := base.__dict__.get("name")))]
+    return [strategy, *(found for base in find_method(strategy).__mro__ if (found := base.__dict__.get("name")))]
 
 
 def describe_case(case: Case) -> str:

@@ -1,16 +1,28 @@
-"""The strategies, found by name. Each way of making a model fit a device has a folder.
+"""The methods, found by name. Each way of making a model fit a device has a folder.
 
-This package may import federation, planning, client_app and the packages that these import.
+The way of a task. A method (method.py) decides, and its server (server.py) does what all methods share:
+
+    Cohort.sample               which clients take part in the round
+    Method.assign               a client's Assignment: work items, arrays to send, frozen units, the method's own config
+    MethodServer.task_of        the Task that carries it, with the costs of its items (planning/cut.py)
+    Dispatcher.configure        a message for each client; WeightCache sends frozen units ahead
+    find_trainer, train         the client's side (client_app/trainers): an Update within its budget
+    UpdateGate.admit            each answer is read (Method.read), checked (Method.check) and compared with the others
+    Method.combine, finish      updates are added as they arrive, and make the new model
+    Method.assign_evaluation    who holds it evaluates it (ClientEvaluation)
+    Method.details              what the record says of the round
+
+Plans and the coverage check call `Method.assign` too, so that they cannot disagree with the run. This package may import
+federation, planning, client_app and the packages that these import.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from piecework.device_profiles.names import did_you_mean
 
 if TYPE_CHECKING:
-    from piecework.planning.partition_policy import PartitionPolicy
-    from piecework.strategies.base import PieceStrategy
+    from piecework.strategies.method import Method
 
 STRATEGIES = {
     "allsmall": ("piecework.strategies.width.allsmall", "AllSmall"),
@@ -39,10 +51,11 @@ STRATEGIES = {
 }
 
 
-def find_strategy(name: str) -> "type[PieceStrategy]":
-    """Return the strategy of this name, importing its module. Raises ValueError, which lists the known names."""
+def find_method(name: str) -> "type[Method]":
+    """Return the method of this name, importing its module. Raises ValueError, which lists the known names."""
     require_strategy(name)
-    found: type[PieceStrategy] = _load(STRATEGIES[name])
+    module, attribute = STRATEGIES[name]
+    found: type[Method] = getattr(import_module(module), attribute)
     return found
 
 
@@ -51,13 +64,3 @@ def require_strategy(name: str) -> None:
     if name not in STRATEGIES:
         known = ", ".join(STRATEGIES)
         raise ValueError(f"unknown strategy {name!r}: known are {known}{did_you_mean(name, STRATEGIES)}")
-
-
-def find_policy(name: str) -> "type[PartitionPolicy]":
-    """Return the partition policy of the strategy of this name. Raises ValueError, which lists the known names."""
-    return find_strategy(name).policy_class
-
-
-def _load(place: tuple[str, str]) -> Any:
-    module, attribute = place
-    return getattr(import_module(module), attribute)

@@ -37,7 +37,7 @@ from piecework.training.answers import Outcome
 from piecework.training.messages import Task
 
 if TYPE_CHECKING:
-    from piecework.strategies.base import PieceStrategy
+    from piecework.strategies.server import MethodServer
 
 KEPT = "late/"  # of the names of its arrays in a checkpoint
 ReadTask = Callable[[ClientReport, Outcome, dict[str, Any], Task, DeviceState], None]
@@ -81,8 +81,8 @@ class LateAnswers:
     its update are compared with those accepted so far. `used` and `dropped` are for the record of the round.
     """
 
-    def __init__(self, strategy: "PieceStrategy", read: ReadTask) -> None:
-        self.strategy, self.read, self.most = strategy, read, strategy.settings.faults.accept_late
+    def __init__(self, server: "MethodServer", read: ReadTask) -> None:
+        self.server, self.read, self.most = server, read, server.settings.faults.accept_late
         self.held: dict[Key, Held] = {}
         self.changes: dict[Key, dict[str, np.ndarray]] = {}
         self.used: list[dict[str, Any]] = []
@@ -95,14 +95,14 @@ class LateAnswers:
 
     def close(self, server_round: int) -> None:
         """End the training of a round: keep what it takes to use the answers of its late clients."""
-        strategy, model, updates = self.strategy, self.strategy.dispatcher.arrays, self.strategy.gate.updates
-        silent = [report for report in strategy.reports.values() if report.status in ("late", "timeout")]
+        server, model, updates = self.server, self.server.dispatcher.arrays, self.server.gate.updates
+        silent = [report for report in server.round.reports.values() if report.status in ("late", "timeout")]
         for report in silent if self.most else ():
-            if strategy.settings.simulated and report.client in updates:
+            if server.settings.simulated and report.client in updates:
                 self._hold(server_round, report, updates[report.client], model, arrived=False)
-            elif not strategy.settings.simulated:
-                self._awaited[server_round, report.client] = Awaited(*strategy.asked_of(report.client), report, model)
-        strategy.gate.updates = {}
+            elif not server.settings.simulated:
+                self._awaited[server_round, report.client] = Awaited(*server.asked_of(report.client), report, model)
+        server.gate.updates = {}
         oldest = server_round + 1 - self.most  # that can be used in the next round
         self._awaited = {key: awaited for key, awaited in self._awaited.items() if key[0] >= oldest}
         self.changes = {key: changes for key, changes in self.changes.items() if key[0] >= oldest}
@@ -130,7 +130,7 @@ class LateAnswers:
             return
         sent = awaited.report
         report = ClientReport(client, sent.device, sent.budget, bytes_down=sent.bytes_down)
-        gate = self.strategy.gate
+        gate = self.server.gate
 
         def read(to: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
             self.read(to, outcome, metrics, awaited.task, awaited.state)
@@ -143,8 +143,8 @@ class LateAnswers:
 
     def merge(self, server_round: int) -> None:
         """Add the answers that have arrived to the round's mean, in the order of their rounds and clients."""
-        strategy = self.strategy
-        limits = norm_limits(strategy.state.norms, strategy.settings.faults.update_norm_limit)
+        server = self.server
+        limits = norm_limits(server.method.state.norms, server.settings.faults.update_norm_limit)
         for key in sorted(key for key, held in self.held.items() if held.arrived):
             held, changes = self.held.pop(key), self.changes.pop(key, None)
             age = server_round - held.round
@@ -157,8 +157,8 @@ class LateAnswers:
                 self._drop(held.client, held.round, f"rejected: {error}")
                 continue
             weight = held.examples * discount(age)
-            model = strategy.dispatcher.arrays
-            strategy.mean.add({name: added(name, c, model[name].numpy()) for name, c in changes.items()}, weight)
+            model = server.dispatcher.arrays
+            server.round.mean.add({name: added(name, c, model[name].numpy()) for name, c in changes.items()}, weight)
             told = {key: value for key, value in asdict(held).items() if key not in ("norms", "arrived")}
             self.used.append(told | {"age": age, "weight": weight})
 

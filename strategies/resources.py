@@ -9,7 +9,7 @@ from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.coverage import Trainer, richest
 
 if TYPE_CHECKING:
-    from piecework.strategies.base import PieceStrategy
+    from piecework.strategies.server import MethodServer
 
 LOOKED_AT = 20  # number of first rounds whose budgets are considered
 FREE = 0.75  # the fraction of measured free memory that is assumed, since less may be free later
@@ -18,18 +18,19 @@ FREE = 0.75  # the fraction of measured free memory that is assumed, since less 
 class ClientResources:
     """The resources with which clients train a strategy's model."""
 
-    def __init__(self, strategy: "PieceStrategy") -> None:
-        self.strategy, self.settings, self.registry = strategy, strategy.settings, strategy.registry
+    def __init__(self, server: "MethodServer") -> None:
+        self.server, self.settings, self.registry = server, server.settings, server.registry
 
     @property
     def reference_bytes(self) -> int:
         """Bytes of the reference step, a FedAvg step of the model at width 1; ratio budgets are fractions of it."""
-        return self.strategy.policy.cost_model.reference_bytes
+        found: int = self.server.method.cut.cost_model.reference_bytes
+        return found
 
     @property
     def message_bytes(self) -> int:
         """Bytes of a message with all units of the model."""
-        blueprint = self.strategy.blueprint
+        blueprint = self.server.method.cut.model
         return sum(layer_statistics(blueprint, unit).state_bytes for unit in blueprint.units())
 
     def budgets(self) -> list[int]:
@@ -67,10 +68,10 @@ class ClientResources:
 
     def require_emulated(self) -> None:
         """Raise ValueError if devices swap, which is only simulated, and a client measures its own memory."""
-        if self.strategy.policy.swaps and self.registry.auto:
+        if self.server.method.cut.swaps and self.registry.auto:
             raise ValueError(
-                f"{self.strategy.name} only simulates swapping, and client {self.registry.auto[0]} has device = 'auto', so its "
-                "memory is real: give it the name of a device of the fleet, or use strategy = fedprophet with "
+                f"{self.server.method.name} only simulates swapping, and client {self.registry.auto[0]} has device = 'auto', "
+                "so its memory is real: give it the name of a device of the fleet, or use strategy = fedprophet with "
                 "memory.model = traced"
             )
 
@@ -79,7 +80,7 @@ class ClientResources:
         richest = self.richest
         if needed > richest.allowed_bytes:
             raise ValueError(
-                f"{self.strategy.name}: {doing} needs {needed:,} bytes, and the richest client has "
+                f"{self.server.method.name}: {doing} needs {needed:,} bytes, and the richest client has "
                 f"{richest.budget_bytes:,}: no client can take part; lower training.batch-size or architecture.width, or "
                 "give clients more memory"
             )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord
 
@@ -12,7 +12,7 @@ from piecework.models.variant import Variant
 from piecework.planning.coverage import richest
 
 if TYPE_CHECKING:
-    from piecework.strategies.base import PieceStrategy
+    from piecework.strategies.resources import ClientResources
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,14 @@ class DeviceModel:
 class Serving:
     """Makes the served model of a strategy's trained one, by default the trained model itself."""
 
-    def __init__(self, strategy: "PieceStrategy") -> None:
-        self.strategy = strategy
+    def __init__(self, method: Any, resources: "ClientResources") -> None:
+        self.method, self.resources = method, resources
 
     @property
     def variant(self) -> Variant:
         """The variant of the run's model that is evaluated and saved."""
-        return self.strategy.policy.variant
+        found: Variant = self.method.cut.variant
+        return found
 
     def arrays(self, trained: ArrayRecord) -> ArrayRecord:
         """Return the served arrays of a trained model."""
@@ -51,5 +52,4 @@ class Serving:
 
     def device_states(self) -> list[DeviceState]:
         """Return each client's device state with the most memory in the first rounds."""
-        resources = self.strategy.resources
-        return [richest(resources.states_of(client)) for client in resources.registry.members]
+        return [richest(self.resources.states_of(client)) for client in self.resources.registry.members]

@@ -6,6 +6,7 @@ from typing import Any, Self
 from piecework.federation.faults import CrashHistory
 from piecework.federation.registry import ClientRegistry
 from piecework.models.cascade import Blueprint
+from piecework.models.partition import Piece
 from piecework.training.settings import Settings
 
 
@@ -37,12 +38,15 @@ class Progress:
     """The progress of a run.
 
     `stage` is the name of the stage, or empty for a strategy without stages. `finished`: nothing is left to train.
-    `measurable`: the model of the round can be evaluated.
+    `measurable`: the model of the round can be evaluated. `key` is that of the stage in the
+    method's cut. `model` are the atoms and the head that are trained so far; None = all.
     """
 
     stage: str = ""
     finished: bool = False
     measurable: bool = True
+    key: Any = 0
+    model: tuple[Piece, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,32 @@
 """A system for tests that needs frozen units: the first two atoms stay as they were, the rest of the model is trained."""
 
+from dataclasses import replace
+
 from piecework.client_app.client import Client, Update
 from piecework.models.work_item import WorkItem
-from piecework.strategies.whole.fedavg import FedAvg, FedAvgPolicy
+from piecework.planning.assignment import Assignment, Context
+from piecework.strategies.whole.fedavg import FedAvg
 from piecework.training.loop import LocalTrainer, PieceModel
 from piecework.training.messages import Task
 
-FROZEN = ["atoms.0", "atoms.1"]
+FROZEN = ("atoms.0", "atoms.1")
 TRAINED = WorkItem((2, 3, 4))
 
 
 class Tail(FedAvg):
-    """The server's side; `frozen_units` may be taken away, then all units travel in every task."""
+    """The server's side."""
 
     name = "tail"
-    policy_class = FedAvgPolicy
 
-    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        return {TRAINED: self.policy.bytes(TRAINED)}
-
-    def frozen_units(self, task: Task) -> list[str]:
-        return FROZEN
+    def assign(self, ctx: Context) -> Assignment:
+        return Assignment((TRAINED,), {TRAINED: self.cut.bytes(TRAINED)}, frozen=FROZEN)
 
 
 class WholeTail(Tail):
-    """The same, sending everything."""
+    """The same, sending everything in every task."""
 
-    def frozen_units(self, task: Task) -> list[str]:
-        return []
+    def assign(self, ctx: Context) -> Assignment:
+        return replace(super().assign(ctx), frozen=())
 
 
 def train(task: Task, client: Client) -> Update:

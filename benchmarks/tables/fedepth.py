@@ -1,7 +1,7 @@
 """FeDepth, Table 1: blocks and widths."""
 
 from benchmarks.tables.shared import COMPARED, MIB, beside, commands, full_bytes, policy_for, section, table
-from piecework.planning.partition_policy import label
+from piecework.planning.cut import label
 
 OF_FEDEPTH = "--model preresnet20 --strategy fedepth --memory-model fedepth --batch-size 32"
 CUT = f"{OF_FEDEPTH} --budget 19.34MiB --set memory.tolerance=0.05"

@@ -1,8 +1,8 @@
 """FedProphet, Tables 7 and 8: modules, their memory and FLOPs."""
 
 from benchmarks.tables.shared import COMPARED, MB, beside, commands, full_bytes, policy_for, section, table
+from piecework.planning.cut import label
 from piecework.planning.paper_memory.fedprophet import macs
-from piecework.planning.partition_policy import label
 
 OF_FEDPROPHET = "--strategy fedprophet --memory-model fedprophet --set fedprophet.aux-pool=authors"
 TABLE7 = f"--model vgg16 {OF_FEDPROPHET} --batch-size 64 --budget 60MB"

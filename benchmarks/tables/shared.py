@@ -19,11 +19,11 @@ from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import Layer, layer_statistics
 from piecework.planning.costs import cost_model_for
+from piecework.planning.cut import Cut
 from piecework.planning.part import Part, whole_model
-from piecework.planning.partition_policy import PartitionPolicy
 from piecework.plans.plan import fleet_states
 from piecework.plans.question import PlanQuestion, ask, budget_bytes
-from piecework.strategies import find_policy
+from piecework.strategies import find_method
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 
@@ -47,7 +47,7 @@ def asked(flags: str) -> tuple[Settings, PlanQuestion]:
 
 
 @cache
-def policy_for(flags: str) -> PartitionPolicy:
+def policy_for(flags: str) -> Cut:
     """Return the policy that `piecework plan FLAGS` follows, for the budget in the flags."""
     settings, question = asked(flags)
     about = question.input_shape, question.num_classes
@@ -55,7 +55,7 @@ def policy_for(flags: str) -> PartitionPolicy:
     reference = blueprint_of_shape(settings.changed({"architecture.width": 1.0}), *about)
     cost_model = cost_model_for(settings, reference)
     budget = budget_bytes(question.budget, cost_model.bytes(whole_model(blueprint))) if question.budget else 0
-    return find_policy(settings.strategy)(blueprint, cost_model, settings, budget)
+    return find_method(settings.strategy).make_cut(blueprint, cost_model, settings, budget)
 
 
 def full_bytes(flags: str) -> int:
@@ -71,7 +71,7 @@ def participation(flags: str, stage: int = 0) -> float:
     slowest, taking_part = min(state.flops_per_second for state in states), 0
     for state in states:
         try:
-            taking_part += bool(policy.work(stage, state, slowest))
+            taking_part += bool(find_method(policy.settings.strategy)(policy).parts(stage, state, slowest))
         except MemoryBudgetExceededError:
             continue
     return taking_part / len(states)

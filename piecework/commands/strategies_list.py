@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from piecework.strategies import STRATEGIES, find_strategy
+from piecework.strategies import STRATEGIES, find_method
 
 LINK = re.compile(r"https://[^\s,;)]+[^\s,;).]")
 
@@ -18,16 +18,16 @@ def strategy_rows() -> list[dict[str, Any]]:
     """
     rows = []
     for name, (module, _) in STRATEGIES.items():
-        strategy = find_strategy(name)
-        policy, paper = strategy.policy_class, LINK.search(sys.modules[module].__doc__ or "")
+        strategy = find_method(name)
+        can, paper = find_method(name).can, LINK.search(sys.modules[module].__doc__ or "")
         rows.append(
             {
                 "strategy": name,
                 "family": module.split(".")[-2],
                 "about": " ".join((strategy.__doc__ or "").split()).partition(". ")[0].removesuffix(".") + ".",
                 "paper": paper[0] if paper else "",
-                "needs": "images, which it attacks in training" if policy.adversarial == "always" else "",
-                "caveat": policy.caveat,
+                "needs": "images, which it attacks in training" if can.attack == "always" else "",
+                "caveat": can.caveat,
             }
         )
     return rows

@@ -15,11 +15,12 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.federation.pace import Done
 from piecework.federation.registry import sample_clients
 from piecework.models.partition import AtomTooLargeError
+from piecework.planning.assignment import Planner
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.coverage import Trainer, richest
+from piecework.planning.cut import Cut, label, trains_adversarially
 from piecework.planning.paper_memory import MACS
 from piecework.planning.part import Part, whole_model
-from piecework.planning.partition_policy import PartitionPolicy, label
 from piecework.planning.timing import local_work, swapped_seconds, work_flops, work_seconds
 from piecework.plans.parts import simulated_swapping, trained_fractions
 from piecework.plans.plan_evaluation import evaluation_row
@@ -27,7 +28,7 @@ from piecework.plans.plan_rounds import Timed, awaited_seconds, timed_rounds
 from piecework.plans.question import PlanQuestion, budget_bytes
 from piecework.server_app.rates import low_lr_warning
 from piecework.server_app.start import describe_coverage
-from piecework.strategies import find_policy
+from piecework.strategies import find_method
 from piecework.training.settings import Settings, learning_rate
 from piecework.training.setup import blueprint_of_shape
 
@@ -54,13 +55,14 @@ def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel 
     are those of one step (a batch); seconds are simulated seconds of one round.
     """
     fleet = load_fleet(settings.fleet)
-    policy, states = policy_for(fleet, settings, question, cost_model)
+    planner, states = planner_for(fleet, settings, question, cost_model)
+    policy = planner.cut
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
     model = whole_model(blueprint)
     full = policy.cost_model.bytes(model)
     tasks = [
         [
-            tasks_of_round(policy, stage, number, of_round, question.examples)
+            tasks_of_round(planner, stage, number, of_round, question.examples)
             for number, of_round in enumerate(states, start=1)
         ]
         for stage in range(len(policy.stages))
@@ -80,15 +82,15 @@ def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel 
         "full_memory_bytes": full,
         "reference_bytes": policy.cost_model.reference_bytes,
         "budget_bytes": policy.smallest,
-        "cuts": policy.cuts,
+        "cuts": policy.can.cuts,
         "modules": [module_row(policy, stage.name, part) for stage in policy.stages for part in stage.parts],
         "fleet": fleet_row(fleet, settings, policy, tasks),
         "devices": device_rows(policy, tasks, question.examples),
-        "trained": trained_fractions(blueprint, tasks, moving=policy.moving),
+        "trained": trained_fractions(blueprint, tasks, moving=policy.can.rotates),
         "swapping": simulated_swapping(full, tasks) if policy.swaps else None,
         "evaluation": evaluation_row(policy, allowed_to_train(tasks), question.examples),
         "learning_rates": rates_row(policy),
-        "coverage": describe_coverage(policy, trainers(states, settings)),
+        "coverage": describe_coverage(planner, trainers(states, settings)),
     }
 
 
@@ -101,28 +103,25 @@ def allowed_to_train(tasks: list[list[list[PlannedTask]]]) -> dict[int, int]:
     return found
 
 
-def rates_row(policy: PartitionPolicy) -> dict[str, Any]:
+def rates_row(policy: Cut) -> dict[str, Any]:
     """Return the learning rate of each stage's first round, and a warning if stages are left without one."""
-    stages = [stage.name for stage in policy.stages]
-    found = {
-        stage: learning_rate(policy.settings, place) for stage, place in zip(stages, policy.first_places(), strict=True)
-    }
+    found = {stage.name: learning_rate(policy.settings, stage.place) for stage in policy.stages}
     return {"first": found, "says": low_lr_warning(policy.settings, found)}
 
 
-def policy_for(
+def planner_for(
     fleet: Fleet, settings: Settings, question: PlanQuestion, cost_model: CostModel | None = None
-) -> tuple[PartitionPolicy, list[list[DeviceState]]]:
-    """Return the method's policy, with its model cut or sized for the fleet, and the device states by round.
+) -> tuple[Planner, list[list[DeviceState]]]:
+    """Return the method, with its model cut or sized for the fleet, and the device states by round.
 
     Raises ValueError.
     """
-    policy_class = find_policy(settings.strategy)
+    can = find_method(settings.strategy).can
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
     reference = blueprint_of_shape(
         settings.changed({"architecture.width": 1.0}), question.input_shape, question.num_classes
     )
-    own = settings.attack.steps if policy_class.attacks(settings) else 0
+    own = settings.attack.steps if trains_adversarially(can, settings) else 0
     steps = own if question.attack_steps is None else question.attack_steps
     if steps and blueprint.vocabulary:
         raise ValueError(
@@ -132,14 +131,14 @@ def policy_for(
     full = cost_model.bytes(whole_model(blueprint))
     states = fleet_states(fleet, settings, cost_model.reference_bytes)
     budgets = [state.budget_bytes for states_of_round in states for state in states_of_round]
-    budget = question.budget or (settings.fedprophet.r_min if policy_class.adversarial == "always" else "")
+    budget = question.budget or (settings.fedprophet.r_min if can.attack == "always" else "")
     minimum = budget_bytes(budget, full) if budget else min(budgets)
-    policy = policy_class(blueprint, cost_model, settings)
+    policy = find_method(settings.strategy).make_cut(blueprint, cost_model, settings)
     policy.require_model()
     policy = policy.fit(minimum, max(minimum, *budgets))
     if not budget and policy.smallest < policy.min_budget():
         policy = policy.with_smallest(policy.min_budget())
-    return policy, states
+    return find_method(settings.strategy)(policy), states
 
 
 def trainers(states: list[list[DeviceState]], settings: Settings) -> dict[int, Trainer]:
@@ -148,7 +147,7 @@ def trainers(states: list[list[DeviceState]], settings: Settings) -> dict[int, T
     return {client: Trainer(richest(of_client)) for client, of_client in enumerate(zip(*looked_at, strict=True))}
 
 
-def module_row(policy: PartitionPolicy, stage: str, part: Part) -> dict[str, Any]:
+def module_row(policy: Cut, stage: str, part: Part) -> dict[str, Any]:
     """Return the row of one part: bytes and FLOPs of a step, bytes of arrays per round."""
     batch, down_up = policy.cost_model.training_config.batch_size, policy.wire([part])
     return {
@@ -180,12 +179,12 @@ def fleet_states(fleet: Fleet, settings: Settings, reference_bytes: int) -> list
 
 
 def tasks_of_round(
-    policy: PartitionPolicy, stage: int, number: int, states: list[DeviceState], examples: int
+    planner: Planner, stage: int, number: int, states: list[DeviceState], examples: int
 ) -> list[PlannedTask]:
     """Return the task of every client in a round of a stage, as if it were asked; `number` decides which clients are."""
-    speeds = [states[client].flops_per_second for client in draw_clients(policy.settings, states, number)]
+    speeds = [states[client].flops_per_second for client in draw_clients(planner.cut.settings, states, number)]
     return [
-        client_task(policy, stage, client, state, min(*speeds, state.flops_per_second), examples)
+        client_task(planner, stage, client, state, min(*speeds, state.flops_per_second), examples)
         for client, state in enumerate(states)
     ]
 
@@ -196,11 +195,12 @@ def draw_clients(settings: Settings, states: Sequence[object], number: int) -> l
 
 
 def client_task(
-    policy: PartitionPolicy, stage: int, client: int, state: DeviceState, slowest: float, examples: int
+    planner: Planner, stage: int, client: int, state: DeviceState, slowest: float, examples: int
 ) -> PlannedTask:
     """Return the task of one client in a round."""
+    policy = planner.cut
     try:
-        parts = tuple(policy.work(stage, state, slowest))
+        parts = tuple(planner.parts(stage, state, slowest))
     except (MemoryBudgetExceededError, AtomTooLargeError) as error:
         return PlannedTask(client, state, (), error.needed or 0)
     needed, wire = totals(policy, parts)
@@ -217,27 +217,25 @@ def timed_task(task: PlannedTask) -> Timed | None:
     return Timed(task.state.device, Done(task.seconds - network, task.seconds, task.flops, task.wire[0]))
 
 
-def seconds_of(policy: PartitionPolicy, parts: Sequence[Part], state: DeviceState, examples: int) -> float:
+def seconds_of(policy: Cut, parts: Sequence[Part], state: DeviceState, examples: int) -> float:
     """Return the seconds of a round of a device that trains these parts on this many examples."""
     _, seen = local_work(policy.settings, examples)
     return work_seconds(policy, policy.cost_model, parts, [seen] * len(parts), state, totals(policy, tuple(parts))[1])
 
 
-def swap_seconds(policy: PartitionPolicy, part: Part, state: DeviceState, examples: int) -> float:
+def swap_seconds(policy: Cut, part: Part, state: DeviceState, examples: int) -> float:
     """Return the seconds of a round of a device that trains a part beyond its memory by swapping to its disk."""
     _, seen = local_work(policy.settings, examples)
     return swapped_seconds(policy.settings, policy.cost_model, part, seen, state, policy.wire([part]))
 
 
 @cache
-def totals(policy: PartitionPolicy, parts: tuple[Part, ...]) -> tuple[int, tuple[int, int]]:
+def totals(policy: Cut, parts: tuple[Part, ...]) -> tuple[int, tuple[int, int]]:
     """Return, for parts trained one after another, the maximum bytes of a step, and the bytes down and up."""
     return max(policy.cost_model.bytes(part) for part in parts), policy.wire(list(parts))
 
 
-def fleet_row(
-    fleet: Fleet, settings: Settings, policy: PartitionPolicy, tasks: list[list[list[PlannedTask]]]
-) -> dict[str, Any]:
+def fleet_row(fleet: Fleet, settings: Settings, policy: Cut, tasks: list[list[list[PlannedTask]]]) -> dict[str, Any]:
     """Return who takes part in which stage, with seconds and bytes of a round, as means over rounds of the asked clients.
 
     `tasks` are by stage, round and client.
@@ -274,7 +272,7 @@ def fleet_row(
         "rounds": len(tasks[0]),
         "budget_quantiles_bytes": quantiles([task.state.budget_bytes for r in tasks[0] for task in r]),
         "participation": fmean(stage["participation"] for stage in stages),
-        "excluded": policy.when_excluded,
+        "excluded": policy.can.when_excluded,
         "stages": stages,
     }
 
@@ -291,7 +289,7 @@ def quantiles(budgets: list[int]) -> list[int]:
     return [ordered[max(0, ceil(len(ordered) * twentieths / 20) - 1)] for twentieths in range(21)]
 
 
-def device_rows(policy: PartitionPolicy, tasks: list[list[list[PlannedTask]]], examples: int) -> list[dict[str, Any]]:
+def device_rows(policy: Cut, tasks: list[list[list[PlannedTask]]], examples: int) -> list[dict[str, Any]]:
     """Return each device of the fleet: its budgets and, by stage, what its clients train and how much memory is missing."""
     names = sorted({task.state.device for task in tasks[0][0]}, key=lambda name: (min_budget(tasks[0], name), name))
     rows = []
@@ -312,7 +310,7 @@ def device_rows(policy: PartitionPolicy, tasks: list[list[list[PlannedTask]]], e
     return rows
 
 
-def trained_parts(policy: PartitionPolicy, tasks: Sequence[PlannedTask]) -> list[dict[str, Any]]:
+def trained_parts(policy: Cut, tasks: Sequence[PlannedTask]) -> list[dict[str, Any]]:
     """Return what is trained in some tasks, the most common first, each with its fraction of the tasks and what it skips."""
     trained = Counter(" | ".join(map(label, task.parts)) for task in tasks if task.parts)
     skipped = {" | ".join(map(label, task.parts)): policy.excluded(list(task.parts)) for task in tasks if task.parts}
@@ -327,7 +325,7 @@ def min_budget(rounds: list[list[PlannedTask]], name: str) -> int:
     return min(task.state.budget_bytes for of_round in rounds for task in of_round if task.state.device == name)
 
 
-def stage_row(policy: PartitionPolicy, part: Part, tasks: list[PlannedTask], examples: int) -> dict[str, Any]:
+def stage_row(policy: Cut, part: Part, tasks: list[PlannedTask], examples: int) -> dict[str, Any]:
     """Return what the clients of a device train in a stage and, for excluded ones, the missing bytes and swapping seconds."""
     out = [task for task in tasks if not task.parts]
     poorest = min(out, key=lambda task: task.state.budget_bytes, default=None)

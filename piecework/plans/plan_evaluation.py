@@ -3,29 +3,28 @@
 from typing import Any
 
 from piecework.device_profiles.profile import format_compared
+from piecework.planning.cut import Cut
 from piecework.planning.evaluation_cost import evaluation_steps
-from piecework.planning.partition_policy import PartitionPolicy
-from piecework.strategies.cascade.fedepth import FeDepthPolicy
 from piecework.strategies.cascade.fedprophet_evaluation import validation_steps
-from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
+from piecework.strategies.cascade.fedprophet_modules import FedProphetCut
 
 
-def needed_to_evaluate(policy: PartitionPolicy, examples: int) -> int:
+def needed_to_evaluate(policy: Cut, examples: int) -> int:
     """Return the fewest bytes with which a client evaluates the whole model; 0 if it needs less than what it trains.
 
     FeDepth's clients also evaluate the atoms that they leave out, and FedProphet's attack all modules.
     """
-    if isinstance(policy, FedProphetPolicy):
+    if isinstance(policy, FedProphetCut):
         modules = [stage.parts[0].atoms for stage in policy.stages]
         return validation_steps(policy, modules, 0, examples)[0].bytes
     evaluation = policy.settings.evaluation
-    if isinstance(policy, FeDepthPolicy) and (evaluation.on_clients_every or evaluation.mode == "personal"):
+    if policy.can.single_atoms and (evaluation.on_clients_every or evaluation.mode == "personal"):
         atoms = tuple(range(len(policy.model.atoms)))
         return evaluation_steps(policy, policy.model, atoms, "head", 0, examples)[0].bytes
     return 0
 
 
-def evaluation_row(policy: PartitionPolicy, trained: dict[int, int], examples: int) -> dict[str, Any] | None:
+def evaluation_row(policy: Cut, trained: dict[int, int], examples: int) -> dict[str, Any] | None:
     """Return how many clients train but cannot evaluate, and the bytes that this takes; None if there are none.
 
     `trained` are the smallest allowed bytes of each client that trains something.

@@ -15,10 +15,9 @@ from piecework.models.static_norms import mixes_examples
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.less_memory import FIT, in_less_memory
 from piecework.planning.part import whole_model
-from piecework.plans.plan import fleet_states, make_plan, policy_for
+from piecework.plans.plan import fleet_states, make_plan, planner_for
 from piecework.plans.question import PlanQuestion
-from piecework.strategies import STRATEGIES, find_policy
-from piecework.strategies.whole.fedavg import FedAvgPolicy
+from piecework.strategies import STRATEGIES, find_method
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 from piecework.training.sgd import TrainingConfig
@@ -39,7 +38,7 @@ def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], Non
     advice is on adversarial training if the settings ask for it, by `training.adversarial = true` or a system that always does
     it.
     """
-    attacked = settings.training.adversarial or find_policy(settings.strategy).adversarial == "always"
+    attacked = settings.training.adversarial or find_method(settings.strategy).can.attack == "always"
     settings = settings.changed({"training.adversarial": attacked})
     tell("fedavg")
     simple, first = fedavg_verdict(settings, question)
@@ -63,7 +62,7 @@ def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], Non
 
 def suits(name: str, attacked: bool) -> bool:
     """Return whether a system can train as requested: on adversarial examples, or on clean ones."""
-    return find_policy(name).adversarial != ("never" if attacked else "always")
+    return find_method(name).can.attack != ("never" if attacked else "always")
 
 
 def blueprint_of(settings: Settings, question: PlanQuestion) -> Blueprint:
@@ -90,7 +89,7 @@ def recommend(simple: Row, rows: list[Row], attacked: bool) -> Row | None:
         return None
     changes: dict[str, Any] = {"strategy": chosen["strategy"]}
     changes |= {"memory.fit": FIT} if chosen["fit"] else {}
-    if attacked and find_policy(chosen["strategy"]).adversarial != "always":
+    if attacked and find_method(chosen["strategy"]).can.attack != "always":
         changes["training.adversarial"] = True
     return {"strategy": chosen["strategy"], "settings": changes, "text": reason_text(simple, chosen)}
 
@@ -182,8 +181,8 @@ def fitted_verdict(settings: Settings, question: PlanQuestion, states: list[Devi
     `flops` is a multiple of the plain step's. `held_bytes` are those of parameters, gradients and momentum, which no way
     spares.
     """
-    policy, _ = policy_for(load_fleet(settings.fleet), settings, question)
-    assert isinstance(policy, FedAvgPolicy)
+    planner, _ = planner_for(load_fleet(settings.fleet), settings, question)
+    policy = planner.cut
     found = in_less_memory(policy.cost_model, policy.part(policy.whole), [state.allowed_bytes for state in states])
     assert found is not None
     return {
@@ -280,7 +279,7 @@ def row_of(settings: Settings, plan: Row) -> Row:
     """Return the row of a plan."""
     stages, trained, cover = plan["fleet"]["stages"], plan["trained"], plan["coverage"]
     able = plan["fleet"]["participation"] > 0
-    caveats = [find_policy(settings.strategy).caveat, cover["says"] if able and cover["level"] == "warning" else ""]
+    caveats = [find_method(settings.strategy).can.caveat, cover["says"] if able and cover["level"] == "warning" else ""]
     return {
         "strategy": settings.strategy,
         "fit": bool(settings.memory.ways),

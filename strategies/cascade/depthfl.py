@@ -16,7 +16,7 @@ client has trained yet are not part of the prediction.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,38 +30,31 @@ from piecework.client_app.trainers.cascade.depthfl import (
     distillation_weight,
     item_of_depth,
 )
-from piecework.device_profiles.memory import MemoryBudgetExceededError
-from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate
 from piecework.models.basic_layers import blocks_of
-from piecework.models.cascade import Blueprint, parameter_names, unit_of
+from piecework.models.cascade import parameter_names, unit_of
 from piecework.models.partition import Piece
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
-from piecework.planning.costs import CostModel
+from piecework.planning.assignment import Assignment, Context, OfUnits
+from piecework.planning.capabilities import Capabilities
+from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import PartitionPolicy, Stage
-from piecework.strategies.base import PieceStrategy
-from piecework.strategies.client_evaluation import EvaluationAsTrained
+from piecework.strategies.method import Method, Round
+from piecework.strategies.resources import ClientResources
 from piecework.strategies.serving import DeviceModel, Serving
-from piecework.strategies.state import Experiment, StrategyState
-from piecework.training.messages import Task
-from piecework.training.settings import Settings
+from piecework.strategies.state import Progress, StrategyState
 
 H = "h/"  # prefix in `kept` of FedDyn's h of each parameter, float32
 
 
-class DepthFLPolicy(PartitionPolicy):
+class DepthFLCut(Cut):
     """One stage: each device trains as many of the first blocks as fit. A `depth` is a number of blocks, from 1."""
 
-    adversarial = "optional"
-    adapts = True
-    when_excluded = "gets no task"
-    untrained = "cut off"
-
-    def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, smallest: int = 0) -> None:
-        super().__init__(blueprint, cost_model, settings, smallest)
-        self.blocks = blocks_of(blueprint)
+    @cached_property
+    def blocks(self) -> list[Piece]:
+        """The blocks of the model, as atoms."""
+        return blocks_of(self.blueprint)
 
     @property
     def variant(self) -> Variant:
@@ -94,13 +87,6 @@ class DepthFLPolicy(PartitionPolicy):
         """One stage, with the blocks that the smallest budget allows, at least the first."""
         return [Stage("training", (self._fitted_part(self.depth(max(1, self.deepest(self.allowed))), self.allowed),))]
 
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the blocks that fit the device. Raises MemoryBudgetExceededError if the first block does not."""
-        depth = self.deepest(state.allowed_bytes)
-        if not depth:
-            raise MemoryBudgetExceededError(self.min_budget(), state.budget_bytes, "training block 1 and its exit")
-        return [self._fitted_part(self.depth(depth), state.allowed_bytes)]
-
 
 @dataclass
 class DepthFLState(StrategyState):
@@ -112,11 +98,11 @@ class DepthFLState(StrategyState):
 class DepthFLServing(Serving):
     """Serves the blocks that any client has trained, with their exits. A device deploys those that it trains itself."""
 
-    strategy: "DepthFL"
+    method: "DepthFL"
 
     def device_models(self, server_round: int) -> list[DeviceModel]:
         """Return the blocks of each depth that a device trains, which predict by the mean of their exits' logits."""
-        policy, deepest = self.strategy.policy, self.strategy.state.deepest
+        policy, deepest = self.method.cut, self.method.state.deepest
         counts = Counter(min(policy.deepest(state.allowed_bytes), deepest) for state in self.device_states())
         models = []
         for depth in sorted(counts.keys() - {0}, reverse=True):
@@ -126,84 +112,88 @@ class DepthFLServing(Serving):
         return models
 
 
-class DepthFL(PieceStrategy):
+class DepthFL(Method):
     """Clients train models of different depths, each with a classifier after every block."""
 
     name = "depthfl"
-    policy_class = DepthFLPolicy
-    evaluation_class = EvaluationAsTrained
-    policy: DepthFLPolicy
-    serving_class = DepthFLServing
-    measures = False
+    can = Capabilities(
+        attack="optional",
+        adapts=True,
+        untrained="cut off",
+        asks="able",
+        evaluates="as trained",
+        measures=False,
+        when_excluded="gets no task",
+    )
+    cut_class = DepthFLCut
+    cut: DepthFLCut
     state_class = DepthFLState
     state: DepthFLState
+    serving_class = DepthFLServing
     piece_class = ExitsModel
 
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(experiment)
+    clients: int
+
+    def require_settings(self) -> None:
+        """Raise ValueError for settings with which a run could not work."""
         if self.settings.norms == "local":
             raise ValueError(
                 "architecture.batch-norm = 'local': the server would have no model to predict with, use running or batch"
             )
 
-    def begin(self) -> None:
-        """Exclude clients that cannot train the first block, as in ProFL's comparison. Raises ValueError if no client can."""
-        self.cohort.minimum = self.policy.min_budget()
-        self.resources.require_capable_client(self.cohort.minimum, "Training the first block with its exit")
+    def begin(self, fleet: ClientResources) -> None:
+        """Raise ValueError if no client can train the first block."""
+        fleet.require_capable_client(self.cut.min_budget(), "Training the first block with its exit")
+        self.clients = len(fleet.registry.members)
 
-    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """Return the bytes of the assigned depth, which is at least 1, and of all smaller depths."""
-        items = [self.policy.depth(d) for d in range(1, max(1, self.policy.deepest(allowed)) + 1)]
-        return {item: self.policy.needed(item) for item in items}
+    def assign(self, ctx: Context) -> Assignment:
+        """Return the largest depth that fits, at least 1, with the weight of self-distillation; less are all smaller depths."""
+        depth = max(1, self.cut.deepest(ctx.device.allowed_bytes))
+        items = [self.cut.depth(d) for d in range(1, depth + 1)]
+        units = frozenset({*(f"atoms.{atom}" for atom in items[-1].atoms), items[-1].head})
+        weight = distillation_weight(ctx.round, self.settings.depthfl.distillation_rounds)
+        needed = self.cut.needs(*items)
+        return Assignment((items[-1],), needed, sends=OfUnits(units), config=DepthFLTaskConfig(depth, weight))
 
-    def task(self, server_round: int, state: DeviceState) -> Task:
-        """Return the task with the client's depth and the weight of self-distillation."""
-        depth = max(1, self.policy.deepest(state.allowed_bytes))
-        weight = distillation_weight(server_round, self.settings.depthfl.distillation_rounds)
-        return replace(super().task(server_round, state), own=DepthFLTaskConfig(depth, weight).to_values())
-
-    def sent_units(self, task: Task) -> set[str]:
-        """Return the units of the client's blocks and exits."""
-        item = self.policy.depth(DepthFLTaskConfig.of(task).depth)
-        return {*(f"atoms.{atom}" for atom in item.atoms), item.head}
-
-    def combine(self, client: int, update: CheckedUpdate) -> None:
+    def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
         """Add an update to the mean of its arrays, with the same weight for every client."""
-        self.mean.add(update.arrays, 1)
+        current.mean.add(update.arrays, 1)
         trained = {unit_of(name) for name in update.arrays}
-        exits = [self.policy.depth(d).head for d in range(1, len(self.policy.blocks) + 1)]
+        exits = [self.cut.depth(d).head for d in range(1, len(self.cut.blocks) + 1)]
         self.state.deepest = max(
             self.state.deepest, *(d for d, unit in enumerate(exits, start=1) if unit in trained), 0
         )
 
-    def trained_model(self) -> tuple[Piece, str]:
-        """Return the blocks that any client has trained, with their exits; untrained exits would predict at random."""
-        item = self.policy.depth(self.state.deepest or len(self.policy.blocks))
-        return item.atoms, item.head
+    @property
+    def progress(self) -> Progress:
+        """The progress of the run, with the blocks that any client has trained; untrained exits would predict at random."""
+        item = self.cut.depth(self.state.deepest or len(self.cut.blocks))
+        return Progress(model=(item.atoms, item.head))
 
-    def finish(self) -> ArrayRecord:
+    def finish(self, current: Round) -> ArrayRecord:
         """Return the new model: the mean of the updates, with FedDyn minus h / a."""
-        alpha, before = self.settings.depthfl.feddyn_alpha, self.dispatcher.arrays
-        after = super().finish()
+        alpha, before = self.settings.depthfl.feddyn_alpha, current.arrays
+        after = super().finish(current)
         if not alpha:
             return after
         dynamic = self._parameters()
-        for name in [name for name in after if name in self.mean and name in dynamic]:
+        for name in [name for name in after if name in current.mean and name in dynamic]:
             theta, mean = before[name].numpy(), after[name].numpy()
             h = self.kept[H + name].numpy() if H + name in self.kept else np.zeros_like(theta)
-            h = h - alpha * self.mean.weight(name) / len(self.registry.members) * (mean - theta)
+            h = h - alpha * current.mean.weight(name) / self.clients * (mean - theta)
             self.kept[H + name] = Array(h.astype(theta.dtype))
             after[name] = Array((mean - h / alpha).astype(theta.dtype))
         return after
 
     def _parameters(self) -> set[str]:
         """Return the names of the parameters; FedDyn does not apply to batch-norm statistics, which are only averaged."""
-        return {name for unit in self.blueprint.units() for name in parameter_names(self.blueprint, unit)}
+        model = self.cut.model
+        return {name for unit in model.units() for name in parameter_names(model, unit)}
 
-    def details(self) -> dict[str, Any]:
+    def details(self, current: Round) -> dict[str, Any]:
         """Return each client's depth and the weight of self-distillation, for the round record."""
-        task_config = {client: DepthFLTaskConfig.of(task) for client, (task, _) in self._asked.items()}
+        configs = {client: each.assignment.config for client, each in current.assigned.items()}
         return {
-            "depths": {str(client): each.depth for client, each in task_config.items()},
-            "distillation_weight": next((each.weight for each in task_config.values()), None),
+            "depths": {str(client): config.depth for client, config in configs.items()},
+            "distillation_weight": next((config.weight for config in configs.values()), None),
         }

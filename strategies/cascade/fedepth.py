@@ -4,12 +4,12 @@ Kai Zhang, Yutong Dai, Hongyi Wang, Eric Xing, Xun Chen, Lichao Sun, "Memory-ada
 Learning", 2023, https://arxiv.org/abs/2303.04887
 
     Algorithm 1, line 2, sample clients             cohort.py: Cohort.sample
-    line 3, broadcast W^t                           base.py: PieceStrategy.configure_train
+    line 3, broadcast W^t                           method_server.py: MethodServer.configure_train
     line 5, ClientUpdate (lines 9 to 15, Eq. 1)     client_app/trainers/cascade/fedepth.py: train
     the decomposition (sections 4.1, 4.2)           client_app/trainers/cascade/fedepth.py: choose_items
     mutual distillation (section 4.3)               client_app/trainers/cascade/fedepth_mutual.py: train_mutually
     a whole and a depth-wise model (section 5.1)    client_app/trainers/cascade/fedepth.py: train_pair
-    line 7, aggregate                               base.py: PieceStrategy.combine
+    line 7, aggregate                               method.py: Method.combine
 
 Aggregation (line 7) is W^{t+1} = sum_k p_k / sum_k' p_k' W_k^{t+1}, where p_k is client k's number of training examples. Each
 client cuts the model by its own budget. The server sends the memory costs that this cut looks up, each from one training step
@@ -25,7 +25,7 @@ than the whole model alone.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 
 from piecework.client_app.trainers.cascade.fedepth import (
@@ -36,26 +36,23 @@ from piecework.client_app.trainers.cascade.fedepth import (
     sub_problem,
 )
 from piecework.client_app.trainers.cascade.fedepth_mutual import mutual_loss, taught_loss
-from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import can_fit
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import AtomTooLargeError, Piece, exclude_input_side
 from piecework.models.work_item import WorkItem
+from piecework.planning.assignment import Assignment, Context
+from piecework.planning.capabilities import Capabilities
+from piecework.planning.cut import Cut, Stage, label
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import PartitionPolicy, Stage, label
-from piecework.strategies.base import PieceStrategy
-from piecework.strategies.state import Experiment
+from piecework.strategies.method import Method
 
 
-class FeDepthPolicy(PartitionPolicy):
+class FeDepthCut(Cut):
     """One stage: each device trains all blocks of its own decomposition, one after another."""
-
-    cuts = True
-    alone = True
 
     def item(self, atoms: Piece) -> WorkItem:
         """Return the sub-problem of a block, that is the work item that trains it."""
-        return sub_problem(self.blueprint, self.settings, atoms, own_heads=self.exits)
+        return sub_problem(self.blueprint, self.settings, atoms, own_heads=self.can.exits)
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return a sub-problem's part: a block with its head, a block in the whole network, or models that learn mutually."""
@@ -76,7 +73,7 @@ class FeDepthPolicy(PartitionPolicy):
     def require_model(self) -> None:
         """Raise ValueError, if blocks share a head, for an atom whose features cannot be zero-padded to the head's input."""
         wanted = self.blueprint.feature_shape
-        if self.exits or self.settings.fedepth.sub_problem == "network":
+        if self.can.exits or self.settings.fedepth.sub_problem == "network":
             return
         for atom in self.blueprint.atoms:
             if not can_fit(atom.shape, wanted):
@@ -94,7 +91,7 @@ class FeDepthPolicy(PartitionPolicy):
 
     def items(self, allowed: int, cost: ItemCost) -> list[WorkItem]:
         """Return the decomposition for `allowed` bytes. Raises AtomTooLargeError if an indispensable atom does not fit."""
-        return items_of(self.blueprint, self.settings, cost, allowed, own_heads=self.exits)
+        return items_of(self.blueprint, self.settings, cost, allowed, own_heads=self.can.exits)
 
     def _parts(self, allowed: int) -> list[Part]:
         return [self._fitted_part(item, allowed) for item in self.items(allowed, self.needed)]
@@ -114,69 +111,58 @@ class FeDepthPolicy(PartitionPolicy):
         """One stage, with the decomposition for the smallest budget."""
         return [Stage("training", tuple(self._parts(self.allowed)))]
 
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the device's own decomposition. Raises AtomTooLargeError if an indispensable atom does not fit."""
-        return self._parts(state.allowed_bytes)
-
-    def excluded(self, parts: list[Part]) -> list[str]:
-        """Return the names of atoms that no part trains: those that do not fit the device even alone (section 4.2)."""
-        trained = {unit for part in parts for unit in part.learned}
-        return [atom.name for number, atom in enumerate(self.blueprint.atoms) if f"atoms.{number}" not in trained]
-
     def _alone(self, atom: int) -> int:
         """Return the memory cost (bytes) of training an atom as a block."""
         return self.needed(self.item((atom,)))
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
         """Return the bytes sent down, those of all units including separate heads, and up, those of the trained units."""
-        units = self.blueprint.units(exits=self.exits)
+        units = self.blueprint.units(exits=self.can.exits)
         down = sum(layer_statistics(self.blueprint, unit).state_bytes for unit in units)
         return down, super().wire(parts)[1]
 
 
-class MFeDepthPolicy(FeDepthPolicy):
-    """FeDepth's policy with a separate head for every block."""
-
-    exits = True
-
-
-class FeDepth(PieceStrategy):
+class FeDepth(Method):
     """FeDepth with one head, shared by all sub-problems."""
 
     name = "fedepth"
-    accepts_late = True
-    policy_class = FeDepthPolicy
-    policy: FeDepthPolicy
+    can = Capabilities(cuts=True, single_atoms=True, late=True)
+    cut_class = FeDepthCut
+    cut: FeDepthCut
 
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(experiment)
-        if self.settings.fedepth.sub_problem == "network" and self.policy.exits:
+    def require_settings(self) -> None:
+        """Raise ValueError for settings with which a run could not work."""
+        if self.settings.fedepth.sub_problem == "network" and self.can.exits:
             raise ValueError(
                 f"fedepth.sub-problem = 'network' trains the model's own head, but {self.name} has separate heads: use fedepth"
             )
 
-    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """Return the bytes of the items that a decomposition looks up.
+    def assign(self, ctx: Context) -> Assignment:
+        """Return the device's own decomposition, with the costs of all items that its search looks up.
 
-        If any client measures its own memory, these include every run of atoms that fits.
+        If any client measures its own memory, these include every run of atoms that fits. If an indispensable atom does not
+        fit, the client itself will refuse, and report the cost of that atom.
         """
-        asked: dict[WorkItem, int] = {}
+        allowed, needed, items, refusal = ctx.device.allowed_bytes, dict[WorkItem, int](), list[WorkItem](), None
 
         def look_up(item: WorkItem) -> int:
-            asked[item] = self.policy.needed(item)
-            return asked[item]
+            needed[item] = self.cut.needed(item)
+            return needed[item]
 
-        with suppress(AtomTooLargeError):  # the client itself will refuse, and report the cost of that atom
-            self.policy.items(allowed, look_up)
-        if self.registry.auto:
+        try:
+            items = self.cut.items(allowed, look_up)
+        except AtomTooLargeError as error:
+            refusal = error
+        if ctx.measured:
             self._cost_all(look_up, allowed)
-        return asked
+        return Assignment(tuple(items), needed, least=self.cut.min_budget, refusal=refusal)
 
     def _cost_all(self, look_up: Callable[[WorkItem], int], allowed: int) -> None:
         """Look up every run of atoms that fits, because a device may have less free memory than the server assumes."""
-        for start in range(len(self.blueprint.atoms)):
-            for stop in range(start + 1, len(self.blueprint.atoms) + 1):
-                if look_up(self.policy.item(tuple(range(start, stop)))) > allowed:
+        atoms = len(self.cut.model.atoms)
+        for start in range(atoms):
+            for stop in range(start + 1, atoms + 1):
+                if look_up(self.cut.item(tuple(range(start, stop)))) > allowed:
                     break
 
 
@@ -184,4 +170,4 @@ class MFeDepth(FeDepth):
     """m-FeDepth: every sub-problem has a separate head (section 4.1)."""
 
     name = "m-fedepth"
-    policy_class = MFeDepthPolicy
+    can = replace(FeDepth.can, exits=True)

@@ -4,14 +4,14 @@ Minxue Tang, Yitu Wang, Jingyang Zhang, Louis DiValentin, Aolin Ding, Amin Hass,
 Memory-Efficient Federated Adversarial Training via Robust and Consistent Cascade Learning", MLSys 2025,
 https://arxiv.org/abs/2409.08372
 
-    Algorithm 1, partition by R_min                 fedprophet_modules.py: FedProphetPolicy.stages
+    Algorithm 1, partition by R_min                 fedprophet_modules.py: FedProphetCut.stages
     Algorithm 2, the server adjusts epsilon         fedprophet_adjustment.py: adjusted_alpha, FedProphetState.epsilon
         (Eqs. 11, 12)
-    the server assigns M_k (Eqs. 14, 15)            fedprophet_modules.py: FedProphetPolicy.assigned
+    the server assigns M_k (Eqs. 14, 15)            fedprophet_modules.py: FedProphetCut.assigned
     clients train {m .. M_k} (Eqs. 9, 13)           client_app/trainers/cascade/fedprophet.py: train, module_loss
-    the server aggregates modules (Eqs. 16, 17)     fedprophet.py: FedProphet.sent_units; base.py: PieceStrategy.combine
+    the server aggregates modules (Eqs. 16, 17)     fedprophet.py: FedProphet.sent; method.py: Method.combine
     until w_m converges                             fedprophet.py: FedProphet.conclude
-    collect max ||Delta z_m||                       fedprophet.py: FedProphet.configure_query, FedProphet.aggregate_query
+    collect max ||Delta z_m||                       fedprophet.py: FedProphet.assign_query, conclude_query
 
 w_m is module m, theta_m its auxiliary head, and R_min the smallest memory reserved on a client. C_m and A_m are the clean and
 adversarial validation accuracy of w_1 .. w_m with theta_m. C*_m and A*_m are their values when module m was fixed.
@@ -38,18 +38,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 from statistics import median_low
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord
 
 from piecework.client_app.trainers.cascade.fedprophet import FedProphetTaskConfig, head_behind
-from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import initial_state, unit_of
 from piecework.models.partition import AtomTooLargeError, Piece
-from piecework.models.work_item import WorkItem
+from piecework.planning.assignment import Assignment, Context, OfUnits
+from piecework.planning.capabilities import Capabilities
 from piecework.planning.costs import fraction_or_bytes
+from piecework.planning.cut import Cut
 from piecework.planning.part import whole_model
 from piecework.strategies.cascade.fedprophet_adjustment import (
     BestRound,
@@ -59,35 +59,38 @@ from piecework.strategies.cascade.fedprophet_adjustment import (
     measurement,
 )
 from piecework.strategies.cascade.fedprophet_evaluation import query_steps, validation_steps
-from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
-from piecework.strategies.client_evaluation import after_training
-from piecework.strategies.staged import StagedStrategy
-from piecework.strategies.state import Experiment
-from piecework.training.messages import Task
+from piecework.strategies.cascade.fedprophet_modules import FedProphetCut
+from piecework.strategies.method import Round, StagedMethod
+from piecework.strategies.resources import ClientResources
+from piecework.strategies.state import Progress
 from piecework.training.settings import learning_rate
 
 LOG = logging.getLogger("piecework")
 
 
-class FedProphet(StagedStrategy):
+class FedProphet(StagedMethod):
     """Trains the cascade one module per stage."""
 
     name = "fedprophet"
-    policy_class = FedProphetPolicy
-    policy: FedProphetPolicy
-    measures = False
+    can = Capabilities(attack="always", cuts=True, stages=True, measures=False, swaps="by its own memory model")
+    cut_class: ClassVar[type[Cut]] = FedProphetCut
+    cut: FedProphetCut
     state_class = FedProphetState
     state: FedProphetState
     evaluation_keys = ("val-loss", "val-accuracy", "val-adversarial-accuracy")
     first_rho = 1.0
 
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(experiment)
+    def __init__(self, cut: FedProphetCut) -> None:
+        super().__init__(cut)
+        self.validates = "all" if self.settings.fedprophet.validation_clients == "all" else "asked"
+
+    def require_settings(self) -> None:
+        """Raise ValueError for settings with which the run could not work."""
         if self.personal:
             raise ValueError(
                 f"evaluation.mode = 'personal': {self.name} controls training by clients' validation data; use central"
             )
-        if self.blueprint.vocabulary:
+        if self.cut.model.vocabulary:
             raise ValueError(
                 f"{self.settings.model} reads tokens, which gradients cannot attack: {self.name} needs a model of images"
             )
@@ -105,7 +108,7 @@ class FedProphet(StagedStrategy):
         if self.settings.fedprophet.r_min:
             self._cut(self.settings.fedprophet.r_min)
 
-    def begin(self) -> None:
+    def begin(self, fleet: ClientResources) -> None:
         """Cut the model; R_min is chosen once per run. Raises ValueError if settings, clients and modules do not match."""
         state, settings = self.state, self.settings
         if settings.batch_statistics and settings.training.batch_size < 3:
@@ -113,22 +116,20 @@ class FedProphet(StagedStrategy):
                 f"training.batch-size = {settings.training.batch_size}: {self.name} measures features in half "
                 "batches, and one example has no statistics; use 3 or more, or architecture.batch-norm = running"
             )
-        self.resources.require_emulated()
+        fleet.require_emulated()
         if not state.r_min:
-            state.r_min = self.policy.smallest or max(int(min(self.resources.budgets())), self.policy.min_budget())
-        self.policy = self.policy.with_smallest(state.r_min)
-        self._check_modules()
+            state.r_min = self.cut.smallest or max(int(min(fleet.budgets())), self.cut.min_budget())
+        self.cut = self.cut.with_smallest(state.r_min)
+        self._check_modules(fleet)
         if not state.stage_rounds:
-            state.stage_rounds = settings.fedprophet.stage_rounds or max(
-                1, settings.num_rounds // len(self.policy.stages)
-            )
+            state.stage_rounds = settings.fedprophet.stage_rounds or max(1, settings.num_rounds // len(self.cut.stages))
         self._check_warmup(state.stage_rounds)
 
-    def _check_modules(self) -> None:
-        if self.policy.swaps:
+    def _check_modules(self, fleet: ClientResources) -> None:
+        if self.cut.swaps:
             return
-        largest = max(self.policy.needed(self.policy.item(stage.parts[0].atoms)) for stage in self.policy.stages)
-        richest = self.resources.richest
+        largest = max(self.cut.needed(self.cut.item(stage.parts[0].atoms)) for stage in self.cut.stages)
+        richest = fleet.richest
         if largest > richest.allowed_bytes:
             raise ValueError(
                 f"R_min of {self.state.r_min:,} bytes (fedprophet.r-min = {self.settings.fedprophet.r_min!r}) makes a "
@@ -146,13 +147,13 @@ class FedProphet(StagedStrategy):
     def _cut(self, r_min: str) -> None:
         """Cut the model for the setting `fedprophet.r-min`. Raises ValueError if it is malformed or too small for an atom."""
         try:
-            smallest = fraction_or_bytes(r_min, self.policy.cost_model.bytes(whole_model(self.blueprint)))
-            self.policy = self.policy.with_smallest(smallest)
-            _ = self.policy.stages
+            smallest = fraction_or_bytes(r_min, self.cut.cost_model.bytes(whole_model(self.cut.model)))
+            self.cut = self.cut.with_smallest(smallest)
+            _ = self.cut.stages
         except AtomTooLargeError as error:
             raise ValueError(
-                f"setting fedprophet.r-min = {r_min!r} is {self.policy.smallest:,} bytes, and atom {error.name!r} alone needs "
-                f"{error.needed:,}: set at least {self.policy.min_budget():,} bytes, for the largest atom, or lower "
+                f"setting fedprophet.r-min = {r_min!r} is {self.cut.smallest:,} bytes, and atom {error.name!r} alone needs "
+                f"{error.needed:,}: set at least {self.cut.min_budget():,} bytes, for the largest atom, or lower "
                 "training.batch-size"
             ) from None
         except ValueError as error:
@@ -161,34 +162,48 @@ class FedProphet(StagedStrategy):
     @property
     def modules(self) -> list[Piece]:
         """The atoms of each module."""
-        return [stage.parts[0].atoms for stage in self.policy.stages]
+        return [stage.parts[0].atoms for stage in self.cut.stages]
 
     def initial(self) -> dict[str, np.ndarray]:
         """Return the initial arrays of the model and of the auxiliary heads."""
-        units = [*self.blueprint.units(), *(f"aux.{module[-1]}" for module in self.modules[:-1])]
-        return {name: value.numpy() for name, value in initial_state(self.blueprint, self.settings.seed, units=units)}
+        units = [*self.cut.model.units(), *(f"aux.{module[-1]}" for module in self.modules[:-1])]
+        return {name: value.numpy() for name, value in initial_state(self.cut.model, self.settings.seed, units=units)}
 
-    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """Return no costs: `task` adds those of the modules that the client is assigned."""
-        return {}
+    def task_config(self, stage: int, last: int) -> FedProphetTaskConfig:
+        """Return the task config of a stage for a client that trains up to module `last`, both counted from 0."""
+        state, modules = self.state, [list(module) for module in self.modules]
+        return FedProphetTaskConfig(modules, stage, last, state.epsilon, state.nonnegative, self.cut.swaps)
 
-    def task_config(self, last: int) -> FedProphetTaskConfig:
-        """Return the task config of the present stage for a client that trains up to module `last`, counted from 0."""
-        state = self.state
-        modules = [list(module) for module in self.modules]
-        return FedProphetTaskConfig(modules, state.stage, last, state.epsilon, state.nonnegative, self.policy.swaps)
+    def assign(self, ctx: Context) -> Assignment:
+        """Return a client's modules, with the cost of every smaller number of them to which it may fall back."""
+        assigned = self.cut.assigned(ctx.stage, ctx.device, ctx.slowest)
+        last = next(n for n in range(ctx.stage, len(self.modules)) if self.modules[n][-1] == assigned[-1])
+        config = self.task_config(ctx.stage, last)
+        pieces = [config.atoms(n) for n in range(ctx.stage, last + 1)]
+        ordered = self._ordered(config, pieces)
+        return replace(ordered, lr=self.rate(ctx.round), least=lambda: self.cut.needed(self.cut.item(pieces[0])))
 
-    def task(self, server_round: int, state: DeviceState) -> Task:
-        """Return a client's task: its modules, with the cost of every smaller number of them to which it may fall back."""
-        stage = self.state.stage
-        assigned = self.policy.assigned(stage, state, self.slowest)
-        task_config = self.task_config(
-            next(n for n in range(stage, len(self.modules)) if self.modules[n][-1] == assigned[-1])
+    def _ordered(self, config: FedProphetTaskConfig, pieces: list[Piece]) -> Assignment:
+        """Return the assignment of these pieces, the last of which the client is to train if it can."""
+        state, items = self.state, tuple(self.cut.item(piece) for piece in pieces[-1:])
+        if self.settings.memory.ways:  # the steps of all modules that the client runs
+            pieces = [*pieces, *config.before(), config.atoms(config.stage)]
+        return Assignment(
+            items,
+            self.cut.needs(*map(self.cut.item, pieces)),
+            sends=self.sent(config),
+            frozen=tuple(f"atoms.{atom}" for module in config.fixed() for atom in module),
+            adversarial=state.stage_round >= self.settings.attack.warmup,  # every stage has its own warmup
+            config=config,
+            discarded_rounds=state.void,
+            kept_round=state.best.round if state.best else 0,
         )
-        pieces = [task_config.atoms(last) for last in range(stage, task_config.last + 1)]
-        adversarial = self.state.stage_round >= self.settings.attack.warmup  # every stage has its own warmup
-        task = replace(super().task(server_round, state), adversarial=adversarial)
-        return self._ordered(task, state, task_config, pieces)
+
+    def sent(self, config: FedProphetTaskConfig) -> OfUnits:
+        """Return the assigned modules and the head of each, because a client may have memory for fewer of them."""
+        numbers = range(config.stage, config.last + 1)
+        heads = {head_behind(self.cut.model, self.modules[n][-1]) for n in numbers}
+        return OfUnits(frozenset({f"atoms.{atom}" for atom in config.atoms(config.last)} | heads))
 
     def rate(self, server_round: int) -> float:
         """Return the learning rate of a round; with `fedprophet.lr-restart` the schedule restarts in each stage."""
@@ -200,103 +215,59 @@ class FedProphet(StagedStrategy):
         state, maximum = self.state, self.state.stage_rounds
         if not maximum:
             return
-        self.policy = self.policy.with_smallest(state.r_min)
+        self.cut = self.cut.with_smallest(state.r_min)
         left = (len(self.modules) - state.stage) * maximum - state.stage_round
         for n, server_round in enumerate(range(first, min(last, first + left - 1) + 1)):
             restarted = (state.stage_round + n) % maximum + 1
             yield server_round, restarted if self.settings.restarts_rates else server_round
 
-    def _ordered(self, task: Task, state: DeviceState, own: FedProphetTaskConfig, pieces: list[Piece]) -> Task:
-        if self.settings.memory.ways:  # the steps of all modules that the client runs
-            pieces = [*pieces, *own.before(), own.atoms(own.stage)]
-        needed = {item: self.policy.needed(item) for item in map(self.policy.item, pieces)}
-        return replace(
-            task,
-            own=own.to_values(),
-            costs=self.policy.costs(needed, state.allowed_bytes),
-            void=self.state.void,
-            kept_round=self.state.best.round if self.state.best else 0,
-        )
+    @property
+    def queries(self) -> bool:
+        """Whether all clients are asked, before a stage's first round, how far attacks move the features it starts from."""
+        return self.state.fixed is not None and self.state.distance is None
 
-    def min_budget(self, state: DeviceState | None = None) -> int:
-        """Return the memory cost (bytes) of the stage's module."""
-        return self.policy.needed(self.policy.item(self.modules[self.state.stage]))
+    def assign_query(self, ctx: Context, assignment: Assignment, examples: int) -> Assignment:
+        """Return the measurement of features behind the module before, under the attack with which that was trained."""
+        state, fixed = self.state, self.state.fixed
+        assert fixed is not None
+        before = self.task_config(state.stage - 1, state.stage - 2)
+        before = replace(before, epsilon=fixed.epsilon, nonnegative=fixed.nonnegative)
+        asked, allowed = replace(self._ordered(before, []), lr=assignment.lr), ctx.device.allowed_bytes
+        listed = self.cut.costs(asked.needed, allowed)
+        return replace(asked, steps=query_steps(self.cut, listed, before, allowed, examples))
 
-    def frozen_units(self, task: Task) -> list[str]:
-        """Return the atoms of the fixed modules."""
-        return [f"atoms.{atom}" for module in FedProphetTaskConfig.of(task).fixed() for atom in module]
+    def read_query(self, metrics: dict[str, Any], examples: int) -> tuple[float, float, int]:
+        """Return a client's measurement. Raises UpdateRejectedError if it is invalid."""
+        return measurement(metrics, examples)
 
-    def sent_units(self, task: Task) -> set[str]:
-        """Return the assigned modules and the head of each, because a client may have memory for fewer of them."""
-        task_config = FedProphetTaskConfig.of(task)
-        heads = {
-            head_behind(self.blueprint, self.modules[n][-1]) for n in range(task_config.stage, task_config.last + 1)
-        }
-        return {f"atoms.{atom}" for atom in task_config.atoms(task_config.last)} | heads
-
-    def configure_query(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Iterable[Message] | None:
-        """Before a stage's first round, have all clients measure how far attacks move the features from which it starts."""
-        state = self.state
-        if state.fixed is None or state.distance is not None:
-            return None
-        before = replace(self.task_config(state.stage - 2), stage=state.stage - 1)
-        before = replace(before, epsilon=state.fixed.epsilon, nonnegative=state.fixed.nonnegative)
-        members, tasks = self.registry.members, {}
-        for client, (task, device_state) in self.ask(self.registry.present(grid), server_round, arrays).items():
-            asked = self._ordered(task, device_state, before, [])
-            steps = query_steps(self.policy, asked, before, device_state.allowed_bytes, members[client].examples)
-            tasks[client] = replace(
-                self.weight_cache.with_frozen_hashes(asked, arrays, self.frozen_units(asked)), evaluation=steps
-            )
-        return self.dispatcher.configure("query.query", tasks, arrays)
-
-    def aggregate_query(self, server_round: int, replies: Iterable[Message]) -> bool:
-        """Store E[max ||Delta z||] over all examples (Eq. 11). Returns False if no client sent a valid measurement."""
-        answers = dict(
-            self.dispatcher.answers(
-                replies,
-                lambda client, status: self.gate.note_error(client, server_round, status),
-                lambda client, answer: measurement(answer.metrics, self.registry.members[client].examples),
-            )
-        )
+    def conclude_query(self, answers: dict[int, Any]) -> dict[int, str]:
+        """Store E[max ||Delta z||] over all examples (Eq. 11). Returns the clients whose measurements do not count, and why."""
         factor = self.settings.faults.update_norm_limit
         maximum = factor * median_low([distance for distance, _, _ in answers.values()]) if answers and factor else inf
-        for client, (distance, _, _) in list(answers.items()):
-            if distance > maximum:
-                self.dispatcher.reject(
-                    client, f"perturbation is {distance:.4g}, above the limit {maximum:.4g} (faults.update-norm-limit)"
+        rejected = {
+            client: f"perturbation is {distance:.4g}, above the limit {maximum:.4g} (faults.update-norm-limit)"
+            for client, (distance, _, _) in answers.items()
+            if distance > maximum
+        }
+        if accepted := [answer for client, answer in answers.items() if client not in rejected]:
+            self.state.distance = sum(d * n for d, _, n in accepted) / sum(n for _, _, n in accepted)
+            self.state.nonnegative = min(lowest for _, lowest, _ in accepted) >= 0
+            if not self.state.distance:
+                LOG.warning(
+                    "%s trains on clean features, because no attack moves the output of the module before", self.stage
                 )
-                del answers[client]
-        if not answers:
-            return False
-        self.state.distance = sum(d * n for d, _, n in answers.values()) / sum(n for _, _, n in answers.values())
-        self.state.nonnegative = min(lowest for _, lowest, _ in answers.values()) >= 0
-        if not self.state.distance:
-            LOG.warning(
-                "%s trains on clean features, because no attack moves the output of the module before", self.stage
-            )
-        return True
+        return rejected
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Return the messages by which the clients of the round, or all clients, measure C_m and A_m of the new model."""
-        asked = {client: each for client, each in self._asked.items() if self.evaluation.reachable(client)}
-        if self.settings.fedprophet.validation_clients == "all":
-            others = [client for client in self.registry.present(grid) if client not in self._asked]
-            asked |= self.ask(others, server_round, arrays)
-        task_config = self.task_config(self.state.stage)
-        modules, tasks = self.modules[: task_config.stage + 1], {}
-        for client, (task, state) in sorted(asked.items()):
-            steps = validation_steps(
-                self.policy, modules, state.allowed_bytes, self.registry.members[client].validation
-            )
-            tasks[client] = replace(after_training(task), own=task_config.to_values(), evaluation=steps)
-        return self.dispatcher.configure("evaluate", tasks, arrays)
+    def assign_evaluation(self, ctx: Context, assignment: Assignment, examples: int) -> Assignment:
+        """Return the measurement of C_m and A_m of the new model."""
+        stage = self.state.stage
+        config, modules = self.task_config(stage, stage), self.modules[: stage + 1]
+        steps = validation_steps(self.cut, modules, ctx.device.allowed_bytes, examples)
+        return replace(assignment, config=config, sends=self.sent(config), steps=steps)
 
-    def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
+    def conclude(self, current: Round, arrays: ArrayRecord) -> ArrayRecord:
         """Score the round, adjust alpha, and end the stage if it is due. Returns the model for the next round."""
-        state, settings = self.state, self.settings
+        state, settings, metrics, server_round = self.state, self.settings, current.evaluation, current.number
         state.stage_round += 1
         if metrics is None:
             LOG.warning(
@@ -365,16 +336,17 @@ class FedProphet(StagedStrategy):
         return ArrayRecord({name: self.kept.get(name, array) for name, array in arrays.items()})
 
     @property
-    def finished(self) -> bool:
-        """Whether the last module is fixed."""
-        return self.state.stage == len(self.modules)
+    def progress(self) -> Progress:
+        """The progress of the run: it is finished when the last module is fixed."""
+        number = self.state.stage
+        return Progress(self.stage, number == len(self.modules), key=number, model=self._cascade(number + 1))
 
     @property
     def stage(self) -> str:
         """The name of the present stage: `module 1`, `module 2`, ..."""
-        return self.policy.stages[min(self.state.stage, len(self.modules) - 1)].name
+        return self.cut.stages[min(self.state.stage, len(self.modules) - 1)].name
 
-    def details(self) -> dict[str, Any]:
+    def details(self, current: Round) -> dict[str, Any]:
         """Return the stage's epsilon, its factors (Eq. 11), and C* and A* of the previous module, for the round record."""
         state = self.state
         return {
@@ -387,14 +359,10 @@ class FedProphet(StagedStrategy):
             "fixed_adversarial_accuracy": state.fixed.adversarial if state.fixed else None,
         }
 
-    def trained_model(self) -> tuple[Piece, str]:
-        """Return the modules up to the one in training, and the head after it."""
-        return self._cascade(self.state.stage + 1)
-
     def final_model(self) -> tuple[Piece, str]:
         """Return the modules trained so far, without that of a stage that has not begun, and the head after them."""
         return self._cascade(self.state.stage + (self.state.stage_round > 0))
 
     def _cascade(self, count: int) -> tuple[Piece, str]:
         atoms = tuple(atom for module in self.modules[:count] for atom in module)
-        return atoms, head_behind(self.blueprint, atoms[-1])
+        return atoms, head_behind(self.cut.model, atoms[-1])

@@ -4,7 +4,7 @@ A client validates whole batches with all modules at once, if that fits. Otherwi
 weights in memory or with those of one module or atom, and last it computes fewer examples at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -33,11 +33,10 @@ from piecework.planning.costs import forward_only, on_images, once
 from piecework.planning.evaluation_cost import chosen
 from piecework.planning.now import tracing
 from piecework.planning.step_cost import fake_load, read_batch
-from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
+from piecework.strategies.cascade.fedprophet_modules import FedProphetCut
 from piecework.training.attacks import Attack
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.loop import as_rows, in_precision
-from piecework.training.messages import Task
 from piecework.training.sgd import TrainingConfig
 
 
@@ -90,7 +89,7 @@ def query_cost(
 
 
 def validation_steps(
-    policy: FedProphetPolicy, modules: Sequence[Piece], allowed: int, examples: int
+    policy: FedProphetCut, modules: Sequence[Piece], allowed: int, examples: int
 ) -> list[EvaluationStep]:
     """Return the step in which a client with that many validation `examples` validates modules, for `Task.evaluation`."""
     blueprint = policy.model
@@ -108,29 +107,32 @@ def validation_steps(
 
 
 def query_steps(
-    policy: FedProphetPolicy, task: Task, task_config: FedProphetTaskConfig, allowed: int, examples: int
+    cut: FedProphetCut, listed: Mapping[WorkItem, int], config: FedProphetTaskConfig, allowed: int, examples: int
 ) -> list[EvaluationStep]:
     """Return the step in which a client with that many training `examples` answers the query, for `Task.evaluation`.
 
-    They include running the modules before.
+    They include running the modules before. `listed` are the items of the client's task, with their bytes.
     """
-    blueprint, costs = policy.model, policy.cost_model
-    item = task.fitted(policy.item(task_config.atoms(task_config.stage)), allowed)
+    blueprint, costs = cut.model, cut.cost_model
+
+    def fitted(atoms: Piece) -> WorkItem:
+        plain = cut.item(atoms)
+        return next((each for each, cost in listed.items() if each.plain == plain and cost <= allowed), plain)
+
+    item = fitted(config.atoms(config.stage))
     units = tuple(unit_signature(blueprint, f"atoms.{atom}") for atom in item.atoms)
-    attack = Attack(costs.feature_norm, 1.0, 0.1, 1, 0.0) if task_config.stage else on_images(blueprint, 1)
+    attack = Attack(costs.feature_norm, 1.0, 0.1, 1, 0.0) if config.stage else on_images(blueprint, 1)
 
     def needed(at_once: int, size: int, _: str) -> int:
-        config = forward_only(costs.training_config, size)
+        step = forward_only(costs.training_config, size)
         own = once(
-            ("query", config, units, item.recompute, attack, costs.rounded),
-            lambda: recall(query_cost, blueprint, item, config, attack, rounded=costs.rounded),
+            ("query", step, units, item.recompute, attack, costs.rounded),
+            lambda: recall(query_cost, blueprint, item, step, attack, rounded=costs.rounded),
         )
         streams = [
-            costs.streamed(
-                blueprint, module, evaluated=True, size=at_once or task.fitted(policy.item(module), allowed).micro_batch
-            )
-            for module in task_config.before()
+            costs.streamed(blueprint, module, evaluated=True, size=at_once or fitted(module).micro_batch)
+            for module in config.before()
         ]
         return max([own, *streams])
 
-    return chosen(policy, blueprint, needed, allowed, examples, batch=query_batch(policy.settings, item))
+    return chosen(cut, blueprint, needed, allowed, examples, batch=query_batch(cut.settings, item))

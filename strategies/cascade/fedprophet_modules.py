@@ -1,4 +1,4 @@
-"""FedProphet's partition policy: how it cuts a model (Algorithm 1) and assigns modules to clients (Eqs. 14 and 15).
+"""FedProphet's cut: how it cuts a model (Algorithm 1) and assigns modules to clients (Eqs. 14 and 15).
 
 w_m is module m: consecutive atoms with the auxiliary head theta_m; the last module has the model's own head. R_min is the
 smallest memory reserved on a client. R_k and P_k are the memory and the performance (FLOP/s) of client k in a round.
@@ -18,20 +18,12 @@ from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import Piece, atom_names, greedy_partition
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
+from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import PartitionPolicy, Stage
 
 
-class FedProphetPolicy(PartitionPolicy):
+class FedProphetCut(Cut):
     """One stage per module."""
-
-    cuts = True
-    adversarial = "always"
-
-    @property
-    def swaps(self) -> bool:
-        """Whether devices swap to train a module that does not fit: they do with the paper's memory model."""
-        return self.settings.memory.model == "fedprophet"
 
     @property
     def variant(self) -> Variant:
@@ -59,34 +51,16 @@ class FedProphetPolicy(PartitionPolicy):
             self.allowed,
             atom_names(self.blueprint),
         )
+        rounds = self.settings.fedprophet.stage_rounds or self.settings.num_rounds // len(modules)
         return [
-            Stage(f"module {m}", (self._fitted_part(self.item(module), self.allowed),))
-            for m, module in enumerate(modules, start=1)
+            Stage(
+                f"module {m + 1}",
+                (self._fitted_part(self.item(module), self.allowed),),
+                key=m,
+                place=1 if self.settings.restarts_rates else 1 + m * rounds,
+            )
+            for m, module in enumerate(modules)
         ]
-
-    @property
-    def stage_count(self) -> int:
-        """The number of modules."""
-        return len(self.stages)
-
-    def first_places(self) -> list[int]:
-        """Return each module's first place in the schedule of learning rates: 1 if the schedule restarts."""
-        rounds = self.settings.fedprophet.stage_rounds or self.settings.num_rounds // self.stage_count
-        return [1 if self.settings.restarts_rates else 1 + stage * rounds for stage in range(self.stage_count)]
-
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return one part: the stage's module and as many later ones as memory and time allow.
-
-        Raises MemoryBudgetExceededError if the stage's module does not fit and devices do not swap.
-        """
-        if not self.swaps:
-            self.within(self.item(self.stages[stage].parts[0].atoms), state)
-        return [self._fitted_part(self.item(self.assigned(stage, state, slowest)), state.allowed_bytes)]
-
-    def trainable(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the stage's module if the device can train it. Later modules have their own stages."""
-        part = self.stages[stage].parts[0]
-        return [part] if self.swaps or self.needed(self.item(part.atoms)) <= state.allowed_bytes else []
 
     def assigned(self, stage: int, state: DeviceState, slowest: float) -> Piece:
         """Return the atoms of w_m .. w_M: always those of w_m, and those of later modules that Eqs. 14 and 15 allow."""

@@ -3,9 +3,9 @@
 Yebo Wu, Li Li, Cheng-zhong Xu, "Breaking the Memory Wall for Heterogeneous Federated Learning via Progressive Training", KDD
 2025, https://arxiv.org/abs/2404.13349
 
-    section 2.1, blocks and output modules          profl_steps.py: ProFLPolicy.step, ProFLPolicy.fit
+    section 2.1, blocks and output modules          profl_steps.py: ProFLCut.step, ProFLCut.fit
     section 2.2, growing                            profl_phases.py: phases_of; profl.py: ProFL.conclude
-    section 2.2, step 2, select clients by memory   profl.py: ProFL.configure_train; profl_steps.py: ProFLPolicy.unasked
+    section 2.2, step 2, select clients by memory   profl.py: ProFL.assign; profl_steps.py: ProFLCut.unasked
     section 2.3, shrinking and Map                  profl_phases.py: phases_of; client_app/trainers/cascade/profl.py: integrate
     Eq. 1, aggregate theta_t and theta_op           profl.py: ProFL.combine
     section 2.4, effective movement and freezing    profl_freezing.py: effective_movement, slope, converged
@@ -45,17 +45,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp import Grid
+from flwr.app import Array, ArrayRecord
 
-from piecework.client_app.trainers.cascade.profl import ProFLTaskConfig, evaluated_atoms, frozen_atoms
-from piecework.device_profiles.profile import DeviceState
+from piecework.client_app.trainers.cascade.profl import OUTPUT_LAYER, ProFLTaskConfig
+from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.federation.aggregation import CheckedUpdate
 from piecework.models.basic_layers import basic_atoms, cascade_at
-from piecework.models.cascade import Blueprint, has_statistics, parameter_names, unit_of
+from piecework.models.cascade import has_statistics, parameter_names, unit_of
 from piecework.models.init_weights import pretrained
 from piecework.models.partition import Piece
 from piecework.models.work_item import WorkItem
+from piecework.planning.assignment import Assignment, Context, OfUnits
+from piecework.planning.capabilities import Capabilities
+from piecework.planning.cut import label
 from piecework.strategies.cascade.profl_freezing import (
     Freezing,
     converged,
@@ -66,11 +68,10 @@ from piecework.strategies.cascade.profl_freezing import (
     times_below,
 )
 from piecework.strategies.cascade.profl_phases import Phase, phases_of
-from piecework.strategies.cascade.profl_steps import ProFLPolicy
-from piecework.strategies.client_evaluation import ClientEvaluation
-from piecework.strategies.staged import StagedStrategy
-from piecework.strategies.state import Experiment, StrategyState
-from piecework.training.messages import Task
+from piecework.strategies.cascade.profl_steps import ProFLCut
+from piecework.strategies.method import Round, StagedMethod, streamed_evaluation
+from piecework.strategies.resources import ClientResources
+from piecework.strategies.state import Progress, StrategyState
 
 BEFORE = "before/"  # prefix in `kept` of the output module as the last phase left it, until the next phase begins
 MEASURED = ("running_mean", "running_var", "num_batches_tracked")
@@ -94,26 +95,27 @@ class ProFLState(StrategyState):
     frozen: list[dict[str, Any]] = field(default_factory=list)
 
 
-class EvaluationOfStep(ClientEvaluation):
-    """Has clients evaluate the step's model."""
-
-    def atoms(self, blueprint: Blueprint, task: Task) -> Piece:
-        """Return the blocks up to that of the step, and the basic layers behind it."""
-        return evaluated_atoms(blueprint, task)
-
-
-class ProFL(StagedStrategy):
+class ProFL(StagedMethod):
     """Trains the model step by step, first shrinking and then growing."""
 
     name = "profl"
-    policy_class = ProFLPolicy
-    evaluation_class = EvaluationOfStep
-    policy: ProFLPolicy
+    can = Capabilities(stages=True)
+    cut_class = ProFLCut
+    cut: ProFLCut
     state_class = ProFLState
     state: ProFLState
 
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(experiment)
+    def __init__(self, cut: ProFLCut) -> None:
+        super().__init__(cut)
+        settings = self.settings
+        self.asks = "able" if settings.profl.cohort == "eligible" else "all"
+        self.freezing = Freezing(
+            settings.profl.movement_window, settings.profl.movement_fraction, settings.profl.movement_times
+        )
+        self.phases: list[Phase] = []
+
+    def require_settings(self) -> None:
+        """Raise ValueError for settings with which the run could not work."""
         settings = self.settings
         if settings.norms == "local":
             raise ValueError(
@@ -127,20 +129,15 @@ class ProFL(StagedStrategy):
                 raise ValueError(
                     f"{key} = {value} compares the models of different steps: use profl.stage-rounds and profl.movement-times"
                 )
-        self.freezing = Freezing(
-            settings.profl.movement_window, settings.profl.movement_fraction, settings.profl.movement_times
-        )
-        self.phases: list[Phase] = []
 
-    def begin(self) -> None:
+    def begin(self, fleet: ClientResources) -> None:
         """Cut the model and plan the phases, once per run. Raises ValueError if rounds are too few or no client can train."""
         state = self.state
         if not state.blocks:
-            budgets = self.resources.budgets()
-            fitted = self.policy.fit(int(min(budgets)), int(max(budgets)))
+            budgets = fleet.budgets()
+            fitted = self.cut.fit(int(min(budgets)), int(max(budgets)))
             state.blocks = [list(block) for block in fitted.blocks]
-        self.policy = self.policy.cut([tuple(block) for block in state.blocks])
-        self.blueprint = self.policy.model
+        self.cut = self.cut.divided([tuple(block) for block in state.blocks])
         self.phases = self._phases()
         if not state.maximum:
             state.maximum = self._rounds()
@@ -152,15 +149,15 @@ class ProFL(StagedStrategy):
 
     def _brought(self) -> set[str]:
         """Return the units whose batch-norm statistics come from `training.init-weights`."""
-        taken, _ = pretrained(Path(self.settings.training.init_weights), self.blueprint)
+        taken, _ = pretrained(Path(self.settings.training.init_weights), self.cut.model)
         return {unit_of(name) for name in taken if name.endswith("running_mean")}
 
-    def combine(self, client: int, update: CheckedUpdate) -> None:
+    def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
         """Add a client's update; while statistics are measured, add nothing else. Raises UpdateRejectedError."""
         if self.phase.kind == "statistics":
             measured = {name: array for name, array in update.arrays.items() if name.endswith(MEASURED)}
             update = replace(update, arrays=measured)
-        super().combine(client, update)
+        super().combine(current, client, update)
 
     def _rounds(self) -> list[int]:
         settings, phases = self.settings, self.phases
@@ -184,109 +181,106 @@ class ProFL(StagedStrategy):
         return [next(rounds) if phase.is_step else fixed[phase.kind] for phase in phases]
 
     def _parameters(self, t: int) -> int:
-        return self.policy.part(self.policy.item(self.policy.blocks[t - 1])).parameters
+        return self.cut.part(self.cut.item(self.cut.blocks[t - 1])).parameters
 
     def _phases(self) -> list[Phase]:
         settings = self.settings
-        maps = basic_atoms(self.policy.model) if settings.profl.distil_rounds else ()
-        random = [f"atoms.{atom}" for block in self.policy.blocks[:-1] for atom in block]
+        maps = basic_atoms(self.cut.model) if settings.profl.distil_rounds else ()
+        random = [f"atoms.{atom}" for block in self.cut.blocks[:-1] for atom in block]
         known = self._brought() if settings.training.init_weights else set()
-        unknown = any(has_statistics(self.policy.model, unit) for unit in random if unit not in known)
-        return phases_of(len(self.policy.blocks), shrinking=settings.profl.shrinking, maps=maps, statistics=unknown)
+        unknown = any(has_statistics(self.cut.model, unit) for unit in random if unit not in known)
+        return phases_of(len(self.cut.blocks), shrinking=settings.profl.shrinking, maps=maps, statistics=unknown)
 
     @property
     def phase(self) -> Phase:
         """The present phase, or the last one if all are done."""
         return self.phases[min(self.state.phase, len(self.phases) - 1)]
 
-    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """Return the bytes of the work items of the phase: the step and the output layer, the map, or the measurement."""
-        needed = {"map": self.policy.needed_to_map, "statistics": self.policy.needed_to_measure}
-        return needed.get(self.phase.kind, self.policy.needed_in_step)(self.phase.t)
+    def costs(self, phase: Phase) -> dict[WorkItem, int]:
+        """Return the bytes of the work items of a phase: the step and the output layer, the map, or the measurement."""
+        needed = {"map": self.cut.needed_to_map, "statistics": self.cut.needed_to_measure}
+        return needed.get(phase.kind, self.cut.needed_in_step)(phase.t)
 
-    def min_budget(self, state: DeviceState | None = None) -> int:
-        """Return the memory cost (bytes) of the cheapest work item of the phase, or of the one that a client is asked for."""
-        if state is not None and self.settings.profl.cohort == "eligible" and self.phase.is_step:
-            needed = self.policy.needed_for_step(self.phase.t)
-            if needed <= state.allowed_bytes:
-                return needed
-        return min(self.costs_for(0).values())
+    def assign(self, ctx: Context) -> Assignment:
+        """Return the work of a phase: in a step its block with its output module, or the output layer alone."""
+        phase, allowed, refusal = ctx.stage, ctx.device.allowed_bytes, None
+        needed = self.costs(phase)
+        item = next(iter(needed))
+        if phase.is_step and needed[item] > allowed:
+            step, item = item, self.cut.item(OUTPUT_LAYER)
+            if allowed in self.cut.unasked(phase.t) or needed[item] > allowed:
+                doing = f"training {label(self.cut.part(step))}"
+                refusal = MemoryBudgetExceededError(needed[step], ctx.device.budget_bytes, doing)
+        before = [f"atoms.{atom}" for block in self.cut.blocks[: phase.t - 1] for atom in block]
+        return Assignment(
+            (item,),
+            needed,
+            sends=self.sent(phase),
+            frozen=tuple(before) if phase.kind != "statistics" else (),  # they have no statistics before
+            config=ProFLTaskConfig(phase.t, phase.kind),
+            least=(lambda: needed[item]) if self.asks == "able" and phase.is_step and item.atoms else None,
+            lr=self.settings.profl.distil_lr if phase.kind == "map" else None,
+            refusal=refusal,
+        )
 
-    def task(self, server_round: int, state: DeviceState) -> Task:
-        """Return a client's task, with the phase and its block."""
-        own = ProFLTaskConfig(self.phase.t, self.phase.kind).to_values()
-        return replace(super().task(server_round, state), own=own)
+    def sent(self, phase: Phase) -> OfUnits:
+        """Return the block of the step and its output module, in a map also the basic layer that is to replace the block.
 
-    def rate(self, server_round: int) -> float:
-        """Return the learning rate of a round, in a map `profl.distil-lr`."""
-        return self.settings.profl.distil_lr if self.phase.kind == "map" else super().rate(server_round)
+        For statistics, these are the blocks before that of the step.
+        """
+        if phase.kind == "statistics":
+            atoms, heads = {atom for block in self.cut.blocks[: phase.t - 1] for atom in block}, set[str]()
+        else:
+            student = self.cut.student(phase.t) if phase.kind == "map" else ()
+            atoms, heads = {*self.cut.step(phase.t), *student}, {"head"}
+        return OfUnits(frozenset({f"atoms.{atom}" for atom in atoms} | heads))
+
+    def assign_evaluation(self, ctx: Context, assignment: Assignment, examples: int) -> Assignment:
+        """Return the evaluation of the blocks up to that of the step, and of the basic layers behind it."""
+        atoms, _ = self._cascade(self.phase)
+        return replace(assignment, steps=streamed_evaluation(self.cut, self.cut.model, atoms, ctx, examples))
 
     def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
         """Return the rounds until the last phase ends, if every phase has all its rounds; none for a new run."""
         left = sum(self.state.maximum[self.state.phase :]) - self.state.phase_round
         return super().schedule(first, min(last, first + left - 1))
 
-    def frozen_units(self, task: Task) -> list[str]:
-        """Return the atoms of the blocks before that of the step, or none before they have statistics."""
-        frozen = self.policy.blocks[: self.phase.t - 1] if self.phase.kind != "statistics" else []
-        return [f"atoms.{atom}" for block in frozen for atom in block]
-
-    def sent_units(self, task: Task) -> set[str]:
-        """Return the block of the step and its output module, in a map also the basic layer that is to replace the block.
-
-        For statistics, these are the blocks before that of the step.
-        """
-        task_config = ProFLTaskConfig.of(task)
-        if task_config.doing == "statistics":
-            return {f"atoms.{atom}" for atom in frozen_atoms(task)}
-        atoms = set(self.policy.step(task_config.step)) | set(
-            self.policy.student(task_config.step) if task_config.doing == "map" else ()
-        )
-        return {f"atoms.{atom}" for atom in atoms} | {"head"}
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Choose among the clients with memory for the phase, and return the messages.
-
-        Before the first round of a block, its scalars are stored, where its movement begins.
-        """
+    def open(self, current: Round) -> None:
+        """Begin a round. Before the first round of a block, its scalars are stored, where its movement begins."""
+        super().open(current)
         for name in [name for name in self.kept if name.startswith(BEFORE)]:
             del self.kept[name]
         if self.phase.is_step and SCALARS not in self.kept:
-            self.kept[SCALARS] = Array(self._scalars(arrays)[None])
-        if self.settings.profl.cohort == "eligible":
-            self.cohort.minimum = self.min_budget()
-            self.cohort.unasked = self.policy.unasked(self.phase.t) if self.phase.is_step else range(0)
-        return super().configure_train(server_round, arrays, config, grid)
+            self.kept[SCALARS] = Array(self._scalars(current.arrays)[None])
+        # The loss of a map is a distance between logits.
+        current.loss_name = {"map": "distillation-loss", "statistics": ""}.get(self.phase.kind, "train-loss")
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the replies, then measure the movement of the block."""
-        arrays, metrics = super().aggregate_train(server_round, replies)
-        if arrays is not None or self.phase.kind != "statistics":  # all later phases need the statistics
-            self.state.phase_round += 1
-        if arrays is not None and self.phase.is_step:
+    def finish(self, current: Round) -> ArrayRecord:
+        """Return the new model, after measuring the movement of the block."""
+        arrays = super().finish(current)
+        if self.phase.is_step:
             self._note_movement(arrays)
-        return arrays, metrics
+        return arrays
 
     @property
     def _converged(self) -> bool:
         return self.settings.profl.freezing == "movement" and converged(self.state.movements, self.freezing)
 
-    @property
-    def _ended(self) -> bool:
-        return (
-            self._converged or self.state.phase_round >= self.state.maximum[min(self.state.phase, len(self.phases) - 1)]
-        )
+    def _rounds_done(self, current: Round) -> int:
+        """Return the rounds of the phase with this one, which counts for statistics only if there is a new model."""
+        # all later phases need the statistics
+        return self.state.phase_round + (current.trained or self.phase.kind != "statistics")
 
-    def conclude(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord | None) -> ArrayRecord:
+    def _ended(self, rounds: int) -> bool:
+        return self._converged or rounds >= self.state.maximum[min(self.state.phase, len(self.phases) - 1)]
+
+    def conclude(self, current: Round, arrays: ArrayRecord) -> ArrayRecord:
         """End the phase if its block converged or its rounds are over. Returns the model for the next round."""
         state = self.state
-        if not self._ended:
+        state.phase_round = self._rounds_done(current)
+        if not self._ended(state.phase_round):
             return arrays
-        state.frozen = [*state.frozen, {"phase": self.stage, "round": server_round, "converged": self._converged}]
+        state.frozen = [*state.frozen, {"phase": self.stage, "round": current.number, "converged": self._converged}]
         return self._next_phase(arrays)
 
     def _note_movement(self, arrays: ArrayRecord) -> None:
@@ -300,8 +294,8 @@ class ProFL(StagedStrategy):
 
     def _scalars(self, arrays: ArrayRecord) -> np.ndarray:
         """Return the parameters of the step's block, or `profl.movement-scalars` of them, the same ones in all its rounds."""
-        block = [f"atoms.{atom}" for atom in self.policy.blocks[self.phase.t - 1]]
-        names = [name for unit in block for name in parameter_names(self.blueprint, unit)]
+        block = [f"atoms.{atom}" for atom in self.cut.blocks[self.phase.t - 1]]
+        names = [name for unit in block for name in parameter_names(self.cut.model, unit)]
         values = np.concatenate([arrays[name].numpy().reshape(-1) for name in names])
         wanted = self.settings.profl.movement_scalars
         if not wanted or wanted >= len(values):
@@ -337,7 +331,7 @@ class ProFL(StagedStrategy):
         return ArrayRecord({name: before.get(name, array) for name, array in arrays.items()})
 
     def _output_module(self, t: int, arrays: ArrayRecord) -> dict[str, Array]:
-        units = {f"atoms.{atom}" for atom in self.policy.step(t)[len(self.policy.blocks[t - 1]) :]} | {"head"}
+        units = {f"atoms.{atom}" for atom in self.cut.step(t)[len(self.cut.blocks[t - 1]) :]} | {"head"}
         return {name: array for name, array in arrays.items() if unit_of(name) in units}
 
     @property
@@ -346,25 +340,24 @@ class ProFL(StagedStrategy):
         return self.state.phase == len(self.phases)
 
     @property
+    def progress(self) -> Progress:
+        """The progress of the run. Before a block is trained, the model cannot be evaluated."""
+        measurable = self.phase.kind != "statistics"
+        return Progress(str(self.phase), self.finished, measurable, self.phase, self._cascade(self.phase))
+
+    @property
     def stage(self) -> str:
         """The name of the phase."""
         return str(self.phase)
 
-    def _train_metrics(self) -> MetricRecord:
-        """Return the clients' mean loss; that of a map, a distance between logits, is named `distillation-loss`."""
-        if self.phase.kind == "statistics":
-            return MetricRecord()
-        metrics = super()._train_metrics()
-        return MetricRecord({"distillation-loss": metrics["train-loss"]}) if self.phase.kind == "map" else metrics
-
-    def details(self) -> dict[str, Any]:
+    def details(self, current: Round) -> dict[str, Any]:
         """Return the block's last movement, the slope through the last movements, the freezing criterion, and ended phases.
 
         These are entries of the round record. In a step, `block_clients` and `output_layer_clients` count the clients whose
         updates of the block, or of the output layer alone, were accepted.
         """
         movements = self.state.movements
-        trained = [any(r.pieces) for r in self.reports.values() if r.status == "ok"] if self.phase.is_step else None
+        trained = [any(r.pieces) for r in current.reports.values() if r.status == "ok"] if self.phase.is_step else None
         return {
             "block_clients": None if trained is None else sum(trained),
             "output_layer_clients": None if trained is None else len(trained) - sum(trained),
@@ -373,19 +366,10 @@ class ProFL(StagedStrategy):
             "slope_threshold": threshold(movements, self.freezing),
             "times_below": times_below(movements, self.freezing),
             "block": self.phase.t,
-            "blocks": len(self.policy.blocks),
-            "ended": ("frozen" if self._converged else "rounds") if self._ended else "",
+            "blocks": len(self.cut.blocks),
+            "ended": ("frozen" if self._converged else "rounds") if self._ended(self._rounds_done(current)) else "",
             "frozen": self.state.frozen,
         }
-
-    @property
-    def measurable(self) -> bool:
-        """Whether the model can be evaluated: not before a block is trained."""
-        return self.phase.kind != "statistics"
-
-    def trained_model(self) -> tuple[Piece, str]:
-        """Return the blocks up to that of the step, and its output module; in a map, without the block that is mapped."""
-        return self._cascade(self.phase)
 
     def final_model(self) -> tuple[Piece, str]:
         """Return the model of the present phase, or of the previous one if the present phase has not begun."""
@@ -393,4 +377,4 @@ class ProFL(StagedStrategy):
         return self._cascade(self.phases[state.phase - 1] if state.phase and not state.phase_round else self.phase)
 
     def _cascade(self, phase: Phase) -> tuple[Piece, str]:
-        return cascade_at(self.blueprint, self.policy.blocks, phase.t - (phase.kind == "map")), "head"
+        return cascade_at(self.cut.model, self.cut.blocks, phase.t - (phase.kind == "map")), "head"

@@ -1,4 +1,4 @@
-"""ProFL's partition policy: blocks, output modules, the parts that a device trains, and their memory costs.
+"""ProFL's cut: blocks, output modules, the parts that a device trains, and their memory costs.
 
 theta_1 .. theta_T are the blocks. theta_op is the output module of step t: basic layers in place of the blocks after t, and the
 output layer theta_L. In step t, theta_t and theta_op are trained, and the blocks before are frozen (section 2.1). A device
@@ -12,8 +12,7 @@ from functools import cached_property
 from typing import Self
 
 from piecework.client_app.trainers.cascade.profl import OUTPUT_LAYER, distillation, learners
-from piecework.device_profiles.memory import MemoryBudgetExceededError
-from piecework.device_profiles.profile import DeviceState, allowance
+from piecework.device_profiles.profile import allowance
 from piecework.models.basic_layers import (
     basic_atoms,
     blocks_of,
@@ -22,36 +21,26 @@ from piecework.models.basic_layers import (
     student_atoms,
     without_bare_blocks,
 )
-from piecework.models.cascade import Blueprint
 from piecework.models.partition import AtomTooLargeError, Piece
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
-from piecework.planning.costs import CostModel
+from piecework.planning.cut import Cut, Stage, label
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import PartitionPolicy, Stage, label
-from piecework.training.settings import Settings
+from piecework.strategies.cascade.profl_phases import Phase
 
 OUTPUT_LAYER_NAME = "the output layer"
 LOG = logging.getLogger("piecework")
 
 
-class ProFLPolicy(PartitionPolicy):
+class ProFLCut(Cut):
     """One stage per step of growing, T in total; shrinking runs through the same steps in reverse order."""
 
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        cost_model: CostModel,
-        settings: Settings,
-        smallest: int = 0,
-        blocks: Sequence[Piece] = (),
-    ) -> None:
-        super().__init__(blueprint, cost_model, settings, smallest)
-        self.blocks = list(blocks) or blocks_of(blueprint)
+    cut_blocks: tuple[Piece, ...] = ()
 
-    def with_smallest(self, budget: int) -> Self:
-        """Return the policy with the same blocks for a smallest budget of that many bytes."""
-        return type(self)(self.blueprint, self.cost_model, self.settings, budget, self.blocks)
+    @cached_property
+    def blocks(self) -> list[Piece]:
+        """The blocks of the model: those that were chosen (`cut`), or those of its architecture."""
+        return list(self.cut_blocks) or blocks_of(self.blueprint)
 
     def fit(self, minimum: int, maximum: int) -> Self:
         """Return the policy with blocks given by the architecture, or with `profl.blocks` = budget by the `minimum` bytes.
@@ -61,7 +50,7 @@ class ProFLPolicy(PartitionPolicy):
         """
         policy = self.with_smallest(minimum)
         if self.settings.profl.blocks == "budget":
-            return policy.cut(self.by_budget(minimum))
+            return policy.divided(self.by_budget(minimum))
         allowed = allowance(maximum, self.settings.memory.excess)
         step, needed = self.largest()
         if needed > allowed:
@@ -69,7 +58,7 @@ class ProFLPolicy(PartitionPolicy):
                 "step %s needs %s bytes, more than any client has (%s): every atom is a block (layer-wise training)",
                 *(step, f"{needed:,}", f"{allowed:,}"),
             )
-            policy = policy.cut(self.by_layer())
+            policy = policy.divided(self.by_layer())
             step, needed = policy.largest()
         if needed > allowed:
             raise ValueError(
@@ -78,9 +67,9 @@ class ProFLPolicy(PartitionPolicy):
             )
         return policy
 
-    def cut(self, blocks: Sequence[Piece]) -> Self:
+    def divided(self, blocks: Sequence[Piece]) -> Self:
         """Return the policy with these blocks."""
-        return type(self)(self.blueprint, self.cost_model, self.settings, self.smallest, blocks)
+        return self.having(cut_blocks=tuple(blocks))
 
     @property
     def variant(self) -> Variant:
@@ -105,7 +94,7 @@ class ProFLPolicy(PartitionPolicy):
     def _with_block(self, start: int, end: int, later: list[Piece]) -> int:
         """Return the bytes of the step of the atoms `start` to `end` - 1, with the blocks `later` after them."""
         before = [tuple(range(start))] if start else []
-        policy, t = self.cut([*before, tuple(range(start, end)), *later]), len(before) + 1
+        policy, t = self.divided([*before, tuple(range(start, end)), *later]), len(before) + 1
         return policy.needed_in_step(t)[policy.item(policy.step(t))]
 
     def by_layer(self) -> list[Piece]:
@@ -173,7 +162,7 @@ class ProFLPolicy(PartitionPolicy):
         if piece == OUTPUT_LAYER:
             return Part(self.model, piece, name=OUTPUT_LAYER_NAME)
         if piece[0] < len(self.blueprint.atoms):
-            return Part(self.model, piece)
+            return Part(self.model, piece, name=self._name(piece))
         trained = learners(piece, piece[0] == basic_atoms(self.model).get(len(self.blocks)))
         return Part(
             self.model,
@@ -184,39 +173,20 @@ class ProFLPolicy(PartitionPolicy):
             learns=trained,
         )
 
+    def _name(self, piece: Piece) -> str:
+        """Return how plans call the atoms of a step: by its block."""
+        block = tuple(atom for atom in piece if atom < len(self.blueprint.atoms))
+        return label(Part(self.blueprint, block)) + (" + output module" if block != piece else "")
+
     @cached_property
     def stages(self) -> list[Stage]:
         """The steps 1 .. T of growing."""
-        found = []
-        for t, block in enumerate(self.blocks, start=1):
-            name = label(Part(self.blueprint, block)) + (" + output module" if t < len(self.blocks) else "")
-            part = self._fitted_part(self.item(self.step(t)), self.allowed)
-            found.append(Stage(f"step {t}", (replace(part, name=name),)))
-        return found
-
-    @property
-    def stage_count(self) -> int:
-        """The number of blocks."""
-        return len(self.blocks)
-
-    def first_places(self) -> list[int]:
-        """Return the first place of each step of growing in the schedule, behind those of shrinking, all equally long."""
-        settings, count = self.settings, self.stage_count
-        before = count - 1 if settings.profl.shrinking else 0
+        settings, count, found = self.settings, len(self.blocks), []
+        before = count - 1 if settings.profl.shrinking else 0  # steps of shrinking, as long as those of growing
         maps = settings.profl.distil_rounds * before
         rounds = settings.profl.stage_rounds or (settings.num_rounds - maps) // (before + count)
-        return [1 + maps + (before + step) * rounds for step in range(count)]
-
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the step's block with its output module, or the output layer alone if the device is to train that.
-
-        Raises MemoryBudgetExceededError if neither fits, or if the device gets no task in this step.
-        """
-        (part,), costs = self.stages[stage].parts, self.needed_in_step(stage + 1)
-        needed, allowed = costs[self.item(part.atoms)], state.allowed_bytes
-        if needed <= allowed:
-            return [replace(self._fitted_part(self.item(part.atoms), allowed), name=part.name)]
-        output_layer = self.item(OUTPUT_LAYER)
-        if allowed in self.unasked(stage + 1) or costs[output_layer] > allowed:
-            raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
-        return [self.part(output_layer)]
+        for t in range(1, count + 1):
+            part = self._fitted_part(self.item(self.step(t)), self.allowed)
+            place = 1 + maps + (before + t - 1) * rounds
+            found.append(Stage(f"step {t}", (part,), Phase("growing", t), place))
+        return found

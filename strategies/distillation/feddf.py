@@ -21,17 +21,16 @@ which is the first of these. With `running`, FedET's default, they take their ow
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
 from piecework.client_app.trainers.distillation.feddf import FedDFTaskConfig
-from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import (
     CheckedUpdate,
     Norms,
@@ -41,13 +40,13 @@ from piecework.federation.aggregation import (
     require_all,
     updated,
 )
-from piecework.federation.public_data import public_examples
 from piecework.models.cascade import Blueprint, initial_state, num_logits
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
+from piecework.planning.assignment import Assignment, Context
+from piecework.planning.capabilities import Capabilities
+from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import PartitionPolicy, Stage
-from piecework.strategies.base import PieceStrategy
 from piecework.strategies.distillation.server_training import (
     AdamPiece,
     Ensemble,
@@ -56,10 +55,11 @@ from piecework.strategies.distillation.server_training import (
     likeness_loss,
     logits_of,
 )
-from piecework.strategies.state import Experiment
+from piecework.strategies.method import Method, Round
+from piecework.strategies.resources import ClientResources
+from piecework.training.examples import Examples
 from piecework.training.loop import MakeLoss, PieceModel
 from piecework.training.memory_cap import MemoryCap
-from piecework.training.messages import Task
 from piecework.training.randomness import generator
 from piecework.training.sgd import TrainingConfig
 
@@ -67,13 +67,8 @@ LOG = logging.getLogger("piecework")
 FAMILIES = {"vgg16": "vgg13,vgg11,cnn3", "resnet34": "resnet18,resnet10,cnn4"}  # FedProphet, appendix B.2
 
 
-class FamilyPolicy(PartitionPolicy):
+class FamilyCut(Cut):
     """One stage: each device trains the largest model of the family that fits. A `level` is a model's place in the family."""
-
-    adversarial = "optional"
-    adapts = True
-    caveat = "small devices train other models; needs public data"
-    untrained = "distilled"
 
     @cached_property
     def names(self) -> list[str]:
@@ -119,11 +114,7 @@ class FamilyPolicy(PartitionPolicy):
     def plain_part(self, item: WorkItem) -> Part:
         """Return all of a model of the family."""
         model = self.models[self.names.index(item.variant.architecture or self.names[0])]
-        return Part(model, item.atoms, name=model.name)
-
-    def covered(self, part: Part) -> list[str]:
-        """Return all units of the run's model, or none if the part is of another architecture."""
-        return super().covered(part) if part.blueprint is self.blueprint else []
+        return Part(model, item.atoms, name=model.name, covers=None if model is self.blueprint else ())
 
     def level(self, allowed: int) -> int:
         """Return the level of the model with the most parameters that fits `allowed` bytes, or of the cheapest if none fits."""
@@ -142,142 +133,143 @@ class FamilyPolicy(PartitionPolicy):
         """One stage, with the model of a device with the smallest budget."""
         return [Stage("training", (self._fitted_part(self.member(self.level(self.allowed)), self.allowed),))]
 
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the device's model. Raises MemoryBudgetExceededError if it does not fit."""
-        return [self.within(self.member(self.level(state.allowed_bytes)), state)]
+
+class Distillation:
+    """What the server collects in a round: the mean of each architecture's clients, and the logits of each client's model.
+
+    `members` are the clients whose logits the ensemble has, `distrusted` those that are excluded again.
+    """
+
+    def __init__(self) -> None:
+        self.means: dict[int, WeightedMean] = {}
+        self.ensemble, self.cap = Ensemble(), MemoryCap(0, enforced=False)
+        self.members, self.distrusted = list[int](), list[int]()
 
 
-class FedDF(PieceStrategy):
+class FedDF(Method):
     """One prototype per architecture, each distilled from all clients' models.
 
     `kept` has the prototypes of the smaller architectures, by `<architecture>/<array>`.
     """
 
     name = "feddf"
-    policy_class = FamilyPolicy
-    policy: FamilyPolicy
+    can = Capabilities(
+        attack="optional",
+        adapts=True,
+        untrained="distilled",
+        caveat="small devices train other models; needs public data",
+    )
+    cut_class = FamilyCut
+    cut: FamilyCut
+    public: Examples
+    needs_public_data = True
 
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(experiment)
+    def require_settings(self) -> None:
+        """Raise ValueError for settings with which a run could not work."""
         if self.settings.norms == "local":
             raise ValueError(
                 f"architecture.batch-norm = 'local': clients of {self.name} can change their architecture; use measured, "
                 f"running or batch"
             )
-        self.models = self.policy.models
-        self.public = public_examples(self.settings)
-        self.means: dict[int, WeightedMean] = {}
-        self.ensemble, self.cap = Ensemble(), MemoryCap(0, enforced=False)
-        self.round, self.loss = 0, 0.0
-        self.members, self.distrusted = list[int](), list[int]()
 
-    def begin(self) -> None:
+    def begin(self, fleet: ClientResources) -> None:
         """Initialise the prototypes that are missing, which are all those of a new run."""
-        for level, (name, model) in enumerate(zip(self.policy.names, self.models, strict=True)):
+        for level, (name, model) in enumerate(zip(self.cut.names, self.cut.models, strict=True)):
             if level and not any(key.startswith(f"{name}/") for key in self.kept):
                 first = initial_state(model, self.settings.seed)
                 self.keep(level, ArrayRecord({key: Array(value.numpy()) for key, value in first}))
 
     def prototype(self, level: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the prototype of an architecture; `arrays` is the model of the run, which is the prototype of level 0."""
-        prefix = f"{self.policy.names[level]}/"
+        prefix = f"{self.cut.names[level]}/"
         found = {key.removeprefix(prefix): array for key, array in self.kept.items() if key.startswith(prefix)}
         return ArrayRecord(found) if found else arrays
 
     def keep(self, level: int, arrays: Mapping[str, Array]) -> None:
         """Store a prototype in `kept`, in place of the architecture's former one."""
         self.kept = ArrayRecord(
-            {**self.kept, **{f"{self.policy.names[level]}/{name}": array for name, array in arrays.items()}}
+            {**self.kept, **{f"{self.cut.names[level]}/{name}": array for name, array in arrays.items()}}
         )
 
-    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """Return no costs: `task` adds the cost of the client's own model."""
-        return {}
+    def assign(self, ctx: Context) -> Assignment:
+        """Return the model of the family for the device, with its prototype."""
+        level = self.cut.level(ctx.device.allowed_bytes)
+        item = self.cut.member(level)
+        sends = partial(self.prototype, level)
+        return self.work(
+            item, variant=item.variant, sends=sends, config=FedDFTaskConfig(level), least=self.cut.min_budget
+        )
 
-    def task(self, server_round: int, state: DeviceState) -> Task:
-        """Return the client's task, with the model for its device and the memory cost of that."""
-        level = self.policy.level(state.allowed_bytes)
-        item = self.policy.member(level)
-        own = FedDFTaskConfig(level).to_values()
-        costs = self.policy.costs({item: self.policy.needed(item)}, state.allowed_bytes)
-        return replace(super().task(server_round, state), own=own, variant=item.variant, costs=costs)
-
-    def architecture(self, task: Task) -> str:
-        """Return the name of a task's architecture."""
-        return self.policy.names[FedDFTaskConfig.of(task).level]
-
-    def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the prototype of the task's architecture."""
-        return self.prototype(FedDFTaskConfig.of(task).level, arrays)
-
-    def untrained(self, task: Task) -> ArrayRecord:
-        """Return the prototype as it was sent to the client."""
-        return self.travelling(task, self.dispatcher.arrays)
+    def open(self, current: Round) -> None:
+        """Begin a round: updates are collected by architecture, with the logits of each client's model."""
+        current.mean = Distillation()
 
     def check(
-        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, maximum: Callable[[], float]
+        self,
+        arrays: ArrayRecord,
+        metrics: dict[str, Any],
+        assignment: Assignment,
+        model: ArrayRecord,
+        limits: Norms,
+        maximum: Callable[[], float],
     ) -> CheckedUpdate:
         """Check an update. Each architecture has its own history of unit norms. Raises UpdateRejectedError."""
-        prefix = f"{self.architecture(task)}/"
+        prefix = f"{self.cut.names[assignment.config.level]}/"
         own = {unit.removeprefix(prefix): limit for unit, limit in limits.items() if unit.startswith(prefix)}
-        factor, sent = self.settings.faults.update_norm_limit, self.untrained(task)
-        update = super().check(arrays, metrics, task, own, partial(first_limit, factor, sent))
+        factor, sent = self.settings.faults.update_norm_limit, assignment.sends(model)
+        update = super().check(arrays, metrics, assignment, model, own, partial(first_limit, factor, sent))
         return replace(update, norms={prefix + unit: norm for unit, norm in update.norms.items()})
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the replies by architecture, and collect the logits of each client's model for the public examples."""
-        self.means, self.ensemble, self.round, self.loss = {}, Ensemble(), server_round, math.nan
-        self.members, self.distrusted = [], []
-        self.cap = MemoryCap(0, enforced=False)
-        arrays, metrics = super().aggregate_train(server_round, replies)
-        if metrics is not None and math.isfinite(self.loss):
-            metrics["distillation-loss"] = self.loss
-        return arrays, metrics
-
-    def combine(self, client: int, update: CheckedUpdate) -> None:
+    def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
         """Add a client's weights and logits. Raises UpdateRejectedError if weights are missing or logits are not finite."""
-        task = self._asked[client][0]
-        level = FedDFTaskConfig.of(task).level
-        require_all(update, self.untrained(task))
+        assignment, found, settings = current.assigned[client].assignment, current.mean, self.settings
+        level = assignment.config.level
+        require_all(update, assignment.sends(current.arrays))
         arrays = {name: Array(array) for name, array in update.arrays.items()}
-        model, settings = self.models[level], self.settings
         logits = logits_of(
-            model, arrays, self.public, settings.evaluation.batch_size, self.cap, settings.training.torch_threads
+            self.cut.models[level],
+            arrays,
+            self.public,
+            settings.evaluation.batch_size,
+            found.cap,
+            settings.training.torch_threads,
         )
         if not logits.isfinite().all():
             raise UpdateRejectedError("the model's logits of the public examples are not finite")
-        self.means.setdefault(level, WeightedMean()).add(update.arrays, self.weight(update))
-        self.ensemble.add(logits)
-        self.members.append(client)
+        found.means.setdefault(level, WeightedMean()).add(update.arrays, self.weight(update))
+        found.ensemble.add(logits)
+        found.members.append(client)
 
     def weight(self, update: CheckedUpdate) -> int:
         """Return the weight of an update in its architecture's mean: its examples."""
         return update.examples
 
-    def merged(self, level: int, arrays: ArrayRecord) -> ArrayRecord:
+    def merged(self, level: int, current: Round) -> ArrayRecord:
         """Return the mean of an architecture's clients, or its prototype if it had none in this round."""
-        prototype = self.prototype(level, arrays)
-        return updated(prototype, self.means[level]) if level in self.means else prototype
+        prototype, means = self.prototype(level, current.arrays), current.mean.means
+        return updated(prototype, means[level]) if level in means else prototype
 
-    def finish(self) -> ArrayRecord:
+    def finish(self, current: Round) -> ArrayRecord:
         """Distil all prototypes, store the smaller ones, and return the largest, which is the new model."""
-        self.doubt()
-        targets = averaged(self.ensemble)
-        model, self.loss = self.distil(0, self.merged(0, self.dispatcher.arrays), targets, likeness_loss)
-        for level in range(1, len(self.policy.names)):
-            self.keep(level, self.distil(level, self.merged(level, self.dispatcher.arrays), targets, likeness_loss)[0])
+        self.drop_outlier_teachers(current)
+        targets = averaged(current.mean.ensemble)
+        model = self.distil(current, 0, self.merged(0, current), targets, likeness_loss)
+        for level in range(1, len(self.cut.names)):
+            self.keep(level, self.distil(current, level, self.merged(level, current), targets, likeness_loss))
         return model
 
-    def doubt(self) -> None:
+    def drop_outlier_teachers(self, current: Round) -> None:
         """Exclude clients with far larger logits than the others from the ensemble: forged batch-norm variances cause such."""
-        self.distrusted = [self.members[n] for n in self.ensemble.distrust(self.settings.faults.update_norm_limit)]
+        found = current.mean
+        found.distrusted = [found.members[n] for n in found.ensemble.distrust(self.settings.faults.update_norm_limit)]
 
     def distil(
-        self, level: int, arrays: ArrayRecord, targets: Tensor, make_loss: MakeLoss
-    ) -> tuple[ArrayRecord, float]:
-        """Return a model trained on the public examples and its mean loss; if it diverged, the given model and NaN."""
+        self, current: Round, level: int, arrays: ArrayRecord, targets: Tensor, make_loss: MakeLoss
+    ) -> ArrayRecord:
+        """Return a model trained on the public examples; if it diverged, the given model.
+
+        The loss of level 0 is the round's `distillation-loss`.
+        """
         settings = self.settings
         training_config = TrainingConfig(
             settings.feddf.server_lr,
@@ -287,27 +279,29 @@ class FedDF(PieceStrategy):
             1,
             iterations=settings.feddf.server_iterations,
         )
-        rng = generator(settings.seed, self.round, "distil", level)
+        rng = generator(settings.seed, current.number, "distil", level)
         piece_class = AdamPiece if settings.feddf.server_optimiser == "adam" else PieceModel
-        model, threads = self.models[level], settings.training.torch_threads
+        model, threads = self.cut.models[level], settings.training.torch_threads
         new, loss = distilled(
-            model, arrays, self.public, targets, make_loss, training_config, rng, self.cap, piece_class, threads
+            model, arrays, self.public, targets, make_loss, training_config, rng, current.mean.cap, piece_class, threads
         )
-        if math.isfinite(loss) and all(np.isfinite(array.numpy()).all() for array in new.values()):
-            return new, loss
-        LOG.warning(
-            "distillation of %s in round %s diverged, so its result was discarded: lower feddf.server-lr = %s",
-            self.policy.names[level],
-            self.round,
-            settings.feddf.server_lr,
-        )
-        return arrays, math.nan
+        if not (math.isfinite(loss) and all(np.isfinite(array.numpy()).all() for array in new.values())):
+            LOG.warning(
+                "distillation of %s in round %s diverged, so its result was discarded: lower feddf.server-lr = %s",
+                self.cut.names[level],
+                current.number,
+                settings.feddf.server_lr,
+            )
+            return arrays
+        if not level:
+            current.metrics["distillation-loss"] = loss
+        return new
 
-    def details(self) -> dict[str, Any]:
+    def details(self, current: Round) -> dict[str, Any]:
         """Return the architecture of each client and the clients with excluded logits, for the round record.
 
         `server_peak` is the maximum bytes that distillation held on the server, by the accounting.
         """
-        chosen = {str(client): self.architecture(task) for client, (task, _) in self._asked.items()}
-        details = {"architectures": chosen, "distrusted": self.distrusted}
-        return details | {"server_peak": self.cap.peak_bytes, "public_examples": len(self.public)}
+        chosen = {str(c): self.cut.names[each.assignment.config.level] for c, each in current.assigned.items()}
+        details = {"architectures": chosen, "distrusted": current.mean.distrusted}
+        return details | {"server_peak": current.mean.cap.peak_bytes, "public_examples": len(self.public)}

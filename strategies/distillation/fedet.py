@@ -16,6 +16,7 @@ If all k agree on an example, d(x) = 0, as in the code of FedProphet's authors: 
 Clients have equal weights in steps 1 and 5, as there. Batches, rate and momentum are those of FedDF.
 """
 
+from dataclasses import replace
 from functools import cached_property
 
 from flwr.app import Array, ArrayRecord
@@ -23,17 +24,19 @@ from flwr.app import Array, ArrayRecord
 from piecework.federation.aggregation import CheckedUpdate, WeightedMean
 from piecework.models.cascade import Blueprint
 from piecework.models.width import last_layer
+from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
-from piecework.strategies.distillation.feddf import FamilyPolicy, FedDF
+from piecework.strategies.distillation.feddf import FamilyCut, FedDF
 from piecework.strategies.distillation.server_training import consensus, consensus_loss
+from piecework.strategies.method import Round
 
 
-class SharedLastPolicy(FamilyPolicy):
+class SharedLastCut(FamilyCut):
     """A family whose models share the weights of their last linear layer."""
 
-    def covered(self, part: Part) -> list[str]:
-        """Return the head alone: the last layer is shared, and clients train no other part of the server's model."""
-        return ["head"]
+    def plain_part(self, item: WorkItem) -> Part:
+        """Return all of a model. Of the server's it trains the head alone, whose last layer is shared."""
+        return replace(super().plain_part(item), covers=("head",))
 
     def require_alike(self, models: list[Blueprint]) -> None:
         """Raise ValueError unless all last layers have the same shapes."""
@@ -50,34 +53,32 @@ class FedET(FedDF):
     """A large server model, distilled from the clients' smaller models, with a last layer that all share."""
 
     name = "fedet"
-    policy_class = SharedLastPolicy
+    cut_class = SharedLastCut
 
     @cached_property
     def last(self) -> list[list[str]]:
         """The names of the last linear layer's arrays for each architecture, in corresponding order."""
-        return [list(last_layer(model)) for model in self.models]
+        return [list(last_layer(model)) for model in self.cut.models]
 
     def weight(self, update: CheckedUpdate) -> int:
         """Return the weight of an update in its architecture's mean, and of its last layer: 1."""
         return 1
 
-    def finish(self) -> ArrayRecord:
+    def finish(self, current: Round) -> ArrayRecord:
         """Return the server's model, distilled from the ensemble; store prototypes: client means with its last layer."""
-        self.doubt()
+        self.drop_outlier_teachers(current)
         head = WeightedMean()
-        for level, mean in self.means.items():
+        for level, mean in current.mean.means.items():
             names = dict(zip(self.last[level], self.last[0], strict=True))
             head.add({names[name]: mean[name] for name in names}, mean.weight(self.last[level][0]))
         server = {
             name: Array(head.over(name, array.numpy())) if name in head else array
-            for name, array in self.dispatcher.arrays.items()
+            for name, array in current.arrays.items()
         }
         loss = consensus_loss(self.settings.fedet.diversity)
-        model, self.loss = self.distil(0, ArrayRecord(server), consensus(self.ensemble), loss)
-        for level in range(len(self.policy.names)):
+        model = self.distil(current, 0, ArrayRecord(server), consensus(current.mean.ensemble), loss)
+        for level in range(len(self.cut.names)):
             names = dict(zip(self.last[level], self.last[0], strict=True))
-            self.keep(
-                level,
-                {**self.merged(level, self.dispatcher.arrays), **{own: model[name] for own, name in names.items()}},
-            )
+            own = {own: model[name] for own, name in names.items()}
+            self.keep(level, {**self.merged(level, current), **own})
         return model

@@ -8,36 +8,25 @@ model and are never trained (FedHM drops them).
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 from flwr.app import ArrayRecord
 
 from piecework.models.kernels import inclusion
 from piecework.models.low_rank import Factors
-from piecework.strategies.low_rank.prism import PriSM, PriSMPolicy
-
-
-class OrthDropPolicy(PriSMPolicy):
-    """PriSM's policy for sub-models with all output channels."""
-
-    caveat = ""
-
-    @property
-    def channels_computed(self) -> Literal["all"]:
-        """Always `all`, because OrthDrop keeps all output channels."""
-        return "all"
+from piecework.strategies.low_rank.prism import PriSM
 
 
 class OrthDrop(PriSM):
-    """Sub-models of the top kernels of every layer."""
+    """Sub-models of the top kernels of every layer, with all output channels."""
 
     name = "orthdrop"
-    policy_class = OrthDropPolicy
+    can = replace(PriSM.can, caveat="")
     sampling = "top"
+    computes = "all"
 
     def portions(self, layer: Factors, arrays: ArrayRecord, counts: Mapping[int, int]) -> np.ndarray | None:
         """Return 1 for the kernels of the largest sub-model that a client can have, and 0 for the others."""
-        return inclusion(
-            self.kernels(layer, arrays)[0], max(self.policy.shapes[n][layer.v][0] for n in counts), 0.0, "top"
-        )
+        largest = max(self.cut.shapes[n][layer.v][0] for n in counts)
+        return inclusion(self.kernels(layer, arrays)[0], largest, 0.0, "top")

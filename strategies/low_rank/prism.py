@@ -4,8 +4,8 @@ Yue Niu, Saurav Prakash, Souvik Kundu, Sunwoo Lee, Salman Avestimehr, "Overcomin
 Large Models Can Be Trained with only Weak Clients", TMLR 2023, https://openreview.net/forum?id=lx1WnkL9fk
 
     Algorithm 1, lines 1 and 10, SVD                models/kernels.py: decompose; prism.py: PriSM.kernels
-    line 5, the size of I_c                         prism.py: PriSMPolicy.ratios; heterofl.py: HeteroFLPolicy.level_of
-    line 6, I_c (section 3.2.1, Eq. 2)              models/kernels.py: sample; prism.py: PriSM.ask
+    line 5, the size of I_c                         prism.py: PriSMCut.ratios; heterofl.py: HeteroFLCut.level_of
+    line 6, I_c (section 3.2.1, Eq. 2)              models/kernels.py: sample; prism.py: PriSM.draw
     line 7, LocalTrain (lines 12 to 17, Eq. 6)      client_app/trainers/low_rank/prism.py: train, low_rank_loss
     line 9, aggregate (Eq. 5)                       prism.py: PriSM.combine, PriSM.finish
 
@@ -45,7 +45,8 @@ keeps them all, or with `prism.output-channels = random` or `all`.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -54,30 +55,30 @@ from flwr.app import Array, ArrayRecord
 
 from piecework.client_app.momentum import MOMENTUM, averaged
 from piecework.client_app.trainers.low_rank.prism import LowRankModel, PriSMTaskConfig, low_rank_loss
-from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, updated
+from piecework.federation.reports import ClientReport
+from piecework.models.cascade import Blueprint, Shape
 from piecework.models.kernels import Sampling, compose, decompose, effective_rank, inclusion, sample
 from piecework.models.low_rank import Factors, computed, factors, is_place, norms
 from piecework.models.variant import Variant, vary
 from piecework.models.width import Indices, shapes, take
 from piecework.models.work_item import WorkItem
+from piecework.planning.assignment import Assignment, Context
+from piecework.planning.cut import Cut
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import PartitionPolicy
-from piecework.strategies.client_evaluation import ClientEvaluation
+from piecework.strategies.method import Reading, Round
 from piecework.strategies.serving import Serving
-from piecework.strategies.state import Experiment
-from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
-from piecework.training.messages import Task, TaskConfig
+from piecework.strategies.width.heterofl import HeteroFL, HeteroFLCut
+from piecework.training.messages import TaskConfig
 from piecework.training.randomness import generator
 
+SPECTRA = -1  # in the memo of a round: sigma of the model that it trains, by weight
 
-class PriSMPolicy(HeteroFLPolicy):
+
+class PriSMCut(HeteroFLCut):
     """One stage: each device trains the largest sub-model that fits. A `level` is the index of a keep ratio in `ratios`."""
 
-    caveat = "with prism.output-channels = first, the served network is as narrow as the largest sub-model"
-    masks = False
-    moving = True
-    zeroed = True
+    method: "type[PriSM]"
 
     @cached_property
     def ratios(self) -> list[float]:
@@ -99,17 +100,12 @@ class PriSMPolicy(HeteroFLPolicy):
     @property
     def channels_computed(self) -> Literal["first", "random", "all"]:
         """The output channels that a sub-model computes."""
-        return self.settings.prism.output_channels
-
-    def channels(self, part: Part) -> float:
-        """Return the keep ratio if sub-models compute the first channels, the same in all rounds; others reach all in time."""
-        if self.channels_computed != "first":
-            return 1.0
-        return next(keep for keep, model in zip(self.ratios, self.models, strict=True) if model is part.blueprint)
+        found: Literal["first", "random", "all"] = self.method.computes or self.settings.prism.output_channels
+        return found
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
         """Return the numbers of values in the sub-model's arrays, sent down and up."""
-        return PartitionPolicy.values(self, parts)
+        return Cut.values(self, parts)
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return all of a sub-model, with the regulariser of Eq. 6 in its loss."""
@@ -119,51 +115,140 @@ class PriSMPolicy(HeteroFLPolicy):
             make_loss=low_rank_loss(self.settings.training.weight_decay),
             name=f"sub-model {item.variant.keep:.4g}",
             piece_class=LowRankModel,
+            # sub-models compute the first channels, the same in all rounds, or others, which reach all in time
+            channels=item.variant.keep if self.channels_computed == "first" else 1.0,
         )
 
 
 class ComposedServing(Serving):
     """Serves the composed model."""
 
-    strategy: "PriSM"
+    method: "PriSM"
 
     def arrays(self, trained: ArrayRecord) -> ArrayRecord:
         """Return the served arrays of a trained model."""
-        return self.strategy.served(trained)
+        return self.method.served(trained)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What PriSM drew for a client, by weight: I_c, and the output channels that it computes if these are random."""
+
+    kernels: Mapping[str, np.ndarray]
+    rows: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class SubModel:
+    """The arrays of a low-rank sub-model, cut out of the model in its orthogonal space; without momentum in an evaluation."""
+
+    method: "PriSM"
+    indices: Callable[[], Mapping[str, Indices]]
+    momentum: bool = True
+
+    def __call__(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the arrays of the sub-model."""
+        whole = self.method.factored(arrays)
+        where = {n: w for n, w in self.indices().items() if self.momentum or not n.startswith(MOMENTUM)}
+        return ArrayRecord({n: Array(take(whole[n].numpy(), w)) for n, w in where.items()})
 
 
 class PriSM(HeteroFL):
-    """Sub-models of principal kernels that are drawn in every round."""
+    """Sub-models of principal kernels that are drawn in every round.
+
+    `sampling` is how I_c is drawn, and `computes` which output channels a sub-model computes; None = as the settings say.
+    """
 
     name = "prism"
-    policy_class = PriSMPolicy
-    evaluation_class = ClientEvaluation
+    can = replace(
+        HeteroFL.can,
+        rotates=True,
+        zeroed=True,
+        evaluates="whole",
+        caveat="with prism.output-channels = first, the served network is as narrow as the largest sub-model",
+    )
+    cut_class = PriSMCut
+    cut: PriSMCut
     serving_class = ComposedServing
-    policy: PriSMPolicy
+    masks = False
     keeps_norms = False
-    sampling: ClassVar[Sampling | None] = None  # None = `prism.kernel-sampling`
+    sampling: ClassVar[Sampling | None] = None
+    computes: ClassVar[Literal["first", "random", "all"] | None] = None
 
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(experiment)
+    def __init__(self, cut: PriSMCut) -> None:
+        super().__init__(cut)
+        self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # by weight name: weight, sigma, v', u'
+
+    def require_settings(self) -> None:
+        """Raise ValueError for settings with which a run could not work."""
+        super().require_settings()
         if self.settings.prism.server_momentum and not self.settings.training.momentum:
             raise ValueError(
                 "prism.server-momentum = true averages momentum, but training.momentum is 0.0: set it, or leave this off"
             )
-        self.whole = vary(self.blueprint, self.policy.factorised(1.0))
-        self.scattered = self.policy.channels_computed == "random"
-        self.factors, self.full = factors(self.whole), shapes(self.whole)
-        self.carried = averaged(self.whole) if self.settings.prism.server_momentum else []
-        self.full |= {MOMENTUM + name: self.full[name] for name in self.carried}
-        self.computed = computed(self.whole) if self.scattered else {}
-        self.norms = norms(self.whole)
-        self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # by weight name: weight, sigma, v', u'
-        self.drawn: dict[int, dict[str, np.ndarray]] = {}  # by client and weight, I_c
-        self.rows: dict[int, dict[str, np.ndarray]] = {}  # by client and weight, the output channels computed
-        self.spectra: tuple[int, dict[str, np.ndarray]] = (0, {})  # a round, and sigma of the model it trains by weight
 
-    def task_config(self, level: int) -> TaskConfig:
-        """Return the strategy's own fields of a task for keep ratio number `level`."""
-        return PriSMTaskConfig(level)
+    @cached_property
+    def whole(self) -> Blueprint:
+        """The sub-model that keeps all kernels."""
+        return vary(self.cut.blueprint, self.cut.factorised(1.0))
+
+    @cached_property
+    def factors(self) -> list[Factors]:
+        """The factorised layers."""
+        return factors(self.whole)
+
+    @cached_property
+    def carried(self) -> list[str]:
+        """The names of the arrays whose momentum is averaged."""
+        return averaged(self.whole) if self.settings.prism.server_momentum else []
+
+    @cached_property
+    def full(self) -> dict[str, Shape]:
+        """The shapes of the arrays of the model with all kernels, and of their momentum, by name."""
+        found = shapes(self.whole)
+        return found | {MOMENTUM + name: found[name] for name in self.carried}
+
+    @cached_property
+    def scattered(self) -> bool:
+        """Whether sub-models compute random output channels."""
+        return self.cut.channels_computed == "random"
+
+    @cached_property
+    def computed(self) -> Mapping[str, Any]:
+        """The places of random channels (models/low_rank.py: computed)."""
+        return computed(self.whole) if self.scattered else {}
+
+    @cached_property
+    def norms(self) -> Mapping[str, str]:
+        """The norm behind each layer, by the layer's weight."""
+        return norms(self.whole)
+
+    def task_config(self, ctx: Context, level: int) -> TaskConfig:
+        """Return the method's own fields of a task for keep ratio number `level`."""
+        return PriSMTaskConfig(level, ctx.client)
+
+    def assign_level(self, ctx: Context, level: int) -> Assignment:
+        """Return the sub-model of keep ratio number `level`, with I_c of every layer, unless there is no model to draw from."""
+        item, config = self.cut.sub_model(level), self.task_config(ctx, level)
+        if ctx.arrays is None:
+            return self.work(item, variant=item.variant, config=config, least=self.least(ctx))
+        drawn = self.draw(ctx, level, ctx.arrays)
+        sends = SubModel(self, lambda: self.drawn_indices(level, drawn))
+        return self.work(item, variant=item.variant, sends=sends, config=config, memo=drawn, least=self.least(ctx))
+
+    def assign_evaluation(self, ctx: Context, assignment: Assignment, examples: int) -> Assignment:
+        """Return the assignment of an evaluation, for which no momentum is sent."""
+        without = replace(assignment, sends=replace(assignment.sends, momentum=False))  # type: ignore[type-var]
+        return super().assign_evaluation(ctx, without, examples)
+
+    def open(self, current: Round) -> None:
+        """Begin a round, and note the spectra of the model that it trains."""
+        super().open(current)
+        current.memo[SPECTRA] = {layer.weight: self.kernels(layer, current.arrays)[0] for layer in self.factors}
+
+    def read(self, current: Round, report: ClientReport, metrics: dict[str, Any]) -> Reading:
+        """Return that all FLOPs were executed."""
+        return Reading()
 
     def kernels(self, layer: Factors, arrays: ArrayRecord) -> tuple[np.ndarray, Array, Array]:
         """Return sigma, v' and u' of a layer of the model, which is decomposed again if it changed."""
@@ -189,63 +274,49 @@ class PriSM(HeteroFL):
             found[name] = self.kept[name] if name in self.kept else Array(np.zeros(self.full[name], np.float32))
         return ArrayRecord(found)
 
-    def ask(
-        self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
-    ) -> dict[int, tuple[Task, DeviceState]]:
-        """Return the tasks, and draw each client's I_c of every layer: a function of seed, round, client, layer and model."""
-        asked, settings = super().ask(clients, server_round, arrays), self.settings
-        sampling = self.sampling or settings.prism.kernel_sampling
-        self.drawn |= {client: {} for client in asked}
-        self.rows |= {client: {} for client in asked}
-        for client, (task, _) in asked.items():
-            small = self.policy.shapes[PriSMTaskConfig.of(task).level]
-            for layer in self.factors:
-                rng = generator(settings.seed, server_round, client, "kernels", layer.weight)
-                sigma = self.kernels(layer, arrays)[0]
-                kept = small[layer.v][0]
-                self.drawn[client][layer.weight] = sample(sigma, kept, settings.prism.kappa, rng, sampling)
-                if self.scattered:
-                    channels, kept = self.full[layer.u][0], small[layer.u][0]
-                    self.rows[client][layer.weight] = np.sort(rng.choice(channels, kept, replace=False))
-        if self.spectra[0] != server_round:
-            self.spectra = server_round, {layer.weight: self.kernels(layer, arrays)[0] for layer in self.factors}
-        return asked
+    def draw(self, ctx: Context, level: int, arrays: ArrayRecord) -> Drawn:
+        """Draw a client's I_c of every layer: a function of seed, current, client, layer and model."""
+        small, settings = self.cut.shapes[level], self.settings
+        kernels, rows = dict[str, np.ndarray](), dict[str, np.ndarray]()
+        for layer in self.factors:
+            rng = generator(settings.seed, ctx.round, ctx.client, "kernels", layer.weight)
+            sigma, kept = self.kernels(layer, arrays)[0], small[layer.v][0]
+            sampling = self.sampling or settings.prism.kernel_sampling
+            kernels[layer.weight] = sample(sigma, kept, settings.prism.kappa, rng, sampling)
+            if self.scattered:
+                channels, kept = self.full[layer.u][0], small[layer.u][0]
+                rows[layer.weight] = np.sort(rng.choice(channels, kept, replace=False))
+        return Drawn(kernels, rows)
 
-    def indices(self, task: Task) -> dict[str, Indices]:
-        """Return the indices of the sub-model's arrays in the model with all kernels, by name."""
-        small = self.policy.shapes[PriSMTaskConfig.of(task).level]
-        found: dict[str, Indices] = {name: tuple(map(np.arange, shape)) for name, shape in small.items()}
-        client = PriSMTaskConfig.of(task).draw
+    def drawn_indices(self, level: int, drawn: Drawn) -> dict[str, Indices]:
+        """Return the indices of a sub-model's arrays in the model with all kernels, by name."""
+        found: dict[str, Indices] = {
+            name: tuple(map(np.arange, shape)) for name, shape in self.cut.shapes[level].items()
+        }
         for name, made in self.computed.items():
-            placed = [
-                self.rows[client][weight] if weight else where for weight, where in zip(made, found[name], strict=False)
-            ]
+            placed = [drawn.rows[weight] if weight else where for weight, where in zip(made, found[name], strict=False)]
             found[name] = (*placed, *found[name][len(made) :])
         for layer in self.factors:
-            chosen = self.drawn[client][layer.weight]
+            chosen = drawn.kernels[layer.weight]
             found[layer.v] = (chosen, *found[layer.v][1:])
             found[layer.u] = (found[layer.u][0], chosen, *found[layer.u][2:])
         return found | {MOMENTUM + name: found[name] for name in self.carried}
 
-    def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the arrays of the task's sub-model; tasks that train also get its momentum."""
-        whole, trained = self.factored(arrays), task.state_round < task.round
-        where = {n: w for n, w in self.indices(task).items() if trained or not n.startswith(MOMENTUM)}
-        return ArrayRecord({n: Array(take(whole[n].numpy(), w)) for n, w in where.items()})
-
-    def combine(self, client: int, update: CheckedUpdate) -> None:
+    def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
         """Add a client's sub-model to the mean of each of its entries."""
         arrays = {name: array for name, array in update.arrays.items() if not is_place(name)}
-        self.coverage.add(arrays, self.indices(self._asked[client][0]), self.full, 1)
+        sends = current.assigned[client].assignment.sends
+        assert isinstance(sends, SubModel)
+        current.mean.add(arrays, sends.indices(), self.full, 1)
 
-    def finish(self) -> ArrayRecord:
+    def finish(self, current: Round) -> ArrayRecord:
         """Return the new model, composed of the averaged kernels (Eq. 5), and store the averaged momentum."""
-        new = updated(self.factored(self.dispatcher.arrays), self.coverage)
+        new = updated(self.factored(current.arrays), current.mean)
         self.kept = ArrayRecord({name: array for name, array in new.items() if name.startswith(MOMENTUM)})
-        return self.composed(new)
+        return self.composed(new, list(current.arrays))
 
-    def composed(self, whole: ArrayRecord) -> ArrayRecord:
-        """Return the model composed of its kernels. Weights whose kernels did not change stay the same objects."""
+    def composed(self, whole: ArrayRecord, names: Sequence[str]) -> ArrayRecord:
+        """Return the arrays of these names, composed of kernels. Weights whose kernels did not change stay the same objects."""
         found = dict(whole.items())
         for layer in self.factors:
             weight, _, v, u = self._kernels[layer.weight]
@@ -254,7 +325,7 @@ class PriSM(HeteroFL):
             found[layer.weight] = Array(compose(new_v.numpy(), new_u.numpy())) if changed else weight
             if layer.bias:
                 found[layer.bias[1]] = found.pop(layer.bias[0])
-        return ArrayRecord({name: found[name] for name in self.dispatcher.arrays})
+        return ArrayRecord({name: found[name] for name in names})
 
     def served(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the full model as it is evaluated: each layer's output is multiplied by `active`, its kernels by `portions`.
@@ -262,7 +333,7 @@ class PriSM(HeteroFL):
         A norm is scaled if one follows the layer, otherwise the layer itself.
         """
         found = dict(arrays.items())
-        counts = Counter(self.fitting_levels())
+        counts = Counter(self.fitting)
         for layer in self.factors:
             norm, active = self.norms.get(layer.weight), self.active(layer, counts)
             if (portions := self.portions(layer, arrays, counts)) is not None:
@@ -279,7 +350,7 @@ class PriSM(HeteroFL):
         The first channels are trained by all clients, or by those with large sub-models: the factor is 1, as in OrigDrop.
         `counts` are the clients by the number of their ratio.
         """
-        channels, computed = self.full[layer.u][0], {n: self.policy.shapes[n][layer.u][0] for n in counts}
+        channels, computed = self.full[layer.u][0], {n: self.cut.shapes[n][layer.u][0] for n in counts}
         if not self.scattered:
             return (np.arange(channels) < max(computed.values())).astype(np.float64)
         mean = sum(count * computed[n] for n, count in counts.items()) / sum(counts.values())
@@ -291,24 +362,24 @@ class PriSM(HeteroFL):
             return None
         sigma, settings = self.kernels(layer, arrays)[0], self.settings.prism
         found = [
-            count * inclusion(sigma, self.policy.shapes[n][layer.v][0], settings.kappa, settings.kernel_sampling)
+            count * inclusion(sigma, self.cut.shapes[n][layer.v][0], settings.kappa, settings.kernel_sampling)
             for n, count in counts.items()
         ]
         return np.asarray(sum(found) / sum(counts.values()))
 
-    def details(self) -> dict[str, Any]:
+    def details(self, current: Round) -> dict[str, Any]:
         """Return each client's keep ratio, each layer's effective rank (2^entropy) and use of kernels, for the round record.
 
         `drawn` is the mean number of clients per kernel in each tenth of the kernels, largest singular values first.
         """
-        keeps = {str(client): task.variant.keep for client, (task, _) in self._asked.items()}
+        keeps = {str(client): each.task.variant.keep for client, each in current.assigned.items()}
         counts = {layer.weight: np.zeros(self.full[layer.v][0]) for layer in self.factors}
-        for client in self._asked:
-            for name, kernels in self.drawn[client].items():
+        for each in current.assigned.values():
+            for name, kernels in each.assignment.memo.kernels.items():
                 counts[name][kernels] += 1
         layers = {
             name: {
-                "rank": effective_rank(self.spectra[1][name]),
+                "rank": effective_rank(current.memo[SPECTRA][name]),
                 "kernels": len(count),
                 "drawn": [float(tenth.mean()) for tenth in np.array_split(count, min(10, len(count)))],
             }

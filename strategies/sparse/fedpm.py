@@ -13,32 +13,30 @@ The straight-through gradient is the identity, as in the paper. With `fedpm.stra
 theta. Clients keep Adam's moments between rounds (`fedpm.keep-adam`), as in the authors' code.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord
 
 from piecework.client_app.trainers.sparse.fedpm import MASK, ScoredModel
 from piecework.federation.aggregation import CheckedUpdate, Norms, UpdateRejectedError
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
+from piecework.planning.assignment import Assignment, Context
+from piecework.planning.capabilities import Capabilities
 from piecework.planning.counts import bits
+from piecework.planning.cut import Cut, require_no_statistics
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import require_no_statistics
-from piecework.strategies.state import Experiment
-from piecework.strategies.whole.fedavg import FedAvg, FedAvgPolicy
-from piecework.training.messages import Task
+from piecework.strategies.method import Round
+from piecework.strategies.whole.fedavg import FedAvg
 
 MIN_THETA = 0.01  # the smallest probability, for which a 0 in a mask counts
 
 
-class FedPMPolicy(FedAvgPolicy):
+class FedPMCut(Cut):
     """Each device trains scores for all weights, or nothing if that does not fit."""
-
-    adversarial = "optional"
-    caveat = "a mask of random weights, not the model"
 
     def require_model(self) -> None:
         """Raise ValueError for a model with layers that cannot be masked, or with batch norms that keep statistics."""
@@ -60,68 +58,85 @@ class FedPMPolicy(FedAvgPolicy):
         return down, -(-down // 32)
 
 
+class Masks:
+    """The sum of the clients' masks: `counts` of each score, and the number of `votes`; `coded` bits of each client's mask."""
+
+    def __init__(self, scores: int) -> None:
+        self.counts, self.votes = np.zeros(scores, dtype=np.int32), 0
+        self.coded: dict[int, float] = {}
+
+
 class FedPM(FedAvg):
     """Averages the clients' masks of a frozen random network."""
 
     name = "fedpm"
-    accepts_late = False
-    policy_class = FedPMPolicy
-    policy: FedPMPolicy
+    can = Capabilities(attack="optional", caveat="a mask of random weights, not the model")
+    cut_class = FedPMCut
+    cut: FedPMCut
 
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(experiment)
+    def require_settings(self) -> None:
+        """Raise ValueError for settings with which a run could not work."""
         if self.settings.training.init_weights:
             raise ValueError(
                 f"training.init-weights = {self.settings.training.init_weights!r}: fedpm never trains its random weights"
             )
-        self.counts, self.votes = np.zeros(0), 0
-        self.coded: dict[int, float] = {}
 
-    def sizes(self, arrays: ArrayRecord) -> list[int]:
-        """Return the number of scores in each array, sorted by name, because stored models have another order."""
-        return [prod(arrays[name].shape) for name in sorted(arrays)]
+    def assign(self, ctx: Context) -> Assignment:
+        """Return the scores of the whole model. What comes back is a mask."""
+        return self.work(self.cut.whole, expects=empty_mask)
 
-    def untrained(self, task: Task) -> ArrayRecord:
-        """Return an empty mask, whose name and shape an update must have."""
-        return ArrayRecord({MASK: Array(np.zeros(-(-sum(self.sizes(self.dispatcher.arrays)) // 8), dtype=np.uint8))})
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the replies; masks are summed as they arrive."""
-        self.counts, self.votes, self.coded = np.zeros(sum(self.sizes(self.dispatcher.arrays)), dtype=np.int32), 0, {}
-        return super().aggregate_train(server_round, replies)
+    def open(self, current: Round) -> None:
+        """Begin a round: masks are summed as they arrive."""
+        current.mean = Masks(sum(sizes(current.arrays)))
 
     def check(
-        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, maximum: Callable[[], float]
+        self,
+        arrays: ArrayRecord,
+        metrics: dict[str, Any],
+        assignment: Assignment,
+        model: ArrayRecord,
+        limits: Norms,
+        maximum: Callable[[], float],
     ) -> CheckedUpdate:
         """Check a mask, whose unused last bits must be 0. Raises UpdateRejectedError."""
-        update = super().check(arrays, metrics, task, limits, maximum)
-        if np.unpackbits(update.arrays[MASK], bitorder="little")[len(self.counts) :].any():
-            raise UpdateRejectedError(f"the mask of {len(self.counts)} scores has bits set after its end")
+        update, scores = super().check(arrays, metrics, assignment, model, limits, maximum), sum(sizes(model))
+        if np.unpackbits(update.arrays[MASK], bitorder="little")[scores:].any():
+            raise UpdateRejectedError(f"the mask of {scores} scores has bits set after its end")
         return update
 
-    def combine(self, client: int, update: CheckedUpdate) -> None:
+    def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
         """Add a client's mask to the sum, with the same weight for every client."""
-        mask = np.unpackbits(update.arrays[MASK], bitorder="little")[: len(self.counts)]
-        self.counts += mask
-        self.votes += 1
-        ends = np.cumsum(self.sizes(self.dispatcher.arrays))[:-1]
-        self.coded[client] = sum(coded_bits(part) for part in np.split(mask, ends))
-        self.reports[client].counted_bits = bits(len(mask), 0) + self.coded[client]
+        masks = current.mean
+        mask = np.unpackbits(update.arrays[MASK], bitorder="little")[: len(masks.counts)]
+        masks.counts += mask
+        masks.votes += 1
+        ends = np.cumsum(sizes(current.arrays))[:-1]
+        masks.coded[client] = sum(coded_bits(part) for part in np.split(mask, ends))
+        current.reports[client].counted_bits = bits(len(mask), 0) + masks.coded[client]
 
-    def finish(self) -> ArrayRecord:
+    def finish(self, current: Round) -> ArrayRecord:
         """Return the new scores, logit(theta) of the posterior's mode."""
-        theta = MIN_THETA + (1 - 2 * MIN_THETA) * self.counts / self.votes
+        theta = MIN_THETA + (1 - 2 * MIN_THETA) * current.mean.counts / current.mean.votes
         scores = np.log(theta / (1 - theta)).astype(np.float32)
-        parts = np.split(scores, np.cumsum(self.sizes(self.dispatcher.arrays))[:-1])
-        new = dict(zip(sorted(self.dispatcher.arrays), parts, strict=True))
-        return ArrayRecord({n: Array(new[n].reshape(array.shape)) for n, array in self.dispatcher.arrays.items()})
+        parts = np.split(scores, np.cumsum(sizes(current.arrays))[:-1])
+        new = dict(zip(sorted(current.arrays), parts, strict=True))
+        return ArrayRecord({n: Array(new[n].reshape(array.shape)) for n, array in current.arrays.items()})
 
-    def details(self) -> dict[str, Any]:
+    def details(self, current: Round) -> dict[str, Any]:
         """Return the fraction of weights that masks keep, and each mask's coded bits, for the round record."""
-        ones = float(self.counts.sum() / (len(self.counts) * self.votes)) if self.votes else None
-        return {"ones": ones, "coded_bits": {str(client): size for client, size in self.coded.items()}}
+        masks = current.mean
+        ones = float(masks.counts.sum() / (len(masks.counts) * masks.votes)) if masks.votes else None
+        return {"ones": ones, "coded_bits": {str(client): size for client, size in masks.coded.items()}}
+
+
+def sizes(arrays: ArrayRecord) -> list[int]:
+    """Return the number of scores in each array, sorted by name, because stored models have another order."""
+    return [prod(arrays[name].shape) for name in sorted(arrays)]
+
+
+def empty_mask(scores: ArrayRecord) -> ArrayRecord:
+    """Return an empty mask of these scores, whose name and shape an update must have."""
+    return ArrayRecord({MASK: Array(np.zeros(-(-sum(sizes(scores)) // 8), dtype=np.uint8))})
 
 
 def coded_bits(mask: np.ndarray) -> float:

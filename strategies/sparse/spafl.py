@@ -21,40 +21,36 @@ the batch norm of a pruned filter would still output is masked with the filter (
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord
 
 from piecework.client_app.trainers.sparse.forms import SparseModel, sparse_loss
 from piecework.client_app.trainers.sparse.spafl import CHANGE, THRESHOLDS, SpaFLTaskConfig, from_words, initial_model
-from piecework.device_profiles.profile import DeviceState
-from piecework.federation.aggregation import CheckedUpdate, Norms, UpdateRejectedError
+from piecework.federation.aggregation import CheckedUpdate, Norms, UpdateRejectedError, WeightedMean, updated
 from piecework.federation.reports import ClientReport
 from piecework.models.compact import layout
 from piecework.models.layer_statistics import Layer, layer_statistics
 from piecework.models.masked import thresholds
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
+from piecework.planning.assignment import Assignment, Context, everything, nothing
+from piecework.planning.capabilities import Capabilities
 from piecework.planning.counts import sparse_flops
+from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import PartitionPolicy, Stage
-from piecework.strategies.base import PieceStrategy
-from piecework.strategies.client_evaluation import EvaluationAsTrained
-from piecework.strategies.state import Experiment, StrategyState
-from piecework.training.answers import Outcome
-from piecework.training.messages import Task
+from piecework.strategies.method import Method, Reading, Round
+from piecework.strategies.state import StrategyState
 
 BAND = 0.1  # width of the range of densities above `spafl.target-density` in which alpha falls to 0
 
 
-class SpaFLPolicy(PartitionPolicy):
+class SpaFLCut(Cut):
     """One stage: each device trains the whole model with thresholds."""
-
-    caveat = "every client has its own model"
 
     @property
     def variant(self) -> Variant:
@@ -76,12 +72,10 @@ class SpaFLPolicy(PartitionPolicy):
         """One stage, with the masked model."""
         return [Stage("training", (self._fitted_part(self.whole, self.allowed),))]
 
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the masked model. Raises MemoryBudgetExceededError if it does not fit the device."""
-        return [self.within(self.whole, state)]
-
     def values(self, parts: list[Part]) -> tuple[float, float]:
-        """Return the number of thresholds, which are sent down and up."""
+        """Return the number of thresholds, which are sent down and up; 0 if nothing is shared."""
+        if not self.method.shared:
+            return 0, 0
         count = sum(sum(thresholds(part.blueprint).values()) for part in parts)
         return count, count
 
@@ -99,23 +93,42 @@ class SpaFLState(StrategyState):
     density: float = 1.0
 
 
-class SpaFL(PieceStrategy):
+@dataclass
+class Reported:
+    """What the server collects in a round: the mean of thresholds, and the clients' masks, of those whose updates entered it.
+
+    `restarted` are the clients that lost their models and began anew.
+    """
+
+    thresholds: WeightedMean = field(default_factory=WeightedMean)
+    masks: dict[int, np.ndarray] = field(default_factory=dict)
+    restarted: list[int] = field(default_factory=list)
+
+
+class SpaFL(Method):
     """Clients train personal sparse models, and the server averages their thresholds."""
 
     name = "spafl"
-    policy_class = SpaFLPolicy
-    evaluation_class = EvaluationAsTrained
-    policy: SpaFLPolicy
-    measures = False
+    can = Capabilities(measures=False, evaluates="as trained", caveat="every client has its own model")
+    cut_class = SpaFLCut
+    cut: SpaFLCut
     state_class = SpaFLState
     state: SpaFLState
     evaluation_keys = ("val-loss", "val-accuracy", "density")
     shared: ClassVar[bool] = True
 
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(experiment)
+    def __init__(self, cut: SpaFLCut) -> None:
+        super().__init__(cut)
         self.personal = True
         self.model_details = {"personal": True}  # the file has no global model, only thresholds
+        self.layers = thresholds(cut.model)
+        self.tau = self.initial()[THRESHOLDS]
+        self._before: Array | None = (
+            None  # the thresholds of the last round, in whose stead `kept` has those of this one
+        )
+
+    def require_settings(self) -> None:
+        """Raise ValueError for settings with which a run could not work."""
         settings = self.settings
         if settings.evaluation.mode == "central":
             raise ValueError(
@@ -147,24 +160,17 @@ class SpaFL(PieceStrategy):
                 "the features after their norms, so they cannot be removed; set it to 1"
             )
         if settings.spafl.masked_every != 1:
-            layout(self.policy.blueprint, self.blueprint)  # raises for a model whose channels cannot be followed
-        self.layers = thresholds(self.policy.model)
-        self.masks: dict[int, np.ndarray] = {}
-        self.restarted: list[int] = []
-        self.lost: list[int] = []
-        self._reported: dict[int, np.ndarray] = {}
-        self.density: float | None = None
-        self.tau = self.initial()[THRESHOLDS]
+            layout(self.cut.blueprint, self.cut.model)  # raises for a model whose channels cannot be followed
 
     @cached_property
     def digest(self) -> str:
         """The digest of the clients' initial model, which is built here once, one unit at a time."""
-        return initial_model(self.policy.model, self.settings.seed)
+        return initial_model(self.cut.model, self.settings.seed)
 
     @cached_property
     def layer_statistics(self) -> dict[str, Layer]:
         """The statistics of the layers with thresholds, by name."""
-        model = self.policy.model
+        model = self.cut.model
         layers = [layer for unit in model.units() for layer in layer_statistics(model, unit).layers if layer.thresholds]
         return dict(zip(self.layers, layers, strict=True))
 
@@ -182,10 +188,6 @@ class SpaFL(PieceStrategy):
         """Return thresholds of 0, which are all the arrays of the server."""
         return {THRESHOLDS: np.zeros(sum(self.layers.values()), dtype=np.float32)}
 
-    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """Return the bytes of training the masked model."""
-        return {self.policy.whole: self.policy.needed(self.policy.whole)}
-
     def alpha(self, server_round: int) -> float:
         """Return the weight of the sparsity regulariser in a round."""
         settings, alpha = self.settings, self.settings.spafl.sparsity
@@ -195,35 +197,42 @@ class SpaFL(PieceStrategy):
             alpha *= min(1.0, max(0.0, (self.state.density - settings.spafl.target_density) / BAND))
         return alpha
 
-    def task(self, server_round: int, state: DeviceState) -> Task:
-        """Return a client's task, with the regulariser's weight and the digest of the initial model."""
-        task_config = SpaFLTaskConfig(self.alpha(server_round), self.digest, self.shared)
-        return replace(super().task(server_round, state), own=task_config.to_values())
+    def assign(self, ctx: Context) -> Assignment:
+        """Return the masked model, with the regulariser's weight and the digest of the initial model.
 
-    def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the thresholds and their change for a training task, and nothing for evaluation."""
-        if task.personal or not self.shared:
-            return ArrayRecord()
+        A plan needs no digest, for which the model would have to be built.
+        """
+        digest = self.digest if ctx.arrays is not None else ""
+        config = SpaFLTaskConfig(self.alpha(ctx.round), digest, self.shared)
+        sends = self.with_change if self.shared else nothing
+        return self.work(self.cut.whole, sends=sends, expects=everything, config=config)
+
+    def assign_evaluation(self, ctx: Context, assignment: Assignment, examples: int) -> Assignment:
+        """Return the assignment, for which nothing is sent: clients evaluate their own models."""
+        return replace(assignment, sends=nothing)
+
+    def with_change(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the thresholds and their last change."""
         now = arrays[THRESHOLDS]
-        if THRESHOLDS not in self.kept:
+        if self._before is None:
             return ArrayRecord({THRESHOLDS: now})
-        return ArrayRecord({THRESHOLDS: now, CHANGE: Array(now.numpy() - self.kept[THRESHOLDS].numpy())})
+        return ArrayRecord({THRESHOLDS: now, CHANGE: Array(now.numpy() - self._before.numpy())})
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the replies, and keep the previous thresholds, from which the next change is computed."""
-        self.masks, self.restarted, self.lost, self.density = {}, [], [], None
-        self.state.norms = {}  # of earlier rounds, in which alpha was another
-        arrays, metrics = super().aggregate_train(server_round, replies)
-        self.kept = ArrayRecord({THRESHOLDS: self.dispatcher.arrays[THRESHOLDS]})
-        self.tau = (arrays or self.dispatcher.arrays)[THRESHOLDS].numpy()
-        if self.masks:
-            self.state.density = float(np.mean([*self.densities().values()]))
-        return arrays, metrics
+    def open(self, current: Round) -> None:
+        """Begin a round. Norms of earlier rounds do not count, in which alpha was another."""
+        current.mean = Reported()
+        self.state.norms = {}
+        self._before, self.kept = self.kept.get(THRESHOLDS), ArrayRecord({THRESHOLDS: current.arrays[THRESHOLDS]})
+        self.tau = current.arrays[THRESHOLDS].numpy()
 
     def check(
-        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, maximum: Callable[[], float]
+        self,
+        arrays: ArrayRecord,
+        metrics: dict[str, Any],
+        assignment: Assignment,
+        model: ArrayRecord,
+        limits: Norms,
+        maximum: Callable[[], float],
     ) -> CheckedUpdate:
         """Check the thresholds: clamped ones are from 0 to 1, which bounds their movement, so norms need no limits.
 
@@ -231,8 +240,8 @@ class SpaFL(PieceStrategy):
         `maximum`, which is relative to the first thresholds, does not apply, because these are 0. Raises UpdateRejectedError.
         """
         if not self.settings.spafl.clamp_thresholds:
-            return super().check(arrays, metrics, task, limits, lambda: math.inf)
-        update = super().check(arrays, metrics, task, {}, lambda: math.inf)
+            return super().check(arrays, metrics, assignment, model, limits, lambda: math.inf)
+        update = super().check(arrays, metrics, assignment, model, {}, lambda: math.inf)
         found = update.arrays[THRESHOLDS]
         if found.min() < 0 or found.max() > 1:
             raise UpdateRejectedError(
@@ -240,62 +249,56 @@ class SpaFL(PieceStrategy):
             )
         return replace(update, norms={})
 
-    def combine(self, client: int, update: CheckedUpdate) -> None:
-        """Add a client's thresholds to the mean, with the same weight for every client."""
-        self.mean.add(update.arrays, 1)
-        self.masks[client] = self._reported[client]
+    def read(self, current: Round, report: ClientReport, metrics: dict[str, Any]) -> Reading:
+        """Read a client's mask, and the executed fraction of the masked layers' forward passes.
 
-    def _executed(self, task: Task, metrics: dict[str, Any]) -> float:
-        """Return the executed fraction of the masked layers' forward passes. Raises UpdateRejectedError if it is invalid."""
+        Raises UpdateRejectedError if one is invalid.
+        """
         macs, dense = metrics.get("macs"), sum(self.macs.values()) * sum(metrics["seen"])
         if not isinstance(macs, int | float) or not 0 < macs <= 1.001 * dense:
             raise UpdateRejectedError(f"macs is {macs!r}: it must be above 0 and at most {dense}")
-        return float(macs / dense)
-
-    def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
-        super()._note(report, outcome, metrics)
-        if outcome.status != "ok":
-            return
         try:
             mask = from_words(metrics["mask"], sum(self.layers.values()))
         except (ValueError, OverflowError) as error:
             raise UpdateRejectedError(f"mask: {error}") from error
-        self._reported[report.client] = mask
-        epochs = round(sum(metrics["seen"]) / max(1, report.examples))
+        current.memo[report.client] = mask
+        seen = sum(metrics["seen"])
+        epochs = round(seen / max(1, report.examples))
         batches = max(1, epochs) * math.ceil(report.examples / self.settings.training.batch_size)
         density = {name: float(part.mean()) for name, part in self.by_layer(mask).items()}
-        seen, weights = (
-            sum(metrics["seen"]),
-            sum(math.prod(x.weight) for x in self.layer_statistics.values()),
-        )
-        report.counted_flops = sparse_flops(self.macs, density, seen, batches, len(mask), weights)
+        weights = sum(math.prod(layer.weight) for layer in self.layer_statistics.values())
         if metrics.get("fresh") and report.client in self.state.trained:
             report.add_note("its store no longer has its model: it restarted from the initial one")
-            self.restarted.append(report.client)
+            current.mean.restarted.append(report.client)
         self.state.trained = sorted({*self.state.trained, report.client})
+        return Reading(float(macs / dense), sparse_flops(self.macs, density, seen, batches, len(mask), weights))
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Aggregate the metrics, and note the mean density, and the clients that lost their models and used the initial one."""
-        found = super().aggregate_evaluate(server_round, replies)
-        answers = self.evaluation.answers.items()
-        self.lost += [client for client, said in answers if said.get("fresh") and client in self.state.trained]
-        self.density = float(found["density"]) if found is not None else None  # type: ignore[arg-type]
-        return found
+    def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
+        """Add a client's thresholds to the mean, with the same weight for every client."""
+        current.mean.thresholds.add(update.arrays, 1)
+        current.mean.masks[client] = current.memo[client]
 
-    def densities(self) -> dict[str, float]:
+    def finish(self, current: Round) -> ArrayRecord:
+        """Return the new thresholds."""
+        self.state.density = float(np.mean([*self.densities(current).values()]))
+        new = updated(current.arrays, current.mean.thresholds)
+        self.tau = new[THRESHOLDS].numpy()
+        return new
+
+    def densities(self, current: Round) -> dict[str, float]:
         """Return the fraction of filters in each layer that are not pruned, as the mean over the round's clients."""
-        return {
-            name: float(part.mean()) for name, part in self.by_layer(np.mean([*self.masks.values()], axis=0)).items()
-        }
+        kept = np.mean([*current.mean.masks.values()], axis=0)
+        return {name: float(part.mean()) for name, part in self.by_layer(kept).items()}
 
-    def details(self) -> dict[str, Any]:
+    def details(self, current: Round) -> dict[str, Any]:
         """Return alpha, densities and thresholds for the round record.
 
         `density` is the mean over the evaluated models, or None. `open` is, for each filter of a layer, the percentage of the
-        round's clients that do not prune it.
+        round's clients that do not prune it. `lost` are the clients that lost their models and evaluated the initial one.
         """
-        kept = np.mean([*self.masks.values()], axis=0) if self.masks else np.zeros(sum(self.layers.values()))
-        densities, taus = self.densities() if self.masks else {}, self.by_layer(self.tau)
+        masks = current.mean.masks
+        kept = np.mean([*masks.values()], axis=0) if masks else np.zeros(sum(self.layers.values()))
+        densities, taus = self.densities(current) if masks else {}, self.by_layer(self.tau)
         layers = {
             name: {
                 "density": densities.get(name),
@@ -304,37 +307,31 @@ class SpaFL(PieceStrategy):
             }
             for name, part in self.by_layer(kept).items()
         }
-        alphas = {SpaFLTaskConfig.of(task).alpha for task, _ in self._asked.values()}
+        alphas = {each.assignment.config.alpha for each in current.assigned.values()}
+        answers, found = current.answers.items(), current.evaluation
         return {
             "alpha": max(alphas, default=None),
-            "density": self.density,
-            "restarted": self.restarted,
-            "lost": self.lost,
+            "density": float(found["density"]) if found is not None else None,  # type: ignore[arg-type]
+            "restarted": current.mean.restarted,
+            "lost": [client for client, said in answers if said.get("fresh") and client in self.state.trained],
             "filters": layers,
         }
-
-
-class LocalPolicy(SpaFLPolicy):
-    """SpaFL's policy if nothing is sent."""
-
-    def values(self, parts: list[Part]) -> tuple[float, float]:
-        """Return 0: no values are sent."""
-        return 0, 0
-
-    def wire(self, parts: list[Part]) -> tuple[int, int]:
-        """Return 0: no arrays are sent."""
-        return 0, 0
 
 
 class Local(SpaFL):
     """SpaFL without communication: every client trains its weights and thresholds alone."""
 
     name = "local"
-    policy_class = LocalPolicy
     shared = False
 
     def check(
-        self, arrays: ArrayRecord, metrics: dict[str, Any], task: Task, limits: Norms, maximum: Callable[[], float]
+        self,
+        arrays: ArrayRecord,
+        metrics: dict[str, Any],
+        assignment: Assignment,
+        model: ArrayRecord,
+        limits: Norms,
+        maximum: Callable[[], float],
     ) -> CheckedUpdate:
         """Check that there are no arrays, and a number of examples. Raises UpdateRejectedError."""
         examples = metrics.get("num-examples")

@@ -3,26 +3,18 @@
 Other clients are never sampled. If no client can train it, there is no result ("NA" in the table), and the run does not start.
 """
 
-from piecework.strategies.whole.fedavg import FedAvg, FedAvgPolicy
+from dataclasses import replace
 
-
-class ExclusiveFLPolicy(FedAvgPolicy):
-    """FedAvg's policy; a device too small for the whole model is never sampled."""
-
-    when_excluded = "gets no task"
+from piecework.strategies.resources import ClientResources
+from piecework.strategies.whole.fedavg import FedAvg
 
 
 class ExclusiveFL(FedAvg):
     """FedAvg that excludes clients too poor for the whole model."""
 
     name = "exclusivefl"
-    policy_class = ExclusiveFLPolicy
+    can = replace(FedAvg.can, asks="able", when_excluded="gets no task")
 
-    def begin(self) -> None:
-        """Restrict sampling to the clients that can train the whole model. Raises ValueError if there are none."""
-        self.cohort.minimum = self.needed()
-        self.resources.require_capable_client(self.cohort.minimum, "Training the whole model")
-
-    def needed(self) -> int:
-        """Return the memory cost (bytes) of training the whole model."""
-        return self.policy.needed(self.policy.whole)
+    def begin(self, fleet: ClientResources) -> None:
+        """Raise ValueError if no client can train the whole model."""
+        fleet.require_capable_client(self.cut.needed(self.cut.whole), "Training the whole model")

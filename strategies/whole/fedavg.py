@@ -6,38 +6,17 @@ a client whose budget is too small refuses the task. With `memory.fit` it may co
 segments of the model; it refuses if no such step fits.
 """
 
-from functools import cached_property
-
-from piecework.device_profiles.profile import DeviceState
-from piecework.models.work_item import WorkItem
-from piecework.planning.part import Part
-from piecework.planning.partition_policy import PartitionPolicy, Stage
-from piecework.strategies.base import PieceStrategy
+from piecework.planning.assignment import Assignment, Context
+from piecework.planning.capabilities import Capabilities
+from piecework.strategies.method import Method
 
 
-class FedAvgPolicy(PartitionPolicy):
-    """One stage, in which a device trains the whole model or nothing."""
-
-    adversarial = "optional"
-
-    @cached_property
-    def stages(self) -> list[Stage]:
-        """One stage, with the whole model."""
-        return [Stage("training", (self.part(self.whole),))]
-
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the whole model, with a step that fits. Raises MemoryBudgetExceededError if none does."""
-        return [self.within(self.whole, state)]
-
-
-class FedAvg(PieceStrategy):
+class FedAvg(Method):
     """Federated averaging over the clients that have enough memory for the whole model."""
 
     name = "fedavg"
-    accepts_late = True
-    policy_class = FedAvgPolicy
-    policy: FedAvgPolicy
+    can = Capabilities(attack="optional", late=True)
 
-    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """Return the memory cost of the whole model, the only one that a client looks up."""
-        return {self.policy.whole: self.policy.needed(self.policy.whole)}
+    def assign(self, ctx: Context) -> Assignment:
+        """Return the whole model."""
+        return self.work(self.cut.whole)

@@ -20,40 +20,36 @@ budgets. The model is tested with the set of statistics that belongs to each kin
 an RBF kernel on the clean logits of public examples and of attacks on them; it is fitted again for each evaluation.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord
 
 from piecework.client_app.trainers.whole.fedrbn import DualPiece, FedRBNTaskConfig, adversarial_loss, learner
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, WeightedMean, require_all, updated
-from piecework.federation.public_data import public_examples
 from piecework.models.cascade import has_statistics
 from piecework.models.dual_norm import COUNT, PREFIX, STATISTICS, begin_adversarial, is_adversarial
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
+from piecework.planning.assignment import Assignment, Context
+from piecework.planning.capabilities import Capabilities
+from piecework.planning.cut import Cut
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import Stage, Swapping
-from piecework.strategies.base import PieceStrategy
-from piecework.strategies.client_evaluation import EvaluationAsTrained
-from piecework.strategies.state import Experiment
+from piecework.strategies.method import Method, Round
+from piecework.strategies.resources import ClientResources
 from piecework.strategies.whole.fedrbn_detector import branch_of, fit_detector
-from piecework.training.examples import Examples
 from piecework.training.loop import PieceModel
-from piecework.training.messages import Task
 
 Statistics = Mapping[str, np.ndarray]  # by array name
 TEMPERATURE = 0.01
 
 
-class FedRBNPolicy(Swapping):
+class FedRBNCut(Cut):
     """One stage: every device trains the whole model, on adversarial examples if it has memory for that, else on clean ones."""
-
-    adversarial = "always"
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return the whole model, which a `clean` item trains on clean examples and others on adversarial ones."""
@@ -84,31 +80,41 @@ class FedRBNPolicy(Swapping):
         """Return whether a device has enough memory to train adversarially."""
         return self.bytes(self.whole) <= state.allowed_bytes
 
-    @cached_property
-    def stages(self) -> list[Stage]:
-        """One stage, with the whole model on adversarial examples."""
-        return [Stage("training", (self.part(self.whole),))]
 
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the whole model, on adversarial or clean examples as the device's memory allows."""
-        return [self.part(replace(self.whole, clean=not self.robust(state)))]
+class Propagated:
+    """What the server collects in a round: the mean of all arrays but adversarial statistics, and the clients' statistics.
+
+    Statistics are kept until the last reply, because they propagate between clients.
+    """
+
+    def __init__(self) -> None:
+        self.mean, self.found = WeightedMean(), dict[int, tuple[Statistics, int]]()
 
 
-class FedRBN(PieceStrategy):
+class FedRBN(Method):
     """Federated averaging that propagates adversarial batch-norm statistics.
 
     `kept` has each client's adversarial statistics, by `<client>/<array>`.
     """
 
     name = "fedrbn"
-    policy_class = FedRBNPolicy
-    evaluation_class = EvaluationAsTrained
-    policy: FedRBNPolicy
-    measures = False
+    can = Capabilities(
+        attack="always", swaps="always", measures=False, evaluates="as trained", caveat="swapping is only simulated"
+    )
+    cut_class = FedRBNCut
+    cut: FedRBNCut
     evaluation_keys = ("val-loss", "val-accuracy", "val-adversarial-accuracy")
 
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(experiment)
+    def __init__(self, cut: FedRBNCut) -> None:
+        super().__init__(cut)
+        branch = self.settings.fedrbn.evaluation_branch
+        self.needs_public_data = branch == "detector"  # on which the detector is fitted
+        self.piece_class, self.prepare = branch_of(branch), self._prepare
+        # the statistics that evaluation uses
+        self.evaluation_details = self.model_details = {"evaluation_branch": branch}
+
+    def require_settings(self) -> None:
+        """Raise ValueError for settings with which a run could not work."""
         settings = self.settings
         if settings.attack.warmup >= settings.num_rounds:
             raise ValueError(
@@ -119,74 +125,59 @@ class FedRBN(PieceStrategy):
             raise ValueError(
                 "fedrbn.evaluation-branch = 'detector' needs the server's public data, but here clients evaluate the model"
             )
-        self.public: Examples | None = public_examples(settings) if branch == "detector" else None
-        self.piece_class, self.prepare = branch_of(branch), self._prepare
-        self.evaluation_details = self.model_details = {
-            "evaluation_branch": branch
-        }  # the statistics that evaluation uses
-        self._mean, self._found = WeightedMean(), dict[int, tuple[Statistics, int]]()
 
-    def begin(self) -> None:
+    def begin(self, fleet: ClientResources) -> None:
         """Raise ValueError if a client measures its own memory, so that swapping cannot be simulated."""
-        self.resources.require_emulated()
+        fleet.require_emulated()
 
-    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """Return no costs: `task` adds the one that the client looks up."""
-        return {}
+    def assign(self, ctx: Context) -> Assignment:
+        """Return the whole model, with adversarial examples after the warm-up if they fit the device, else with clean ones."""
+        robust = self.cut.robust(ctx.device) and (ctx.arrays is None or ctx.round > self.settings.attack.warmup)
+        item, sends = replace(self.cut.whole, clean=not robust), partial(self.with_own_statistics, ctx.client)
+        return Assignment(
+            (item,),
+            {item: self.cut.bytes(item)},
+            sends=sends,
+            expects=(lambda arrays: begun(sends(arrays))) if robust else None,
+            adversarial=robust,
+            config=FedRBNTaskConfig(ctx.client),
+        )
 
-    def task(self, server_round: int, state: DeviceState) -> Task:
-        """Return the client's task, which is adversarial after the warm-up if the device has enough memory."""
-        robust = server_round > self.settings.attack.warmup and self.policy.robust(state)
-        item = replace(self.policy.whole, clean=not robust)
-        return replace(super().task(server_round, state), adversarial=robust, costs={item: self.policy.bytes(item)})
-
-    def ask(
-        self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
-    ) -> dict[int, tuple[Task, DeviceState]]:
-        """Return the tasks, each with its client's number."""
-        asked = super().ask(clients, server_round, arrays)
-        return {c: (replace(task, own=FedRBNTaskConfig(c).to_values()), state) for c, (task, state) in asked.items()}
-
-    def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
+    def with_own_statistics(self, client: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the model, with the client's own adversarial statistics if the server keeps some."""
-        prefix = f"{FedRBNTaskConfig.of(task).client}/"
-        return ArrayRecord({name: self.kept.get(prefix + name, array) for name, array in arrays.items()})
+        return ArrayRecord({name: self.kept.get(f"{client}/{name}", array) for name, array in arrays.items()})
 
-    def untrained(self, task: Task) -> ArrayRecord:
-        """Return the model as the client starts to train it; in an adversarial task, unused adversarial sets copy the clean."""
-        sent = self.travelling(task, self.dispatcher.arrays)
-        return begun(sent) if task.adversarial else sent
+    def open(self, current: Round) -> None:
+        """Begin a round."""
+        current.mean = Propagated()
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the replies. Statistics are kept until the last reply, because they propagate between clients."""
-        self._mean, self._found = WeightedMean(), {}
-        return super().aggregate_train(server_round, replies)
-
-    def combine(self, client: int, update: CheckedUpdate) -> None:
+    def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
         """Add an update; `finish` adds its adversarial statistics. Raises UpdateRejectedError if arrays are missing."""
-        require_all(update, self.dispatcher.arrays)
-        self._mean.add({n: a for n, a in update.arrays.items() if not is_adversarial(n)}, update.examples)
+        require_all(update, current.arrays)
+        current.mean.mean.add({n: a for n, a in update.arrays.items() if not is_adversarial(n)}, update.examples)
         sets = {n: a for n, a in update.arrays.items() if is_adversarial(n) or n.endswith(STATISTICS)}
-        self._found[client] = sets, update.examples
+        current.mean.found[client] = sets, update.examples
 
-    def finish(self) -> ArrayRecord:
+    def finish(self, current: Round) -> ArrayRecord:
         """Return the new model, with the adversarial statistics after propagation."""
-        robust = {client for client, (task, _) in self._asked.items() if task.adversarial}
-        sources = [sets for client, (sets, _) in self._found.items() if client in robust]
+        robust, found, mean = self.robust(current), current.mean.found, current.mean.mean
+        sources = [sets for client, (sets, _) in found.items() if client in robust]
         kept = dict(self.kept)
-        for client, (sets, examples) in self._found.items() if sources else ():
+        for client, (sets, examples) in found.items() if sources else ():
             own = adversarial(sets) if client in robust else propagated(sets, sources)
-            self._mean.add(own, examples)
+            mean.add(own, examples)
             kept |= {f"{client}/{name}": Array(array) for name, array in own.items()}
         if self.settings.norms == "local":
             self.kept = ArrayRecord(kept)
-        return updated(self.dispatcher.arrays, self._mean)
+        return updated(current.arrays, mean)
 
-    def details(self) -> dict[str, Any]:
+    def robust(self, current: Round) -> list[int]:
+        """Return the clients with an adversarial task."""
+        return [client for client, each in current.assigned.items() if each.task.adversarial]
+
+    def details(self, current: Round) -> dict[str, Any]:
         """Return the clients with an adversarial task for the round record."""
-        return {"adversarial_clients": [c for c, (task, _) in self._asked.items() if task.adversarial]}
+        return {"adversarial_clients": self.robust(current)}
 
     def _prepare(self, piece: PieceModel) -> None:
         """Initialise unused adversarial statistics, select the clean ones, and fit the detector if evaluation uses one."""

@@ -10,29 +10,27 @@ clean and adversarial accuracy on the clients' validation data. The run ends whe
 `fedprophet.stage-patience` rounds. `fedprophet.r-min`, `fedprophet.apa` and `fedprophet.dma` have no effect here.
 """
 
+from dataclasses import replace
 from functools import cached_property
 
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.partition import Piece
-from piecework.planning.part import Part
-from piecework.planning.partition_policy import Stage, Swapping
+from piecework.planning.cut import Stage
 from piecework.strategies.cascade.fedprophet import FedProphet
-from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
+from piecework.strategies.cascade.fedprophet_modules import FedProphetCut
 
 
-class JFATPolicy(Swapping, FedProphetPolicy):
+class JFATCut(FedProphetCut):
     """One stage: every device trains the whole model, and swaps if it does not fit."""
-
-    cuts = False
 
     @cached_property
     def stages(self) -> list[Stage]:
         """One stage, with the whole model as its only module."""
         return [Stage("training", (self.part(self.whole),))]
 
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the whole model, with a step that fits the device if there is one."""
-        return [self.part(self._steps(self.whole, state.allowed_bytes)[0])]
+    def min_budget(self) -> int:
+        """Return 0: a device with any budget trains, by swapping."""
+        return 0
 
     def assigned(self, stage: int, state: DeviceState, slowest: float) -> Piece:
         """Return all atoms of the model."""
@@ -43,5 +41,6 @@ class JFAT(FedProphet):
     """Joint federated adversarial training: every client trains the whole model on adversarial examples."""
 
     name = "jfat"
-    policy_class = JFATPolicy
+    can = replace(FedProphet.can, cuts=False, swaps="always", caveat="swapping is only simulated")
+    cut_class = JFATCut
     first_rho = 1.5

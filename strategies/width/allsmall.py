@@ -7,39 +7,26 @@ With `heterofl.width-rule = paper` it is the smallest budget's fraction of the f
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from piecework.models.cascade import Blueprint
 from piecework.models.variant import Variant, vary
 from piecework.models.width import require_narrower
 from piecework.models.work_item import WorkItem
-from piecework.planning.costs import CostModel
+from piecework.planning.cut import Cut
 from piecework.planning.part import Part, whole_model
-from piecework.strategies.state import Experiment, StrategyState
-from piecework.strategies.whole.fedavg import FedAvg, FedAvgPolicy
-from piecework.training.settings import Settings
+from piecework.strategies.method import Round
+from piecework.strategies.resources import ClientResources
+from piecework.strategies.state import StrategyState
+from piecework.strategies.whole.fedavg import FedAvg
 from piecework.training.settings.width import STEPS
 
 
-class AllSmallPolicy(FedAvgPolicy):
+class AllSmallCut(Cut):
     """One stage, in which all clients train the same narrow model."""
 
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        cost_model: CostModel,
-        settings: Settings,
-        smallest: int = 0,
-        width: float = 1.0,
-    ) -> None:
-        super().__init__(blueprint, cost_model, settings, smallest)
-        self.width = width
+    width: float = 1.0
 
     def require_model(self) -> None:
         """Raise ValueError if the model does not become narrower."""
         require_narrower(self.blueprint, {1 / STEPS: vary(self.blueprint, Variant(width=1 / STEPS))})
-
-    def with_smallest(self, budget: int) -> Self:
-        """Return this policy, of the same width, for a smallest budget of that many bytes."""
-        return type(self)(self.blueprint, self.cost_model, self.settings, budget, self.width)
 
     def fit(self, minimum: int, maximum: int) -> Self:
         """Return the policy of the largest width ratio that fits `minimum` bytes. Raises ValueError if not even 1/64 fits."""
@@ -81,7 +68,7 @@ class AllSmallPolicy(FedAvgPolicy):
 
     def narrow(self, width: float) -> Self:
         """Return this policy for another width ratio."""
-        return type(self)(self.blueprint, self.cost_model, self.settings, self.smallest, width)
+        return self.having(width=width)
 
 
 @dataclass
@@ -95,27 +82,26 @@ class AllSmall(FedAvg):
     """FedAvg with a model narrow enough for the poorest client."""
 
     name = "allsmall"
-    policy_class = AllSmallPolicy
-    policy: AllSmallPolicy
+    cut_class = AllSmallCut
+    cut: AllSmallCut
     state_class = AllSmallState
     state: AllSmallState
 
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(experiment)
+    def require_settings(self) -> None:
+        """Raise ValueError for settings with which a run could not work."""
         if self.settings.training.init_weights:
             raise ValueError(
                 f"training.init-weights = {self.settings.training.init_weights!r}: allsmall narrows the model, so they do "
                 f"not fit"
             )
 
-    def begin(self) -> None:
+    def begin(self, fleet: ClientResources) -> None:
         """Choose the width ratio, once a run. Raises ValueError if no width fits."""
         if not self.state.width:
-            budgets = self.resources.budgets()
-            self.state.width = self.policy.fit(int(min(budgets)), int(max(budgets))).width
-        self.policy = self.policy.narrow(self.state.width)
-        self.blueprint = self.policy.model
+            budgets = fleet.budgets()
+            self.state.width = self.cut.fit(int(min(budgets)), int(max(budgets))).width
+        self.cut = self.cut.narrow(self.state.width)
 
-    def details(self) -> dict[str, Any]:
+    def details(self, current: Round) -> dict[str, Any]:
         """Return the width ratio for the round record."""
         return {"width": self.state.width}

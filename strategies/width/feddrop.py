@@ -11,22 +11,25 @@ classes. Channels are rounded down, as in the code of FedProphet's authors. As i
 the fraction of their inputs that is kept (`heterofl.scaler`).
 """
 
+from dataclasses import replace
+
+from piecework.models.width import Select, drawn
+from piecework.planning.assignment import Context
 from piecework.strategies.serving import Serving
-from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
-
-
-class FedDropPolicy(HeteroFLPolicy):
-    """HeteroFL's policy without the class mask, for channels that change."""
-
-    masks = False
-    moving = True
-    rounding = "down"
+from piecework.strategies.width.heterofl import HeteroFL
+from piecework.training.randomness import generator
 
 
 class FedDrop(HeteroFL):
     """Sub-models of random channels, drawn again for every client and round."""
 
     name = "feddrop"
-    policy_class = FedDropPolicy
-    channels = "random"
+    can = replace(HeteroFL.can, rotates=True)
     serving_class = Serving
+    masks = False
+    rounding = "down"
+    channels = "random"
+
+    def select(self, ctx: Context) -> Select:
+        """Return a draw of channels, a function of seed, round and client."""
+        return drawn(generator(self.settings.seed, ctx.round, ctx.client, "channels"))

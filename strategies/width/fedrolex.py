@@ -12,20 +12,22 @@ rises from client to client within a round, so those who come later weigh more (
 here, because it depends on the order of the clients and fades as c grows.
 """
 
-from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
+from dataclasses import replace
+
+from piecework.models.width import Select, rolling
+from piecework.planning.assignment import Context
+from piecework.strategies.width.heterofl import HeteroFL
 from piecework.strategies.width.serving import RollingServing
-
-
-class FedRolexPolicy(HeteroFLPolicy):
-    """HeteroFL's policy, for channels that change."""
-
-    moving = True
 
 
 class FedRolex(HeteroFL):
     """Sub-models of a rolling window of channels."""
 
     name = "fedrolex"
-    policy_class = FedRolexPolicy
-    channels = "rolling"
+    can = replace(HeteroFL.can, rotates=True)
     serving_class = RollingServing
+    channels = "rolling"
+
+    def select(self, ctx: Context) -> Select:
+        """Return the window of the round."""
+        return rolling(ctx.round)

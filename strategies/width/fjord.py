@@ -13,34 +13,30 @@ and saved, with its own norms, as in HeteroFL (serving.py): the server's other c
 net is sent and trained. There is no Scaler. `fjord.distillation` switches self-distillation on.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from flwr.app import ArrayRecord
-
 from piecework.client_app.trainers.width.fjord import FjORDTaskConfig, nested_loss
-from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
+from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint
 from piecework.models.static_norms import has_batch_norms
 from piecework.models.variant import Variant, vary
-from piecework.models.width import Select, ordered, require_parts
+from piecework.models.width import require_parts
 from piecework.models.work_item import WorkItem
+from piecework.planning.assignment import Assignment, Context
+from piecework.planning.cut import require_no_statistics
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import require_no_statistics
-from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
+from piecework.strategies.method import Reading, Round
+from piecework.strategies.width.heterofl import HeteroFL, HeteroFLCut
 from piecework.strategies.width.serving import NestedServing
-from piecework.training.messages import Task, TaskConfig
+from piecework.training.messages import TaskConfig
 from piecework.training.randomness import generator
 
 
-class FjORDPolicy(HeteroFLPolicy):
-    """HeteroFL's policy for nested nets: with self-distillation, a step may run two nets."""
-
-    masks = False
-    scales = False
+class FjORDCut(HeteroFLCut):
+    """HeteroFL's cut for nested nets: with self-distillation, a step may run two nets."""
 
     def require_model(self) -> None:
         """Raise ValueError also for batch norms with running statistics, which differ between the nets."""
@@ -103,55 +99,40 @@ class FjORD(HeteroFL):
     """Ordered dropout: each client trains nested nets of several widths."""
 
     name = "fjord"
-    policy_class = FjORDPolicy
-    policy: FjORDPolicy
+    cut_class = FjORDCut
+    cut: FjORDCut
     serving_class = NestedServing
-    orders_class = FjORDTaskConfig
+    masks = False
+    scales = False
     keeps_norms = False
 
-    def select(self, task: Task) -> Select:
-        """Return how a task's channels are chosen: the first ones."""
-        return ordered
+    def assign(self, ctx: Context) -> Assignment:
+        """Return the client's sub-model. With `fjord.sampling = round`, a fitting ratio is drawn by (seed, round, client)."""
+        widest = self.cut.level_of(ctx.device)
+        if self.settings.fjord.sampling == "batch" or ctx.arrays is None:
+            return self.assign_level(ctx, widest)
+        rng = generator(self.settings.seed, ctx.round, ctx.client, "width")
+        return self.assign_level(ctx, int(rng.integers(widest, len(self.cut.ratios))))
+
+    def task_config(self, ctx: Context, level: int) -> TaskConfig:
+        """Return the method's own fields of a task for ratio number `level`."""
+        nested = self.cut.ratios[level + 1 :][: self.cut.nested(level)]
+        return FjORDTaskConfig(level, nested, self.cut.distils, ctx.client)
 
     def weight(self, update: CheckedUpdate) -> int:
         """Return the weight of an update in the means of its entries: its examples."""
         return update.examples
 
-    def task_config(self, level: int) -> TaskConfig:
-        """Return the strategy's own fields of a task for ratio number `level`."""
-        ratios = self.policy.ratios
-        nested = ratios[level + 1 :][: self.policy.nested(level)]
-        return FjORDTaskConfig(level, nested, self.policy.distils)
-
-    def _executed(self, task: Task, metrics: dict[str, Any]) -> float:
+    def read(self, current: Round, report: ClientReport, metrics: dict[str, Any]) -> Reading:
         """Return the fraction of the FLOPs of p_max's net that the drawn nets took.
 
         The client reports in `widths` on how many examples each net was trained. Raises UpdateRejectedError for bad counts.
         """
-        task_config, seen = FjORDTaskConfig.of(task), sum(metrics["seen"])
-        counted, nets = metrics.get("widths"), 1 + len(task_config.nested)
+        config, seen = current.assigned[report.client].assignment.config, sum(metrics["seen"])
+        counted, nets = metrics.get("widths"), 1 + len(config.nested)
         if not isinstance(counted, list) or len(counted) != nets or sum(counted) != seen or min(counted) < 0:
             raise UpdateRejectedError(
                 f"widths is {counted!r:.100}: it must list {nets} counts that add up to {seen} examples"
             )
-        flops = [
-            self.policy.cost_model.traced(self.policy.step(task_config.level, n)).flops for n in range(len(counted))
-        ]
-        return float(sum(a * b for a, b in zip(flops, counted, strict=True)) / (flops[0] * seen))
-
-    def ask(
-        self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
-    ) -> dict[int, tuple[Task, DeviceState]]:
-        """Return the tasks. With `fjord.sampling = round`, one fitting ratio each is drawn by (seed, round, client)."""
-        asked = super().ask(clients, server_round, arrays)
-        if self.settings.fjord.sampling == "batch":
-            return asked
-        drawn = {}
-        for client, (task, state) in asked.items():
-            widest = FjORDTaskConfig.of(task).level
-            rng = generator(self.settings.seed, server_round, client, "width")
-            level = int(rng.integers(widest, len(self.policy.ratios)))
-            own = self.task_config(level).to_values() | {"draw": client}
-            item = self.policy.sub_model(level)
-            drawn[client] = replace(task, own=own, variant=item.variant, costs={item: self.policy.bytes(item)}), state
-        return drawn
+        flops = [self.cut.cost_model.traced(self.cut.step(config.level, n)).flops for n in range(len(counted))]
+        return Reading(float(sum(a * b for a, b in zip(flops, counted, strict=True)) / (flops[0] * seen)))

@@ -21,23 +21,22 @@ train it. Likewise the global model in the authors' code is as wide as the wides
 FedRolex and FedDrop reach all channels in time, and serve the full model.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord
 
 from piecework.client_app.trainers.width.heterofl import (
     Channels,
     HeteroFLTaskConfig,
     input_ratios,
-    selection,
     width_loss,
 )
 from piecework.device_profiles.profile import DeviceState
-from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError, updated
+from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
 from piecework.federation.registry import MIN_EXAMPLES
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, Shape
@@ -48,36 +47,33 @@ from piecework.models.width import (
     Indices,
     Select,
     last_layer,
+    ordered,
     require_parts,
     shapes,
     sub_indices,
     take,
 )
 from piecework.models.work_item import WorkItem
+from piecework.planning.assignment import Assignment, Context
+from piecework.planning.capabilities import Capabilities
 from piecework.planning.counts import entries
+from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import PartitionPolicy, Stage
-from piecework.strategies.base import PieceStrategy
-from piecework.strategies.client_evaluation import ClientEvaluation, EvaluationAsTrained
+from piecework.strategies.method import Method, Reading, Round
+from piecework.strategies.resources import ClientResources
 from piecework.strategies.serving import Serving
-from piecework.strategies.state import Experiment, StrategyState
+from piecework.strategies.state import StrategyState
 from piecework.strategies.width.serving import WidestServing
-from piecework.training.answers import Outcome
-from piecework.training.messages import Task, TaskConfig
+from piecework.training.messages import TaskConfig
 
 
-class HeteroFLPolicy(PartitionPolicy):
+class HeteroFLCut(Cut):
     """One stage: each device trains the widest sub-model that fits.
 
-    A `level` is the index of a width ratio in `ratios`. `masks` and `scales` say whether the strategy can use the class mask
-    and the Scaler; the settings can switch both off. `rounding` is how a width ratio rounds channels.
+    A `level` is the index of a width ratio in `ratios`.
     """
 
-    adversarial = "optional"
-    adapts = True
-    masks: ClassVar[bool] = True
-    scales: ClassVar[bool] = True
-    rounding: ClassVar[Literal["down", "up"]] = "up"
+    method: "type[HeteroFL]"
 
     @cached_property
     def ratios(self) -> list[float]:
@@ -86,7 +82,7 @@ class HeteroFLPolicy(PartitionPolicy):
 
     def variant_of(self, level: int) -> Variant:
         """Return the variant of ratio number `level`."""
-        return Variant(width=self.ratios[level], rounding="down" if self.by_fraction else self.rounding)
+        return Variant(width=self.ratios[level], rounding="down" if self.by_fraction else self.method.rounding)
 
     def net_variant(self, level: int) -> Variant:
         """Return the variant of the net of ratio number `level` alone, as it is deployed."""
@@ -124,12 +120,12 @@ class HeteroFLPolicy(PartitionPolicy):
     @property
     def masked(self) -> bool:
         """Whether clients set the logits of classes without local examples to 0."""
-        return self.masks and self.settings.heterofl.masked_loss
+        return self.method.masks and self.settings.heterofl.masked_loss
 
     @property
     def scaled(self) -> bool:
         """Whether sub-models divide the outputs of layers by their width (HeteroFL's Scaler)."""
-        return self.scales and self.settings.heterofl.scaler
+        return self.method.scales and self.settings.heterofl.scaler
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return all of a sub-model, with the Scaler and the class mask in its loss."""
@@ -137,7 +133,14 @@ class HeteroFLPolicy(PartitionPolicy):
         ratio, model = self.ratios[level], self.models[level]
         present = (True,) * model.num_classes if self.masked else ()
         loss = width_loss(input_ratios(model, self.blueprint) if self.scaled else (), present)
-        return Part(model, item.atoms, make_loss=loss, name=f"{ratio:.4g} of the channels")
+        return Part(
+            model,
+            item.atoms,
+            make_loss=loss,
+            name=f"{ratio:.4g} of the channels",
+            # if the channels change from round to round, all are trained in time
+            channels=1.0 if self.can.rotates else model.width / self.blueprint.width,
+        )
 
     def level(self, allowed: int) -> int:
         """Return the number of the largest ratio whose step takes at most `allowed` bytes, or of the smallest if none does."""
@@ -184,14 +187,6 @@ class HeteroFLPolicy(PartitionPolicy):
         found = sum(part.blueprint.width / self.blueprint.width for part in parts) * full
         return found, found
 
-    def channels(self, part: Part) -> float:
-        """Return the width ratio, or 1 if the channels change from round to round so that all are trained in time."""
-        return 1.0 if self.moving else part.blueprint.width / self.blueprint.width
-
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the device's sub-model. Raises MemoryBudgetExceededError if it does not fit."""
-        return [self.within(self.sub_model(self.level_of(state)), state)]
-
 
 @dataclass
 class HeteroFLState(StrategyState):
@@ -200,138 +195,131 @@ class HeteroFLState(StrategyState):
     widest: float = 0.0
 
 
-class HeteroFL(PieceStrategy):
-    """Sub-models of the first channels of every layer, as many as a client's budget allows."""
+@dataclass(frozen=True)
+class Kept:
+    """The arrays of a sub-model, cut out of the full model's: the entries of `indices`, which are found for each message."""
+
+    indices: Callable[[], Mapping[str, Indices]]
+
+    def __call__(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the arrays of the sub-model."""
+        indices = self.indices().items()
+        return ArrayRecord({name: Array(take(arrays[name].numpy(), where)) for name, where in indices})
+
+
+class HeteroFL(Method):
+    """Sub-models of the first channels of every layer, as many as a client's budget allows.
+
+    `masks` and `scales` say whether a method can use the class mask and the Scaler; the settings can switch both off.
+    `rounding` is how a width ratio rounds channels. `channels` names the choice of channels, which clients can repeat.
+    `keeps_norms`: clients can keep norms of their own.
+    """
 
     name = "heterofl"
+    can = Capabilities(attack="optional", adapts=True, evaluates="as trained")
+    cut_class: ClassVar[type[Cut]] = HeteroFLCut
+    cut: HeteroFLCut
     state_class = HeteroFLState
-    serving_class: ClassVar[type[Serving]] = WidestServing
     state: HeteroFLState
-    policy_class = HeteroFLPolicy
-    evaluation_class: ClassVar[type[ClientEvaluation]] = EvaluationAsTrained
-    policy: HeteroFLPolicy
-    orders_class: ClassVar[Any] = HeteroFLTaskConfig
+    serving_class: ClassVar[type[Serving]] = WidestServing
+    masks: ClassVar[bool] = True
+    scales: ClassVar[bool] = True
+    rounding: ClassVar[Literal["down", "up"]] = "up"
     channels: ClassVar[Channels] = "first"
     keeps_norms: ClassVar[bool] = True
 
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(experiment)
+    def require_settings(self) -> None:
+        """Raise ValueError for settings with which a run could not work."""
         if self.settings.norms == "local" and not self.keeps_norms:
             raise ValueError(
                 f"architecture.batch-norm = 'local': clients of {self.name} have no norms of their own; use measured, "
                 "running or batch"
             )
-        self.coverage = CoverageMean()
-        self._classes: dict[int, list[int]] = {}
 
     @cached_property
     def axes(self) -> Mapping[str, Axes]:
         """The channel axes of the full model's arrays, by name."""
-        return channel_axes(self.blueprint)
+        return channel_axes(self.cut.model)
 
     @cached_property
     def full(self) -> dict[str, Shape]:
         """The shapes of the full model's arrays, by name."""
-        return shapes(self.blueprint)
+        return shapes(self.cut.model)
 
-    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """Return no costs: `task` adds the cost of the client's own sub-model."""
-        return {}
+    def assign(self, ctx: Context) -> Assignment:
+        """Return the sub-model of the client's level."""
+        return self.assign_level(ctx, self.cut.level_of(ctx.device))
 
-    def begin(self) -> None:
+    def assign_level(self, ctx: Context, level: int) -> Assignment:
+        """Return the sub-model of ratio number `level`, with its choice of channels."""
+        item = self.cut.sub_model(level)
+        kept = Kept(lambda: self.indices(ctx, level))
+        config = self.task_config(ctx, level)
+        return self.work(item, variant=item.variant, sends=kept, config=config, least=self.least(ctx))
+
+    def least(self, ctx: Context) -> Callable[[], int] | None:
+        """Return what computes the bytes of the narrowest sub-model, if the device may train any."""
+        return self.cut.min_budget if ctx.device.keep is None and not self.cut.by_fraction else None
+
+    def task_config(self, ctx: Context, level: int) -> TaskConfig:
+        """Return the method's own fields of a task for ratio number `level`."""
+        return HeteroFLTaskConfig(level, self.cut.scaled, self.cut.masked, self.channels, ctx.client)
+
+    def select(self, ctx: Context) -> Select:
+        """Return how a client's channels are chosen in a round: the first ones."""
+        return ordered
+
+    def indices(self, ctx: Context, level: int) -> Mapping[str, Indices]:
+        """Return the indices of a sub-model's arrays in the full ones, by name."""
+        return sub_indices(self.axes, self.full, self.cut.shapes[level], self.select(ctx))
+
+    def begin(self, fleet: ClientResources) -> None:
         """Find the widest ratio, once a run. Raises ValueError if the fleet gives a device a ratio that there is not."""
-        for state in self.resources.states():
-            self.policy.level_of(state)
+        for state in fleet.states():
+            self.cut.level_of(state)
+        self.fitting = self.fitting_levels(fleet)
         if not self.state.widest:
-            self.state.widest = self.policy.ratios[min(self.fitting_levels())]
+            self.state.widest = self.cut.ratios[min(self.fitting)]
 
-    def min_budget(self, state: DeviceState | None = None) -> int:
-        """Return the bytes of the sub-model that the device must train, or of the narrowest one if it may train any."""
-        if state is None or (state.keep is None and not self.policy.by_fraction):
-            return self.policy.min_budget()
-        return self.policy.needed(self.policy.sub_model(self.policy.level_of(state)))
-
-    def task(self, server_round: int, state: DeviceState) -> Task:
-        """Return the client's task, with its sub-model and the memory cost of that."""
-        level = self.policy.level_of(state)
-        item, own = self.policy.sub_model(level), self.task_config(level).to_values()
-        costs = self.policy.costs({item: self.policy.needed(item)}, state.allowed_bytes)
-        return replace(super().task(server_round, state), own=own, variant=item.variant, costs=costs)
-
-    def fitting_levels(self) -> list[int]:
+    def fitting_levels(self, fleet: ClientResources) -> list[int]:
         """Return the number of each client's ratio in each of the first rounds, without those that have no budget or no data.
 
         If no client fits, it is the smallest ratio's.
         """
-        able = [client for client, member in self.registry.members.items() if member.examples >= MIN_EXAMPLES]
-        states = [state for client in able for state in self.resources.states_of(client)]
-        levels = [(self.policy.level_of(state), state.allowed_bytes) for state in states]
-        fitting = [level for level, allowed in levels if self.policy.needed(self.policy.sub_model(level)) <= allowed]
-        return fitting or [len(self.policy.ratios) - 1]
+        able = [client for client, member in fleet.registry.members.items() if member.examples >= MIN_EXAMPLES]
+        states = [state for client in able for state in fleet.states_of(client)]
+        levels = [(self.cut.level_of(state), state.allowed_bytes) for state in states]
+        fitting = [level for level, allowed in levels if self.cut.needed(self.cut.sub_model(level)) <= allowed]
+        return fitting or [len(self.cut.ratios) - 1]
 
-    def task_config(self, level: int) -> TaskConfig:
-        """Return the strategy's own fields of a task for ratio number `level`."""
-        return HeteroFLTaskConfig(level, self.policy.scaled, self.policy.masked, self.channels)
+    def open(self, current: Round) -> None:
+        """Begin a round. Each entry is averaged over the clients that had it."""
+        current.mean = CoverageMean()
 
-    def ask(
-        self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
-    ) -> dict[int, tuple[Task, DeviceState]]:
-        """Return the tasks, each with the client number that seeds its choice of channels."""
-        asked = super().ask(clients, server_round, arrays)
-        return {c: (replace(task, own=task.own | {"draw": c}), state) for c, (task, state) in asked.items()}
+    def read(self, current: Round, report: ClientReport, metrics: dict[str, Any]) -> Reading:
+        """Read the classes of which the client has examples, if it masks the others."""
+        if self.cut.masked:
+            current.memo[report.client] = classes(metrics.get("classes"), self.cut.blueprint.num_classes)
+        return Reading()
 
-    def select(self, task: Task) -> Select:
-        """Return how a task's channels are chosen."""
-        return selection(task, self.settings.seed)
-
-    def indices(self, task: Task) -> dict[str, Indices]:
-        """Return the indices of the sub-model's arrays in the full ones, by name."""
-        return sub_indices(
-            self.axes, self.full, self.policy.shapes[self.orders_class.of(task).level], self.select(task)
-        )
-
-    def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the arrays of the task's sub-model, cut out of the full model's."""
-        indices = self.indices(task).items()
-        return ArrayRecord({name: Array(take(arrays[name].numpy(), where)) for name, where in indices})
-
-    def untrained(self, task: Task) -> ArrayRecord:
-        """Return the sub-model as it was sent to the client."""
-        return self.travelling(task, self.dispatcher.arrays)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the replies. Each entry is averaged over the clients that had it."""
-        self.coverage, self._classes = CoverageMean(), {}
-        return super().aggregate_train(server_round, replies)
-
-    def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
-        super()._note(report, outcome, metrics)
-        if outcome.status == "ok" and self.policy.masked:
-            self._classes[report.client] = classes(metrics.get("classes"), self.blueprint.num_classes)
-
-    def combine(self, client: int, update: CheckedUpdate) -> None:
+    def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
         """Add a client's sub-model; with the class mask, only those rows of the last layer whose classes the client has."""
-        arrays, indices = dict(update.arrays), self.indices(self._asked[client][0])
-        if (rows := self._classes.get(client)) is not None:
-            for name in filter(arrays.__contains__, self.policy.last_layer):
+        assignment = current.assigned[client].assignment
+        assert isinstance(assignment.sends, Kept)
+        arrays, indices = dict(update.arrays), dict(assignment.sends.indices())
+        if (rows := current.memo.get(client)) is not None:
+            for name in filter(arrays.__contains__, self.cut.last_layer):
                 arrays[name], indices[name] = arrays[name][rows], (np.array(rows), *indices[name][1:])
-        self.coverage.add(arrays, indices, self.full, self.weight(update))
-        level = self.orders_class.of(self._asked[client][0]).level
-        self.state.widest = max(self.state.widest, self.policy.ratios[level])
+        current.mean.add(arrays, indices, self.full, self.weight(update))
+        self.state.widest = max(self.state.widest, self.cut.ratios[assignment.config.level])
 
     def weight(self, update: CheckedUpdate) -> int:
         """Return the weight of an update in the means of its entries."""
         return update.examples if self.settings.heterofl.client_weights == "examples" else 1
 
-    def finish(self) -> ArrayRecord:
-        """Return the new full model."""
-        return updated(self.dispatcher.arrays, self.coverage)
-
-    def details(self) -> dict[str, Any]:
+    def details(self, current: Round) -> dict[str, Any]:
         """Return the width ratio of each client for the round record."""
-        return {"width_ratios": {str(client): task.variant.width for client, (task, _) in self._asked.items()}}
+        return {"width_ratios": {str(client): each.task.variant.width for client, each in current.assigned.items()}}
 
 
 def classes(given: Any, count: int) -> list[int]:

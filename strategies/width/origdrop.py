@@ -6,17 +6,14 @@ that any client trains, as in HeteroFL. In the code of PriSM's authors all other
 as in HeteroFL, the first layer is cut too.
 """
 
+from dataclasses import replace
 from functools import cached_property
 
-from piecework.strategies.width.heterofl import HeteroFL, HeteroFLPolicy
+from piecework.strategies.width.heterofl import HeteroFL, HeteroFLCut
 
 
-class OrigDropPolicy(HeteroFLPolicy):
-    """HeteroFL's policy with PriSM's keep ratios as width ratios."""
-
-    caveat = "as narrow as the largest sub-model"
-    masks = False
-    scales = False
+class OrigDropCut(HeteroFLCut):
+    """HeteroFL's cut with PriSM's keep ratios as width ratios."""
 
     @cached_property
     def ratios(self) -> list[float]:
@@ -28,4 +25,7 @@ class OrigDrop(HeteroFL):
     """Sub-models of the first channels; the largest one is the trained model."""
 
     name = "origdrop"
-    policy_class = OrigDropPolicy
+    can = replace(HeteroFL.can, caveat="as narrow as the largest sub-model")
+    cut_class = OrigDropCut
+    masks = False
+    scales = False

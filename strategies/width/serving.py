@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 class WidestServing(Serving):
     """Serves the widest trained net."""
 
-    strategy: "HeteroFL"
+    method: "HeteroFL"
 
     @property
     def level(self) -> int | None:
         """The number of the ratio whose net is served; None for the full model."""
-        widest = self.strategy.state.widest
-        return None if widest == 1 else self.strategy.policy.ratios.index(widest)
+        widest = self.method.state.widest
+        return None if widest == 1 else self.method.cut.ratios.index(widest)
 
     @property
     def variant(self) -> Variant:
         """The variant of the net that is served."""
-        policy = self.strategy.policy
+        policy = self.method.cut
         return policy.variant if self.level is None else policy.net_variant(self.level)
 
     def arrays(self, trained: ArrayRecord) -> ArrayRecord:
@@ -49,7 +49,7 @@ class WidestServing(Serving):
 
     def device_models(self, server_round: int) -> list[DeviceModel]:
         """Return the net of each ratio that a device trains."""
-        policy, select = self.strategy.policy, self.select(server_round)
+        policy, select = self.method.cut, self.select(server_round)
         fitting = [(policy.level_of(state), state.allowed_bytes) for state in self.device_states()]
         counts = Counter(level for level, allowed in fitting if policy.needed(policy.sub_model(level)) <= allowed)
         return [self._device_model(level, count, select) for level, count in sorted(counts.items())]
@@ -59,7 +59,7 @@ class WidestServing(Serving):
         return ordered
 
     def _device_model(self, level: int, clients: int, select: Select) -> DeviceModel:
-        ratio, policy = self.strategy.policy.ratios[level], self.strategy.policy
+        ratio, policy = self.method.cut.ratios[level], self.method.cut
         name = "all channels" if ratio == 1 else f"{ratio:.4g} of the channels"
         if level == self.level or (ratio == 1 and self.level is None):
             return DeviceModel(name, clients, self.variant, self.arrays)
@@ -67,9 +67,9 @@ class WidestServing(Serving):
 
     def net(self, trained: ArrayRecord, level: int, select: Select = ordered) -> ArrayRecord:
         """Return the net of ratio number `level` as a model of its own: selected channels, with the Scaler in the weights."""
-        strategy, policy = self.strategy, self.strategy.policy
+        method, policy = self.method, self.method.cut
         model = vary(policy.blueprint, policy.net_variant(level))
-        indices = sub_indices(strategy.axes, strategy.full, shapes(model), select)
+        indices = sub_indices(method.axes, method.full, shapes(model), select)
         found = {name: take(trained[name].numpy(), where) for name, where in indices.items()}
         if policy.scaled:
             found |= {name: found[name] / q for name, q in scaled_arrays(model, policy.blueprint).items()}
@@ -79,11 +79,11 @@ class WidestServing(Serving):
 class NestedServing(WidestServing):
     """FjORD's: the norms of a net are its own."""
 
-    strategy: "FjORD"
+    method: "FjORD"
 
     def net(self, trained: ArrayRecord, level: int, select: Select = ordered) -> ArrayRecord:
         """Return the net of ratio number `level` as a model of its own, whose norms are plain ones."""
-        found, policy = super().net(trained, level, select), self.strategy.policy
+        found, policy = super().net(trained, level, select), self.method.cut
         for kind in ("weight", "bias") if policy.separate else ():
             own = own_name(kind, policy.ratios[level])
             for name in [name for name in trained if name.endswith(f".{own}")]:

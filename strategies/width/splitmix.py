@@ -14,7 +14,7 @@ where batch norms follow it.
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -27,23 +27,17 @@ from piecework.models.mix import net_of
 from piecework.models.variant import Variant, vary
 from piecework.models.width import require_narrower
 from piecework.models.work_item import WorkItem
+from piecework.planning.assignment import Assignment, Context
+from piecework.planning.capabilities import Capabilities
+from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part
-from piecework.planning.partition_policy import PartitionPolicy, Stage
-from piecework.strategies.base import PieceStrategy
+from piecework.strategies.method import Method, Round
 from piecework.strategies.serving import DeviceModel, Serving
-from piecework.strategies.state import Experiment
-from piecework.training.messages import Task
 from piecework.training.randomness import generator
 
 
-class SplitMixPolicy(PartitionPolicy):
+class SplitMixCut(Cut):
     """One stage: each device trains as many base nets as fit."""
-
-    moving = True
-
-    adversarial = "optional"
-    adapts = True
-    caveat = "an ensemble of narrow nets"
 
     @property
     def count(self) -> int:
@@ -99,19 +93,15 @@ class SplitMixPolicy(PartitionPolicy):
         """One stage, with the base nets of a device with the smallest budget."""
         return [Stage("training", (self._fitted_part(self.mix(range(self.nets(self.allowed))), self.allowed),))]
 
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the device's base nets. Raises MemoryBudgetExceededError if they do not fit."""
-        return [self.within(self.mix(range(self.nets_of(state))), state)]
-
 
 class SplitMixServing(Serving):
     """Serves the ensemble of all base nets. A device deploys the first of them, as many as it trains in a round."""
 
-    strategy: "SplitMix"
+    method: "SplitMix"
 
     def device_models(self, server_round: int) -> list[DeviceModel]:
         """Return the ensemble of each number of base nets that a device trains."""
-        policy = self.strategy.policy
+        policy = self.method.cut
         fitting = [(policy.nets_of(state), state.allowed_bytes) for state in self.device_states()]
         counts = Counter(n for n, allowed in fitting if policy.needed(policy.mix(range(n))) <= allowed)
         return [
@@ -130,17 +120,30 @@ def counted(nets: int) -> str:
     return f"{nets} base nets" if nets > 1 else "a base net"
 
 
-class SplitMix(PieceStrategy):
+@dataclass(frozen=True)
+class OfNets:
+    """Selects the arrays of some base nets."""
+
+    nets: tuple[int, ...]
+
+    def __call__(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the arrays of the nets, not copied."""
+        return of_nets(arrays, self.nets)
+
+
+class SplitMix(Method):
     """An ensemble of narrow nets; each client trains as many as fit its budget."""
 
     name = "splitmix"
-    policy_class = SplitMixPolicy
-    policy: SplitMixPolicy
+    can = Capabilities(
+        attack="optional", adapts=True, rotates=True, measures=False, caveat="an ensemble of narrow nets"
+    )
+    cut_class = SplitMixCut
+    cut: SplitMixCut
     serving_class = SplitMixServing
-    measures = False
 
-    def __init__(self, experiment: Experiment) -> None:
-        super().__init__(experiment)
+    def require_settings(self) -> None:
+        """Raise ValueError for settings with which a run could not work."""
         for key, value, bad in (
             ("architecture.batch-norm", self.settings.architecture.batch_norm, "local"),
             ("training.init-weights", self.settings.training.init_weights, self.settings.training.init_weights or None),
@@ -150,49 +153,30 @@ class SplitMix(PieceStrategy):
                     f"{key} = {value!r} does not work with splitmix, whose clients train other nets in each round"
                 )
 
-    def min_budget(self, state: DeviceState | None = None) -> int:
-        """Return the bytes of the nets that the fleet's `keep` asks of the device, or else of one net."""
-        nets = range(self.policy.nets_of(state) if state is not None and state.keep is not None else 1)
-        return self.policy.needed(self.policy.mix(nets))
+    def assign(self, ctx: Context) -> Assignment:
+        """Return the client's base nets of the round."""
+        wanted = self.cut.nets_of(ctx.device)
+        # The memory cost does not depend on which nets they are, and a plan has no round.
+        nets = self.nets(ctx, wanted) if ctx.arrays is not None else list(range(wanted))
+        item = self.cut.mix(nets)
+        least = self.cut.min_budget if ctx.device.keep is None else None
+        return self.work(item, variant=item.variant, sends=OfNets(tuple(nets)), least=least)
 
-    def costs_for(self, allowed: int) -> dict[WorkItem, int]:
-        """Return no costs: `ask` adds the cost of the client's own nets."""
-        return {}
+    def nets(self, ctx: Context, wanted: int) -> list[int]:
+        """Return the numbers of the `wanted` base nets that a client trains.
 
-    def ask(
-        self, clients: Iterable[int], server_round: int, arrays: ArrayRecord
-    ) -> dict[int, tuple[Task, DeviceState]]:
-        """Return the tasks, each with its base nets and their memory cost."""
-        asked = {}
-        for place, (client, (task, state)) in enumerate(super().ask(clients, server_round, arrays).items()):
-            nets = self.nets(server_round, place, client, self.policy.nets_of(state))
-            item = self.policy.mix(nets)
-            costs = self.policy.costs({item: self.policy.needed(item)}, state.allowed_bytes)
-            asked[client] = replace(task, variant=item.variant, costs=costs), state
-        return asked
-
-    def nets(self, server_round: int, place: int, client: int, wanted: int) -> list[int]:
-        """Return the numbers of the `wanted` base nets that the client in this `place` of the round trains.
-
-        The first is assigned in turn; the order of the nets is drawn again once all have had a turn. The others are random.
+        The first is assigned in turn, by the client's place in the round. The order of the nets is drawn again once all have
+        had a turn. The others are random.
         """
-        count, seed = self.policy.count, self.settings.seed
-        done = (server_round - 1) * (self.settings.clients_per_round or len(self.registry.members))
-        turn, number = divmod(done + place, count)
+        count, seed = self.cut.count, self.settings.seed
+        done = (ctx.round - 1) * (self.settings.clients_per_round or ctx.clients)
+        turn, number = divmod(done + ctx.place, count)
         first = int(generator(seed, turn, "turns").permutation(count)[number])
-        others = generator(seed, server_round, client, "nets").permutation(
+        others = generator(seed, ctx.round, ctx.client, "nets").permutation(
             [net for net in range(count) if net != first]
         )
         return sorted([first, *(int(net) for net in others[: wanted - 1])])
 
-    def travelling(self, task: Task, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the arrays of the task's nets."""
-        return of_nets(arrays, task.variant.nets)
-
-    def untrained(self, task: Task) -> ArrayRecord:
-        """Return the nets as they were sent to the client."""
-        return self.travelling(task, self.dispatcher.arrays)
-
-    def details(self) -> dict[str, Any]:
+    def details(self, current: Round) -> dict[str, Any]:
         """Return the numbers of each client's nets for the round record."""
-        return {"nets": {str(client): list(task.variant.nets) for client, (task, _) in self._asked.items()}}
+        return {"nets": {str(client): list(each.task.variant.nets) for client, each in current.assigned.items()}}

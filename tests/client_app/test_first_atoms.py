@@ -30,7 +30,7 @@ from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
 from piecework.models.zoo import MODELS, build_blueprint, usual_input
 from piecework.planning.costs import cost_model_for
-from piecework.strategies import find_policy
+from piecework.strategies import find_method
 from piecework.training.examples import training_examples
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.messages import Task, TaskConfig
@@ -82,7 +82,7 @@ def policy_of(strategy: str, name: str) -> Any:
         strategy=strategy, model=name, training__batch_size=BATCH, architecture__batch_norm="running", attack__steps=1
     )
     cost_model = cost_model_for(settings, blueprint_of(name), 1 if strategy == "fedprophet" else 0)
-    return find_policy(strategy)(blueprint_of(name), cost_model, settings)
+    return find_method(strategy).make_cut(blueprint_of(name), cost_model, settings)
 
 
 @cache
@@ -187,9 +187,9 @@ def test_first_atoms_that_must_be_trained(tmp_path: Path, name: str) -> None:
         assert (caught.value.needed, caught.value.allowed) == (10**6, allowed)
     needed = policy.min_budget()
     assert needed == max(policy.needed(policy.item((0,))), policy.needed(policy.item((last,))))
-    assert policy.work(0, state(needed), 1.0)
+    assert policy.method(policy).parts(0, state(needed), 1.0)
     with pytest.raises(AtomTooLargeError):
-        policy.work(0, state(needed - 1), 1.0)
+        policy.method(policy).parts(0, state(needed - 1), 1.0)
 
 
 def test_behind_stored_features_under_attack(tmp_path: Path) -> None:
@@ -250,9 +250,14 @@ def test_a_run_whose_devices_leave_out_the_first_atoms(tmp_path: Path) -> None:
     }
     blueprint = build_blueprint("vgg11", num_classes=10, input_shape=(1, 32, 32), width=0.1, batch_norm="batch")
     settings = tiny_settings(**model)
-    policy = find_policy("fedepth")(blueprint, cost_model_for(settings, blueprint), settings)
+    policy = find_method("fedepth").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
     rich, poor = policy.needed(policy.item((0,))), policy.needed(policy.item((2,)))
-    assert [part.atoms for part in policy.work(0, state(poor), 1.0)] == [(2,), (4,), (5, 6), (7,)]
+    assert [part.atoms for part in find_method("fedepth")(policy).parts(0, state(poor), 1.0)] == [
+        (2,),
+        (4,),
+        (5, 6),
+        (7,),
+    ]
     fleet = fleet_json(rich=rich, poor=poor)
     run = run_local(tmp_path, fleet=fleet, dataset="digits32", clients=8, clients_per_round=4, **model)
     clients = clients_of(run)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from piecework.device_profiles.fleet import load_fleet
 from piecework.models.zoo import MODELS
 from piecework.server_app.records import RunDir
 from piecework.strategies import STRATEGIES
-from piecework.strategies.whole.fedavg import FedAvgPolicy
+from piecework.strategies.whole.fedavg import FedAvg
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -209,7 +210,9 @@ def test_a_strategy_of_ones_own_does_what_the_settings_ask(
         assert losses["fedprox", adversarial] == losses["fedavg", adversarial]
         assert flops["fedprox", adversarial] == flops["fedavg", adversarial]
     assert losses["fedprox", True] > losses["fedprox", False]
-    monkeypatch.setattr(FedAvgPolicy, "adversarial", "always")  # a system that does nothing else need not say more
+    monkeypatch.setattr(
+        FedAvg, "can", replace(FedAvg.can, attack="always")
+    )  # a system that does nothing else need not say more
     always = run_local(tmp_path / "always", strategy="fedprox", **asked)
     assert [record["train_loss"] for record in always.rounds()] == losses["fedavg", True]
     assert [client["flops"] for client in clients_of(always)] == flops["fedavg", True]

@@ -121,7 +121,7 @@ def test_own_data_are_found_by_the_files_name_wherever_the_folders_lie(tmp_path:
     assert str(few_digits().parent) not in (tmp_path / "data" / "server" / "meta.json").read_text()
     named = {"dataset": "npz:few-digits.npz", "data-dir": str(tmp_path / "data" / "server")}
     settings = settings_from("", ["data.partition=iid"], nodes=3, named=named)
-    assert len(preflight(settings)[2].test_labels) == 100
+    assert len(preflight(settings)[1].test_labels) == 100
     assert data_shape(settings) == ((1, 8, 8), 10, 210)
     simulated = run_local(tmp_path / "one", **TRIO | {"data.partition": "iid", "dataset": FEW})
     changes = {"data.partition": "iid", "dataset": "npz:few-digits.npz"}
@@ -256,4 +256,4 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "719" in done.stdout
     # the environment's folder is where the server looks
     monkeypatch.setenv("PIECEWORK_DATA", str(tmp_path / "data" / "server"))
-    assert len(preflight(settings_from("", ["data.partition=iid"], nodes=2))[2].test_labels) == 359
+    assert len(preflight(settings_from("", ["data.partition=iid"], nodes=2))[1].test_labels) == 359

@@ -9,10 +9,10 @@ from benchmarks.tables.__main__ import TABLES, document
 from benchmarks.tables.shared import MIB, asked, beside, full_bytes, participation, policy_for
 from piecework.models.basic_layers import blocks_of
 from piecework.models.low_rank import low_rank
+from piecework.planning.cut import label
 from piecework.planning.paper_memory.fedprophet import macs
 from piecework.planning.paper_memory.profl import AUTHORS_MB, BLOCK1
 from piecework.planning.part import whole_model
-from piecework.planning.partition_policy import label
 from piecework.plans.plan import make_plan
 
 

@@ -16,11 +16,13 @@ from piecework.commands.presets import header, preset_rows
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.memory import StepCost
 from piecework.planning.costs import CostModel, cost_model_for
+from piecework.planning.cut import trains_adversarially
 from piecework.planning.part import Part
 from piecework.plans.plan import make_plan
 from piecework.plans.question import PlanQuestion, ask
-from piecework.strategies import find_policy, find_strategy
-from piecework.training.settings import Scalar, Settings
+from piecework.strategies import find_method
+from piecework.strategies.cascade.fedprophet import FedProphet
+from piecework.training.settings import Scalar, Settings, learning_rate
 from piecework.training.setup import blueprint_of_shape
 
 NAMES = [row["preset"] for row in preset_rows()]
@@ -59,7 +61,7 @@ def cost_model(step: tuple[tuple[str, Scalar], ...], shape: tuple[int, ...], cla
     """That of all plans of a system with this model and step, whatever the fleet."""
     settings = Settings.from_run_config(dict(step))
     reference = blueprint_of_shape(settings.changed({"architecture.width": 1.0}), shape, classes)
-    steps = settings.attack.steps if find_policy(settings.strategy).attacks(settings) else 0
+    steps = settings.attack.steps if trains_adversarially(find_method(settings.strategy).can, settings) else 0
     return cost_model_for(settings, reference, steps)
 
 
@@ -80,8 +82,10 @@ def rates(settings: Settings, stage: int, rounds: int) -> tuple[float, float]:
     """The rates of a stage's first and last round, by the strategy's own method, if every stage has `rounds` rounds."""
     found = []
     for done in (0, rounds - 1):
-        running = SimpleNamespace(settings=settings, state=SimpleNamespace(stage_round=done))
-        found.append(find_strategy(settings.strategy).rate(running, stage * rounds + done + 1))  # type: ignore[arg-type]
+        number, method = stage * rounds + done + 1, find_method(settings.strategy)
+        running: Any = SimpleNamespace(settings=settings, state=SimpleNamespace(stage_round=done))
+        staged = issubclass(method, FedProphet)
+        found.append(method.rate(running, number) if staged else learning_rate(settings, number))
     return found[0], found[1]
 
 

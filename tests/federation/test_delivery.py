@@ -24,7 +24,7 @@ from piecework.strategies import STRATEGIES
 from piecework.training.answers import Outcome
 from piecework.training.messages import content_bytes
 
-SETTINGS: dict[str, Any] = {**TRIO, "strategy": "tail"}
+SETTINGS: dict[str, Any] = {**TRIO, "strategy": "tail", "faults__allow_untrained": True}
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from piecework.federation.aggregation import WeightedMean
 from piecework.server_app.local_grid import FIRST_NODE
 from piecework.server_app.records import RunDir
 from piecework.server_app.used_settings import require_used
-from piecework.strategies import STRATEGIES, find_strategy
+from piecework.strategies import STRATEGIES, find_method
 from piecework.strategies.late_answers import added, changed, discount
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.settings.shared import AVERAGED
@@ -130,7 +130,7 @@ def test_a_strategy_that_trains_pieces_accepts_late_answers(tmp_path: Path) -> N
 
 
 def test_only_strategies_that_average_what_was_trained_of_one_model_accept_them() -> None:
-    assert {name for name in STRATEGIES if find_strategy(name).accepts_late} == set(AVERAGED)
+    assert {name for name in STRATEGIES if find_method(name).can.late} == set(AVERAGED)
     refused = Settings.from_run_config({"strategy": "heterofl", "faults.accept-late": 2})
     with pytest.raises(
         SettingsError, match=r"faults\.accept-late = 2 has no effect here: it belongs to strategy.*fedavg"

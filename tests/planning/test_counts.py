@@ -12,7 +12,7 @@ from piecework.models.masked import masked
 from piecework.models.zoo import build_blueprint
 from piecework.planning.costs import cost_model_for
 from piecework.planning.counts import bits, dense_flops, entries, sparse_flops
-from piecework.strategies import find_policy
+from piecework.strategies import find_method
 from piecework.training.setup import blueprint_for, open_dataset
 
 
@@ -85,5 +85,5 @@ def test_rules_count_as_real_runs_do(model: str, shape: tuple[int, ...], sparse:
     classes = 100 if model == "resnet18-preact" else 10
     blueprint = build_blueprint(model, num_classes=classes, input_shape=shape, batch_norm="running")
     for strategy, values in (("spafl", sparse), ("fedavg", dense), ("heterofl", dense / 2)):
-        policy = find_policy(strategy)(blueprint, cost_model_for(settings, blueprint), settings)
+        policy = find_method(strategy).make_cut(blueprint, cost_model_for(settings, blueprint), settings)
         assert policy.values(list(policy.stages[0].parts)) == (values, values)

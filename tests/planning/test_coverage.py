@@ -17,14 +17,22 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import initial_state
 from piecework.models.zoo import build_blueprint
 from piecework.planning.costs import CostModel
-from piecework.planning.coverage import Trainer, consecutive, coverage, coverage_sentence, judged, trained_rows
-from piecework.plans.plan import policy_for, trainers
+from piecework.planning.coverage import (
+    Trainer,
+    consecutive,
+    coverage,
+    coverage_sentence,
+    in_model,
+    judged,
+    trained_rows,
+)
+from piecework.plans.plan import planner_for, trainers
 from piecework.plans.question import ask
 from piecework.report.display import summary_table
 from piecework.report.run_page import write_report
 from piecework.server_app.start import describe_coverage
-from piecework.strategies import find_policy
-from piecework.strategies.width.heterofl import HeteroFLPolicy
+from piecework.strategies import find_method
+from piecework.strategies.width.heterofl import HeteroFLCut
 from piecework.training.settings import SettingsError, check_resume
 
 # One step of conv2 alone takes 869,120 bytes with batches of 32, the dearest of all; conv5 takes 802,688.
@@ -35,7 +43,7 @@ CONV = {"training__batch_size": 32, "architecture__batch_norm": "batch"}
 def found_for(fleet: str, **changes: Any) -> dict[str, Any]:
     """What a plan says."""
     settings = tiny_settings(**{"clients": 4, "fleet": fleet} | CONV | changes)
-    policy, states = policy_for(load_fleet(settings.fleet), settings, ask(settings))
+    policy, states = planner_for(load_fleet(settings.fleet), settings, ask(settings))
     return describe_coverage(policy, trainers(states, settings))
 
 
@@ -48,7 +56,7 @@ def by_part(found: dict[str, Any]) -> dict[str, int]:
 
 def test_coverage_by_hand() -> None:
     settings = tiny_settings(clients=4, fleet=fleet_json(large=LARGE, small=SMALL), **CONV)
-    policy, states = policy_for(load_fleet(settings.fleet), settings, ask(settings))
+    policy, states = planner_for(load_fleet(settings.fleet), settings, ask(settings))
     (of_clients,) = states[:1]
     rows = coverage(policy, {n: Trainer(state, 10 * (n + 1)) for n, state in enumerate(of_clients)})
     everyone = {"devices": ["large", "small"], "clients": 4, "fraction": 1.0, "channels": 1.0}
@@ -106,7 +114,7 @@ def test_that_no_client_can_train_anything_is_a_warning() -> None:
 
 def test_clients_without_two_examples_are_an_error() -> None:
     settings = tiny_settings(clients=4, fleet=fleet_json(large=2.2))
-    policy, _ = policy_for(load_fleet(settings.fleet), settings, ask(settings))
+    policy, _ = planner_for(load_fleet(settings.fleet), settings, ask(settings))
     found = describe_coverage(policy, {})
     assert (found["level"], found["says"]) == (
         "error",
@@ -116,10 +124,11 @@ def test_clients_without_two_examples_are_an_error() -> None:
 
 def test_a_network_sub_problem_trains_its_block_the_first_atom_and_the_head() -> None:
     settings = tiny_settings(clients=4, fleet=fleet_json(large=2.2), fedepth__sub_problem="network")
-    policy, _ = policy_for(load_fleet(settings.fleet), settings, ask(settings))
+    planner, _ = planner_for(load_fleet(settings.fleet), settings, ask(settings))
+    policy = planner.cut
     piece = policy.part(policy.item((2, 3)))
     assert piece.whole
-    assert policy.covered(piece) == ["atoms.0", "atoms.2", "atoms.3", "head"]
+    assert in_model(policy, piece) == ["atoms.0", "atoms.2", "atoms.3", "head"]
     assert policy.excluded([piece]) == ["conv2", "conv5"]
 
 
@@ -162,12 +171,12 @@ def test_who_trains_the_first_channels_makes_a_narrow_network(
 ) -> None:
     model = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="batch")
     settings = tiny_settings(strategy=strategy, prism__keep_ratios="1,0.4", **changes)
-    policy = find_policy(strategy)(model, CostModel(a_training_config(32), None, model), settings)
-    assert isinstance(policy, HeteroFLPolicy)
-    found = policy.channels(policy.part(policy.sub_model(1)))
+    policy = find_method(strategy).make_cut(model, CostModel(a_training_config(32), None, model), settings)
+    assert isinstance(policy, HeteroFLCut)
+    found = policy.part(policy.sub_model(1)).channels
     assert found == pytest.approx(channels)
     rows = [{"part": "conv1", "devices": ["small"], "clients": 4, "fraction": 1.0, "channels": found}]
-    says = judged(policy, rows, {0: Trainer(DeviceState("small", 1, 1.0, 1.0, 1.0), 10)}).says
+    says = judged(policy.method(policy), rows, {0: Trainer(DeviceState("small", 1, 1.0, 1.0, 1.0), 10)}).says
     narrow = "the model that is evaluated and saved has no others"
     if strategy == "prism":
         narrow = "the others are 0 in the model that is evaluated and saved, which is a narrow network"
@@ -189,7 +198,7 @@ def test_a_server_that_distils(ratio: float, clients: int, level: str) -> None:
 
 def test_who_trains_nothing_of_the_servers_model_is_a_note() -> None:
     settings = settings_from("robust-fmnist-fedet", [])
-    policy, states = policy_for(load_fleet(settings.fleet), settings, ask(settings))
+    policy, states = planner_for(load_fleet(settings.fleet), settings, ask(settings))
     found = describe_coverage(policy, trainers(states, settings))
     assert (found["level"], found["says"]) == (
         "note",
@@ -201,7 +210,7 @@ def test_who_trains_nothing_of_the_servers_model_is_a_note() -> None:
 @pytest.mark.parametrize("preset", ["fedepth-cifar10-authors", "fedepth-cifar10-fair"])
 def test_presets_train_every_part(preset: str) -> None:
     settings = settings_from(preset, [])
-    policy, states = policy_for(load_fleet(settings.fleet), settings, ask(settings))
+    policy, states = planner_for(load_fleet(settings.fleet), settings, ask(settings))
     found = describe_coverage(policy, trainers(states, settings))
     assert found["level"] == ""
     assert all(row["clients"] == found["clients"] for row in found["parts"])

@@ -7,7 +7,7 @@ from piecework.device_profiles.clock import task_seconds
 from piecework.device_profiles.profile import DeviceState
 from piecework.planning.costs import cost_model_for
 from piecework.planning.timing import batches_of, local_work, swapped_seconds, work_flops, work_seconds
-from piecework.strategies import find_policy
+from piecework.strategies import find_method
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_seconds_by_hand() -> None:
     """Two pieces on 40 and on 20 examples, of which half the FLOPs are executed."""
     settings = tiny_settings(training__batch_size=32, training__local_epochs=1)
     blueprint = a_blueprint()
-    policy = find_policy("fedepth")(blueprint, cost_model_for(settings, blueprint), settings)
+    policy = find_method("fedepth").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
     parts = [policy.part(policy.item(atoms)) for atoms in ((0, 1, 2), (3, 4))]
     state = DeviceState("board", 10**9, 1e9, 1e6, 1e7, disk_latency=0.25)
     flops, flops2 = (policy.cost_model.traced(part).flops for part in parts)
@@ -49,7 +49,7 @@ def test_swapping_takes_what_the_clock_of_batches_says() -> None:
     """64 examples are two batches, each of which goes to the disk and back: the device has next to no memory."""
     settings = tiny_settings(training__batch_size=32, training__local_epochs=1, strategy="fedavg")
     blueprint = a_blueprint()
-    policy = find_policy("fedavg")(blueprint, cost_model_for(settings, blueprint), settings)
+    policy = find_method("fedavg").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
     state, (part,) = DeviceState("board", 100_000, 1e9, 1e6, 1e7), policy.stages[0].parts
     batch = policy.cost_model.batch(part, 32)
     assert batch.training_bytes > state.budget_bytes

@@ -33,7 +33,7 @@ from piecework.models.work_item import WorkItem
 from piecework.server_app import rounds
 from piecework.server_app.local_grid import FIRST_NODE, LocalGrid
 from piecework.server_app.records import RunDir
-from piecework.strategies.base import PieceStrategy
+from piecework.strategies.server import MethodServer
 from piecework.training.answers import Outcome
 from piecework.training.parcels import pack
 
@@ -207,7 +207,7 @@ class TamperingGrid(RecordingGrid):
 
 
 @pytest.fixture(scope="module")
-def a_round(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], tuple[PieceStrategy, list[Message]]]]:
+def a_round(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], tuple[MethodServer, list[Message]]]]:
     """A strategy that has asked three clients, and their true answers, again with every call."""
     folder = tmp_path_factory.mktemp("a-round")
     settings = tiny_settings(strategy="fedavg", output_dir=str(folder), **TRIO | {"dataset": f"npz:{few_digits()}"})
@@ -222,9 +222,9 @@ def a_round(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], t
 
         answers = pickle.dumps(list(grid.send_and_receive(ask())))
 
-        def again() -> tuple[PieceStrategy, list[Message]]:
+        def again() -> tuple[MethodServer, list[Message]]:
             ask()
-            run.strategy.state = type(run.strategy.state)()
+            run.strategy.method.state = type(run.strategy.method.state)()
             return run.strategy, pickle.loads(answers)
 
         yield again
@@ -236,7 +236,7 @@ def test_a_bad_update_is_dropped_with_its_reason(a_round: Any, kind: str) -> Non
     strategy, replies = a_round()
     first, _, third = pickle.loads(pickle.dumps(replies))
     arrays, metrics = strategy.aggregate_train(1, iter([replies[0], tamper(replies[1]), replies[2]]))
-    reports = list(strategy.reports.values())
+    reports = list(strategy.round.reports.values())
     assert [report.status for report in reports] == ["ok", "rejected", "ok"]
     assert reason in reports[1].reason
     for name, array in numpy_of(arrays).items():
@@ -250,7 +250,7 @@ def test_nobody_trained_where_all_are_dropped(a_round: Any) -> None:
     strategy, replies = a_round()
     nan = put(W, lambda a: poisoned(a, np.nan))
     assert strategy.aggregate_train(1, iter([nan(reply) for reply in replies])) == (None, None)
-    assert strategy.state.norms == {}
+    assert strategy.method.state.norms == {}
 
 
 @pytest.mark.parametrize(

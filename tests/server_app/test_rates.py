@@ -145,6 +145,6 @@ def test_the_rounds_to_come_of_a_cascade(restart: bool, last: int, places: list[
 def test_the_rounds_to_come_of_progressive_training() -> None:
     """Legs of at most 3, 2 and 4 rounds; one of the second is over."""
     strategy: Any = object.__new__(ProFL)
-    strategy.state = SimpleNamespace(phase=1, phase_round=1, maximum=[3, 2, 4])
-    assert [place for _, place in strategy.schedule(5, 99)] == [5, 6, 7, 8, 9]
-    assert [place for _, place in strategy.schedule(5, 6)] == [5, 6]
+    strategy.method.state = SimpleNamespace(phase=1, phase_round=1, maximum=[3, 2, 4])
+    assert [place for _, place in strategy.method.schedule(5, 99)] == [5, 6, 7, 8, 9]
+    assert [place for _, place in strategy.method.schedule(5, 6)] == [5, 6]

@@ -11,11 +11,11 @@ from helpers import TRIO, a_blueprint, a_client, fleet_json, run_local, tiny_set
 from piecework.client_app.validation import evaluate_whole
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.planning.costs import cost_model_for
+from piecework.planning.cut import Cut
 from piecework.planning.evaluation_cost import chosen, evaluation_steps, sizes
-from piecework.planning.partition_policy import PartitionPolicy
 from piecework.plans.plan_evaluation import evaluation_row, evaluation_warning, needed_to_evaluate
 from piecework.server_app.records import RunDir
-from piecework.strategies import STRATEGIES, find_policy
+from piecework.strategies import STRATEGIES, find_method
 from piecework.strategies.client_evaluation import ClientEvaluation
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.messages import Task
@@ -108,7 +108,7 @@ def test_one_byte_less_is_refused(tmp_path: Path) -> None:
     """The smallest step computes one example at once; a client that may use just its bytes evaluates."""
     settings = tiny_settings(strategy="fedavg", architecture__batch_norm="running")
     model = a_blueprint(batch_norm="running")
-    policy = find_policy("fedavg")(model, cost_model_for(settings, model), settings)
+    policy = find_method("fedavg").make_cut(model, cost_model_for(settings, model), settings)
     (least,) = evaluation_steps(policy, model, tuple(range(5)), "head", 0, 22)
     assert least.examples == 1
     assert evaluation_steps(policy, model, tuple(range(5)), "head", least.bytes, 22) == [least]
@@ -151,7 +151,7 @@ def test_batches_are_cut_where_results_do_not_depend_on_it(norm: str, fit: str, 
     """Where batch norms use the statistics of the examples computed together, only `memory.fit` cuts batches."""
     settings = tiny_settings(strategy="fedavg", architecture__batch_norm=norm, memory__fit=fit)
     model = a_blueprint(batch_norm="batch" if norm == "measured" else norm)
-    policy = find_policy("fedavg")(model, cost_model_for(settings, model), settings)
+    policy = find_method("fedavg").make_cut(model, cost_model_for(settings, model), settings)
     costs = {16: 900, 11: 800, 5: 500, 3: 400, 2: 300, 1: 200}
 
     def found(allowed: int, examples: int = 11) -> EvaluationStep:
@@ -187,16 +187,20 @@ def test_a_step_that_fits_is_chosen() -> None:
 def test_a_plan_says_who_trains_but_cannot_evaluate(strategy: str) -> None:
     settings = tiny_settings(strategy=strategy, architecture__batch_norm="batch", evaluation__on_clients_every=1)
     model = a_blueprint()
-    policy = find_policy(strategy)(model, cost_model_for(settings, model, 1), settings).with_smallest(600_000)
+    policy = find_method(strategy).make_cut(model, cost_model_for(settings, model, 1), settings).with_smallest(600_000)
     needed = needed_to_evaluate(policy, 20)
     assert evaluation_row(policy, {0: needed, 1: 10**9}, 20) is None
     found = evaluation_row(policy, {0: needed - 1, 1: needed - 2, 2: needed}, 20)
     assert found == {"clients": 2, "of": 3, "needed": needed, "least": needed - 2}
     assert "2 of 3 clients that train have no memory to evaluate the model" in evaluation_warning(found)
-    assert evaluation_row(policy, {}, 20) is evaluation_row(find_policy("fedavg")(*vars_of(policy)), {0: 1}, 20) is None
+    assert (
+        evaluation_row(policy, {}, 20)
+        is evaluation_row(find_method("fedavg").make_cut(*vars_of(policy)), {0: 1}, 20)
+        is None
+    )
 
 
-def vars_of(policy: PartitionPolicy) -> tuple[Any, ...]:
+def vars_of(policy: Cut) -> tuple[Any, ...]:
     """What another policy is made of."""
     return policy.blueprint, policy.cost_model, policy.settings
 
@@ -204,7 +208,7 @@ def vars_of(policy: PartitionPolicy) -> tuple[Any, ...]:
 def test_a_client_that_measures_its_memory_gets_the_smallest_step_too() -> None:
     settings = tiny_settings(strategy="fedavg", **RUNNING)
     model, member = a_blueprint(batch_norm="running"), SimpleNamespace(validation=22, test=0)
-    policy = find_policy("fedavg")(model, cost_model_for(settings, model), settings)
+    policy = find_method("fedavg").make_cut(model, cost_model_for(settings, model), settings)
     registry = SimpleNamespace(members={0: member, 1: member}, auto=[1])
     evaluation = ClientEvaluation(cast(Any, SimpleNamespace(policy=policy, settings=settings, registry=registry)))
     task = Task("e", 1, 0, "fedavg", 10**9, 10**9, 0.1, "")

@@ -22,7 +22,7 @@ from piecework.models.zoo import MODELS, build_blueprint
 from piecework.planning.costs import cost_model_for
 from piecework.plans.plan import make_plan
 from piecework.plans.question import PlanQuestion, ask
-from piecework.strategies.cascade.depthfl import DepthFLPolicy
+from piecework.strategies.cascade.depthfl import DepthFL, DepthFLCut
 from piecework.training.examples import normalised
 from piecework.training.settings import Settings
 
@@ -214,7 +214,7 @@ def test_two_classes_of_one_logit() -> None:
 def test_the_papers_memory_counts_no_classifiers(depth: int, megabytes: int) -> None:
     resnet = build_blueprint("resnet18", num_classes=10, input_shape=(3, 32, 32))
     settings = settings_with(model="resnet18", memory__model="profl", training__batch_size=64)
-    policy = DepthFLPolicy(resnet, cost_model_for(settings, resnet), settings)
+    policy = DepthFLCut(resnet, cost_model_for(settings, resnet), settings, method=DepthFL)
     assert policy.bytes(policy.depth(depth)) == megabytes * 10**6
 
 

@@ -7,9 +7,9 @@ from piecework.commands.options import settings_from
 from piecework.device_profiles.fleet import load_fleet
 from piecework.models.partition import runs
 from piecework.models.work_item import WorkItem
-from piecework.plans.plan import policy_for
+from piecework.plans.plan import planner_for
 from piecework.plans.question import ask
-from piecework.strategies.cascade.fedepth import FeDepthPolicy
+from piecework.strategies.cascade.fedepth import FeDepthCut
 
 SIXTH, THIRD, HALF, ONE = "0-1 | 2 | 3 | 4 | 5-6 | 7-9", "0-2 | 3-4 | 5-9", "0-3 | 4-9", "0-9"
 EIGHTH = "0,4 | 5 | 6 | 7-8 | 9"  # Lack: the first blocks are left out
@@ -23,8 +23,9 @@ def read(item: WorkItem) -> str:
 
 def planned(preset: str, *sets: str) -> list[str]:
     settings = settings_from(preset, [*sets])
-    policy, (states, *_) = policy_for(load_fleet(settings.fleet), settings, ask(settings))
-    assert isinstance(policy, FeDepthPolicy)
+    planner, (states, *_) = planner_for(load_fleet(settings.fleet), settings, ask(settings))
+    policy = planner.cut
+    assert isinstance(policy, FeDepthCut)
     allowed = {state.device: state.allowed_bytes for state in states}
     return [" | ".join(map(read, policy.items(bytes, policy.needed))) for bytes in allowed.values()]
 

@@ -24,7 +24,7 @@ from piecework.models.cascade import unit_of
 from piecework.models.zoo import build_blueprint
 from piecework.planning.costs import cost_model_for
 from piecework.planning.part import whole_model
-from piecework.strategies.cascade.fedepth import FeDepthPolicy
+from piecework.strategies.cascade.fedepth import FeDepth, FeDepthCut
 
 # A transformer of 6 encoders on digits, narrow enough for seconds.
 SMALL: dict[str, Any] = TRIO | {
@@ -54,10 +54,10 @@ def fleet(**shares: float) -> str:
 
 
 @cache
-def policy_of(shape: tuple[int, int, int], patch: int) -> FeDepthPolicy:
+def policy_of(shape: tuple[int, int, int], patch: int) -> FeDepthCut:
     settings = settings_with(strategy="fedepth", model="vit", training__batch_size=32, fedepth__mutual_models=1)
     blueprint = build_blueprint("vit", num_classes=10, input_shape=shape, patch=patch)
-    return FeDepthPolicy(blueprint, cost_model_for(settings, blueprint), settings)
+    return FeDepthCut(blueprint, cost_model_for(settings, blueprint), settings, method=FeDepth)
 
 
 @pytest.mark.parametrize(("shape", "patch"), [((1, 28, 28), 7), ((3, 224, 224), 16)])

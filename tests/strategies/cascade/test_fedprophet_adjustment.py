@@ -14,6 +14,7 @@ from settings_helpers import key_of, settings_with
 
 from piecework.strategies.cascade.fedprophet import FedProphet
 from piecework.strategies.cascade.fedprophet_adjustment import BestRound, FedProphetState, FixedModule, adjusted_alpha
+from piecework.strategies.method import Round
 
 # ---- on its boundaries
 
@@ -121,8 +122,8 @@ def told(clean: float, adversarial: float) -> MetricRecord:
 def second_stage(tmp_path: Path) -> Iterator[Callable[..., list[FedProphetState]]]:
     """The state after each round of a second stage in which clients tell these accuracies; C* / A* = 2."""
     with a_run(tmp_path) as run:
-        strategy = run.strategy
-        assert isinstance(strategy, FedProphet)
+        method = run.strategy.method
+        assert isinstance(method, FedProphet)
 
         def states(accuracies: list[tuple[float, float]], stage: int = 1, **settings: Any) -> list[FedProphetState]:
             changes = {
@@ -130,8 +131,8 @@ def second_stage(tmp_path: Path) -> Iterator[Callable[..., list[FedProphetState]
                 "fedprophet__stage_patience": 0,
                 "fedprophet__apa_bound": "none",
             } | settings
-            strategy.settings = run.settings.changed({key_of(name): value for name, value in changes.items()})
-            strategy.state = FedProphetState(
+            method.settings = run.settings.changed({key_of(name): value for name, value in changes.items()})
+            method.state = FedProphetState(
                 r_min=1,
                 stage_rounds=99,
                 stage=stage,
@@ -143,8 +144,8 @@ def second_stage(tmp_path: Path) -> Iterator[Callable[..., list[FedProphetState]
             )
             found = []
             for number, accuracy in enumerate(accuracies, start=10):
-                strategy.conclude(number, run.arrays, told(*accuracy))
-                found.append(replace(strategy.state))
+                method.conclude(Round(number, run.arrays, evaluation=told(*accuracy)), run.arrays)
+                found.append(replace(method.state))
             return found
 
         yield states

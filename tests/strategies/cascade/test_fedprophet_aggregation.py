@@ -14,7 +14,9 @@ from helpers import arrays_of, average, changing, examples_of, numpy_of
 from piecework.models.cascade import unit_of
 from piecework.server_app.rounds import Run
 from piecework.strategies.cascade.fedprophet import FedProphet
-from piecework.strategies.cascade.fedprophet_adjustment import FixedModule
+from piecework.strategies.cascade.fedprophet_adjustment import FedProphetState, FixedModule
+from piecework.strategies.query import aggregate_query, configure_query
+from piecework.strategies.server import MethodServer
 from piecework.training.answers import Outcome
 
 
@@ -25,18 +27,18 @@ class Answers:
     run: Run
     replies: dict[str, bytes]
 
-    def ask(self, what: str) -> tuple[FedProphet, list[Message]]:
+    def ask(self, what: str) -> tuple[MethodServer, list[Message]]:
         """The strategy, having asked again, and copies of the true answers to `first`, `query` or `second`."""
         run, strategy = self.run, self.run.strategy
-        assert isinstance(strategy, FedProphet)
-        strategy.state = strategy.state_class(r_min=370_000, stage_rounds=9)
+        assert isinstance(strategy.method, FedProphet)
+        strategy.method.state = strategy.method.state_class(r_min=370_000, stage_rounds=9)
         server_round = 1 if what == "first" else 2
         if server_round == 2:
-            strategy.state.stage, strategy.state.alpha = 1, 0.3
-            strategy.state.fixed = FixedModule(clean=0.5, adversarial=0.25, epsilon=0.0, nonnegative=False)
-            strategy.state.distance = None if what == "query" else 2.0
+            state_of(strategy).stage, state_of(strategy).alpha = 1, 0.3
+            state_of(strategy).fixed = FixedModule(clean=0.5, adversarial=0.25, epsilon=0.0, nonnegative=False)
+            state_of(strategy).distance = None if what == "query" else 2.0
         if what == "query":
-            messages = strategy.configure_query(server_round, run.arrays, run.grid)
+            messages = configure_query(strategy, server_round, run.arrays, run.grid)
             assert messages is not None
         else:
             messages = strategy.configure_train(server_round, run.arrays, ConfigRecord(), run.grid)
@@ -53,10 +55,15 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
         yield Answers(run, {})
 
 
-def aggregated(strategy: FedProphet, replies: list[Message]) -> ArrayRecord:
+def state_of(strategy: MethodServer) -> FedProphetState:
+    assert isinstance(strategy.method, FedProphet)
+    return strategy.method.state
+
+
+def aggregated(strategy: MethodServer, replies: list[Message]) -> ArrayRecord:
     copies = pickle.loads(pickle.dumps(replies))
     arrays, _ = strategy.aggregate_train(1, iter(copies))
-    assert [report.status for report in strategy.reports.values() if report.status != "timeout"] == ["ok"] * len(
+    assert [report.status for report in strategy.round.reports.values() if report.status != "timeout"] == ["ok"] * len(
         replies
     )
     assert arrays is not None
@@ -88,7 +95,7 @@ def by_unit(record: ArrayRecord) -> dict[str, list[str]]:
 def test_partial_average(answers: Answers, what: str, pieces: list[list[int]], trained: dict[str, int]) -> None:
     strategy, replies = answers.ask(what)
     old, new = answers.run.arrays, aggregated(strategy, replies)
-    assert [report.pieces for report in strategy.reports.values()] == [[piece] for piece in pieces]
+    assert [report.pieces for report in strategy.round.reports.values()] == [[piece] for piece in pieces]
     weights = [examples_of(reply) for reply in replies]
     assert len(set(weights)) == 3  # so that a mean without weights would be another
     assert list(new) == list(old)
@@ -145,8 +152,8 @@ def test_a_unit_that_was_not_assigned_is_not_taken(answers: Answers) -> None:
         with changing(replies[0]) as arrays:
             arrays[name] = answers.run.arrays[name]
         arrays, _ = strategy.aggregate_train(1, iter(replies))
-        assert strategy.reports[0].status == "rejected"
-        assert strategy.reports[0].reason == f"array {name!r} was not sent for training"
+        assert strategy.round.reports[0].status == "rejected"
+        assert strategy.round.reports[0].reason == f"array {name!r} was not sent for training"
         assert arrays is not None
 
 
@@ -166,27 +173,27 @@ def test_a_survey_of_all_clients(answers: Answers) -> None:
     strategy, replies = answers.ask("query")
     rows = [measured(reply) for reply in replies]
     assert [row["num-examples"] for row in rows] == [strategy.registry.members[client].examples for client in range(3)]
-    assert strategy.aggregate_query(2, iter(replies))
+    assert aggregate_query(strategy, 2, iter(replies))
     total = sum(row["perturbation"] * row["num-examples"] for row in rows)
-    assert strategy.state.distance == pytest.approx(total / sum(row["num-examples"] for row in rows))
-    assert strategy.state.nonnegative  # behind a ReLU
-    assert strategy.state.epsilon == pytest.approx(0.3 * strategy.state.distance)
+    assert state_of(strategy).distance == pytest.approx(total / sum(row["num-examples"] for row in rows))
+    assert state_of(strategy).nonnegative  # behind a ReLU
+    assert state_of(strategy).epsilon == pytest.approx(0.3 * state_of(strategy).distance)
 
 
 def test_examples_are_the_weights(answers: Answers) -> None:
     strategy, replies = answers.ask("query")
     for reply, distance, examples in zip(replies, (1.0, 2.0, 5.0), (10, 20, 10), strict=True):
         put(reply, perturbation=distance, num_examples=examples)
-    assert strategy.aggregate_query(2, iter(replies))
-    assert strategy.state.distance == pytest.approx((10 + 40 + 50) / 40)
+    assert aggregate_query(strategy, 2, iter(replies))
+    assert state_of(strategy).distance == pytest.approx((10 + 40 + 50) / 40)
 
 
 @pytest.mark.parametrize(("minimum", "nonnegative"), [(0.0, True), (-1e-6, False)])
 def test_one_client_with_features_below_zero_is_enough(answers: Answers, minimum: float, nonnegative: bool) -> None:
     strategy, replies = answers.ask("query")
     put(replies[1], min_feature=minimum)
-    assert strategy.aggregate_query(2, iter(replies))
-    assert strategy.state.nonnegative is nonnegative
+    assert aggregate_query(strategy, 2, iter(replies))
+    assert state_of(strategy).nonnegative is nonnegative
 
 
 @pytest.mark.parametrize(
@@ -213,8 +220,8 @@ def test_a_measurement_that_makes_no_sense_does_not_count(answers: Answers, nons
     for reply, distance in zip(replies, (1.0, 100.0, 3.0), strict=True):
         put(reply, perturbation=distance, num_examples=10)
     put(replies[1], **nonsense)
-    assert strategy.aggregate_query(2, iter(replies))
-    assert strategy.state.distance == pytest.approx(2.0)
+    assert aggregate_query(strategy, 2, iter(replies))
+    assert state_of(strategy).distance == pytest.approx(2.0)
 
 
 def test_features_that_no_attack_moves_are_named(answers: Answers, caplog: pytest.LogCaptureFixture) -> None:
@@ -222,15 +229,15 @@ def test_features_that_no_attack_moves_are_named(answers: Answers, caplog: pytes
     strategy, replies = answers.ask("query")
     for reply in replies:
         put(reply, perturbation=0.0)
-    assert strategy.aggregate_query(2, iter(replies))
+    assert aggregate_query(strategy, 2, iter(replies))
     assert caplog.messages == [
         "module 2 trains on clean features, because no attack moves the output of the module before"
     ]
-    assert strategy.details()["clean_round"]
+    assert strategy.method.details(strategy.round)["clean_round"]
     strategy, replies = answers.ask("query")
-    assert strategy.aggregate_query(2, iter(replies))
+    assert aggregate_query(strategy, 2, iter(replies))
     assert len(caplog.messages) == 1
-    assert not strategy.details()["clean_round"]
+    assert not strategy.method.details(strategy.round)["clean_round"]
 
 
 def test_a_pre_round_query_without_answers(answers: Answers) -> None:
@@ -238,5 +245,5 @@ def test_a_pre_round_query_without_answers(answers: Answers) -> None:
     for reply in replies:
         reply.content["outcome"] = Outcome("memory", 5, 4, "needs 5 bytes, allowed 4").to_record()
     for answered in ([], replies):
-        assert not strategy.aggregate_query(2, iter(answered))
-        assert strategy.state.distance is None
+        assert not aggregate_query(strategy, 2, iter(answered))
+        assert state_of(strategy).distance is None

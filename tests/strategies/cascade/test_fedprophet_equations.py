@@ -20,7 +20,8 @@ from piecework.models.cascade import Atom, Blueprint, initial_state
 from piecework.models.layers import pooled_linear
 from piecework.models.work_item import WorkItem
 from piecework.planning.costs import cost_model_for
-from piecework.strategies.cascade.fedprophet_modules import FedProphetPolicy
+from piecework.strategies.cascade.fedprophet import FedProphet
+from piecework.strategies.cascade.fedprophet_modules import FedProphetCut
 from piecework.training.attacks import Attack
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.loop import PieceModel
@@ -233,10 +234,10 @@ LAST_TWO = 12 * (20 + 30 + 12) + 8 * (3 + 5 + 5)
 PLENTY = 10**6
 
 
-def a_policy(**changes: Any) -> FedProphetPolicy:
+def a_policy(**changes: Any) -> FedProphetCut:
     blueprint = chain(4, linear(4, 3), linear(3, 5), linear(5, 5))
     settings = settings_with(memory__model="fedprophet", training__batch_size=2, attack__steps=1, **changes)
-    policy = FedProphetPolicy(blueprint, cost_model_for(settings, blueprint, 1), settings, smallest=600)
+    policy = FedProphetCut(blueprint, cost_model_for(settings, blueprint, 1), settings, smallest=600, method=FedProphet)
     assert [stage.parts[0].atoms for stage in policy.stages] == [(0,), (1,), (2,)]
     return policy
 

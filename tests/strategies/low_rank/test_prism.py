@@ -1,7 +1,7 @@
 """PriSM on the in-process grid: what travels, how kernels are averaged and put together, who trains how much."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,10 @@ from piecework.client_app.momentum import MOMENTUM, CarriedMomentum
 from piecework.client_app.trainers.low_rank.prism import LowRankModel
 from piecework.models.kernels import compose, decompose
 from piecework.models.low_rank import low_rank
-from piecework.models.width import CoverageMean
-from piecework.strategies.low_rank.prism import PriSM
+from piecework.models.width import CoverageMean, Indices
+from piecework.strategies.low_rank.prism import PriSM, SubModel
+from piecework.strategies.method import Assigned, Round
+from piecework.strategies.resources import ClientResources
 from piecework.training.adam import Adam
 from piecework.training.loop import LocalTrainer
 
@@ -41,14 +43,30 @@ MIXED = fleet_json(rich=2.0, middle=0.7, poor=0.6)
 def strategies(monkeypatch: pytest.MonkeyPatch) -> list[PriSM]:
     """The strategies that runs make from now on."""
     made: list[PriSM] = []
-    begin = PriSM.begin
+    begin, details = PriSM.begin, PriSM.details
 
-    def note(self: PriSM) -> None:
+    def note(self: PriSM, fleet: ClientResources) -> None:
         made.append(self)
-        begin(self)
+        begin(self, fleet)
+
+    def keep(self: PriSM, current: Round) -> dict[str, Any]:
+        vars(self)["last"] = current
+        return details(self, current)
 
     monkeypatch.setattr(PriSM, "begin", note)
+    monkeypatch.setattr(PriSM, "details", keep)
     return made
+
+
+def assigned(strategy: PriSM) -> dict[int, Assigned]:
+    """What the clients of the last round were assigned."""
+    last: Round = vars(strategy)["last"]
+    return last.assigned
+
+
+def indices_of(each: Assigned) -> Mapping[str, Indices]:
+    assert isinstance(each.assignment.sends, SubModel)
+    return each.assignment.sends.indices()
 
 
 def test_each_client_trains_the_largest_sub_model_that_fits(tmp_path: Path) -> None:
@@ -68,7 +86,9 @@ def test_entries_are_averaged_over_the_clients_that_had_them(
     """Eq. 5, from the messages themselves; what no client had is as it was, to the bit, before the kernels are put together."""
     made, aggregated = strategies(monkeypatch), list[ArrayRecord]()
     composed = PriSM.composed
-    monkeypatch.setattr(PriSM, "composed", lambda self, whole: (aggregated.append(whole), composed(self, whole))[1])
+    monkeypatch.setattr(
+        PriSM, "composed", lambda self, whole, names: (aggregated.append(whole), composed(self, whole, names))[1]
+    )
     grid = grids()
     run = run_local(tmp_path, grid, **TRIO, **SMALL, fleet=MIXED, prism__output_channels=channels)
     (strategy,), (whole,) = made, aggregated
@@ -76,10 +96,10 @@ def test_entries_are_averaged_over_the_clients_that_had_them(
     arrays = ArrayRecord({n: Array(a) for n, a in first_arrays(strategy.settings).items()})
     before = strategy.factored(arrays)
     layer, checked = strategy.factors[1], 0
-    tasks = [task for task, _ in strategy._asked.values()]
-    held = [strategy.indices(task) for task in tasks]
-    for message, task in zip(sent, tasks, strict=True):
-        assert same(arrays_of(message), {n: a.numpy() for n, a in strategy.travelling(task, arrays).items()})
+    clients = [*assigned(strategy).values()]
+    held = [indices_of(each) for each in clients]
+    for message, each in zip(sent, clients, strict=True):
+        assert same(arrays_of(message), {n: a.numpy() for n, a in each.assignment.sends(arrays).items()})
     for name in (layer.v, layer.u, "atoms.1.bn.weight", "head.fc.weight"):
         old, new = before[name].numpy(), whole[name].numpy()
         total, count = np.zeros(old.shape), np.zeros(old.shape)
@@ -159,13 +179,14 @@ def test_kernels_differ_between_clients_and_rounds_and_not_between_runs(
     made = strategies(monkeypatch)
     for folder in ("a", "b"):
         run_local(tmp_path / folder, **TRIO, **SMALL, fleet=fleet_json(poor=0.6), num_rounds=2)
-    one, two = (strategy.drawn for strategy in made)
     name = made[0].factors[1].weight
-    chosen = [one[client][name].tolist() for client in range(3)]
+    chosen, again = (
+        [assigned(strategy)[client].assignment.memo.kernels[name].tolist() for client in range(3)] for strategy in made
+    )
     assert len({tuple(each) for each in chosen}) == 3
-    assert [two[client][name].tolist() for client in range(3)] == chosen
+    assert again == chosen
     first = run_local(tmp_path / "c", **TRIO, **SMALL, fleet=fleet_json(poor=0.6))
-    assert first.rounds()[0] and made[2].drawn[0][name].tolist() != chosen[0]
+    assert first.rounds()[0] and assigned(made[2])[0].assignment.memo.kernels[name].tolist() != chosen[0]
 
 
 def test_every_kernel_is_drawn_sometimes(tmp_path: Path) -> None:
@@ -204,9 +225,9 @@ def test_orthdrop_takes_the_top_kernels_and_all_outputs(tmp_path: Path, monkeypa
     keeps = run.rounds()[0]["keep_ratios"]
     assert len(set(keeps.values())) == 2
     (strategy,) = made
-    for client, (task, _) in strategy._asked.items():
+    for client, each in assigned(strategy).items():
         for layer in strategy.factors:
-            v, u = (strategy.indices(task)[name] for name in (layer.v, layer.u))
+            v, u = (indices_of(each)[name] for name in (layer.v, layer.u))
             kept = math.ceil(round(keeps[str(client)] * strategy.full[layer.v][0], 6))
             assert v[0].tolist() == u[1].tolist() == list(range(kept))
             assert len(u[0]) == strategy.full[layer.u][0]
@@ -219,8 +240,8 @@ def test_prism_with_all_output_channels(tmp_path: Path, monkeypatch: pytest.Monk
         tmp_path, **TRIO, **SMALL, fleet=fleet_json(rich=9.0), prism__keep_ratios="0.5", prism__output_channels="all"
     )
     (strategy,) = made
-    for task, _ in strategy._asked.values():
-        held = strategy.indices(task)
+    for each in assigned(strategy).values():
+        held = indices_of(each)
         assert all(len(held[layer.u][0]) == strategy.full[layer.u][0] for layer in strategy.factors)
         assert any(held[layer.v][0].tolist() != list(range(len(held[layer.v][0]))) for layer in strategy.factors)
     assert [client["status"] for client in clients_of(run)] == ["ok"] * 3

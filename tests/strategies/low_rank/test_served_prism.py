@@ -11,12 +11,12 @@ import torch
 from flwr.app import Array, ArrayRecord
 from helpers import TRIO, arrays_of, clients_of, digits, fleet_json, model_of, numpy_of, run_local, same, training
 from safetensors.numpy import load_file
-from test_prism import strategies
+from test_prism import assigned, strategies
 
 from piecework.models.cascade import Blueprint, Cascade
 from piecework.models.kernels import compose, decompose, inclusion, sample
 from piecework.models.variant import vary
-from piecework.strategies.low_rank.prism import PriSM, PriSMTaskConfig
+from piecework.strategies.low_rank.prism import Drawn, PriSM, SubModel
 
 FAST = {"training__local_iterations": 1, "evaluation__every": 0, "architecture__batch_norm": "batch"}
 EQUAL = TRIO | FAST | {"strategy": "prism", "prism__keep_ratios": "0.5", "fleet": "unlimited"}
@@ -46,7 +46,7 @@ def noise(file: Path, shape: tuple[int, ...], below: int, dtype: Any = np.uint8)
 
 
 def images(strategy: PriSM, count: int = 8) -> torch.Tensor:
-    return torch.randn(count, *strategy.blueprint.input_shape, generator=torch.Generator().manual_seed(1))
+    return torch.randn(count, *strategy.cut.model.input_shape, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("model", ["resnet10", "convnet"])
@@ -54,16 +54,16 @@ def test_channels_that_no_client_has_do_not_matter(tmp_path: Path, monkeypatch: 
     strategy, arrays = trained(tmp_path, monkeypatch, model=model, architecture__width=0.125)
     drawn, rng = numpy_of(arrays), np.random.default_rng(0)
     for layer in strategy.factors:
-        norm, count = strategy.norms[layer.weight], strategy.policy.shapes[0][layer.u][0]
+        norm, count = strategy.norms[layer.weight], strategy.cut.shapes[0][layer.u][0]
         for name in (layer.weight, f"{norm}.weight", f"{norm}.bias"):
             drawn[name] = drawn[name].copy()
             assert 0 < count < len(drawn[name])
             drawn[name][count:] = rng.standard_normal(drawn[name][count:].shape)
     redrawn = ArrayRecord({name: Array(value) for name, value in drawn.items()})
     x = images(strategy)
-    one, other = (outputs(strategy.blueprint, numpy_of(strategy.served(a)), x) for a in (arrays, redrawn))
+    one, other = (outputs(strategy.cut.model, numpy_of(strategy.served(a)), x) for a in (arrays, redrawn))
     torch.testing.assert_close(one, other)
-    plain = (outputs(strategy.blueprint, numpy_of(a), x) for a in (arrays, redrawn))
+    plain = (outputs(strategy.cut.model, numpy_of(a), x) for a in (arrays, redrawn))
     assert (next(plain) - next(plain)).abs().max() > 0.01
 
 
@@ -95,15 +95,17 @@ def test_a_block_contributes_as_much_as_in_the_mean_over_draws_of_its_channels(
             block.double().eval()(z)
         return found[0]
 
-    task = strategy._asked[0][0]
-    assert PriSMTaskConfig.of(task).draw == 0
-    sums = []
+    each = assigned(strategy)[0]
+    level, memo, sums = each.assignment.config.level, each.assignment.memo, []
     for channels in itertools.combinations(range(4), 2):
-        strategy.drawn[0] |= {name: np.arange(2) for name in (outer, inner)}
-        strategy.rows[0] |= {outer: np.array(channels), inner: rows}
-        small = vary(strategy.blueprint, task.variant)
-        sums.append(contribution(small, numpy_of(strategy.travelling(task, arrays))))
-    served = contribution(strategy.blueprint, numpy_of(strategy.served(arrays)))
+        drawn = Drawn(
+            {**memo.kernels, **{name: np.arange(2) for name in (outer, inner)}},
+            {**memo.rows, outer: np.array(channels), inner: rows},
+        )
+        small = vary(strategy.cut.model, each.task.variant)
+        sent = SubModel(strategy, lambda drawn=drawn: strategy.drawn_indices(level, drawn))(arrays)  # type: ignore[misc]
+        sums.append(contribution(small, numpy_of(sent)))
+    served = contribution(strategy.cut.model, numpy_of(strategy.served(arrays)))
     torch.testing.assert_close(torch.stack(sums).mean(0), served, rtol=1e-3, atol=1e-4)
     assert served.abs().max() > 0.1
 
@@ -118,7 +120,7 @@ def test_without_a_norm_a_kernel_counts_with_its_probability(tmp_path: Path, mon
         sigma, v, u = (
             each if isinstance(each, np.ndarray) else each.numpy() for each in strategy.kernels(layer, arrays)
         )
-        rng, total, kept = np.random.default_rng(0), np.zeros(arrays[layer.weight].shape), strategy.policy.shapes[0]
+        rng, total, kept = np.random.default_rng(0), np.zeros(arrays[layer.weight].shape), strategy.cut.shapes[0]
         for _ in range(2000):
             chosen = sample(sigma, kept[layer.v][0], strategy.settings.prism.kappa, rng)
             total += compose(v[chosen], u[:, chosen]) / 2000
@@ -149,7 +151,7 @@ def test_which_layers_are_scaled(
     for layer in strategy.factors:
         weight = arrays[layer.weight].numpy()
         sigma, v, u = strategy.kernels(layer, arrays)
-        kept = strategy.policy.shapes[0]
+        kept = strategy.cut.shapes[0]
         pi = inclusion(sigma, kept[layer.v][0], strategy.settings.prism.kappa)
         by_hand = compose(v.numpy() * pi.astype(np.float32).reshape(-1, *(1,) * (v.numpy().ndim - 1)), u.numpy())
         rows = len(weight) if layer.weight in strategy.norms else kept[layer.u][0]
@@ -170,7 +172,7 @@ def test_gates_of_an_lstm_are_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyP
     served = numpy_of(strategy.served(arrays))
     for layer in strategy.factors:
         sigma, v, u = strategy.kernels(layer, arrays)
-        pi = inclusion(sigma, strategy.policy.shapes[0][layer.v][0], strategy.settings.prism.kappa)
+        pi = inclusion(sigma, strategy.cut.shapes[0][layer.v][0], strategy.settings.prism.kappa)
         by_hand = compose(v.numpy() * pi.astype(np.float32)[:, None], u.numpy())
         np.testing.assert_allclose(served[layer.weight], by_hand, rtol=1e-4, atol=1e-6)
 
@@ -180,7 +182,7 @@ def test_mixed_clients_have_the_mean_of_their_probabilities(tmp_path: Path, monk
     strategy, arrays = trained(tmp_path, monkeypatch, **options)
     layer = next(layer for layer in strategy.factors if layer.weight not in strategy.norms)
     sigma, kappa = strategy.kernels(layer, arrays)[0], strategy.settings.prism.kappa
-    half, quarter = (inclusion(sigma, strategy.policy.shapes[n][layer.v][0], kappa) for n in (0, 1))
+    half, quarter = (inclusion(sigma, strategy.cut.shapes[n][layer.v][0], kappa) for n in (0, 1))
     found = strategy.portions(layer, arrays, {0: 1, 1: 2})
     assert found is not None
     np.testing.assert_allclose(found, (half + 2 * quarter) / 3)
@@ -259,7 +261,7 @@ def test_statistics_are_those_of_the_served_model(tmp_path: Path, monkeypatch: p
     x = (x - x.mean()) / x.std()
 
     def means(held: dict[str, np.ndarray]) -> np.ndarray:
-        model, found = Cascade(strategy.blueprint), list[torch.Tensor]()
+        model, found = Cascade(strategy.cut.model), list[torch.Tensor]()
         model.load_state_dict({name: torch.from_numpy(held[name].copy()) for name in model.state_dict()})
         norm = model.get_submodule("atoms.2.bn")
         norm.register_forward_pre_hook(lambda module, args: found.append(args[0].mean((0, 2, 3))))

@@ -125,8 +125,8 @@ def test_a_client_goes_on_from_its_own_model(tmp_path: Path, grids: Callable[...
 
 
 def test_importance_moves_the_weights_at_the_start_of_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, runs = SpaFL.travelling, {}
-    monkeypatch.setattr(SpaFL, "travelling", lambda self, task, arrays: changed(original(self, task, arrays)))
+    original, runs = SpaFL.with_change, {}
+    monkeypatch.setattr(SpaFL, "with_change", lambda self, arrays: changed(original(self, arrays)))
     for how in ("paper", "authors", "off"):
         changes = SPAFL | {
             "num_rounds": 2,
@@ -351,7 +351,7 @@ def test_the_regularisers_weight(tmp_path: Path) -> None:
     def strategy(**changes: Any) -> SpaFL:
         settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}", "output_dir": str(tmp_path)} | changes)
         with LocalGrid(3, settings.to_run_config(), 1) as grid:
-            found = Run(grid, settings, RunDir(tmp_path / "none")).strategy
+            found = Run(grid, settings, RunDir(tmp_path / "none")).strategy.method
         assert isinstance(found, SpaFL)
         return found
 

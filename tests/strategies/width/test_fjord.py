@@ -32,7 +32,7 @@ from piecework.models.width import ordered, shapes, sub_indices, take
 from piecework.models.zoo import build_blueprint
 from piecework.planning import costs
 from piecework.planning.part import whole_model
-from piecework.strategies.width.fjord import FjORDPolicy
+from piecework.strategies.width.fjord import FjORD, FjORDCut
 from piecework.training.loop import PieceModel
 
 FJORD = TRIO | {"strategy": "fjord", "heterofl__width_ratios": "1,0.5,0.25", "fleet": "spafl"}
@@ -218,7 +218,7 @@ def test_following_the_channels_is_no_part_of_a_steps_cost(monkeypatch: pytest.M
     monkeypatch.setattr(costs, "_TRACED", {})
     settings = tiny_settings(strategy="fjord", heterofl__width_ratios="1,0.5")
     blueprint = a_blueprint()
-    policy = FjORDPolicy(blueprint, costs.cost_model_for(settings, blueprint), settings)
+    policy = FjORDCut(blueprint, costs.cost_model_for(settings, blueprint), settings, method=FjORD)
     channel_axes.cache_clear()
     nested, alone = (policy.cost_model.traced(part).flops for part in (policy.step(0, 0), whole_model(blueprint)))
     again = policy.cost_model.traced(policy.step(0, 1)).flops

@@ -212,7 +212,7 @@ def test_the_full_model_is_served_if_it_is_trained(tmp_path: Path, strategy: str
 
 def test_a_wider_net_is_served_once_it_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the run begins no client is known that trains more than a quarter; then one trains all channels."""
-    monkeypatch.setattr(HeteroFL, "fitting_levels", lambda _: [2])
+    monkeypatch.setattr(HeteroFL, "fitting_levels", lambda *_: [2])
     run_dir = run_local(tmp_path, **SMALL | {"architecture__batch_norm": "batch", "num_rounds": 1})
     assert same(load_file(run_dir.path / "model.safetensors"), model_of(run_dir))
 

@@ -1,22 +1,20 @@
-"""How a strategy cuts a model for devices: the parts of each stage, the parts that a device can train, and the bytes sent.
+"""How a method cuts a model for devices: the parts of each stage, their memory costs, and the bytes and values sent.
 
-Each strategy's partition policy is in the file of the strategy or next to it. Plans use partition policies alone and train
-nothing.
+Each method's cut is in the file of the method or next to it.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal, Self, final
+from typing import Any, Self, final
 
-from piecework.device_profiles.memory import MemoryBudgetExceededError
-from piecework.device_profiles.profile import DeviceState, allowance
+from piecework.device_profiles.profile import allowance
 from piecework.models.cascade import Blueprint, has_statistics
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import Piece
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
+from piecework.planning.capabilities import Capabilities
 from piecework.planning.costs import CostModel
 from piecework.planning.counts import entries
 from piecework.planning.part import Part
@@ -29,66 +27,47 @@ class Stage:
 
     name: str
     parts: tuple[Part, ...]
+    key: Any = 0  # by which the method knows the stage
+    place: int = (
+        1  # of its first round in the schedule of learning rates, if stages are equally long and none ends early
+    )
 
 
-class PartitionPolicy(ABC):
-    """How a strategy cuts one model for one fleet.
+class Cut:
+    """How a method cuts one model for one fleet.
 
     `smallest` is the smallest budget (bytes) that a client will have, and `allowed` the bytes that such a client may use. A
-    policy is immutable: `fit` and `with_smallest` return another one.
+    cut is immutable: `fit` and `with_smallest` return another one.
 
-    `cuts`: the model is cut to fit a budget. `adapts`: the model is not cut, but narrowed or shortened.
-    `exits`: the server's model has an exit head after every atom but the last.
-    `when_excluded` is the status that plans show for a device that cannot train.
-    `alone`: atoms are also trained alone, if no more fits.
-    `adversarial`: whether the strategy trains on adversarial examples; with `optional` the settings decide.
-    `caveat` is a remark that advice adds to the strategy's figures.
-    `untrained`: how a part of the model that no client trains ends up. It keeps its initial weights ("random"), or the trained
-    model ends before it ("cut off"), or the server trains it by distillation ("distilled").
-    `zeroed`: channels that no client trains are 0 in the model that is evaluated and saved; otherwise it ends before them.
+    `method` is the method's class, and `can` what it can do. `own` are values that are chosen for the run, such as a width.
     """
 
-    cuts: ClassVar[bool] = False
-    adapts: ClassVar[bool] = False
-    alone: ClassVar[bool] = False
-    exits: ClassVar[bool] = False
-    adversarial: ClassVar[Literal["never", "optional", "always"]] = "never"
-    caveat: ClassVar[str] = ""
-    zeroed: ClassVar[bool] = False
-    moving: ClassVar[bool] = False  # whether sub-models change their channels or nets from round to round
-    when_excluded: ClassVar[str] = "excluded"
-    untrained: ClassVar[Literal["random", "cut off", "distilled"]] = "random"
+    method: Any = None
 
-    def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, smallest: int = 0) -> None:
+    def __init__(
+        self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, smallest: int = 0, **own: Any
+    ) -> None:
         self.blueprint, self.cost_model, self.settings, self.smallest = blueprint, cost_model, settings, smallest
         self.allowed = allowance(smallest, settings.memory.excess)
+        self._own = own
+        for name, value in own.items():
+            setattr(self, name, value)
         self._bytes: dict[WorkItem, int] = {}
         self._made: dict[WorkItem, Part] = {}
+
+    @property
+    def can(self) -> Capabilities:
+        """What the method can do."""
+        found: Capabilities = self.method.can
+        return found
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute once, because `stages` and costs are computed from it and cached. Raises AttributeError later."""
         if name in self.__dict__:
-            raise AttributeError(
-                f"{name} of a partition policy is set already: `fit` and `with_smallest` return another one"
-            )
+            raise AttributeError(f"{name} of a cut is set already: `fit` and `with_smallest` return another one")
         super().__setattr__(name, value)
 
-    @classmethod
-    def attacks(cls, settings: Settings) -> bool:
-        """Return whether a run with these settings trains on adversarial examples. Raises ValueError if they conflict."""
-        if settings.training.adversarial and cls.adversarial == "never":
-            raise ValueError(f"training.adversarial = true: {settings.strategy} trains on clean examples only")
-        if (
-            settings.training.adversarial
-            and cls.adversarial == "optional"
-            and settings.attack.warmup >= settings.num_rounds
-        ):
-            raise ValueError(
-                f"attack.warmup = {settings.attack.warmup} leaves no adversarial round in num-rounds = {settings.num_rounds}"
-            )
-        return cls.adversarial == "always" or (cls.adversarial == "optional" and settings.training.adversarial)
-
-    def require_model(self) -> None:  # noqa: B027 (most strategies accept every model)
+    def require_model(self) -> None:
         """Raise ValueError, which names the layer and the reason, for a model that the strategy cannot train."""
 
     @property
@@ -104,7 +83,9 @@ class PartitionPolicy(ABC):
     @property
     def swaps(self) -> bool:
         """Whether devices also train parts that exceed their memory, by swapping, which takes more time."""
-        return False
+        return self.can.swaps == "always" or (
+            self.can.swaps == "by its own memory model" and self.settings.memory.model == self.method.name
+        )
 
     def item(self, atoms: Piece) -> WorkItem:
         """Return the work item that trains these atoms of the server's model with the head that belongs to them."""
@@ -120,6 +101,10 @@ class PartitionPolicy(ABC):
         if item not in self._bytes:
             self._bytes[item] = self.cost_model.bytes(self.part(item))
         return self._bytes[item]
+
+    def needs(self, *items: WorkItem) -> dict[WorkItem, int]:
+        """Return the fewest bytes with which a device can do each of these items."""
+        return {item: self.needed(item) for item in items}
 
     def needed(self, item: WorkItem) -> int:
         """Return the fewest bytes with which a device can do a work item, with the smallest step that `memory.fit` allows."""
@@ -155,7 +140,11 @@ class PartitionPolicy(ABC):
 
     def with_smallest(self, budget: int) -> Self:
         """Return this policy for a smallest budget of that many bytes."""
-        return type(self)(self.blueprint, self.cost_model, self.settings, budget)
+        return type(self)(self.blueprint, self.cost_model, self.settings, budget, **self._own)
+
+    def having(self, **own: Any) -> Self:
+        """Return this policy with other values that the method's class chooses for the run."""
+        return type(self)(self.blueprint, self.cost_model, self.settings, self.smallest, **self._own | own)
 
     def fit(self, minimum: int, maximum: int) -> Self:
         """Return the policy that cuts or sizes the model for clients with `minimum` to `maximum` bytes of memory.
@@ -180,36 +169,17 @@ class PartitionPolicy(ABC):
         return Part(self.model, item.atoms, item.head)
 
     @cached_property
-    @abstractmethod
     def stages(self) -> list[Stage]:
-        """The stages in order, for the smallest budget. Raises ValueError if the model cannot be cut for it."""
+        """The stages in order, for the smallest budget; by default one, with the whole model.
+
+        Raises ValueError if the model cannot be cut for it.
+        """
+        return [Stage("training", (self.part(self.whole),))]
 
     @property
     def stage_count(self) -> int:
         """The number of stages, also for a policy that cuts the model separately for each device."""
-        return 1
-
-    def first_places(self) -> list[int]:
-        """Return each stage's first place in the schedule of learning rates, if stages are equally long and none ends early."""
-        rounds = self.settings.num_rounds // self.stage_count
-        return [1 + stage * rounds for stage in range(self.stage_count)]
-
-    @abstractmethod
-    def work(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
-        """Return the parts that a device trains in a round of a stage, one after another.
-
-        `slowest` is the smallest FLOP/s among the round's devices. Raises MemoryBudgetExceededError or AtomTooLargeError if the
-        device can train nothing.
-        """
-
-    def covered(self, part: Part) -> list[str]:
-        """Return the units of the run's own model (its atoms and its head) that training a part changes."""
-        own = {*(f"atoms.{atom}" for atom in range(len(self.blueprint.atoms))), "head"}
-        return [unit for unit in part.learned if unit in own]
-
-    def channels(self, part: Part) -> float:
-        """Return the largest fraction of a layer's channels that clients with such parts train over all rounds."""
-        return 1.0
+        return len(self.stages) if self.can.stages else 1
 
     def wire(self, parts: list[Part]) -> tuple[int, int]:
         """Return the bytes of arrays sent down and up per round for a client that trains `parts`; by default their units."""
@@ -224,33 +194,25 @@ class PartitionPolicy(ABC):
         return count, count
 
     def excluded(self, parts: list[Part]) -> list[str]:
-        """Return the names of the atoms that a client skips because they do not fit; by default none."""
-        return []
+        """Return the names of the atoms that a client skips because they do not fit even alone."""
+        trained = {unit for part in parts for unit in part.learned}
+        atoms = enumerate(self.blueprint.atoms) if self.can.single_atoms else ()
+        return [atom.name for number, atom in atoms if f"atoms.{number}" not in trained]
 
-    def within(self, item: WorkItem, state: DeviceState) -> Part:
-        """Return the part of a work item with a step that fits the device. Raises MemoryBudgetExceededError if none does."""
-        part = self._fitted_part(item, state.allowed_bytes)
-        if (needed := self.cost_model.bytes(part)) > state.allowed_bytes:
-            raise MemoryBudgetExceededError(needed, state.budget_bytes, f"training {label(part)}")
-        return part
+    def fitting_part(self, item: WorkItem, allowed: int) -> Part:
+        """Return the part of an item with the cheapest step of at most `allowed` bytes, else the one to fall back to."""
+        return self.part(self._steps(item, allowed)[0]) if self.cost_model.ways else self.part(item)
 
 
-class Swapping(PartitionPolicy):
-    """A policy under which every device trains the whole model, and the emulated device swaps if it does not fit.
-
-    Swapping is only simulated, so budgets are not enforced.
-    """
-
-    caveat = "swapping is only simulated"
-
-    @property
-    def swaps(self) -> bool:
-        """True for every run."""
-        return True
-
-    def min_budget(self) -> int:
-        """Return 0: a device with any budget trains, by swapping."""
-        return 0
+def trains_adversarially(can: Capabilities, settings: Settings) -> bool:
+    """Return whether a run with these settings trains on adversarial examples. Raises ValueError if they conflict."""
+    if settings.training.adversarial and can.attack == "never":
+        raise ValueError(f"training.adversarial = true: {settings.strategy} trains on clean examples only")
+    if can.attack == "optional" and settings.training.adversarial and settings.attack.warmup >= settings.num_rounds:
+        raise ValueError(
+            f"attack.warmup = {settings.attack.warmup} leaves no adversarial round in num-rounds = {settings.num_rounds}"
+        )
+    return can.attack == "always" or (can.attack == "optional" and settings.training.adversarial)
 
 
 def require_no_statistics(blueprint: Blueprint, settings: Settings, reason: str) -> None:

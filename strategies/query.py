@@ -1,0 +1,43 @@
+"""The query that a method with stages sends to all clients before a round (FedProphet)."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
+
+from piecework.strategies.method import Assigned, StagedMethod
+from piecework.strategies.server import MethodServer
+
+
+def configure_query(
+    server: MethodServer, server_round: int, arrays: ArrayRecord, grid: Grid
+) -> Iterable[Message] | None:
+    """Return the messages of a query, which clients answer before the round's tasks; None if there is none."""
+    method, members, found = server.method, server.registry.members, {}
+    if not isinstance(method, StagedMethod) or not method.queries:
+        return None
+    for client, each in server.assign(server.registry.present(grid), server_round, arrays).items():
+        ctx = server.context(client, each.device, server_round, arrays)
+        assignment = method.assign_query(ctx, each.assignment, members[client].examples)
+        task = replace(server.task_of(assignment, server_round, each.device), evaluation=assignment.steps)
+        named = server.weight_cache.with_frozen_hashes(task, arrays, assignment.frozen)
+        found[client] = Assigned(assignment, named, each.device)
+    return server.send("query.query", found, arrays)
+
+
+def aggregate_query(server: MethodServer, server_round: int, replies: Iterable[Message]) -> bool:
+    """Have the method take in the answers to a query, and return whether the round can begin."""
+    method, members = server.method, server.registry.members
+    assert isinstance(method, StagedMethod)
+    answers = dict(
+        server.dispatcher.answers(
+            replies,
+            lambda client, status: server.gate.note_error(client, server_round, status),
+            lambda client, answer: method.read_query(dict(answer.metrics), members[client].examples),
+        )
+    )
+    rejected = method.conclude_query(answers)
+    for client, reason in rejected.items():
+        server.dispatcher.reject(client, reason)
+    return len(rejected) < len(answers)
