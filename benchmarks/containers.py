@@ -72,7 +72,7 @@ class Trial:
 
 def pieces_to_try(count: int, cost: Callable[[Piece], int], budget: int, names: list[str]) -> dict[Piece, bool]:
     """Return the planner's pieces, each with one more atom, what it excludes, and the whole model; True = it fits."""
-    from piecework.client_app.trainers.cascade.fedepth import decompose
+    from piecework.strategies.cascade.fedepth.client import decompose
 
     try:
         pieces = decompose(count, cost, budget, names)

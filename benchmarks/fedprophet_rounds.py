@@ -21,8 +21,8 @@ from piecework.models.partition import Piece
 from piecework.planning.costs import cost_model_for
 from piecework.planning.paper_memory.fedprophet import macs
 from piecework.plans.question import budget_bytes
-from piecework.strategies.cascade.fedprophet import FedProphet
-from piecework.strategies.cascade.fedprophet_modules import FedProphetCut
+from piecework.strategies.cascade.fedprophet.cut import FedProphetCut
+from piecework.strategies.cascade.fedprophet.server import FedProphet
 from piecework.training.setup import blueprint_of_shape
 
 CLIENTS, ASKED, ITERATIONS, ATTACK_STEPS = 100, 10, 30, 10

@@ -22,7 +22,7 @@ from piecework.planning.fit import smallest
 from piecework.planning.part import Part, whole_model
 from piecework.planning.step_cost import fake_examples
 from piecework.strategies import find_method
-from piecework.strategies.cascade.profl_steps import ProFLCut
+from piecework.strategies.cascade.profl.cut import ProFLCut
 from piecework.training.attacks import micro_batches
 from piecework.training.loop import start, train_step
 from piecework.training.settings import Settings

@@ -13,12 +13,12 @@ import time
 
 import torch
 
-from piecework.client_app.trainers.low_rank.prism import LowRankModel, low_rank_loss
 from piecework.models.cascade import Blueprint, initial_state
 from piecework.models.kernels import decompose
 from piecework.models.low_rank import factors, low_rank
 from piecework.models.zoo import build_blueprint
 from piecework.planning.step_cost import fake_load
+from piecework.strategies.low_rank.prism.client import LowRankModel, low_rank_loss
 from piecework.training.loop import PieceModel, single_loss, start, train_step
 from piecework.training.sgd import TrainingConfig
 

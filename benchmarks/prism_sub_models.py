@@ -3,7 +3,7 @@
     python -m benchmarks.prism_sub_models RUN [--images 2000] [--draws 4]
 
 RUN is the folder of a finished run of PriSM. Kernels and output channels are drawn as in that run. The served model is composed
-of the trained one (strategies/low_rank/prism.py). Trained models use statistics of the batch.
+of the trained one (strategies/low_rank/prism/server.py). Trained models use statistics of the batch.
 """
 
 import argparse

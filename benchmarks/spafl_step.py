@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from piecework.client_app.trainers.sparse.forms import SparseModel, sparse_loss
 from piecework.device_profiles.memory import PeakMemory
 from piecework.device_profiles.profile import available_memory
 from piecework.models.cascade import Blueprint
 from piecework.models.compact import layout
 from piecework.models.masked import masked
 from piecework.models.zoo import build_blueprint, usual_input
+from piecework.strategies.sparse.spafl.forms import SparseModel, sparse_loss
 from piecework.training.accelerator import without_denormals
 from piecework.training.loop import MakeLoss, PieceModel, channels_last, single_loss, start, train_step
 from piecework.training.memory_cap import keep_heap_tight

@@ -12,6 +12,8 @@ from piecework.models.work_item import WorkItem
 from piecework.training.loop import MakeLoss, PieceModel, single_loss
 from piecework.training.sgd import Segment
 
+OUTPUT_LAYER_NAME = "the output layer"  # of a part without atoms
+
 
 @dataclass(frozen=True)
 class Part:

@@ -1,4 +1,5 @@
-"""The methods, found by name. Each way of making a model fit a device has a folder.
+"""The methods, found by name. Each way of making a model fit a device has a folder, and in it each method has a folder with
+`server.py` and `client.py`, or one file.
 
 The way of a task. A method (method.py) decides, and its server (server.py) does what all methods share:
 
@@ -6,7 +7,7 @@ The way of a task. A method (method.py) decides, and its server (server.py) does
     Method.assign               a client's Assignment: work items, arrays to send, frozen units, the method's own config
     MethodServer.task_of        the Task that carries it, with the costs of its items (planning/cut.py)
     Dispatcher.configure        a message for each client; WeightCache sends frozen units ahead
-    find_trainer, train         the client's side (client_app/trainers): an Update within its budget
+    find_trainer, train         the client's side (client.py of the method): an Update within its budget
     UpdateGate.admit            each answer is read (Method.read), checked (Method.check) and compared with the others
     Method.combine, finish      updates are added as they arrive, and make the new model
     Method.assign_evaluation    who holds it evaluates it (ClientEvaluation)
@@ -26,28 +27,28 @@ if TYPE_CHECKING:
 
 STRATEGIES = {
     "allsmall": ("piecework.strategies.width.allsmall", "AllSmall"),
-    "depthfl": ("piecework.strategies.cascade.depthfl", "DepthFL"),
+    "depthfl": ("piecework.strategies.cascade.depthfl.server", "DepthFL"),
     "exclusivefl": ("piecework.strategies.whole.exclusivefl", "ExclusiveFL"),
     "fedavg": ("piecework.strategies.whole.fedavg", "FedAvg"),
-    "feddf": ("piecework.strategies.distillation.feddf", "FedDF"),
+    "feddf": ("piecework.strategies.distillation.feddf.server", "FedDF"),
     "feddrop": ("piecework.strategies.width.feddrop", "FedDrop"),
-    "fedepth": ("piecework.strategies.cascade.fedepth", "FeDepth"),
+    "fedepth": ("piecework.strategies.cascade.fedepth.server", "FeDepth"),
     "fedet": ("piecework.strategies.distillation.fedet", "FedET"),
-    "fedpm": ("piecework.strategies.sparse.fedpm", "FedPM"),
-    "fedprophet": ("piecework.strategies.cascade.fedprophet", "FedProphet"),
-    "fedrbn": ("piecework.strategies.whole.fedrbn", "FedRBN"),
+    "fedpm": ("piecework.strategies.sparse.fedpm.server", "FedPM"),
+    "fedprophet": ("piecework.strategies.cascade.fedprophet.server", "FedProphet"),
+    "fedrbn": ("piecework.strategies.whole.fedrbn.server", "FedRBN"),
     "fedrolex": ("piecework.strategies.width.fedrolex", "FedRolex"),
-    "fjord": ("piecework.strategies.width.fjord", "FjORD"),
-    "heterofl": ("piecework.strategies.width.heterofl", "HeteroFL"),
+    "fjord": ("piecework.strategies.width.fjord.server", "FjORD"),
+    "heterofl": ("piecework.strategies.width.heterofl.server", "HeteroFL"),
     "jfat": ("piecework.strategies.whole.jfat", "JFAT"),
-    "local": ("piecework.strategies.sparse.spafl", "Local"),
-    "m-fedepth": ("piecework.strategies.cascade.fedepth", "MFeDepth"),
+    "local": ("piecework.strategies.sparse.spafl.server", "Local"),
+    "m-fedepth": ("piecework.strategies.cascade.fedepth.server", "MFeDepth"),
     "origdrop": ("piecework.strategies.width.origdrop", "OrigDrop"),
     "orthdrop": ("piecework.strategies.low_rank.orthdrop", "OrthDrop"),
-    "prism": ("piecework.strategies.low_rank.prism", "PriSM"),
-    "profl": ("piecework.strategies.cascade.profl", "ProFL"),
-    "spafl": ("piecework.strategies.sparse.spafl", "SpaFL"),
-    "splitmix": ("piecework.strategies.width.splitmix", "SplitMix"),
+    "prism": ("piecework.strategies.low_rank.prism.server", "PriSM"),
+    "profl": ("piecework.strategies.cascade.profl.server", "ProFL"),
+    "spafl": ("piecework.strategies.sparse.spafl.server", "SpaFL"),
+    "splitmix": ("piecework.strategies.width.splitmix.server", "SplitMix"),
 }
 
 

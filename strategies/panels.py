@@ -1,7 +1,8 @@
 """Panels of a run's page, which a method declares as data: a title, a sentence, curves or cells, and a table.
 
-A method whose module is `NAME.py` may have a module `NAME_panels.py` beside it with a function
-`panels(rounds, settings) -> list[Panel]`; `rounds` are the run's records, at least one, and `settings` its settings by key.
+A method in a folder may have a module `panels.py` there, and one of a single file `NAME.py` a module `NAME_panels.py`, with
+a function `panels(rounds, settings) -> list[Panel]`; `rounds` are the run's records, at least one, and `settings` its settings
+by key.
 `piecework.report.draw_panels` draws them. Neither these modules nor this one imports torch or Flower.
 """
 
@@ -68,7 +69,8 @@ def panels_of(strategy: str, rounds: Sequence[Record], settings: Record) -> list
     """Return the panels of a run by the method of this name; none if it has no module of panels, or is not registered here."""
     if strategy not in STRATEGIES:
         return []
-    module = f"{STRATEGIES[strategy][0]}_panels"
+    module, beside = STRATEGIES[strategy][0], "_panels"
+    module = f"{module}{beside}" if not module.endswith(".server") else f"{module.removesuffix('server')}panels"
     if find_spec(module) is None:
         return []
     found: list[Panel] = import_module(module).panels(rounds, settings)

@@ -23,7 +23,7 @@ def strategy_rows() -> list[dict[str, Any]]:
         rows.append(
             {
                 "strategy": name,
-                "family": module.split(".")[-2],
+                "family": module.split(".")[2],
                 "about": " ".join((strategy.__doc__ or "").split()).partition(". ")[0].removesuffix(".") + ".",
                 "paper": paper[0] if paper else "",
                 "needs": "images, which it attacks in training" if can.attack == "always" else "",

@@ -5,8 +5,8 @@ from typing import Any
 from piecework.device_profiles.profile import format_compared
 from piecework.planning.cut import Cut
 from piecework.planning.evaluation_cost import evaluation_steps
-from piecework.strategies.cascade.fedprophet_evaluation import validation_steps
-from piecework.strategies.cascade.fedprophet_modules import FedProphetCut
+from piecework.strategies.cascade.fedprophet.cut import FedProphetCut
+from piecework.strategies.cascade.fedprophet.evaluation import validation_steps
 
 
 def needed_to_evaluate(policy: Cut, examples: int) -> int:

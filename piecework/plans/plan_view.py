@@ -8,8 +8,8 @@ from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes, format_compared
 from piecework.planning.coverage import coverage_lines, coverage_sentence
+from piecework.planning.part import OUTPUT_LAYER_NAME
 from piecework.plans.plan_evaluation import evaluation_warning
-from piecework.strategies.cascade.profl_steps import OUTPUT_LAYER_NAME
 
 SHOWN = 3  # ways of training that are listed for one device
 

@@ -26,8 +26,8 @@ from piecework.models.cascade import Blueprint
 from piecework.models.width import last_layer
 from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
-from piecework.strategies.distillation.feddf import FamilyCut, FedDF
-from piecework.strategies.distillation.server_training import consensus, consensus_loss
+from piecework.strategies.distillation.feddf.server import FamilyCut, FedDF
+from piecework.strategies.distillation.feddf.server_training import consensus, consensus_loss
 from piecework.strategies.method import Round
 
 

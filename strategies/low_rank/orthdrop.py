@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord
 
 from piecework.models.kernels import inclusion
 from piecework.models.low_rank import Factors
-from piecework.strategies.low_rank.prism import PriSM
+from piecework.strategies.low_rank.prism.server import PriSM
 
 
 class OrthDrop(PriSM):

@@ -1,5 +1,5 @@
 """OrthDrop in a run's page: its records are those of PriSM."""
 
-from piecework.strategies.low_rank.prism_panels import panels
+from piecework.strategies.low_rank.prism.panels import panels
 
 __all__ = ["panels"]

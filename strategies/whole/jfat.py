@@ -16,8 +16,8 @@ from functools import cached_property
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.partition import Piece
 from piecework.planning.cut import Stage
-from piecework.strategies.cascade.fedprophet import FedProphet
-from piecework.strategies.cascade.fedprophet_modules import FedProphetCut
+from piecework.strategies.cascade.fedprophet.cut import FedProphetCut
+from piecework.strategies.cascade.fedprophet.server import FedProphet
 
 
 class JFATCut(FedProphetCut):

@@ -16,7 +16,7 @@ from dataclasses import replace
 from piecework.models.width import Select, drawn
 from piecework.planning.assignment import Context
 from piecework.strategies.serving import Serving
-from piecework.strategies.width.heterofl import HeteroFL
+from piecework.strategies.width.heterofl.server import HeteroFL
 from piecework.training.randomness import generator
 
 

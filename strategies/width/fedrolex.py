@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from piecework.models.width import Select, rolling
 from piecework.planning.assignment import Context
-from piecework.strategies.width.heterofl import HeteroFL
-from piecework.strategies.width.serving import RollingServing
+from piecework.strategies.width.heterofl.server import HeteroFL
+from piecework.strategies.width.heterofl.serving import RollingServing
 
 
 class FedRolex(HeteroFL):

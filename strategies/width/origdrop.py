@@ -9,7 +9,7 @@ as in HeteroFL, the first layer is cut too.
 from dataclasses import replace
 from functools import cached_property
 
-from piecework.strategies.width.heterofl import HeteroFL, HeteroFLCut
+from piecework.strategies.width.heterofl.server import HeteroFL, HeteroFLCut
 
 
 class OrigDropCut(HeteroFLCut):

@@ -17,9 +17,6 @@ from settings_helpers import key_of
 
 from piecework.client_app.client import Client, Update
 from piecework.client_app.trainers import find_trainer
-from piecework.client_app.trainers.cascade.depthfl import DepthFLTaskConfig
-from piecework.client_app.trainers.cascade.fedprophet import FedProphetTaskConfig, head_behind
-from piecework.client_app.trainers.cascade.profl import OUTPUT_LAYER, ProFLTaskConfig
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
 from piecework.federated_data.datasets import ArrayDataset
@@ -31,6 +28,9 @@ from piecework.models.work_item import WorkItem
 from piecework.models.zoo import MODELS, build_blueprint, usual_input
 from piecework.planning.costs import cost_model_for
 from piecework.strategies import find_method
+from piecework.strategies.cascade.depthfl.client import DepthFLTaskConfig
+from piecework.strategies.cascade.fedprophet.client import FedProphetTaskConfig, head_behind
+from piecework.strategies.cascade.profl.client import OUTPUT_LAYER, ProFLTaskConfig
 from piecework.training.examples import training_examples
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.messages import Task, TaskConfig

@@ -14,8 +14,6 @@ from helpers import RecordingGrid, a_client, a_training_config, fleet_json, rand
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from piecework.client_app.trainers.cascade.fedepth import decompose
-from piecework.client_app.trainers.cascade.fedepth_mutual import mutual_loss
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.memory import (
     MemoryBudgetExceededError,
@@ -35,6 +33,8 @@ from piecework.models.partition import (
 from piecework.models.zoo import build_blueprint
 from piecework.planning.paper_memory.fedepth import fedepth_cost, fedepth_full_bytes
 from piecework.planning.step_cost import fake_batch, fake_load, piece_cost
+from piecework.strategies.cascade.fedepth.client import decompose
+from piecework.strategies.cascade.fedepth.mutual import mutual_loss
 from piecework.training.examples import Examples
 from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, single_loss, start, train_step
 from piecework.training.memory_cap import MemoryCap

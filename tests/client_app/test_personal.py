@@ -10,12 +10,12 @@ import torch
 from helpers import FEW, TRIO, a_client, few_digits, fleet_json, run_local, tiny_settings
 
 import piecework
-from piecework.client_app.trainers.width import heterofl
-from piecework.client_app.trainers.width.heterofl import HeteroFLTaskConfig
 from piecework.federated_data.partition import partition_rows
 from piecework.federated_data.personal import client_test_rows
 from piecework.models.work_item import WorkItem
 from piecework.strategies import STRATEGIES
+from piecework.strategies.width.heterofl import client as heterofl
+from piecework.strategies.width.heterofl.client import HeteroFLTaskConfig
 from piecework.training.examples import normalised
 from piecework.training.loop import PieceModel, predictions
 from piecework.training.messages import Task

@@ -11,18 +11,19 @@ import torch
 from helpers import a_client, same, tiny_settings
 from torch.nn import functional as F
 
+from piecework.client_app import whole as fedavg
 from piecework.client_app.client import Client, Update
 from piecework.client_app.features import teacher_logits
 from piecework.client_app.trainers import find_trainer
-from piecework.client_app.trainers.cascade import fedepth, m_fedepth
-from piecework.client_app.trainers.cascade.fedepth import choose_items, train_blocks
-from piecework.client_app.trainers.cascade.fedepth_mutual import mutual_item, soft_targets, taught, taught_loss
-from piecework.client_app.trainers.whole import fedavg
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import allowance
 from piecework.models.cascade import Cascade
 from piecework.models.partition import Piece
 from piecework.models.work_item import WorkItem
+from piecework.strategies.cascade.fedepth import client as fedepth
+from piecework.strategies.cascade.fedepth import client_of_m as m_fedepth
+from piecework.strategies.cascade.fedepth.client import choose_items, train_blocks
+from piecework.strategies.cascade.fedepth.mutual import mutual_item, soft_targets, taught, taught_loss
 from piecework.training.examples import Examples
 from piecework.training.loop import LocalTrainer, PieceModel
 from piecework.training.memory_cap import MemoryCap

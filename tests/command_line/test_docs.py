@@ -144,22 +144,23 @@ def test_add_a_strategy_and_its_setting_to_the_repository(tmp_path: Path) -> Non
     others = shutil.ignore_patterns(".*", "__pycache__", "docs", "tests", "runs")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=others)
     code, tables = dict(python_blocks(r"(\w+)\.py")), dict(python_blocks(r"(training/settings/\w+\.py)"))
-    trainer = "piecework.client_app.trainers.whole.fedprox"
+    trainer = "piecework.strategies.whole.fedprox.client"
     local = code["my_fedprox"].replace("proximal_loss(MU)", "proximal_loss(client.settings.fedprox.mu)")
-    (copy / "client_app/trainers/whole/fedprox.py").write_text(local)
+    (copy / "strategies/whole/fedprox").mkdir()
+    (copy / "strategies/whole/fedprox/client.py").write_text(local)
     server = code["my_fedprox_server"].replace("from my_fedprox import MU,", f"from {trainer} import")
-    (copy / "strategies/whole/fedprox.py").write_text(server.replace("(MU)", "(self.settings.fedprox.mu)"))
+    (copy / "strategies/whole/fedprox/server.py").write_text(server.replace("(MU)", "(self.settings.fedprox.mu)"))
 
     def add(file: str, after: str, line: str) -> None:
         text = (copy / file).read_text("utf-8")
         assert after in text
         (copy / file).write_text(text.replace(after, after + line, 1), encoding="utf-8")
 
-    add("client_app/trainers/__init__.py", "TRAINERS = {\n", f'    "fedprox": "{trainer}",\n')
+    add("client_app/trainers.py", "TRAINERS = {\n", f'    "fedprox": "{trainer}",\n')
     add(
         "strategies/__init__.py",
         "STRATEGIES = {\n",
-        '    "fedprox": ("piecework.strategies.whole.fedprox", "FedProx"),\n',
+        '    "fedprox": ("piecework.strategies.whole.fedprox.server", "FedProx"),\n',
     )
     table, line = tables["training/settings/whole.py"], tables["training/settings/run.py"]
     add("training/settings/whole.py", "from piecework.training.settings.table import ", "NonNegative, ")

@@ -150,10 +150,23 @@ STILL_NAMED = {
 def test_neutral_code_names_no_method() -> None:
     """Nor does a comment; `local` is also a word."""
     names = re.compile(rf"(?<![\w-])({'|'.join(STRATEGIES.keys() - {'local'})})(?![\w-])")
-    own = ROOT / "client_app" / "trainers"
-    files = [path for folder in NEUTRAL for path in files_of(folder) if own not in path.parents]
+    registry = ROOT / "client_app" / "trainers.py"
+    files = [path for folder in NEUTRAL for path in files_of(folder) if path != registry]
     found = {str(path.relative_to(ROOT)) for path in files if names.search(path.read_text(encoding="utf-8"))}
     assert found - STILL_NAMED == set()
+
+
+def test_a_board_loads_nothing_of_the_server() -> None:
+    """Each method's client alone, with what clients share."""
+    code = (
+        "import sys; from importlib import import_module; from piecework.client_app.trainers import TRAINERS;"
+        "[import_module(module) for module in set(TRAINERS.values())];"
+        "own = [name for name in sys.modules if name.startswith('piecework.')];"
+        "print(sorted(name for name in own if name.split('.')[1] in ('server_app', 'federation')"
+        " or (name.startswith('piecework.strategies.') and name.endswith(('.server', '.method', '.cut')))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_checkout_has_no_other_folder_in_piecework() -> None:

@@ -21,7 +21,7 @@ from piecework.planning.part import Part
 from piecework.plans.plan import make_plan
 from piecework.plans.question import PlanQuestion, ask
 from piecework.strategies import find_method
-from piecework.strategies.cascade.fedprophet import FedProphet
+from piecework.strategies.cascade.fedprophet.server import FedProphet
 from piecework.training.settings import Scalar, Settings, learning_rate
 from piecework.training.setup import blueprint_of_shape
 

@@ -8,7 +8,7 @@ from report_helpers import assert_self_contained, client, make_run, round_record
 
 from piecework.report.draw_panels import section
 from piecework.report.run_page import write_report
-from piecework.strategies.cascade.profl_panels import panels, rows
+from piecework.strategies.cascade.profl.panels import panels, rows
 
 pytest.importorskip("plotly")
 

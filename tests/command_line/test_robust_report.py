@@ -26,7 +26,7 @@ from piecework.report.run_page import write_report
 from piecework.report.under_attack import robust_curves
 from piecework.server_app.records import RunDir
 from piecework.server_app.summary import peak_over_budget
-from piecework.strategies.cascade.fedprophet_panels import depth_rows, panels, stage_rows
+from piecework.strategies.cascade.fedprophet.panels import depth_rows, panels, stage_rows
 from piecework.training.examples import normalised
 from piecework.training.setup import open_dataset
 

@@ -8,7 +8,7 @@ from report_helpers import assert_self_contained, client, make_run, round_record
 
 from piecework.report.draw_panels import section
 from piecework.report.run_page import write_report
-from piecework.strategies.sparse.spafl_panels import density_panel, pattern_panel, rows
+from piecework.strategies.sparse.spafl.panels import density_panel, pattern_panel, rows
 
 pytest.importorskip("plotly")
 

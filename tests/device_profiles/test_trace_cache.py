@@ -23,10 +23,6 @@ import torch
 from torch import nn
 
 from piecework.cli import app
-from piecework.client_app.trainers.cascade.fedepth import network_piece
-from piecework.client_app.trainers.cascade.fedepth_mutual import mutual_loss
-from piecework.client_app.trainers.sparse.forms import SparseModel
-from piecework.client_app.trainers.whole.fedrbn import learner
 from piecework.device_profiles import trace_cache
 from piecework.device_profiles.call_key import NoKeyError, call_key
 from piecework.device_profiles.memory import StepCost
@@ -38,6 +34,10 @@ from piecework.planning import step_cost
 from piecework.planning.costs import on_images
 from piecework.planning.now import NOW
 from piecework.planning.step_cost import piece_cost, stream_cost
+from piecework.strategies.cascade.fedepth.client import network_piece
+from piecework.strategies.cascade.fedepth.mutual import mutual_loss
+from piecework.strategies.sparse.spafl.forms import SparseModel
+from piecework.strategies.whole.fedrbn.client import learner
 from piecework.training.loop import PieceModel, single_loss
 from piecework.training.sgd import TrainingConfig
 

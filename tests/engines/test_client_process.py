@@ -70,7 +70,7 @@ WITHOUT_MEMORY = """
 import json, pickle, resource, sys
 from pathlib import Path
 from piecework.server_app.local_grid import answer, identify
-import piecework.client_app.app, piecework.client_app.trainers.whole.fedavg
+import piecework.client_app.app, piecework.client_app.whole
 identify(1)
 task, config = pickle.loads(Path(sys.argv[1]).read_bytes())
 size = int(next(x for x in open("/proc/self/status") if x.startswith("VmSize")).split()[1]) * 1024
@@ -198,7 +198,7 @@ def test_a_task_imports_nothing_heavy_and_a_message_is_held_once_and_not_while_t
     said = in_a_fresh_process(HOLDS, small, a_message(tmp_path / "large", strategy="fedavg", **shape))
     modules, held = map(json.loads, said.splitlines())
     loaded, own = map(roots, modules)
-    assert {"piecework.client_app.trainers.whole.fedavg", "piecework.training.settings"} <= own
+    assert {"piecework.client_app.whole", "piecework.training.settings"} <= own
     assert {"torch", "flwr"} <= loaded
     heavy = {"torchvision", "ray", "sklearn", "pandas", "matplotlib", "plotly", "scipy"}
     assert loaded & (heavy | {"torch._dynamo", "torch._inductor", "sympy", "triton"}) == set()

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piecework.client_app.trainers.low_rank.prism import LowRankModel, frobenius, low_rank_loss
 from piecework.models.cascade import Blueprint, Cascade, initial_state
 from piecework.models.kernels import compose, decompose, effective_rank, sample
 from piecework.models.low_rank import PaddedNorm, Pair, computed, factors, is_place, low_rank
 from piecework.models.zoo import build_blueprint
+from piecework.strategies.low_rank.prism.client import LowRankModel, frobenius, low_rank_loss
 from piecework.training.loop import PieceModel, classification_loss, load_for_device, start
 from piecework.training.sgd import TrainingConfig
 

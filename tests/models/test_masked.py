@@ -7,11 +7,11 @@ import torch
 from helpers import a_blueprint, a_training_config
 from torch import nn
 
-from piecework.client_app.trainers.sparse.forms import SparseModel, sparse_loss
 from piecework.models.cascade import Blueprint, initial_state, isolated_rng
 from piecework.models.compact import layout, put, take
 from piecework.models.masked import MaskedLinear, masked, masked_layers, thresholds, update_from_importance
 from piecework.models.zoo import build_blueprint
+from piecework.strategies.sparse.spafl.forms import SparseModel, sparse_loss
 from piecework.training.sgd import SGD
 
 

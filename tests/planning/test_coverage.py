@@ -32,7 +32,7 @@ from piecework.report.display import summary_table
 from piecework.report.run_page import write_report
 from piecework.server_app.start import describe_coverage
 from piecework.strategies import find_method
-from piecework.strategies.width.heterofl import HeteroFLCut
+from piecework.strategies.width.heterofl.server import HeteroFLCut
 from piecework.training.settings import SettingsError, check_resume
 
 # One step of conv2 alone takes 869,120 bytes with batches of 32, the dearest of all; conv5 takes 802,688.

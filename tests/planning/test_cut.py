@@ -26,7 +26,7 @@ from piecework.planning.paper_memory import fedepth, fedprophet, prism, profl
 from piecework.planning.part import Part, whole_model
 from piecework.strategies import STRATEGIES, find_method
 from piecework.strategies.width.allsmall import AllSmallCut
-from piecework.strategies.width.heterofl import HeteroFL, HeteroFLCut
+from piecework.strategies.width.heterofl.server import HeteroFL, HeteroFLCut
 from piecework.training.loop import PieceModel, classification_loss, predictions
 from piecework.training.sgd import TrainingConfig
 

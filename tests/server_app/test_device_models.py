@@ -10,8 +10,6 @@ from flwr.app import Message
 from helpers import TRIO, RecordingGrid, arrays_of, few_digits, fleet_json, model_of, run_local
 from torch import Tensor, nn
 
-from piecework.client_app.trainers.cascade.depthfl import ExitsModel
-from piecework.client_app.trainers.width.heterofl import input_ratios, scale_up
 from piecework.models.basic_layers import blocks_of
 from piecework.models.cascade import Blueprint
 from piecework.models.channels import channel_axes
@@ -23,6 +21,8 @@ from piecework.models.zoo import build_blueprint
 from piecework.report.display import device_model_rows
 from piecework.server_app.served_model import Moments
 from piecework.server_app.summary import worst_and_mean
+from piecework.strategies.cascade.depthfl.client import ExitsModel
+from piecework.strategies.width.heterofl.client import input_ratios, scale_up
 from piecework.training.examples import as_inputs
 from piecework.training.loop import PieceModel
 from piecework.training.setup import open_dataset

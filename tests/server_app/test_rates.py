@@ -11,8 +11,8 @@ from settings_helpers import settings_with
 from piecework.report.run_page import rate_plan, write_report
 from piecework.server_app.rates import describe, low_lr_warning, require_rates
 from piecework.server_app.records import RunDir
-from piecework.strategies.cascade.fedprophet import FedProphet
-from piecework.strategies.cascade.profl import ProFL
+from piecework.strategies.cascade.fedprophet.server import FedProphet
+from piecework.strategies.cascade.profl.server import ProFL
 from piecework.training.settings import SettingsError, learning_rate
 
 COSINE: dict[str, Any] = TRIO | {"strategy": "fedavg", "training__lr": 0.1, "training__lr_schedule": "cosine"}

@@ -15,7 +15,7 @@ from piecework.commands.presets import preset_rows
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.used_settings import find_unused, require_used
 from piecework.strategies import STRATEGIES
-from piecework.strategies.low_rank.prism import PriSM
+from piecework.strategies.low_rank.prism.server import PriSM
 from piecework.strategies.whole.fedavg import FedAvg
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.settings.run import cases

@@ -21,7 +21,7 @@ from helpers import (
 from model_helpers import initial
 from zoo_helpers import SMALL, blueprint_of
 
-import piecework.client_app.trainers.whole.fedavg
+import piecework.client_app.whole
 from piecework.client_app.client import Client, Update
 from piecework.models.recompute import recomputed
 from piecework.models.zoo import MODELS, is_token_model
@@ -107,7 +107,7 @@ def greedy(task: Task, client: Client) -> Update:
 
 
 def test_past_the_allocators_limit_the_answer_is_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piecework.client_app.trainers.whole.fedavg, "train", greedy)
+    monkeypatch.setattr(piecework.client_app.whole, "train", greedy)
     with pytest.raises(RuntimeError, match="3 refused for memory"):
         run_local(tmp_path, **TRIO, strategy="fedavg", training__accelerator="cuda")
     for client in clients_of(RunDir(tmp_path / "run")):

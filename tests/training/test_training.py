@@ -10,8 +10,8 @@ import torch
 from helpers import a_blueprint, a_client, a_training_config, digits, random_examples, same, tiny_settings
 from torch.nn import functional as F
 
-from piecework.client_app.trainers.cascade.fedepth_mutual import mutual_objective, soft_targets, taught_objective
 from piecework.models.cascade import Cascade, fit_features, isolated_rng
+from piecework.strategies.cascade.fedepth.mutual import mutual_objective, soft_targets, taught_objective
 from piecework.training.examples import batches, training_examples
 from piecework.training.loop import LocalTrainer, PieceModel
 from piecework.training.memory_cap import MemoryCap

@@ -12,7 +12,6 @@ from safetensors.numpy import load_file
 from settings_helpers import settings_with
 
 from piecework import load
-from piecework.client_app.trainers.cascade.depthfl import corrected, distillation_weight, exits_loss, item_of_depth
 from piecework.commands.options import read_preset
 from piecework.models.basic_layers import blocks_of
 from piecework.models.cascade import num_logits, unit_of
@@ -22,7 +21,8 @@ from piecework.models.zoo import MODELS, build_blueprint
 from piecework.planning.costs import cost_model_for
 from piecework.plans.plan import make_plan
 from piecework.plans.question import PlanQuestion, ask
-from piecework.strategies.cascade.depthfl import DepthFL, DepthFLCut
+from piecework.strategies.cascade.depthfl.client import corrected, distillation_weight, exits_loss, item_of_depth
+from piecework.strategies.cascade.depthfl.server import DepthFL, DepthFLCut
 from piecework.training.examples import normalised
 from piecework.training.settings import Settings
 

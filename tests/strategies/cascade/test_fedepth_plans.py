@@ -9,7 +9,7 @@ from piecework.models.partition import runs
 from piecework.models.work_item import WorkItem
 from piecework.plans.plan import planner_for
 from piecework.plans.question import ask
-from piecework.strategies.cascade.fedepth import FeDepthCut
+from piecework.strategies.cascade.fedepth.server import FeDepthCut
 
 SIXTH, THIRD, HALF, ONE = "0-1 | 2 | 3 | 4 | 5-6 | 7-9", "0-2 | 3-4 | 5-9", "0-3 | 4-9", "0-9"
 EIGHTH = "0,4 | 5 | 6 | 7-8 | 9"  # Lack: the first blocks are left out

@@ -18,13 +18,13 @@ from helpers import (
 from settings_helpers import settings_with
 from torch import nn
 
-from piecework.client_app.trainers.cascade.fedepth import network_piece
 from piecework.device_profiles.fleet import load_fleet
 from piecework.models.cascade import unit_of
 from piecework.models.zoo import build_blueprint
 from piecework.planning.costs import cost_model_for
 from piecework.planning.part import whole_model
-from piecework.strategies.cascade.fedepth import FeDepth, FeDepthCut
+from piecework.strategies.cascade.fedepth.client import network_piece
+from piecework.strategies.cascade.fedepth.server import FeDepth, FeDepthCut
 
 # A transformer of 6 encoders on digits, narrow enough for seconds.
 SMALL: dict[str, Any] = TRIO | {

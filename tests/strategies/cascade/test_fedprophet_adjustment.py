@@ -12,8 +12,8 @@ from fedprophet_helpers import a_run
 from flwr.app import MetricRecord
 from settings_helpers import key_of, settings_with
 
-from piecework.strategies.cascade.fedprophet import FedProphet
-from piecework.strategies.cascade.fedprophet_adjustment import BestRound, FedProphetState, FixedModule, adjusted_alpha
+from piecework.strategies.cascade.fedprophet.adjustment import BestRound, FedProphetState, FixedModule, adjusted_alpha
+from piecework.strategies.cascade.fedprophet.server import FedProphet
 from piecework.strategies.method import Round
 
 # ---- on its boundaries

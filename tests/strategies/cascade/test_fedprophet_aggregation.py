@@ -13,8 +13,8 @@ from helpers import arrays_of, average, changing, examples_of, numpy_of
 
 from piecework.models.cascade import unit_of
 from piecework.server_app.rounds import Run
-from piecework.strategies.cascade.fedprophet import FedProphet
-from piecework.strategies.cascade.fedprophet_adjustment import FedProphetState, FixedModule
+from piecework.strategies.cascade.fedprophet.adjustment import FedProphetState, FixedModule
+from piecework.strategies.cascade.fedprophet.server import FedProphet
 from piecework.strategies.query import aggregate_query, configure_query
 from piecework.strategies.server import MethodServer
 from piecework.training.answers import Outcome

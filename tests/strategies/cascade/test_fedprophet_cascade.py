@@ -11,12 +11,12 @@ from helpers import a_blueprint
 from torch.nn import functional as F
 
 from piecework.client_app import validation
-from piecework.client_app.trainers.cascade.fedprophet import ATOM, MODULE, MODULES, WHOLE, pieces_held
 from piecework.client_app.validation import cascade_of, validate
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
 from piecework.models.zoo import build_blueprint
-from piecework.strategies.cascade.fedprophet_evaluation import validation_cost
+from piecework.strategies.cascade.fedprophet.client import ATOM, MODULE, MODULES, WHOLE, pieces_held
+from piecework.strategies.cascade.fedprophet.evaluation import validation_cost
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.setup import image_attack
 

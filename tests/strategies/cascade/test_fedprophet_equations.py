@@ -13,15 +13,15 @@ from settings_helpers import settings_with
 from torch import Tensor, nn
 
 from piecework.client_app.client import Client
-from piecework.client_app.trainers.cascade import fedprophet
-from piecework.client_app.trainers.cascade.fedprophet import FedProphetTaskConfig, largest_perturbation, module_loss
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import Atom, Blueprint, initial_state
 from piecework.models.layers import pooled_linear
 from piecework.models.work_item import WorkItem
 from piecework.planning.costs import cost_model_for
-from piecework.strategies.cascade.fedprophet import FedProphet
-from piecework.strategies.cascade.fedprophet_modules import FedProphetCut
+from piecework.strategies.cascade.fedprophet import client as fedprophet
+from piecework.strategies.cascade.fedprophet.client import FedProphetTaskConfig, largest_perturbation, module_loss
+from piecework.strategies.cascade.fedprophet.cut import FedProphetCut
+from piecework.strategies.cascade.fedprophet.server import FedProphet
 from piecework.training.attacks import Attack
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.loop import PieceModel

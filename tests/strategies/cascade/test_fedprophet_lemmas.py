@@ -9,7 +9,7 @@ import torch
 from fedprophet_helpers import built, chain, generator, linear
 from torch import Tensor, nn
 
-from piecework.client_app.trainers.cascade.fedprophet import largest_perturbation, module_loss
+from piecework.strategies.cascade.fedprophet.client import largest_perturbation, module_loss
 from piecework.training.attacks import Attack, Loss, by_backward, pgd
 from piecework.training.loop import PieceModel
 

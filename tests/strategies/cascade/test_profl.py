@@ -31,7 +31,7 @@ from piecework.models.cascade import unit_of
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
 from piecework.server_app.records import RunDir
-from piecework.strategies.cascade.profl_phases import Phase, phases_of
+from piecework.strategies.cascade.profl.phases import Phase, phases_of
 from piecework.training.examples import normalised
 from piecework.training.setup import open_dataset
 

@@ -15,13 +15,13 @@ from helpers import (
 from torch.nn import functional as F
 
 from piecework.client_app.features import _mixed, prefix_features, teacher_logits
-from piecework.client_app.trainers.cascade.profl import ProFLTaskConfig, distillation, evaluate, train
 from piecework.client_app.validation import evaluate_whole
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.basic_layers import blocks_of, cascade_at, step_atoms, with_basic_layers
 from piecework.models.cascade import unit_of
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
+from piecework.strategies.cascade.profl.client import ProFLTaskConfig, distillation, evaluate, train
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.loop import PieceModel, load_for_device
 from piecework.training.messages import Task

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecework.strategies.cascade.profl_freezing import (
+from piecework.strategies.cascade.profl.freezing import (
     Freezing,
     converged,
     effective_movement,

@@ -33,7 +33,7 @@ from piecework.models.cascade import initial_state
 from piecework.models.zoo import build_blueprint
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
-from piecework.strategies.distillation.server_training import (
+from piecework.strategies.distillation.feddf.server_training import (
     AdamPiece,
     Ensemble,
     averaged,

@@ -26,11 +26,11 @@ from helpers import (
 from safetensors.numpy import load_file
 
 from piecework.client_app.momentum import MOMENTUM, CarriedMomentum
-from piecework.client_app.trainers.low_rank.prism import LowRankModel
 from piecework.models.kernels import compose, decompose
 from piecework.models.low_rank import low_rank
 from piecework.models.width import CoverageMean, Indices
-from piecework.strategies.low_rank.prism import PriSM, SubModel
+from piecework.strategies.low_rank.prism.client import LowRankModel
+from piecework.strategies.low_rank.prism.server import PriSM, SubModel
 from piecework.strategies.method import Assigned, Round
 from piecework.strategies.resources import ClientResources
 from piecework.training.adam import Adam
@@ -209,7 +209,7 @@ def test_every_kernel_is_drawn_sometimes(tmp_path: Path) -> None:
 def test_a_layer_is_decomposed_once_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        "piecework.strategies.low_rank.prism.decompose", lambda w: (calls.append(w.shape), decompose(w))[1]
+        "piecework.strategies.low_rank.prism.server.decompose", lambda w: (calls.append(w.shape), decompose(w))[1]
     )
     run_local(tmp_path, **TRIO, **SMALL, num_rounds=2)
     assert len(calls) == 2 * 4

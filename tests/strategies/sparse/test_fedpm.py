@@ -13,11 +13,11 @@ from safetensors.numpy import load_file
 from torch import nn
 
 import piecework
-from piecework.client_app.trainers.sparse.fedpm import MASK
 from piecework.models.cascade import initial_state
 from piecework.models.supermask import DrawnMask, supermask
 from piecework.models.zoo import build_blueprint
-from piecework.strategies.sparse.fedpm import FedPM, coded_bits
+from piecework.strategies.sparse.fedpm.client import MASK
+from piecework.strategies.sparse.fedpm.server import FedPM, coded_bits
 from piecework.training.adam import Adam
 
 FEDPM = TRIO | {"strategy": "fedpm", "fleet": "spafl", "training__lr": 0.1, "training__weight_decay": 0.0}

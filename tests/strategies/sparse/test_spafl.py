@@ -25,8 +25,6 @@ from model_helpers import initial
 from safetensors.numpy import load_file
 
 import piecework
-from piecework.client_app.trainers.sparse.forms import SparseModel, SparseTrainer, sparse_loss
-from piecework.client_app.trainers.sparse.spafl import CHANGE, THRESHOLDS, from_words, initial_model, to_words
 from piecework.models.cascade import Blueprint, initial_state
 from piecework.models.compact import layout
 from piecework.models.masked import masked
@@ -36,7 +34,9 @@ from piecework.planning.step_cost import piece_cost
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import Run
-from piecework.strategies.sparse.spafl import SpaFL
+from piecework.strategies.sparse.spafl.client import CHANGE, THRESHOLDS, from_words, initial_model, to_words
+from piecework.strategies.sparse.spafl.forms import SparseModel, SparseTrainer, sparse_loss
+from piecework.strategies.sparse.spafl.server import SpaFL
 from piecework.training.loop import PieceModel, load_for_device
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_for, open_dataset, training_config_for
@@ -222,7 +222,7 @@ def test_a_store_takes_at_most_two_models_and_with_momentum_four(tmp_path: Path,
 
 
 def test_another_initial_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piecework.strategies.sparse.spafl.initial_model", lambda *_: "0123456789abcdef")
+    monkeypatch.setattr("piecework.strategies.sparse.spafl.server.initial_model", lambda *_: "0123456789abcdef")
     with pytest.raises(
         Exception, match=r"the initial model of seed 1 is [0-9a-f]{16} here and 0123456789abcdef on the"
     ):

@@ -28,8 +28,6 @@ from torch.nn import functional as F
 
 from piecework import load
 from piecework.client_app.client import Client
-from piecework.client_app.trainers.whole import fedrbn
-from piecework.client_app.trainers.whole.fedrbn import adversarial_loss, learner
 from piecework.federated_data.datasets import default_cache, prepare
 from piecework.federation.public_data import public_examples
 from piecework.models.dual_norm import DualBatchNorm1d, DualBatchNorm2d, begin_adversarial, is_adversarial, use
@@ -39,8 +37,10 @@ from piecework.planning.part import Part
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
 from piecework.server_app.records import RunDir
-from piecework.strategies.whole.fedrbn import begun, propagated, similarity
-from piecework.strategies.whole.fedrbn_detector import DetectingPiece, fit_detector
+from piecework.strategies.whole.fedrbn import client as fedrbn
+from piecework.strategies.whole.fedrbn.client import adversarial_loss, learner
+from piecework.strategies.whole.fedrbn.detector import DetectingPiece, fit_detector
+from piecework.strategies.whole.fedrbn.server import begun, propagated, similarity
 from piecework.training.attacks import by_backward, pgd
 from piecework.training.loop import start, train_step
 from piecework.training.setup import image_attack, open_dataset

@@ -23,7 +23,6 @@ from safetensors.numpy import load_file
 from torch.nn import functional as F
 
 from piecework import load
-from piecework.client_app.trainers.width.fjord import NestedLoss
 from piecework.models.cascade import isolated_rng
 from piecework.models.channels import channel_axes
 from piecework.models.static_norms import is_statistic
@@ -32,7 +31,8 @@ from piecework.models.width import ordered, shapes, sub_indices, take
 from piecework.models.zoo import build_blueprint
 from piecework.planning import costs
 from piecework.planning.part import whole_model
-from piecework.strategies.width.fjord import FjORD, FjORDCut
+from piecework.strategies.width.fjord.client import NestedLoss
+from piecework.strategies.width.fjord.server import FjORD, FjORDCut
 from piecework.training.loop import PieceModel
 
 FJORD = TRIO | {"strategy": "fjord", "heterofl__width_ratios": "1,0.5,0.25", "fleet": "spafl"}

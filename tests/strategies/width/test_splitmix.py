@@ -24,11 +24,11 @@ from helpers import (
 from torch.nn import functional as F
 
 from piecework import load
-from piecework.client_app.trainers.width.splitmix import mixed_loss
 from piecework.models.cascade import Cascade, initial_state
 from piecework.models.mix import mixed, net_of
 from piecework.models.zoo import build_blueprint
 from piecework.server_app.records import read_checkpoint
+from piecework.strategies.width.splitmix.client import mixed_loss
 from piecework.training.examples import normalised
 from piecework.training.loop import PieceModel
 

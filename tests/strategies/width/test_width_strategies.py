@@ -34,7 +34,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from piecework import load
-from piecework.client_app.trainers.width.heterofl import classes_of, input_ratios, scale_up, width_loss
 from piecework.federation.aggregation import UpdateRejectedError
 from piecework.models.cascade import Blueprint
 from piecework.models.channels import channel_axes
@@ -43,7 +42,8 @@ from piecework.models.width import ordered, shapes, sub_indices, take
 from piecework.models.zoo import build_blueprint
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
-from piecework.strategies.width.heterofl import HeteroFL, classes
+from piecework.strategies.width.heterofl.client import classes_of, input_ratios, scale_up, width_loss
+from piecework.strategies.width.heterofl.server import HeteroFL, classes
 from piecework.training.loop import PieceModel
 
 # A narrow convnet, of which clients train all, a half and a quarter.
@@ -388,7 +388,7 @@ def test_an_attack_that_never_comes_is_refused(tmp_path: Path) -> None:
 
 def test_a_partial_update_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends less than its sub-model: what it sent counts."""
-    from piecework.client_app.trainers.width import heterofl
+    from piecework.strategies.width.heterofl import client as heterofl
 
     train = heterofl.train
 

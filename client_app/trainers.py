@@ -1,0 +1,82 @@
+"""Find the client's side of a strategy by name."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import cast
+
+from piecework.client_app.client import Client, Update
+from piecework.client_app.validation import evaluate_whole
+from piecework.models.cascade import Blueprint
+from piecework.models.width import Indices
+from piecework.training.answers import Metrics
+from piecework.training.messages import Task
+
+TRAINERS = {
+    "allsmall": "piecework.client_app.whole",  # with a narrow model
+    "depthfl": "piecework.strategies.cascade.depthfl.client",
+    "exclusivefl": "piecework.client_app.whole",  # the server samples only clients that can afford it
+    "fedavg": "piecework.client_app.whole",
+    "feddf": "piecework.strategies.distillation.feddf.client",
+    "feddrop": "piecework.strategies.width.heterofl.client",  # the server chooses other channels
+    "fedepth": "piecework.strategies.cascade.fedepth.client",
+    "fedet": "piecework.strategies.distillation.feddf.client",  # differs from FedDF on the server only
+    "fedpm": "piecework.strategies.sparse.fedpm.client",
+    "fedprophet": "piecework.strategies.cascade.fedprophet.client",
+    "fedrbn": "piecework.strategies.whole.fedrbn.client",
+    "fedrolex": "piecework.strategies.width.heterofl.client",
+    "fjord": "piecework.strategies.width.fjord.client",
+    "heterofl": "piecework.strategies.width.heterofl.client",
+    "jfat": "piecework.strategies.cascade.fedprophet.client",  # one module, which is the whole model
+    "local": "piecework.strategies.sparse.spafl.client",  # without communication
+    "m-fedepth": "piecework.strategies.cascade.fedepth.client_of_m",
+    "origdrop": "piecework.strategies.width.heterofl.client",
+    "orthdrop": "piecework.strategies.low_rank.prism.client",
+    "prism": "piecework.strategies.low_rank.prism.client",
+    "profl": "piecework.strategies.cascade.profl.client",
+    "spafl": "piecework.strategies.sparse.spafl.client",
+    "splitmix": "piecework.strategies.width.splitmix.client",
+}
+
+
+def find_trainer(strategy: str) -> Callable[[Task, Client], Update]:
+    """Return the function that trains a strategy's tasks. Only its own module is imported, so that a board loads no others.
+
+    Raises ValueError for an unknown strategy.
+    """
+    return cast(Callable[[Task, Client], Update], _module(strategy).train)
+
+
+def find_evaluator(strategy: str) -> Callable[[Task, Client], Metrics]:
+    """Return the function that evaluates the sent model: the trainer's `evaluate`, else the whole model atom by atom.
+
+    Raises ValueError for an unknown strategy.
+    """
+    return cast(Callable[[Task, Client], Metrics], getattr(_module(strategy), "evaluate", evaluate_whole))
+
+
+def no_places(task: Task, seed: int, full: Blueprint, model: Blueprint) -> Mapping[str, Indices]:
+    """Return no indices: the task's arrays are not cut out of longer ones."""
+    return {}
+
+
+def find_places(strategy: str) -> Callable[[Task, int, Blueprint, Blueprint], Mapping[str, Indices]]:
+    """Return the function that says where a task's arrays lie in the full model's, for a run's seed, full and task's model.
+
+    Raises ValueError for an unknown strategy.
+    """
+    return getattr(_module(strategy), "places", no_places)
+
+
+def find_query(strategy: str) -> Callable[[Task, Client], Metrics]:
+    """Return the trainer's `query`, which answers a strategy's query of all clients between rounds.
+
+    Raises ValueError for an unknown strategy.
+    """
+    return cast(Callable[[Task, Client], Metrics], _module(strategy).query)
+
+
+def _module(strategy: str) -> ModuleType:
+    if strategy not in TRAINERS:
+        raise ValueError(f"strategy {strategy!r} has no trainer; strategies with one are {', '.join(TRAINERS)}")
+    return import_module(TRAINERS[strategy])

@@ -1,1 +1,0 @@
-"""Clients of the systems in strategies/distillation."""

@@ -1,0 +1,173 @@
+"""FeDepth: every client trains all blocks of the model, one after another (the server's side).
+
+Kai Zhang, Yutong Dai, Hongyi Wang, Eric Xing, Xun Chen, Lichao Sun, "Memory-adaptive Depth-wise Heterogeneous Federated
+Learning", 2023, https://arxiv.org/abs/2303.04887
+
+    Algorithm 1, line 2, sample clients             cohort.py: Cohort.sample
+    line 3, broadcast W^t                           strategies/server.py: MethodServer.configure_train
+    line 5, ClientUpdate (lines 9 to 15, Eq. 1)     strategies/cascade/fedepth/client.py: train
+    the decomposition (sections 4.1, 4.2)           strategies/cascade/fedepth/client.py: choose_items
+    mutual distillation (section 4.3)               strategies/cascade/fedepth/mutual.py: train_mutually
+    a whole and a depth-wise model (section 5.1)    strategies/cascade/fedepth/client.py: train_pair
+    line 7, aggregate                               method.py: Method.combine
+
+Aggregation (line 7) is W^{t+1} = sum_k p_k / sum_k' p_k' W_k^{t+1}, where p_k is client k's number of training examples. Each
+client cuts the model by its own budget. The server sends the memory costs that this cut looks up, each from one training step
+on fake tensors.
+
+Ours, where the paper is silent: blocks that a client has to skip are neither uploaded nor averaged (`fedepth.partial-training
+= dilute` restores the authors' way). m-FeDepth's heads are part of the global model and are averaged with it. A client whose
+budget exceeds the whole model's memory by enough for every block, but not for two whole models, trains a second model
+depth-wise, and both teach each other. `memory.tolerance` is no surplus: a budget of r = 1 (Fair, Lack) trains one model. The
+second model learns from the logits of the received one, and then the whole model from the logits of the second one. The paper
+(results of surplus budgets, r = 7/6) does not say when they teach each other. One after the other, they take no more memory
+than the whole model alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+
+from piecework.models.cascade import can_fit
+from piecework.models.layer_statistics import layer_statistics
+from piecework.models.partition import AtomTooLargeError, Piece, exclude_input_side
+from piecework.models.work_item import WorkItem
+from piecework.planning.assignment import Assignment, Context
+from piecework.planning.capabilities import Capabilities
+from piecework.planning.cut import Cut, Stage, label
+from piecework.planning.part import Part
+from piecework.strategies.cascade.fedepth.client import (
+    ItemCost,
+    indispensable,
+    items_of,
+    network_piece,
+    sub_problem,
+)
+from piecework.strategies.cascade.fedepth.mutual import mutual_loss, taught_loss
+from piecework.strategies.method import Method
+
+
+class FeDepthCut(Cut):
+    """One stage: each device trains all blocks of its own decomposition, one after another."""
+
+    def item(self, atoms: Piece) -> WorkItem:
+        """Return the sub-problem of a block, that is the work item that trains it."""
+        return sub_problem(self.blueprint, self.settings, atoms, own_heads=self.can.exits)
+
+    def plain_part(self, item: WorkItem) -> Part:
+        """Return a sub-problem's part: a block with its head, a block in the whole network, or models that learn mutually."""
+        kind = self.settings.fedepth.mutual_loss
+        if item.copies > 1:
+            name = f"{item.copies} whole models, mutually"
+            return Part(self.blueprint, item.atoms, item.head, item.copies, mutual_loss(kind), name)
+        if item.taught:
+            alone = label(Part(self.blueprint, item.atoms))
+            name = f"{alone}, mutually" if item.atoms == self.whole.atoms else f"{alone} of a second model"
+            return Part(self.blueprint, item.atoms, item.head, make_loss=taught_loss(kind), name=name, targets=True)
+        if item.learns:
+            name = f"{label(Part(self.blueprint, item.learns))} of the network"
+            learns = tuple(dict.fromkeys(["atoms.0", *(f"atoms.{atom}" for atom in item.learns), "head"]))
+            return Part(self.blueprint, item.atoms, name=name, piece_class=network_piece(item.learns), learns=learns)
+        return Part(self.blueprint, item.atoms, item.head)
+
+    def require_model(self) -> None:
+        """Raise ValueError, if blocks share a head, for an atom whose features cannot be zero-padded to the head's input."""
+        wanted = self.blueprint.feature_shape
+        if self.can.exits or self.settings.fedepth.sub_problem == "network":
+            return
+        for atom in self.blueprint.atoms:
+            if not can_fit(atom.shape, wanted):
+                raise ValueError(
+                    f"{self.blueprint.name} cannot be trained block by block: atom {atom.name!r} makes features of shape "
+                    f"{atom.shape}, which zero padding cannot bring to the shared head's {wanted}. Put layers that change "
+                    "the number of dimensions into the head, or use strategy = m-fedepth, whose blocks have separate heads"
+                )
+
+    def bytes(self, item: WorkItem) -> int:
+        """Return the memory cost (bytes) of a work item; a paper's memory model counts only the block that learns."""
+        if self.cost_model.memory_model is None or not item.learns:
+            return super().bytes(item)
+        return self.cost_model.bytes(Part(self.blueprint, item.learns))
+
+    def items(self, allowed: int, cost: ItemCost) -> list[WorkItem]:
+        """Return the decomposition for `allowed` bytes. Raises AtomTooLargeError if an indispensable atom does not fit."""
+        return items_of(self.blueprint, self.settings, cost, allowed, own_heads=self.can.exits)
+
+    def _parts(self, allowed: int) -> list[Part]:
+        return [self._fitted_part(item, allowed) for item in self.items(allowed, self.needed)]
+
+    def min_budget(self) -> int:
+        """Return the bytes for the last atom and all indispensable ones; other atoms are excluded if they do not fit."""
+        atoms = range(len(self.blueprint.atoms))
+        last = self._alone(atoms[-1])
+        if self.settings.fedepth.sub_problem == "network" or indispensable(self.blueprint, [atoms[-1]]) is None:
+            return last
+        costs = sorted({last, *(cost for atom in atoms if (cost := self._alone(atom)) > last)})
+        kept = (exclude_input_side(atoms, lambda piece: self.needed(self.item(piece)), cost) for cost in costs)
+        return next(p for p, left in zip(costs, kept, strict=True) if indispensable(self.blueprint, left) is None)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """One stage, with the decomposition for the smallest budget."""
+        return [Stage("training", tuple(self._parts(self.allowed)))]
+
+    def _alone(self, atom: int) -> int:
+        """Return the memory cost (bytes) of training an atom as a block."""
+        return self.needed(self.item((atom,)))
+
+    def wire(self, parts: list[Part]) -> tuple[int, int]:
+        """Return the bytes sent down, those of all units including separate heads, and up, those of the trained units."""
+        units = self.blueprint.units(exits=self.can.exits)
+        down = sum(layer_statistics(self.blueprint, unit).state_bytes for unit in units)
+        return down, super().wire(parts)[1]
+
+
+class FeDepth(Method):
+    """FeDepth with one head, shared by all sub-problems."""
+
+    name = "fedepth"
+    can = Capabilities(cuts=True, single_atoms=True, late=True)
+    cut_class = FeDepthCut
+    cut: FeDepthCut
+
+    def require_settings(self) -> None:
+        """Raise ValueError for settings with which a run could not work."""
+        if self.settings.fedepth.sub_problem == "network" and self.can.exits:
+            raise ValueError(
+                f"fedepth.sub-problem = 'network' trains the model's own head, but {self.name} has separate heads: use fedepth"
+            )
+
+    def assign(self, ctx: Context) -> Assignment:
+        """Return the device's own decomposition, with the costs of all items that its search looks up.
+
+        If any client measures its own memory, these include every run of atoms that fits. If an indispensable atom does not
+        fit, the client itself will refuse, and report the cost of that atom.
+        """
+        allowed, needed, items, refusal = ctx.device.allowed_bytes, dict[WorkItem, int](), list[WorkItem](), None
+
+        def look_up(item: WorkItem) -> int:
+            needed[item] = self.cut.needed(item)
+            return needed[item]
+
+        try:
+            items = self.cut.items(allowed, look_up)
+        except AtomTooLargeError as error:
+            refusal = error
+        if ctx.measured:
+            self._cost_all(look_up, allowed)
+        return Assignment(tuple(items), needed, least=self.cut.min_budget, refusal=refusal)
+
+    def _cost_all(self, look_up: Callable[[WorkItem], int], allowed: int) -> None:
+        """Look up every run of atoms that fits, because a device may have less free memory than the server assumes."""
+        atoms = len(self.cut.model.atoms)
+        for start in range(atoms):
+            for stop in range(start + 1, atoms + 1):
+                if look_up(self.cut.item(tuple(range(start, stop)))) > allowed:
+                    break
+
+
+class MFeDepth(FeDepth):
+    """m-FeDepth: every sub-problem has a separate head (section 4.1)."""
+
+    name = "m-fedepth"
+    can = replace(FeDepth.can, exits=True)

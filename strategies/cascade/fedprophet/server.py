@@ -1,0 +1,368 @@
+"""FedProphet: clients train a cascade of modules adversarially (the server's side).
+
+Minxue Tang, Yitu Wang, Jingyang Zhang, Louis DiValentin, Aolin Ding, Amin Hass, Yiran Chen, Hai Li, "FedProphet:
+Memory-Efficient Federated Adversarial Training via Robust and Consistent Cascade Learning", MLSys 2025,
+https://arxiv.org/abs/2409.08372
+
+    Algorithm 1, partition by R_min                 fedprophet/cut.py: FedProphetCut.stages
+    Algorithm 2, the server adjusts epsilon         fedprophet/adjustment.py: adjusted_alpha, FedProphetState.epsilon
+        (Eqs. 11, 12)
+    the server assigns M_k (Eqs. 14, 15)            fedprophet/cut.py: FedProphetCut.assigned
+    clients train {m .. M_k} (Eqs. 9, 13)           strategies/cascade/fedprophet/client.py: train, module_loss
+    the server aggregates modules (Eqs. 16, 17)     fedprophet/server.py: FedProphet.sent; method.py: Method.combine
+    until w_m converges                             fedprophet/server.py: FedProphet.conclude
+    collect max ||Delta z_m||                       fedprophet/server.py: FedProphet.assign_query, FedProphet.conclude_query
+
+w_m is module m, theta_m its auxiliary head, and R_min the smallest memory reserved on a client. C_m and A_m are the clean and
+adversarial validation accuracy of w_1 .. w_m with theta_m. C*_m and A*_m are their values when module m was fixed.
+
+Adaptive Perturbation Adjustment: epsilon_{m-1} = alpha E[max ||Delta z_{m-1}||] (Eq. 11), where the mean is over the training
+examples of all clients that are connected when module m - 1 is fixed; alpha follows C_m / A_m (Eq. 12). Partial average (Eqs.
+16 and 17): a module is averaged over the clients that trained it, and theta_n over those whose last module was n, weighted by
+numbers of examples.
+
+Where the paper is silent, we follow the authors' code. All clients validate (`fedprophet.validation-clients`). A round's score
+is C_m + rho A_m with rho = C*_{m-1} / A*_{m-1} (1 in the first stage). A stage ends with the weights of its best round.
+
+Where the paper's wording does not work, it is an option. By Eq. 12 alpha may fall to 0. Then no attack moves the output of the
+module, and all later modules train on clean features: alpha does not fall below its start, as in the authors' code
+(`fedprophet.apa-bound`). Over all rounds, 0.994^t leaves later stages no learning rate: it restarts in each stage, as in the
+authors' code (`fedprophet.lr-restart`). The linear layer of theta_m on all features (Eq. 9) takes much memory. The authors pool
+them to as many as classes, which is few for narrow modules. We pool them to 256 (`fedprophet.aux-pool`). Ours: if
+`fedprophet.r-min` is not set, R_min is the smallest budget of the clients, but at least the memory cost of the largest atom;
+clients with less refuse their tasks.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from math import inf
+from statistics import median_low
+from typing import Any, ClassVar
+
+import numpy as np
+from flwr.app import ArrayRecord
+
+from piecework.models.cascade import initial_state, unit_of
+from piecework.models.partition import AtomTooLargeError, Piece
+from piecework.planning.assignment import Assignment, Context, OfUnits
+from piecework.planning.capabilities import Capabilities
+from piecework.planning.costs import fraction_or_bytes
+from piecework.planning.cut import Cut
+from piecework.planning.part import whole_model
+from piecework.strategies.cascade.fedprophet.adjustment import (
+    BestRound,
+    FedProphetState,
+    FixedModule,
+    adjusted_alpha,
+    measurement,
+)
+from piecework.strategies.cascade.fedprophet.client import FedProphetTaskConfig, head_behind
+from piecework.strategies.cascade.fedprophet.cut import FedProphetCut
+from piecework.strategies.cascade.fedprophet.evaluation import query_steps, validation_steps
+from piecework.strategies.method import Round, StagedMethod
+from piecework.strategies.resources import ClientResources
+from piecework.strategies.state import Progress
+from piecework.training.settings import learning_rate
+
+LOG = logging.getLogger("piecework")
+
+
+class FedProphet(StagedMethod):
+    """Trains the cascade one module per stage."""
+
+    name = "fedprophet"
+    can = Capabilities(attack="always", cuts=True, stages=True, measures=False, swaps="by its own memory model")
+    cut_class: ClassVar[type[Cut]] = FedProphetCut
+    cut: FedProphetCut
+    state_class = FedProphetState
+    state: FedProphetState
+    evaluation_keys = ("val-loss", "val-accuracy", "val-adversarial-accuracy")
+    first_rho = 1.0
+
+    def __init__(self, cut: FedProphetCut) -> None:
+        super().__init__(cut)
+        self.validates = "all" if self.settings.fedprophet.validation_clients == "all" else "asked"
+
+    def require_settings(self) -> None:
+        """Raise ValueError for settings with which the run could not work."""
+        if self.personal:
+            raise ValueError(
+                f"evaluation.mode = 'personal': {self.name} controls training by clients' validation data; use central"
+            )
+        if self.cut.model.vocabulary:
+            raise ValueError(
+                f"{self.settings.model} reads tokens, which gradients cannot attack: {self.name} needs a model of images"
+            )
+        if not self.settings.data.validation_fraction:
+            raise ValueError(
+                f"data.validation-fraction is 0: {self.name} is steered by the accuracy on clients' validation data"
+            )
+        if self.settings.evaluation.patience:
+            raise ValueError(
+                f"evaluation.patience = {self.settings.evaluation.patience} compares the accuracies of different modules: "
+                f"use fedprophet.stage-patience"
+            )
+        if self.settings.fedprophet.stage_rounds:
+            self._check_warmup(self.settings.fedprophet.stage_rounds)
+        if self.settings.fedprophet.r_min:
+            self._cut(self.settings.fedprophet.r_min)
+
+    def begin(self, fleet: ClientResources) -> None:
+        """Cut the model; R_min is chosen once per run. Raises ValueError if settings, clients and modules do not match."""
+        state, settings = self.state, self.settings
+        if settings.batch_statistics and settings.training.batch_size < 3:
+            raise ValueError(
+                f"training.batch-size = {settings.training.batch_size}: {self.name} measures features in half "
+                "batches, and one example has no statistics; use 3 or more, or architecture.batch-norm = running"
+            )
+        fleet.require_emulated()
+        if not state.r_min:
+            state.r_min = self.cut.smallest or max(int(min(fleet.budgets())), self.cut.min_budget())
+        self.cut = self.cut.with_smallest(state.r_min)
+        self._check_modules(fleet)
+        if not state.stage_rounds:
+            state.stage_rounds = settings.fedprophet.stage_rounds or max(1, settings.num_rounds // len(self.cut.stages))
+        self._check_warmup(state.stage_rounds)
+
+    def _check_modules(self, fleet: ClientResources) -> None:
+        if self.cut.swaps:
+            return
+        largest = max(self.cut.needed(self.cut.item(stage.parts[0].atoms)) for stage in self.cut.stages)
+        richest = fleet.richest
+        if largest > richest.allowed_bytes:
+            raise ValueError(
+                f"R_min of {self.state.r_min:,} bytes (fedprophet.r-min = {self.settings.fedprophet.r_min!r}) makes a "
+                f"module of {largest:,} bytes, and the richest client has {richest.budget_bytes:,}: no client could train "
+                "it; lower fedprophet.r-min"
+            )
+
+    def _check_warmup(self, stage_rounds: int) -> None:
+        if self.settings.attack.warmup >= stage_rounds:
+            raise ValueError(
+                f"attack.warmup = {self.settings.attack.warmup} leaves no adversarial round in stages of {stage_rounds} "
+                "(fedprophet.stage-rounds): lower it, or raise fedprophet.stage-rounds"
+            )
+
+    def _cut(self, r_min: str) -> None:
+        """Cut the model for the setting `fedprophet.r-min`. Raises ValueError if it is malformed or too small for an atom."""
+        try:
+            smallest = fraction_or_bytes(r_min, self.cut.cost_model.bytes(whole_model(self.cut.model)))
+            self.cut = self.cut.with_smallest(smallest)
+            _ = self.cut.stages
+        except AtomTooLargeError as error:
+            raise ValueError(
+                f"setting fedprophet.r-min = {r_min!r} is {self.cut.smallest:,} bytes, and atom {error.name!r} alone needs "
+                f"{error.needed:,}: set at least {self.cut.min_budget():,} bytes, for the largest atom, or lower "
+                "training.batch-size"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"setting fedprophet.r-min = {r_min!r}: {error}") from None
+
+    @property
+    def modules(self) -> list[Piece]:
+        """The atoms of each module."""
+        return [stage.parts[0].atoms for stage in self.cut.stages]
+
+    def initial(self) -> dict[str, np.ndarray]:
+        """Return the initial arrays of the model and of the auxiliary heads."""
+        units = [*self.cut.model.units(), *(f"aux.{module[-1]}" for module in self.modules[:-1])]
+        return {name: value.numpy() for name, value in initial_state(self.cut.model, self.settings.seed, units=units)}
+
+    def task_config(self, stage: int, last: int) -> FedProphetTaskConfig:
+        """Return the task config of a stage for a client that trains up to module `last`, both counted from 0."""
+        state, modules = self.state, [list(module) for module in self.modules]
+        return FedProphetTaskConfig(modules, stage, last, state.epsilon, state.nonnegative, self.cut.swaps)
+
+    def assign(self, ctx: Context) -> Assignment:
+        """Return a client's modules, with the cost of every smaller number of them to which it may fall back."""
+        assigned = self.cut.assigned(ctx.stage, ctx.device, ctx.slowest)
+        last = next(n for n in range(ctx.stage, len(self.modules)) if self.modules[n][-1] == assigned[-1])
+        config = self.task_config(ctx.stage, last)
+        pieces = [config.atoms(n) for n in range(ctx.stage, last + 1)]
+        ordered = self._ordered(config, pieces)
+        return replace(ordered, lr=self.rate(ctx.round), least=lambda: self.cut.needed(self.cut.item(pieces[0])))
+
+    def _ordered(self, config: FedProphetTaskConfig, pieces: list[Piece]) -> Assignment:
+        """Return the assignment of these pieces, the last of which the client is to train if it can."""
+        state, items = self.state, tuple(self.cut.item(piece) for piece in pieces[-1:])
+        if self.settings.memory.ways:  # the steps of all modules that the client runs
+            pieces = [*pieces, *config.before(), config.atoms(config.stage)]
+        return Assignment(
+            items,
+            self.cut.needs(*map(self.cut.item, pieces)),
+            sends=self.sent(config),
+            frozen=tuple(f"atoms.{atom}" for module in config.fixed() for atom in module),
+            adversarial=state.stage_round >= self.settings.attack.warmup,  # every stage has its own warmup
+            config=config,
+            discarded_rounds=state.void,
+            kept_round=state.best.round if state.best else 0,
+        )
+
+    def sent(self, config: FedProphetTaskConfig) -> OfUnits:
+        """Return the assigned modules and the head of each, because a client may have memory for fewer of them."""
+        numbers = range(config.stage, config.last + 1)
+        heads = {head_behind(self.cut.model, self.modules[n][-1]) for n in numbers}
+        return OfUnits(frozenset({f"atoms.{atom}" for atom in config.atoms(config.last)} | heads))
+
+    def rate(self, server_round: int) -> float:
+        """Return the learning rate of a round; with `fedprophet.lr-restart` the schedule restarts in each stage."""
+        place = self.state.stage_round + 1 if self.settings.restarts_rates else server_round
+        return learning_rate(self.settings, place)
+
+    def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
+        """Yield the rounds until the last stage ends, if every stage has all its rounds; none for a new run."""
+        state, maximum = self.state, self.state.stage_rounds
+        if not maximum:
+            return
+        self.cut = self.cut.with_smallest(state.r_min)
+        left = (len(self.modules) - state.stage) * maximum - state.stage_round
+        for n, server_round in enumerate(range(first, min(last, first + left - 1) + 1)):
+            restarted = (state.stage_round + n) % maximum + 1
+            yield server_round, restarted if self.settings.restarts_rates else server_round
+
+    @property
+    def queries(self) -> bool:
+        """Whether all clients are asked, before a stage's first round, how far attacks move the features it starts from."""
+        return self.state.fixed is not None and self.state.distance is None
+
+    def assign_query(self, ctx: Context, assignment: Assignment, examples: int) -> Assignment:
+        """Return the measurement of features behind the module before, under the attack with which that was trained."""
+        state, fixed = self.state, self.state.fixed
+        assert fixed is not None
+        before = self.task_config(state.stage - 1, state.stage - 2)
+        before = replace(before, epsilon=fixed.epsilon, nonnegative=fixed.nonnegative)
+        asked, allowed = replace(self._ordered(before, []), lr=assignment.lr), ctx.device.allowed_bytes
+        listed = self.cut.costs(asked.needed, allowed)
+        return replace(asked, steps=query_steps(self.cut, listed, before, allowed, examples))
+
+    def read_query(self, metrics: dict[str, Any], examples: int) -> tuple[float, float, int]:
+        """Return a client's measurement. Raises UpdateRejectedError if it is invalid."""
+        return measurement(metrics, examples)
+
+    def conclude_query(self, answers: dict[int, Any]) -> dict[int, str]:
+        """Store E[max ||Delta z||] over all examples (Eq. 11). Returns the clients whose measurements do not count, and why."""
+        factor = self.settings.faults.update_norm_limit
+        maximum = factor * median_low([distance for distance, _, _ in answers.values()]) if answers and factor else inf
+        rejected = {
+            client: f"perturbation is {distance:.4g}, above the limit {maximum:.4g} (faults.update-norm-limit)"
+            for client, (distance, _, _) in answers.items()
+            if distance > maximum
+        }
+        if accepted := [answer for client, answer in answers.items() if client not in rejected]:
+            self.state.distance = sum(d * n for d, _, n in accepted) / sum(n for _, _, n in accepted)
+            self.state.nonnegative = min(lowest for _, lowest, _ in accepted) >= 0
+            if not self.state.distance:
+                LOG.warning(
+                    "%s trains on clean features, because no attack moves the output of the module before", self.stage
+                )
+        return rejected
+
+    def assign_evaluation(self, ctx: Context, assignment: Assignment, examples: int) -> Assignment:
+        """Return the measurement of C_m and A_m of the new model."""
+        stage = self.state.stage
+        config, modules = self.task_config(stage, stage), self.modules[: stage + 1]
+        steps = validation_steps(self.cut, modules, ctx.device.allowed_bytes, examples)
+        return replace(assignment, config=config, sends=self.sent(config), steps=steps)
+
+    def conclude(self, current: Round, arrays: ArrayRecord) -> ArrayRecord:
+        """Score the round, adjust alpha, and end the stage if it is due. Returns the model for the next round."""
+        state, settings, metrics, server_round = self.state, self.settings, current.evaluation, current.number
+        state.stage_round += 1
+        if metrics is None:
+            LOG.warning(
+                "no client validated round %s: neither alpha nor the end of the stage can be determined", server_round
+            )
+        else:
+            clean, adversarial = (float(metrics[key]) for key in self.evaluation_keys[1:])  # type: ignore[arg-type]
+            self._score(server_round, arrays, clean, adversarial)
+        stale = settings.fedprophet.stage_patience and state.since_best >= settings.fedprophet.stage_patience
+        return self._next_stage(server_round, arrays) if stale or state.stage_round >= state.stage_rounds else arrays
+
+    def _score(self, server_round: int, arrays: ArrayRecord, clean: float, adversarial: float) -> None:
+        state, settings = self.state, self.settings
+        # alpha has no effect in clean rounds
+        kept = state.recent if state.stage_round > settings.attack.warmup + 1 else []
+        state.recent = [*kept, [clean, adversarial]][-settings.fedprophet.apa_window :]
+        if state.stage_round <= settings.attack.warmup + settings.fedprophet.apa_after:
+            return
+        fixed = state.fixed
+        rho = fixed.clean / fixed.adversarial if fixed and fixed.adversarial else self.first_rho
+        score = clean + rho * adversarial
+        state.since_best += 1
+        if not state.best or score > state.best.score:
+            state.best = BestRound(score, clean, adversarial, state.alpha, server_round)
+            state.since_best = 0
+            self.kept = self._in_training(arrays)
+        if state.stage and fixed and settings.fedprophet.apa and state.stage_round % settings.fedprophet.apa_every == 0:
+            before, state.alpha = state.alpha, adjusted_alpha(state.alpha, state.recent, fixed, settings)
+            if before and not state.alpha:
+                LOG.warning("alpha is 0 after round %s: %s trains on clean features", server_round, self.stage)
+
+    def _in_training(self, arrays: ArrayRecord) -> ArrayRecord:
+        fixed = {f"atoms.{atom}" for module in self.modules[: self.state.stage] for atom in module}
+        return ArrayRecord({name: array for name, array in arrays.items() if unit_of(name) not in fixed})
+
+    def _next_stage(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+        """Fix the module with the weights of the best round, or of the last if none was scored, and begin the next stage."""
+        state = self.state
+        last = state.recent[-1] if state.recent else [0.0, 0.0]
+        best = state.best or BestRound(0.0, last[0], last[1], state.alpha, server_round)
+        if best.round < server_round:
+            state.void = [*state.void, [best.round + 1, server_round]]
+        arrays = self.final(arrays)
+        self.kept = ArrayRecord()
+        self.state = replace(
+            state,
+            stage=state.stage + 1,
+            stage_round=0,
+            alpha=self.settings.fedprophet.apa_start,
+            distance=None,
+            recent=[],
+            fixed=FixedModule(
+                best.clean,
+                best.adversarial,
+                epsilon=best.alpha * (state.distance or 0.0),
+                nonnegative=state.nonnegative,
+            ),
+            best=None,
+            since_best=0,
+            norms={},  # the first updates of the next module differ in size from the last ones of this module
+        )
+        return arrays
+
+    def final(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the model with the weights of the stage's best round, as far as they are kept."""
+        return ArrayRecord({name: self.kept.get(name, array) for name, array in arrays.items()})
+
+    @property
+    def progress(self) -> Progress:
+        """The progress of the run: it is finished when the last module is fixed."""
+        number = self.state.stage
+        return Progress(self.stage, number == len(self.modules), key=number, model=self._cascade(number + 1))
+
+    @property
+    def stage(self) -> str:
+        """The name of the present stage: `module 1`, `module 2`, ..."""
+        return self.cut.stages[min(self.state.stage, len(self.modules) - 1)].name
+
+    def details(self, current: Round) -> dict[str, Any]:
+        """Return the stage's epsilon, its factors (Eq. 11), and C* and A* of the previous module, for the round record."""
+        state = self.state
+        return {
+            "modules": len(self.modules),
+            "epsilon": state.epsilon if state.stage else self.settings.attack.epsilon,
+            "alpha": state.alpha,
+            "distance": state.distance,
+            "clean_round": state.stage_round < self.settings.attack.warmup or (state.stage > 0 and not state.epsilon),
+            "fixed_accuracy": state.fixed.clean if state.fixed else None,
+            "fixed_adversarial_accuracy": state.fixed.adversarial if state.fixed else None,
+        }
+
+    def final_model(self) -> tuple[Piece, str]:
+        """Return the modules trained so far, without that of a stage that has not begun, and the head after them."""
+        return self._cascade(self.state.stage + (self.state.stage_round > 0))
+
+    def _cascade(self, count: int) -> tuple[Piece, str]:
+        atoms = tuple(atom for module in self.modules[:count] for atom in module)
+        return atoms, head_behind(self.cut.model, atoms[-1])

@@ -1,0 +1,1 @@
+"""ProFL: what the server and the clients do is in server.py and client.py."""

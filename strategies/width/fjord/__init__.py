@@ -1,0 +1,1 @@
+"""FjORD: what the server and the clients do is in server.py and client.py."""
