@@ -130,11 +130,11 @@ def test_plans_in_words() -> None:
 def test_the_rounds_to_come_of_a_cascade(restart: bool, last: int, places: list[tuple[int, int]]) -> None:
     """Three modules of at most four rounds; two rounds of the second are over. The first ended early."""
     state = SimpleNamespace(stage=1, stage_round=2, stage_rounds=4, r_min=1)
-    policy = SimpleNamespace(with_smallest=lambda budget: policy)
+    cut = SimpleNamespace(with_smallest=lambda budget: cut)
     strategy: Any = SimpleNamespace(
         state=state,
         modules=[(0,), (1,), (2,)],
-        policy=policy,
+        cut=cut,
         settings=settings_with(strategy="fedprophet", fedprophet__lr_restart=restart),
     )
     assert list(FedProphet.schedule(strategy, 8, last)) == places
@@ -145,6 +145,6 @@ def test_the_rounds_to_come_of_a_cascade(restart: bool, last: int, places: list[
 def test_the_rounds_to_come_of_progressive_training() -> None:
     """Legs of at most 3, 2 and 4 rounds; one of the second is over."""
     strategy: Any = object.__new__(ProFL)
-    strategy.method.state = SimpleNamespace(phase=1, phase_round=1, maximum=[3, 2, 4])
-    assert [place for _, place in strategy.method.schedule(5, 99)] == [5, 6, 7, 8, 9]
-    assert [place for _, place in strategy.method.schedule(5, 6)] == [5, 6]
+    strategy.state = SimpleNamespace(phase=1, phase_round=1, maximum=[3, 2, 4])
+    assert [place for _, place in strategy.schedule(5, 99)] == [5, 6, 7, 8, 9]
+    assert [place for _, place in strategy.schedule(5, 6)] == [5, 6]

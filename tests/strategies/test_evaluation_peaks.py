@@ -2,21 +2,21 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from helpers import TRIO, a_blueprint, a_client, fleet_json, run_local, tiny_settings
 
 from piecework.client_app.validation import evaluate_whole
 from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.device_profiles.profile import DeviceState
+from piecework.planning.assignment import Context
 from piecework.planning.costs import cost_model_for
 from piecework.planning.cut import Cut
 from piecework.planning.evaluation_cost import chosen, evaluation_steps, sizes
 from piecework.plans.plan_evaluation import evaluation_row, evaluation_warning, needed_to_evaluate
 from piecework.server_app.records import RunDir
 from piecework.strategies import STRATEGIES, find_method
-from piecework.strategies.client_evaluation import ClientEvaluation
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.messages import Task
 
@@ -207,9 +207,11 @@ def vars_of(policy: Cut) -> tuple[Any, ...]:
 
 def test_a_client_that_measures_its_memory_gets_the_smallest_step_too() -> None:
     settings = tiny_settings(strategy="fedavg", **RUNNING)
-    model, member = a_blueprint(batch_norm="running"), SimpleNamespace(validation=22, test=0)
-    policy = find_method("fedavg").make_cut(model, cost_model_for(settings, model), settings)
-    registry = SimpleNamespace(members={0: member, 1: member}, auto=[1])
-    evaluation = ClientEvaluation(cast(Any, SimpleNamespace(policy=policy, settings=settings, registry=registry)))
-    task = Task("e", 1, 0, "fedavg", 10**9, 10**9, 0.1, "")
-    assert [[step.examples for step in evaluation.steps(client, task)] for client in (0, 1)] == [[0], [0, 1]]
+    model = a_blueprint(batch_norm="running")
+    cut = find_method("fedavg").make_cut(model, cost_model_for(settings, model), settings)
+    device = DeviceState("board", 10**9, 1e9, 1e6, 1e7)
+    method, found = find_method("fedavg")(cut), []
+    for measures in (False, True):
+        ctx = Context(device, measures_itself=measures)
+        found.append([step.examples for step in method.assign_evaluation(ctx, method.assign(ctx), 22).steps])
+    assert found == [[0], [0, 1]]
