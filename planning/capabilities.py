@@ -13,8 +13,8 @@ class Capabilities:
     )
     cuts: bool = False  # the model is cut to fit a budget
     adapts: bool = False  # the model is not cut, but narrowed or shortened
-    # devices that are too small swap, which is only simulated, so budgets are not enforced
-    swaps: Literal["never", "by its own memory model", "always"] = "never"
+    swaps: bool = False  # devices that are too small swap, which is only simulated, so budgets are not enforced
+    swaps_with: str = ""  # the `memory.model` with which they do, if not always
     stages: bool = False  # the model is trained in several stages
     single_atoms: bool = False  # atoms are also trained alone, and skipped if they do not fit even so
     exits: bool = False  # the server's model has an exit head after every atom but the last

@@ -83,9 +83,7 @@ class Cut:
     @property
     def swaps(self) -> bool:
         """Whether devices also train parts that exceed their memory, by swapping, which takes more time."""
-        return self.can.swaps == "always" or (
-            self.can.swaps == "by its own memory model" and self.settings.memory.model == self.method.name
-        )
+        return self.can.swaps or self.settings.memory.model == self.can.swaps_with
 
     def item(self, atoms: Piece) -> WorkItem:
         """Return the work item that trains these atoms of the server's model with the head that belongs to them."""
@@ -139,15 +137,15 @@ class Cut:
         return 0
 
     def with_smallest(self, budget: int) -> Self:
-        """Return this policy for a smallest budget of that many bytes."""
+        """Return this cut for a smallest budget of that many bytes."""
         return type(self)(self.blueprint, self.cost_model, self.settings, budget, **self._own)
 
     def having(self, **own: Any) -> Self:
-        """Return this policy with other values that the method's class chooses for the run."""
+        """Return this cut with other values that the method's class chooses for the run."""
         return type(self)(self.blueprint, self.cost_model, self.settings, self.smallest, **self._own | own)
 
     def fit(self, minimum: int, maximum: int) -> Self:
-        """Return the policy that cuts or sizes the model for clients with `minimum` to `maximum` bytes of memory.
+        """Return the cut that cuts or sizes the model for clients with `minimum` to `maximum` bytes of memory.
 
         Raises ValueError if no client could train anything.
         """
@@ -164,7 +162,7 @@ class Cut:
     def plain_part(self, item: WorkItem) -> Part:
         """Return the part that an item with a plain step trains; by default its atoms of the server's model with their head.
 
-        Strategies whose loss, model or head is another one override this method.
+        Methods whose loss, model or head is another one override this method.
         """
         return Part(self.model, item.atoms, item.head)
 

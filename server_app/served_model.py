@@ -132,8 +132,9 @@ class ServedModel:
         self.statistics, self._of = ArrayRecord(), (arrays, atoms, head)
         needed, weights = self.needed(atoms, head), self.weights(arrays)
         sent = ArrayRecord({name: array for name, array in weights.items() if unit_of(name) in {*units(atoms), head}})
+        frozen = strategy.frozen_units(server_round)
         tasks = {
-            client: self._with_frozen_hashes(self.task(client, server_round, model, needed), sent)
+            client: self._with_frozen_hashes(self.task(client, server_round, model, needed), sent, frozen)
             for client in self.clients(server_round, grid, last=last)
             if strategy.resources.affords(client, server_round, needed)
         }
@@ -141,9 +142,9 @@ class ServedModel:
             "query.statistics", tasks, sent, lambda _, task, model: without_units(model, task.frozen)
         )
 
-    def _with_frozen_hashes(self, task: Task, sent: ArrayRecord) -> Task:
-        """Return the task with the content hashes of the strategy's frozen units."""
-        return self.strategy.weight_cache.with_frozen_hashes(task, sent, self.strategy.frozen_units(task.round))
+    def _with_frozen_hashes(self, task: Task, sent: ArrayRecord, frozen: Iterable[str]) -> Task:
+        """Return the task with the content hashes of these frozen units."""
+        return self.strategy.weight_cache.with_frozen_hashes(task, sent, frozen)
 
     def clients(self, server_round: int, grid: Grid, *, last: bool) -> list[int]:
         """Return the reachable clients that trained in the round, or a new sample for the round if there are none.

@@ -1,6 +1,6 @@
 """A method: what it assigns to a client in a round, how it combines what comes back, and what it tells of it.
 
-A method knows no transport, no clock and no files. Plans call `assign` alone. The server (method_server.py) calls the rest, in
+A method knows no transport, no clock and no files. Plans call `assign` alone. The server (server.py) calls the rest, in
 this order: `begin` once, then in each round `open`, `assign` for each client, `check`, `read` and `combine` for each answer,
 `finish`, `assign_evaluation`, `details`.
 """

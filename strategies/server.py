@@ -65,10 +65,6 @@ class MethodServer(Strategy):
             method_class.serving_class(self.method, self.resources),
         )
 
-    def begin(self) -> None:
-        """Set up what depends on the clients. Raises ValueError if the method cannot run with these clients."""
-        self.method.begin(self.resources)
-
     def context(
         self, client: int, state: DeviceState, server_round: int, arrays: ArrayRecord | None = None, place: int = 0
     ) -> Context:
@@ -184,7 +180,7 @@ class MethodServer(Strategy):
         if not self.gate.admit(server_round, replies):
             return None, None
         arrays, name = self.method.finish(self.round), self.round.loss_name
-        self.round.trained = True
+        self.round.trained, self.round.arrays = True, arrays  # the model before may be freed
         loss = {name: self._train_loss()} if name else {}
         return arrays, MetricRecord({**loss, **self.round.metrics})
 
@@ -248,9 +244,11 @@ class MethodServer(Strategy):
         return found
 
     def rate(self, server_round: int) -> float:
-        """Return the learning rate of the round's tasks."""
-        tasks = (each.task for each in self.round.assigned.values())
-        return next((task.lr for task in tasks), learning_rate(self.settings, server_round))
+        """Return the learning rate of the round's tasks, also if nobody is asked."""
+        if self.round.assigned:
+            return next(each.task.lr for each in self.round.assigned.values())
+        lr = self.method.assign(self.context(0, self.resources.richest, server_round)).lr
+        return learning_rate(self.settings, server_round) if lr is None else lr
 
     def min_budget(self, server_round: int) -> int:
         """Return the bytes below which the richest client can do nothing in a round."""
@@ -258,6 +256,8 @@ class MethodServer(Strategy):
 
     def frozen_units(self, server_round: int) -> tuple[str, ...]:
         """Return the units that no client trains any more in this stage."""
+        if not self.method.can.stages:
+            return ()
         return self.method.assign(self.context(0, self.resources.richest, server_round)).frozen
 
     def conclude(self, arrays: ArrayRecord) -> ArrayRecord:

@@ -41,6 +41,6 @@ class JFAT(FedProphet):
     """Joint federated adversarial training: every client trains the whole model on adversarial examples."""
 
     name = "jfat"
-    can = replace(FedProphet.can, cuts=False, swaps="always", caveat="swapping is only simulated")
+    can = replace(FedProphet.can, cuts=False, swaps=True, caveat="swapping is only simulated")
     cut_class = JFATCut
     first_rho = 1.5

@@ -29,7 +29,7 @@ class AllSmallCut(Cut):
         require_narrower(self.blueprint, {1 / STEPS: vary(self.blueprint, Variant(width=1 / STEPS))})
 
     def fit(self, minimum: int, maximum: int) -> Self:
-        """Return the policy of the largest width ratio that fits `minimum` bytes. Raises ValueError if not even 1/64 fits."""
+        """Return the cut of the largest width ratio that fits `minimum` bytes. Raises ValueError if not even 1/64 fits."""
         policy, needed = self.with_smallest(minimum), 0
         if self.settings.heterofl.width_rule == "paper":
             return policy.by_fraction(minimum)
@@ -47,7 +47,7 @@ class AllSmallCut(Cut):
         return policy.narrow(low / STEPS)
 
     def by_fraction(self, budget: int) -> Self:
-        """Return the policy whose width ratio is the budget's fraction of the full model's memory. Raises ValueError."""
+        """Return the cut whose width ratio is the budget's fraction of the full model's memory. Raises ValueError."""
         whole = self.cost_model.bytes(whole_model(self.blueprint))
         policy = self.narrow(max(1, min(STEPS, STEPS * budget // whole)) / STEPS)
         if (needed := policy.needed(policy.whole)) > policy.allowed:
@@ -67,7 +67,7 @@ class AllSmallCut(Cut):
         return Variant(width=self.width)
 
     def narrow(self, width: float) -> Self:
-        """Return this policy for another width ratio."""
+        """Return this cut for another width ratio."""
         return self.having(width=width)
 
 

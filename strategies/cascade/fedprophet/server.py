@@ -72,7 +72,7 @@ class FedProphet(StagedMethod):
     """Trains the cascade one module per stage."""
 
     name = "fedprophet"
-    can = Capabilities(attack="always", cuts=True, stages=True, measures=False, swaps="by its own memory model")
+    can = Capabilities(attack="always", cuts=True, stages=True, measures=False, swaps_with="fedprophet")
     cut_class: ClassVar[type[Cut]] = FedProphetCut
     cut: FedProphetCut
     state_class = FedProphetState
@@ -339,7 +339,8 @@ class FedProphet(StagedMethod):
     def progress(self) -> Progress:
         """The progress of the run: it is finished when the last module is fixed."""
         number = self.state.stage
-        return Progress(self.stage, number == len(self.modules), key=number, model=self._cascade(number + 1))
+        key = min(number, len(self.modules) - 1)
+        return Progress(self.stage, number == len(self.modules), key=key, model=self._cascade(number + 1))
 
     @property
     def stage(self) -> str:

@@ -42,7 +42,7 @@ class ProFLCut(Cut):
         return list(self.cut_blocks) or blocks_of(self.blueprint)
 
     def fit(self, minimum: int, maximum: int) -> Self:
-        """Return the policy with blocks given by the architecture, or with `profl.blocks` = budget by the `minimum` bytes.
+        """Return the cut with blocks given by the architecture, or with `profl.blocks` = budget by the `minimum` bytes.
 
         If a step is too large for the `maximum` bytes of the richest client, every atom is a block. Raises
         AtomTooLargeError (by budget) or ValueError (by architecture) if even a single atom does not fit.
@@ -67,7 +67,7 @@ class ProFLCut(Cut):
         return policy
 
     def divided(self, blocks: Sequence[Piece]) -> Self:
-        """Return the policy with these blocks."""
+        """Return the cut with these blocks."""
         return self.having(cut_blocks=tuple(blocks))
 
     @property

@@ -113,6 +113,7 @@ class ProFL(StagedMethod):
             settings.profl.movement_window, settings.profl.movement_fraction, settings.profl.movement_times
         )
         self.phases: list[Phase] = []
+        self._costs: dict[Phase, dict[WorkItem, int]] = {}  # for the present cut
 
     def require_settings(self) -> None:
         """Raise ValueError for settings with which the run could not work."""
@@ -138,7 +139,7 @@ class ProFL(StagedMethod):
             fitted = self.cut.fit(int(min(budgets)), int(max(budgets)))
             state.blocks = [list(block) for block in fitted.blocks]
         self.cut = self.cut.divided([tuple(block) for block in state.blocks])
-        self.phases = self._phases()
+        self.phases, self._costs = self._phases(), {}
         if not state.maximum:
             state.maximum = self._rounds()
         if len(state.maximum) != len(self.phases):
@@ -198,8 +199,10 @@ class ProFL(StagedMethod):
 
     def costs(self, phase: Phase) -> dict[WorkItem, int]:
         """Return the bytes of the work items of a phase: the step and the output layer, the map, or the measurement."""
-        needed = {"map": self.cut.needed_to_map, "statistics": self.cut.needed_to_measure}
-        return needed.get(phase.kind, self.cut.needed_in_step)(phase.t)
+        if phase not in self._costs:
+            needed = {"map": self.cut.needed_to_map, "statistics": self.cut.needed_to_measure}
+            self._costs[phase] = needed.get(phase.kind, self.cut.needed_in_step)(phase.t)
+        return self._costs[phase]
 
     def assign(self, ctx: Context) -> Assignment:
         """Return the work of a phase: in a step its block with its output module, or the output layer alone."""

@@ -275,7 +275,7 @@ class PriSM(HeteroFL):
         return ArrayRecord(found)
 
     def draw(self, ctx: Context, level: int, arrays: ArrayRecord) -> Drawn:
-        """Draw a client's I_c of every layer: a function of seed, current, client, layer and model."""
+        """Draw a client's I_c of every layer: a function of seed, round, client, layer and model."""
         small, settings = self.cut.shapes[level], self.settings
         kernels, rows = dict[str, np.ndarray](), dict[str, np.ndarray]()
         for layer in self.factors:

@@ -239,6 +239,7 @@ class SpaFL(Method):
         Thresholds that are not clamped may leave [0, 1]. How far they move is compared with the other updates of the round.
         `maximum`, which is relative to the first thresholds, does not apply, because these are 0. Raises UpdateRejectedError.
         """
+        self.mask(metrics)
         if not self.settings.spafl.clamp_thresholds:
             return super().check(arrays, metrics, assignment, model, limits, lambda: math.inf)
         update = super().check(arrays, metrics, assignment, model, {}, lambda: math.inf)
@@ -249,19 +250,26 @@ class SpaFL(Method):
             )
         return replace(update, norms={})
 
+    def mask(self, metrics: dict[str, Any]) -> np.ndarray:
+        """Return the mask that a client reports, a bit for each threshold. Raises UpdateRejectedError if it is invalid."""
+        try:
+            return from_words(metrics["mask"], sum(self.layers.values()))
+        except (ValueError, OverflowError) as error:
+            raise UpdateRejectedError(f"mask: {error}") from error
+
     def read(self, current: Round, report: ClientReport, metrics: dict[str, Any]) -> Reading:
         """Read a client's mask, and the executed fraction of the masked layers' forward passes.
 
-        Raises UpdateRejectedError if one is invalid.
+        Raises UpdateRejectedError if the fraction is invalid.
         """
         macs, dense = metrics.get("macs"), sum(self.macs.values()) * sum(metrics["seen"])
         if not isinstance(macs, int | float) or not 0 < macs <= 1.001 * dense:
             raise UpdateRejectedError(f"macs is {macs!r}: it must be above 0 and at most {dense}")
+        executed = float(macs / dense)
         try:
-            mask = from_words(metrics["mask"], sum(self.layers.values()))
-        except (ValueError, OverflowError) as error:
-            raise UpdateRejectedError(f"mask: {error}") from error
-        current.memo[report.client] = mask
+            mask = current.memo[report.client] = self.mask(metrics)
+        except UpdateRejectedError:
+            return Reading(executed)  # the client has trained all the same; `check` refuses its update
         seen = sum(metrics["seen"])
         epochs = round(seen / max(1, report.examples))
         batches = max(1, epochs) * math.ceil(report.examples / self.settings.training.batch_size)
@@ -271,16 +279,16 @@ class SpaFL(Method):
             report.add_note("its store no longer has its model: it restarted from the initial one")
             current.mean.restarted.append(report.client)
         self.state.trained = sorted({*self.state.trained, report.client})
-        return Reading(float(macs / dense), sparse_flops(self.macs, density, seen, batches, len(mask), weights))
+        return Reading(executed, sparse_flops(self.macs, density, seen, batches, len(mask), weights))
 
     def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
         """Add a client's thresholds to the mean, with the same weight for every client."""
         current.mean.thresholds.add(update.arrays, 1)
         current.mean.masks[client] = current.memo[client]
+        self.state.density = float(np.mean([*self.densities(current).values()]))  # also of a round that is discarded
 
     def finish(self, current: Round) -> ArrayRecord:
         """Return the new thresholds."""
-        self.state.density = float(np.mean([*self.densities(current).values()]))
         new = updated(current.arrays, current.mean.thresholds)
         self.tau = new[THRESHOLDS].numpy()
         return new
@@ -334,6 +342,7 @@ class Local(SpaFL):
         maximum: Callable[[], float],
     ) -> CheckedUpdate:
         """Check that there are no arrays, and a number of examples. Raises UpdateRejectedError."""
+        self.mask(metrics)
         examples = metrics.get("num-examples")
         if arrays or not isinstance(examples, int) or examples <= 0:
             raise UpdateRejectedError(

@@ -99,7 +99,7 @@ class FedRBN(Method):
 
     name = "fedrbn"
     can = Capabilities(
-        attack="always", swaps="always", measures=False, evaluates="as trained", caveat="swapping is only simulated"
+        attack="always", swaps=True, measures=False, evaluates="as trained", caveat="swapping is only simulated"
     )
     cut_class = FedRBNCut
     cut: FedRBNCut

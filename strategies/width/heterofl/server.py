@@ -22,7 +22,7 @@ FedRolex and FedDrop reach all channels in time, and serve the full model.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -30,7 +30,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from piecework.device_profiles.profile import DeviceState
-from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
+from piecework.federation.aggregation import CheckedUpdate, Norms, UpdateRejectedError
 from piecework.federation.registry import MIN_EXAMPLES
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, Shape
@@ -253,7 +253,8 @@ class HeteroFL(Method):
     def assign_level(self, ctx: Context, level: int) -> Assignment:
         """Return the sub-model of ratio number `level`, with its choice of channels."""
         item = self.cut.sub_model(level)
-        kept = Kept(lambda: self.indices(ctx, level))
+        where = replace(ctx, arrays=None)  # the selection must not keep the round's model in memory
+        kept = Kept(lambda: self.indices(where, level))
         config = self.task_config(ctx, level)
         return self.work(item, variant=item.variant, sends=kept, config=config, least=self.least(ctx))
 
@@ -297,17 +298,32 @@ class HeteroFL(Method):
         current.mean = CoverageMean()
 
     def read(self, current: Round, report: ClientReport, metrics: dict[str, Any]) -> Reading:
-        """Read the classes of which the client has examples, if it masks the others."""
+        """Note the classes of which the client says that it has examples, if it masks the others."""
         if self.cut.masked:
-            current.memo[report.client] = classes(metrics.get("classes"), self.cut.blueprint.num_classes)
+            current.memo[report.client] = metrics.get("classes")
         return Reading()
+
+    def check(
+        self,
+        arrays: ArrayRecord,
+        metrics: dict[str, Any],
+        assignment: Assignment,
+        model: ArrayRecord,
+        limits: Norms,
+        maximum: Callable[[], float],
+    ) -> CheckedUpdate:
+        """Check the classes too, if the client masks the others. Raises UpdateRejectedError."""
+        if self.cut.masked:
+            classes(metrics.get("classes"), self.cut.blueprint.num_classes)
+        return super().check(arrays, metrics, assignment, model, limits, maximum)
 
     def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
         """Add a client's sub-model; with the class mask, only those rows of the last layer whose classes the client has."""
         assignment = current.assigned[client].assignment
         assert isinstance(assignment.sends, Kept)
         arrays, indices = dict(update.arrays), dict(assignment.sends.indices())
-        if (rows := current.memo.get(client)) is not None:
+        if self.cut.masked:
+            rows = classes(current.memo[client], self.cut.blueprint.num_classes)
             for name in filter(arrays.__contains__, self.cut.last_layer):
                 arrays[name], indices[name] = arrays[name][rows], (np.array(rows), *indices[name][1:])
         current.mean.add(arrays, indices, self.full, self.weight(update))
