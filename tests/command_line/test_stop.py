@@ -91,7 +91,8 @@ def test_the_command_says_how_to_go_on(tmp_path: Path) -> None:
         "training.lr=0.07",
     ]
     call = [sys.executable, "-m", "piecework.cli", "run", *(f"--set={text}" for text in (*sets, "workers=2"))]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # with traces that another test kept, nothing would be traced
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PIECEWORK_NO_CACHE": "1"}
     with subprocess.Popen(
         call, stdout=-1, stderr=-1, text=True, cwd=tmp_path, env=environment, start_new_session=True
     ) as command:
