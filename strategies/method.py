@@ -5,6 +5,7 @@ this order: `begin` once, then in each round `open`, `assign` for each client, `
 `finish`, `assign_evaluation`, `details`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -68,6 +69,18 @@ class Round:
     metrics: dict[str, float] = field(default_factory=dict)  # the method's own, beside the clients' mean loss
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)  # the metrics of each client that evaluated
     evaluation: MetricRecord | None = None  # the mean of these
+
+
+@dataclass(frozen=True)
+class Received:
+    """A client's answer before its check, its assignment, and the model of the round (`limits`, `maximum`: check_update)."""
+
+    arrays: ArrayRecord
+    metrics: dict[str, Any]
+    assignment: Assignment
+    model: ArrayRecord
+    limits: Norms
+    maximum: Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -144,20 +157,13 @@ class Method:
         """Begin a round, before its assignments: make what `combine` adds to."""
         current.mean = WeightedMean()
 
-    def check(
-        self,
-        arrays: ArrayRecord,
-        metrics: dict[str, Any],
-        assignment: Assignment,
-        model: ArrayRecord,
-        limits: Norms,
-        maximum: Callable[[], float],
-    ) -> CheckedUpdate:
-        """Return the update if it may enter the `model` (`limits`, `maximum`: see check_update). Raises UpdateRejectedError."""
-        previous = (assignment.expects or assignment.sends)(model)
-        if strange := [name for name in arrays if name in model and name not in previous]:
+    def check(self, received: Received) -> CheckedUpdate:
+        """Return the update if it may enter the model. Raises UpdateRejectedError."""
+        arrays, examples, assignment = received.arrays, received.metrics.get("num-examples"), received.assignment
+        previous = (assignment.expects or assignment.sends)(received.model)
+        if strange := [name for name in arrays if name in received.model and name not in previous]:
             raise UpdateRejectedError(f"array {strange[0]!r} was not sent for training")
-        return check_update(arrays, metrics.get("num-examples"), previous, spec_of(previous), limits, maximum)
+        return check_update(arrays, examples, previous, spec_of(previous), received.limits, received.maximum)
 
     def read(self, current: Round, report: ClientReport, metrics: dict[str, Any]) -> Reading:
         """Read the method's own metrics of a client that did its task. Raises UpdateRejectedError if they are invalid."""
@@ -210,37 +216,41 @@ class Method:
         return fitting_parts(self.cut, self.assign(ctx), state)
 
 
-class StagedMethod(Method):
+class StagedMethod(Method, ABC):
     """A method that trains one part of the model after another, and decides when a stage ends."""
 
-    @property
-    def queries(self) -> bool:
-        """Whether all clients are asked something before the next round."""
-        return False
-
-    def assign_query(self, ctx: Context, assignment: Assignment, examples: int) -> Assignment:
-        """Return what a client does for the query, with that many training examples; `assignment` is its next one."""
-        raise NotImplementedError
-
-    def read_query(self, metrics: dict[str, Any], examples: int) -> Any:
-        """Return a client's answer to the query. Raises UpdateRejectedError if it is invalid."""
-        raise NotImplementedError
-
-    def conclude_query(self, answers: dict[int, Any]) -> dict[int, str]:
-        """Take in the answers by client. Returns those that do not count, and why; if all do not, the round cannot begin."""
-        raise NotImplementedError
-
+    @abstractmethod
     def conclude(self, current: Round, arrays: ArrayRecord) -> ArrayRecord:
         """End the stage if it is due, after the round and its evaluation. Returns the model for the next round."""
-        raise NotImplementedError
 
+    @abstractmethod
     def final(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the model of the run, which may be from an earlier round than the last."""
-        raise NotImplementedError
 
+    @abstractmethod
     def final_model(self) -> tuple[Piece, str]:
         """Return the atoms and the head of the run's model if the run ends now."""
-        raise NotImplementedError
+
+
+class QueryingMethod(StagedMethod):
+    """A method that asks all clients something before the first round of a stage."""
+
+    @property
+    @abstractmethod
+    def queries(self) -> bool:
+        """Whether all clients are asked something before the next round."""
+
+    @abstractmethod
+    def assign_query(self, ctx: Context, assignment: Assignment, examples: int) -> Assignment:
+        """Return what a client does for the query, with that many training examples; `assignment` is its next one."""
+
+    @abstractmethod
+    def read_query(self, metrics: dict[str, Any], examples: int) -> Any:
+        """Return a client's answer to the query, not None. Raises UpdateRejectedError if it is invalid."""
+
+    @abstractmethod
+    def conclude_query(self, answers: dict[int, Any]) -> dict[int, str]:
+        """Take in the answers by client. Returns those that do not count, and why; if all do not, the round cannot begin."""
 
 
 def streamed_evaluation(

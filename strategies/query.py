@@ -6,7 +6,7 @@ from dataclasses import replace
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
-from piecework.strategies.method import Assigned, StagedMethod
+from piecework.strategies.method import Assigned, QueryingMethod
 from piecework.strategies.server import MethodServer
 
 
@@ -15,7 +15,7 @@ def configure_query(
 ) -> Iterable[Message] | None:
     """Return the messages of a query, which clients answer before the round's tasks; None if there is none."""
     method, members, found = server.method, server.registry.members, {}
-    if not isinstance(method, StagedMethod) or not method.queries:
+    if not isinstance(method, QueryingMethod) or not method.queries:
         return None
     for client, each in server.assign(server.registry.present(grid), server_round, arrays).items():
         ctx = server.context(client, each.device, server_round, arrays)
@@ -29,7 +29,7 @@ def configure_query(
 def aggregate_query(server: MethodServer, server_round: int, replies: Iterable[Message]) -> bool:
     """Have the method take in the answers to a query, and return whether the round can begin."""
     method, members = server.method, server.registry.members
-    assert isinstance(method, StagedMethod)
+    assert isinstance(method, QueryingMethod)
     answers = dict(
         server.dispatcher.answers(
             replies,

@@ -23,7 +23,7 @@ from piecework.planning.cut import trains_adversarially
 from piecework.strategies.client_evaluation import ClientEvaluation
 from piecework.strategies.cohort import Cohort
 from piecework.strategies.late_answers import LateAnswers
-from piecework.strategies.method import Assigned, Method, Round, StagedMethod
+from piecework.strategies.method import Assigned, Method, Received, Round, StagedMethod
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.state import Experiment
 from piecework.strategies.update_gate import UpdateGate
@@ -193,7 +193,7 @@ class MethodServer(Strategy):
     ) -> CheckedUpdate:
         """Return a client's update if it may enter the model. Raises UpdateRejectedError."""
         assignment = self.round.assigned[client].assignment
-        return self.method.check(arrays, metrics, assignment, self.round.arrays, limits, maximum)
+        return self.method.check(Received(arrays, metrics, assignment, self.round.arrays, limits, maximum))
 
     def asked_of(self, client: int) -> tuple[Task, DeviceState]:
         """Return the training task of a client of the round, and its device state."""

@@ -60,7 +60,7 @@ from piecework.strategies.cascade.fedprophet.adjustment import (
 from piecework.strategies.cascade.fedprophet.client import FedProphetTaskConfig, head_behind
 from piecework.strategies.cascade.fedprophet.cut import FedProphetCut
 from piecework.strategies.cascade.fedprophet.evaluation import query_steps, validation_steps
-from piecework.strategies.method import Round, StagedMethod
+from piecework.strategies.method import QueryingMethod, Round
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.state import Progress
 from piecework.training.settings import learning_rate
@@ -68,7 +68,7 @@ from piecework.training.settings import learning_rate
 LOG = logging.getLogger("piecework")
 
 
-class FedProphet(StagedMethod):
+class FedProphet(QueryingMethod):
     """Trains the cascade one module per stage."""
 
     name = "fedprophet"

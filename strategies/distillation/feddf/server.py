@@ -21,7 +21,7 @@ which is the first of these. With `running`, FedET's default, they take their ow
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -32,7 +32,6 @@ from torch import Tensor
 
 from piecework.federation.aggregation import (
     CheckedUpdate,
-    Norms,
     UpdateRejectedError,
     WeightedMean,
     first_limit,
@@ -55,7 +54,7 @@ from piecework.strategies.distillation.feddf.server_training import (
     likeness_loss,
     logits_of,
 )
-from piecework.strategies.method import Method, Round
+from piecework.strategies.method import Method, Received, Round
 from piecework.strategies.resources import ClientResources
 from piecework.training.examples import Examples
 from piecework.training.loop import MakeLoss, PieceModel
@@ -204,20 +203,13 @@ class FedDF(Method):
         """Begin a round: updates are collected by architecture, with the logits of each client's model."""
         current.mean = Distillation()
 
-    def check(
-        self,
-        arrays: ArrayRecord,
-        metrics: dict[str, Any],
-        assignment: Assignment,
-        model: ArrayRecord,
-        limits: Norms,
-        maximum: Callable[[], float],
-    ) -> CheckedUpdate:
+    def check(self, received: Received) -> CheckedUpdate:
         """Check an update. Each architecture has its own history of unit norms. Raises UpdateRejectedError."""
+        assignment, limits = received.assignment, received.limits
         prefix = f"{self.cut.names[assignment.config.level]}/"
         own = {unit.removeprefix(prefix): limit for unit, limit in limits.items() if unit.startswith(prefix)}
-        factor, sent = self.settings.faults.update_norm_limit, assignment.sends(model)
-        update = super().check(arrays, metrics, assignment, model, own, partial(first_limit, factor, sent))
+        maximum = partial(first_limit, self.settings.faults.update_norm_limit, assignment.sends(received.model))
+        update = super().check(replace(received, limits=own, maximum=maximum))
         return replace(update, norms={prefix + unit: norm for unit, norm in update.norms.items()})
 
     def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:

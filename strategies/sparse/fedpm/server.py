@@ -13,14 +13,13 @@ The straight-through gradient is the identity, as in the paper. With `fedpm.stra
 theta. Clients keep Adam's moments between rounds (`fedpm.keep-adam`), as in the authors' code.
 """
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
-from piecework.federation.aggregation import CheckedUpdate, Norms, UpdateRejectedError
+from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
@@ -28,7 +27,7 @@ from piecework.planning.capabilities import Capabilities
 from piecework.planning.counts import bits
 from piecework.planning.cut import Cut, require_no_statistics
 from piecework.planning.part import Part
-from piecework.strategies.method import Round
+from piecework.strategies.method import Received, Round
 from piecework.strategies.sparse.fedpm.client import MASK, ScoredModel
 from piecework.strategies.whole.fedavg import FedAvg
 
@@ -89,17 +88,9 @@ class FedPM(FedAvg):
         """Begin a round: masks are summed as they arrive."""
         current.mean = Masks(sum(sizes(current.arrays)))
 
-    def check(
-        self,
-        arrays: ArrayRecord,
-        metrics: dict[str, Any],
-        assignment: Assignment,
-        model: ArrayRecord,
-        limits: Norms,
-        maximum: Callable[[], float],
-    ) -> CheckedUpdate:
+    def check(self, received: Received) -> CheckedUpdate:
         """Check a mask, whose unused last bits must be 0. Raises UpdateRejectedError."""
-        update, scores = super().check(arrays, metrics, assignment, model, limits, maximum), sum(sizes(model))
+        update, scores = super().check(received), sum(sizes(received.model))
         if np.unpackbits(update.arrays[MASK], bitorder="little")[scores:].any():
             raise UpdateRejectedError(f"the mask of {scores} scores has bits set after its end")
         return update

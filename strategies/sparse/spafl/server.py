@@ -21,7 +21,6 @@ the batch norm of a pruned filter would still output is masked with the filter (
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -29,7 +28,7 @@ from typing import Any, ClassVar
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
-from piecework.federation.aggregation import CheckedUpdate, Norms, UpdateRejectedError, WeightedMean, updated
+from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError, WeightedMean, updated
 from piecework.federation.reports import ClientReport
 from piecework.models.compact import layout
 from piecework.models.layer_statistics import Layer, layer_statistics
@@ -41,7 +40,7 @@ from piecework.planning.capabilities import Capabilities
 from piecework.planning.counts import sparse_flops
 from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part
-from piecework.strategies.method import Method, Reading, Round
+from piecework.strategies.method import Method, Reading, Received, Round
 from piecework.strategies.sparse.spafl.client import CHANGE, THRESHOLDS, SpaFLTaskConfig, from_words, initial_model
 from piecework.strategies.sparse.spafl.forms import SparseModel, sparse_loss
 from piecework.strategies.state import StrategyState
@@ -225,24 +224,17 @@ class SpaFL(Method):
         self._before, self.kept = self.kept.get(THRESHOLDS), ArrayRecord({THRESHOLDS: current.arrays[THRESHOLDS]})
         self.tau = current.arrays[THRESHOLDS].numpy()
 
-    def check(
-        self,
-        arrays: ArrayRecord,
-        metrics: dict[str, Any],
-        assignment: Assignment,
-        model: ArrayRecord,
-        limits: Norms,
-        maximum: Callable[[], float],
-    ) -> CheckedUpdate:
+    def check(self, received: Received) -> CheckedUpdate:
         """Check the thresholds: clamped ones are from 0 to 1, which bounds their movement, so norms need no limits.
 
         Thresholds that are not clamped may leave [0, 1]. How far they move is compared with the other updates of the round.
         `maximum`, which is relative to the first thresholds, does not apply, because these are 0. Raises UpdateRejectedError.
         """
-        self.mask(metrics)
+        self.mask(received.metrics)
+        received = replace(received, maximum=lambda: math.inf)
         if not self.settings.spafl.clamp_thresholds:
-            return super().check(arrays, metrics, assignment, model, limits, lambda: math.inf)
-        update = super().check(arrays, metrics, assignment, model, {}, lambda: math.inf)
+            return super().check(received)
+        update = super().check(replace(received, limits={}))
         found = update.arrays[THRESHOLDS]
         if found.min() < 0 or found.max() > 1:
             raise UpdateRejectedError(
@@ -332,18 +324,10 @@ class Local(SpaFL):
     name = "local"
     shared = False
 
-    def check(
-        self,
-        arrays: ArrayRecord,
-        metrics: dict[str, Any],
-        assignment: Assignment,
-        model: ArrayRecord,
-        limits: Norms,
-        maximum: Callable[[], float],
-    ) -> CheckedUpdate:
+    def check(self, received: Received) -> CheckedUpdate:
         """Check that there are no arrays, and a number of examples. Raises UpdateRejectedError."""
-        self.mask(metrics)
-        examples = metrics.get("num-examples")
+        self.mask(received.metrics)
+        arrays, examples = received.arrays, received.metrics.get("num-examples")
         if arrays or not isinstance(examples, int) or examples <= 0:
             raise UpdateRejectedError(
                 f"{len(arrays)} arrays of {examples!r} examples: a local client sends no arrays, and its examples"

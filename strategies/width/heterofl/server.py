@@ -30,7 +30,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from piecework.device_profiles.profile import DeviceState
-from piecework.federation.aggregation import CheckedUpdate, Norms, UpdateRejectedError
+from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
 from piecework.federation.registry import MIN_EXAMPLES
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, Shape
@@ -53,7 +53,7 @@ from piecework.planning.capabilities import Capabilities
 from piecework.planning.counts import entries
 from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part
-from piecework.strategies.method import Method, Reading, Round
+from piecework.strategies.method import Method, Reading, Received, Round
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.serving import Serving
 from piecework.strategies.state import StrategyState
@@ -303,19 +303,11 @@ class HeteroFL(Method):
             current.memo[report.client] = metrics.get("classes")
         return Reading()
 
-    def check(
-        self,
-        arrays: ArrayRecord,
-        metrics: dict[str, Any],
-        assignment: Assignment,
-        model: ArrayRecord,
-        limits: Norms,
-        maximum: Callable[[], float],
-    ) -> CheckedUpdate:
+    def check(self, received: Received) -> CheckedUpdate:
         """Check the classes too, if the client masks the others. Raises UpdateRejectedError."""
         if self.cut.masked:
-            classes(metrics.get("classes"), self.cut.blueprint.num_classes)
-        return super().check(arrays, metrics, assignment, model, limits, maximum)
+            classes(received.metrics.get("classes"), self.cut.blueprint.num_classes)
+        return super().check(received)
 
     def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
         """Add a client's sub-model; with the class mask, only those rows of the last layer whose classes the client has."""

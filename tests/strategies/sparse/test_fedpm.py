@@ -1,6 +1,7 @@
 """FedPM: frozen weights, masks and their gradient, the posterior's mode, packed bits."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from safetensors.numpy import load_file
 from torch import nn
 
 import piecework
+from piecework.federation.aggregation import CheckedUpdate
 from piecework.models.cascade import initial_state
 from piecework.models.supermask import DrawnMask, supermask
 from piecework.models.zoo import build_blueprint
+from piecework.strategies.method import Received
 from piecework.strategies.sparse.fedpm.client import MASK
 from piecework.strategies.sparse.fedpm.server import FedPM, coded_bits
 from piecework.training.adam import Adam
@@ -137,10 +140,10 @@ def test_it_learns_and_the_model_can_be_loaded(tmp_path: Path) -> None:
 def test_bits_behind_the_end_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = FedPM.check
 
-    def spoilt(self: FedPM, arrays: ArrayRecord, *rest: Any) -> Any:
-        mask = arrays[MASK].numpy().copy()
+    def spoilt(self: FedPM, received: Received) -> CheckedUpdate:
+        mask = received.arrays[MASK].numpy().copy()
         mask[-1] |= 0x80
-        return original(self, ArrayRecord({MASK: Array(mask)}), *rest)
+        return original(self, replace(received, arrays=ArrayRecord({MASK: Array(mask)})))
 
     monkeypatch.setattr(FedPM, "check", spoilt)
     with pytest.raises(RuntimeError, match=r"the mask of [0-9]+ scores has bits set after its end"):
